@@ -1,0 +1,279 @@
+"""Targets: named presets, full TVM targets, and what the host can run."""
+
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tvmflow.errors import TargetError
+
+# The micro-architecture levels of the x86-64 psABI, in the words of /proc/cpuinfo.
+_X86_64_V2 = ("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3")
+_X86_64_V3 = (*_X86_64_V2, "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
+_X86_64_V4 = (*_X86_64_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
+_LEVELS = {"x86-64": (), "x86-64-v2": _X86_64_V2, "x86-64-v3": _X86_64_V3, "x86-64-v4": _X86_64_V4}
+
+# Features beyond the levels that a compiled model may use, and LLVM's names for them.
+_EXTENSIONS = {
+    "avx512_vnni": "avx512vnni",
+    "avx512_bf16": "avx512bf16",
+    "avx512_fp16": "avx512fp16",
+    "avx_vnni": "avxvnni",
+    "amx_tile": "amx-tile",
+    "amx_bf16": "amx-bf16",
+    "amx_int8": "amx-int8",
+}
+_AVX = ("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
+# LLVM's name -> /proc/cpuinfo's, where the two differ; a feature absent from cpuinfo's words maps to None.
+_LLVM_TO_CPUINFO: dict[str, str | None] = {
+    **{llvm: cpuinfo for cpuinfo, llvm in _EXTENSIONS.items()},
+    "avx512vbmi2": "avx512_vbmi2",
+    "avx512bitalg": "avx512_bitalg",
+    "avx512vpopcntdq": "avx512_vpopcntdq",
+    "avx512vp2intersect": "avx512_vp2intersect",
+    "bmi": "bmi1",
+    "lzcnt": "abm",
+    "sse3": "pni",
+    "sse4.1": "sse4_1",
+    "sse4.2": "sse4_2",
+    **{
+        same: same
+        for same in (
+            "avx512ifma",
+            "avx512vbmi",
+            "bmi2",
+            "cx16",
+            "f16c",
+            "fma",
+            "fma4",
+            "gfni",
+            "movbe",
+            "popcnt",
+            "sse4a",
+            "ssse3",
+            "vaes",
+            "vpclmulqdq",
+            "xop",
+            *_AVX,
+        )
+    },
+}
+
+_ARCH_NAMES = {"amd64": "x86_64", "x86-64": "x86_64", "arm64": "aarch64"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine to build for.
+
+    `tvm` is the canonical TVM target as JSON; `features` are the CPU features that the host must have, in the words
+    of /proc/cpuinfo; `cross_compiler` links for another architecture, `None` means the host's own compiler.
+    """
+
+    name: str
+    tvm: dict[str, Any] = field(hash=False)
+    arch: str
+    features: tuple[str, ...] = ()
+    cross_compiler: str | None = None
+
+    @property
+    def canonical(self) -> str:
+        """The TVM target as one line of JSON with sorted keys: what records and caches are keyed by."""
+        return json.dumps(self.tvm, sort_keys=True, separators=(",", ":"))
+
+    @property
+    def threads(self) -> int:
+        """The number of worker threads the target is built for."""
+        return int(self.tvm.get("num-cores", 1))
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this machine can run."""
+
+    arch: str
+    features: frozenset[str]
+    cores: int
+
+
+@cache
+def host() -> Host:
+    """Describe this machine: architecture, CPU features as the kernel reports them, cores this process may use."""
+    machine = platform.machine().lower()
+    arch = _ARCH_NAMES.get(machine, machine)
+    features: frozenset[str] = frozenset()
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        features = frozenset(found.group(1).split()) if found else features
+    except OSError:
+        pass  # Not Linux: no features are known, so only baseline bundles are accepted.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Host(arch, features, cores)
+
+
+def missing_features(features: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `features` (in /proc/cpuinfo's words) that this machine's CPU lacks."""
+    return tuple(sorted(set(features) - host().features))
+
+
+def presets() -> dict[str, str]:
+    """The named targets with one line each on what they are."""
+    return {
+        "native": "the machine that builds",
+        "x86-64-v2": "x86-64 with SSE4.2: any server of the last 15 years",
+        "x86-64-v3": "x86-64 with AVX2 and FMA",
+        "x86-64-v4": "x86-64 with AVX-512",
+        "aarch64-generic": "any 64-bit ARM with NEON",
+        "aarch64-cortex-a72": "Raspberry Pi 4",
+        "aarch64-cortex-a76": "Raspberry Pi 5",
+        "aarch64-neoverse-n1": "ARM servers",
+        "cuda-sm80": "NVIDIA Ampere",
+        "cuda-sm90": "NVIDIA Hopper",
+    }
+
+
+def resolve(text: str | Mapping[str, Any]) -> Target:
+    """Resolve a preset's name, a TVM target in JSON or in the older `llvm -mcpu=...` form.
+
+    Raises TargetError for an unknown preset, kind or architecture. Whether this TVM can build for the target is
+    checked by the compiler, which has TVM at hand.
+    """
+    if isinstance(text, Mapping):
+        return _from_tvm(json.dumps(dict(text), sort_keys=True), dict(text))
+    name = text.strip()
+    if name == "native":
+        return _native()
+    if name in _LEVELS and name != "x86-64":
+        return _x86(name, name, (), host().cores)
+    if name in presets():
+        kind, _, model = name.partition("-")
+        return _aarch64(name, model) if kind == "aarch64" else _cuda(name, model.replace("sm", "sm_"))
+    if name.startswith("{"):
+        try:
+            return _from_tvm(name, json.loads(name))
+        except ValueError as error:
+            raise TargetError(f"target {name!r} is not valid JSON ({error}); quote it as one argument") from error
+    words = name.split()
+    if words and words[0] in ("llvm", "cuda", "c"):
+        return _from_tvm(name, _parse_older_form(name, words))
+    close = get_close_matches(name, presets(), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(presets())} or a full TVM target"
+    raise TargetError(f"target {name!r} is unknown; {hint}")
+
+
+def _native() -> Target:
+    machine = host()
+    if machine.arch == "aarch64":
+        return _aarch64("native", "generic", cores=machine.cores)
+    if machine.arch != "x86_64":
+        raise TargetError(f"target 'native' is not known for this machine's architecture {machine.arch!r}; name one")
+    level = max(
+        (name for name, needed in _LEVELS.items() if machine.features.issuperset(needed)), key=list(_LEVELS).index
+    )
+    extensions = tuple(name for name in _EXTENSIONS if name in machine.features)
+    return _x86("native", level, extensions, machine.cores)
+
+
+def _x86(name: str, level: str, extensions: tuple[str, ...], cores: int) -> Target:
+    attributes = [f"+{_EXTENSIONS[extension]}" for extension in extensions]
+    if "avx512f" in _LEVELS[level]:
+        # LLVM halves every vector on this level by default; our schedules choose the width themselves.
+        attributes.append("-prefer-256-bit")
+    tvm: dict[str, Any] = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": level, "num-cores": cores}
+    if attributes:
+        tvm["mattr"] = attributes
+    return Target(
+        name, tvm, "x86_64", tuple(sorted((*_LEVELS[level], *extensions))), _cross_compiler("x86_64", "x86_64")
+    )
+
+
+def _aarch64(name: str, mcpu: str, cores: int = 4) -> Target:
+    tvm: dict[str, Any] = {
+        "kind": "llvm",
+        "mtriple": "aarch64-linux-gnu",
+        "mcpu": mcpu,
+        "mattr": ["+neon"],
+        "num-cores": cores,
+    }
+    return Target(name, tvm, "aarch64", ("asimd",), _cross_compiler("aarch64", "aarch64"))
+
+
+def _cuda(name: str, arch: str) -> Target:
+    threads = {"sm_80": 1024, "sm_90": 1024}[arch]
+    tvm: dict[str, Any] = {
+        "kind": "cuda",
+        "arch": arch,
+        "max_num_threads": threads,
+        "max_threads_per_block": threads,
+        "max_shared_memory_per_block": 49152,
+        "thread_warp_size": 32,
+        "host": {"kind": "llvm", "mtriple": f"{host().arch}-linux-gnu"},
+    }
+    return Target(name, tvm, "cuda")
+
+
+def _cross_compiler(arch: str, prefix: str) -> str | None:
+    return None if host().arch == arch else f"{prefix}-linux-gnu-g++"
+
+
+def _parse_older_form(name: str, words: list[str]) -> dict[str, Any]:
+    """Parse `llvm -mcpu=x -mattr=+a,+b -num-cores 4`, the form TVM itself no longer takes."""
+    tvm: dict[str, Any] = {"kind": words[0]}
+    rest = words[1:]
+    while rest:
+        option = rest.pop(0)
+        key, equals, value = option.lstrip("-").partition("=")
+        if not option.startswith("-") or (not equals and not rest):
+            raise TargetError(f"target {name!r}: cannot read {option!r}; write options as -mcpu=NAME")
+        value = value if equals else rest.pop(0)
+        if key in ("mattr", "libs", "keys"):
+            tvm[key] = value.split(",")
+        else:
+            tvm[key] = int(value) if value.isdigit() else value
+    return tvm
+
+
+def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
+    kind = tvm.get("kind")
+    if kind == "cuda":
+        return Target(name, tvm, "cuda")
+    if kind != "llvm":
+        raise TargetError(f"target {name!r}: kind {kind!r} is not built here; use kind 'llvm' or 'cuda'")
+    triple = str(tvm.get("mtriple", f"{host().arch}-linux-gnu"))
+    arch = _ARCH_NAMES.get(triple.split("-")[0], triple.split("-")[0])
+    if arch not in ("x86_64", "aarch64"):
+        raise TargetError(f"target {name!r}: architecture {arch!r} is not built here; use x86_64 or aarch64")
+    full = {"mtriple": triple, "num-cores": host().cores, **tvm}
+    features = ("asimd",) if arch == "aarch64" else _llvm_features(name, full)
+    return Target(name, full, arch, features, _cross_compiler(arch, arch))
+
+
+def _llvm_features(name: str, tvm: dict[str, Any]) -> tuple[str, ...]:
+    """The CPU features that LLVM may use for an x86-64 target, in /proc/cpuinfo's words."""
+    mcpu, attributes = str(tvm.get("mcpu", "x86-64")), [str(item) for item in tvm.get("mattr", [])]
+    if mcpu in ("generic", "x86-64") and not attributes:
+        return ()
+    if mcpu in _LEVELS:
+        features = set(_LEVELS[mcpu])
+        for attribute in attributes:
+            mapped = _LLVM_TO_CPUINFO.get(attribute[1:])
+            if mapped:
+                (features.add if attribute.startswith("+") else features.discard)(mapped)
+        return tuple(sorted(features))
+    import tvm as library
+    from tvm_ffi import get_global_func
+
+    try:
+        target = library.target.Target({key: value for key, value in tvm.items() if key != "num-cores"})
+    except ValueError as error:
+        raise TargetError(f"target {name!r} is refused by TVM: {str(error).splitlines()[0]}") from error
+    if mcpu not in [str(known) for known in get_global_func("target.llvm_get_cpu_archlist")(target)]:
+        raise TargetError(f"target {name!r}: LLVM knows no CPU {mcpu!r}; see `llc -mcpu=help` for its names")
+    names = (str(feature) for feature in get_global_func("target.llvm_get_cpu_features")(target))
+    return tuple(sorted({mapped for feature in names if (mapped := _LLVM_TO_CPUINFO.get(feature))}))
