@@ -1,0 +1,5 @@
+"""Load a bundle and run it: needs TVM's runtime and NumPy, nothing else."""
+
+from tvmflow.runtime.model import CompiledModel, load
+
+__all__ = ["CompiledModel", "load"]

@@ -1,0 +1,193 @@
+"""A bundle loaded into this process: a callable that knows its signature."""
+
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tvmflow.bundle import Manifest, TensorSpec, extract
+from tvmflow.errors import BundleError, InputError
+
+if TYPE_CHECKING:
+    Array = npt.NDArray[Any]
+
+
+def load(path: Path | str, *, threads: int | None = None) -> "CompiledModel":
+    """Verify a bundle, load its library and return the model.
+
+    `threads` is the number of worker threads, by default the bundle's own; TVM fixes the number for the whole process
+    with its first parallel call, so a later model cannot change it. Raises BundleError when the file is damaged or
+    this machine cannot run it; nothing of it is executed then.
+    """
+    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+        manifest = extract(Path(path), Path(folder))
+        manifest.check_host()
+        os.environ.setdefault("TVM_NUM_THREADS", str(threads or manifest.threads))
+        # The library stays mapped when its file goes with the folder.
+        return CompiledModel(manifest, Path(folder))
+
+
+def load_params(path: Path) -> "dict[str, Array]":
+    """The weights of a bundle that keeps them apart: plain arrays by name, in the order that `main` takes them."""
+    with np.load(path, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+class CompiledModel:
+    """A compiled model: call it with arrays by name or in order, get the outputs by name.
+
+    Safe to share between threads: each thread gets a virtual machine of its own.
+    """
+
+    def __init__(self, manifest: Manifest, folder: Path) -> None:
+        self.manifest = manifest
+        with _without_torch():
+            import tvm_ffi
+            from tvm import runtime
+        self._runtime = runtime
+        self._device = runtime.device("cuda" if manifest.arch == "cuda" else "cpu", 0)
+        if manifest.arch == "cuda" and not self._device.exist:
+            raise BundleError(f"bundle {manifest.name!r} needs an NVIDIA GPU, and this machine shows none")
+        try:
+            self._library = tvm_ffi.load_module(str(folder / "mod.so"))
+        except (RuntimeError, ValueError, OSError) as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise BundleError(f"bundle {manifest.name!r}: its library cannot be loaded ({reason})") from error
+        self._params = tuple(
+            runtime.tensor(array, self._device)
+            for array in (load_params(folder / "mod.params").values() if manifest.weights == "apart" else ())
+        )
+        with np.load(folder / "sample.npz", allow_pickle=False) as archive:
+            self._sample = {name: archive[name] for name in archive.files}
+        self._local = threading.local()
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What the model takes."""
+        return self.manifest.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What the model returns."""
+        return self.manifest.outputs
+
+    @property
+    def sample(self) -> "tuple[dict[str, Array], dict[str, Array]]":
+        """The golden sample: inputs, and the outputs of the original model, both by name."""
+        return tuple(  # type: ignore[return-value]
+            {name.removeprefix(prefix): array for name, array in self._sample.items() if name.startswith(prefix)}
+            for prefix in ("input:", "output:")
+        )
+
+    def __call__(self, *args: "npt.ArrayLike", **kwargs: "npt.ArrayLike") -> "dict[str, Array]":
+        """Run the model once.
+
+        Takes every input, in order or by name. Raises InputError for a missing, unknown, wrongly shaped or typed one.
+        """
+        arrays = self.check_inputs(self._by_name(args, kwargs))
+        return self.to_numpy(self.invoke(self.to_device(arrays)))
+
+    def to_device(self, arrays: "Mapping[str, Array]") -> list[Any]:
+        """Checked inputs as TVM tensors on the model's device, in order."""
+        return [self._runtime.tensor(arrays[spec.name], self._device) for spec in self.inputs]
+
+    def invoke(self, tensors: list[Any]) -> Any:
+        """The model's own function on tensors from `to_device`; what is timed when the copies are not meant."""
+        main = getattr(self._local, "main", None)
+        if main is None:
+            from tvm.runtime.vm import VirtualMachine
+
+            self._local.vm = VirtualMachine(self._library, self._device)
+            main = self._local.main = self._local.vm["main"]
+        return main(*tensors, *self._params)
+
+    def to_numpy(self, result: Any) -> "dict[str, Array]":
+        """The result of `invoke` as arrays by output name."""
+        values = [result] if hasattr(result, "numpy") else list(result)
+        return {spec.name: value.numpy() for spec, value in zip(self.outputs, values, strict=True)}
+
+    def check_inputs(self, given: "Mapping[str, npt.ArrayLike]") -> "dict[str, Array]":
+        """The inputs as contiguous arrays of the right shape and dtype, or an InputError that says what is wrong."""
+        known = {spec.name for spec in self.inputs}
+        for name in given:
+            if name not in known:
+                raise InputError(f"model {self.manifest.name!r} has no input {name!r}; it takes {self._signature()}")
+        sizes: dict[str, int] = {}
+        arrays = {}
+        for spec in self.inputs:
+            if spec.name not in given:
+                raise InputError(f"input {spec.name!r} is missing; the model takes {self._signature()}")
+            array = np.asarray(given[spec.name])
+            if array.dtype.name != spec.dtype:
+                raise InputError(f"input {spec.name!r} is {array.dtype.name}, expected {spec.dtype}; convert it first")
+            self._check_shape(spec, array.shape, sizes)
+            arrays[spec.name] = np.ascontiguousarray(array)
+        return arrays
+
+    def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+        expected = f"[{', '.join(map(str, spec.shape))}]"
+        if len(shape) != len(spec.shape):
+            raise InputError(f"input {spec.name!r} has shape {list(shape)}, expected {expected}")
+        for size, dimension in zip(shape, spec.shape, strict=True):
+            if isinstance(dimension, int):
+                if size != dimension:
+                    raise InputError(f"input {spec.name!r} has shape {list(shape)}, expected {expected}")
+                continue
+            low, high = self.manifest.dimensions.get(dimension, (1, None))
+            if size < low or (high is not None and size > high):
+                raise InputError(
+                    f"input {spec.name!r}: dimension {dimension!r} is {size}, "
+                    f"expected {low} to {'any' if high is None else high}"
+                )
+            if sizes.setdefault(dimension, size) != size:
+                raise InputError(
+                    f"input {spec.name!r}: dimension {dimension!r} is {size}, but {sizes[dimension]} in another input"
+                )
+
+    def _by_name(
+        self, args: "tuple[npt.ArrayLike, ...]", kwargs: "dict[str, npt.ArrayLike]"
+    ) -> "dict[str, npt.ArrayLike]":
+        if len(args) > len(self.inputs):
+            raise InputError(f"{len(args)} inputs are given; the model takes {self._signature()}")
+        named = {spec.name: value for spec, value in zip(self.inputs, args, strict=False)}
+        for name in named.keys() & kwargs.keys():
+            raise InputError(f"input {name!r} is given twice, in order and by name")
+        return {**named, **kwargs}
+
+    def _signature(self) -> str:
+        return ", ".join(f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in self.inputs)
+
+    def close(self) -> None:
+        """Let go of the library and its memory."""
+        self._local = threading.local()
+        del self._library
+        self._params = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Keep `tvm_ffi` from importing torch, which it does wherever torch is installed and which costs seconds."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]

@@ -1,0 +1,83 @@
+"""Settings that belong to a machine and not to a model: endpoints, credentials, the state folder."""
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, Field, SecretStr, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from tvmflow.errors import SettingsError
+
+_FILE_VARIABLE = "TVMFLOW_SETTINGS"
+
+
+def settings_file() -> Path:
+    """The settings file: `$TVMFLOW_SETTINGS`, else `tvmflow.toml` in the current folder."""
+    return Path(os.environ.get(_FILE_VARIABLE, "tvmflow.toml"))
+
+
+class Settings(BaseSettings):
+    """The environment (`TVMFLOW_...`) first, then the settings file, then embedded defaults."""
+
+    model_config = SettingsConfigDict(env_prefix="TVMFLOW_", extra="forbid", frozen=True, populate_by_name=True)
+
+    home: Path = Path(".tvmflow")
+    s3_endpoint: str | None = None
+    s3_bucket: str | None = None
+    s3_prefix: str | None = None
+    s3_region: str = "us-east-1"
+    s3_access_key: SecretStr | None = None
+    s3_secret_key: SecretStr | None = None
+    s3_session_token: SecretStr | None = None
+    s3_path_style: bool = True
+    s3_checksums: Literal["when_supported", "when_required"] = "when_required"
+    mlflow_tracking_uri: str | None = Field(
+        None, validation_alias=AliasChoices("TVMFLOW_MLFLOW_TRACKING_URI", "mlflow_tracking_uri", "MLFLOW_TRACKING_URI")
+    )
+    mlflow_registry_uri: str | None = None
+    prefect_api_url: str | None = Field(
+        None, validation_alias=AliasChoices("TVMFLOW_PREFECT_API_URL", "prefect_api_url", "PREFECT_API_URL")
+    )
+    parallel_targets: Annotated[int, Field(ge=1)] | None = None
+    step_timeout_minutes: Annotated[float, Field(gt=0)] = 120.0
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Explicit arguments, the environment, the settings file: the first that says something wins."""
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, settings_file())
+
+    @cached_property
+    def state(self) -> Path:
+        """The state folder as an absolute path."""
+        return self.home.expanduser().absolute()
+
+
+def load() -> Settings:
+    """The settings of this machine. Raises SettingsError with one sentence naming the setting."""
+    path = settings_file()
+    if _FILE_VARIABLE in os.environ and not path.is_file():
+        raise SettingsError(f"settings file {str(path)!r}, named by {_FILE_VARIABLE}, does not exist")
+    try:
+        return Settings()
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(str(part) for part in problem["loc"])
+        known = ", ".join(sorted(Settings.model_fields))
+        told = f"is unknown; known are {known}" if problem["type"] == "extra_forbidden" else problem["msg"]
+        raise SettingsError(f"setting {name!r} {told} (from TVMFLOW_{name.upper()} or {str(path)!r})") from error
+    except ValueError as error:
+        raise SettingsError(f"settings file {str(path)!r} is not valid TOML: {error}") from error
