@@ -39,11 +39,12 @@ class Settings(BaseSettings):
     s3_path_style: bool = True
     s3_checksums: Literal["when_supported", "when_required"] = "when_required"
     mlflow_tracking_uri: str | None = Field(
-        None, validation_alias=AliasChoices("TVMFLOW_MLFLOW_TRACKING_URI", "mlflow_tracking_uri", "MLFLOW_TRACKING_URI")
+        default=None,
+        validation_alias=AliasChoices("TVMFLOW_MLFLOW_TRACKING_URI", "mlflow_tracking_uri", "MLFLOW_TRACKING_URI"),
     )
     mlflow_registry_uri: str | None = None
     prefect_api_url: str | None = Field(
-        None, validation_alias=AliasChoices("TVMFLOW_PREFECT_API_URL", "prefect_api_url", "PREFECT_API_URL")
+        default=None, validation_alias=AliasChoices("TVMFLOW_PREFECT_API_URL", "prefect_api_url", "PREFECT_API_URL")
     )
     parallel_targets: Annotated[int, Field(ge=1)] | None = None
     step_timeout_minutes: Annotated[float, Field(gt=0)] = 120.0

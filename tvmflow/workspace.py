@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -142,25 +143,25 @@ class Workspace:
 def step_key(step: str, reads: Mapping[str, Any]) -> str:
     """The SHA-256 of all that a step reads: digests, its part of the release file, versions, its own code."""
     document = {"step": step, "reads": reads, "code": code_digest(), "versions": _versions()}
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(document, sort_keys=True, default=_plain).encode()).hexdigest()
 
 
 def run_step(
     workspace: Workspace,
     step: str,
-    job: Record,
+    reads: Mapping[str, Any],
     kind: type[R],
     work: Callable[[], R],
     *,
     target: str | None = None,
     valid: Callable[[R], bool] = lambda result: True,
 ) -> Outcome[R]:
-    """Run a step, or find what it made of the same job before.
+    """Run a step, or find what it made of the same input before; `reads` is all that it depends on.
 
     `valid` looks whether what a found result stands for outside the workspace (a run, a release) is still there.
     """
     start = time.perf_counter()
-    key = step_key(step, job.model_dump(mode="json"))
+    key = step_key(step, reads)
     found = workspace.find(step, key, kind)
     if found is not None and valid(found):
         seconds = time.perf_counter() - start
@@ -186,15 +187,20 @@ def run_step(
 @cache
 def code_digest() -> str:
     """The SHA-256 over the source of what steps are made of: any change of it makes steps run again."""
-    import tasks
-
     digest = hashlib.sha256()
     package = Path(__file__).parent
-    for root in (package, *(Path(folder) for folder in tasks.__path__)):
+    steps = find_spec("tasks")
+    for root in (package, *map(Path, (steps and steps.submodule_search_locations) or ())):
         for path in sorted(root.rglob("*.py")):
             if path.parent != package / "cli":
                 digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    raise TypeError(f"{value!r} cannot be part of a step's key")
 
 
 def _versions() -> dict[str, str]:

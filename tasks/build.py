@@ -1,0 +1,127 @@
+"""Build: the library for one target, with the release file's pass context and the tuning records."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from tasks.relax_import import ImportResult, load_imported
+from tasks.step import Context, Job, step
+from tasks.tune import TuneResult, best_records
+from tvmflow.process import Emit
+from tvmflow.spec import Build
+from tvmflow.target import Target
+from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step
+
+if TYPE_CHECKING:
+    from tvmflow.compiler import BuildOptions
+
+
+class BuildTarget(Record):
+    """A target as a job carries it; the fields of tvmflow.target.Target."""
+
+    name: str
+    tvm: dict[str, Any]
+    arch: str
+    features: tuple[str, ...]
+    cross_compiler: str | None
+
+
+class BuildJob(Job):
+    """The imported model, the records to apply, the target and the options."""
+
+    imported: ImportResult
+    records: Artifact
+    target: BuildTarget
+    build: Build
+
+
+class BuildResult(StepResult):
+    """The library, the lowered IR, the weights when they are kept apart, and seconds per compiler pass.
+
+    `schedules` counts the functions by the rule that scheduled them.
+    """
+
+    library: Artifact
+    ir: Artifact
+    text: Artifact
+    params: Artifact | None
+    pass_timings: Artifact
+    schedules: dict[str, int]
+    llvm: str
+
+
+def work(job: BuildJob, emit: Emit) -> BuildResult:
+    """Build, in a process of its own."""
+    from tvm_ffi import get_global_func
+
+    from tvmflow import compiler
+
+    workspace, target = job.workspace, as_target(job.target)
+    emit(0, 3, "checking the target")
+    compiler.can_build(target)
+    imported = load_imported(workspace, job.imported)
+    emit(1, 3, "compiling")
+    built = compiler.build(imported, target, as_options(job.build), best_records(workspace.path(job.records)))
+    emit(2, 3, "linking")
+    with workspace.scratch() as folder:
+        built.export(folder / "mod.so")
+        (folder / "mod.json").write_text(built.ir_json)
+        (folder / "mod.txt").write_text(built.ir_text)
+        timings = sorted(built.pass_timings, key=lambda item: -item[1])
+        (folder / "pass_timings.json").write_text(json.dumps(dict(timings), indent=1))
+        if job.build.weights == "apart":
+            compiler.save_params(built.params, folder / "mod.params")
+        rules = [rule for _, rule in built.schedules]
+        return BuildResult(
+            library=workspace.keep(folder / "mod.so"),
+            ir=workspace.keep(folder / "mod.json"),
+            text=workspace.keep(folder / "mod.txt"),
+            params=workspace.keep(folder / "mod.params") if job.build.weights == "apart" else None,
+            pass_timings=workspace.keep(folder / "pass_timings.json"),
+            schedules={rule: rules.count(rule) for rule in sorted(set(rules))},
+            llvm=str(get_global_func("target.llvm_version_major")()),
+        )
+
+
+@step
+def build(
+    context: Context, imported: Outcome[ImportResult], tuned: Outcome[TuneResult], target: Target
+) -> Outcome[BuildResult]:
+    """Build the model for a target. Raises TargetError when that is not possible here, BuildError when it fails."""
+    job = BuildJob(
+        home=context.workspace.folder,
+        imported=imported.result,
+        records=tuned.result.records,
+        target=job_target(target),
+        build=context.spec.build,
+    )
+    return run_step(
+        context.workspace,
+        "build",
+        job.model_dump(mode="json", exclude={"home"}),
+        BuildResult,
+        lambda: context.call("tasks.build:work", job, BuildResult, target=target.name),
+        target=target.name,
+    )
+
+
+def job_target(target: Target) -> BuildTarget:
+    """A target as a job carries it."""
+    return BuildTarget(
+        name=target.name,
+        tvm=target.tvm,
+        arch=target.arch,
+        features=target.features,
+        cross_compiler=target.cross_compiler,
+    )
+
+
+def as_target(target: BuildTarget) -> Target:
+    """The target that a job carries."""
+    return Target(target.name, target.tvm, target.arch, target.features, target.cross_compiler)
+
+
+def as_options(section: Build) -> "BuildOptions":
+    """The compiler's options, as the release file says them."""
+    from tvmflow.compiler import BuildOptions
+
+    return BuildOptions(**section.model_dump())

@@ -1,0 +1,375 @@
+"""Export: PyTorch to ONNX, checked, and compared with the original in ONNX Runtime on the samples."""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+
+from tasks.step import Context, Job, Tensor, step
+from tasks.train import TrainResult, weights_path
+from tvmflow import samples, usercode
+from tvmflow.bundle import sha256_file
+from tvmflow.errors import ExportError
+from tvmflow.process import Emit
+from tvmflow.samples import Named
+from tvmflow.source import Source, load_module, open_session, run_module, run_session
+from tvmflow.spec import Dimension, Export, Input
+from tvmflow.usercode import describe
+from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
+
+if TYPE_CHECKING:
+    import onnx
+    import torch
+
+_DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+class ExportJob(Job):
+    """The original, its inputs, and how to export it."""
+
+    folder: Path
+    source: Source
+    inputs: tuple[Input, ...]
+    dimensions: dict[str, Dimension]
+    outputs: tuple[str, ...]
+    export: Export
+    samples: int
+    seed: int
+
+
+class ExportResult(StepResult):
+    """The ONNX file, its signature, and the samples with the original's outputs.
+
+    `max_abs_error` is the largest absolute difference between ONNX Runtime and PyTorch on the samples; None when the
+    original is the ONNX file itself.
+    """
+
+    onnx: Artifact
+    samples: Artifact
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    max_abs_error: float | None
+    opset: int
+    operators: dict[str, int]
+
+
+def work(job: ExportJob, emit: Emit) -> ExportResult:
+    """Export, in a process of its own."""
+    workspace = job.workspace
+    with workspace.scratch() as folder:
+        path = folder / "model.onnx"
+        if job.source.framework == "onnx":
+            model = _read(job.source.path or Path())
+            inputs = job.inputs or _described_by(model)
+            _fix_shapes(model, inputs)
+            module = None
+        else:
+            emit(0, 3, "loading the model")
+            module = load_module(job.source)
+            inputs = job.inputs
+            emit(1, 3, "exporting")
+            model = _export(module, job, path)
+        _check(model)
+        _save(model, path)
+        emit(2, 3, "comparing with ONNX Runtime")
+        pairs, error = _compare(path, module, inputs, job)
+        samples.save(folder / "samples.npz", pairs)
+        return ExportResult(
+            onnx=workspace.keep(path),
+            samples=workspace.keep(folder / "samples.npz"),
+            inputs=tuple(Tensor(name=item.name, shape=item.shape, dtype=item.dtype) for item in inputs),
+            outputs=_signature(model.graph.output, pairs[0][1]),
+            max_abs_error=error,
+            opset=max(item.version for item in model.opset_import if item.domain in ("", "ai.onnx")),
+            operators=_count(model),
+            sources=usercode.imported_sources(),
+        )
+
+
+@step
+def export(context: Context, trained: Outcome[TrainResult] | None = None) -> Outcome[ExportResult]:
+    """Export the release's model to ONNX, or take its ONNX file.
+
+    Raises ExportError when the model cannot be loaded, exported or read, or when ONNX Runtime's outputs on the samples
+    differ from PyTorch's beyond the release file's tolerance.
+    """
+    spec = context.spec
+    source, identity = find_source(context, weights_path(context, trained))
+    job = ExportJob(
+        home=context.workspace.folder,
+        folder=spec.folder,
+        source=source,
+        inputs=spec.inputs,
+        dimensions=spec.dimensions,
+        outputs=spec.outputs,
+        export=spec.export,
+        samples=spec.validation.samples,
+        seed=spec.validation.seed,
+    )
+    files = {
+        item.name: sha256_file(spec.path(item.samples.file)) for item in spec.inputs if item.samples.file is not None
+    }
+    reads = {**job.model_dump(mode="json", exclude={"home", "folder", "source"}), "source": identity, "files": files}
+    return run_step(
+        context.workspace,
+        "export",
+        reads,
+        ExportResult,
+        lambda: context.call("tasks.export:work", job, ExportResult, torch=source.framework == "pytorch"),
+    )
+
+
+def find_source(context: Context, weights: Path | None) -> tuple[Source, dict[str, Any]]:
+    """Where the original is on this machine, and what identifies it in a step's key."""
+    model, spec = context.spec.model, context.spec
+    said = model.model_dump(mode="json")
+    if model.factory is not None:
+        digest = sha256_file(weights) if weights is not None else None
+        return Source(kind="factory", model=model, path=weights), {**said, "weights": digest}
+    if model.mlflow is not None:
+        return _registered(context)
+    kind, path = ("pt2", model.pt2) if model.pt2 is not None else ("onnx", model.onnx)
+    path = spec.path(path or Path())
+    identity = {"kind": kind, "sha256": sha256_file(path)}
+    return Source.model_validate({"kind": kind, "model": model, "path": path}), identity
+
+
+def _registered(context: Context) -> tuple[Source, dict[str, Any]]:
+    """A model of the MLflow registry, downloaded into the workspace once per version."""
+    from tasks.track import open_registry
+
+    registry = open_registry(context)
+    uri = context.spec.model.mlflow or ""
+    found = registry.resolve_source(uri)
+    folder = context.workspace.folder / "sources" / found.identity
+    if not folder.is_dir():
+        with context.workspace.scratch() as scratch:
+            downloaded = registry.download_source(uri, scratch / "model")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                downloaded.rename(folder)
+    identity = {"mlflow": found.identity}
+    if "pytorch" in found.flavors:
+        return Source(kind="mlflow-pytorch", model=context.spec.model, path=folder), identity
+    if "onnx" in found.flavors:
+        flavors = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]
+        return Source(kind="onnx", model=context.spec.model, path=folder / flavors["onnx"]["data"]), identity
+    raise ExportError(f"model {uri!r} has the flavors {', '.join(found.flavors)}; pytorch or onnx is needed")
+
+
+def _export(module: "torch.nn.Module", job: ExportJob, path: Path) -> "onnx.ModelProto":
+    import onnx
+    import torch
+
+    # torch.export bakes sizes 0 and 1 into the graph, so symbolic dimensions are traced at two or more.
+    traced = {
+        name: max(2, job.dimensions.get(name, Dimension()).typical)
+        for name in {dim for item in job.inputs for dim in item.shape if isinstance(dim, str)}
+        if job.dimensions.get(name, Dimension()).max != 1
+    }
+    example = samples.at_sizes(job.inputs, {**_ones(job), **traced}, job.seed, job.folder)
+    arguments = tuple(torch.from_numpy(array) for array in example.values())
+    symbols = {name: _symbol(name, job.dimensions.get(name, Dimension())) for name in traced}
+    shapes = tuple({axis: symbols[dim] for axis, dim in enumerate(item.shape) if dim in symbols} for item in job.inputs)
+    options: dict[str, Any] = {
+        "opset_version": job.export.opset,
+        "optimize": job.export.optimize,
+        "input_names": [item.name for item in job.inputs],
+        "output_names": list(job.outputs) or None,
+        "dynamo": True,
+        "external_data": False,
+        "verbose": False,
+        **job.export.options,
+    }
+    if job.source.kind != "pt2":
+        options.setdefault("dynamic_shapes", shapes if symbols else None)
+    exported: Any = torch.export.load(str(job.source.path)) if job.source.kind == "pt2" else module
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            torch.onnx.export(exported, arguments if job.source.kind != "pt2" else (), str(path), **options)
+        model = onnx.load(path)
+    except Exception as error:
+        raise ExportError(
+            f"model {job.source.model.factory or job.source.path!s} cannot be exported to ONNX ({_root_cause(error)})"
+        ) from error
+    _fix_shapes(model, job.inputs)
+    return model
+
+
+def _symbol(name: str, dimension: Dimension) -> Any:
+    import torch
+
+    return torch.export.Dim(name, min=dimension.min, max=dimension.max)
+
+
+def _ones(job: ExportJob) -> dict[str, int]:
+    return {name: 1 for name, dimension in job.dimensions.items() if dimension.max == 1}
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return describe(error)
+
+
+def _read(path: Path) -> "onnx.ModelProto":
+    import onnx
+
+    try:
+        model = onnx.load(str(path))
+        if not model.graph.node and not model.graph.output:
+            raise ValueError("it holds no graph")
+    except FileNotFoundError as error:
+        raise ExportError(f"there is no ONNX file {str(path)!r}") from error
+    except Exception as error:
+        raise ExportError(f"{str(path)!r} is not a readable ONNX file ({describe(error)})") from error
+    return model
+
+
+def _check(model: "onnx.ModelProto") -> None:
+    import onnx
+
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ExportError(f"the ONNX model is not valid ({describe(error)})") from error
+
+
+def _save(model: "onnx.ModelProto", path: Path) -> None:
+    path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def _graph_inputs(model: "onnx.ModelProto") -> "list[onnx.ValueInfoProto]":
+    constants = {item.name for item in model.graph.initializer}
+    return [item for item in model.graph.input if item.name not in constants]
+
+
+def _described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
+    """The inputs as the ONNX file itself describes them."""
+    import onnx
+
+    described = []
+    for item in _graph_inputs(model):
+        tensor = item.type.tensor_type
+        dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        if dtype not in _DTYPES:
+            raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}; supported are {', '.join(_DTYPES)}")
+        shape = tuple(
+            dim.dim_value or (dim.dim_param if dim.dim_param.isidentifier() else f"dim_{axis}")
+            for axis, dim in enumerate(tensor.shape.dim)
+        )
+        floating = dtype.startswith("float")
+        kind: dict[str, Any] = {"kind": "normal"} if floating else {"kind": "integers", "low": 0, "high": 2}
+        described.append(Input.model_validate({"name": item.name, "shape": shape, "dtype": dtype, "samples": kind}))
+    return tuple(described)
+
+
+def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
+    """Write the release file's shapes into the graph's inputs, and its dimension names everywhere."""
+    import onnx
+
+    found = {item.name: item for item in _graph_inputs(model)}
+    if set(found) != {item.name for item in inputs}:
+        raise ExportError(
+            f"the ONNX model takes the inputs {', '.join(found)}, the release file names "
+            f"{', '.join(item.name for item in inputs)}; they must be the same"
+        )
+    renamed: dict[str, int | str] = {}
+    for item in inputs:
+        tensor = found[item.name].type.tensor_type
+        dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        dims = list(tensor.shape.dim)
+        if dtype != item.dtype:
+            raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}, the release file says {item.dtype}")
+        clash = len(dims) != len(item.shape) or any(
+            dim.dim_value and dim.dim_value != size for dim, size in zip(dims, item.shape, strict=True)
+        )
+        if clash:
+            shown = ", ".join(str(dim.dim_value or dim.dim_param or "?") for dim in dims)
+            raise ExportError(
+                f"input {item.name!r} of the ONNX model has shape [{shown}], the release file says "
+                f"[{', '.join(map(str, item.shape))}]"
+            )
+        for dim, size in zip(dims, item.shape, strict=True):
+            if dim.dim_param:
+                renamed[dim.dim_param] = size
+            if isinstance(size, int):
+                dim.dim_value = size
+            else:
+                dim.dim_param = size
+    for value in (*model.graph.output, *model.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            now = renamed.get(dim.dim_param) if dim.dim_param else None
+            if isinstance(now, int):
+                dim.dim_value = now
+            elif now is not None:
+                dim.dim_param = now
+
+
+def _compare(
+    path: Path, module: "torch.nn.Module | None", inputs: tuple[Input, ...], job: ExportJob
+) -> tuple[list[tuple[Named, Named]], float | None]:
+    """The samples with the original's outputs, and ONNX Runtime's largest error on them."""
+    session = open_session(path)
+    names = tuple(output.name for output in session.get_outputs())
+    if job.outputs and job.outputs != names:
+        raise ExportError(f"the ONNX model returns {', '.join(names)}, the release file names {', '.join(job.outputs)}")
+    pairs, worst = [], 0.0
+    for index in range(job.samples):
+        given = samples.make(inputs, job.dimensions, index, job.seed, job.folder)
+        computed = run_session(session, given)
+        if module is None:
+            pairs.append((given, computed))
+            continue
+        try:
+            expected = run_module(module, given, names)
+        except ExportError:
+            raise
+        except Exception as error:
+            raise ExportError(f"the model fails on sample {index} ({describe(error)})") from error
+        worst = max(worst, _largest_error(expected, computed, index, job.export))
+        pairs.append((given, expected))
+    return pairs, None if module is None else worst
+
+
+def _largest_error(expected: Named, computed: Named, index: int, bounds: Export) -> float:
+    worst = 0.0
+    for name, array in expected.items():
+        other = computed[name]
+        if other.shape != array.shape or other.dtype != array.dtype:
+            raise ExportError(
+                f"output {name!r} of the ONNX model is {other.dtype}{list(other.shape)} on sample {index}, "
+                f"PyTorch's is {array.dtype}{list(array.shape)}"
+            )
+        error = float(np.max(np.abs(other.astype(np.float64) - array.astype(np.float64)), initial=0.0))
+        if not np.allclose(other, array, rtol=bounds.rtol, atol=bounds.atol, equal_nan=True):
+            raise ExportError(
+                f"ONNX Runtime differs from PyTorch by {error:.3g} in output {name!r} on sample {index}, beyond "
+                f"export.rtol {bounds.rtol:g} and export.atol {bounds.atol:g}; look at the export, or widen them"
+            )
+        worst = max(worst, error)
+    return worst
+
+
+def _signature(outputs: Any, example: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    described = []
+    for item in outputs:
+        dims = item.type.tensor_type.shape.dim
+        array = example[item.name]
+        shape = tuple(
+            (dims[axis].dim_value or dims[axis].dim_param or size) if axis < len(dims) else size
+            for axis, size in enumerate(array.shape)
+        )
+        described.append(Tensor(name=item.name, shape=shape, dtype=array.dtype.name))
+    return tuple(described)
+
+
+def _count(model: "onnx.ModelProto") -> dict[str, int]:
+    names = [node.op_type for node in model.graph.node]
+    return {name: names.count(name) for name in sorted(set(names))}

@@ -1,0 +1,85 @@
+"""Package: library, IR, weights, manifest and golden sample in one bundle, loaded from then on as a device would."""
+
+from pathlib import Path
+
+import numpy as np
+
+from tasks.build import BuildResult
+from tasks.export import ExportResult
+from tasks.relax_import import ImportResult
+from tasks.step import Context, Tensor, step
+from tasks.tune import TuneResult
+from tvmflow import samples
+from tvmflow.bundle import Manifest, TensorSpec, installed_versions, pack
+from tvmflow.target import Target
+from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
+
+
+class PackageResult(StepResult):
+    """The bundle and its size unpacked, in bytes."""
+
+    bundle: Artifact
+    unpacked: int
+
+
+@step
+def package(
+    context: Context,
+    exported: Outcome[ExportResult],
+    imported: Outcome[ImportResult],
+    tuned: Outcome[TuneResult],
+    built: Outcome[BuildResult],
+    target: Target,
+) -> Outcome[PackageResult]:
+    """Pack the bundle of one target; the same inputs give the same bytes."""
+    spec, made = context.spec, built.result
+    manifest = Manifest(
+        name=spec.name,
+        target=target.name,
+        tvm_target=target.tvm,
+        arch=target.arch,
+        cpu_features=target.features,
+        threads=target.threads,
+        inputs=_specs(imported.result.inputs),
+        outputs=_specs(imported.result.outputs),
+        dimensions={
+            name: (spec.dimension(name).min, spec.dimension(name).max)
+            for name in sorted({dim for item in imported.result.inputs for dim in item.shape if isinstance(dim, str)})
+        },
+        weights=spec.build.weights,
+        versions=installed_versions(made.llvm),
+        provenance={
+            "onnx": exported.result.onnx.sha256,
+            "relax": imported.result.ir.sha256,
+            "weights": imported.result.params.sha256,
+            "records": tuned.result.records.sha256,
+            "samples": exported.result.samples.sha256,
+        },
+    )
+
+    def work() -> PackageResult:
+        with context.workspace.scratch() as folder:
+            sample = folder / "sample.npz"
+            _golden_sample(context.file(exported.result.samples), sample)
+            files = {"mod.so": context.file(made.library), "mod.json": context.file(made.ir), "sample.npz": sample}
+            if made.params is not None:
+                files["mod.params"] = context.file(made.params)
+            bundle = folder / f"{spec.name}.tar.gz"
+            complete = pack(bundle, manifest, files)
+            unpacked = sum(entry.size for entry in complete.files.values())
+            return PackageResult(bundle=context.workspace.keep(bundle), unpacked=unpacked)
+
+    reads = {"manifest": manifest.to_json().decode(), "build": made.model_dump(mode="json", exclude={"pass_timings"})}
+    return run_step(context.workspace, "package", reads, PackageResult, work, target=target.name)
+
+
+def _specs(tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(item.name, item.shape, item.dtype) for item in tensors)
+
+
+def _golden_sample(kept: Path, path: Path) -> None:
+    inputs, outputs = samples.load(kept)[0]
+    named = {f"input:{name}": array for name, array in inputs.items()}
+    named.update({f"output:{name}": array for name, array in outputs.items()})
+    with path.open("wb") as stream:
+        np.savez(stream, **named)  # type: ignore[arg-type]

@@ -1,0 +1,59 @@
+"""Train: make the weights that the release ships, by the user's own training function."""
+
+from pathlib import Path
+from typing import Any
+
+from tasks.step import Context, Job, step
+from tvmflow import usercode
+from tvmflow.errors import TrainError
+from tvmflow.process import Emit
+from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
+
+
+class TrainJob(Job):
+    """The training function and its arguments."""
+
+    function: str
+    arguments: dict[str, Any]
+
+
+class TrainResult(StepResult):
+    """The trained weights, a state dict."""
+
+    weights: Artifact
+
+
+def work(job: TrainJob, emit: Emit) -> TrainResult:
+    """Train, in a process of its own."""
+    workspace = job.workspace
+    with workspace.scratch() as folder:
+        output = folder / "weights.pt"
+        usercode.call(job.function, "training function", TrainError, output, **job.arguments)
+        if not output.is_file():
+            raise TrainError(f"training function {job.function!r} wrote no file; it must save a state dict to `output`")
+        return TrainResult(weights=workspace.keep(output), sources=usercode.imported_sources())
+
+
+@step
+def train(context: Context) -> Outcome[TrainResult]:
+    """Train the model as the release file says. Raises TrainError."""
+    section = context.spec.train
+    if section is None:
+        raise TrainError("the release file says nothing of training")
+    files = {str(path): context.workspace.keep_copy(context.spec.path(path)).sha256 for path in section.reads}
+    job = TrainJob(home=context.workspace.folder, function=section.function, arguments=section.arguments)
+    return run_step(
+        context.workspace,
+        "train",
+        {"train": section, "files": files},
+        TrainResult,
+        lambda: context.call("tasks.train:work", job, TrainResult, torch=True),
+    )
+
+
+def weights_path(context: Context, outcome: Outcome[TrainResult] | None) -> Path | None:
+    """The weights file of the release's model: trained, given, or none."""
+    if outcome is not None:
+        return context.file(outcome.result.weights)
+    given = context.spec.model.weights
+    return context.spec.path(given) if given is not None else None

@@ -1,0 +1,116 @@
+"""Sample inputs as the release file describes them, and how results on them are kept."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tvmflow import usercode
+from tvmflow.errors import SpecError
+from tvmflow.spec import Dimension, Input
+
+Array = npt.NDArray[Any]
+Named = dict[str, Array]
+
+
+def sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int) -> dict[str, int]:
+    """The sizes of the symbolic dimensions for sample `index`.
+
+    The first sample has the typical sizes, the others go through the sizes to tune and to measure at and the ends of
+    the range, so that a size baked into the model by mistake shows.
+    """
+    chosen = {}
+    for name in sorted({dim for item in inputs for dim in item.shape if isinstance(dim, str)}):
+        dimension = dimensions.get(name, Dimension())
+        beyond = dimension.typical + 3
+        candidates = [
+            dimension.typical,
+            *dimension.measure,
+            *([dimension.tune] if dimension.tune else []),
+            beyond if dimension.max is None else min(beyond, dimension.max),
+            dimension.min,
+        ]
+        distinct = list(dict.fromkeys(candidates))
+        chosen[name] = distinct[index % len(distinct)]
+    return chosen
+
+
+def make(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int, seed: int, folder: Path) -> Named:
+    """Sample `index`: one array per input, repeatable for a seed. Raises SpecError when a sample cannot be made."""
+    chosen = sizes(inputs, dimensions, index)
+    made = {}
+    for position, item in enumerate(inputs):
+        shape = tuple(chosen[dim] if isinstance(dim, str) else dim for dim in item.shape)
+        generator = np.random.default_rng([seed, index, position])
+        made[item.name] = _one(item, shape, generator, seed + index, folder)
+    return made
+
+
+def at_sizes(inputs: Sequence[Input], chosen: Mapping[str, int], seed: int, folder: Path) -> Named:
+    """A sample whose symbolic dimensions have the given sizes."""
+    fixed = {name: Dimension(min=size, max=size) for name, size in chosen.items()}
+    return make(inputs, fixed, 0, seed, folder)
+
+
+def _one(item: Input, shape: tuple[int, ...], generator: np.random.Generator, seed: int, folder: Path) -> Array:
+    samples = item.samples
+    match samples.kind:
+        case "ones":
+            return np.ones(shape, item.dtype)
+        case "uniform":
+            low, high = samples.low or 0.0, 1.0 if samples.high is None else samples.high
+            return generator.uniform(low, high, shape).astype(item.dtype)
+        case "normal":
+            return generator.normal(samples.mean, samples.std, shape).astype(item.dtype)
+        case "integers":
+            return generator.integers(int(samples.low or 0), int(samples.high or 2), shape).astype(item.dtype)
+        case "npz":
+            array = _from_npz(item, folder)
+        case "function":
+            array = np.asarray(
+                usercode.call(samples.function or "", f"samples of input {item.name!r}:", SpecError, shape, seed)
+            )
+    if array.shape != shape:
+        raise SpecError(f"samples of input {item.name!r} have shape {list(array.shape)}, expected {list(shape)}")
+    if array.dtype.name != item.dtype:
+        raise SpecError(f"samples of input {item.name!r} are {array.dtype.name}, expected {item.dtype}")
+    return array
+
+
+def _from_npz(item: Input, folder: Path) -> Array:
+    file = folder / (item.samples.file or Path())
+    key = item.samples.key or item.name
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            if key not in archive.files:
+                raise SpecError(
+                    f"samples of input {item.name!r}: {str(file)!r} holds no {key!r}, only {', '.join(archive.files)}"
+                )
+            return np.asarray(archive[key])
+    except (OSError, ValueError) as error:
+        raise SpecError(f"samples of input {item.name!r}: {str(file)!r} is no readable .npz ({error})") from error
+
+
+def save(path: Path, pairs: Sequence[tuple[Named, Named]]) -> None:
+    """Keep samples: inputs and the original's outputs of each, by name."""
+    arrays = {}
+    for index, (inputs, outputs) in enumerate(pairs):
+        arrays.update({f"{index}/input:{name}": array for name, array in inputs.items()})
+        arrays.update({f"{index}/output:{name}": array for name, array in outputs.items()})
+    with path.open("wb") as stream:
+        np.savez(stream, **arrays)  # type: ignore[arg-type]
+
+
+def load(path: Path) -> list[tuple[Named, Named]]:
+    """What `save` kept."""
+    pairs: list[tuple[Named, Named]] = []
+    with np.load(path, allow_pickle=False) as archive:
+        for name in archive.files:
+            index, _, rest = name.partition("/")
+            while len(pairs) <= int(index):
+                pairs.append(({}, {}))
+            kind, _, key = rest.partition(":")
+            pairs[int(index)][kind == "output"][key] = archive[name]
+    return pairs

@@ -1,0 +1,68 @@
+"""The user's own functions, named `package.module:function` in a release file."""
+
+import importlib
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tvmflow.bundle import sha256_file
+from tvmflow.errors import TvmflowError
+from tvmflow.workspace import Sources
+
+_INSTALLED = tuple(
+    {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def find(path: str, what: str, error: type[TvmflowError]) -> Callable[..., Any]:
+    """The function `package.module:function`; `what` names it in the error, as in "model factory"."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as problem:
+        if problem.name and (module == problem.name or module.startswith(problem.name + ".")):
+            raise error(
+                f"{what} {path!r}: there is no module {module!r} beside the release file or among the installed"
+            ) from problem
+        raise error(f"{what} {path!r} imports {problem.name!r}, which is not installed") from problem
+    except AttributeError as problem:
+        raise error(f"{what} {path!r}: module {module!r} has no {name!r}") from problem
+    except Exception as problem:
+        raise error(f"{what} {path!r}: importing {module!r} raised {describe(problem)}") from problem
+    if not callable(found):
+        raise error(f"{what} {path!r} is a {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def call(path: str, what: str, error: type[TvmflowError], /, *args: object, **arguments: object) -> Any:
+    """Call the function; whatever it raises becomes one sentence."""
+    function = find(path, what, error)
+    try:
+        return function(*args, **arguments)
+    except Exception as problem:
+        raise error(f"{what} {path!r} raised {describe(problem)}") from problem
+
+
+def describe(problem: BaseException) -> str:
+    """An exception in a few words: its type and the first line of its message."""
+    words = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {words[0][:300]}" if words else type(problem).__name__
+
+
+def imported_sources() -> Sources:
+    """The modules of the user that this process has imported, with their digests."""
+    ours = str(Path(__file__).resolve().parent.parent)
+    found = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not file or not file.endswith(".py"):
+            continue
+        path = Path(file).resolve()
+        package = module.__name__.partition(".")[0]
+        own = package in ("tvmflow", "tasks", "flows") and str(path).startswith(ours)
+        installed = "site-packages" in path.parts or str(path).startswith(_INSTALLED)
+        if not own and not installed and module.__name__ != "__main__":
+            found[str(path)] = sha256_file(path)
+    return Sources(files=dict(sorted(found.items())))
