@@ -1,28 +1,14 @@
 """Build: the library for one target, with the release file's pass context and the tuning records."""
 
 import json
-from typing import TYPE_CHECKING, Any
 
 from tasks.relax_import import ImportResult, load_imported
-from tasks.step import Context, Job, step
+from tasks.step import BuildTarget, Context, Job, as_options, as_target, job_target, step
 from tasks.tune import TuneResult, best_records
 from tvmflow.process import Emit
 from tvmflow.spec import Build
 from tvmflow.target import Target
-from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step
-
-if TYPE_CHECKING:
-    from tvmflow.compiler import BuildOptions
-
-
-class BuildTarget(Record):
-    """A target as a job carries it; the fields of tvmflow.target.Target."""
-
-    name: str
-    tvm: dict[str, Any]
-    arch: str
-    features: tuple[str, ...]
-    cross_compiler: str | None
+from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
 
 
 class BuildJob(Job):
@@ -102,26 +88,3 @@ def build(
         lambda: context.call("tasks.build:work", job, BuildResult, target=target.name),
         target=target.name,
     )
-
-
-def job_target(target: Target) -> BuildTarget:
-    """A target as a job carries it."""
-    return BuildTarget(
-        name=target.name,
-        tvm=target.tvm,
-        arch=target.arch,
-        features=target.features,
-        cross_compiler=target.cross_compiler,
-    )
-
-
-def as_target(target: BuildTarget) -> Target:
-    """The target that a job carries."""
-    return Target(target.name, target.tvm, target.arch, target.features, target.cross_compiler)
-
-
-def as_options(section: Build) -> "BuildOptions":
-    """The compiler's options, as the release file says them."""
-    from tvmflow.compiler import BuildOptions
-
-    return BuildOptions(**section.model_dump())

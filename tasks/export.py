@@ -64,8 +64,8 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
     with workspace.scratch() as folder:
         path = folder / "model.onnx"
         if job.source.framework == "onnx":
-            model = _read(job.source.path or Path())
-            inputs = job.inputs or _described_by(model)
+            model = read_onnx(job.source.path or Path())
+            inputs = job.inputs or described_by(model)
             _fix_shapes(model, inputs)
             module = None
         else:
@@ -141,9 +141,7 @@ def find_source(context: Context, weights: Path | None) -> tuple[Source, dict[st
 
 def _registered(context: Context) -> tuple[Source, dict[str, Any]]:
     """A model of the MLflow registry, downloaded into the workspace once per version."""
-    from tasks.track import open_registry
-
-    registry = open_registry(context)
+    registry = context.registry
     uri = context.spec.model.mlflow or ""
     found = registry.resolve_source(uri)
     folder = context.workspace.folder / "sources" / found.identity
@@ -218,7 +216,8 @@ def _root_cause(error: BaseException) -> str:
     return describe(error)
 
 
-def _read(path: Path) -> "onnx.ModelProto":
+def read_onnx(path: Path) -> "onnx.ModelProto":
+    """Read an ONNX file. Raises ExportError when it is missing or none."""
     import onnx
 
     try:
@@ -250,8 +249,8 @@ def _graph_inputs(model: "onnx.ModelProto") -> "list[onnx.ValueInfoProto]":
     return [item for item in model.graph.input if item.name not in constants]
 
 
-def _described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
-    """The inputs as the ONNX file itself describes them."""
+def described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
+    """The inputs as the ONNX file itself describes them. Raises ExportError for a dtype that is not supported."""
     import onnx
 
     described = []

@@ -6,13 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from tvmflow import process
+from tvmflow.errors import SettingsError
 from tvmflow.progress import reporter
+from tvmflow.registry import Registry
+from tvmflow.services import Services
 from tvmflow.settings import Settings
-from tvmflow.spec import Spec
+from tvmflow.spec import Build, Spec
+from tvmflow.store import ReleaseStore
+from tvmflow.target import Target
 from tvmflow.workspace import Artifact, Record, StepResult, Workspace
 
 if TYPE_CHECKING:
     from prefect import Task
+
+    from tvmflow.compiler import BuildOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,6 +32,16 @@ class Tensor(Record):
     name: str
     shape: tuple[int | str, ...]
     dtype: str
+
+
+class BuildTarget(Record):
+    """A target as a job carries it; the fields of tvmflow.target.Target."""
+
+    name: str
+    tvm: dict[str, Any]
+    arch: str
+    features: tuple[str, ...]
+    cross_compiler: str | None
 
 
 class Job(Record):
@@ -40,11 +57,27 @@ class Job(Record):
 
 @dataclass(frozen=True)
 class Context:
-    """One run: the release file, this machine's settings, the workspace."""
+    """One run: the release file, this machine's settings, the workspace, and where releases go."""
 
     spec: Spec
     settings: Settings
     workspace: Workspace
+    services: Services | None = None
+
+    @property
+    def store(self) -> ReleaseStore:
+        """The release store. Raises SettingsError in a run that has none, as `tvmflow compile`."""
+        return self._services().store
+
+    @property
+    def registry(self) -> Registry:
+        """The registry. Raises SettingsError in a run that has none, as `tvmflow compile`."""
+        return self._services().registry
+
+    def _services(self) -> Services:
+        if self.services is None:
+            raise SettingsError("this run has no release store and no registry; use `tvmflow release`")
+        return self.services
 
     @property
     def timeout(self) -> float:
@@ -53,7 +86,7 @@ class Context:
 
     def log(self, step: str, target: str | None = None) -> Path:
         """The file that takes what a step's process prints."""
-        parts = [self.spec.name, step, *([_slug(target)] if target else [])]
+        parts = [self.spec.name, step, *([slug(target)] if target else [])]
         return self.workspace.folder / "logs" / f"{'-'.join(parts)}.log"
 
     def call(self, function: str, job: Job, kind: type[T], *, target: str | None = None, torch: bool = False) -> T:
@@ -102,5 +135,29 @@ def _run_name(name: str) -> Callable[[], str]:
     return run_name
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
+    """A name fit for files and metrics."""
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:60]
+
+
+def job_target(target: Target) -> BuildTarget:
+    """A target as a job carries it."""
+    return BuildTarget(
+        name=target.name,
+        tvm=target.tvm,
+        arch=target.arch,
+        features=target.features,
+        cross_compiler=target.cross_compiler,
+    )
+
+
+def as_target(target: BuildTarget) -> Target:
+    """The target that a job carries."""
+    return Target(target.name, target.tvm, target.arch, target.features, target.cross_compiler)
+
+
+def as_options(section: Build) -> "BuildOptions":
+    """The compiler's options, as the release file says them."""
+    from tvmflow.compiler import BuildOptions
+
+    return BuildOptions(**section.model_dump())

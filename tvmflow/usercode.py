@@ -63,6 +63,6 @@ def imported_sources() -> Sources:
         package = module.__name__.partition(".")[0]
         own = package in ("tvmflow", "tasks", "flows") and str(path).startswith(ours)
         installed = "site-packages" in path.parts or str(path).startswith(_INSTALLED)
-        if not own and not installed and module.__name__ != "__main__":
+        if not own and not installed and module.__name__ != "__main__" and path.is_file():
             found[str(path)] = sha256_file(path)
     return Sources(files=dict(sorted(found.items())))

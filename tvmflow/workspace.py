@@ -25,7 +25,7 @@ from tvmflow.progress import reporter
 class Record(BaseModel):
     """A value that steps give and take: typed, immutable, small."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class Artifact(Record):

@@ -1,0 +1,96 @@
+"""Publish: the bundles to the release store, and release.json last."""
+
+from typing import Any
+
+from tasks.export import ExportResult
+from tasks.step import Context, step
+from tasks.track import TargetOutcomes, TrackResult, verdict_document
+from tvmflow import __version__
+from tvmflow.progress import reporter
+from tvmflow.workspace import Outcome, StepResult, run_step
+
+RELEASE_FORMAT = 1
+
+
+class PublishResult(StepResult):
+    """Where the release is, and where each target's bundle is."""
+
+    release_uri: str
+    bundle_uris: dict[str, str]
+
+
+@step
+def publish(
+    context: Context,
+    exported: Outcome[ExportResult],
+    outcomes: tuple[TargetOutcomes, ...],
+    tracked: Outcome[TrackResult],
+) -> Outcome[PublishResult]:
+    """Send the release to the store and say so in the registry.
+
+    Interrupted anywhere there is no release, and running again completes it. Raises StoreError.
+    """
+    spec, store, known = context.spec, context.store, tracked.result
+    version = known.version or ""
+    document = release_document(context, exported.result, outcomes, known)
+
+    def work() -> PublishResult:
+        total = sum(outcome.bundle.size for outcome in outcomes)
+        sent = 0
+
+        def progressed(count: int) -> None:
+            nonlocal sent
+            sent += count
+            reporter().progressed("publish", None, min(sent, total), total, "sending")
+
+        blobs = [(context.file(outcome.bundle), outcome.bundle.sha256) for outcome in outcomes]
+        uri = store.publish(spec.name, version, document, blobs, progressed)
+        context.registry.set_version_tag(known.model, version, "tvmflow.status", "published")
+        context.registry.set_version_tag(known.model, version, "tvmflow.release_uri", uri)
+        return PublishResult(
+            release_uri=uri,
+            bundle_uris={
+                outcome.target.name: f"{store.config.uri}/blobs/sha256/{outcome.bundle.sha256}" for outcome in outcomes
+            },
+        )
+
+    return run_step(
+        context.workspace,
+        "publish",
+        {"store": [store.config.uri, context.settings.s3_endpoint], "document": document},
+        PublishResult,
+        work,
+        valid=lambda _: store.has_release(spec.name, version),
+    )
+
+
+def release_document(
+    context: Context, exported: ExportResult, outcomes: tuple[TargetOutcomes, ...], tracked: TrackResult
+) -> dict[str, Any]:
+    """What release.json says: where it comes from, and per target the bundle, the verdict and the measurements."""
+    return {
+        "format": RELEASE_FORMAT,
+        "name": context.spec.name,
+        "version": tracked.version,
+        "created_at": tracked.created_at,
+        "tvmflow": __version__,
+        "mlflow_run_id": tracked.run_id,
+        "model": f"models:/{tracked.model}/{tracked.version}",
+        "provenance": {"onnx": f"sha256:{exported.onnx.sha256}", "opset": exported.opset},
+        "inputs": [item.model_dump(mode="json") for item in exported.inputs],
+        "outputs": [item.model_dump(mode="json") for item in exported.outputs],
+        "targets": [
+            {
+                "target": outcome.target.name,
+                "tvm_target": outcome.target.tvm,
+                "arch": outcome.target.arch,
+                "cpu_features": list(outcome.target.features),
+                "bundle": {"sha256": outcome.bundle.sha256, "size": outcome.bundle.size},
+                "verdict": verdict_document(outcome),
+                "measurements": outcome.measured
+                and outcome.measured.result.model_dump(mode="json", exclude={"sources"}),
+                "tuning": {"trials": outcome.tuned.result.trials, "coverage": outcome.tuned.result.coverage},
+            }
+            for outcome in outcomes
+        ],
+    }

@@ -1,0 +1,73 @@
+"""The digits example learns, and learns the same thing for the same seed."""
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+EXAMPLE = "digits"
+
+
+def test_training_reads_97_of_100_held_out_digits(example: dict[str, ModuleType], tmp_path: Path) -> None:
+    example["train"].train(tmp_path / "weights.pt")
+    model = example["model"].create()
+    model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    inputs, labels = example["data"].held_out()
+    with torch.no_grad():
+        logits = model.eval()(torch.from_numpy(inputs["image"]))
+    assert logits.shape == (len(labels), 10)
+    assert np.mean(logits.argmax(1).numpy() == labels) >= 0.97
+
+
+def test_the_same_seed_gives_the_same_file(example: dict[str, ModuleType], tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        example["train"].train(tmp_path / folder / "weights.pt", epochs=1, seed=5)
+    assert (tmp_path / "a" / "weights.pt").read_bytes() == (tmp_path / "b" / "weights.pt").read_bytes()
+
+
+def test_another_seed_gives_other_weights(example: dict[str, ModuleType], tmp_path: Path) -> None:
+    for seed in (0, 1):
+        example["train"].train(tmp_path / f"{seed}.pt", epochs=1, seed=seed)
+    first, second = (torch.load(tmp_path / f"{seed}.pt", weights_only=True) for seed in (0, 1))
+    assert not torch.equal(first["classifier.weight"], second["classifier.weight"])
+
+
+def test_training_leaves_torch_as_it_was(example: dict[str, ModuleType], tmp_path: Path) -> None:
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    example["train"].train(tmp_path / "weights.pt", epochs=1)
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_each_epoch_prints_a_line(
+    example: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example["train"].train(tmp_path / "weights.pt", epochs=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rsplit(" ", 1)[0] for line in lines] == ["epoch 1/2 loss", "epoch 2/2 loss"]
+
+
+def test_no_epochs_are_refused(example: dict[str, ModuleType], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="epochs is 0"):
+        example["train"].train(tmp_path / "weights.pt", epochs=0)
+
+
+def test_held_out_digits_are_not_trained_on(example: dict[str, ModuleType]) -> None:
+    train, held_out = example["data"].splits()
+    inputs, labels = example["data"].held_out()
+    assert np.array_equal(inputs["image"], held_out.images)
+    assert np.array_equal(labels, held_out.labels)
+    seen = {image.tobytes() for image in train.images}
+    assert not any(image.tobytes() in seen for image in held_out.images)
+
+
+def test_images_are_grey_levels_from_0_to_1(example: dict[str, ModuleType]) -> None:
+    train, held_out = example["data"].splits()
+    for split, count in ((train, 1437), (held_out, 360)):
+        assert split.images.shape == (count, 1, 8, 8)
+        assert split.images.dtype == np.float32
+        assert split.images.min() == 0
+        assert split.images.max() == 1

@@ -1,0 +1,85 @@
+"""Models that others registered, as what a release starts from."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tvmflow.errors import RegistryError
+from tvmflow.registry import Registry
+
+# A training job as its author writes it, in a process of its own: MLflow's fluent API, its own flavors.
+TRAINING = """
+import sys
+import mlflow, onnx, torch
+from onnx import TensorProto, helper
+mlflow.set_experiment("training")
+with mlflow.start_run():
+    mlflow.pytorch.log_model(
+        torch.nn.Linear(4, 2), name="net", registered_model_name=sys.argv[1], pip_requirements=["torch"],
+        serialization_format="pickle",
+    )
+    node = helper.make_node("Relu", ["x"], ["y"])
+    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4]) for name in "xy"]
+    graph = helper.make_graph([node], "relu", tensors[:1], tensors[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    mlflow.onnx.log_model(model, name="graph", registered_model_name=sys.argv[2], pip_requirements=["onnx"])
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(server: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    subprocess.run(
+        [sys.executable, "-c", TRAINING, "net", "graph"],
+        env={**os.environ, "MLFLOW_TRACKING_URI": server},
+        cwd=tmp_path_factory.mktemp("training"),
+        check=True,
+        timeout=180,
+    )
+
+
+@pytest.fixture
+def registry(server: str) -> Registry:
+    from tvmflow.registry import RegistryConfig
+
+    return Registry(RegistryConfig(server))
+
+
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize(
+    ("name", "flavor", "file"), [("net", "pytorch", "data/model.pth"), ("graph", "onnx", "model.onnx")]
+)
+def test_a_model_of_another_flavor_is_found_by_version_and_alias(
+    registry: Registry, name: str, flavor: str, file: str, tmp_path: Path
+) -> None:
+    registry.set_alias(name, "candidate", "1")
+    source = registry.resolve_source(f"models:/{name}@candidate")
+    assert flavor in source.flavors
+    assert (source.name, source.version) == (name, "1")
+    assert source.run_id is not None
+    assert registry.run_exists(source.run_id)
+    assert registry.resolve_source(f"models:/{name}/1") == source
+    folder = registry.download_source(f"models:/{name}@candidate", tmp_path / "download")
+    assert folder.is_relative_to(tmp_path / "download")
+    assert (folder / file).is_file()
+
+
+@pytest.mark.usefixtures("trained")
+def test_two_models_have_two_identities(registry: Registry) -> None:
+    identities = {registry.resolve_source(f"models:/{name}/1").identity for name in ("net", "graph")}
+    assert len(identities) == 2
+
+
+@pytest.mark.parametrize(
+    "uri", ["models:/net", "models:/net/latest", "runs:/1/net", "models:/net/1/data", "net@candidate"]
+)
+def test_a_uri_of_another_form_is_refused(registry: Registry, uri: str) -> None:
+    with pytest.raises(RegistryError, match="models:/NAME@ALIAS"):
+        registry.resolve_source(uri)
+
+
+def test_a_version_that_is_not_there_is_named(registry: Registry) -> None:
+    with pytest.raises(RegistryError, match="could not read 'models:/nobody/7'"):
+        registry.resolve_source("models:/nobody/7")

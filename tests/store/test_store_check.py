@@ -1,0 +1,177 @@
+"""What a store says about a server that is down, refuses, or is none."""
+
+import contextlib
+import datetime
+import http.server
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from botocore.compat import get_current_datetime
+
+from tvmflow.errors import StoreError
+from tvmflow.store import ReleaseStore, StoreConfig
+from tvmflow.store import client as client_module
+
+
+def _refusal(config: StoreConfig) -> str:
+    with pytest.raises(StoreError) as refusal:
+        ReleaseStore(config).check()
+    sentence = str(refusal.value)
+    assert config.secret_key not in sentence  # type: ignore[operator]
+    assert config.access_key not in sentence  # type: ignore[operator]
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_a_check_creates_the_bucket_and_leaves_no_release(rclone: StoreConfig, rclone_data: Path) -> None:
+    store = ReleaseStore(replace(rclone, bucket="fresh-bucket"))
+    store.check()
+    assert (rclone_data / "fresh-bucket").is_dir()
+    assert store.names() == []
+
+
+def test_a_check_can_be_repeated(config: StoreConfig) -> None:
+    store = ReleaseStore(config)
+    store.check()
+    store.check()
+
+
+def test_a_bucket_in_another_region_is_created(moto_server: StoreConfig) -> None:
+    store = ReleaseStore(replace(moto_server, bucket="far-away", region="eu-west-1"))
+    store.check()
+    assert store.names() == []
+
+
+def test_an_endpoint_that_is_down_is_named() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        sentence = _refusal(_somewhere(endpoint))
+    assert sentence == (
+        f"Cannot reach the S3 endpoint {endpoint}: start the server, or correct the endpoint or the network."
+    )
+
+
+def test_a_server_that_never_answers_is_given_up() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        sentence = _refusal(replace(_somewhere(f"http://127.0.0.1:{silent.getsockname()[1]}"), read_timeout=0.2))
+    assert "stopped answering for 0.2 seconds" in sentence
+
+
+def test_a_wrong_secret_key_is_refused(rclone: StoreConfig) -> None:
+    sentence = _refusal(replace(rclone, secret_key=secrets.token_hex(20)))
+    assert "refuses the credentials (SignatureDoesNotMatch): check access key" in sentence
+
+
+def test_a_wrong_access_key_is_refused(rclone: StoreConfig) -> None:
+    sentence = _refusal(replace(rclone, access_key=secrets.token_hex(10)))
+    assert "refuses the credentials (InvalidAccessKeyId): check access key" in sentence
+
+
+def test_missing_credentials_are_told(rclone: StoreConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(StoreError, match=r"There are no credentials for .*: set an access key and a secret key\."):
+        ReleaseStore(replace(rclone, access_key=None, secret_key=None)).check()
+
+
+def test_an_unknown_profile_is_told(rclone: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
+    with pytest.raises(StoreError, match=r"no-such-profile"):
+        ReleaseStore(replace(rclone, access_key=None, secret_key=None))
+
+
+@pytest.mark.parametrize(("minutes", "direction"), [(-60, "behind"), (90, "ahead of")])
+def test_a_wrong_clock_is_told_from_wrong_credentials(
+    rclone: StoreConfig, monkeypatch: pytest.MonkeyPatch, minutes: int, direction: str
+) -> None:
+    shift = datetime.timedelta(minutes=minutes)
+    monkeypatch.setattr("botocore.auth.get_current_datetime", lambda *args: get_current_datetime(*args) + shift)
+    monkeypatch.setattr(client_module, "_now", lambda: datetime.datetime.now(datetime.UTC) + shift)
+    assert f"This machine's clock is {abs(minutes)} minutes {direction} the S3 endpoint" in _refusal(rclone)
+
+
+def test_a_bucket_that_may_not_be_created_is_told() -> None:
+    answers = {
+        "GET": (404, "<Error><Code>NoSuchBucket</Code></Error>"),
+        "PUT": (403, "<Error><Code>AccessDenied</Code></Error>"),
+    }
+    with _answering(answers) as endpoint:
+        sentence = _refusal(_somewhere(endpoint))
+    assert "The bucket 'releases' does not exist at" in sentence
+    assert "may not be created with these credentials (AccessDenied): create it, or correct its name." in sentence
+
+
+def test_credentials_that_may_only_read_are_told() -> None:
+    listing = "<ListBucketResult><Name>releases</Name></ListBucketResult>"
+    answers = {"GET": (200, listing), "PUT": (403, "<Error><Code>AccessDenied</Code></Error>")}
+    with _answering(answers) as endpoint:
+        sentence = _refusal(_somewhere(endpoint))
+    assert "does not allow these credentials to act on the bucket 'releases' (AccessDenied while writing" in sentence
+
+
+@pytest.mark.parametrize("status", [200, 400, 404, 500])
+def test_a_server_that_is_no_s3_is_told(status: int) -> None:
+    with _answering({"GET": (status, "<!doctype html><p>Hello")}) as endpoint:
+        assert f"What answers at the S3 endpoint {endpoint} is no S3 server" in _refusal(_somewhere(endpoint))
+
+
+def test_a_servers_words_are_passed_on_without_the_secrets_in_them() -> None:
+    config = _somewhere("http://127.0.0.1")
+    echo = f"<Error><Code>Odd</Code><Message>who is {config.access_key} with {config.secret_key}?</Message></Error>"
+    with _answering({"GET": (400, echo)}) as endpoint:
+        assert "(Odd: who is *** with ***?)" in _refusal(replace(config, endpoint=endpoint))
+
+
+def test_a_proxy_in_the_environment_is_not_used_for_this_machine(
+    rclone: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    ReleaseStore(rclone).check()
+
+
+def _somewhere(endpoint: str) -> StoreConfig:
+    return StoreConfig(
+        "releases", endpoint=endpoint, access_key="AKID-of-test", secret_key="SECRET-of-test", attempts=1
+    )
+
+
+@contextlib.contextmanager
+def _answering(answers: dict[str, tuple[int, str]]) -> Iterator[str]:
+    """The address of a server that gives one fixed answer per method."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, body = answers[self.command]
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_GET = do_PUT = _answer
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Keep the test's output clean."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

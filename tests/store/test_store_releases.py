@@ -1,0 +1,306 @@
+"""Releases: there whole or not at all, and never changed."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.awsrequest import AWSResponse
+from botocore.compat import HTTPHeaders
+
+from tvmflow.errors import StoreError
+from tvmflow.store import ReleaseStore, StoreConfig
+from tvmflow.store import releases as releases_module
+from tvmflow.store.embedded import embedded_s3
+
+Damage = Callable[[str, bytes | None], None]
+WriteFile = Callable[[bytes], tuple[Path, str]]
+KillServer = Callable[[StoreConfig], None]
+MIB = 2**20
+WRITERS = 6
+
+
+def _document(digest: str, size: int, **more: Any) -> dict[str, Any]:
+    return {"format": 1, "bundles": [{"target": "x86-64-v4", "sha256": digest, "size": size}], **more}
+
+
+def test_a_release_comes_back_as_it_was_published(store: ReleaseStore, write_file: WriteFile, tmp_path: Path) -> None:
+    path, digest = write_file(b"a bundle")
+    document = _document(digest, 8, verdict="größer als erwartet", p50_ms=0.77)
+    uri = store.publish("resnet", "3", document, [(path, digest)])
+    assert uri == f"s3://releases/{store.config.prefix}/releases/resnet/3/release.json"
+    assert store.get_release("resnet", "3") == document
+    assert store.has_release("resnet", "3")
+    assert store.verify_release("resnet", "3") == document
+    store.get_blob(digest, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"a bundle"
+
+
+def test_the_document_is_canonical_json(rclone: StoreConfig, rclone_folder: Path) -> None:
+    ReleaseStore(rclone).publish("resnet", "1", {"b": "ü", "a": (1, 2)}, [])
+    written = (rclone_folder / "releases" / "resnet" / "1" / "release.json").read_bytes()
+    assert written == '{\n  "a": [\n    1,\n    2\n  ],\n  "b": "ü"\n}\n'.encode()
+
+
+def test_nothing_but_the_release_and_its_blobs_is_left(
+    rclone: StoreConfig, rclone_folder: Path, write_file: WriteFile
+) -> None:
+    path, digest = write_file(b"a bundle")
+    ReleaseStore(rclone).publish("resnet", "1", _document(digest, 8), [(path, digest)])
+    files = {str(each.relative_to(rclone_folder)) for each in rclone_folder.rglob("*") if each.is_file()}
+    assert files == {f"blobs/sha256/{digest}", "releases/resnet/1/release.json"}
+
+
+def test_publishing_the_same_again_succeeds_and_writes_nothing(rclone: StoreConfig, rclone_folder: Path) -> None:
+    store = ReleaseStore(rclone)
+    first = store.publish("resnet", "1", {"a": 1, "b": 2}, [])
+    before = (rclone_folder / "releases" / "resnet" / "1" / "release.json").stat()
+    assert store.publish("resnet", "1", {"b": 2, "a": 1}, []) == first
+    after = (rclone_folder / "releases" / "resnet" / "1" / "release.json").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_publishing_the_same_again_repairs_a_lost_blob(
+    rclone: StoreConfig, damage: Damage, write_file: WriteFile
+) -> None:
+    store = ReleaseStore(rclone)
+    path, digest = write_file(b"a bundle")
+    store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
+    damage(f"blobs/sha256/{digest}", None)
+    store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
+    store.verify_release("resnet", "1")
+
+
+def test_a_published_version_is_never_changed(store: ReleaseStore, write_file: WriteFile, tmp_path: Path) -> None:
+    store.publish("resnet", "1", {"content": "first"}, [])
+    path, digest = write_file(b"a bundle")
+    with pytest.raises(StoreError, match="already published with other content"):
+        store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
+    assert store.get_release("resnet", "1") == {"content": "first"}
+    with pytest.raises(StoreError, match="is missing"):
+        store.get_blob(digest, tmp_path / "copy")
+
+
+def test_one_of_several_racing_publishers_wins_and_the_others_are_told(store: ReleaseStore) -> None:
+    start = threading.Barrier(WRITERS)
+
+    def publish(writer: int) -> int | str:
+        start.wait()
+        try:
+            store.publish("resnet", "1", {"writer": writer}, [])
+        except StoreError as error:
+            return str(error)
+        return writer
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        outcomes = list(pool.map(publish, range(WRITERS)))
+    winners = [each for each in outcomes if isinstance(each, int)]
+    assert [store.get_release("resnet", "1")["writer"]] == winners
+    assert all("published" in each for each in outcomes if isinstance(each, str))
+
+
+def test_racing_publishers_of_the_same_content_all_succeed(store: ReleaseStore) -> None:
+    start = threading.Barrier(WRITERS)
+
+    def publish(_: int) -> str:
+        start.wait()
+        return store.publish("resnet", "1", {"a": 1}, [])
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        assert len(set(pool.map(publish, range(WRITERS)))) == 1
+    assert store.get_release("resnet", "1") == {"a": 1}
+
+
+def _leave_claim(folder: Path, age_seconds: float) -> None:
+    """What a publisher of another document leaves that is killed before it writes release.json."""
+    claim = folder / "claims" / "resnet" / "1" / f"{'f' * 64}-0123456789abcdef"
+    claim.parent.mkdir(parents=True)
+    claim.write_bytes(b"")
+    os.utime(claim, (time.time() - age_seconds,) * 2)
+
+
+def test_a_version_that_another_publisher_has_claimed_is_not_written(
+    rclone: StoreConfig, rclone_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(releases_module, "_CLAIM_PATIENCE_SECONDS", 0.2)
+    _leave_claim(rclone_folder, age_seconds=60)
+    store = ReleaseStore(rclone)
+    with pytest.raises(StoreError, match="being published by somebody else"):
+        store.publish("resnet", "1", {"a": 1}, [])
+    assert not store.has_release("resnet", "1")
+
+
+def test_the_claim_of_a_publisher_that_died_long_ago_is_void(rclone: StoreConfig, rclone_folder: Path) -> None:
+    _leave_claim(rclone_folder, age_seconds=3600)
+    store = ReleaseStore(rclone)
+    store.publish("resnet", "1", {"a": 1}, [])
+    assert store.get_release("resnet", "1") == {"a": 1}
+
+
+def test_a_server_that_does_not_know_conditional_writes_is_served_too(moto_server: StoreConfig) -> None:
+    store = ReleaseStore(replace(moto_server, prefix="unconditional"))
+    refused: list[str] = []
+
+    def refuse_condition(request: Any, **_: Any) -> Any:
+        if "If-None-Match" not in request.headers:
+            return None
+        refused.append(request.url)
+        return AWSResponse(request.url, 501, HTTPHeaders(), _Body(b"<Error><Code>NotImplemented</Code></Error>"))
+
+    hooks: Any = store._s3.meta.events
+    hooks.register("before-send.s3.PutObject", refuse_condition)
+    store.publish("resnet", "1", {"a": 1}, [])
+    assert refused
+    assert store.get_release("resnet", "1") == {"a": 1}
+
+
+class _Body:
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def stream(self) -> list[bytes]:
+        return [self._content]
+
+
+def test_a_reference_to_a_blob_that_is_nowhere_is_refused(store: ReleaseStore) -> None:
+    for document in (_document("0" * 64, 8), {"report": f"s3://elsewhere/blobs/sha256/{'0' * 64}"}):
+        with pytest.raises(StoreError, match=r"refers to the blob 0{64}, which is missing"):
+            store.publish("resnet", "1", document, [])
+    assert store.versions("resnet") == []
+
+
+def test_a_reference_to_a_blob_of_an_earlier_release_is_enough(store: ReleaseStore, write_file: WriteFile) -> None:
+    path, digest = write_file(b"a bundle")
+    uri = store.put_blob(path, digest)
+    store.publish("resnet", "1", _document(digest, 8, report={"uri": uri}), [])
+    store.verify_release("resnet", "1")
+
+
+def test_a_size_that_contradicts_the_file_is_refused(store: ReleaseStore, write_file: WriteFile) -> None:
+    path, digest = write_file(b"a bundle")
+    with pytest.raises(StoreError, match="has 8 bytes, but its release says 9"):
+        store.publish("resnet", "1", _document(digest, 9), [(path, digest)])
+    assert not store.has_release("resnet", "1")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(None, "is missing"), (b"a bund", "has 6 bytes instead of 8"), (b"a bungle", "is damaged")],
+    ids=["missing", "truncated", "tampered"],
+)
+def test_verification_finds_a_damaged_blob(
+    rclone: StoreConfig, damage: Damage, write_file: WriteFile, content: bytes | None, complaint: str
+) -> None:
+    store = ReleaseStore(rclone)
+    path, digest = write_file(b"a bundle")
+    store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
+    damage(f"blobs/sha256/{digest}", content)
+    with pytest.raises(StoreError, match=f"is not whole: .*{digest} {complaint}"):
+        store.verify_release("resnet", "1")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff"], ids=["cut", "a list", "no text"])
+def test_a_damaged_document_is_refused(rclone: StoreConfig, damage: Damage, content: bytes) -> None:
+    store = ReleaseStore(rclone)
+    store.publish("resnet", "1", {"a": 1}, [])
+    damage("releases/resnet/1/release.json", content)
+    with pytest.raises(StoreError, match="is damaged: it is not a JSON"):
+        store.get_release("resnet", "1")
+
+
+def test_names_and_versions_are_listed_in_numeric_order(store: ReleaseStore) -> None:
+    for name, version in [("resnet", "10"), ("resnet", "9"), ("resnet", "1.10"), ("resnet", "1.9"), ("bert", "v2")]:
+        store.publish(name, version, {"id": f"{name} {version}"}, [])
+    assert store.names() == ["bert", "resnet"]
+    assert store.versions("resnet") == ["1.9", "1.10", "9", "10"]
+    assert store.versions("res") == []
+    assert [each["id"] for each in store.releases("resnet")] == ["resnet 1.9", "resnet 1.10", "resnet 9", "resnet 10"]
+    assert next(store.releases())["id"] == "bert v2"
+
+
+def test_an_unknown_version_is_refused_with_those_there_are(store: ReleaseStore) -> None:
+    store.publish("resnet", "1", {}, [])
+    store.publish("resnet", "2", {}, [])
+    with pytest.raises(StoreError, match=r"no release resnet 3 in .*; published versions: 1, 2\."):
+        store.get_release("resnet", "3")
+    assert not store.has_release("resnet", "3")
+
+
+@pytest.mark.parametrize("text", ["", ".", "..", "a/b", "../a", ".hidden", "-flag", "a b", "ü", "a\n", "a" * 129])
+def test_a_name_or_version_that_is_no_plain_name_is_refused(moto_server: StoreConfig, text: str) -> None:
+    store = ReleaseStore(moto_server)
+    with pytest.raises(StoreError, match=r"release name .* is not valid"):
+        store.publish(text, "1", {}, [])
+    with pytest.raises(StoreError, match=r"release version .* is not valid"):
+        store.get_release("resnet", text)
+    with pytest.raises(StoreError, match=r"release name .* is not valid"):
+        store.versions(text)
+
+
+@pytest.mark.parametrize("value", [float("nan"), b"bytes", {1: "one", "two": 2}], ids=["nan", "bytes", "mixed keys"])
+def test_a_document_that_is_no_json_is_refused(moto_server: StoreConfig, value: Any) -> None:
+    store = ReleaseStore(replace(moto_server, prefix="no-json"))
+    with pytest.raises(StoreError, match="release resnet 1 cannot be written as JSON"):
+        store.publish("resnet", "1", {"value": value}, [])
+    assert store.names() == []
+
+
+@pytest.mark.parametrize(
+    "sent", [5 * MIB, 12 * MIB, 12 * MIB + 5 * MIB], ids=["within the first", "between", "within the second"]
+)
+def test_a_publication_cut_off_by_the_servers_death_is_invisible_and_can_be_completed(
+    tmp_path: Path, write_file: WriteFile, kill_server: KillServer, sent: int
+) -> None:
+    blobs = [write_file(bytes([number]) * 12 * MIB) for number in range(2)]
+    document = {"bundles": [{"sha256": digest, "size": 12 * MIB} for _, digest in blobs]}
+    done = 0
+    with embedded_s3(tmp_path / "data", bucket="releases") as config:
+        store = ReleaseStore(replace(config, attempts=1, part_size=5 * MIB))
+
+        def kill_after_enough(count: int) -> None:
+            nonlocal done
+            done += count
+            if done == sent:
+                kill_server(config)
+
+        with pytest.raises(StoreError, match=config.endpoint):
+            store.publish("resnet", "1", document, blobs, kill_after_enough)
+    assert done == sent
+    assert not list((tmp_path / "data").rglob("release.json"))
+
+    with embedded_s3(tmp_path / "data", bucket="releases") as config:
+        store = ReleaseStore(config)
+        assert store.names() == []
+        store.publish("resnet", "1", document, blobs)
+        assert store.verify_release("resnet", "1") == document
+
+
+def test_a_server_that_dies_before_the_document_leaves_no_release(
+    tmp_path: Path, write_file: WriteFile, kill_server: KillServer
+) -> None:
+    path, digest = write_file(b"a bundle")
+    with embedded_s3(tmp_path / "data", bucket="releases") as config:
+        store = ReleaseStore(replace(config, attempts=1))
+        store._s3.meta.events.register("before-call.s3.PutObject", _once_conditional(lambda: kill_server(config)))
+        with pytest.raises(StoreError, match="Cannot reach"):
+            store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
+    with embedded_s3(tmp_path / "data", bucket="releases") as config:
+        store = ReleaseStore(config)
+        assert not store.has_release("resnet", "1")
+        store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
+        store.verify_release("resnet", "1")
+
+
+def _once_conditional(act: Callable[[], None]) -> Callable[..., None]:
+    """A botocore hook that acts just before the write that makes a release exist."""
+
+    def hook(params: dict[str, Any], **_: Any) -> None:
+        if "If-None-Match" in params["headers"]:
+            act()
+
+    return hook

@@ -1,0 +1,80 @@
+"""The command `tvmflow`: the front door."""
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import click
+
+from tvmflow import __version__
+from tvmflow.cli.compile import compile_command
+from tvmflow.cli.init import init_command
+from tvmflow.cli.list import list_command
+from tvmflow.cli.release import release_command
+from tvmflow.cli.run import run_command
+from tvmflow.cli.verify import verify_command
+from tvmflow.errors import TvmflowError
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="tvmflow")
+def cli() -> None:
+    """Ship trained models: PyTorch or ONNX to verified Apache TVM bundles, measured and released."""
+
+
+for command in (release_command, compile_command, run_command, verify_command, init_command, list_command):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Run the command line: a user's mistake is one sentence and a non-zero exit, never a traceback."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        cli.main(standalone_mode=False)
+    except TvmflowError as error:
+        _fail(str(error), type(error).__name__, error.exit_code)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        _end_children()
+        _fail(
+            "interrupted; nothing was left half-done, and the same command goes on from here",
+            "Interrupted",
+            _INTERRUPTED,
+        )
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("tvmflow", "tasks", "flows"):
+            raise
+        _fail(f"this command needs {missing!r}; install it with `pip install tvmflow[pipeline]`", "Missing", 1)
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does: no more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _fail(message: str, kind: str, code: int) -> None:
+    if "--json" in sys.argv:
+        click.echo(json.dumps({"error": {"type": kind, "message": message}}))
+    click.echo(f"tvmflow: {message}", err=True)
+    sys.exit(code)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _end_children() -> None:
+    """End the processes of running steps, if any were started."""
+    process = sys.modules.get("tvmflow.process")
+    if process is not None:
+        process.end_all()

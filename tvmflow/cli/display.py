@@ -1,0 +1,62 @@
+"""What a person sees while steps run: a line for each that ended, a spinner or bar for those that run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from tvmflow.progress import Status, reporting_to
+
+_MARKS = {"ran": "[green]✓[/]", "cached": "[cyan]=[/]", "failed": "[red]✗[/]"}
+
+
+class RichReporter:
+    """Shows the events of a run on a console; on one that is no terminal, plain lines."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[message]}", style="dim"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._shown: dict[tuple[str, str | None], TaskID] = {}
+        self._lock = Lock()
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """Show running steps while the body runs."""
+        with self._progress, reporting_to(self):
+            yield
+
+    def started(self, step: str, target: str | None) -> None:
+        """Begin a spinner."""
+        with self._lock:
+            self._shown[step, target] = self._progress.add_task(_label(step, target), total=None, message="")
+
+    def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+        """Turn the spinner into a bar."""
+        with self._lock:
+            shown = self._shown.get((step, target))
+            if shown is not None:
+                self._progress.update(shown, completed=done, total=total or None, message=message[:60])
+
+    def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+        """Replace what was shown by a line with the step's time."""
+        with self._lock:
+            shown = self._shown.pop((step, target), None)
+            if shown is not None:
+                self._progress.remove_task(shown)
+            said = "cached" if status == "cached" else f"{seconds:.1f} s" + (" failed" if status == "failed" else "")
+            self._console.print(f"{_MARKS[status]} {_label(step, target):<32} {said:>12}", highlight=False)
+
+
+def _label(step: str, target: str | None) -> str:
+    return f"{step} \\[{target}]" if target else step

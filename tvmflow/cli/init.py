@@ -1,0 +1,27 @@
+"""`tvmflow init`: a new release file, commented."""
+
+from pathlib import Path
+
+import click
+
+from tvmflow.errors import SpecError
+
+
+@click.command("init")
+@click.argument("file", type=click.Path(path_type=Path), default=Path("release.yaml"))
+@click.option("--name", help="The release's name; by default that of the folder.")
+@click.option("--force", is_flag=True, help="Overwrite the file.")
+def init_command(file: Path, name: str | None, force: bool) -> None:
+    """Write a release file with every key explained to FILE, by default release.yaml."""
+    from tvmflow.spec import TEMPLATE
+    from tvmflow.target import presets
+
+    text = TEMPLATE.format(name=name or file.absolute().parent.name or "model", presets=" | ".join(presets()))
+    try:
+        with file.open("w" if force else "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError as error:
+        raise SpecError(f"{str(file)!r} is there already; name another file, or overwrite it with --force") from error
+    except OSError as error:
+        raise SpecError(f"{str(file)!r} cannot be written ({error.strerror})") from error
+    click.echo(f"{file} written; say your model and inputs in it, then run `tvmflow release {file}`")

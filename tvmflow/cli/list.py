@@ -1,0 +1,45 @@
+"""`tvmflow list`: what is released."""
+
+import json
+
+import click
+
+
+@click.command("list")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def list_command(name: str | None, as_json: bool) -> None:
+    """List the releases in the store, of one NAME or of all."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tvmflow import settings as machine
+    from tvmflow.errors import StoreError
+    from tvmflow.services import open_store
+
+    with open_store(machine.load()) as store:
+        releases = list(store.releases(name))
+        if name is not None and not releases:
+            known = ", ".join(store.names()) or "none"
+            raise StoreError(f"there is no release of {name!r} in {store.config.uri}; released are: {known}")
+    if as_json:
+        click.echo(json.dumps(releases))
+        return
+    table = Table()
+    for column in ("name", "version", "created", "target", "max error", "p50", "vs ONNX Runtime", "bundle"):
+        table.add_column(column)
+    for release in releases:
+        for target in release["targets"]:
+            measured, compared = target["measurements"], target["verdict"]["comparisons"]
+            ratio = (measured or {}).get("ratio", {}).get("onnxruntime")
+            table.add_row(
+                release["name"],
+                str(release["version"]),
+                release["created_at"][:19],
+                target["target"],
+                f"{compared[0]['max_abs_error']:.1e}" if compared else "-",
+                f"{measured['runners']['tvm']['latency_ms']['p50']:.3g} ms" if measured else "-",
+                f"{ratio:.2f}x" if ratio else "-",
+                target["bundle"]["sha256"][:12],
+            )
+    Console().print(table)

@@ -1,0 +1,25 @@
+"""Turns ONNX models into compiled libraries: import into Relax, lowering, CPU schedules, build."""
+
+from tvmflow.compiler.build import BuildOptions, Built, build, can_build, known_passes, lower
+from tvmflow.compiler.graph import Workload, workloads
+from tvmflow.compiler.importer import Imported, TensorSpec, import_onnx
+from tvmflow.compiler.serialise import ir_text, load_module, load_params, save_module, save_params
+
+__all__ = [
+    "BuildOptions",
+    "Built",
+    "Imported",
+    "TensorSpec",
+    "Workload",
+    "build",
+    "can_build",
+    "import_onnx",
+    "ir_text",
+    "known_passes",
+    "load_module",
+    "load_params",
+    "lower",
+    "save_module",
+    "save_params",
+    "workloads",
+]

@@ -1,0 +1,267 @@
+"""Builds an imported model into a shared library for a target, and says what was done."""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.support import cc
+from tvm.tirx import PrimFunc
+
+from tvmflow.compiler.graph import hoist_weights, lower_module
+from tvmflow.compiler.importer import Imported
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.schedules import schedule
+from tvmflow.compiler.serialise import ir_text
+from tvmflow.errors import BuildError, TargetError
+from tvmflow.target import Target
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How to build: TVM's pass context, how the virtual machine runs `main`, and where the weights go.
+
+    `weights="apart"` makes the packed weights parameters of `main` that follow the inputs.
+    """
+
+    opt_level: int = 3
+    required_passes: tuple[str, ...] = ()
+    disabled_passes: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    exec_mode: Literal["bytecode", "compiled"] = "bytecode"
+    weights: Literal["inside", "apart"] = "inside"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled model.
+
+    `ir_text` and `ir_json` are the lowered, unscheduled module without its weights; `params` are the packed weights
+    that `main` takes after the inputs, in order, when they are kept apart; `pass_timings` are seconds by pass, inner
+    passes not counted twice; `schedules` says which rule scheduled each function.
+    """
+
+    executable: Any
+    ir_text: str
+    ir_json: str
+    params: dict[str, np.ndarray[Any, Any]]
+    pass_timings: list[tuple[str, float]]
+    schedules: list[tuple[str, str]]
+    threads: int
+    cross_compiler: str | None
+
+    def export(self, path: Path) -> None:
+        """Write the shared library. Equal models, targets and options give equal bytes.
+
+        Raises BuildError when the linker is missing or fails.
+        """
+        compiler = self.cross_compiler
+        link = cc.cross_compiler(compiler) if compiler else None
+        # The linker is run beside the library: nothing of a temporary folder's name may enter it.
+        try:
+            with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+                library = Path(folder) / "mod.so"
+                self.executable.export_library(str(library), fcompile=link)
+                shutil.copyfile(library, path)
+        except Exception as error:
+            raise BuildError(
+                f"{path}: the library could not be linked with {compiler or 'the C++ compiler'}: {_reason(error)}"
+            ) from error
+
+
+def can_build(target: Target) -> None:
+    """Raise TargetError, in one sentence, if this TVM or this machine's compilers cannot build for `target`."""
+    if target.cross_compiler and shutil.which(target.cross_compiler) is None:
+        raise TargetError(
+            f"target {target.name!r} needs the cross compiler {target.cross_compiler!r}, which is not installed"
+        )
+    if not target.cross_compiler and cc.get_cc() is None:
+        raise TargetError(f"target {target.name!r} needs a C++ compiler to link with, install g++ or clang++")
+    if target.arch == "cuda" and shutil.which("nvcc") is None:
+        raise TargetError(f"target {target.name!r} needs nvcc, which is not installed")
+    try:
+        with tvm.target.Target(target.tvm) as native:
+            host = native.host or native
+            tvm.tirx.build(tvm.IRModule({"main": _probe()}), target=host)
+    except Exception as error:
+        raise TargetError(f"target {target.name!r} cannot be built by TVM {tvm.__version__}: {_reason(error)}") from error
+
+
+def _probe() -> PrimFunc:
+    x = tvm.te.placeholder((16,), "float32", name="x")
+    y = tvm.te.compute((16,), lambda i: x[i] + 1.0, name="y")
+    return tvm.te.create_prim_func([x, y])
+
+
+def lower(imported: Imported, target: Target, options: BuildOptions | None = None) -> tvm.IRModule:
+    """Canonicalise, fold, lay out and fuse: `main` calls fused, unscheduled functions and holds packed weights.
+
+    The same input gives the same module in every process. Raises BuildError when a pass fails.
+    """
+    with _passes(options or BuildOptions(), target):
+        return lower_module(imported, target)
+
+
+def build(
+    imported: Imported,
+    target: Target,
+    options: BuildOptions | None = None,
+    tuned: Callable[[PrimFunc], PrimFunc | None] | None = None,
+) -> Built:
+    """Build a model for a target.
+
+    `tuned` may return a scheduled replacement, with the same parameters, for an unscheduled fused function; where it
+    returns None the analytic rules schedule the function.
+
+    Raises BuildError when a pass, the code generator or an option fails, TargetError for a target TVM does not know.
+    """
+    options = options or BuildOptions()
+    timings: dict[str, float] = {}
+    with _passes(options, target, timings):
+        lowered = lower_module(imported, target)
+        bare, weights = hoist_weights(lowered)
+        apart = options.weights == "apart"
+        scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)
+        native = tvm.target.Target(target.tvm)
+        executable = relax.build(
+            scheduled, native, relax_pipeline=_finalize(target, native), exec_mode=options.exec_mode
+        )
+    return Built(
+        executable=executable,
+        ir_text=ir_text(bare),
+        ir_json=str(tvm.ir.save_json(bare)),
+        params=weights if apart else {},
+        pass_timings=list(timings.items()),
+        schedules=schedules,
+        threads=target.threads,
+        cross_compiler=target.cross_compiler,
+    )
+
+
+def _schedule(
+    lowered: tvm.IRModule, target: Target, tuned: Callable[[PrimFunc], PrimFunc | None] | None
+) -> tuple[tvm.IRModule, list[tuple[str, str]]]:
+    mod = tvm.IRModule(dict(lowered.functions_items()), attrs=lowered.attrs)
+    if target.arch == "cuda":
+        from tvm.s_tir import dlight
+
+        gpu = dlight.gpu
+        with tvm.target.Target(target.tvm):
+            rules = (gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback())
+            mod = dlight.ApplyDefaultSchedule(*rules)(mod)
+        names = sorted(v.name_hint for v, f in mod.functions_items() if isinstance(f, PrimFunc))
+        return mod, [(name, "dlight") for name in names]
+    cpu = machine(target)
+    chosen: list[tuple[str, str]] = []
+    for variable, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint)):
+        if not isinstance(function, PrimFunc) or _is_scheduled(function):
+            continue
+        replacement = tuned(function) if tuned else None
+        if replacement is not None:
+            replacement, rule = replacement.with_attr("tirx.is_scheduled", True), "tuned"
+            if "global_symbol" in function.attrs:
+                replacement = replacement.with_attr("global_symbol", function.attrs["global_symbol"])
+        else:
+            replacement, rule = schedule(function, cpu)
+        mod.update_func(variable, replacement)
+        chosen.append((variable.name_hint, rule))
+    return mod, chosen
+
+
+def _is_scheduled(function: PrimFunc) -> bool:
+    return bool(function.attrs and function.attrs.get("tirx.is_scheduled", False))
+
+
+def _finalize(target: Target, native: tvm.target.Target) -> tvm.transform.Pass:
+    if target.arch == "cuda":
+        from tvm.relax.backend.cuda import pipeline
+    else:
+        from tvm.relax.backend.cpu_generic import pipeline
+    return tvm.transform.Sequential(
+        [*pipeline.dataflow_lower_passes(native), *pipeline.finalize_passes(native)], name="finalize"
+    )
+
+
+@contextmanager
+def _passes(options: BuildOptions, target: Target, timings: dict[str, float] | None = None) -> Iterator[None]:
+    """TVM's pass context for the options; turns what its passes raise into BuildError."""
+    _check_options(options)
+    instruments = [] if timings is None else [_Timing(timings)]
+    try:
+        with tvm.transform.PassContext(
+            opt_level=options.opt_level,
+            required_pass=list(options.required_passes),
+            disabled_pass=list(options.disabled_passes),
+            config=dict(options.config),
+            instruments=instruments,
+        ):
+            yield
+    except (BuildError, TargetError):
+        raise
+    except Exception as error:
+        without = f" without the passes {', '.join(options.disabled_passes)}" if options.disabled_passes else ""
+        raise BuildError(f"TVM could not build for target {target.name!r}{without}: {_reason(error)}") from error
+
+
+def _check_options(options: BuildOptions) -> None:
+    for kind, names in (("required", options.required_passes), ("disabled", options.disabled_passes)):
+        for name in names:
+            if name not in known_passes():
+                close = get_close_matches(name, known_passes(), n=3, cutoff=0.5)
+                hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see `known_passes` for all names"
+                raise BuildError(f"{kind} pass {name!r} is unknown to TVM {tvm.__version__}; {hint}")
+    known_options = {str(name) for name in tvm.transform.PassContext.list_configs()}
+    for name in options.config:
+        if name not in known_options:
+            close = get_close_matches(name, known_options, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see PassContext.list_configs()"
+            raise BuildError(f"pass option {name!r} is unknown to TVM {tvm.__version__}; {hint}")
+    if options.exec_mode not in ("bytecode", "compiled"):
+        raise BuildError(f"exec_mode must be 'bytecode' or 'compiled', not {options.exec_mode!r}")
+    if options.weights not in ("inside", "apart"):
+        raise BuildError(f"weights must be 'inside' or 'apart', not {options.weights!r}")
+
+
+@cache
+def known_passes() -> tuple[str, ...]:
+    """The names of TVM's passes and ours, as `required_passes` and `disabled_passes` take them."""
+    names = {"FoldMovedConstants"}
+    for constructor in tvm_ffi.registry.list_global_func_names():
+        family, middle, name = constructor.rpartition(".transform.")
+        if middle and "." not in name and family in ("relax", "tirx", "s_tir"):
+            names.add(name if family == "relax" else f"{family}.{name}")
+    return tuple(sorted(names))
+
+
+@tvm.instrument.pass_instrument
+class _Timing:
+    """Sums each pass's own seconds, without those of the passes it runs."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+        self._running: list[list[float]] = []
+
+    def run_before_pass(self, _mod: tvm.IRModule, _info: tvm.transform.PassInfo) -> None:
+        self._running.append([time.perf_counter(), 0.0])
+
+    def run_after_pass(self, _mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
+        started, inner = self._running.pop()
+        elapsed = time.perf_counter() - started
+        self._seconds[info.name] = self._seconds.get(info.name, 0.0) + elapsed - inner
+        if self._running:
+            self._running[-1][1] += elapsed
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].rstrip(".")[:300] if lines else type(error).__name__

@@ -1,0 +1,217 @@
+"""Rewrites an imported model into the fused, unscheduled functions that a target wants."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.tirx import PrimFunc
+
+from tvmflow.compiler.importer import Imported
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.operators import legalizations
+from tvmflow.target import Target
+
+# Constants of fewer elements stay in the program when weights are kept apart.
+SMALLEST_WEIGHT = 17
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A fused function of a lowered model: equal functions appear once, `calls` counts their call sites.
+
+    `flops` estimates one call's floating-point operations; symbolic dimensions count as one.
+    """
+
+    name: str
+    func: PrimFunc
+    calls: int
+    flops: float
+
+
+def lower_passes(target: Target) -> list[tvm.transform.Pass]:
+    """The passes from a Relax module whose weights are constants to `main` with calls of fused functions."""
+    if target.arch == "cuda":
+        layout: list[tvm.transform.Pass] = []
+        legalize = relax.transform.LegalizeOps()
+    else:
+        layout = [relax.transform.ConvertLayout({"relax.nn.conv2d": ["NHWC", "OIHW"]})]
+        legalize = relax.transform.LegalizeOps(legalizations(machine(target)))
+    return [
+        FoldMovedConstants(),
+        relax.transform.FoldBatchnormToConv2D(),
+        relax.transform.DecomposeOpsForInference(),
+        relax.transform.CanonicalizeBindings(),
+        relax.transform.FoldConstant(),
+        *layout,
+        FoldMovedConstants(),
+        relax.transform.CanonicalizeBindings(),
+        relax.transform.EliminateCommonSubexpr(),
+        relax.backend.DispatchSampling(),
+        relax.backend.DispatchSortScan(),
+        legalize,
+        relax.transform.AnnotateTIROpPattern(),
+        relax.transform.FoldConstant(),
+        relax.transform.DeadCodeElimination(),
+        relax.transform.FuseOps(),
+        relax.transform.FuseTIR(),
+        relax.transform.DeadCodeElimination(),
+    ]
+
+
+def lower_module(imported: Imported, target: Target) -> tvm.IRModule:
+    """Run `lower_passes` on the imported model in the current pass context."""
+    params = {name: tvm.runtime.tensor(value) for name, value in imported.params.items()}
+    variables = imported.mod["main"].params[len(imported.inputs) :]
+    bound = {variable: params[name] for variable, name in zip(variables, imported.params, strict=True)}
+    mod = relax.transform.BindParams("main", bound)(imported.mod)
+    with tvm.target.Target(target.tvm):
+        return tvm.transform.Sequential(lower_passes(target), name="lower")(mod)
+
+
+def workloads(lowered: tvm.IRModule) -> list[Workload]:
+    """The distinct fused functions of a lowered module, in the order of their first call."""
+    found: dict[int, list[tuple[str, PrimFunc]]] = {}
+    counts: dict[str, int] = {}
+
+    def count(node: Any) -> None:
+        if not isinstance(node, relax.Call):
+            return
+        for callee in (node.op, *node.args[:1]):
+            if not isinstance(callee, tvm.ir.GlobalVar) or not isinstance(lowered[callee], PrimFunc):
+                continue
+            func = lowered[callee].without_attr("global_symbol")
+            same = found.setdefault(tvm_ffi.structural_hash(func), [])
+            for name, other in same:
+                if tvm_ffi.structural_equal(func, other):
+                    counts[name] += 1
+                    return
+            same.append((callee.name_hint, func))
+            counts[callee.name_hint] = 1
+
+    for _, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint)):
+        if isinstance(function, relax.Function):
+            relax.analysis.post_order_visit(function, count)
+    return [
+        Workload(name, lowered[name], calls, _flops(lowered[name]))
+        for name, calls in counts.items()
+    ]
+
+
+def _flops(func: PrimFunc) -> float:
+    try:
+        return float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": func})))
+    except (tvm.error.TVMError, ValueError, TypeError):
+        return 0.0  # Symbolic shapes have no count.
+
+
+def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.ndarray[Any, Any]]]:
+    """Make the constants of `main` into parameters that follow its inputs.
+
+    Returns the module and the constants by parameter name, in the parameters' order; equal constants are one.
+    """
+    hoister = _HoistWeights(lowered)
+    main = hoister.visit_expr(lowered["main"])
+    variables, values = list(hoister.variables), [constant.value.numpy() for constant in hoister.constants]
+    function = relax.Function(
+        [*main.params, *variables], main.body, main.ret_ty, main.is_pure, main.attrs
+    )
+    hoister.builder_.update_func(lowered.get_global_var("main"), function)
+    mod = hoister.builder_.get()
+    return mod, {variable.name: value for variable, value in zip(variables, values, strict=True)}
+
+
+@mutator
+class _HoistWeights(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.IRModule) -> None:
+        super().__init__(mod)
+        self.variables: list[relax.Var] = []
+        self.constants: list[tvm.ir.GenericConst] = []
+
+    def visit_generic_const_(self, op: tvm.ir.GenericConst) -> relax.Expr:
+        if not isinstance(op.ty, relax.TensorType) or int(np.prod(op.value.shape)) < SMALLEST_WEIGHT:
+            return op
+        for variable, constant in zip(self.variables, self.constants, strict=True):
+            if constant.same_as(op):
+                return variable
+        variable = relax.Var(f"weight_{len(self.variables)}", op.ty)
+        self.variables.append(variable)
+        self.constants.append(op)
+        return variable
+
+
+@mutator
+class _FoldMovedConstants(PyExprMutator):  # type: ignore[misc]
+    """Transposes, reshapes and shape questions whose answer is known, done here: TVM would compile each of them."""
+
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        call = super().visit_call_(op)
+        folder = _FOLDERS.get(getattr(call.op, "name", ""))
+        folded = folder(self, call) if folder else None
+        return call if folded is None else folded
+
+    def constant(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
+        """The value of a constant or of a variable bound to one."""
+        if isinstance(expr, relax.Var):
+            expr = self.lookup_binding(expr)
+        return expr.value.numpy() if isinstance(expr, tvm.ir.GenericConst) else None
+
+    def shape(self, expr: relax.Expr) -> list[int] | None:
+        """The sizes of a shape expression without symbols."""
+        if isinstance(expr, relax.Var):
+            expr = self.lookup_binding(expr)
+        if not isinstance(expr, relax.ShapeExpr) or not all(isinstance(dim, tvm.tirx.IntImm) for dim in expr.values):
+            return None
+        return [int(dim) for dim in expr.values]
+
+
+def _constant(value: np.ndarray[Any, Any]) -> relax.Expr:
+    return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
+
+
+def _fold_permute(folder: _FoldMovedConstants, call: relax.Call) -> relax.Expr | None:
+    value = folder.constant(call.args[0])
+    axes = call.attrs.axes
+    if value is None:
+        return None
+    return _constant(np.transpose(value, None if axes is None else [int(axis) for axis in axes]))
+
+
+def _fold_reshape(folder: _FoldMovedConstants, call: relax.Call) -> relax.Expr | None:
+    value, shape = folder.constant(call.args[0]), folder.shape(call.args[1])
+    return None if value is None or shape is None else _constant(value.reshape(shape))
+
+
+def _fold_shape_of(folder: _FoldMovedConstants, call: relax.Call) -> relax.Expr | None:
+    ty = call.args[0].ty
+    return ty.shape if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) else None
+
+
+def _fold_shape_to_tensor(folder: _FoldMovedConstants, call: relax.Call) -> relax.Expr | None:
+    shape = folder.shape(call.args[0])
+    return None if shape is None else _constant(np.array(shape, "int64"))
+
+
+_FOLDERS: dict[str, Callable[[_FoldMovedConstants, relax.Call], relax.Expr | None]] = {
+    "relax.permute_dims": _fold_permute,
+    "relax.reshape": _fold_reshape,
+    "relax.shape_of": _fold_shape_of,
+    "relax.shape_to_tensor": _fold_shape_to_tensor,
+}
+
+
+@tvm.transform.module_pass(opt_level=0, name="FoldMovedConstants")
+class FoldMovedConstants:
+    """Evaluates transposes and reshapes of constants."""
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Rewrite every Relax function of the module."""
+        folder = _FoldMovedConstants(mod)
+        for variable, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                folder.builder_.update_func(variable, folder.visit_expr(function))
+        return folder.builder_.get()

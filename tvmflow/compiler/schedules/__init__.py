@@ -1,0 +1,41 @@
+"""The schedule of every fused function: a rule by the kind of its loops, and a fallback that takes them all."""
+
+from collections.abc import Callable
+
+from tvm.s_tir import Schedule
+from tvm.tirx import PrimFunc
+
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.schedules import depthwise, fallback, products
+
+Rule = Callable[[Schedule, Machine], bool]
+
+RULES: dict[str, Rule] = {
+    "conv2d": products.apply_conv2d,
+    "rows": products.apply_rows,
+    "depthwise": depthwise.apply,
+}
+
+
+def schedule(func: PrimFunc, machine: Machine) -> tuple[PrimFunc, str]:
+    """Schedule a fused function for a machine; returns it with the name of the rule that took it.
+
+    A rule that does not know the function steps aside, and one that fails is passed over: the fallback takes the
+    rest.
+    """
+    for name, rule in (*RULES.items(), ("fallback", fallback.apply)):
+        trial = Schedule(func)
+        try:
+            taken = rule(trial, machine)
+        except Exception:  # noqa: S112  # A schedule primitive refuses in many ways; the next rule takes over.
+            continue
+        if taken:
+            return _finish(trial.mod["main"], func), name
+    return _finish(func, func), "none"
+
+
+def _finish(scheduled: PrimFunc, func: PrimFunc) -> PrimFunc:
+    scheduled = scheduled.with_attr("tirx.is_scheduled", True)
+    if "global_symbol" in (func.attrs or {}):
+        scheduled = scheduled.with_attr("global_symbol", func.attrs["global_symbol"])
+    return scheduled

@@ -1,0 +1,133 @@
+"""What the schedule rules share: looking at blocks and loops, inlining, vectorising."""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+
+from tvm import tirx
+from tvm.s_tir import Schedule
+from tvm.s_tir.schedule import LoopRV, SBlockRV
+
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import KERNEL
+
+# Below this many iterations a parallel region costs more than it gains.
+_WORTH_A_THREAD = 4096
+
+
+def blocks(sch: Schedule) -> list[SBlockRV]:
+    """All blocks below the root, in the order they run."""
+    return list(sch.get_child_blocks(sch.get_sblock("root")))
+
+
+def extent(sch: Schedule, loop: LoopRV) -> int | None:
+    """A loop's extent, None where it is symbolic."""
+    value = sch.get(loop).extent
+    return int(value) if isinstance(value, tirx.IntImm) else None
+
+
+def is_reduction(sch: Schedule, block: SBlockRV) -> bool:
+    """Whether the block accumulates."""
+    return any(variable.iter_type == tirx.IterVar.CommReduce for variable in sch.get(block).iter_vars)
+
+
+def inline_elementwise(sch: Schedule) -> None:
+    """Inline every block that only computes values for its readers; what TVM refuses to inline stays."""
+    for block in blocks(sch):
+        if not is_reduction(sch, block) and sch.get_consumers(block):
+            with suppress(Exception):
+                sch.compute_inline(block)
+    for block in reversed(blocks(sch)):
+        if not is_reduction(sch, block) and sch.get_producers(block):
+            with suppress(Exception):
+                sch.reverse_compute_inline(block)
+
+
+def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Spread a block's independent loops over the cores and vectorise its innermost one where memory runs along it."""
+    loops = list(sch.get_loops(block))
+    kinds = [variable.iter_type for variable in sch.get(block).iter_vars]
+    if not loops or len(loops) != len(kinds):
+        return
+    spatial = [loop for loop, kind in zip(loops, kinds, strict=True) if kind == tirx.IterVar.DataPar]
+    reduced = [loop for loop, kind in zip(loops, kinds, strict=True) if kind == tirx.IterVar.CommReduce]
+    if len(spatial) + len(reduced) != len(loops) or not spatial:
+        return
+    total = 1
+    for loop in loops:
+        total *= extent(sch, loop) or _WORTH_A_THREAD
+    inner = spatial.pop()
+    size = extent(sch, inner)
+    vector = None
+    if size is None or size % machine.lanes == 0:
+        rest, vector = sch.split(inner, [None, machine.lanes])
+        spatial.append(rest)
+    elif size <= machine.lanes and size in (2, 4, 8):
+        vector = inner
+    else:
+        spatial.append(inner)
+    order = [*spatial, *reduced, *([vector] if vector is not None else [])]
+    sch.reorder(*order)
+    if vector is not None:
+        sch.vectorize(vector)
+    if total >= _WORTH_A_THREAD and spatial:
+        sch.parallel(sch.fuse(*spatial) if len(spatial) > 1 else spatial[0])
+    if reduced:
+        sch.decompose_reduction(block, reduced[0])
+
+
+def kernel(sch: Schedule, kind: str) -> SBlockRV | None:
+    """The one block that was annotated as a kernel of this kind, None if there is none."""
+    found = [block for block in blocks(sch) if sch.get(block).annotations.get(KERNEL) == kind]
+    return found[0] if len(found) == 1 else None
+
+
+def named(sch: Schedule, name: str) -> list[SBlockRV]:
+    """The blocks of that name, whatever number fusion appended to it."""
+    return [block for block in blocks(sch) if sch.get(block).name_hint.rstrip("0123456789_") == name]
+
+
+def inline_epilogue(sch: Schedule, block: SBlockRV) -> SBlockRV:
+    """Inline what follows a block into the one block that nothing reads, and return that one."""
+    while True:
+        readers = list(sch.get_consumers(block))
+        between = [reader for reader in readers if sch.get_consumers(reader)]
+        if not between:
+            (last,) = readers
+            return last
+        sch.compute_inline(between[0])
+
+
+def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
+    """Fuse any number of loops, also one."""
+    return sch.fuse(*loops) if len(loops) > 1 else loops[0]
+
+
+def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Vectorise a block's innermost loop where its extent is known to allow that."""
+    inner = sch.get_loops(block)[-1]
+    size = extent(sch, inner)
+    if size is None:
+        _, vector = sch.split(inner, [None, machine.lanes])
+        sch.vectorize(vector)
+    elif size % machine.lanes == 0:
+        _, vector = sch.split(inner, [None, machine.lanes])
+        sch.vectorize(vector)
+    elif size <= machine.lanes and size & (size - 1) == 0:
+        sch.vectorize(inner)
+
+
+def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:
+    """Split output channels into tiles, pieces and lanes, so that no store needs a mask within its lanes."""
+    channels = extent(sch, channel)
+    store = lanes if channels is None else math.gcd(channels, lanes)
+    outer, pieces, lane = sch.split(channel, [None, count * lanes // store, store])
+    return outer, pieces, lane
+
+
+def in_registers(sch: Schedule, loops: list[LoopRV]) -> None:
+    """Unroll a tile's loops and make the innermost one a vector."""
+    *unrolled, lane = loops
+    sch.vectorize(lane)
+    for loop in unrolled:
+        sch.unroll(loop)

@@ -1,0 +1,45 @@
+"""The schedule for depthwise convolution: a strip of pixels by a vector of channels in registers, taps unrolled."""
+
+from tvm.s_tir import Schedule
+
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import LANES, TILE
+from tvmflow.compiler.schedules import common
+
+
+def apply(sch: Schedule, machine: Machine) -> bool:
+    """Depthwise convolutions; padding is made per strip, so that it stays in the cache."""
+    product = common.kernel(sch, "depthwise")
+    if product is None:
+        return False
+    annotations = sch.get(product).annotations
+    pixels, lanes = int(annotations[TILE]), int(annotations[LANES])
+    out = common.inline_epilogue(sch, product)
+    n, h, w, c = sch.get_loops(out)
+    far, near = sch.split(w, [None, pixels])
+    outer, pieces, lane = common.split_channels(sch, c, 1, lanes)
+    strip_of, line = sch.split(h, [None, _lines(common.extent(sch, h), machine)])
+    sch.reorder(n, strip_of, line, far, outer, near, pieces, lane)
+    task = sch.fuse(n, strip_of)
+    sch.parallel(task)
+    sch.compute_at(product, outer, preserve_unit_loops=True)
+    for pad in common.named(sch, "pad"):
+        sch.compute_at(pad, task, preserve_unit_loops=True)
+        common.vectorize_inner(sch, pad, machine)
+    *_, strip, vector, y, x = sch.get_loops(product)
+    if [common.extent(sch, loop) for loop in (strip, vector)] != [pixels, lanes]:
+        raise ValueError("the strip's extents are not constant")
+    sch.reorder(y, x, strip, vector)
+    taps = (common.extent(sch, y) or 0) * (common.extent(sch, x) or 0)
+    common.in_registers(sch, [*([y] if taps <= 9 else []), *([x] if taps <= 49 else []), strip, vector])
+    start = sch.decompose_reduction(product, y)
+    common.in_registers(sch, list(sch.get_loops(start))[-2:])
+    common.in_registers(sch, [near, pieces, lane])
+    return True
+
+
+def _lines(height: int | None, machine: Machine) -> int:
+    """Output lines per task: many share their padded input, but every core needs a few tasks."""
+    if height is None:
+        return 1
+    return max(lines for lines in range(1, 9) if height % lines == 0 and (lines == 1 or height // lines >= 3 * machine.cores))

@@ -1,0 +1,55 @@
+"""Writes Relax modules and weights to files and reads them back, byte for byte the same each time."""
+
+import io
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+
+from tvmflow.errors import ModelImportError
+
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+def ir_text(mod: tvm.IRModule) -> str:
+    """The module as TVMScript; constants larger than a scalar are named, not listed."""
+    return str(mod.script(show_meta=False)) + "\n"
+
+
+def save_module(mod: tvm.IRModule, path: Path) -> None:
+    """Write a module as TVM's JSON. Weights belong into `save_params`: what is constant in `mod` is written too."""
+    Path(path).write_text(tvm.ir.save_json(mod))
+
+
+def load_module(path: Path) -> tvm.IRModule:
+    """Read what `save_module` wrote. Raises ModelImportError if it is none."""
+    try:
+        mod = tvm.ir.load_json(Path(path).read_text())
+    except Exception as error:  # TVM's reader raises several kinds
+        raise ModelImportError(f"{path} is no Relax module that TVM {tvm.__version__} can read; import again") from error
+    if not isinstance(mod, tvm.IRModule):
+        raise ModelImportError(f"{path} holds no Relax module; import the model again")
+    return mod
+
+
+def save_params(params: Mapping[str, np.ndarray[Any, Any]], path: Path) -> None:
+    """Write tensors as an uncompressed `.npz` in the given order; equal tensors give equal bytes."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, value in params.items():
+            buffer = io.BytesIO()
+            np.lib.format.write_array(buffer, np.asarray(value, order="C"), allow_pickle=False)
+            entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
+            with archive.open(entry, "w", force_zip64=True) as member:
+                member.write(buffer.getbuffer())
+
+
+def load_params(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Read what `save_params` wrote, in its order. Raises ModelImportError if the file is damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ModelImportError(f"{path} holds no weights that can be read; import the model again") from error

@@ -1,0 +1,49 @@
+"""Chooses register tiles: how many rows by how many vectors of a matrix product stay in registers."""
+
+from dataclasses import dataclass
+
+from tvmflow.compiler.machine import Machine
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` of the left operand by `vectors` of output channels."""
+
+    rows: int
+    vectors: int
+
+
+# A row count that is good for every register file, for products whose number of rows is known only at run time.
+_UNKNOWN_ROWS = 8
+_LATENCY = 4  # cycles from one multiply-add to the next that needs its result
+_PORTS = 2  # multiply-adds and loads per cycle
+
+
+def choose(rows: int | None, vectors: int, machine: Machine) -> Tile:
+    """The tile for a product with `rows` rows (None: symbolic) and `vectors` vectors of output channels.
+
+    Counts cycles per step of the reduction: a tile of r rows by v vectors does r*v multiply-adds with r + v loads,
+    and needs r*v + v + 1 registers. Rows that do not divide evenly are computed in vain at the end.
+    """
+    best: tuple[tuple[float, int, int], Tile] | None = None
+    for count in range(1, min(vectors, 8) + 1):
+        if vectors % count:
+            continue
+        for height in range(1, 29):
+            if height * count + count + 1 > machine.registers or (rows is None and height != _unknown(machine)):
+                continue
+            cycles = max(height * count / _PORTS, (height + count) / _PORTS, _LATENCY)
+            useful = 1.0 if rows is None else rows / (-(-rows // height) * height)
+            # Uneven rows are copied into a panel first, at about two vector operations per element.
+            copying = 0.0 if rows is not None and rows % height == 0 else 2 * height / machine.lanes / _PORTS
+            rate = height * count * useful / (cycles + copying)
+            key = (round(rate, 2), min(height * count, 20), -abs(count - 2))
+            if best is None or key > best[0]:
+                best = (key, Tile(height, count))
+    if best is None:
+        return Tile(1, 1)
+    return best[1]
+
+
+def _unknown(machine: Machine) -> int:
+    return _UNKNOWN_ROWS if machine.registers >= 32 else 6

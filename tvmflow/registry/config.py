@@ -1,0 +1,87 @@
+"""Where the registry is, and how its address is shown without the password it may hold."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tvmflow.errors import SettingsError
+
+_USER_INFO = re.compile(r"(?<=://)[^/\s]*@")
+
+
+def without_secrets(text: str) -> str:
+    """The text with `user:password@` taken out of every address in it."""
+    return _USER_INFO.sub("", text)
+
+
+@dataclass(frozen=True, repr=False)
+class RegistryConfig:
+    """The address of an MLflow server, or of the SQLite file that stands in for one.
+
+    `tracking_uri` and `registry_uri` are `http(s)://...` or `sqlite:///...`; without `registry_uri` models are
+    registered where runs are tracked. `artifact_root` is the URI of the artifact folder that a new experiment gets;
+    when it is None a server chooses its own, and SQLite's is `artifacts` beside the file. User name and password come
+    from MLflow's environment variables (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or
+    MLFLOW_TRACKING_TOKEN).
+    Raises SettingsError for an address of any other kind.
+    """
+
+    tracking_uri: str
+    registry_uri: str | None = None
+    artifact_root: str | None = None
+    experiment: str = "tvmflow"
+
+    def __post_init__(self) -> None:
+        for uri in self.uris:
+            scheme, host = urlsplit(uri)[:2]
+            if not (scheme in ("http", "https") and host) and not _sqlite_path(uri):
+                raise SettingsError(
+                    f"the registry's address {without_secrets(uri)!r} is not one of http://..., https://... "
+                    f"or sqlite:///FILE; name the MLflow server's address"
+                )
+
+    @property
+    def uris(self) -> tuple[str, ...]:
+        """The one or two distinct addresses, tracking first."""
+        return tuple(dict.fromkeys((self.tracking_uri, self.registry_uri or self.tracking_uri)))
+
+    @property
+    def artifact_location(self) -> str | None:
+        """The URI of a new experiment's artifact folder; None where the server chooses."""
+        file = sqlite_file(self.tracking_uri)
+        if self.artifact_root is not None or file is None:
+            return self.artifact_root
+        return (file.absolute().parent / "artifacts").as_uri()
+
+    @property
+    def address(self) -> str:
+        """The address or addresses, fit to be shown."""
+        return " and ".join(map(without_secrets, self.uris))
+
+    def __repr__(self) -> str:
+        registry = self.registry_uri and without_secrets(self.registry_uri)
+        root = self.artifact_root and without_secrets(self.artifact_root)
+        return (
+            f"RegistryConfig(tracking_uri={without_secrets(self.tracking_uri)!r}, registry_uri={registry!r}, "
+            f"artifact_root={root!r}, experiment={self.experiment!r})"
+        )
+
+
+def embedded_registry(folder: Path) -> RegistryConfig:
+    """A registry without a server: a SQLite file and an artifact folder, both inside `folder`, which is created."""
+    folder = folder.resolve()
+    artifacts = folder / "artifacts"
+    artifacts.mkdir(parents=True, exist_ok=True)
+    return RegistryConfig(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}", artifact_root=artifacts.as_uri())
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The file behind a `sqlite:///` address; None for a server's."""
+    path = _sqlite_path(uri)
+    return Path(path) if path else None
+
+
+def _sqlite_path(uri: str) -> str:
+    path = uri.removeprefix("sqlite:///")
+    return "" if path in (uri, ":memory:") else path.partition("?")[0]

@@ -1,0 +1,89 @@
+"""The release store and the registry: real servers where settings name them, embedded ones otherwise."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from tvmflow.registry import Registry, RegistryConfig, embedded_registry
+from tvmflow.settings import Settings
+from tvmflow.spec import RegistrySection, Store
+from tvmflow.store import ReleaseStore, StoreConfig
+from tvmflow.store.embedded import embedded_s3
+
+BUCKET = "tvmflow"
+
+
+@dataclass(frozen=True)
+class Services:
+    """Where releases go; the same code whether the servers are embedded or not."""
+
+    store: ReleaseStore
+    registry: Registry
+
+
+@contextmanager
+def open_store(settings: Settings, section: Store | None = None) -> Iterator[ReleaseStore]:
+    """The release store; an embedded S3 server runs while the body does when neither settings nor `section` name one.
+
+    What the settings say comes before what the release file's section says. Raises StoreError.
+    """
+    said = section or Store()
+    endpoint = settings.s3_endpoint or said.endpoint
+    bucket = settings.s3_bucket or said.bucket or BUCKET
+    prefix = (settings.s3_prefix if settings.s3_prefix is not None else said.prefix) or ""
+    if endpoint is None and settings.s3_bucket is None:
+        with embedded_s3(settings.state / "s3", bucket=bucket) as config:
+            yield ReleaseStore(replace(config, prefix=prefix))
+        return
+    yield ReleaseStore(
+        StoreConfig(
+            bucket=bucket,
+            prefix=prefix,
+            endpoint=endpoint,
+            region=settings.s3_region,
+            access_key=_secret(settings.s3_access_key),
+            secret_key=_secret(settings.s3_secret_key),
+            session_token=_secret(settings.s3_session_token),
+            path_style=settings.s3_path_style,
+            checksums=settings.s3_checksums,
+        )
+    )
+
+
+def open_registry(settings: Settings, section: RegistrySection | None = None) -> Registry:
+    """The MLflow registry, a SQLite file in the state folder when settings name none. Raises RegistryError."""
+    experiment = section.experiment if section is not None and section.experiment else "tvmflow"
+    if settings.mlflow_tracking_uri is None:
+        return Registry(replace(embedded_registry(settings.state / "mlflow"), experiment=experiment))
+    return Registry(RegistryConfig(settings.mlflow_tracking_uri, settings.mlflow_registry_uri, None, experiment))
+
+
+@contextmanager
+def open_services(settings: Settings, store: Store, registry: RegistrySection) -> Iterator[Services]:
+    """Store and registry, both found usable before any work is spent. Raises StoreError or RegistryError."""
+    opened = open_registry(settings, registry)
+    with open_store(settings, store) as releases:
+        releases.check()
+        opened.check()
+        yield Services(releases, opened)
+
+
+def shown(settings: Settings) -> dict[str, str]:
+    """Where things are, in words for a person."""
+    return {
+        "state": str(_relative(settings.state)),
+        "store": settings.s3_endpoint or f"embedded, kept in {_relative(settings.state / 's3')}",
+        "mlflow": settings.mlflow_tracking_uri or f"embedded, kept in {_relative(settings.state / 'mlflow')}",
+        "prefect": settings.prefect_api_url or f"embedded, kept in {_relative(settings.state / 'prefect')}",
+    }
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _secret(value: SecretStr | None) -> str | None:
+    return None if value is None else value.get_secret_value()

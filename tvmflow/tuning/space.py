@@ -1,0 +1,341 @@
+"""The search space of a function, and the tuners that propose schedules out of it."""
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
+
+TunerName = Literal["xgb", "ga", "random", "grid"]
+TUNERS: tuple[str, ...] = get_args(TunerName)
+
+# MetaSchedule's default of 512 costs a minute before the first candidate and finds no more in so few trials.
+_POPULATION = 48
+_XGB_WARMUP_TRIALS = 16
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A schedule to measure: its trace as JSON, and MetaSchedule's own candidate."""
+
+    trace: str
+    candidate: Any
+
+
+class Search(Protocol):
+    """Proposes schedules of one function and learns from what they measured."""
+
+    def propose(self) -> list[Proposal]:
+        """The next schedules, none of them proposed before; empty when there are no more."""
+
+    def tell(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
+        """What each of `proposals` measured, None where it failed."""
+
+    def start_from(self, trace: str, seconds: float) -> None:
+        """Let a schedule known from an earlier run be a parent of what is proposed."""
+
+
+def make_search(
+    func: "PrimFunc", target: str, tuner: TunerName, *, batch: int, seed: int, cost_model: Any | None
+) -> Search:
+    """A search over the schedules of `func` (normalized) for `target` (TVM target as JSON).
+
+    `xgb` evolves schedules that a gradient-boosted model of their cost rates best, `ga` evolves the fastest measured
+    ones without a model, `random` draws each decision anew, and `grid` walks through the product of all decisions in
+    steps that spread evenly. The same `seed` (1 to 2**31 - 2) makes the same proposals as long as the measurements
+    are the same; `random` and `grid` do not depend on measurements. `cost_model` is `make_cost_model`'s.
+    """
+    if tuner == "grid":
+        return _GridSearch(func, target, batch, seed)
+    return _MetaScheduleSearch(func, target, tuner, batch, seed, cost_model)
+
+
+def make_cost_model(tuner: TunerName, *, seed: int, threads: int) -> Any | None:
+    """The model that predicts costs for `tuner`, shared by all functions of a run; None where it uses none."""
+    from tvm.s_tir import meta_schedule as ms
+
+    if tuner == "ga":
+        with _NumpySeed(seed).active():
+            return ms.cost_model.RandomModel(seed=seed)
+    if tuner == "xgb":
+        _import_xgboost()
+        return ms.cost_model.XGBModel(num_warmup_samples=_XGB_WARMUP_TRIALS, num_tuning_cores=threads)
+    return None
+
+
+def _import_xgboost() -> None:
+    """Import xgboost also where torch is blocked: SciPy stumbles over the None that blocks it."""
+    blocked = "torch" in sys.modules and sys.modules["torch"] is None
+    if blocked:
+        del sys.modules["torch"]
+    try:
+        import xgboost  # noqa: F401
+    finally:
+        if blocked:
+            sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _without_tensor_intrinsics() -> Iterator[None]:
+    """Keep `TuneContext` from importing every GPU's tensor intrinsics: 20 seconds, and the CPU space uses none."""
+    import tvm
+
+    name = "tvm.s_tir.tensor_intrin"
+    if name in sys.modules:
+        yield
+        return
+    stand_in = ModuleType(name)
+    stand_in.__path__ = [str(Path(tvm.__file__).parent / "s_tir" / "tensor_intrin")]
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+def _make_context(func: "PrimFunc", target: str, seed: int, strategy: Any) -> Any:
+    """MetaSchedule's context over its CPU rules, less `RewriteLayout`.
+
+    That step would pack a weight inside the function, at every call; packing is the compiler's part, done once.
+    """
+    import tvm
+    from tvm.s_tir import meta_schedule as ms
+
+    postprocs = [
+        step for step in ms.postproc.Postproc.create("llvm") if not isinstance(step, ms.postproc.RewriteLayout)
+    ]
+    space = ms.space_generator.PostOrderApply(
+        sch_rules=ms.schedule_rule.ScheduleRule.create("llvm"),
+        postprocs=postprocs,
+        mutator_probs=ms.mutator.Mutator.create("llvm"),
+    )
+    with _without_tensor_intrinsics():
+        return ms.TuneContext(
+            tvm.IRModule({"main": func}),
+            target=tvm.target.Target(json.loads(target)),
+            space_generator=space,
+            search_strategy=strategy,
+            rand_state=seed,
+            num_threads=1,  # With more, proposals depend on which thread is first; and it is no faster.
+            logger=logger,
+        )
+
+
+def _to_proposal(candidate: Any) -> Proposal:
+    return Proposal(json.dumps(candidate.sch.trace.as_json(), default=lambda leaf: leaf.value), candidate)
+
+
+class _NumpySeed:
+    """NumPy's global random state, which MetaSchedule's cost models draw from, kept apart from the process's."""
+
+    def __init__(self, seed: int) -> None:
+        import numpy as np
+
+        self._state: Any = np.random.RandomState(seed).get_state()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make it the state in use, and put the process's own back."""
+        import numpy as np
+
+        outside = np.random.get_state()
+        np.random.set_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = np.random.get_state()
+            np.random.set_state(outside)
+
+
+class _MetaScheduleSearch:
+    """MetaSchedule's evolutionary search (`xgb`, `ga`) or replay with new decisions (`random`)."""
+
+    # A draw that repeats what was proposed is no proposal; after as many in a row the space counts as exhausted.
+    _EMPTY_DRAWS = 5
+
+    def __init__(
+        self, func: "PrimFunc", target: str, tuner: TunerName, batch: int, seed: int, cost_model: Any | None
+    ) -> None:
+        from tvm.s_tir import meta_schedule as ms
+
+        if tuner == "random":
+            strategy = ms.search_strategy.ReplayTrace()
+        else:
+            strategy = ms.search_strategy.EvolutionarySearch(
+                population_size=_POPULATION,
+                init_measured_ratio=0.5 if tuner == "ga" else 0.25,
+                init_min_unmeasured=4,
+                genetic_num_iters=1,
+                eps_greedy=0.15,
+            )
+        self._context = _make_context(func, target, seed, strategy)
+        self._cost_model = cost_model
+        self._database = ms.database.MemoryDatabase()
+        self._workload = self._database.commit_workload(self._context.mod)
+        self._seen: set[str] = set()
+        self._numpy = _NumpySeed(seed)
+        self._context.pre_tuning(sys.maxsize >> 32, batch, None, self._database, cost_model)
+
+    def propose(self) -> list[Proposal]:
+        for _ in range(self._EMPTY_DRAWS):
+            with self._numpy.active():
+                candidates = self._context.generate_measure_candidates()
+            if not candidates:
+                return []
+            proposals = {proposal.trace: proposal for proposal in map(_to_proposal, candidates)}
+            new = [proposal for trace, proposal in proposals.items() if trace not in self._seen]
+            if new:
+                self._seen.update(proposals)
+                return new
+            self._context.notify_runner_results(candidates, [_runner_result(None) for _ in candidates])
+        return []
+
+    def tell(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
+        candidates = [proposal.candidate for proposal in proposals]
+        results = [_runner_result(value) for value in seconds]
+        self._context.notify_runner_results(candidates, results)
+        if self._cost_model is not None and candidates:
+            self._cost_model.update(self._context, candidates, results)
+        for candidate, value in zip(candidates, seconds, strict=True):
+            if value is not None:
+                self._commit(candidate.sch.trace, value)
+
+    def start_from(self, trace: str, seconds: float) -> None:
+        from tvm.s_tir import Schedule
+        from tvm.s_tir.schedule import Trace
+
+        schedule = Schedule(self._context.mod)
+        Trace.apply_json_to_schedule(json.loads(trace), schedule)
+        self._commit(schedule.trace, seconds)
+
+    def _commit(self, trace: Any, seconds: float) -> None:
+        from tvm.s_tir import meta_schedule as ms
+
+        record = ms.database.TuningRecord(trace, self._workload, [seconds], self._context.target, None)
+        self._database.commit_tuning_record(record)
+
+
+def _runner_result(seconds: float | None) -> Any:
+    from tvm.s_tir import meta_schedule as ms
+
+    return ms.runner.RunnerResult(None, "failed") if seconds is None else ms.runner.RunnerResult([seconds], None)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A sampling instruction of a trace, by its place, and the decisions it may take."""
+
+    place: int
+    decisions: list[Any]
+
+
+class _GridSearch:
+    """The product of all tile sizes and categories, walked in steps that visit every point once, evenly spread."""
+
+    # Points that a post-processing step refuses are passed over; no batch looks at more than this many.
+    _TRIED_PER_BATCH = 400
+
+    def __init__(self, func: "PrimFunc", target: str, batch: int, seed: int) -> None:
+        from tvm.s_tir import meta_schedule as ms
+
+        self._context = _make_context(func, target, seed, ms.search_strategy.ReplayTrace())
+        self._batch = batch
+        self._seed = seed
+        grids = [(design.trace, _choices(design.trace)) for design in self._context.generate_design_space()]
+        self._points = _alternate([_walk(trace, choices, seed) for trace, choices in grids])
+
+    def propose(self) -> list[Proposal]:
+        proposals: list[Proposal] = []
+        for trace, decisions in itertools.islice(self._points, self._TRIED_PER_BATCH):
+            proposal = self._apply(trace, decisions)
+            if proposal is not None:
+                proposals.append(proposal)
+            if len(proposals) == self._batch:
+                break
+        return proposals
+
+    def tell(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
+        """Nothing: the grid goes on as it would."""
+
+    def start_from(self, trace: str, seconds: float) -> None:
+        """Nothing: the grid has no parents."""
+
+    def _apply(self, trace: Any, decisions: dict[int, Any]) -> Proposal | None:
+        from tvm.s_tir import Schedule
+        from tvm.s_tir import meta_schedule as ms
+
+        places = itertools.count()
+        schedule = Schedule(self._context.mod, seed=self._seed, error_render_level="none")
+        try:
+            trace.apply_to_schedule(
+                schedule,
+                remove_postproc=True,
+                decision_provider=lambda _inst, _inputs, _attrs, decision: decisions.get(next(places), decision),
+            )
+            schedule.enter_postproc()
+            applied = all(step.apply(schedule) for step in self._context.space_generator.postprocs)
+        except Exception as error:  # TVM raises whatever it likes for decisions that do not go together.
+            logger.debug("a point of the grid is no schedule: %s", error)
+            return None
+        if not applied:
+            return None
+        arguments = ms.arg_info.ArgInfo.from_entry_func(schedule.mod, remove_preproc=True)
+        return _to_proposal(ms.search_strategy.MeasureCandidate(schedule, arguments))
+
+
+def _choices(trace: Any) -> list[_Choice]:
+    found = []
+    for place, instruction in enumerate(trace.insts):
+        if instruction.kind.name == "SamplePerfectTile":
+            parts, innermost = (int(attr) for attr in instruction.attrs)
+            extent = math.prod(int(factor) for factor in trace.get_decision(instruction))
+            found.append(_Choice(place, [t for t in _factorizations(extent, parts) if t[-1] <= innermost]))
+        elif instruction.kind.name == "SampleCategorical":
+            found.append(_Choice(place, list(range(len(instruction.attrs[0])))))
+    return found
+
+
+def _factorizations(extent: int, parts: int) -> Iterator[list[int]]:
+    if parts == 1:
+        yield [extent]
+        return
+    for factor in (divisor for divisor in range(1, extent + 1) if extent % divisor == 0):
+        for rest in _factorizations(extent // factor, parts - 1):
+            yield [factor, *rest]
+
+
+def _walk(trace: Any, choices: list[_Choice], seed: int) -> Iterator[tuple[Any, dict[int, Any]]]:
+    """Every point of one design's grid; a stride near the golden ratio of its size spreads them evenly."""
+    size = math.prod(len(choice.decisions) for choice in choices)
+    stride = max(1, round(size * (math.sqrt(5) - 1) / 2))
+    while math.gcd(stride, size) != 1:
+        stride += 1
+    point = seed % size
+    for _ in range(size):
+        rest, decisions = point, {}
+        for choice in choices:
+            rest, index = divmod(rest, len(choice.decisions))
+            decisions[choice.place] = choice.decisions[index]
+        yield trace, decisions
+        point = (point + stride) % size
+
+
+def _alternate(walks: list[Iterator[tuple[Any, dict[int, Any]]]]) -> Iterator[tuple[Any, dict[int, Any]]]:
+    while walks:
+        for walk in list(walks):
+            point = next(walk, None)
+            if point is None:
+                walks.remove(walk)
+            else:
+                yield point

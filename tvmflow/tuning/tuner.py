@@ -1,0 +1,492 @@
+"""Tuning a model's functions within a budget: what to measure next, and what becomes a record."""
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from tvmflow.errors import TuneError
+from tvmflow.target import Target, host, missing_features
+from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
+from tvmflow.tuning.records import (
+    SPACE_VERSION,
+    Effort,
+    Record,
+    RecordStore,
+    normalize,
+    now,
+    tvm_version,
+    workload_key,
+)
+from tvmflow.tuning.space import TUNERS, Proposal, Search, TunerName, make_cost_model, make_search
+
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
+
+# Proposals come in rounds: small enough to learn often, large enough to spread the cost of proposing.
+_MIN_ROUND, _MAX_ROUND = 4, 16
+# A candidate this many times slower than the best is measured by a single call.
+_HOPELESS = 2.0
+# What a candidate must gain over the best before it counts as faster: below lies the noise of measuring in turn.
+_MARGIN = 0.98
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much to spend: either `trials`, in total over all workloads, or `minutes` of wall-clock time."""
+
+    trials: int | None = None
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.trials is None) == (self.minutes is None):
+            raise TuneError("A tuning budget is either `trials` or `minutes`; give exactly one of them.")
+        if self.trials is not None and self.trials < 0:
+            raise TuneError(f"A tuning budget of {self.trials} trials was given; expected 0 or more.")
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise TuneError(f"A tuning budget of {self.minutes} minutes was given; expected more than 0.")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function of the model to tune: fused, unscheduled; `weight` is the number of its call sites."""
+
+    name: str
+    func: "PrimFunc"
+    weight: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after a trial; seconds are of one call, `elapsed` and `total_seconds` of the run."""
+
+    trials: int
+    total_trials: int | None
+    elapsed: float
+    total_seconds: float | None
+    task: str
+    best_seconds: float
+    baseline_seconds: float | None
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """What tuning did for one function.
+
+    `tuned`: this run found a faster schedule; `record`: an earlier one did; `baseline`: nothing beats what needs no
+    tuning; `skipped`: it could not be tuned, and `reason` says why. Seconds are of one call, None where not measured.
+    """
+
+    name: str
+    weight: int
+    status: Literal["tuned", "record", "baseline", "skipped"]
+    reason: str | None
+    baseline_seconds: float | None
+    best_seconds: float | None
+    trials: int
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """What a run did: one entry per function, the trials of all, and the seconds the run took."""
+
+    tasks: tuple[TaskReport, ...]
+    trials: int
+    seconds: float
+
+    @property
+    def covered(self) -> int:
+        """The number of functions that have a record."""
+        return sum(task.status in ("tuned", "record") for task in self.tasks)
+
+    @property
+    def coverage(self) -> str:
+        """How many functions have a record, as "17 of 20"."""
+        return f"{self.covered} of {len(self.tasks)}"
+
+
+def tune(
+    tasks: Sequence[Task],
+    target: Target,
+    budget: Budget,
+    store: RecordStore,
+    *,
+    tuner: TunerName = "xgb",
+    seed: int = 0,
+    baseline: "Callable[[PrimFunc], PrimFunc] | None" = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    threads: int | None = None,
+    timeout: float = 20.0,
+) -> TuneReport:
+    """Search faster schedules for `tasks` on this machine and add them to `store`.
+
+    `baseline` gives the compiler's own schedule of a function. It is measured first, and a candidate becomes a record
+    only if it computes what the unscheduled function does and, measured in turn with the best so far, is faster: a
+    function with a record is never slower than one without. Without `baseline` the measure is the unscheduled
+    function. Trials go where `weight * seconds` is largest and still falling.
+
+    A budget of trials is what the model's functions deserve in all, so trials that `store` knows of count; a second
+    run, or the run after a retraining, returns at once. A budget of minutes is always spent.
+
+    `threads` is the number a candidate runs with (default: the target's, at most this machine's cores); a build or
+    run of one candidate is given up after `timeout` seconds. What was found is on disk at once, so an interrupt
+    (passed on after the worker processes have ended) loses nothing. Functions that cannot be tuned (symbolic shapes,
+    a target that this machine cannot run) are reported as skipped. Raises TuneError if nothing can be measured.
+    """
+    if tuner not in TUNERS:
+        raise TuneError(f"`{tuner}` is no tuner; expected one of {', '.join(TUNERS)}.")
+    run = _Run(target, budget, store, tuner, seed, on_progress)
+    functions = run.load(tasks)
+    trials = run.trials_to_spend(functions)
+    open_functions = [function for function in functions if function.reason is None]
+    if open_functions and (trials is None or trials > 0):
+        cores = host().cores
+        threads = threads or min(target.threads, cores)
+        with MeasurePool(
+            target.canonical, builders=cores, threads=threads, timeout=timeout, deadline=run.deadline
+        ) as pool:
+            run.spend(pool, open_functions, trials, baseline, threads)
+    return TuneReport(tuple(function.report() for function in functions), run.trials, time.monotonic() - run.started)
+
+
+@dataclass
+class _Function:
+    """A task, and what is reported of it."""
+
+    task: Task
+    key: str
+    known: Record | None
+    reason: str | None = None
+    baseline_seconds: float | None = None
+    best_seconds: float | None = None
+    trials: int = 0
+    tuned: bool = False
+
+    def report(self) -> TaskReport:
+        status: Literal["tuned", "record", "baseline", "skipped"]
+        if self.tuned:
+            status = "tuned"
+        elif self.known is not None:
+            status = "record"
+        else:
+            status = "baseline" if self.reason is None else "skipped"
+        return TaskReport(
+            self.task.name,
+            self.task.weight,
+            status,
+            self.reason if status == "skipped" else None,
+            self.baseline_seconds,
+            self.best_seconds,
+            self.trials,
+        )
+
+
+@dataclass
+class _Contest:
+    """A function that is being tuned: the best library so far, and what proposes others."""
+
+    function: _Function
+    unscheduled: Candidate
+    baseline: Library | None
+    best: Library
+    best_seconds: float
+    reference: Library | None = None
+    search: Search | None = None
+    stale_rounds: int = 0
+
+    @property
+    def promise(self) -> float:
+        """The seconds of the model that another round may save; it halves with each round that saved none."""
+        return self.function.task.weight * self.best_seconds * 0.5**self.stale_rounds
+
+
+class _Run:
+    """One call of `tune`."""
+
+    def __init__(
+        self,
+        target: Target,
+        budget: Budget,
+        store: RecordStore,
+        tuner: TunerName,
+        seed: int,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.started = time.monotonic()
+        self.deadline = math.inf if budget.minutes is None else self.started + 60.0 * budget.minutes
+        self.trials = 0
+        self._target = target
+        self._budget = budget
+        self._store = store
+        self._tuner = tuner
+        self._seed = seed
+        self._on_progress = on_progress
+        self._total_trials: int | None = None
+
+    def load(self, tasks: Sequence[Task]) -> list[_Function]:
+        """The workloads of `tasks`, equal ones together, with what the store knows of them."""
+        elsewhere = _why_not_here(self._target)
+        best: dict[str, Record] = {}
+        for record in self._store.records(self._target):
+            if record.key not in best or record.seconds < best[record.key].seconds:
+                best[record.key] = record
+        functions: dict[str, _Function] = {}
+        for task in tasks:
+            key = workload_key(task.func)
+            same = functions.get(key)
+            if same is not None:
+                same.task = replace(same.task, weight=same.task.weight + task.weight)
+                continue
+            function = functions[key] = _Function(task, key, best.get(key), elsewhere)
+            if arguments_of(task.func) is None:
+                function.reason = "its shapes are symbolic, and MetaSchedule needs static ones"
+            elif task.func.attrs and task.func.attrs.get("tirx.is_scheduled", False):
+                function.reason = "it is scheduled already"
+            if function.known is not None:
+                function.best_seconds = function.known.seconds
+                function.baseline_seconds = function.known.baseline_seconds
+        return list(functions.values())
+
+    def trials_to_spend(self, functions: Sequence[_Function]) -> int | None:
+        """The budget less what earlier runs spent on these workloads; None where the budget is time."""
+        if self._budget.trials is None:
+            return None
+        spent: dict[str, int] = {}
+        for effort in self._store.efforts(self._target):
+            spent[effort.key] = spent.get(effort.key, 0) + effort.trials
+        functions = [function for function in functions if function.reason is None]
+        new = sum(function.key not in spent for function in functions)
+        share = math.ceil(self._budget.trials / max(1, len(functions)))
+        left = self._budget.trials - sum(spent.get(function.key, 0) for function in functions)
+        return min(self._budget.trials, max(left, new * share))
+
+    def spend(
+        self,
+        pool: MeasurePool,
+        functions: Sequence[_Function],
+        trials: int | None,
+        baseline: "Callable[[PrimFunc], PrimFunc] | None",
+        threads: int,
+    ) -> None:
+        """Measure until the budget is spent or no function has anything left to propose."""
+        self._total_trials = trials
+        contests: list[_Contest] = []
+        for function in functions:
+            if not self._over():
+                contests += self._prepare(pool, function, baseline)
+        if not contests and functions and not self._over():
+            raise TuneError(
+                f"Not one of {len(functions)} functions could be built and measured ({functions[0].task.name}: "
+                f"{functions[0].reason}); check that this machine has a C++ compiler and can run {self._target.name}."
+            )
+        share = _MAX_ROUND if trials is None else math.ceil(trials / max(1, len(contests)))
+        size = min(max(share, _MIN_ROUND), _MAX_ROUND)
+        cost_model = make_cost_model(self._tuner, seed=self._seed, threads=threads) if contests else None
+        active = list(contests)
+        while active and not self._over():
+            contest = max(active, key=lambda candidate: candidate.promise)
+            try:
+                search = contest.search = contest.search or self._search(contest.function, size, cost_model)
+                proposals = search.propose()
+            except Exception as error:  # MetaSchedule raises whatever it likes for a function that it has no rule for.
+                contest.function.reason = f"MetaSchedule cannot schedule it: {_last_line(error)}"
+                active.remove(contest)
+                continue
+            if not proposals:
+                active.remove(contest)
+                continue
+            left = len(proposals) if trials is None else trials - self.trials
+            self._round(pool, contest, search, proposals[:left])
+        for contest in contests:
+            # So that the next run knows that these had their chance and were passed over.
+            if contest.function.trials == 0:
+                self._store.append(self._effort(contest.function, 0))
+
+    def _prepare(
+        self, pool: MeasurePool, function: _Function, baseline: "Callable[[PrimFunc], PrimFunc] | None"
+    ) -> Iterator[_Contest]:
+        """Build and measure what candidates must beat: the analytic schedule, the best record, else the function."""
+        from tvm import ir
+
+        func = normalize(function.task.func)
+        unscheduled = Candidate(ir.save_json(func), arguments_of(func) or ())
+        scheduled = _schedule(baseline, function.task) if baseline is not None else None
+        rivals = [unscheduled]
+        if scheduled is not None:
+            rivals = [Candidate(ir.save_json(normalize(scheduled)), arguments_of(scheduled) or ())]
+        if function.known is not None:
+            rivals.append(replace(unscheduled, trace=function.known.trace))
+        function.baseline_seconds = function.best_seconds = None
+        best: Library | None = None
+        analytic: Library | None = None
+        for rank, built in enumerate(pool.build(rivals)):
+            try:
+                library = _library(built)
+                seconds = pool.time(library)
+            except TrialError as error:
+                logger.warning("%s: what it starts from cannot be measured: %s", function.task.name, error)
+                function.reason = f"what it starts from cannot be measured: {error}"
+                continue
+            if scheduled is not None and rank == 0:
+                analytic, function.baseline_seconds = library, seconds
+            if function.best_seconds is None or seconds < function.best_seconds:
+                best, function.best_seconds = library, seconds
+        if best is not None and function.best_seconds is not None:
+            function.reason = None
+            yield _Contest(function, unscheduled, analytic, best, function.best_seconds)
+
+    def _search(self, function: _Function, size: int, cost_model: object) -> Search:
+        digest = hashlib.sha256(f"{self._seed}:{function.key}".encode()).digest()
+        search = make_search(
+            normalize(function.task.func),
+            self._target.canonical,
+            self._tuner,
+            batch=size,
+            seed=int.from_bytes(digest[:4], "big") % (2**31 - 2) + 1,
+            cost_model=cost_model,
+        )
+        if function.known is not None:
+            search.start_from(function.known.trace, function.known.seconds)
+        return search
+
+    def _round(self, pool: MeasurePool, contest: _Contest, search: Search, proposals: Sequence[Proposal]) -> None:
+        """Measure `proposals`; each that beats the best so far becomes the best, and a record, at once."""
+        built = pool.build([replace(contest.unscheduled, trace=proposal.trace) for proposal in proposals])
+        seconds: list[float | None] = []
+        before = contest.best
+        with suppress(TrialError):
+            contest.best_seconds = pool.time(contest.best)  # Other work on this machine comes and goes between rounds.
+        with self._counted(contest.function):
+            for proposal, library in zip(proposals, built, strict=True):
+                if self._over():
+                    break
+                seconds.append(self._trial(pool, contest, proposal, library))
+        search.tell(proposals[: len(seconds)], seconds)
+        contest.stale_rounds = 0 if contest.best is not before else contest.stale_rounds + 1
+
+    def _trial(
+        self, pool: MeasurePool, contest: _Contest, proposal: Proposal, built: Library | TrialError
+    ) -> float | None:
+        """The seconds of a candidate, None if it fails or is wrong."""
+        self.trials += 1
+        contest.function.trials += 1
+        seconds = None
+        try:
+            library = _library(built)
+            seconds = pool.time(library, contest.best_seconds * _HOPELESS)
+            if seconds < contest.best_seconds:
+                self._challenge(pool, contest, proposal, library)
+            if contest.best is not library:
+                library.path.unlink(missing_ok=True)
+        except TrialError as error:
+            logger.debug("%s: trial %d failed: %s", contest.function.task.name, self.trials, error)
+            seconds = None
+        self._progress(contest)
+        return seconds
+
+    def _challenge(self, pool: MeasurePool, contest: _Contest, proposal: Proposal, library: Library) -> None:
+        """Make `library` the best if it is right and, measured in turn with the best, faster. Raises TrialError."""
+        if contest.reference is None:
+            contest.reference = _library(pool.build([contest.unscheduled])[0])
+        pool.check(library, contest.reference)
+        function = contest.function
+        rivals = [contest.best]
+        if contest.baseline is not None and contest.baseline is not contest.best:
+            rivals.append(contest.baseline)
+        seconds, *others = pool.compare(library, *rivals)
+        if seconds >= min(others) * _MARGIN:
+            return
+        if contest.baseline is not None:
+            function.baseline_seconds = others[-1]
+        self._store.append(
+            Record(
+                key=function.key,
+                workload=contest.unscheduled.func,
+                trace=proposal.trace,
+                seconds=seconds,
+                baseline_seconds=function.baseline_seconds,
+                target=self._target.canonical,
+                tvm_version=tvm_version(),
+                space_version=SPACE_VERSION,
+                tuner=self._tuner,
+                trial=self.trials,
+                created_at=now(),
+            )
+        )
+        contest.best = library
+        contest.best_seconds = function.best_seconds = seconds
+        function.tuned = True
+
+    @contextmanager
+    def _counted(self, function: _Function) -> Iterator[None]:
+        """Note in the store the trials made meanwhile, also when they are interrupted."""
+        before = function.trials
+        try:
+            yield
+        finally:
+            self._store.append(self._effort(function, function.trials - before))
+
+    def _effort(self, function: _Function, trials: int) -> Effort:
+        return Effort(
+            key=function.key,
+            target=self._target.canonical,
+            tvm_version=tvm_version(),
+            space_version=SPACE_VERSION,
+            trials=trials,
+            baseline_seconds=function.baseline_seconds,
+            created_at=now(),
+        )
+
+    def _over(self) -> bool:
+        spent = self._total_trials is not None and self.trials >= self._total_trials
+        return spent or time.monotonic() >= self.deadline
+
+    def _progress(self, contest: _Contest) -> None:
+        if self._on_progress is None:
+            return
+        minutes = self._budget.minutes
+        self._on_progress(
+            Progress(
+                trials=self.trials,
+                total_trials=self._total_trials,
+                elapsed=time.monotonic() - self.started,
+                total_seconds=None if minutes is None else 60.0 * minutes,
+                task=contest.function.task.name,
+                best_seconds=contest.best_seconds,
+                baseline_seconds=contest.function.baseline_seconds,
+            )
+        )
+
+
+def _why_not_here(target: Target) -> str | None:
+    """Why candidates for `target` cannot be measured on this machine, or None if they can."""
+    if target.tvm.get("kind") != "llvm":
+        return f"candidates are measured on this machine's CPU, which cannot run {target.name}"
+    if target.arch != host().arch:
+        return f"it needs a machine of {target.arch}, and this one is {host().arch}"
+    missing = missing_features(target.features)
+    return f"this machine's CPU lacks {', '.join(missing)}" if missing else None
+
+
+def _schedule(baseline: "Callable[[PrimFunc], PrimFunc]", task: Task) -> "PrimFunc | None":
+    try:
+        return baseline(task.func)
+    except Exception as error:  # Whatever is wrong with the analytic schedule, a tuned one may still be found.
+        logger.warning("%s has no analytic schedule to start from: %s", task.name, _last_line(error))
+        return None
+
+
+def _library(built: Library | TrialError) -> Library:
+    if isinstance(built, TrialError):
+        raise built
+    return built
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

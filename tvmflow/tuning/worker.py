@@ -1,0 +1,168 @@
+"""The process that builds, checks and times candidates for the tuner; it may crash or hang without harm to others."""
+
+import ctypes
+import json
+import os
+import signal
+import statistics
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from tvmflow.tuning.measure import read_frame, write_frame
+
+_PR_SET_PDEATHSIG = 1
+# One timed sample lasts about this long, so that the clock and the first cache misses do not matter.
+_SAMPLE_SECONDS = 0.008
+_SAMPLES = 5
+_ROUNDS = 9
+# Beyond this a candidate is too slow to be worth more than a single call.
+_SLOW_SECONDS = 0.25
+
+
+class _Operations:
+    """What a worker can be asked for; each public method is one operation."""
+
+    def __init__(self) -> None:
+        self._inputs: tuple[list[Any], list[Any]] = ([], [])
+        self._expected: tuple[str, list[Any], list[Any]] = ("", [], [])
+
+    def build(self, func: str, trace: str | None, target: str, library: str) -> None:
+        """Replay `trace` on `func` (JSON both), compile for `target` (JSON) and link to `library`."""
+        import tvm
+
+        from tvmflow.tuning.records import replay
+
+        prim_func = tvm.ir.load_json(func)
+        if trace is not None:
+            prim_func = replay(trace, prim_func)
+        prim_func = prim_func.with_attr("global_symbol", "main").with_attr("tirx.is_scheduled", True)
+        module = tvm.IRModule({"main": prim_func})
+        tvm.compile(module, tvm.target.Target(json.loads(target))).export_library(library)
+
+    def time(self, library: str, arguments: list[Any], limit: float) -> float:
+        """Median seconds of a call; one that is slower than `limit` is measured only once."""
+        call = _Call(library, self._tensors(arguments))
+        (estimate,) = call.seconds(1)
+        if estimate > min(limit, _SLOW_SECONDS):
+            return estimate
+        return statistics.median(call.seconds(_calls_per_sample(estimate), _SAMPLES))
+
+    def compare(self, libraries: list[str], arguments: list[list[Any]]) -> list[float]:
+        """Median seconds of a call of each library, measured in turn so that all meet the same machine."""
+        calls = [_Call(library, self._tensors(shapes)) for library, shapes in zip(libraries, arguments, strict=True)]
+        estimates = [call.seconds(1)[0] for call in calls]
+        rounds = _ROUNDS if max(estimates) < _SLOW_SECONDS else 1
+        numbers = [_calls_per_sample(estimate) for estimate in estimates]
+        samples = [
+            [call.seconds(number)[0] for call, number in zip(calls, numbers, strict=True)] for _ in range(rounds)
+        ]
+        return [statistics.median(column) for column in zip(*samples, strict=True)]
+
+    def check(self, library: str, reference: str, arguments: list[Any]) -> str | None:
+        """How the results of `library` differ from those of `reference` on random input, or None if they agree."""
+        import numpy as np
+
+        if self._expected[0] != reference:
+            inputs = _random_inputs(arguments, signed=True)
+            expected = _run(reference, inputs)
+            if not all(np.isfinite(array).all() for array in expected):
+                # A logarithm or a root: outside its domain both sides would agree on nothing but NaN.
+                inputs = _random_inputs(arguments, signed=False)
+                expected = _run(reference, inputs)
+            self._expected = (reference, inputs, expected)
+        _, inputs, expected = self._expected
+        for index, (got, want) in enumerate(zip(_run(library, inputs), expected, strict=True)):
+            if not np.issubdtype(want.dtype, np.floating):
+                agree = np.array_equal(got, want)
+            else:
+                rtol = 1e-3 if want.dtype.itemsize >= 4 else 2e-2
+                atol = 0.1 * rtol * float(np.nanmax(np.abs(want), initial=0.0))
+                agree = np.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
+            if not agree:
+                return f"argument {index} differs from the reference's"
+        return None
+
+    def _tensors(self, arguments: list[Any]) -> list[Any]:
+        import tvm
+
+        if self._inputs[0] != arguments:
+            self._inputs = (arguments, [tvm.runtime.tensor(array) for array in _random_inputs(arguments, signed=True)])
+        return self._inputs[1]
+
+
+class _Call:
+    """A loaded library together with its arguments."""
+
+    def __init__(self, library: str, tensors: list[Any]) -> None:
+        import tvm
+
+        self._module = tvm.runtime.load_module(library)
+        self._tensors = tensors
+
+    def seconds(self, number: int, repeat: int = 1) -> list[float]:
+        """Mean seconds of `number` calls in a row, `repeat` times, after one call that does not count."""
+        import tvm
+
+        evaluator = self._module.time_evaluator("main", tvm.cpu(), number=number, repeat=repeat)
+        return [float(seconds) for seconds in evaluator(*self._tensors).results]
+
+
+def _calls_per_sample(seconds: float) -> int:
+    return max(1, round(_SAMPLE_SECONDS / max(seconds, 1e-7)))
+
+
+def _random_inputs(arguments: list[Any], *, signed: bool) -> list[Any]:
+    """The same random arrays every time; indices are zero, since only zero is inside every array."""
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    arrays = []
+    for shape, dtype in arguments:
+        if dtype in ("int32", "int64", "uint32", "uint64"):
+            arrays.append(np.zeros(shape, dtype))
+        elif dtype == "bool":
+            arrays.append(generator.integers(0, 2, shape).astype(bool))
+        elif "int" in dtype:
+            limits = np.iinfo(dtype)
+            arrays.append(generator.integers(limits.min, limits.max, shape, dtype, endpoint=True))
+        else:
+            arrays.append(generator.uniform(-1.0 if signed else 0.1, 1.0, shape).astype(dtype))
+    return arrays
+
+
+def _run(library: str, inputs: list[Any]) -> list[Any]:
+    """Every argument after a call; comparing all of them needs no knowledge of which are outputs."""
+    import tvm
+
+    tensors = [tvm.runtime.tensor(array) for array in inputs]
+    tvm.runtime.load_module(library)["main"](*tensors)
+    return [tensor.numpy() for tensor in tensors]
+
+
+def main() -> None:
+    """Serve requests until the tuner closes the pipe or dies."""
+    # A worker in an endless loop would never see that the pipe is closed: the kernel ends it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # tvm_ffi imports torch where it is installed, which costs seconds and is not needed here.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    requests = sys.stdin.buffer
+    with os.fdopen(os.dup(1), "wb") as replies:
+        os.dup2(2, 1)  # Whatever a library prints must not land between two replies.
+        operations = _Operations()
+        import tvm  # noqa: F401 -- so that the first request does not pay for it
+
+        write_frame(replies, {"ready": True})
+        while (request := read_frame(requests)) is not None:
+            operation: Callable[..., Any] = getattr(operations, request.pop("operation"))
+            try:
+                write_frame(replies, {"value": operation(**request)})
+            except Exception as error:
+                traceback.print_exc()
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                write_frame(replies, {"error": f"{type(error).__name__}: {lines[-1].strip()}"})
+
+
+if __name__ == "__main__":
+    main()
