@@ -8,7 +8,7 @@ from model import create
 from torch import nn
 
 
-def train(output: Path, *, epochs: int = 12, seed: int = 0, batch: int = 64, learning_rate: float = 3e-3) -> None:
+def train(output: Path, *, epochs: int = 8, seed: int = 0, batch: int = 64, learning_rate: float = 3e-3) -> None:
     """Train on the training split and write the state dict to `output`.
 
     `seed` decides the first weights and the order of the samples. It does not decide the split, so that the held-out

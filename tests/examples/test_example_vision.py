@@ -50,7 +50,7 @@ def test_the_top_class_of_an_untrained_network_depends_on_the_picture(
     pictures = torch.from_numpy(example["data"].sample_image((8, 3, 224, 224), seed=0))
     with torch.no_grad():
         logits = networks[name](pictures)
-    assert len(set(logits.argmax(1).tolist())) > 1
+    assert len(set(logits.argmax(1).tolist())) >= 3
     assert 0.01 < logits.std() < 10
 
 

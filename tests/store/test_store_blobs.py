@@ -77,6 +77,14 @@ def test_a_file_that_is_not_what_its_digest_says_is_not_stored(config: StoreConf
         store.put_blob(path, ABSENT)
     with pytest.raises(StoreError, match="is missing"):
         store.get_blob(ABSENT, tmp_path / "copy")
+
+
+def test_a_refused_upload_in_parts_is_withdrawn(config: StoreConfig, tmp_path: Path) -> None:
+    store = ReleaseStore(replace(config, part_size=5 * MIB))
+    path = tmp_path / "changed.bin"
+    path.write_bytes(bytes(6 * MIB))
+    with pytest.raises(StoreError, match="changed since it was built"):
+        store.put_blob(path, ABSENT)
     assert not _client(config).list_multipart_uploads(Bucket=config.bucket).get("Uploads")
 
 

@@ -168,7 +168,7 @@ def _answering(answers: dict[str, tuple[int, str]]) -> Iterator[str]:
             """Keep the test's output clean."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"

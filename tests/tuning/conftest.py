@@ -1,10 +1,10 @@
 """Functions to tune, lowered from Relax as the compiler lowers a model's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from tvm import IRModule, relax, tirx
+from tvm import IRModule, relax, script, tirx
 from tvm import target as tvm_target
 from tvm import transform as tvm_transform
 
@@ -12,7 +12,7 @@ from tvmflow.target import Target, resolve
 from tvmflow.tuning import RecordStore
 
 
-def _lower(shapes: dict[str, tuple[object, ...]], build: Callable[..., relax.Expr], target: Target) -> tirx.PrimFunc:
+def _lower(shapes: Mapping[str, tuple[object, ...]], build: Callable[..., relax.Expr], target: Target) -> tirx.PrimFunc:
     """The one function that `build`, an expression over inputs of `shapes`, is fused into."""
     builder = relax.BlockBuilder()
     inputs = [relax.Var(name, relax.TensorType(shape, "float32")) for name, shape in shapes.items()]
@@ -64,6 +64,41 @@ def elementwise(native: Target) -> tirx.PrimFunc:
 def symbolic(native: Target) -> tirx.PrimFunc:
     batch = tirx.Var("n", "int64")
     return _lower({"a": (batch, 64), "b": (64, 64)}, relax.op.matmul, native)
+
+
+def _from_body(arguments: str, body: str) -> tirx.PrimFunc:
+    return script.from_source(f"@T.prim_func(s_tir=True, private=True)\ndef main({arguments}):\n    {body}\n")
+
+
+@pytest.fixture(scope="session")
+def sleeps() -> tirx.PrimFunc:
+    """A function that does not return for ten minutes."""
+    return _from_body('a: T.Buffer((1,), "float32")', 'a[0] = T.cast(T.call_extern("int32", "sleep", 600), "float32")')
+
+
+@pytest.fixture(scope="session")
+def aborts() -> tirx.PrimFunc:
+    """A function that ends its process."""
+    return _from_body('a: T.Buffer((1,), "float32")', 'a[0] = T.cast(T.call_extern("int32", "abort"), "float32")')
+
+
+@pytest.fixture(scope="session")
+def instant() -> tirx.PrimFunc:
+    """A function that nothing can be faster than."""
+    return _from_body('a: T.Buffer((1,), "float32")', "a[0] = T.float32(0)")
+
+
+@pytest.fixture(scope="session")
+def adds_one() -> tirx.PrimFunc:
+    arguments = 'a: T.Buffer((8,), "float32"), b: T.Buffer((8,), "float32")'
+    return _from_body(arguments, "for i in range(8): b[i] = a[i] + T.float32(1)")
+
+
+@pytest.fixture(scope="session")
+def adds_one_but_once() -> tirx.PrimFunc:
+    """`adds_one`, wrong in its last element."""
+    arguments = 'a: T.Buffer((8,), "float32"), b: T.Buffer((8,), "float32")'
+    return _from_body(arguments, "for i in range(8): b[i] = T.if_then_else(i == 7, a[i], a[i] + T.float32(1))")
 
 
 @pytest.fixture

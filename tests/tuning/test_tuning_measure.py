@@ -8,34 +8,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import tvm
-from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from tvmflow.target import Target
 from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
 from tvmflow.tuning.records import normalize
-
-
-@T.prim_func(s_tir=True)
-def sleeps(a: T.Buffer((1,), "float32")) -> None:
-    a[0] = T.cast(T.call_extern("int32", "sleep", 600), "float32")
-
-
-@T.prim_func(s_tir=True)
-def aborts(a: T.Buffer((1,), "float32")) -> None:
-    a[0] = T.cast(T.call_extern("int32", "abort"), "float32")
-
-
-@T.prim_func(s_tir=True)
-def adds_one(a: T.Buffer((8,), "float32"), b: T.Buffer((8,), "float32")) -> None:
-    for i in range(8):
-        b[i] = a[i] + T.float32(1)
-
-
-@T.prim_func(s_tir=True)
-def adds_one_but_once(a: T.Buffer((8,), "float32"), b: T.Buffer((8,), "float32")) -> None:
-    for i in range(8):
-        b[i] = T.if_then_else(i == 7, a[i], a[i] + T.float32(1))
 
 
 def candidate(func: PrimFunc) -> Candidate:
@@ -54,34 +31,36 @@ def pool(native: Target) -> Iterator[MeasurePool]:
         yield pool
 
 
-def test_a_candidate_that_crashes_does_not_harm_the_next(pool: MeasurePool) -> None:
+def test_a_candidate_that_crashes_does_not_harm_the_next(
+    pool: MeasurePool, aborts: PrimFunc, adds_one: PrimFunc
+) -> None:
     with pytest.raises(TrialError, match="crashed"):
         pool.time(build(pool, aborts))
     assert pool.time(build(pool, adds_one)) > 0
 
 
-def test_a_candidate_that_hangs_costs_only_its_time_out(native: Target) -> None:
+def test_a_candidate_that_hangs_costs_only_its_time_out(native: Target, sleeps: PrimFunc, adds_one: PrimFunc) -> None:
     with MeasurePool(native.canonical, builders=1, threads=1, timeout=2, deadline=math.inf) as pool:
         with pytest.raises(TrialError, match="more than 2 s"):
             pool.time(build(pool, sleeps))
         assert pool.time(build(pool, adds_one)) > 0
 
 
-def test_a_candidate_that_cannot_be_built_is_refused_with_the_reason(pool: MeasurePool) -> None:
+def test_a_candidate_that_cannot_be_built_is_refused_with_the_reason(pool: MeasurePool, adds_one: PrimFunc) -> None:
     broken = Candidate(candidate(adds_one).func, (), '[[["GetSBlock", [], ["no such block", "main"], ["b0"]]], []]')
     refused, built = pool.build([broken, candidate(adds_one)])
     assert isinstance(refused, TrialError)
     assert isinstance(built, Library)
 
 
-def test_a_killed_builder_is_replaced(pool: MeasurePool) -> None:
+def test_a_killed_builder_is_replaced(pool: MeasurePool, adds_one: PrimFunc) -> None:
     build(pool, adds_one)
     for process in psutil.Process().children():
         os.kill(process.pid, signal.SIGKILL)
     assert all(isinstance(built, Library) for built in pool.build([candidate(adds_one)] * 4))
 
 
-def test_a_wrong_result_is_refused(pool: MeasurePool) -> None:
+def test_a_wrong_result_is_refused(pool: MeasurePool, adds_one: PrimFunc, adds_one_but_once: PrimFunc) -> None:
     right, wrong, reference = (build(pool, func) for func in (adds_one, adds_one_but_once, adds_one))
     pool.check(right, reference)
     with pytest.raises(TrialError, match="wrong result: argument 1 differs"):

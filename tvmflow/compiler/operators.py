@@ -15,7 +15,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
-from tvmflow.compiler import tiles
+from tvmflow.compiler import tiles, vectormath
 from tvmflow.compiler.machine import Machine
 
 Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
@@ -44,7 +44,41 @@ def legalizations(machine: Machine) -> dict[str, Legalization]:
         own = _matmul(builder, call, machine)
         return _default(builder, call) if own is None else own
 
-    return {"relax.nn.conv2d": conv2d, "relax.matmul": matmul}
+    def softmax(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+        return _softmax(builder, call, machine)
+
+    def layer_norm(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+        return _layer_norm(builder, call, machine)
+
+    return {
+        "relax.nn.conv2d": conv2d,
+        "relax.matmul": matmul,
+        "relax.nn.softmax": softmax,
+        "relax.nn.layer_norm": layer_norm,
+        **{name: partial(_elementwise, function=function) for name, function in _FUNCTIONS.items()},
+    }
+
+
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "relax.exp": vectormath.exp,
+    "relax.erf": vectormath.erf,
+    "relax.tanh": vectormath.tanh,
+    "relax.sigmoid": vectormath.sigmoid,
+    "relax.nn.silu": vectormath.silu,
+    "relax.nn.gelu": vectormath.gelu,
+    "relax.nn.gelu_tanh": vectormath.gelu_tanh,
+}
+
+
+def _elementwise(builder: relax.BlockBuilder, call: relax.Call, function: Callable[[Any], Any]) -> relax.Expr:
+    if not _is_float32(call.args[0]):
+        return _default(builder, call)
+    name = call.op.name.rpartition(".")[2]
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *index: function(x[index]), name=name)
+
+    return builder.call_te(compute, call.args[0], primfunc_name_hint=name)
 
 
 def _default(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
@@ -430,3 +464,103 @@ def _rows_product(
         name="product",
         attrs={KERNEL: "rows", TILE: tile, LANES: lanes, LEAD: len(batch), SHARED: int(shared)},
     )
+
+
+# Softmax and norms.
+
+
+def _softmax(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr:
+    data = call.args[0]
+    if not _is_float32(data) or int(call.attrs.axis) not in (-1, len(data.ty.shape.values) - 1):
+        return _default(builder, call)
+    return builder.call_te(partial(softmax, machine=machine), data, primfunc_name_hint="softmax")
+
+
+def softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
+    """Softmax over the last dimension."""
+    rows, size = list(data.shape[:-1]), data.shape[-1]
+    largest = _row_reduction(lambda row, k: data[(*row, k)], rows, size, te.max, tirx.max, "max", machine)
+    exponential = te.compute(
+        data.shape, lambda *index: vectormath.exp(data[index] - largest(index[:-1])), name="exponential"
+    )
+    total = _row_reduction(
+        lambda row, k: exponential[(*row, k)], rows, size, te.sum, lambda a, b: a + b, "sum", machine
+    )
+    return te.compute(
+        data.shape,
+        lambda *index: exponential[index] / total(index[:-1]),
+        name="softmax",
+        attrs={KERNEL: "rowwise"},
+    )
+
+
+def _layer_norm(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr:
+    data, scale, bias = call.args
+    rank = len(data.ty.shape.values) if _is_float32(data, scale, bias) else 0
+    if rank < 2 or [int(axis) % rank for axis in call.attrs.axes] != [rank - 1]:
+        return _default(builder, call)
+    compute = partial(layer_norm, epsilon=float(call.attrs.epsilon), machine=machine)
+    return builder.call_te(compute, data, scale, bias, primfunc_name_hint="layer_norm")
+
+
+def layer_norm(data: te.Tensor, scale: te.Tensor, bias: te.Tensor, *, epsilon: float, machine: Machine) -> te.Tensor:
+    """Normalisation over the last dimension; the variance is that of the centred values."""
+    rows, size = list(data.shape[:-1]), data.shape[-1]
+    count = tirx.Cast("float32", size)
+    total = _row_reduction(
+        lambda row, k: data[(*row, k)], rows, size, te.sum, lambda a, b: a + b, "mean", machine
+    )
+    mean = te.compute(rows, lambda *row: total(row) / count, name="mean")
+    squares = _row_reduction(
+        lambda row, k: (data[(*row, k)] - mean[row]) * (data[(*row, k)] - mean[row]),
+        rows, size, te.sum, lambda a, b: a + b, "variance", machine,
+    )
+    scaling = te.compute(
+        rows, lambda *row: 1.0 / tirx.sqrt(squares(row) / count + epsilon), name="scaling"
+    )
+    return te.compute(
+        data.shape,
+        lambda *index: (data[index] - mean[index[:-1]]) * scaling[index[:-1]] * scale[index[-1]] + bias[index[-1]],
+        name="layer_norm",
+        attrs={KERNEL: "rowwise"},
+    )
+
+
+def _row_reduction(
+    element: Callable[[Sequence[Any], Any], Any],
+    rows: Sequence[Any],
+    size: Any,
+    reduce: Callable[..., Any],
+    combine: Callable[[Any, Any], Any],
+    name: str,
+    machine: Machine,
+) -> Callable[[Sequence[Any]], Any]:
+    """Reduce the last dimension in whole vectors, their lanes, and what is left over.
+
+    Returns the result as a function of the row. The stages are named `name` with `_lanes`, `_vector` and `_rest`.
+    """
+    lanes, known = machine.lanes, _static(size)
+    parts = []
+    if known is None or known >= lanes:
+        o = te.reduce_axis((0, topi.utils.simplify(size // lanes)), "o")
+        partial_results = te.compute(
+            (*rows, lanes),
+            lambda *index: reduce(element(index[:-1], o * lanes + index[-1]), axis=o),
+            name=f"{name}_lanes",
+        )
+        v = te.reduce_axis((0, lanes), "v")
+        parts.append(
+            te.compute(rows, lambda *row: reduce(partial_results[(*row, v)], axis=v), name=f"{name}_vector")
+        )
+    if known is None or known % lanes:
+        r = te.reduce_axis((0, topi.utils.simplify(size % lanes)), "r")
+        parts.append(
+            te.compute(
+                rows, lambda *row: reduce(element(row, size // lanes * lanes + r), axis=r), name=f"{name}_rest"
+            )
+        )
+
+    def result(row: Sequence[Any]) -> Any:
+        return combine(parts[0][tuple(row)], parts[1][tuple(row)]) if len(parts) == 2 else parts[0][tuple(row)]
+
+    return result

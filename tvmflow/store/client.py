@@ -8,7 +8,7 @@ import email.utils
 import functools
 import ipaddress
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from tvmflow.errors import StoreError
@@ -55,7 +55,7 @@ def connect(config: StoreConfig) -> S3Client:
     with explained(config, "preparing the connection"):
         session = Session()
         session.register_component("data_loader", _service_models())
-        client: S3Client = session.create_client(
+        client = session.create_client(
             "s3",
             endpoint_url=config.endpoint,
             region_name=config.region,
@@ -64,7 +64,7 @@ def connect(config: StoreConfig) -> S3Client:
             aws_session_token=config.session_token,
             config=settings,
         )
-        return client
+        return cast("S3Client", client)
 
 
 @functools.cache

@@ -142,6 +142,10 @@ class MeasurePool:
         seconds = self._run("compare", libraries=[str(library.path) for library in libraries], arguments=arguments)
         return [float(value) for value in seconds]
 
+    def expect(self, reference: Library) -> None:
+        """Run `reference`, for `check` to compare with. Raises TrialError."""
+        self._run("expect", reference=str(reference.path), arguments=_plain(reference.arguments))
+
     def check(self, library: Library, reference: Library) -> None:
         """Raise TrialError unless `library` computes what `reference` does, from the same arguments."""
         arguments = _plain(library.arguments)

@@ -79,8 +79,8 @@ class Progress:
 class TaskReport:
     """What tuning did for one function.
 
-    `tuned`: this run found a faster schedule; `record`: an earlier one did; `baseline`: nothing beats what needs no
-    tuning; `skipped`: it could not be tuned, and `reason` says why. Seconds are of one call, None where not measured.
+    `tuned`: this run found a faster schedule; `record`: an earlier one did; `baseline`: none is known that is faster
+    than what needs no tuning; `skipped`: it could not be tuned, and `reason` says why. Seconds are of one call, None where not measured.
     """
 
     name: str
@@ -162,6 +162,7 @@ class _Function:
     task: Task
     key: str
     known: Record | None
+    efforts: list[Effort]
     reason: str | None = None
     baseline_seconds: float | None = None
     best_seconds: float | None = None
@@ -233,9 +234,11 @@ class _Run:
         """The workloads of `tasks`, equal ones together, with what the store knows of them."""
         elsewhere = _why_not_here(self._target)
         best: dict[str, Record] = {}
-        for record in self._store.records(self._target):
-            if record.key not in best or record.seconds < best[record.key].seconds:
-                best[record.key] = record
+        for record in sorted(self._store.records(self._target), key=lambda record: -record.seconds):
+            best[record.key] = record
+        efforts: dict[str, list[Effort]] = {}
+        for effort in self._store.efforts(self._target):
+            efforts.setdefault(effort.key, []).append(effort)
         functions: dict[str, _Function] = {}
         for task in tasks:
             key = workload_key(task.func)
@@ -243,7 +246,7 @@ class _Run:
             if same is not None:
                 same.task = replace(same.task, weight=same.task.weight + task.weight)
                 continue
-            function = functions[key] = _Function(task, key, best.get(key), elsewhere)
+            function = functions[key] = _Function(task, key, best.get(key), efforts.get(key, []), elsewhere)
             if arguments_of(task.func) is None:
                 function.reason = "its shapes are symbolic, and MetaSchedule needs static ones"
             elif task.func.attrs and task.func.attrs.get("tirx.is_scheduled", False):
@@ -251,20 +254,19 @@ class _Run:
             if function.known is not None:
                 function.best_seconds = function.known.seconds
                 function.baseline_seconds = function.known.baseline_seconds
+            elif function.efforts:
+                function.baseline_seconds = max(function.efforts, key=lambda effort: effort.created_at).baseline_seconds
         return list(functions.values())
 
     def trials_to_spend(self, functions: Sequence[_Function]) -> int | None:
         """The budget less what earlier runs spent on these workloads; None where the budget is time."""
         if self._budget.trials is None:
             return None
-        spent: dict[str, int] = {}
-        for effort in self._store.efforts(self._target):
-            spent[effort.key] = spent.get(effort.key, 0) + effort.trials
         functions = [function for function in functions if function.reason is None]
-        new = sum(function.key not in spent for function in functions)
+        spent = sum(effort.trials for function in functions for effort in function.efforts)
+        new = sum(not function.efforts for function in functions)
         share = math.ceil(self._budget.trials / max(1, len(functions)))
-        left = self._budget.trials - sum(spent.get(function.key, 0) for function in functions)
-        return min(self._budget.trials, max(left, new * share))
+        return min(self._budget.trials, max(self._budget.trials - spent, new * share))
 
     def spend(
         self,
@@ -303,6 +305,8 @@ class _Run:
                 continue
             left = len(proposals) if trials is None else trials - self.trials
             self._round(pool, contest, search, proposals[:left])
+            if contest.function.reason is not None:
+                active.remove(contest)
         for contest in contests:
             # So that the next run knows that these had their chance and were passed over.
             if contest.function.trials == 0:
@@ -323,23 +327,32 @@ class _Run:
         if function.known is not None:
             rivals.append(replace(unscheduled, trace=function.known.trace))
         function.baseline_seconds = function.best_seconds = None
-        best: Library | None = None
-        analytic: Library | None = None
-        for rank, built in enumerate(pool.build(rivals)):
-            try:
-                library = _library(built)
-                seconds = pool.time(library)
-            except TrialError as error:
-                logger.warning("%s: what it starts from cannot be measured: %s", function.task.name, error)
-                function.reason = f"what it starts from cannot be measured: {error}"
-                continue
-            if scheduled is not None and rank == 0:
-                analytic, function.baseline_seconds = library, seconds
-            if function.best_seconds is None or seconds < function.best_seconds:
-                best, function.best_seconds = library, seconds
-        if best is not None and function.best_seconds is not None:
-            function.reason = None
-            yield _Contest(function, unscheduled, analytic, best, function.best_seconds)
+        analytic, *others = [self._start(pool, function, built) for built in pool.build(rivals)]
+        measured = [start for start in (analytic, *others) if start is not None]
+        if not measured and scheduled is not None:
+            measured = [
+                start for start in [self._start(pool, function, *pool.build([unscheduled]))] if start is not None
+            ]
+        if not measured:
+            return
+        best, best_seconds = min(measured, key=lambda start: start[1])
+        baseline_library = None
+        if scheduled is not None and analytic is not None:
+            baseline_library, function.baseline_seconds = analytic
+        function.reason, function.best_seconds = None, best_seconds
+        yield _Contest(function, unscheduled, baseline_library, best, best_seconds)
+
+    def _start(
+        self, pool: MeasurePool, function: _Function, built: Library | TrialError
+    ) -> tuple[Library, float] | None:
+        """A library that candidates must beat and its seconds, or None with the reason noted."""
+        try:
+            library = _library(built)
+            return library, pool.time(library)
+        except TrialError as error:
+            logger.warning("%s: what it starts from cannot be measured: %s", function.task.name, error)
+            function.reason = f"what it starts from cannot be measured: {error}"
+            return None
 
     def _search(self, function: _Function, size: int, cost_model: object) -> Search:
         digest = hashlib.sha256(f"{self._seed}:{function.key}".encode()).digest()
@@ -364,7 +377,7 @@ class _Run:
             contest.best_seconds = pool.time(contest.best)  # Other work on this machine comes and goes between rounds.
         with self._counted(contest.function):
             for proposal, library in zip(proposals, built, strict=True):
-                if self._over():
+                if self._over() or contest.function.reason is not None:
                     break
                 seconds.append(self._trial(pool, contest, proposal, library))
         search.tell(proposals[: len(seconds)], seconds)
@@ -392,10 +405,16 @@ class _Run:
 
     def _challenge(self, pool: MeasurePool, contest: _Contest, proposal: Proposal, library: Library) -> None:
         """Make `library` the best if it is right and, measured in turn with the best, faster. Raises TrialError."""
-        if contest.reference is None:
-            contest.reference = _library(pool.build([contest.unscheduled])[0])
-        pool.check(library, contest.reference)
         function = contest.function
+        if contest.reference is None:
+            try:
+                reference = _library(*pool.build([contest.unscheduled]))
+                pool.expect(reference)
+            except TrialError as error:
+                function.reason = f"the unscheduled function, which results are compared with, does not run: {error}"
+                raise
+            contest.reference = reference
+        pool.check(library, contest.reference)
         rivals = [contest.best]
         if contest.baseline is not None and contest.baseline is not contest.best:
             rivals.append(contest.baseline)

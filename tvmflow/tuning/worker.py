@@ -60,18 +60,24 @@ class _Operations:
         ]
         return [statistics.median(column) for column in zip(*samples, strict=True)]
 
+    def expect(self, reference: str, arguments: list[Any]) -> None:
+        """Run `reference` on random input and keep what it computes."""
+        import numpy as np
+
+        inputs = _random_inputs(arguments, signed=True)
+        expected = _run(reference, inputs)
+        if not all(np.isfinite(array).all() for array in expected):
+            # A logarithm or a root: outside its domain both sides would agree on nothing but NaN.
+            inputs = _random_inputs(arguments, signed=False)
+            expected = _run(reference, inputs)
+        self._expected = (reference, inputs, expected)
+
     def check(self, library: str, reference: str, arguments: list[Any]) -> str | None:
         """How the results of `library` differ from those of `reference` on random input, or None if they agree."""
         import numpy as np
 
         if self._expected[0] != reference:
-            inputs = _random_inputs(arguments, signed=True)
-            expected = _run(reference, inputs)
-            if not all(np.isfinite(array).all() for array in expected):
-                # A logarithm or a root: outside its domain both sides would agree on nothing but NaN.
-                inputs = _random_inputs(arguments, signed=False)
-                expected = _run(reference, inputs)
-            self._expected = (reference, inputs, expected)
+            self.expect(reference, arguments)
         _, inputs, expected = self._expected
         for index, (got, want) in enumerate(zip(_run(library, inputs), expected, strict=True)):
             if not np.issubdtype(want.dtype, np.floating):
@@ -143,8 +149,9 @@ def _run(library: str, inputs: list[Any]) -> list[Any]:
 
 def main() -> None:
     """Serve requests until the tuner closes the pipe or dies."""
-    # A worker in an endless loop would never see that the pipe is closed: the kernel ends it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        # A worker in an endless loop would never see that the pipe is closed: the kernel ends it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # tvm_ffi imports torch where it is installed, which costs seconds and is not needed here.
     sys.modules["torch"] = None  # type: ignore[assignment]
     requests = sys.stdin.buffer

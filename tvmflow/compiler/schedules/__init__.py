@@ -6,7 +6,7 @@ from tvm.s_tir import Schedule
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import depthwise, fallback, products
+from tvmflow.compiler.schedules import depthwise, fallback, products, rowwise
 
 Rule = Callable[[Schedule, Machine], bool]
 
@@ -14,6 +14,7 @@ RULES: dict[str, Rule] = {
     "conv2d": products.apply_conv2d,
     "rows": products.apply_rows,
     "depthwise": depthwise.apply,
+    "rowwise": rowwise.apply,
 }
 
 

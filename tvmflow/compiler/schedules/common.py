@@ -13,6 +13,8 @@ from tvmflow.compiler.operators import KERNEL
 
 # Below this many iterations a parallel region costs more than it gains.
 _WORTH_A_THREAD = 4096
+# Makes TVM split a loop into the iterations that need no bounds check and the rest, so that the former vectorise.
+_PARTITION = "pragma_loop_partition_hint"
 
 
 def blocks(sch: Schedule) -> list[SBlockRV]:
@@ -104,17 +106,22 @@ def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
 
 
 def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Vectorise a block's innermost loop where its extent is known to allow that."""
-    inner = sch.get_loops(block)[-1]
-    size = extent(sch, inner)
-    if size is None:
-        _, vector = sch.split(inner, [None, machine.lanes])
-        sch.vectorize(vector)
-    elif size % machine.lanes == 0:
-        _, vector = sch.split(inner, [None, machine.lanes])
-        sch.vectorize(vector)
-    elif size <= machine.lanes and size & (size - 1) == 0:
-        sch.vectorize(inner)
+    """Vectorise a block's innermost loop, whose memory must be contiguous; what is left over runs lane by lane."""
+    _vectorize(sch, sch.get_loops(block)[-1], machine)
+
+
+def _vectorize(sch: Schedule, loop: LoopRV, machine: Machine) -> LoopRV | None:
+    """Split a loop into vectors; returns the loop over them, None where the loop is one vector or too short."""
+    size = extent(sch, loop)
+    if size is not None and size <= machine.lanes:
+        if size & (size - 1) == 0 and size > 1:
+            sch.vectorize(loop)
+        return None
+    outer, lane = sch.split(loop, [None, machine.lanes])
+    sch.vectorize(lane)
+    if size is None or size % machine.lanes:
+        sch.annotate(outer, _PARTITION, 1)
+    return outer
 
 
 def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:

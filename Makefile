@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+# torch must be the CPU build: from local wheels where PIP_FIND_LINKS names them, else from PyTorch's own index.
+TORCH := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend cpu)
+
+.PHONY: setup demo test check format clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	@command -v c++ >/dev/null || { echo "tvmflow needs a C++ compiler to link with: install g++ or clang"; exit 1; }
+	@echo "Setting up .venv (once; later runs start at once) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv -c constraints.txt
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode $(TORCH) -c constraints.txt -e '.[pipeline,dev]'
+	@touch $@
+
+demo: setup
+	@echo "Trains a small network on handwritten digits and ships it: exported to ONNX, imported into TVM, built for this"
+	@echo "machine, proven equal to PyTorch on held-out digits, measured, logged to MLflow and released on S3, all local."
+	@tvmflow release examples/digits/release.yaml
+	@tvmflow list digits
+
+test: setup
+	@pytest
+
+check: setup
+	@ruff check .
+	@ruff format --check .
+	@mypy
+	@lint-imports --no-cache
+	@test ! -e mlflow/__init__.py || { echo "mlflow/__init__.py would hide the library mlflow: remove it"; exit 1; }
+
+format: setup
+	@ruff check --fix .
+	@ruff format .
+
+clean:
+	@rm -rf .tvmflow build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	@echo "removed state and caches; .venv stays, remove it by hand for a fresh one"

@@ -1,0 +1,99 @@
+"""Small ONNX models, and the comparison of what we build with ONNX Runtime."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TVM_NUM_THREADS", "2")
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from tvmflow.compiler import BuildOptions, Built, build, import_onnx
+from tvmflow.target import Target, resolve
+
+Array = np.ndarray[Any, Any]
+MakeModel = Callable[..., Path]
+RunBuilt = Callable[..., list[Array]]
+
+
+@pytest.fixture(scope="session")
+def native() -> Target:
+    return resolve("native")
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> MakeModel:
+    """Write an ONNX model of the given nodes; initializers by name, inputs as (name, shape[, dtype])."""
+
+    def make(
+        nodes: Sequence[onnx.NodeProto],
+        inputs: Sequence[tuple[Any, ...]],
+        outputs: Sequence[str],
+        weights: dict[str, Array] | None = None,
+        name: str = "model.onnx",
+        opset: int = 18,
+    ) -> Path:
+        graph = helper.make_graph(
+            list(nodes),
+            "model",
+            [
+                helper.make_tensor_value_info(item[0], item[2] if len(item) > 2 else TensorProto.FLOAT, item[1])
+                for item in inputs
+            ],
+            [helper.make_tensor_value_info(output, TensorProto.FLOAT, None) for output in outputs],
+            [numpy_helper.from_array(value, key) for key, value in (weights or {}).items()],
+        )
+        domains = sorted({node.domain for node in nodes if node.domain})
+        opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
+        model = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opsets, ir_version=9))
+        for output in model.graph.output:
+            output.type.tensor_type.shape.SetInParent()  # the checker wants one, also where none can be inferred
+        path = tmp_path / name
+        onnx.save(model, path)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def run_built(tmp_path: Path) -> RunBuilt:
+    """Export a built model, load the library and run it on arrays."""
+
+    def run(built: Built, *arrays: Array) -> list[Array]:
+        import tvm
+        from tvm import relax
+
+        library = tmp_path / "mod.so"
+        library.unlink(missing_ok=True)
+        built.export(library)
+        machine = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+        result = machine["main"](*(tvm.runtime.tensor(array) for array in (*arrays, *built.params.values())))
+        return [item.numpy() for item in ([result] if hasattr(result, "numpy") else result)]
+
+    return run
+
+
+@pytest.fixture
+def assert_same_as_onnxruntime(native: Target, run_built: RunBuilt) -> Callable[..., Built]:
+    """Build the model for this machine, run it and ONNX Runtime on the same inputs, and compare."""
+
+    def check(path: Path, *feeds: dict[str, Array], options: BuildOptions | None = None, rtol: float = 1e-4) -> Built:
+        import onnxruntime
+
+        imported = import_onnx(path)
+        built = build(imported, native, options)
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        for feed in feeds:
+            expected = session.run(None, feed)
+            actual = run_built(built, *(feed[spec.name] for spec in imported.inputs))
+            for ours, theirs in zip(actual, expected, strict=True):
+                assert ours.shape == theirs.shape
+                scale = float(np.abs(theirs).max()) or 1.0
+                np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=1e-5 * scale)
+        return built
+
+    return check

@@ -1,0 +1,119 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from tvmflow.compiler import import_onnx, load_module, load_params, save_module, save_params
+from tvmflow.errors import ModelImportError, UnsupportedOperatorError
+
+
+def _relu(make_model: Any, shape: list[Any] | None = None, **more: Any) -> Path:
+    node = helper.make_node("Relu", ["x"], ["y"], name="the_relu")
+    return make_model([node], [("x", ["batch", 4] if shape is None else shape)], ["y"], **more)
+
+
+def test_a_truncated_file_is_refused_by_name(make_model: Any) -> None:
+    path = _relu(make_model)
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(ModelImportError, match=r"model\.onnx is not a valid ONNX model"):
+        import_onnx(path)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelImportError, match=r"nothing\.onnx"):
+        import_onnx(tmp_path / "nothing.onnx")
+
+
+def test_an_unsupported_operator_is_named_with_its_node_and_model(make_model: Any) -> None:
+    weights = {"w": np.zeros((1, 16, 3), "float32"), "r": np.zeros((1, 16, 4), "float32")}
+    node = helper.make_node("LSTM", ["x", "w", "r"], ["y"], name="my_lstm", hidden_size=4)
+    path = make_model([node], [("x", [5, 1, 3])], ["y"], weights)
+    with pytest.raises(UnsupportedOperatorError, match=r"model\.onnx.*LSTM.*my_lstm"):
+        import_onnx(path)
+
+
+def test_every_unsupported_operator_is_named_at_once(make_model: Any) -> None:
+    nodes = [
+        helper.make_node("GRU", ["x", "w", "r"], ["h"], name="a_gru", hidden_size=4),
+        helper.make_node("Foo", ["h"], ["y"], name="a_foo", domain="org.example"),
+    ]
+    path = make_model(nodes, [("x", [5, 1, 3])], ["y"], {"w": np.zeros((1, 12, 3), "f"), "r": np.zeros((1, 12, 4), "f")})
+    with pytest.raises(UnsupportedOperatorError, match=r"GRU.*org\.example\.Foo"):
+        import_onnx(path)
+
+
+def test_an_unknown_input_name_is_answered_with_the_known_ones(make_model: Any) -> None:
+    with pytest.raises(ModelImportError, match=r"no input 'picture'.*'x'"):
+        import_onnx(_relu(make_model), {"picture": (1, 4)})
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((1, 4, 4), "2 dimensions"), ((1, 5), "fixed to 4"), ((0, 4), "must be positive")],
+    ids=["rank", "fixed", "empty"],
+)
+def test_a_shape_that_contradicts_the_model_is_refused(make_model: Any, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ModelImportError, match=message):
+        import_onnx(_relu(make_model), {"x": shape})
+
+
+def test_a_symbol_fixed_at_one_input_is_fixed_at_all(make_model: Any) -> None:
+    node = helper.make_node("Add", ["a", "b"], ["y"])
+    path = make_model([node], [("a", ["batch", 4]), ("b", ["batch", 4])], ["y"])
+    imported = import_onnx(path, {"a": (3, 4)})
+    assert [spec.shape for spec in (*imported.inputs, *imported.outputs)] == [(3, 4)] * 3
+
+
+def test_a_symbol_can_be_renamed(make_model: Any) -> None:
+    imported = import_onnx(_relu(make_model), {"x": ("n", 4)})
+    assert imported.inputs[0].shape == ("n", 4)
+    assert imported.outputs[0].shape == ("n", 4)
+
+
+def test_symbolic_dimensions_keep_their_names_and_types(make_model: Any) -> None:
+    node = helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT)
+    path = make_model([node], [("x", ["batch", "time"], TensorProto.INT64)], ["y"])
+    imported = import_onnx(path)
+    assert (imported.inputs[0].name, imported.inputs[0].shape) == ("x", ("batch", "time"))
+    assert (imported.inputs[0].dtype, imported.outputs[0].dtype) == ("int64", "float32")
+
+
+def test_weights_are_parameters_in_the_order_of_main(make_model: Any) -> None:
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.random((8, 3, 3, 3), "float32"), "b": rng.random(40, "float32")[:20].copy()}
+    weights["b"] = rng.random(8, "float32")
+    node = helper.make_node("Conv", ["x", "w", "b"], ["y"])
+    imported = import_onnx(make_model([node], [("x", [1, 3, 8, 8])], ["y"], weights))
+    main = imported.mod["main"]
+    assert [variable.name for variable in main.params] == ["x", *imported.params]
+    np.testing.assert_array_equal(imported.params["w"], weights["w"])
+
+
+def test_importing_leaves_the_frontend_of_tvm_as_it_was(make_model: Any) -> None:
+    from tvm.relax.frontend.onnx import onnx_frontend
+
+    before = dict(vars(onnx_frontend.Clip)), onnx_frontend._get_convert_map().keys()
+    import_onnx(_relu(make_model))
+    assert (dict(vars(onnx_frontend.Clip)), onnx_frontend._get_convert_map().keys()) == before
+
+
+def test_modules_and_weights_survive_saving(make_model: Any, tmp_path: Path) -> None:
+    import tvm_ffi
+
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    weights = {"w": np.random.default_rng(0).random((4, 30), "float32")}
+    imported = import_onnx(make_model([node], [("x", ["n", 4])], ["y"], weights))
+    save_module(imported.mod, tmp_path / "mod.json")
+    save_params(imported.params, tmp_path / "a.params")
+    save_params(imported.params, tmp_path / "b.params")
+    assert tvm_ffi.structural_equal(load_module(tmp_path / "mod.json"), imported.mod)
+    np.testing.assert_array_equal(load_params(tmp_path / "a.params")["w"], weights["w"])
+    assert (tmp_path / "a.params").read_bytes() == (tmp_path / "b.params").read_bytes()
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "w.params").write_bytes(b"PK nonsense")
+    with pytest.raises(ModelImportError, match=r"w\.params"):
+        load_params(tmp_path / "w.params")

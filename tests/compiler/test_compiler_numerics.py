@@ -1,0 +1,254 @@
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from tvmflow.compiler import BuildOptions, Built
+
+Check = Callable[..., Built]
+
+
+def _rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def _normal(*shape: int) -> np.ndarray[Any, Any]:
+    return _rng().standard_normal(shape).astype("float32")
+
+
+def _rules(built: Built) -> Counter[str]:
+    return Counter(rule for _, rule in built.schedules)
+
+
+# channels in and out, groups, kernel, stride, padding, dilation, height, width
+_CONVOLUTIONS = [
+    (3, 32, 1, 3, 2, 1, 1, 33, 29),
+    (1, 1, 1, 3, 1, 1, 1, 7, 7),
+    (5, 37, 1, 3, 1, 0, 2, 19, 23),
+    (16, 70, 1, 1, 1, 0, 1, 13, 11),
+    (20, 24, 1, 1, 2, 0, 1, 15, 15),
+    (12, 18, 3, 3, 1, 1, 1, 10, 9),
+    (32, 64, 2, 3, 2, 2, 1, 9, 17),
+    (7, 14, 7, 3, 1, 1, 1, 8, 8),
+    (8, 48, 1, 5, 3, 2, 1, 20, 31),
+    (64, 8, 1, 1, 1, 0, 1, 7, 7),
+]
+
+
+@pytest.mark.parametrize("case", _CONVOLUTIONS, ids=lambda case: "-".join(map(str, case)))
+def test_convolutions_equal_onnx_runtime(case: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    channels, out, groups, kernel, stride, pad, dilation, height, width = case
+    nodes = [
+        helper.make_node(
+            "Conv", ["x", "w", "b"], ["c"], group=groups, kernel_shape=[kernel] * 2, strides=[stride] * 2,
+            pads=[pad] * 4, dilations=[dilation] * 2,
+        ),
+        helper.make_node("Relu", ["c"], ["y"]),
+    ]
+    weights = {"w": _normal(out, channels // groups, kernel, kernel), "b": _normal(out)}
+    path = make_model(nodes, [("x", [1, channels, height, width])], ["y"], weights)
+    built = assert_same_as_onnxruntime(path, {"x": _normal(1, channels, height, width)})
+    assert _rules(built).keys() & {"conv2d", "rows"}
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride", "pad", "size"),
+    [(32, 3, 1, 1, 14), (37, 3, 2, 1, 15), (24, 5, 1, 2, 11), (9, 3, 1, 0, 30), (70, 7, 2, 3, 13)],
+)
+def test_depthwise_convolutions_equal_onnx_runtime(
+    channels: int, kernel: int, stride: int, pad: int, size: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["c"], group=channels, strides=[stride] * 2, pads=[pad] * 4),
+        helper.make_node("Clip", ["c", "low", "high"], ["y"]),
+    ]
+    bounds = {"low": np.array(0, "float32"), "high": np.array(6, "float32")}
+    weights = {"w": _normal(channels, 1, kernel, kernel), "b": _normal(channels), **bounds}
+    path = make_model(nodes, [("x", [2, channels, size, size])], ["y"], weights)
+    built = assert_same_as_onnxruntime(path, {"x": _normal(2, channels, size, size)})
+    assert _rules(built)["depthwise"] == 1
+
+
+def test_clipping_and_residuals_fuse_into_their_convolution(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("Clip", ["a", "low", "high"], ["b"]),
+        helper.make_node("Conv", ["b", "w"], ["c"], pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["c", "b"], ["y"]),
+    ]
+    bounds = {"low": np.array(0, "float32"), "high": np.array(6, "float32")}
+    path = make_model(nodes, [("x", [1, 16, 12, 12])], ["y"], {"w": _normal(16, 16, 3, 3), **bounds})
+    built = assert_same_as_onnxruntime(path, {"x": _normal(1, 16, 12, 12)})
+    assert _rules(built) == {"conv2d": 2, "fallback": 2}  # the two others are the layout changes at both ends
+
+
+def test_a_symbolic_batch_serves_every_batch(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], pads=[1, 1, 1, 1], strides=[2, 2]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "w2"], ["c"]),
+        helper.make_node("GlobalAveragePool", ["c"], ["d"]),
+        helper.make_node("Flatten", ["d"], ["e"]),
+        helper.make_node("Gemm", ["e", "w3", "b3"], ["f"], transB=1),
+        helper.make_node("Softmax", ["f"], ["y"]),
+    ]
+    weights = {
+        "w1": _normal(20, 3, 3, 3), "w2": _normal(33, 20, 1, 1) / 4, "w3": _normal(10, 33) / 4, "b3": _normal(10),
+    }
+    path = make_model(nodes, [("x", ["batch", 3, 17, 17])], ["y"], weights)
+    built = assert_same_as_onnxruntime(path, *({"x": _normal(batch, 3, 17, 17)} for batch in (1, 2, 5)))
+    assert not [name for name, rule in built.schedules if "conv2d" in name and rule not in ("conv2d", "rows")]
+
+
+def test_symbolic_image_sizes_are_served(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("Conv", ["a", "w2"], ["b"], pads=[1, 1, 1, 1], group=20),
+        helper.make_node("Conv", ["b", "w3"], ["y"]),
+    ]
+    weights = {"w1": _normal(20, 3, 3, 3), "w2": _normal(20, 1, 3, 3), "w3": _normal(9, 20, 1, 1)}
+    path = make_model(nodes, [("x", [1, 3, "h", "w"])], ["y"], weights)
+    assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 8, 8)}, {"x": _normal(1, 3, 13, 31)})
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "units"), [(1, 33, 70), (7, 64, 10), (197, 48, 96), (23, 5, 1), (64, 128, 48)]
+)
+def test_dense_layers_equal_onnx_runtime(
+    rows: int, depth: int, units: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Add", ["a", "b"], ["y"])]
+    path = make_model(nodes, [("x", [rows, depth])], ["y"], {"w": _normal(depth, units), "b": _normal(units)})
+    built = assert_same_as_onnxruntime(path, {"x": _normal(rows, depth)})
+    assert _rules(built) == {"rows": 1}
+
+
+@pytest.mark.parametrize("shape", [(3, 17, 20, 33), (2, 8, 64, 64), (4, 1, 16, 5)])
+def test_batched_products_equal_onnx_runtime(
+    shape: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    batch, rows, depth, units = shape
+    path = make_model(
+        [helper.make_node("MatMul", ["a", "b"], ["y"])],
+        [("a", [2, batch, rows, depth]), ("b", [2, batch, depth, units])],
+        ["y"],
+    )
+    feed = {"a": _normal(2, batch, rows, depth), "b": _normal(2, batch, depth, units)}
+    assert _rules(assert_same_as_onnxruntime(path, feed)) == {"rows": 1}
+
+
+@pytest.mark.parametrize(("rows", "size"), [(5, 64), (3, 37), (4, 7), (1, 1000)])
+def test_softmax_and_norms_equal_onnx_runtime(
+    rows: int, size: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["a"]),
+        helper.make_node("Softmax", ["a"], ["y"], axis=-1),
+    ]
+    path = make_model(nodes, [("x", [rows, size])], ["y"], {"scale": _normal(size), "bias": _normal(size)})
+    built = assert_same_as_onnxruntime(path, {"x": 30 * _normal(rows, size) + 100})
+    assert _rules(built) == {"rowwise": 2}
+
+
+def test_attention_with_symbolic_batch_and_length_equals_onnx_runtime(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    width, heads = 32, 4
+    shape = np.array([0, 0, heads, width // heads])
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["e"]),
+        helper.make_node("LayerNormalization", ["e", "scale", "bias"], ["n"]),
+        *(helper.make_node("MatMul", ["n", f"w{part}"], [f"{part}0"]) for part in "qkv"),
+        *(helper.make_node("Reshape", [f"{part}0", "shape"], [f"{part}1"]) for part in "qkv"),
+        helper.make_node("Transpose", ["q1"], ["q"], perm=[0, 2, 1, 3]),
+        helper.make_node("Transpose", ["k1"], ["k"], perm=[0, 2, 3, 1]),
+        helper.make_node("Transpose", ["v1"], ["v"], perm=[0, 2, 1, 3]),
+        helper.make_node("MatMul", ["q", "k"], ["s0"]),
+        helper.make_node("Cast", ["mask"], ["m0"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["m0", "axes"], ["m"]),
+        helper.make_node("Add", ["s0", "m"], ["s"]),
+        helper.make_node("Softmax", ["s"], ["p"], axis=-1),
+        helper.make_node("MatMul", ["p", "v"], ["o0"]),
+        helper.make_node("Transpose", ["o0"], ["o1"], perm=[0, 2, 1, 3]),
+        helper.make_node("Reshape", ["o1", "flat"], ["o2"]),
+        helper.make_node("Add", ["o2", "e"], ["o3"]),
+        helper.make_node("Gelu", ["o3"], ["y"]),
+    ]
+    weights = {
+        "table": _normal(50, width), "scale": _normal(width), "bias": _normal(width), "shape": shape,
+        **{f"w{part}": _normal(width, width) / 4 for part in "qkv"},
+        "axes": np.array([1, 2]), "flat": np.array([0, 0, width]),
+    }
+    inputs = [("ids", ["batch", "time"], TensorProto.INT64), ("mask", ["batch", "time"], TensorProto.INT64)]
+    path = make_model(nodes, inputs, ["y"], weights, opset=20)
+    feeds = [
+        {"ids": _rng().integers(-50, 50, size), "mask": _rng().integers(-2, 1, size)} for size in ((1, 16), (3, 11), (2, 1))
+    ]
+    built = assert_same_as_onnxruntime(path, *feeds)
+    assert _rules(built)["rows"] >= 3
+
+
+@pytest.mark.parametrize("function", ["Exp", "Erf", "Tanh", "Sigmoid"])
+def test_vector_functions_are_accurate_over_the_whole_range(
+    function: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    path = make_model([helper.make_node(function, ["x"], ["y"])], [("x", [4001])], ["y"])
+    x = np.linspace(-88, 88, 4001, dtype="float32")
+    assert_same_as_onnxruntime(path, {"x": x}, {"x": x / 40}, rtol=1e-5)
+
+
+def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(
+    make_model: Any, native: Any, run_built: Any
+) -> None:
+    from tvmflow.compiler import build, import_onnx
+
+    path = make_model([helper.make_node("Exp", ["x"], ["y"])], [("x", [16])], ["y"])
+    x = np.array([-np.inf, -1000, 1000, np.inf, np.nan, *[0.0] * 11], "float32")
+    (y,) = run_built(build(import_onnx(path), native), x)
+    np.testing.assert_array_equal(y[:6], np.array([0, 0, np.inf, np.inf, np.nan, 1], "float32"))
+
+
+@pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
+def test_pooling_equals_onnx_runtime(kind: str, make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node(kind, ["a"], ["y"], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]),
+    ]
+    path = make_model(nodes, [("x", [1, 3, 15, 15])], ["y"], {"w": _normal(19, 3, 1, 1)})
+    assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 15, 15)})
+
+
+def test_operators_without_a_rule_fall_back(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("ConvTranspose", ["x", "w"], ["a"], strides=[2, 2]),
+        helper.make_node("ReduceMax", ["a", "axes"], ["b"], keepdims=0),
+        helper.make_node("CumSum", ["b", "one"], ["c"]),
+        helper.make_node("TopK", ["c", "k"], ["y", "indices"]),
+    ]
+    weights = {
+        "w": _normal(3, 5, 2, 2), "axes": np.array([3]), "one": np.array(1), "k": np.array([3]),
+    }
+    path = make_model(nodes, [("x", [1, 3, 5, 6])], ["y"], weights)
+    assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 5, 6)})
+
+
+def test_weights_apart_give_what_weights_inside_give(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("Flatten", ["a"], ["b"]),
+        helper.make_node("MatMul", ["b", "d"], ["y"]),
+    ]
+    weights = {"w": _normal(18, 3, 3, 3), "d": _normal(18 * 36, 21)}
+    path = make_model(nodes, [("x", [1, 3, 8, 8])], ["y"], weights)
+    built = assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 8, 8)}, options=BuildOptions(weights="apart"))
+    assert [value.size for value in built.params.values()] == [2 * 16 * 27, 648 * 32]
+
+
+def test_compiled_execution_gives_the_same(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", ["n", 6])], ["y"], {"w": _normal(6, 40)})
+    assert_same_as_onnxruntime(path, {"x": _normal(4, 6)}, options=BuildOptions(exec_mode="compiled"))

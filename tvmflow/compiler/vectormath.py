@@ -1,0 +1,98 @@
+"""Exponentials and their kin as polynomials, which vectorise: LLVM would call the C library lane by lane.
+
+All are for float32 and within a few units in the last place. The ranges and coefficients are those of the Cephes
+library (exp) and of Eigen's rational approximations (tanh, erf).
+"""
+
+from collections.abc import Sequence
+
+from tvm import tirx
+
+Expr = tirx.Expr
+
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_TANH_P = (
+    -2.76076847742355e-16,
+    2.00018790482477e-13,
+    -8.60467152213735e-11,
+    5.12229709037114e-08,
+    1.48572235717979e-05,
+    6.37261928875436e-04,
+    4.89352455891786e-03,
+)
+_TANH_Q = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
+_ERF_P = (
+    -2.72614225801306e-10,
+    2.77068142495902e-08,
+    -2.10102402082508e-06,
+    -5.69250639462346e-05,
+    -7.34990630326855e-04,
+    -2.95459980854025e-03,
+    -1.60960333262415e-02,
+)
+_ERF_Q = (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03,
+          -1.42647390514189e-02)
+
+
+def _polynomial(x: Expr, coefficients: Sequence[float]) -> Expr:
+    value = tirx.const(coefficients[0], "float32")
+    for coefficient in coefficients[1:]:
+        value = value * x + tirx.const(coefficient, "float32")
+    return value
+
+
+def _clamp(x: Expr, bound: float) -> Expr:
+    """Clamp to [-bound, bound]; not a number stays that."""
+    high, low = tirx.const(bound, "float32"), tirx.const(-bound, "float32")
+    return tirx.Select(x > high, high, tirx.Select(x < low, low, x))
+
+
+def exp(x: Expr) -> Expr:
+    """e to the x; results below the smallest normal number are zero."""
+    y = _clamp(x, 89.0)
+    n = tirx.floor(y * 1.44269504088896341 + 0.5)
+    r = y - n * 0.693359375 + n * 2.12194440e-4
+    p = _polynomial(r, _EXP) * (r * r) + r + 1.0
+    # Two to the n in two factors: n itself is out of range for the largest results.
+    power = tirx.reinterpret("float32", (tirx.Cast("int32", n) + 126) << 23)
+    small, large = tirx.const(-87.3365, "float32"), tirx.const(88.72284, "float32")
+    infinite = tirx.const(float("inf"), "float32")
+    return tirx.Select(x < small, tirx.const(0.0, "float32"), tirx.Select(x > large, infinite, p * 2.0 * power))
+
+
+def tanh(x: Expr) -> Expr:
+    """The hyperbolic tangent."""
+    y = _clamp(x, 7.90531110763549805)
+    square = y * y
+    return tirx.Select(
+        tirx.abs(x) < tirx.const(0.0004, "float32"),
+        x,
+        y * _polynomial(square, _TANH_P) / _polynomial(square, _TANH_Q),
+    )
+
+
+def erf(x: Expr) -> Expr:
+    """The error function."""
+    y = _clamp(x, 4.0)
+    square = y * y
+    return y * _polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q)
+
+
+def sigmoid(x: Expr) -> Expr:
+    """1 / (1 + e to the -x)."""
+    return 1.0 / (1.0 + exp(0.0 - x))
+
+
+def silu(x: Expr) -> Expr:
+    """x times its sigmoid."""
+    return x / (1.0 + exp(0.0 - x))
+
+
+def gelu(x: Expr) -> Expr:
+    """The Gaussian error linear unit."""
+    return 0.5 * x * (1.0 + erf(x * 0.70710678118654752))
+
+
+def gelu_tanh(x: Expr) -> Expr:
+    """The Gaussian error linear unit in its approximation by the hyperbolic tangent."""
+    return 0.5 * x * (1.0 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))
