@@ -16,7 +16,7 @@ from tasks.export import ExportResult, export
 from tasks.package import package
 from tasks.publish import PublishResult, publish
 from tasks.relax_import import ImportResult, relax_import
-from tasks.step import Context
+from tasks.step import Context, slug
 from tasks.track import TargetOutcomes, TrackResult, track
 from tasks.train import TrainResult, train
 from tasks.tune import tune
@@ -195,14 +195,18 @@ def _summary(
         mlflow_run_id=tracked.run_id,
         mlflow_model=f"models:/{tracked.model}/{tracked.version}",
         targets=tuple(
-            _target_summary(context, outcome, published.bundle_uris[outcome.target.name], shared)
+            _target_summary(context, outcome, tracked.version or "", published.bundle_uris[outcome.target.name], shared)
             for outcome in outcomes
         ),
     )
 
 
 def _target_summary(
-    context: Context, outcome: TargetOutcomes, bundle_uri: str, shared: dict[str, Outcome[Any] | None]
+    context: Context,
+    outcome: TargetOutcomes,
+    version: str,
+    bundle_uri: str,
+    shared: dict[str, Outcome[Any] | None],
 ) -> TargetSummary:
     verdict = outcome.verdict.result
     measured = outcome.measured.result if outcome.measured is not None else None
@@ -222,7 +226,7 @@ def _target_summary(
         target=outcome.target.name,
         bundle_uri=bundle_uri,
         bundle_sha256=outcome.bundle.sha256,
-        bundle_path=os.path.relpath(context.file(outcome.bundle)),
+        bundle_path=os.path.relpath(_named(context, outcome, version)),
         bundle_size=outcome.bundle.size,
         max_abs_error=verdict.original.max_abs_error if verdict.original is not None else None,
         top1_agreement=verdict.original.top1_agreement if verdict.original is not None else None,
@@ -240,3 +244,15 @@ def _target_summary(
             if step is not None
         },
     )
+
+
+def _named(context: Context, outcome: TargetOutcomes, version: str) -> Path:
+    """The bundle under a name for people, linked to the artifact."""
+    folder = context.workspace.folder / "bundles"
+    folder.mkdir(exist_ok=True)
+    link = folder / f"{context.spec.name}-{version}-{slug(outcome.target.name)}.tar.gz"
+    place = Path(os.path.relpath(context.file(outcome.bundle), folder))
+    if not (link.is_symlink() and link.readlink() == place):
+        link.unlink(missing_ok=True)
+        link.symlink_to(place)
+    return link

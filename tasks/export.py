@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import onnx
     import torch
 
+_PRIVATE = "tvmflow_output_"
 _DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
@@ -178,7 +179,8 @@ def _export(module: "torch.nn.Module", job: ExportJob, path: Path) -> "onnx.Mode
         "opset_version": job.export.opset,
         "optimize": job.export.optimize,
         "input_names": [item.name for item in job.inputs],
-        "output_names": list(job.outputs) or None,
+        # The exporter gives an output the name it is told even when a value inside has it already.
+        "output_names": [f"{_PRIVATE}{index}" for index in range(len(job.outputs))] or None,
         "dynamo": True,
         "external_data": False,
         "verbose": False,
@@ -192,12 +194,32 @@ def _export(module: "torch.nn.Module", job: ExportJob, path: Path) -> "onnx.Mode
             warnings.simplefilter("ignore")
             torch.onnx.export(exported, arguments if job.source.kind != "pt2" else (), str(path), **options)
         model = onnx.load(path)
+        _name_outputs(model, job.outputs)
+    except ExportError:
+        raise
     except Exception as error:
         raise ExportError(
             f"model {job.source.model.factory or job.source.path!s} cannot be exported to ONNX ({_root_cause(error)})"
         ) from error
     _fix_shapes(model, job.inputs)
     return model
+
+
+def _name_outputs(model: "onnx.ModelProto", names: tuple[str, ...]) -> None:
+    """Give the graph's outputs the release file's names; a value inside that has one of them gives way."""
+    if not names:
+        return
+    current = [output.name for output in model.graph.output]
+    if len(current) != len(names):
+        raise ExportError(f"the model returns {len(current)} outputs, the release file names {len(names)}")
+    taken = {value for node in model.graph.node for value in node.output} - set(current)
+    renamed = {name: f"{name}_inside" for name in names if name in taken} | dict(zip(current, names, strict=True))
+    for node in model.graph.node:
+        for values in (node.input, node.output):
+            for index, value in enumerate(values):
+                values[index] = renamed.get(value, value)
+    for value in (*model.graph.output, *model.graph.value_info):
+        value.name = renamed.get(value.name, value.name)
 
 
 def _symbol(name: str, dimension: Dimension) -> Any:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from tasks.benchmark import BenchmarkResult
@@ -142,7 +141,7 @@ def _log(
                 files[name] = scratch / name
             registry.log_artifacts(run_id, files)
             runs = {outcome.target.name: _log_target(registry, run_id, outcome) for outcome in outcomes}
-            version = _register(context, model, run_id, imported, exported, outcomes, scratch) if passed else None
+            version = _register(context, model, run_id, imported, exported, outcomes) if passed else None
     return TrackResult(
         run_id=run_id,
         target_runs=runs,
@@ -175,15 +174,9 @@ def _register(
     imported: ImportResult,
     exported: ExportResult,
     outcomes: tuple[TargetOutcomes, ...],
-    scratch: Path,
 ) -> str:
     registry = context.registry
-    bundles = {}
-    for outcome in outcomes:
-        # The registry shows file names to people; the workspace's are digests.
-        link = scratch / f"{context.spec.name}-{slug(outcome.target.name)}.tar.gz"
-        link.symlink_to(context.file(outcome.bundle))
-        bundles[outcome.target.name] = link
+    bundles = {outcome.target.name: context.file(outcome.bundle) for outcome in outcomes}
     prefixed = {
         f"{slug(outcome.target.name)}.{key}": value for outcome in outcomes for key, value in metrics(outcome).items()
     }

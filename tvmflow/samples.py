@@ -31,6 +31,8 @@ def sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: i
             *([dimension.tune] if dimension.tune else []),
             beyond if dimension.max is None else min(beyond, dimension.max),
             dimension.min,
+            # The upper end only where it costs no more than a few typical runs.
+            *([dimension.max] if dimension.max is not None and dimension.max <= max(64, 4 * dimension.typical) else []),
         ]
         distinct = list(dict.fromkeys(candidates))
         chosen[name] = distinct[index % len(distinct)]

@@ -133,6 +133,14 @@ def test_a_servers_words_are_passed_on_without_the_secrets_in_them() -> None:
         assert "(Odd: who is *** with ***?)" in _refusal(replace(config, endpoint=endpoint))
 
 
+def test_a_connection_that_breaks_off_within_a_blob_is_told_and_leaves_no_file(tmp_path: Path) -> None:
+    with _answering({"GET": (200, "half a bundle")}, promised=26) as endpoint:
+        store = ReleaseStore(_somewhere(endpoint))
+        with pytest.raises(StoreError, match="broke the connection off while reading blobs"):
+            store.get_blob("0" * 64, tmp_path / "copy")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_proxy_in_the_environment_is_not_used_for_this_machine(
     rclone: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,15 +158,15 @@ def _somewhere(endpoint: str) -> StoreConfig:
 
 
 @contextlib.contextmanager
-def _answering(answers: dict[str, tuple[int, str]]) -> Iterator[str]:
-    """The address of a server that gives one fixed answer per method."""
+def _answering(answers: dict[str, tuple[int, str]], promised: int | None = None) -> Iterator[str]:
+    """The address of a server that gives one fixed answer per method, and says that it has `promised` bytes."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def _answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, body = answers[self.command]
             self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(promised or len(body)))
             self.end_headers()
             self.wfile.write(body.encode())
 

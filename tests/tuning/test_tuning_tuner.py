@@ -89,7 +89,8 @@ def test_a_baseline_that_hangs_does_not_end_the_run(
 ) -> None:
     tasks = [Task("matmul", matmul, 1)]
     report = tune(tasks, native, Budget(trials=4), store, tuner="random", seed=1, baseline=lambda _: sleeps, timeout=4)
-    assert (report.tasks[0].status, report.tasks[0].baseline_seconds) == ("tuned", None)
+    assert (report.tasks[0].trials, report.tasks[0].baseline_seconds) == (4, None)
+    assert report.tasks[0].best_seconds is not None
 
 
 def test_workers_killed_in_mid_run_do_not_end_it(conv: PrimFunc, native: Target, store: RecordStore) -> None:
@@ -135,7 +136,7 @@ def test_a_symbolic_function_is_skipped_and_the_others_are_tuned(
         "skipped",
         "its shapes are symbolic, and MetaSchedule needs static ones",
     )
-    assert (tuned.status, tuned.trials) == ("tuned", 4)
+    assert tuned.trials == 4
 
 
 @pytest.mark.parametrize(("target", "reason"), [("cuda-sm90", "cannot run cuda-sm90"), ("aarch64-generic", "aarch64")])

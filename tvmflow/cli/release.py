@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
 
-    from flows.release import ReleaseSummary
+    from flows.release import ReleaseSummary, TargetSummary
     from tvmflow.settings import Settings
+
+# Round medians further apart than this say more of the machine than of the model.
+NOISY = 0.2
 
 
 @click.command("release")
@@ -78,53 +83,48 @@ def use_prefect(settings: "Settings") -> None:
 
 def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") -> None:
     """Print what a release came to: the figures of each target, the table of N runs, and where everything is."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=f"{summary.name} {summary.version}", title_justify="left")
-    for column in ("target", "max error", "top-1 agreement", "p50", "p99", "vs ONNX Runtime", "vs PyTorch", "bundle"):
-        table.add_column(column, justify="left" if column == "target" else "right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = ("target", "error", "top-1 same", "p50 ms", "p99 ms", "/ ONNX RT", "/ PyTorch", "MB")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "target" else "right", no_wrap=True)
     for item in summary.targets:
         latency = item.latency_ms or {}
         table.add_row(
             item.target,
             _number(item.max_abs_error, "{:.1e}"),
             _number(item.top1_agreement, "{:.2%}"),
-            _number(latency.get("p50"), "{:.3g} ms"),
-            _number(latency.get("p99"), "{:.3g} ms"),
-            _number(item.ratio.get("onnxruntime"), "{:.2f}x"),
-            _number(item.ratio.get("pytorch"), "{:.2f}x"),
-            f"{item.bundle_size / 1e6:.2f} MB",
+            _number(latency.get("p50"), "{:.3f}"),
+            _number(latency.get("p99"), "{:.3f}"),
+            _number(item.ratio.get("onnxruntime"), "{:.2f}"),
+            _number(item.ratio.get("pytorch"), "{:.2f}"),
+            f"{item.bundle_size / 1e6:.2f}",
         )
     console.print(table)
     for item in summary.targets:
-        if item.metric is not None:
-            console.print(
-                f"{item.target}: task metric {item.metric['bundle']:.4f}, the original's {item.metric['original']:.4f}",
-                highlight=False,
-            )
-        if item.runs is not None:
-            console.print(_runs(item.runs, item.total_seconds, item.target))
-    where = Table.grid(padding=(0, 2))
-    for item in summary.targets:
-        where.add_row("bundle", item.bundle_path)
-    where.add_row("MLflow", f"run {summary.mlflow_run_id}, {summary.mlflow_model}")
-    where.add_row("release", summary.release_uri)
-    console.print(where)
+        for line in _lines(item):
+            console.print(f"{item.target}: {line}", highlight=False)
+    where = [("bundle", item.bundle_path) for item in summary.targets]
+    where.append(("MLflow", f"{summary.mlflow_model}, run {summary.mlflow_run_id}"))
+    where.append(("release", f"{summary.name} {summary.version}, {summary.release_uri}"))
     if settings.s3_endpoint is None and settings.s3_bucket is None:
-        console.print(f"Everything is kept in {os.path.relpath(settings.state)}.", highlight=False, style="dim")
+        where.append(("state", f"all of it is kept in {os.path.relpath(settings.state)}"))
+    for what, place in where:
+        # Never wrapped: these are copied.
+        console.print(f"{what:<8} {place}", highlight=False, soft_wrap=True)
 
 
-def _runs(runs: int, seconds: dict[str, float], target: str) -> "object":
-    from rich.table import Table
-
-    names = {"pytorch": "PyTorch", "onnxruntime": "ONNX Runtime", "tvm": "TVM from Python"}
-    table = Table(title=f"{runs} runs, {target}", title_justify="left")
-    table.add_column("")
-    table.add_column("seconds", justify="right")
-    for key, name in names.items():
-        if key in seconds:
-            table.add_row(name, f"{seconds[key]:.4f}")
-    return table
+def _lines(item: "TargetSummary") -> "Iterator[str]":
+    if item.metric is not None:
+        yield f"task metric {item.metric['bundle']:.4f}, the original's {item.metric['original']:.4f}"
+    if item.runs is not None:
+        names = {"pytorch": "PyTorch", "onnxruntime": "ONNX Runtime", "tvm": "TVM from Python"}
+        times = [f"{name} {item.total_seconds[key]:.3f} s" for key, name in names.items() if key in item.total_seconds]
+        yield f"{item.runs} runs: {', '.join(times)}"
+    if item.noise is not None and item.noise > NOISY:
+        yield f"the machine was busy while it was measured: rounds differ by {item.noise:.0%}"
 
 
 def _number(value: float | None, form: str) -> str:

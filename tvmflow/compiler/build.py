@@ -133,9 +133,16 @@ def build(
         apart = options.weights == "apart"
         scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)
         native = tvm.target.Target(target.tvm)
-        executable = relax.build(
-            scheduled, native, relax_pipeline=_finalize(target, native), exec_mode=options.exec_mode
-        )
+        pipeline = _finalize(target, native)
+        try:
+            executable = relax.build(scheduled, native, relax_pipeline=pipeline, exec_mode=options.exec_mode)
+        except Exception:
+            # TVM refuses a few schedules only when it generates code: these functions do without.
+            simpler = _replace_refused(scheduled, lowered, schedules, target)
+            if simpler is None:
+                raise
+            schedules = simpler
+            executable = relax.build(scheduled, native, relax_pipeline=pipeline, exec_mode=options.exec_mode)
     return Built(
         executable=executable,
         ir_text=ir_text(bare),
@@ -176,6 +183,32 @@ def _schedule(
         mod.update_func(variable, replacement)
         chosen.append((variable.name_hint, rule))
     return mod, chosen
+
+
+def _replace_refused(
+    scheduled: tvm.IRModule, lowered: tvm.IRModule, chosen: list[tuple[str, str]], target: Target
+) -> list[tuple[str, str]] | None:
+    """Put simpler schedules in the place of those that do not compile; None if all of them do."""
+    native, cpu = tvm.target.Target(target.tvm), machine(target)
+    result = dict(chosen)
+    for name, rule in chosen:
+        variable = scheduled.get_global_var(name)
+        if rule in ("dlight", "none") or _compiles(scheduled[variable], native):
+            continue
+        simple, rule = schedule(lowered[name], cpu, rules={})
+        if not _compiles(simple, native):
+            simple, rule = lowered[name].with_attr("tirx.is_scheduled", True), "none"
+        scheduled.update_func(variable, simple)
+        result[name] = rule
+    return list(result.items()) if list(result.items()) != chosen else None
+
+
+def _compiles(func: PrimFunc, native: tvm.target.Target) -> bool:
+    try:
+        tvm.tirx.build(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}), target=native)
+    except Exception:
+        return False
+    return True
 
 
 def _is_scheduled(function: PrimFunc) -> bool:

@@ -110,7 +110,7 @@ class ReleaseStore:
             with path.open("rb") as file:
                 size = path.stat().st_size
                 if self._blob_fault(sha256, [size]) is None:
-                    _check_file(file, path, sha256)
+                    _check_digest(hashlib.file_digest(file, "sha256").hexdigest(), path, sha256)
                     report(size)
                     return self._uri(key)
                 if size <= self.config.part_size:
@@ -483,10 +483,6 @@ def _require_name(what: str, text: str) -> None:
 def _require_sha256(text: str) -> None:
     if not _SHA256.fullmatch(text):
         raise StoreError(f"{text!r} is not a SHA-256 digest: expected 64 lower-case hexadecimal digits.")
-
-
-def _check_file(file: io.BufferedReader, path: Path, sha256: str) -> None:
-    _check_digest(hashlib.file_digest(file, "sha256").hexdigest(), path, sha256)
 
 
 def _check_digest(found: str, path: Path, sha256: str) -> None:

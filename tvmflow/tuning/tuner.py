@@ -80,7 +80,8 @@ class TaskReport:
     """What tuning did for one function.
 
     `tuned`: this run found a faster schedule; `record`: an earlier one did; `baseline`: none is known that is faster
-    than what needs no tuning; `skipped`: it could not be tuned, and `reason` says why. Seconds are of one call, None where not measured.
+    than what needs no tuning; `skipped`: it could not be tuned, and `reason` says why. Seconds are of one call, None
+    where not measured.
     """
 
     name: str

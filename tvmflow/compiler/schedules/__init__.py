@@ -1,6 +1,7 @@
 """The schedule of every fused function: a rule by the kind of its loops, and a fallback that takes them all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from tvm.s_tir import Schedule
 from tvm.tirx import PrimFunc
@@ -18,13 +19,15 @@ RULES: dict[str, Rule] = {
 }
 
 
-def schedule(func: PrimFunc, machine: Machine) -> tuple[PrimFunc, str]:
+def schedule(
+    func: PrimFunc, machine: Machine, rules: Mapping[str, Rule] = MappingProxyType(RULES)
+) -> tuple[PrimFunc, str]:
     """Schedule a fused function for a machine; returns it with the name of the rule that took it.
 
     A rule that does not know the function steps aside, and one that fails is passed over: the fallback takes the
     rest.
     """
-    for name, rule in (*RULES.items(), ("fallback", fallback.apply)):
+    for name, rule in (*rules.items(), ("fallback", fallback.apply)):
         trial = Schedule(func)
         try:
             taken = rule(trial, machine)

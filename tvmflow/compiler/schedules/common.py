@@ -105,6 +105,31 @@ def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
     return sch.fuse(*loops) if len(loops) > 1 else loops[0]
 
 
+def join_dimensions(sch: Schedule, block: SBlockRV, first: int) -> None:
+    """Make one loop of a block's loops from `first` to the last but one; the last one stays.
+
+    Done to the block rather than to its loops, so that TVM sees one index where it would see a quotient and a rest.
+    """
+    sizes = [variable.dom.extent for variable in sch.get(block).iter_vars][first:-1]
+    if len(sizes) < 2:
+        return
+
+    def joined(*index: tirx.Var) -> list[tirx.Expr]:
+        row = index[first]
+        for position, size in zip(index[first + 1 : -1], sizes[1:], strict=True):
+            row = row * size + position
+        return [*index[:first], row, index[-1]]
+
+    sch.transform_block_layout(block, tirx.IndexMap.from_func(joined, first + len(sizes) + 1))
+
+
+def is_static(sch: Schedule) -> bool:
+    """Whether the function has no symbolic shape."""
+    return all(
+        isinstance(size, tirx.IntImm) for parameter in sch.mod["main"].params for size in getattr(parameter, "shape", ())
+    )
+
+
 def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Vectorise a block's innermost loop, whose memory must be contiguous; what is left over runs lane by lane."""
     _vectorize(sch, sch.get_loops(block)[-1], machine)
@@ -117,6 +142,9 @@ def _vectorize(sch: Schedule, loop: LoopRV, machine: Machine) -> LoopRV | None:
         if size & (size - 1) == 0 and size > 1:
             sch.vectorize(loop)
         return None
+    if size is not None and size % machine.lanes and not is_static(sch):
+        # TVM mixes widths of integers when it partitions a loop of known extent among symbolic ones.
+        return loop
     outer, lane = sch.split(loop, [None, machine.lanes])
     sch.vectorize(lane)
     if size is None or size % machine.lanes:

@@ -31,16 +31,16 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     lanes, channels = int(annotations[LANES]), _static(sizes[-reduced - 1])
     vectors = None if channels is None else channels // lanes
     out = common.inline_epilogue(sch, product)
+    if kind == "rows":
+        common.join_dimensions(sch, out, lead_count)
     loops = list(sch.get_loops(out))
     lead, channel = loops[:lead_count], loops[-1]
     count = _vectors(rows, vectors, machine)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
+    far, near = sch.split(loops[-2], [None, rows])
     if kind == "rows":
-        row = common.fuse(sch, loops[lead_count:-1])
-        far, near = sch.split(row, [None, rows])
         tiles_outer, at_inner = [*lead, far], []
     else:
-        far, near = sch.split(loops[-2], [None, rows])
         tiles_outer, at_inner = loops[:-2], [far]
     weight_bytes = 4 * lanes * (vectors or 1) * math.prod(_static(size) or 1 for size in sizes[-reduced:])
     # Small weights stay in the cache while each core works through rows it wrote itself; large ones are read once.
