@@ -28,6 +28,8 @@ from tvmflow.errors import StepError, TvmflowError
 CHILD_VARIABLE = "TVMFLOW_CHILD"
 _EVENTS_VARIABLE = "TVMFLOW_EVENTS_FD"
 _TAIL = 4000
+# Seconds between looks whether a silent child still lives.
+_WATCH = 1.0
 
 T = TypeVar("T", bound=BaseModel)
 Emit = Callable[[float, float, str], None]
@@ -120,12 +122,17 @@ class Child:
         with selectors.DefaultSelector() as selector:
             selector.register(self._events, selectors.EVENT_READ)
             while b"\n" not in self._pending:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
+                left = deadline - time.monotonic()
+                if left <= 0:
                     self.close()
                     raise StepError(
                         f"{self.step} took longer than {timeout / 60:.3g} minutes and was ended; "
                         f"set TVMFLOW_STEP_TIMEOUT_MINUTES for more, its log is {self.log}"
                     )
+                if not selector.select(min(left, _WATCH)):
+                    if self._process.poll() is not None:
+                        return None  # What it had forked may hold the pipe open after it.
+                    continue
                 data = os.read(self._events.fileno(), 1 << 16)
                 if not data:
                     return None
@@ -215,6 +222,10 @@ def _serve(function: str, parent: int) -> None:
         sys.modules["torch"] = None  # type: ignore[assignment]
     events = os.fdopen(int(os.environ.pop(_EVENTS_VARIABLE)), "w", buffering=1)
     os.set_inheritable(events.fileno(), False)
+    # A user's code that asks a question gets an end of file, not a job.
+    jobs = os.fdopen(os.dup(0), "rb")
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
 
     def send(message: Mapping[str, object]) -> None:
         events.write(json.dumps(message) + "\n")
@@ -223,7 +234,7 @@ def _serve(function: str, parent: int) -> None:
         send({"progress": [done, total, message]})
 
     module, _, name = function.partition(":")
-    for line in sys.stdin.buffer:
+    for line in jobs:
         try:
             work = getattr(importlib.import_module(module), name)
             job = work.__annotations__["job"].model_validate_json(line)

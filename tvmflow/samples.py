@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tvmflow import usercode
+from tvmflow import npz, usercode
 from tvmflow.errors import SpecError
 from tvmflow.spec import Dimension, Input
 
@@ -85,14 +85,12 @@ def _from_npz(item: Input, folder: Path) -> Array:
     file = folder / (item.samples.file or Path())
     key = item.samples.key or item.name
     try:
-        with np.load(file, allow_pickle=False) as archive:
-            if key not in archive.files:
-                raise SpecError(
-                    f"samples of input {item.name!r}: {str(file)!r} holds no {key!r}, only {', '.join(archive.files)}"
-                )
-            return np.asarray(archive[key])
+        arrays = npz.read(file)
     except (OSError, ValueError) as error:
         raise SpecError(f"samples of input {item.name!r}: {str(file)!r} is no readable .npz ({error})") from error
+    if key not in arrays:
+        raise SpecError(f"samples of input {item.name!r}: {str(file)!r} holds no {key!r}, only {', '.join(arrays)}")
+    return arrays[key]
 
 
 def save(path: Path, pairs: Sequence[tuple[Named, Named]]) -> None:

@@ -1,7 +1,7 @@
 """The release file: what a user says about a model, validated."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -10,11 +10,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tvmflow.errors import SpecError, TargetError
-from tvmflow.target import Target, resolve
+from tvmflow.target import Target, presets, resolve
 
 DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-_OBJECT = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 Dtype = Literal["float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -26,12 +26,9 @@ class _Strict(BaseModel):
 
 
 def _object_path(value: str) -> str:
-    if not _OBJECT.match(value):
+    if not _OBJECT.fullmatch(value):
         raise ValueError(f"{value!r} is not of the form package.module:function")
     return value
-
-
-ObjectPath = Annotated[str, Field(pattern=_OBJECT.pattern)]
 
 
 class Model(_Strict):
@@ -91,8 +88,11 @@ class Samples(_Strict):
             _object_path(self.function)
         if self.kind == "integers" and (self.low is None or self.high is None):
             raise ValueError("samples of kind integers need low and high")
-        if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g})")
+        low, high = self.low or 0.0, 1.0 if self.high is None else self.high
+        if self.kind in ("uniform", "integers") and low >= high:
+            raise ValueError(f"low ({low:g}) must be below high ({high:g})")
+        if self.kind == "integers" and not (low.is_integer() and high.is_integer()):
+            raise ValueError(f"low ({low:g}) and high ({high:g}) of kind integers must be whole numbers")
         return self
 
 
@@ -270,7 +270,7 @@ class Spec(_Strict):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, value: str) -> str:
-        if not _NAME.match(value):
+        if not _NAME.fullmatch(value):
             raise ValueError(f"{value!r} must consist of letters, digits, dots, dashes and underscores")
         return value
 
@@ -324,8 +324,8 @@ def load(path: Path) -> Spec:
     except UnicodeDecodeError as error:
         raise SpecError(f"release file {str(path)!r} is not UTF-8 text; `tvmflow init` writes a good one") from error
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        document = yaml.load(text, _Loader)  # noqa: S506 - a safe loader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where is not None else ""
         raise SpecError(f"release file {str(path)!r} is not valid YAML{line}: {_yaml_problem(error)}") from error
@@ -352,12 +352,24 @@ def parse(document: object, folder: Path, source: str = "release file") -> Spec:
         *((f"inputs.{item.name}.samples.file", item.samples.file) for item in spec.inputs),
         *(("train.reads", file) for file in (spec.train.reads if spec.train else ())),
     ):
-        if file is not None and not spec.path(file).exists():
+        if file is not None and not spec.path(file).is_file():
             raise SpecError(f"{source}: {key}: there is no file {str(spec.path(file))!r}")
     return spec
 
 
-def _yaml_problem(error: yaml.YAMLError) -> str:
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader that refuses a key given twice, where PyYAML silently takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _yaml_problem(error: Exception) -> str:
     return " ".join(str(getattr(error, "problem", None) or error).split())
 
 
@@ -371,7 +383,8 @@ def _explain(error: ValidationError) -> str:
         key = str(first["loc"][-1])
         known = _known_keys(first["loc"][:-1])
         return f"unknown key {where!r}{_hint(key, known) or '; known here are ' + ', '.join(sorted(known))}{more}"
-    message = first["msg"].removeprefix("Value error, ")
+    # Pydantic's words are Python's; the file's are YAML's.
+    message = first["msg"].removeprefix("Value error, ").replace("tuple", "list").replace("dictionary", "mapping")
     if first["type"] == "missing":
         message = "is required"
     return f"{where}: {message}{more}" if where else f"{message}{more}"
@@ -404,7 +417,15 @@ def _hint(key: str, known: set[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-TEMPLATE = """\
+def template(name: str) -> str:
+    """A new release file, commented. Raises SpecError for a name that no release may have."""
+    if not _NAME.fullmatch(name):
+        raise SpecError(f"name {name!r} must consist of letters, digits, dots, dashes and underscores; give such a one")
+    plain = yaml.safe_load(name) == name  # and not a number, a date or a truth value
+    return _TEMPLATE.format(name=name if plain else f'"{name}"', presets=" | ".join(presets()))
+
+
+_TEMPLATE = """\
 # A release file: what `tvmflow release` ships. Every key is shown; what is commented out shows its default.
 
 name: {name}

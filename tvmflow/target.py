@@ -241,6 +241,11 @@ def _parse_older_form(name: str, words: list[str]) -> dict[str, Any]:
 
 def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
     kind = tvm.get("kind")
+    cores, attributes = tvm.get("num-cores", 1), tvm.get("mattr", [])
+    if not isinstance(cores, int) or cores < 1:
+        raise TargetError(f"target {name!r}: num-cores is {cores!r}; give a positive number")
+    if not isinstance(attributes, list) or not all(str(item).startswith(("+", "-")) for item in attributes):
+        raise TargetError(f"target {name!r}: mattr is {attributes!r}; give a list such as ['+avx2', '-fma']")
     if kind == "cuda":
         return Target(name, tvm, "cuda")
     if kind != "llvm":
@@ -269,11 +274,13 @@ def _llvm_features(name: str, tvm: dict[str, Any]) -> tuple[str, ...]:
     import tvm as library
     from tvm_ffi import get_global_func
 
+    # Asked first, of a target that names no CPU: with an unknown one TVM only warns, and builds for any.
+    generic = library.target.Target({"kind": "llvm", "mtriple": tvm["mtriple"]})
+    if mcpu not in [str(known) for known in get_global_func("target.llvm_get_cpu_archlist")(generic)]:
+        raise TargetError(f"target {name!r}: LLVM knows no CPU {mcpu!r}; see `llc -mcpu=help` for its names")
     try:
         target = library.target.Target({key: value for key, value in tvm.items() if key != "num-cores"})
     except ValueError as error:
         raise TargetError(f"target {name!r} is refused by TVM: {str(error).splitlines()[0]}") from error
-    if mcpu not in [str(known) for known in get_global_func("target.llvm_get_cpu_archlist")(target)]:
-        raise TargetError(f"target {name!r}: LLVM knows no CPU {mcpu!r}; see `llc -mcpu=help` for its names")
     names = (str(feature) for feature in get_global_func("target.llvm_get_cpu_features")(target))
     return tuple(sorted({mapped for feature in names if (mapped := _LLVM_TO_CPUINFO.get(feature))}))

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -15,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from tvmflow.bundle import sha256_file
 from tvmflow.errors import StepError, TvmflowError
@@ -121,7 +120,7 @@ class Workspace:
         try:
             record = json.loads(self._record(step, key).read_text())
             result = kind.model_validate(record["result"])
-        except (OSError, ValueError, KeyError, ValidationError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         intact = all(self.holds(artifact) for artifact in result.artifacts()) and result.sources.unchanged()
         return result if intact else None
@@ -131,10 +130,9 @@ class Workspace:
         place = self._record(step, key)
         place.parent.mkdir(parents=True, exist_ok=True)
         document = {"step": step, "seconds": seconds, "result": result.model_dump(mode="json")}
-        descriptor, partial = tempfile.mkstemp(dir=self.folder / "tmp")
-        with os.fdopen(descriptor, "w") as stream:
-            json.dump(document, stream)
-        Path(partial).replace(place)
+        with self.scratch() as folder:
+            (folder / place.name).write_text(json.dumps(document))
+            (folder / place.name).replace(place)
 
     def _record(self, step: str, key: str) -> Path:
         return self.folder / "steps" / step / f"{key}.json"

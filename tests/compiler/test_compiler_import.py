@@ -39,7 +39,9 @@ def test_every_unsupported_operator_is_named_at_once(make_model: Any) -> None:
         helper.make_node("GRU", ["x", "w", "r"], ["h"], name="a_gru", hidden_size=4),
         helper.make_node("Foo", ["h"], ["y"], name="a_foo", domain="org.example"),
     ]
-    path = make_model(nodes, [("x", [5, 1, 3])], ["y"], {"w": np.zeros((1, 12, 3), "f"), "r": np.zeros((1, 12, 4), "f")})
+    path = make_model(
+        nodes, [("x", [5, 1, 3])], ["y"], {"w": np.zeros((1, 12, 3), "f"), "r": np.zeros((1, 12, 4), "f")}
+    )
     with pytest.raises(UnsupportedOperatorError, match=r"GRU.*org\.example\.Foo"):
         import_onnx(path)
 

@@ -39,12 +39,20 @@ _CONVOLUTIONS = [
 
 
 @pytest.mark.parametrize("case", _CONVOLUTIONS, ids=lambda case: "-".join(map(str, case)))
-def test_convolutions_equal_onnx_runtime(case: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+def test_convolutions_equal_onnx_runtime(
+    case: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
     channels, out, groups, kernel, stride, pad, dilation, height, width = case
     nodes = [
         helper.make_node(
-            "Conv", ["x", "w", "b"], ["c"], group=groups, kernel_shape=[kernel] * 2, strides=[stride] * 2,
-            pads=[pad] * 4, dilations=[dilation] * 2,
+            "Conv",
+            ["x", "w", "b"],
+            ["c"],
+            group=groups,
+            kernel_shape=[kernel] * 2,
+            strides=[stride] * 2,
+            pads=[pad] * 4,
+            dilations=[dilation] * 2,
         ),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
@@ -96,7 +104,10 @@ def test_a_symbolic_batch_serves_every_batch(make_model: Any, assert_same_as_onn
         helper.make_node("Softmax", ["f"], ["y"]),
     ]
     weights = {
-        "w1": _normal(20, 3, 3, 3), "w2": _normal(33, 20, 1, 1) / 4, "w3": _normal(10, 33) / 4, "b3": _normal(10),
+        "w1": _normal(20, 3, 3, 3),
+        "w2": _normal(33, 20, 1, 1) / 4,
+        "w3": _normal(10, 33) / 4,
+        "b3": _normal(10),
     }
     path = make_model(nodes, [("x", ["batch", 3, 17, 17])], ["y"], weights)
     built = assert_same_as_onnxruntime(path, *({"x": _normal(batch, 3, 17, 17)} for batch in (1, 2, 5)))
@@ -178,14 +189,19 @@ def test_attention_with_symbolic_batch_and_length_equals_onnx_runtime(
         helper.make_node("Gelu", ["o3"], ["y"]),
     ]
     weights = {
-        "table": _normal(50, width), "scale": _normal(width), "bias": _normal(width), "shape": shape,
+        "table": _normal(50, width),
+        "scale": _normal(width),
+        "bias": _normal(width),
+        "shape": shape,
         **{f"w{part}": _normal(width, width) / 4 for part in "qkv"},
-        "axes": np.array([1, 2]), "flat": np.array([0, 0, width]),
+        "axes": np.array([1, 2]),
+        "flat": np.array([0, 0, width]),
     }
     inputs = [("ids", ["batch", "time"], TensorProto.INT64), ("mask", ["batch", "time"], TensorProto.INT64)]
     path = make_model(nodes, inputs, ["y"], weights, opset=20)
     feeds = [
-        {"ids": _rng().integers(-50, 50, size), "mask": _rng().integers(-2, 1, size)} for size in ((1, 16), (3, 11), (2, 1))
+        {"ids": _rng().integers(-50, 50, size), "mask": _rng().integers(-2, 1, size)}
+        for size in ((1, 16), (3, 11), (2, 1))
     ]
     built = assert_same_as_onnxruntime(path, *feeds)
     assert _rules(built)["rows"] >= 3
@@ -229,15 +245,16 @@ def test_operators_without_a_rule_fall_back(make_model: Any, assert_same_as_onnx
         helper.make_node("TopK", ["c", "k"], ["y", "indices"]),
     ]
     weights = {
-        "w": _normal(3, 5, 2, 2), "axes": np.array([3]), "one": np.array(1), "k": np.array([3]),
+        "w": _normal(3, 5, 2, 2),
+        "axes": np.array([3]),
+        "one": np.array(1),
+        "k": np.array([3]),
     }
     path = make_model(nodes, [("x", [1, 3, 5, 6])], ["y"], weights)
     assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 5, 6)})
 
 
-def test_weights_apart_give_what_weights_inside_give(
-    make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
+def test_weights_apart_give_what_weights_inside_give(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["a"]),
         helper.make_node("Flatten", ["a"], ["b"]),

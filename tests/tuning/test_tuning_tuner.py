@@ -12,7 +12,8 @@ from tvm.tirx import PrimFunc
 
 from tvmflow.errors import TuneError
 from tvmflow.target import Target, resolve
-from tvmflow.tuning import Budget, Progress, RecordStore, Task, TuneReport, TunerName, apply, tune
+from tvmflow.tuning import Budget, Progress, Record, RecordStore, Task, TuneReport, TunerName, apply, tune, workload_key
+from tvmflow.tuning.records import SPACE_VERSION, now, tvm_version
 from tvmflow.tuning.space import TUNERS
 
 
@@ -65,6 +66,15 @@ def test_trials_that_were_spent_before_are_not_spent_again(
 ) -> None:
     tasks = [Task("matmul", matmul, 1), Task("elementwise", elementwise, 1)]
     assert tune(tasks, native, Budget(trials=8), tuned[1], tuner="random").trials == 0
+
+
+def test_a_record_that_does_not_replay_is_passed_over(matmul: PrimFunc, native: Target, store: RecordStore) -> None:
+    trace = '[[["GetSBlock", [], ["no such block", "main"], ["b0"]]], []]'
+    key = workload_key(matmul)
+    store.append(Record(key, "", trace, 1e-9, None, native.canonical, tvm_version(), SPACE_VERSION, "random", 1, now()))
+    report = tune([Task("matmul", matmul, 1)], native, Budget(trials=4), store, tuner="ga")
+    assert report.trials == 4
+    assert report.tasks[0].status in ("tuned", "baseline")
 
 
 @pytest.mark.parametrize("tuner", TUNERS)

@@ -12,7 +12,6 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
 
 from tvmflow.bundle.manifest import FileEntry, Manifest
 from tvmflow.errors import BundleError
@@ -67,8 +66,8 @@ def pack(destination: Path, manifest: Manifest, files: Mapping[str, Path]) -> Ma
 
 def read_manifest(bundle: Path) -> Manifest:
     """The manifest of a bundle; the other files are not looked at."""
-    with _members(bundle) as members:
-        return _first_manifest(members, bundle)
+    with _opened(bundle) as stream:
+        return _first_manifest(_members(stream), bundle)
 
 
 def extract(bundle: Path, destination: Path) -> Manifest:
@@ -77,7 +76,8 @@ def extract(bundle: Path, destination: Path) -> Manifest:
     Raises BundleError for a file that is no bundle, truncated, altered, or that holds anything but the regular files
     its manifest names; nothing of it may be used then.
     """
-    with _members(bundle) as members:
+    with _opened(bundle) as stream:
+        members = _members(stream)
         manifest = _first_manifest(members, bundle)
         absent = set(_REQUIRED) - set(manifest.files)
         if absent or (manifest.weights == "apart") != ("mod.params" in manifest.files):
@@ -94,13 +94,13 @@ def extract(bundle: Path, destination: Path) -> Manifest:
                 f"bundle {str(bundle)!r} needs {needed >> 20} MiB in {str(destination)!r}, {free >> 20} MiB are free"
             )
         left = dict(manifest.files)
-        for info, stream in members:
+        for info, content in members:
             entry = left.pop(info.name, None)
-            if entry is None or not info.isreg() or info.size != entry.size:
+            if entry is None or info.type != tarfile.REGTYPE or info.size != entry.size:
                 raise BundleError(
                     f"bundle {str(bundle)!r} holds {info.name!r}, which its manifest does not describe; do not trust it"
                 )
-            _write_checked(stream, entry, destination / info.name, bundle)
+            _write_checked(content, entry, destination / info.name, bundle)
         if left:
             raise BundleError(f"bundle {str(bundle)!r} ends before {sorted(left)[0]!r}; fetch it again")
     return manifest
@@ -113,40 +113,68 @@ def _member(name: str, size: int) -> tarfile.TarInfo:
 
 
 @contextlib.contextmanager
-def _members(bundle: Path) -> Iterator[Iterator[tuple[tarfile.TarInfo, IO[bytes]]]]:
-    """Iterate the archive's members in order, with every way an archive can be broken turned into BundleError."""
+def _opened(bundle: Path) -> Iterator[gzip.GzipFile]:
+    """The bundle's tar stream, with every way a file can be broken or unreadable turned into BundleError."""
     try:
         with bundle.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
-
-            def members(archive: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
-                for info in archive:
-                    yield info, archive.extractfile(info) if info.isreg() else io.BytesIO()  # type: ignore[misc]
-
-            with tarfile.open(fileobj=stream, mode="r|") as archive:
-                yield members(archive)
-                while stream.read(_CHUNK):
-                    pass  # to the end, so that gzip's own check sum is compared
-    except FileNotFoundError as error:
-        if error.filename != str(bundle):
-            raise
-        raise BundleError(f"there is no bundle {str(bundle)!r}") from error
-    except IsADirectoryError as error:
-        raise BundleError(f"{str(bundle)!r} is a folder, not a bundle") from error
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, UnicodeError, ValueError) as error:
+            yield stream
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
         raise BundleError(f"{str(bundle)!r} is not a bundle or is damaged ({error}); fetch it again") from error
+    except OSError as error:
+        if error.filename != str(bundle):
+            raise BundleError(
+                f"bundle {str(bundle)!r} cannot be unpacked ({error.strerror or error}); "
+                f"free space, or set TMPDIR to another folder"
+            ) from error
+        if isinstance(error, FileNotFoundError):
+            raise BundleError(f"there is no bundle {str(bundle)!r}") from error
+        if isinstance(error, IsADirectoryError):
+            raise BundleError(f"{str(bundle)!r} is a folder, not a bundle") from error
+        raise BundleError(f"bundle {str(bundle)!r} cannot be read ({error.strerror})") from error
 
 
-def _first_manifest(members: Iterator[tuple[tarfile.TarInfo, IO[bytes]]], bundle: Path) -> Manifest:
+def _members(stream: gzip.GzipFile) -> Iterator[tuple[tarfile.TarInfo, Iterator[bytes]]]:
+    """The archive's members in order, each with its content in chunks, to be consumed before the next is asked for.
+
+    Reads what `pack` writes and no more. tarfile's own reader also follows long names, extended headers and sparse
+    files, and holds in memory whatever sizes those declare.
+    """
+    while (header := _exactly(stream, tarfile.BLOCKSIZE)) != bytes(tarfile.BLOCKSIZE):
+        info = tarfile.TarInfo.frombuf(header, "ascii", "strict")
+        yield info, _content(stream, info.size)
+        _exactly(stream, -info.size % tarfile.BLOCKSIZE)
+    # To the end, so that gzip's own check sum is compared; but no further than tar pads.
+    padding = stream.read(tarfile.RECORDSIZE + 1)
+    if len(padding) > tarfile.RECORDSIZE or any(padding):
+        raise ValueError("it goes on after its end")
+
+
+def _content(stream: gzip.GzipFile, size: int) -> Iterator[bytes]:
+    for start in range(0, size, _CHUNK):
+        yield _exactly(stream, min(_CHUNK, size - start))
+
+
+def _exactly(stream: gzip.GzipFile, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) != size:
+        raise EOFError("it ends too early")
+    return data
+
+
+def _first_manifest(members: Iterator[tuple[tarfile.TarInfo, Iterator[bytes]]], bundle: Path) -> Manifest:
     first = next(members, None)
-    if first is None or first[0].name != MANIFEST or not first[0].isreg() or first[0].size > _MANIFEST_LIMIT:
+    if first is None or first[0].name != MANIFEST or first[0].type != tarfile.REGTYPE:
         raise BundleError(f"{str(bundle)!r} is not a bundle: it does not begin with {MANIFEST}")
-    return Manifest.from_json(first[1].read(), str(bundle))
+    info, content = first
+    if info.size > _MANIFEST_LIMIT:
+        raise BundleError(f"{str(bundle)!r} is not a bundle: its {MANIFEST} is larger than {_MANIFEST_LIMIT} bytes")
+    return Manifest.from_json(b"".join(content), str(bundle))
 
 
-def _write_checked(stream: IO[bytes], entry: FileEntry, path: Path, bundle: Path) -> None:
+def _write_checked(content: Iterator[bytes], entry: FileEntry, path: Path, bundle: Path) -> None:
     digest = hashlib.sha256()
     with path.open("xb") as output:
-        while chunk := stream.read(_CHUNK):
+        for chunk in content:
             digest.update(chunk)
             output.write(chunk)
     if digest.hexdigest() != entry.sha256:

@@ -67,38 +67,38 @@ class Manifest:
     def from_json(cls, data: bytes, source: str) -> Self:
         """Read a manifest; `source` names the bundle in errors. Raises BundleError for anything unexpected."""
         try:
-            document = json.loads(data)
+            document = _mapping(json.loads(data))
             number = document["format"]
-            if number != FORMAT:
+            if number != FORMAT or not isinstance(number, int) or isinstance(number, bool):
                 raise BundleError(
                     f"bundle {source!r} has format {number!r}, this tvmflow reads {FORMAT}; upgrade tvmflow"
                 )
             return cls(
                 name=_text(document["name"]),
                 target=_text(document["target"]),
-                tvm_target=dict(document["tvm_target"]),
+                tvm_target=_mapping(document["tvm_target"]),
                 arch=_text(document["arch"]),
-                cpu_features=tuple(_text(item) for item in document["cpu_features"]),
+                cpu_features=tuple(_text(item) for item in _list(document["cpu_features"])),
                 threads=_count(document["threads"]),
-                inputs=tuple(_tensor(item) for item in document["inputs"]),
-                outputs=tuple(_tensor(item) for item in document["outputs"]),
+                inputs=tuple(_tensor(item) for item in _list(document["inputs"])),
+                outputs=tuple(_tensor(item) for item in _list(document["outputs"])),
                 dimensions={
-                    _text(name): (_count(low), None if high is None else _count(high))
-                    for name, (low, high) in document["dimensions"].items()
+                    name: (_count(low), None if high is None else _count(high))
+                    for name, (low, high) in _mapping(document["dimensions"]).items()
                 },
                 weights=_weights(document["weights"]),
                 versions=Versions(
                     **{key: _text(document["versions"][key]) for key in ("tvmflow", "tvm", "tvm_ffi", "llvm")}
                 ),
-                provenance={_text(key): _text(value) for key, value in document["provenance"].items()},
+                provenance={key: _text(value) for key, value in _mapping(document["provenance"]).items()},
                 files={
-                    _text(name): FileEntry(_digest(entry["sha256"]), _count(entry["size"]))
-                    for name, entry in document["files"].items()
+                    name: FileEntry(_digest(entry["sha256"]), _count(entry["size"]))
+                    for name, entry in _mapping(document["files"]).items()
                 },
             )
         except BundleError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BundleError(
                 f"bundle {source!r} has a damaged manifest ({type(error).__name__}: {error}); fetch it again"
             ) from error
@@ -106,9 +106,10 @@ class Manifest:
     def check_host(self) -> None:
         """Raise BundleError, in one sentence, if this machine or the installed TVM cannot run the bundle."""
         machine = host()
-        arch = (
-            str(self.tvm_target.get("host", {}).get("mtriple", "")).split("-")[0] if self.arch == "cuda" else self.arch
-        )
+        arch = self.arch
+        if arch == "cuda":
+            host_target = self.tvm_target.get("host")
+            arch = str(host_target.get("mtriple", "")).split("-")[0] if isinstance(host_target, dict) else ""
         if arch and arch != machine.arch:
             raise BundleError(
                 f"bundle {self.name!r} is built for {arch}, this machine is {machine.arch}; "
@@ -144,6 +145,18 @@ def _minor(number: str) -> list[str]:
     return number.split(".")[:2]
 
 
+def _mapping(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is not a mapping")
+    return value
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is not a list")
+    return value
+
+
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a string")
@@ -172,5 +185,5 @@ def _weights(value: object) -> Literal["inside", "apart"]:
 
 
 def _tensor(item: Mapping[str, Any]) -> TensorSpec:
-    shape = tuple(dim if isinstance(dim, str) else _count(dim) for dim in item["shape"])
+    shape = tuple(dim if isinstance(dim, str) else _count(dim) for dim in _list(item["shape"]))
     return TensorSpec(_text(item["name"]), shape, _text(item["dtype"]))

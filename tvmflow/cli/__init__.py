@@ -39,11 +39,8 @@ def main() -> None:
         cli.main(standalone_mode=False)
     except TvmflowError as error:
         _fail(str(error), type(error).__name__, error.exit_code)
-    except click.exceptions.Exit as error:
-        sys.exit(error.exit_code)
     except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        _fail(error.format_message(), "UsageError", error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _end_children()
         _fail(
@@ -56,16 +53,19 @@ def main() -> None:
         if missing in ("tvmflow", "tasks", "flows"):
             raise
         _fail(f"this command needs {missing!r}; install it with `pip install tvmflow[pipeline]`", "Missing", 1)
-    except BrokenPipeError:
-        # The reader of our output went away, as `head` does: no more can be said to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except OSError as error:
+        place = f"{error.filename!r}: " if error.filename else ""
+        _fail(f"{place}{error.strerror or error}; correct the path or free space, and run again", "OSError", 1)
 
 
 def _fail(message: str, kind: str, code: int) -> None:
-    if "--json" in sys.argv:
-        click.echo(json.dumps({"error": {"type": kind, "message": message}}))
-    click.echo(f"tvmflow: {message}", err=True)
+    try:
+        if "--json" in sys.argv:
+            click.echo(json.dumps({"error": {"type": kind, "message": message}}))
+        click.echo(f"tvmflow: {message}", err=True)
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does: no more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 

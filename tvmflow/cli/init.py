@@ -1,5 +1,6 @@
 """`tvmflow init`: a new release file, commented."""
 
+import re
 from pathlib import Path
 
 import click
@@ -13,10 +14,10 @@ from tvmflow.errors import SpecError
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 def init_command(file: Path, name: str | None, force: bool) -> None:
     """Write a release file with every key explained to FILE, by default release.yaml."""
-    from tvmflow.spec import TEMPLATE
-    from tvmflow.target import presets
+    from tvmflow.spec import template
 
-    text = TEMPLATE.format(name=name or file.absolute().parent.name or "model", presets=" | ".join(presets()))
+    folder = re.sub(r"[^A-Za-z0-9._-]", "-", file.absolute().parent.name).lstrip("-._")
+    text = template(name or folder or "model")
     try:
         with file.open("w" if force else "x", encoding="utf-8") as stream:
             stream.write(text)

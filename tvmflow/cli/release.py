@@ -64,6 +64,8 @@ def use_prefect(settings: "Settings") -> None:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "DO_NOT_TRACK": "1",
+        # What fails is said once, in a sentence; Prefect would print its traceback as well. A server gets every log.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     }
     if settings.prefect_api_url is not None:
         environment["PREFECT_API_URL"] = settings.prefect_api_url
@@ -74,8 +76,6 @@ def use_prefect(settings: "Settings") -> None:
             "PREFECT_HOME": str(home),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
             "PREFECT_LOGGING_TO_API_ENABLED": "false",
-            # What fails is said once, in a sentence; Prefect would print its traceback as well.
-            "PREFECT_LOGGING_LEVEL": "CRITICAL",
         }
     for name, value in environment.items():
         os.environ.setdefault(name, value)

@@ -57,23 +57,21 @@ def run_command(bundle: Path, inputs: Path | None, output: Path | None, repeat: 
 
 
 def _read(path: Path) -> "dict[str, Array]":
-    import numpy as np
+    from tvmflow import npz
 
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+        return npz.read(path)
     except FileNotFoundError as error:
         raise InputError(f"there is no inputs file {str(path)!r}") from error
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{str(path)!r} is not a readable .npz of arrays; write it with numpy.savez") from error
 
 
 def _write(path: Path, results: "dict[str, Array]") -> None:
-    import numpy as np
+    from tvmflow import npz
 
     numbered = {f"output_{index}": array for index, array in enumerate(results.values())}
     try:
-        with path.open("wb") as stream:
-            np.savez(stream, **{**numbered, **results})  # type: ignore[arg-type]
+        npz.write(path, {**numbered, **results})
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be written ({error.strerror}); choose another place") from error

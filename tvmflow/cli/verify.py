@@ -26,8 +26,10 @@ def verify_command(bundle: Path, as_json: bool) -> None:
         inputs, expected = model.sample
         computed = model(**inputs)
         manifest = model.manifest
-    worst = max(float(np.max(np.abs(computed[name] - expected[name]), initial=0.0)) for name in expected)
+    worst = 0.0
     for name, array in expected.items():
+        difference = np.abs(computed[name].astype(np.float64) - array.astype(np.float64))
+        worst = max(worst, float(np.max(difference, initial=0.0)))
         if not np.allclose(computed[name], array, rtol=1e-2, atol=1e-3, equal_nan=True):
             raise VerdictError(f"bundle {str(bundle)!r}: output {name!r} differs from the original's by {worst:.3g}")
     if as_json:

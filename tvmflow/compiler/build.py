@@ -1,6 +1,7 @@
 """Builds an imported model into a shared library for a target, and says what was done."""
 
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -67,15 +68,15 @@ class Built:
         """
         compiler = self.cross_compiler
         link = cc.cross_compiler(compiler) if compiler else None
-        # The linker is run beside the library: nothing of a temporary folder's name may enter it.
         try:
-            with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+            # A file that replaces another whole: writing into a library that is loaded crashes who uses it.
+            with tempfile.TemporaryDirectory(prefix=".tvmflow-", dir=Path(path).parent) as folder:
                 library = Path(folder) / "mod.so"
                 self.executable.export_library(str(library), fcompile=link)
-                shutil.copyfile(library, path)
+                library.replace(path)
         except Exception as error:
             raise BuildError(
-                f"{path}: the library could not be linked with {compiler or 'the C++ compiler'}: {_reason(error)}"
+                f"{path}: the library could not be linked with {compiler or cc.get_cc()!r}: {_reason(error)}"
             ) from error
 
 
@@ -87,20 +88,41 @@ def can_build(target: Target) -> None:
         )
     if not target.cross_compiler and cc.get_cc() is None:
         raise TargetError(f"target {target.name!r} needs a C++ compiler to link with, install g++ or clang++")
-    if target.arch == "cuda" and shutil.which("nvcc") is None:
-        raise TargetError(f"target {target.name!r} needs nvcc, which is not installed")
+    if target.arch == "cuda":
+        _check_cuda(target)
+    else:
+        _check_llvm(target)
     try:
-        with tvm.target.Target(target.tvm) as native:
-            host = native.host or native
-            tvm.tirx.build(tvm.IRModule({"main": _probe()}), target=host)
+        probe = tvm.IRModule({"main": _probe()})
+        tvm.tirx.build(_schedule(probe, target, None)[0], target=tvm.target.Target(target.tvm))
     except Exception as error:
-        raise TargetError(f"target {target.name!r} cannot be built by TVM {tvm.__version__}: {_reason(error)}") from error
+        raise TargetError(
+            f"target {target.name!r} cannot be built by TVM {tvm.__version__}: {_reason(error)}"
+        ) from error
+
+
+def _check_llvm(target: Target) -> None:
+    """TVM crashes rather than raise when it generates code for an architecture that its LLVM lacks."""
+    arch = str(target.tvm.get("mtriple", target.arch)).partition("-")[0]
+    known = [str(name) for name in tvm_ffi.get_global_func("target.llvm_get_targets")()]
+    if arch not in known:
+        raise TargetError(f"target {target.name!r}: the LLVM of this TVM knows no architecture {arch!r}")
+
+
+def _check_cuda(target: Target) -> None:
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        raise TargetError(f"target {target.name!r} needs nvcc, which is not installed")
+    listed = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=False)
+    known, wanted = listed.stdout.split(), str(target.tvm.get("arch", ""))
+    if known and wanted and wanted.removesuffix("a") not in known:
+        raise TargetError(f"target {target.name!r}: this nvcc knows no {wanted!r}; it knows {', '.join(known)}")
 
 
 def _probe() -> PrimFunc:
     x = tvm.te.placeholder((16,), "float32", name="x")
     y = tvm.te.compute((16,), lambda i: x[i] + 1.0, name="y")
-    return tvm.te.create_prim_func([x, y])
+    return tvm.te.create_prim_func([x, y]).with_attr("global_symbol", "main")
 
 
 def lower(imported: Imported, target: Target, options: BuildOptions | None = None) -> tvm.IRModule:
@@ -296,5 +318,6 @@ class _Timing:
 
 
 def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].rstrip(".")[:300] if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines()]
+    telling = [line for line in lines if line and not line.startswith("Command line:")]
+    return telling[-1].rstrip(".:")[:300] if telling else type(error).__name__

@@ -96,10 +96,7 @@ def workloads(lowered: tvm.IRModule) -> list[Workload]:
     for _, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint)):
         if isinstance(function, relax.Function):
             relax.analysis.post_order_visit(function, count)
-    return [
-        Workload(name, lowered[name], calls, _flops(lowered[name]))
-        for name, calls in counts.items()
-    ]
+    return [Workload(name, lowered[name], calls, _flops(lowered[name])) for name, calls in counts.items()]
 
 
 def _flops(func: PrimFunc) -> float:
@@ -117,9 +114,7 @@ def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.nda
     hoister = _HoistWeights(lowered)
     main = hoister.visit_expr(lowered["main"])
     variables, values = list(hoister.variables), [constant.value.numpy() for constant in hoister.constants]
-    function = relax.Function(
-        [*main.params, *variables], main.body, main.ret_ty, main.is_pure, main.attrs
-    )
+    function = relax.Function([*main.params, *variables], main.body, main.ret_ty, main.is_pure, main.attrs)
     hoister.builder_.update_func(lowered.get_global_var("main"), function)
     mod = hoister.builder_.get()
     return mod, {variable.name: value for variable, value in zip(variables, values, strict=True)}

@@ -97,9 +97,7 @@ def _load(path: Path) -> onnx.ModelProto:
     except FileNotFoundError as error:
         raise ModelImportError(f"{path}: {error.strerror or 'file not found'}; expected an ONNX file") from error
     except Exception as error:  # protobuf, checker and external-data errors share no base class
-        raise ModelImportError(
-            f"{path} is not a valid ONNX model ({_first_line(error)}); export it again"
-        ) from error
+        raise ModelImportError(f"{path} is not a valid ONNX model ({_first_line(error)}); export it again") from error
     if not model.graph.output:
         raise ModelImportError(f"{path} is not a valid ONNX model (it has no outputs); export it again")
     return model
@@ -145,9 +143,7 @@ def _apply_shapes(
             if size is None:
                 continue
             if isinstance(size, int) and size < 1:
-                raise ModelImportError(
-                    f"{path}: dimension {axis} of input {value.name!r} must be positive, not {size}"
-                )
+                raise ModelImportError(f"{path}: dimension {axis} of input {value.name!r} must be positive, not {size}")
             if dim.HasField("dim_value"):
                 if size != dim.dim_value:
                     raise ModelImportError(

@@ -187,6 +187,11 @@ def _round_up(size: Any, multiple: int) -> Any:
     return topi.utils.simplify((size + multiple - 1) // multiple * multiple)
 
 
+def _divides(tile: int, size: Any) -> bool:
+    known = _static(size)
+    return known is not None and known % tile == 0
+
+
 def _padded_input(
     data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None
 ) -> te.Tensor:
@@ -226,7 +231,7 @@ def conv2d(
     tiled_w = _round_up(out_w, tile)
     height = in_h + padding[0] + padding[2]
     needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
-    whole = _static(out_w) is not None and _static(out_w) % tile == 0
+    whole = _divides(tile, out_w)
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(needed)
     source = _padded_input(data, padding, height, width)
     y = te.reduce_axis((0, kernel_h), "y")
@@ -291,7 +296,7 @@ def depthwise(
     lanes = math.gcd(padded, machine.lanes)
     tiled_w = _round_up(out_w, tile)
     height = in_h + padding[0] + padding[2]
-    whole = _static(out_w) is not None and _static(out_w) % tile == 0
+    whole = _divides(tile, out_w)
     needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(needed)
     source = _padded_input(data, padding, height, width, padded)
@@ -440,13 +445,14 @@ def _rows_product(
 ) -> te.Tensor:
     """`[*batch, rows, channels]` of left `[*batch, row, k]` times right `[*batch, k, channel]`, in whole vectors.
 
-    `shared` says that the right operand is the same for the whole batch. Rows come in whole tiles; where they do not divide, the left operand is copied with its last row repeated.
+    `shared` says that the right operand is the same for the whole batch. Rows come in whole tiles; where they do not
+    divide, the left operand is copied with its last row repeated.
     """
     known = _static(channels)
     tile = tiles.choose(_static(rows), known // lanes if known else 2, machine).rows
     source = left
     tiled = rows
-    if _static(rows) is None or int(rows) % tile:
+    if not _divides(tile, rows):
         tiled = _round_up(rows, tile)
         panel = te.compute(
             (*batch, tiled, depth),
@@ -507,17 +513,18 @@ def layer_norm(data: te.Tensor, scale: te.Tensor, bias: te.Tensor, *, epsilon: f
     """Normalisation over the last dimension; the variance is that of the centred values."""
     rows, size = list(data.shape[:-1]), data.shape[-1]
     count = tirx.Cast("float32", size)
-    total = _row_reduction(
-        lambda row, k: data[(*row, k)], rows, size, te.sum, lambda a, b: a + b, "mean", machine
-    )
+    total = _row_reduction(lambda row, k: data[(*row, k)], rows, size, te.sum, lambda a, b: a + b, "mean", machine)
     mean = te.compute(rows, lambda *row: total(row) / count, name="mean")
     squares = _row_reduction(
         lambda row, k: (data[(*row, k)] - mean[row]) * (data[(*row, k)] - mean[row]),
-        rows, size, te.sum, lambda a, b: a + b, "variance", machine,
+        rows,
+        size,
+        te.sum,
+        lambda a, b: a + b,
+        "variance",
+        machine,
     )
-    scaling = te.compute(
-        rows, lambda *row: 1.0 / tirx.sqrt(squares(row) / count + epsilon), name="scaling"
-    )
+    scaling = te.compute(rows, lambda *row: 1.0 / tirx.sqrt(squares(row) / count + epsilon), name="scaling")
     return te.compute(
         data.shape,
         lambda *index: (data[index] - mean[index[:-1]]) * scaling[index[:-1]] * scale[index[-1]] + bias[index[-1]],
@@ -549,15 +556,11 @@ def _row_reduction(
             name=f"{name}_lanes",
         )
         v = te.reduce_axis((0, lanes), "v")
-        parts.append(
-            te.compute(rows, lambda *row: reduce(partial_results[(*row, v)], axis=v), name=f"{name}_vector")
-        )
+        parts.append(te.compute(rows, lambda *row: reduce(partial_results[(*row, v)], axis=v), name=f"{name}_vector"))
     if known is None or known % lanes:
         r = te.reduce_axis((0, topi.utils.simplify(size % lanes)), "r")
         parts.append(
-            te.compute(
-                rows, lambda *row: reduce(element(row, size // lanes * lanes + r), axis=r), name=f"{name}_rest"
-            )
+            te.compute(rows, lambda *row: reduce(element(row, size // lanes * lanes + r), axis=r), name=f"{name}_rest")
         )
 
     def result(row: Sequence[Any]) -> Any:

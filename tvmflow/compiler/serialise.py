@@ -29,7 +29,9 @@ def load_module(path: Path) -> tvm.IRModule:
     try:
         mod = tvm.ir.load_json(Path(path).read_text())
     except Exception as error:  # TVM's reader raises several kinds
-        raise ModelImportError(f"{path} is no Relax module that TVM {tvm.__version__} can read; import again") from error
+        raise ModelImportError(
+            f"{path} is no Relax module that TVM {tvm.__version__} can read; import again"
+        ) from error
     if not isinstance(mod, tvm.IRModule):
         raise ModelImportError(f"{path} holds no Relax module; import the model again")
     return mod

@@ -5,10 +5,9 @@ library (exp) and of Eigen's rational approximations (tanh, erf).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from tvm import tirx
-
-Expr = tirx.Expr
 
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _TANH_P = (
@@ -30,24 +29,29 @@ _ERF_P = (
     -2.95459980854025e-03,
     -1.60960333262415e-02,
 )
-_ERF_Q = (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03,
-          -1.42647390514189e-02)
+_ERF_Q = (
+    -1.45660718464996e-05,
+    -2.13374055278905e-04,
+    -1.68282697438203e-03,
+    -7.37332916720468e-03,
+    -1.42647390514189e-02,
+)
 
 
-def _polynomial(x: Expr, coefficients: Sequence[float]) -> Expr:
+def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
     value = tirx.const(coefficients[0], "float32")
     for coefficient in coefficients[1:]:
         value = value * x + tirx.const(coefficient, "float32")
     return value
 
 
-def _clamp(x: Expr, bound: float) -> Expr:
+def _clamp(x: Any, bound: float) -> Any:
     """Clamp to [-bound, bound]; not a number stays that."""
     high, low = tirx.const(bound, "float32"), tirx.const(-bound, "float32")
     return tirx.Select(x > high, high, tirx.Select(x < low, low, x))
 
 
-def exp(x: Expr) -> Expr:
+def exp(x: Any) -> Any:
     """e to the x; results below the smallest normal number are zero."""
     y = _clamp(x, 89.0)
     n = tirx.floor(y * 1.44269504088896341 + 0.5)
@@ -60,7 +64,7 @@ def exp(x: Expr) -> Expr:
     return tirx.Select(x < small, tirx.const(0.0, "float32"), tirx.Select(x > large, infinite, p * 2.0 * power))
 
 
-def tanh(x: Expr) -> Expr:
+def tanh(x: Any) -> Any:
     """The hyperbolic tangent."""
     y = _clamp(x, 7.90531110763549805)
     square = y * y
@@ -71,28 +75,28 @@ def tanh(x: Expr) -> Expr:
     )
 
 
-def erf(x: Expr) -> Expr:
+def erf(x: Any) -> Any:
     """The error function."""
     y = _clamp(x, 4.0)
     square = y * y
     return y * _polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q)
 
 
-def sigmoid(x: Expr) -> Expr:
+def sigmoid(x: Any) -> Any:
     """1 / (1 + e to the -x)."""
     return 1.0 / (1.0 + exp(0.0 - x))
 
 
-def silu(x: Expr) -> Expr:
+def silu(x: Any) -> Any:
     """x times its sigmoid."""
     return x / (1.0 + exp(0.0 - x))
 
 
-def gelu(x: Expr) -> Expr:
+def gelu(x: Any) -> Any:
     """The Gaussian error linear unit."""
     return 0.5 * x * (1.0 + erf(x * 0.70710678118654752))
 
 
-def gelu_tanh(x: Expr) -> Expr:
+def gelu_tanh(x: Any) -> Any:
     """The Gaussian error linear unit in its approximation by the hyperbolic tangent."""
     return 0.5 * x * (1.0 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))

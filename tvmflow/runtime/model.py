@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tvmflow.bundle import Manifest, TensorSpec, extract
 from tvmflow.errors import BundleError, InputError
+from tvmflow.target import host
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 def load(path: Path | str, *, threads: int | None = None) -> "CompiledModel":
     """Verify a bundle, load its library and return the model.
 
-    `threads` is the number of worker threads, by default the bundle's own; TVM fixes the number for the whole process
-    with its first parallel call, so a later model cannot change it. Raises BundleError when the file is damaged or
-    this machine cannot run it; nothing of it is executed then.
+    `threads` is the number of worker threads, by default the bundle's own, as far as the machine has the cores; TVM
+    fixes the number for the whole process with its first parallel call, so a later model cannot change it. Raises
+    BundleError when the file is damaged or this machine cannot run it; nothing of it is executed then.
     """
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
         manifest = extract(Path(path), Path(folder))
         manifest.check_host()
-        os.environ.setdefault("TVM_NUM_THREADS", str(threads or manifest.threads))
+        os.environ.setdefault("TVM_NUM_THREADS", str(threads or min(manifest.threads, host().cores)))
         # The library stays mapped when its file goes with the folder.
         return CompiledModel(manifest, Path(folder))
 
@@ -87,7 +88,7 @@ class CompiledModel:
             for prefix in ("input:", "output:")
         )
 
-    def __call__(self, *args: "npt.ArrayLike", **kwargs: "npt.ArrayLike") -> "dict[str, Array]":
+    def __call__(self, /, *args: "npt.ArrayLike", **kwargs: "npt.ArrayLike") -> "dict[str, Array]":
         """Run the model once.
 
         Takes every input, in order or by name. Raises InputError for a missing, unknown, wrongly shaped or typed one.
@@ -105,6 +106,8 @@ class CompiledModel:
         if main is None:
             from tvm.runtime.vm import VirtualMachine
 
+            if self._library is None:
+                raise ValueError(f"model {self.manifest.name!r} is closed")
             self._local.vm = VirtualMachine(self._library, self._device)
             main = self._local.main = self._local.vm["main"]
         return main(*tensors, *self._params)
@@ -125,11 +128,16 @@ class CompiledModel:
         for spec in self.inputs:
             if spec.name not in given:
                 raise InputError(f"input {spec.name!r} is missing; the model takes {self._signature()}")
-            array = np.asarray(given[spec.name])
+            try:
+                array = np.asarray(given[spec.name])
+            except ValueError as error:
+                raise InputError(f"input {spec.name!r} is not an array ({error}); give equally long rows") from error
             if array.dtype.name != spec.dtype:
                 raise InputError(f"input {spec.name!r} is {array.dtype.name}, expected {spec.dtype}; convert it first")
             self._check_shape(spec, array.shape, sizes)
-            arrays[spec.name] = np.ascontiguousarray(array)
+            # Native byte order as well: the dtype's name is the same for either. (np.ascontiguousarray would turn a
+            # scalar into a vector.)
+            arrays[spec.name] = np.asarray(array, dtype=spec.dtype, order="C")
         return arrays
 
     def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
@@ -166,9 +174,9 @@ class CompiledModel:
         return ", ".join(f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in self.inputs)
 
     def close(self) -> None:
-        """Let go of the library and its memory."""
+        """Let go of the library and its memory; calling the model afterwards raises ValueError."""
         self._local = threading.local()
-        del self._library
+        self._library = None
         self._params = ()
 
     def __enter__(self) -> Self:

@@ -328,17 +328,18 @@ class _Run:
         if function.known is not None:
             rivals.append(replace(unscheduled, trace=function.known.trace))
         function.baseline_seconds = function.best_seconds = None
-        analytic, *others = [self._start(pool, function, built) for built in pool.build(rivals)]
-        measured = [start for start in (analytic, *others) if start is not None]
-        if not measured and scheduled is not None:
-            measured = [
-                start for start in [self._start(pool, function, *pool.build([unscheduled]))] if start is not None
-            ]
+        starts = [self._start(pool, function, built) for built in pool.build(rivals)]
+        analytic = starts[0] if scheduled is not None else None
+        if function.known is not None and starts[-1] is None and not self._over():
+            function.known = None
+        if scheduled is not None and not any(starts):
+            starts = [self._start(pool, function, *pool.build([unscheduled]))]
+        measured = [start for start in starts if start is not None]
         if not measured:
             return
         best, best_seconds = min(measured, key=lambda start: start[1])
         baseline_library = None
-        if scheduled is not None and analytic is not None:
+        if analytic is not None:
             baseline_library, function.baseline_seconds = analytic
         function.reason, function.best_seconds = None, best_seconds
         yield _Contest(function, unscheduled, baseline_library, best, best_seconds)

@@ -126,7 +126,9 @@ def join_dimensions(sch: Schedule, block: SBlockRV, first: int) -> None:
 def is_static(sch: Schedule) -> bool:
     """Whether the function has no symbolic shape."""
     return all(
-        isinstance(size, tirx.IntImm) for parameter in sch.mod["main"].params for size in getattr(parameter, "shape", ())
+        isinstance(size, tirx.IntImm)
+        for parameter in sch.mod["main"].params
+        for size in getattr(parameter, "shape", ())
     )
 
 

@@ -42,4 +42,6 @@ def _lines(height: int | None, machine: Machine) -> int:
     """Output lines per task: many share their padded input, but every core needs a few tasks."""
     if height is None:
         return 1
-    return max(lines for lines in range(1, 9) if height % lines == 0 and (lines == 1 or height // lines >= 3 * machine.cores))
+    return max(
+        lines for lines in range(1, 9) if height % lines == 0 and (lines == 1 or height // lines >= 3 * machine.cores)
+    )

@@ -77,9 +77,5 @@ def _vectors(rows: int, vectors: int | None, machine: Machine) -> int:
     """The widest tile of the given height that the registers hold."""
     if vectors is None:
         return 1
-    fits = [
-        count
-        for count in range(1, 9)
-        if vectors % count == 0 and rows * count + count + 1 <= machine.registers
-    ]
+    fits = [count for count in range(1, 9) if vectors % count == 0 and rows * count + count + 1 <= machine.registers]
     return max(fits, default=1)

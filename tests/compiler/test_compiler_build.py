@@ -1,0 +1,170 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import helper
+
+from tvmflow.compiler import BuildOptions, build, can_build, import_onnx, ir_text, lower, workloads
+from tvmflow.errors import BuildError, TargetError
+from tvmflow.target import Target, resolve
+
+
+@pytest.fixture
+def model(make_model: Any) -> Path:
+    rng = np.random.default_rng(0)
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "v"], ["c"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c"], ["d"]),
+        helper.make_node("Conv", ["d", "w2"], ["e"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["e"], ["f"]),
+        helper.make_node("Flatten", ["f"], ["g"]),
+        helper.make_node("MatMul", ["g", "dense"], ["y"]),
+    ]
+    weights = {
+        "w": rng.standard_normal((8, 3, 3, 3), "float32"),
+        "v": rng.standard_normal((8, 8, 3, 3), "float32"),
+        "w2": rng.standard_normal((8, 8, 3, 3), "float32"),
+        "dense": rng.standard_normal((8 * 36, 5), "float32"),
+    }
+    return make_model(nodes, [("x", ["batch", 3, 6, 6])], ["y"], weights)
+
+
+_EXPORT = """
+import sys
+sys.modules["torch"] = None
+from pathlib import Path
+from tvmflow.compiler import build, import_onnx
+from tvmflow.target import resolve
+build(import_onnx(Path(sys.argv[1])), resolve("native")).export(Path(sys.argv[2]))
+"""
+
+
+def test_libraries_of_different_processes_and_folders_are_identical(
+    model: Path, tmp_path: Path, native: Target
+) -> None:
+    libraries = [tmp_path / "one" / "a.so", tmp_path / "another" / "b.so"]
+    for library in libraries:
+        library.parent.mkdir()
+        subprocess.run([sys.executable, "-c", _EXPORT, str(model), str(library)], check=True, timeout=300)
+    assert libraries[0].read_bytes() == libraries[1].read_bytes()
+    assert [entry.name for entry in libraries[0].parent.iterdir()] == ["a.so"]
+
+
+def test_lowering_is_deterministic(model: Path, native: Target) -> None:
+    imported = import_onnx(model)
+    assert ir_text(lower(imported, native)) == ir_text(lower(imported, native))
+
+
+@pytest.mark.parametrize("kind", ["required_passes", "disabled_passes"])
+def test_an_unknown_pass_is_refused_with_the_close_ones(kind: str, model: Path, native: Target) -> None:
+    with pytest.raises(BuildError, match=r"'FuseOp' is unknown.*'FuseOps'"):
+        build(import_onnx(model), native, BuildOptions(**{kind: ("FuseOp",)}))
+
+
+def test_an_unknown_pass_option_is_refused(model: Path, native: Target) -> None:
+    with pytest.raises(BuildError, match=r"'tirx\.UnrolLoop' is unknown.*'tirx\.UnrollLoop'"):
+        build(import_onnx(model), native, BuildOptions(config={"tirx.UnrolLoop": {}}))
+
+
+def test_disabling_fusion_leaves_more_functions(model: Path, native: Target) -> None:
+    imported = import_onnx(model)
+    fused = workloads(lower(imported, native))
+    apart = workloads(lower(imported, native, BuildOptions(disabled_passes=("FuseOps",))))
+    assert len(apart) > len(fused)
+
+
+def test_a_disabled_pass_that_the_build_needs_is_one_sentence(model: Path, native: Target) -> None:
+    with pytest.raises(BuildError, match=r"without the passes VMShapeLower"):
+        build(import_onnx(model), native, BuildOptions(disabled_passes=("VMShapeLower",)))
+
+
+def test_equal_functions_are_one_workload(model: Path, native: Target) -> None:
+    found = {item.name: item for item in workloads(lower(import_onnx(model), native))}
+    calls = sorted(item.calls for name, item in found.items() if "conv2d" in name)
+    assert calls == [1, 2]
+
+
+def test_flops_are_those_of_the_product(make_model: Any, native: Target) -> None:
+    weights = {"w": np.ones((64, 32), "float32")}
+    path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", [8, 64])], ["y"], weights)
+    (product,) = workloads(lower(import_onnx(path), native))
+    assert product.flops == pytest.approx(2 * 8 * 64 * 32, rel=0.1)
+
+
+def test_a_tuned_schedule_takes_the_place_of_the_rule(model: Path, native: Target, run_built: Any) -> None:
+    from tvm.s_tir import Schedule
+
+    asked: list[Any] = []
+
+    def tuned(func: Any) -> Any:
+        asked.append(func)
+        return Schedule(func).mod["main"] if len(asked) == 1 else None
+
+    imported = import_onnx(model)
+    x = np.random.default_rng(0).standard_normal((2, 3, 6, 6), "float32")
+    built = build(imported, native, tuned=tuned)
+    assert [rule for _, rule in built.schedules].count("tuned") == 1
+    expected = run_built(build(imported, native), x)[0]
+    np.testing.assert_allclose(run_built(built, x)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_readable_ir_holds_no_weights(model: Path, native: Target) -> None:
+    built = build(import_onnx(model), native)
+    assert "fused_conv2d" in built.ir_text
+    assert "weight_0" in built.ir_text
+    assert len(built.ir_json) < 200_000
+
+
+def test_pass_timings_name_the_passes_that_ran(model: Path, native: Target) -> None:
+    timings = dict(build(import_onnx(model), native).pass_timings)
+    assert timings.keys() >= {"FuseOps", "ConvertLayout", "tirx.UnrollLoop"}
+    assert all(seconds >= 0 for seconds in timings.values())
+
+
+def test_a_missing_cross_compiler_is_named() -> None:
+    target = Target("far", {"kind": "llvm", "mtriple": "aarch64-linux-gnu"}, "aarch64", (), "no-such-linux-gnu-g++")
+    with pytest.raises(TargetError, match=r"'no-such-linux-gnu-g\+\+'"):
+        can_build(target)
+
+
+def test_a_target_kind_this_tvm_lacks_is_refused() -> None:
+    with pytest.raises(TargetError, match="'odd'"):
+        can_build(Target("odd", {"kind": "no-such-kind"}, "x86_64"))
+
+
+def test_an_architecture_llvm_does_not_know_is_refused() -> None:
+    with pytest.raises(TargetError, match="'odd'"):
+        can_build(Target("odd", {"kind": "llvm", "mtriple": "pdp11-unknown-linux"}, "x86_64"))
+
+
+def test_the_native_target_can_be_built(native: Target) -> None:
+    can_build(native)
+
+
+def test_a_linker_that_fails_is_one_sentence(model: Path, native: Target, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(BuildError, match=r"mod\.so.*could not be linked with 'false'"):
+        build(import_onnx(model), replace(native, cross_compiler="false")).export(tmp_path / "mod.so")
+
+
+@pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
+def test_other_processors_get_the_same_rules(name: str, model: Path) -> None:
+    built = build(import_onnx(model), resolve(name))
+    assert {rule for function, rule in built.schedules if "conv2d" in function} == {"conv2d"}
+
+
+def test_a_gpu_library_builds_with_the_schedules_of_dlight(model: Path, tmp_path: Path) -> None:
+    target = resolve("cuda-sm90")
+    try:
+        can_build(target)
+    except TargetError as error:
+        pytest.skip(str(error))
+    built = build(import_onnx(model), target)
+    built.export(tmp_path / "mod.so")
+    assert (tmp_path / "mod.so").stat().st_size > 0

@@ -1,0 +1,299 @@
+"""Releases as a user makes them: the command in a process of its own, a state folder each, real servers."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import requests
+import yaml
+
+from tvmflow.services import open_registry, open_store
+from tvmflow.settings import Settings
+from tvmflow.store import ReleaseStore
+from tvmflow.store.embedded import embedded_s3
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIMIT_SECONDS = 400.0
+# What a developer's own shell says must not decide what these tests talk to.
+_FOREIGN = ("TVMFLOW_", "MLFLOW_", "PREFECT_", "AWS_", "RCLONE_")
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended and what it said."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def document(self) -> Document:
+        """The one JSON document that it printed."""
+        found: Document = json.loads(self.stdout)
+        return found
+
+    @property
+    def steps(self) -> dict[str, str]:
+        """Whether each step of the first target ran or was cached."""
+        return {name: step["status"] for name, step in self.document["targets"][0]["steps"].items()}
+
+    @property
+    def sentence(self) -> str:
+        """The one sentence of a failed command; nothing else but the lines of steps may be beside it."""
+        assert "Traceback" not in self.stderr, self.stderr
+        lines = [line for line in self.stderr.splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith("tvmflow: ")]
+        assert len(said) == 1, self.stderr
+        assert all(line.startswith(("✓ ", "= ", "✗ ", "tvmflow: ")) for line in lines), self.stderr
+        return said[0].removeprefix("tvmflow: ")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with a state folder and settings of its own."""
+
+    home: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of its commands."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+        return {**kept, "TVMFLOW_HOME": str(self.home), **self.settings}
+
+    def start(self, *arguments: str | Path) -> "subprocess.Popen[str]":
+        """Start `tvmflow` with these arguments, as the leader of a session of its own."""
+        return subprocess.Popen(
+            [Path(sys.executable).with_name("tvmflow"), *arguments],
+            env=self.environment,
+            # Away from the repository: no tvmflow.toml and no other folder's modules.
+            cwd=self.home.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, process: "subprocess.Popen[str]") -> Ended:
+        """Wait for a command's end; it and its children are killed when it takes too long."""
+        try:
+            stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
+        except BaseException:
+            for child in (*psutil.Process(process.pid).children(recursive=True), process):
+                child.kill()
+            raise
+        return Ended(process.returncode, stdout, stderr)
+
+    def run(self, *arguments: str | Path) -> Ended:
+        """Run `tvmflow` with these arguments to its end."""
+        with self.start(*arguments) as process:
+            return self.finish(process)
+
+    def release(self, file: Path, *arguments: str) -> Ended:
+        """Run `tvmflow release FILE --json` to its end."""
+        return self.run("release", file, "--json", *arguments)
+
+    def releases(self, name: str | None = None) -> list[Document]:
+        """What is in its release store."""
+        with open_store(self._loaded) as store:
+            return list(store.releases(name))
+
+    def versions(self, name: str) -> list[Any]:
+        """The versions of a registered model, newest first."""
+        return open_registry(self._loaded).versions(name)
+
+    def nothing_is_published(self) -> bool:
+        """Whether the embedded store holds no release and no blob."""
+        folder = self.home / "s3" / "tvmflow"
+        return not any(path.is_file() for name in ("releases", "blobs") for path in (folder / name).rglob("*"))
+
+    @property
+    def mlflow(self) -> Any:
+        """MLflow's own client of its registry."""
+        from mlflow import MlflowClient
+
+        uri = open_registry(self._loaded).config.tracking_uri
+        return MlflowClient(uri, registry_uri=uri)
+
+    @property
+    def _loaded(self) -> Settings:
+        said = {name.removeprefix("TVMFLOW_").lower(): value for name, value in self.settings.items()}
+        return Settings.model_validate({**said, "home": self.home})
+
+
+def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]", what: str) -> None:
+    """Wait until something has happened, while a process lives."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        if process.poll() is not None:
+            pytest.fail(f"ended before {what}: {process.communicate()}")
+        if time.monotonic() > deadline:
+            process.send_signal(signal.SIGKILL)
+            pytest.fail(f"not within {LIMIT_SECONDS:.0f} s: {what}")
+        time.sleep(0.02)
+
+
+@contextmanager
+def serving(command: list[str], port: int, health: str, log: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """A server on 127.0.0.1 as a process of its own, healthy, while the body runs."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env={**Machine(log.parent).environment, **environment}, stdout=output, stderr=output, text=True
+        )
+    address = f"http://127.0.0.1:{port}"
+
+    def healthy() -> bool:
+        try:
+            return requests.get(f"{address}{health}", timeout=5).ok
+        except requests.ConnectionError:
+            return False
+
+    try:
+        wait_until(healthy, process, f"{address} answers, see {log}")
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The API address of a real Prefect server."""
+    folder, port = tmp_path_factory.mktemp("prefect"), free_port()
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    settings = {"PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    with serving([*command, "--no-services"], port, "/api/health", folder / "log", settings) as address:
+        yield f"{address}/api"
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Machine:
+    """A machine whose settings name the Prefect server, so that its commands start in a second; the rest embedded."""
+    return Machine(tmp_path_factory.mktemp("machine") / "state", {"TVMFLOW_PREFECT_API_URL": prefect_server})
+
+
+@pytest.fixture
+def fresh_machine(tmp_path: Path, prefect_server: str) -> Machine:
+    """The same with nothing in it yet."""
+    return Machine(tmp_path / "state", {"TVMFLOW_PREFECT_API_URL": prefect_server})
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The digits example, made quick and released once with nothing but embedded servers."""
+
+    machine: Machine
+    folder: Path
+    first: Ended
+
+    @property
+    def file(self) -> Path:
+        """The release file."""
+        return self.folder / "release.yaml"
+
+    def made(self, step: str) -> Document:
+        """What a step of the first release made; asked for before another result is recorded."""
+        records = [json.loads(path.read_text()) for path in (self.machine.home / "steps" / step).glob("*.json")]
+        return dict(records[0]["result"]) if len(records) == 1 else pytest.fail(f"{step} has {len(records)} records")
+
+    def artifact(self, described: Document) -> Path:
+        """Where an artifact of a step is."""
+        return self.machine.home / "artifacts" / described["sha256"][:2] / described["sha256"]
+
+    def derived(self, name: str, **changed: Any) -> Path:
+        """A release file beside the first with some of its sections changed."""
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(yaml.safe_load(self.file.read_text()) | changed))
+        return path
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Digits:
+    folder = tmp_path_factory.mktemp("digits")
+    example = Path(shutil.copytree(EXAMPLES / "digits", folder / "example", ignore=shutil.ignore_patterns("__pycache__")))
+    document = yaml.safe_load((example / "release.yaml").read_text())
+    document["train"]["arguments"] = {"epochs": 2, "seed": 0}
+    document["benchmark"] |= {"repeats": 5, "rounds": 2}
+    (example / "release.yaml").write_text(yaml.safe_dump(document))
+    embedded = Machine(folder / "state")
+    first = embedded.release(example / "release.yaml")
+    assert first.code == 0, first.stderr
+    return Digits(Machine(embedded.home, {"TVMFLOW_PREFECT_API_URL": prefect_server}), example, first)
+
+
+def make_onnx(
+    folder: Path,
+    nodes: list[Any] | None = None,
+    weights: Mapping[str, Any] | None = None,
+    shape: tuple[int | str, ...] = ("batch", 4),
+    name: str = "model.onnx",
+) -> Path:
+    """An ONNX model from `x` to `y`; by default a dense layer of 4 x 3 weights with a softmax."""
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    if nodes is None:
+        weights = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)}
+        nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node("Softmax", ["z"], ["y"])]
+    graph = helper.make_graph(
+        nodes,
+        "model",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(shape))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(value, key) for key, value in (weights or {}).items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    model = onnx.shape_inference.infer_shapes(model)
+    for output in model.graph.output:
+        output.type.tensor_type.shape.SetInParent()  # the checker wants one, also where none can be inferred
+    onnx.save(model, folder / name)
+    return folder / name
+
+
+def make_file(folder: Path, **sections: Any) -> Path:
+    """A release file of one round of two runs without peers, with the given sections."""
+    document = {
+        "name": "tiny",
+        "model": {"onnx": "model.onnx"},
+        "benchmark": {"repeats": 2, "rounds": 1, "warmup": 0, "peers": []},
+        **sections,
+    }
+    path = folder / f"{document['name']}.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+@pytest.fixture(scope="session")
+def make() -> SimpleNamespace:
+    """What tests make their releases of: `onnx`, `file`, and servers to release to."""
+    return SimpleNamespace(onnx=make_onnx, file=make_file, wait_until=wait_until, serving=serving, free_port=free_port)
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReleaseStore]:
+    """An S3 server that no command starts or ends: rclone's."""
+    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="tvmflow") as config:
+        yield ReleaseStore(config)

@@ -1,0 +1,281 @@
+"""What a user or a machine can get wrong: one sentence, a non-zero exit, and nothing published."""
+
+import resource
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import helper
+
+_INPUTS = [{"name": "x", "shape": ["batch", 4]}]
+
+_MODELS = """
+import torch
+from torch import nn
+
+
+def raising():
+    raise RuntimeError("no such checkpoint")
+
+
+def no_module():
+    return 3
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Failing(nn.Module):
+    def forward(self, x):
+        return x @ torch.ones(5, 3)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _a_small_model(tmp_path: Path, make: Any) -> None:
+    make.onnx(tmp_path)
+    (tmp_path / "faulty.py").write_text(_MODELS)
+
+
+def _refused(machine: Any, file: Path, code: int = 1) -> str:
+    """The one sentence of a release that must fail without publishing anything."""
+    ended = machine.release(file)
+    assert ended.code == code, (ended.stdout, ended.stderr)
+    assert ended.document["error"]["message"] == ended.sentence
+    assert machine.nothing_is_published()
+    if machine.home.is_dir():
+        assert machine.versions("tiny") == []
+    return str(ended.sentence)
+
+
+# -- The release file --------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_release_file(fresh_machine: Any, tmp_path: Path) -> None:
+    sentence = _refused(fresh_machine, tmp_path / "none.yaml", code=2)
+    assert "none.yaml" in sentence
+    assert "tvmflow init" in sentence
+
+
+def test_a_release_file_that_is_no_yaml(fresh_machine: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("name: tiny\nmodel: {onnx: [\n")
+    sentence = _refused(fresh_machine, tmp_path / "broken.yaml", code=2)
+    assert "not valid YAML at line" in sentence
+
+
+def test_an_unknown_key(fresh_machine: Any, tmp_path: Path, make: Any) -> None:
+    sentence = _refused(fresh_machine, make.file(tmp_path, tragets=["native"]), code=2)
+    assert "unknown key 'tragets'" in sentence
+    assert "'targets'" in sentence
+
+
+def test_a_model_file_that_is_not_there(fresh_machine: Any, tmp_path: Path, make: Any) -> None:
+    sentence = _refused(fresh_machine, make.file(tmp_path, model={"onnx": "other.onnx"}), code=2)
+    assert "other.onnx" in sentence
+
+
+def test_an_unknown_target(fresh_machine: Any, tmp_path: Path, make: Any) -> None:
+    sentence = _refused(fresh_machine, make.file(tmp_path, targets=["x86-64-v5"]), code=2)
+    assert "'x86-64-v5' is unknown" in sentence
+
+
+def test_an_unknown_setting(fresh_machine: Any, tmp_path: Path, make: Any) -> None:
+    settings = tmp_path / "machine.toml"
+    settings.write_text("s3_endpiont = 'http://127.0.0.1:1'\n")
+    wrong = replace(fresh_machine, settings={**fresh_machine.settings, "TVMFLOW_SETTINGS": str(settings)})
+    ended = wrong.release(make.file(tmp_path))
+    assert ended.code == 2
+    assert "'s3_endpiont' is unknown" in ended.sentence
+
+
+# -- The model ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("raising", "raised RuntimeError: no such checkpoint"),
+        ("no_module", "returned a int, not a torch.nn.Module"),
+        ("Branching", "cannot be exported to ONNX"),
+        ("Failing", "cannot be exported to ONNX"),
+        ("missing", "module 'faulty' has no 'missing'"),
+    ],
+)
+def test_a_factory_whose_model_cannot_be_exported(
+    machine: Any, tmp_path: Path, make: Any, factory: str, said: str
+) -> None:
+    sentence = _refused(machine, make.file(tmp_path, model={"factory": f"faulty:{factory}"}, inputs=_INPUTS))
+    assert f"faulty:{factory}" in sentence
+    assert said in sentence
+
+
+@pytest.mark.parametrize("content", [b"", b"no ONNX at all", None], ids=["empty", "text", "cut short"])
+def test_a_corrupt_onnx_file(machine: Any, tmp_path: Path, make: Any, content: bytes | None) -> None:
+    model = tmp_path / "model.onnx"
+    model.write_bytes(model.read_bytes()[:-40] if content is None else content)
+    assert "model.onnx' is not a readable ONNX file" in _refused(machine, make.file(tmp_path))
+
+
+def test_an_operator_that_tvm_does_not_know(machine: Any, tmp_path: Path, make: Any) -> None:
+    generator = np.random.default_rng(0)
+    weights = {
+        name: generator.normal(size=size).astype(np.float32) for name, size in (("w", (1, 15, 4)), ("r", (1, 15, 5)))
+    }
+    make.onnx(tmp_path, [helper.make_node("GRU", ["x", "w", "r"], ["y"], name="memory", hidden_size=5)], weights, (3, 2, 4))
+    sentence = _refused(machine, make.file(tmp_path))
+    assert "GRU" in sentence
+    assert "memory" in sentence
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ({"name": "x", "shape": ["batch", 5]}, "has shape [batch, 4], the release file says [batch, 5]"),
+        ({"name": "x", "shape": ["batch", 4], "dtype": "float64"}, "is float32, the release file says float64"),
+        ({"name": "y", "shape": ["batch", 4]}, "takes the inputs x, the release file names y"),
+    ],
+    ids=["shape", "dtype", "name"],
+)
+def test_an_input_that_is_not_the_model_s(
+    machine: Any, tmp_path: Path, make: Any, described: dict[str, Any], said: str
+) -> None:
+    assert said in _refused(machine, make.file(tmp_path, inputs=[described]))
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("{'x': np.zeros((2, 5), np.float32)}, np.zeros(2)", "does not fit the model"),
+        ("{'x': np.zeros((2, 4), np.int64)}, np.zeros(2)", "does not fit the model"),
+        ("{'x': np.zeros((2, 4), np.float32)}, np.zeros(3)", "has 2 samples, there are 3 labels"),
+        ("{'z': np.zeros((2, 4), np.float32)}, np.zeros(2)", "gives the inputs z; the model takes x"),
+        ("{}['x']", "raised KeyError"),
+    ],
+    ids=["shape", "dtype", "labels", "name", "raises"],
+)
+def test_held_out_data_that_does_not_fit(machine: Any, tmp_path: Path, make: Any, returned: str, said: str) -> None:
+    (tmp_path / "wrong.py").write_text(f"import numpy as np\n\n\ndef held_out():\n    return {returned}\n")
+    sentence = _refused(machine, make.file(tmp_path, validate={"task": {"dataset": "wrong:held_out"}}))
+    assert "'wrong:held_out'" in sentence
+    assert said in sentence
+
+
+# -- The target --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("llvm -mcpu=pentium9", "LLVM knows no CPU 'pentium9'"),
+        ("llvm -mtriple=riscv64-linux-gnu", "architecture 'riscv64' is not built here"),
+        ({"kind": "metal"}, "kind 'metal' is not built here"),
+    ],
+)
+def test_a_target_that_this_tvm_cannot_build(
+    fresh_machine: Any, tmp_path: Path, make: Any, target: object, said: str
+) -> None:
+    assert said in _refused(fresh_machine, make.file(tmp_path, targets=[target]), code=2)
+
+
+@pytest.mark.parametrize(("target", "compiler"), [("aarch64-cortex-a72", "aarch64-linux-gnu-g++"), ("cuda-sm90", "nvcc")])
+def test_a_target_whose_compiler_is_not_installed(
+    machine: Any, tmp_path: Path, make: Any, target: str, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No compiler is found in a folder that does not exist, wherever these tests run.
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    sentence = _refused(machine, make.file(tmp_path, targets=[target]))
+    assert repr(target) in sentence
+    assert compiler in sentence
+
+
+# -- The servers -------------------------------------------------------------------------------------------------------
+
+
+def _with_s3(machine: Any, endpoint: str, key: str = "nobody", secret: str = "nothing-secret") -> Any:
+    said = {"TVMFLOW_S3_ENDPOINT": endpoint, "TVMFLOW_S3_ACCESS_KEY": key, "TVMFLOW_S3_SECRET_KEY": secret}
+    return replace(machine, settings={**machine.settings, **said})
+
+
+def test_an_s3_endpoint_that_is_down(machine: Any, tmp_path: Path, make: Any) -> None:
+    address = f"http://127.0.0.1:{make.free_port()}"
+    sentence = _refused(_with_s3(machine, address), make.file(tmp_path))
+    assert f"Cannot reach the S3 endpoint {address}" in sentence
+
+
+def test_an_s3_endpoint_that_refuses_the_credentials(
+    machine: Any, tmp_path: Path, make: Any, s3: Any
+) -> None:
+    wrong = _with_s3(machine, s3.config.endpoint, s3.config.access_key, "not-the-secret")
+    ended = wrong.release(make.file(tmp_path))
+    assert ended.code == 1
+    assert "refuses the credentials" in ended.sentence
+    assert "not-the-secret" not in ended.stdout + ended.stderr
+    assert s3.names() == []
+
+
+def test_an_mlflow_server_that_is_down(machine: Any, tmp_path: Path, make: Any) -> None:
+    address = f"http://127.0.0.1:{make.free_port()}"
+    without = replace(machine, settings={**machine.settings, "TVMFLOW_MLFLOW_TRACKING_URI": address})
+    ended = without.release(make.file(tmp_path))
+    assert ended.code == 1
+    assert f"MLflow at {address} does not answer" in ended.sentence
+    assert machine.nothing_is_published()
+
+
+def test_a_prefect_server_that_is_down(fresh_machine: Any, tmp_path: Path, make: Any) -> None:
+    address = f"http://127.0.0.1:{make.free_port()}/api"
+    without = replace(fresh_machine, settings={"TVMFLOW_PREFECT_API_URL": address})
+    sentence = _refused(without, make.file(tmp_path))
+    assert address in sentence
+
+
+# -- The disk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["/bin/mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["/bin/umount", folder], check=True)
+
+
+def test_a_full_disk(machine: Any, tmp_path: Path, make: Any, small_disk: Path) -> None:
+    _large_model(tmp_path, make)
+    full = replace(machine, home=small_disk / "state")
+    assert "No space left on device" in _refused(full, make.file(tmp_path))
+
+
+def test_a_file_size_limit(
+    machine: Any, tmp_path: Path, make: Any, fresh_machine: Any
+) -> None:
+    _large_model(tmp_path, make)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A limit is inherited by the command; this process writes nothing meanwhile.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, hard))
+    try:
+        process = fresh_machine.start("release", make.file(tmp_path), "--json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    ended = fresh_machine.finish(process)
+    assert ended.code == 1
+    assert "File too large" in ended.sentence
+    assert fresh_machine.nothing_is_published()
+
+
+def _large_model(folder: Path, make: Any) -> None:
+    """A model whose weights alone are 4 MB."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    make.onnx(folder, nodes, {"w": np.random.default_rng(0).normal(size=(4, 250_000)).astype(np.float32)})

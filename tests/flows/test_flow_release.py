@@ -1,0 +1,208 @@
+"""The digits example released by the command line, and what a second release makes anew."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from mlflow.entities import ViewType
+
+from tvmflow.services import open_store
+from tvmflow.settings import Settings
+
+pytestmark = pytest.mark.slow
+
+STEPS = [
+    *("train", "export", "relax_import", "reference", "tune", "build"),
+    *("package", "validate", "benchmark", "track", "publish"),
+]
+
+# Loads what was released as its users do: by MLflow's name, and the bundle by itself.
+_USERS = """
+import sys
+
+import mlflow.pyfunc
+import numpy as np
+import torch
+
+folder, weights, bundle, output = sys.argv[1:]
+sys.path.insert(0, folder)
+from data import held_out
+from model import create
+
+from tvmflow import runtime
+
+inputs, labels = held_out()
+network = create()
+network.load_state_dict(torch.load(weights, weights_only=True))
+with torch.inference_mode():
+    pytorch = network.eval()(torch.from_numpy(inputs["image"])).numpy()
+registered, loaded = mlflow.pyfunc.load_model("models:/digits/1"), runtime.load(bundle)
+chunks = np.split(inputs["image"], range(64, len(labels), 64))
+np.savez(
+    output,
+    pytorch=pytorch,
+    registered=np.concatenate([registered.predict({"image": chunk}) for chunk in chunks]),
+    bundle=np.concatenate([loaded(image=chunk)["logits"] for chunk in chunks]),
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def target(digits: Any) -> dict[str, Any]:
+    """The one target of the first release."""
+    (found,) = digits.first.document["targets"]
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def predictions(digits: Any, target: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The logits [360, 10] of the held-out digits by PyTorch, by the registered model and by the bundle."""
+    folder = tmp_path_factory.mktemp("predictions")
+    script, output = folder / "users.py", folder / "predictions.npz"
+    script.write_text(_USERS)
+    weights, bundle = digits.artifact(digits.made("train")["weights"]), digits.artifact(digits.made("package")["bundle"])
+    arguments = [sys.executable, script, digits.folder, weights, bundle, output]
+    address = {"MLFLOW_TRACKING_URI": f"sqlite:///{digits.machine.home}/mlflow/mlflow.db"}
+    subprocess.run(arguments, env={**digits.machine.environment, **address}, check=True, timeout=300)
+    with np.load(output) as archive:
+        return dict(archive)
+
+
+def test_the_document_says_what_was_released(digits: Any) -> None:
+    document = digits.first.document
+    assert (document["name"], document["version"]) == ("digits", "1")
+    assert document["release_uri"] == "s3://tvmflow/releases/digits/1/release.json"
+    assert document["mlflow_model"] == "models:/digits/1"
+
+
+def test_the_document_has_the_figures_of_the_target(target: dict[str, Any]) -> None:
+    assert target["target"] == "native"
+    assert 0 < target["max_abs_error"] < 1e-3
+    assert target["top1_agreement"] == 1.0
+    assert target["metric"]["bundle"] == target["metric"]["original"] > 0.5
+    latency = target["latency_ms"]
+    assert 0 < latency["min"] <= latency["p50"] <= latency["p90"] <= latency["p99"]
+    assert latency["min"] <= latency["mean"]
+    assert set(target["ratio"]) == {"onnxruntime", "pytorch"}
+    assert target["runs"] == 10
+
+
+def test_the_document_has_every_step_with_its_seconds(target: dict[str, Any]) -> None:
+    assert list(target["steps"]) == STEPS
+    assert all(step["status"] == "ran" and step["seconds"] > 0 for step in target["steps"].values())
+
+
+def test_the_store_holds_the_release_and_its_bundle(digits: Any, target: dict[str, Any]) -> None:
+    with open_store(Settings(home=digits.machine.home)) as store:
+        release = store.verify_release("digits", "1")
+        assert target["bundle_uri"] == f"{store.config.uri}/blobs/sha256/{target['bundle_sha256']}"
+    (released,) = release["targets"]
+    assert released["bundle"] == {"sha256": target["bundle_sha256"], "size": target["bundle_size"]}
+    assert released["verdict"]["passed"]
+    assert release["mlflow_run_id"] == digits.first.document["mlflow_run_id"]
+
+
+def test_the_bundle_path_leads_to_the_bundle(digits: Any, target: dict[str, Any]) -> None:
+    bundle = digits.machine.home.parent / target["bundle_path"]
+    assert hashlib.sha256(bundle.read_bytes()).hexdigest() == target["bundle_sha256"]
+
+
+def test_mlflow_has_a_run_with_a_nested_run_per_target(digits: Any, target: dict[str, Any]) -> None:
+    client, run_id = digits.machine.mlflow, digits.first.document["mlflow_run_id"]
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.tags["tvmflow.verdict"]) == ("FINISHED", "passed")
+    (nested,) = client.search_runs(
+        [run.info.experiment_id], f"tags.mlflow.parentRunId = '{run_id}'", ViewType.ACTIVE_ONLY
+    )
+    assert nested.info.run_name == "native"
+    assert nested.data.metrics["tvm_latency_ms_p50"] == target["latency_ms"]["p50"]
+    assert nested.data.metrics["ratio_onnxruntime"] == target["ratio"]["onnxruntime"]
+    assert nested.data.metrics["max_abs_error"] == target["max_abs_error"]
+
+
+def test_mlflow_has_the_files_of_the_run(digits: Any) -> None:
+    client, run_id = digits.machine.mlflow, digits.first.document["mlflow_run_id"]
+    files = {item.path for folder in ("", "relax", "native") for item in client.list_artifacts(run_id, folder)}
+    assert files >= {"model.onnx", "release.json", "verdict.json", "relax/imported.txt", "native/lowered.txt"}
+
+
+def test_the_model_version_says_where_the_release_is(digits: Any) -> None:
+    version = digits.machine.mlflow.get_model_version("digits", "1")
+    assert version.run_id == digits.first.document["mlflow_run_id"]
+    assert version.tags["tvmflow.status"] == "published"
+    assert version.tags["tvmflow.release_uri"] == digits.first.document["release_uri"]
+
+
+def test_mlflow_has_the_metrics_on_the_model_too(digits: Any, target: dict[str, Any]) -> None:
+    client = digits.machine.mlflow
+    (logged,) = client.get_run(digits.first.document["mlflow_run_id"]).outputs.model_outputs
+    metrics = {metric.key: metric.value for metric in client.get_logged_model(logged.model_id).metrics}
+    assert metrics["native.tvm_latency_ms_p50"] == target["latency_ms"]["p50"]
+
+
+def test_the_registered_model_predicts_what_pytorch_predicts(predictions: dict[str, Any]) -> None:
+    assert predictions["pytorch"].shape == (360, 10)
+    np.testing.assert_allclose(predictions["registered"], predictions["pytorch"], rtol=1e-3, atol=1e-4)
+    np.testing.assert_array_equal(predictions["registered"].argmax(-1), predictions["pytorch"].argmax(-1))
+
+
+def test_the_bundle_predicts_what_the_registered_model_predicts(predictions: dict[str, Any]) -> None:
+    np.testing.assert_array_equal(predictions["bundle"], predictions["registered"])
+
+
+def test_releasing_again_finds_every_step_done(digits: Any) -> None:
+    again = digits.machine.release(digits.file)
+    assert again.code == 0, again.stderr
+    assert again.steps == dict.fromkeys(STEPS, "cached")
+    timeless = [{key: value for key, value in ended.document.items() if key != "targets"} for ended in (digits.first, again)]
+    assert timeless[0] == timeless[1]
+    assert len(digits.machine.releases("digits")) == len(digits.machine.versions("digits")) == 1
+
+
+def test_a_lost_artifact_is_made_again_and_nothing_else(digits: Any) -> None:
+    digits.artifact(digits.made("build")["library"]).unlink()
+    again = digits.machine.release(digits.file)
+    assert again.code == 0, again.stderr
+    # The library comes out the same, so that nothing after the build has anything to do.
+    assert [name for name, status in again.steps.items() if status == "ran"] == ["build"]
+    assert again.document["version"] == "1"
+
+
+def test_an_input_of_the_wrong_shape_or_dtype_is_refused_at_run(digits: Any, target: dict[str, Any]) -> None:
+    bundle = digits.machine.home.parent / target["bundle_path"]
+    for name, array in (("shape", np.zeros((1, 1, 9, 9), np.float32)), ("dtype", np.zeros((1, 1, 8, 8), np.int64))):
+        np.savez(digits.folder / f"{name}.npz", image=array)
+        ended = digits.machine.run("run", bundle, "--inputs", digits.folder / f"{name}.npz")
+        assert ended.code == 1
+        assert "input 'image'" in ended.sentence
+
+
+def test_the_list_shows_the_release(digits: Any) -> None:
+    ended = digits.machine.run("list", "digits", "--json")
+    assert ended.code == 0, ended.stderr
+    first, *_ = json.loads(ended.stdout)
+    assert (first["name"], first["version"]) == ("digits", "1")
+    assert "digits" in digits.machine.run("list").stdout
+
+
+def test_the_list_refuses_a_name_that_was_never_released(digits: Any) -> None:
+    ended = digits.machine.run("list", "digit")
+    assert ended.code == 1
+    assert "'digit'" in ended.sentence
+    assert "digits" in ended.sentence
+
+
+def test_a_changed_training_source_makes_a_new_version(digits: Any) -> None:
+    source = digits.folder / "train.py"
+    source.write_text(source.read_text().replace("learning_rate: float = 3e-3", "learning_rate: float = 1e-3"))
+    changed = digits.machine.release(digits.file)
+    assert changed.code == 0, changed.stderr
+    assert changed.steps == dict.fromkeys(STEPS, "ran")
+    assert changed.document["version"] == "2"
+    assert [release["version"] for release in digits.machine.releases("digits")] == ["1", "2"]
+    old, new = digits.first.document["targets"][0], changed.document["targets"][0]
+    assert old["bundle_sha256"] != new["bundle_sha256"]

@@ -1,0 +1,83 @@
+"""A release that is interrupted in the middle of a step: nothing stays behind, and it goes on from there."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# Held-out data that takes for ever, until somebody says go: what a step in the middle of the release waits for.
+_DATA = """
+import time
+from pathlib import Path
+
+import numpy as np
+
+
+def held_out(case):
+    here = Path(__file__).parent
+    (here / f"{case}.reached").touch()
+    while not (here / f"{case}.go").exists():
+        time.sleep(0.01)
+    return {"x": np.eye(4, dtype=np.float32)}, np.zeros(4, np.int64)
+"""
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory, machine: Any) -> Any:
+    """A machine with nothing but embedded servers, which have to end with the command as well."""
+    return type(machine)(tmp_path_factory.mktemp("interrupted") / "state")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("held-out")
+    (folder / "waiting.py").write_text(_DATA)
+    yield folder
+    assert not [process.pid for process in psutil.process_iter() if _works_in(process, folder)]
+
+
+def _works_in(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return str(folder) in process.environ().get("PYTHONPATH", "")
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)],
+    ids=["ctrl-c", "terminated", "killed"],
+)
+def test_an_interrupted_release_leaves_nothing_behind_and_goes_on(
+    embedded: Any, folder: Path, make: Any, number: signal.Signals, code: int
+) -> None:
+    case = number.name.lower()
+    make.onnx(folder)
+    task = {"dataset": "waiting:held_out", "arguments": {"case": case}}
+    file = make.file(folder, name=case, validate={"task": task})
+    process = embedded.start("release", file, "--json")
+    make.wait_until((folder / f"{case}.reached").exists, process, "the held-out data is asked for")
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert started
+    os.kill(process.pid, number)
+    ended = embedded.finish(process)
+    assert ended.code == code, ended.stderr
+    if number != signal.SIGKILL:
+        assert "interrupted" in ended.sentence
+        assert ended.document["error"]["type"] == "Interrupted"
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert not [child.cmdline() for child in alive]
+    assert embedded.releases(case) == []
+
+    (folder / f"{case}.go").touch()
+    again = embedded.release(file)
+    assert again.code == 0, again.stderr
+    assert (again.steps["export"], again.steps["relax_import"]) == ("cached", "cached")
+    assert (again.steps["reference"], again.steps["publish"]) == ("ran", "ran")
+    assert [release["version"] for release in embedded.releases(case)] == ["1"]

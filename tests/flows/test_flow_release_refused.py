@@ -1,0 +1,96 @@
+"""A release that is out of bounds: measured, kept in MLflow with its verdict, and not published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# The first caller, which is the original's side, scores 1, everybody after it less.
+_METRIC = """
+from pathlib import Path
+
+
+def falling(outputs, labels):
+    calls = Path(__file__).with_suffix(".calls")
+    before = calls.read_text() if calls.exists() else ""
+    calls.write_text(before + "x")
+    return 1.0 - 0.25 * len(before)
+"""
+
+
+def _refuse(digits: Any, file: Path) -> tuple[str, dict[str, Any], Any]:
+    """Release a file that must be refused; the sentence, the kept verdict and the run."""
+    client = digits.machine.mlflow
+    before = _published(digits)
+    known = {run.info.run_id for run in _runs(client)}
+    ended = digits.machine.release(file)
+    assert ended.code == 3, ended.stderr
+    assert ended.document["error"]["type"] == "VerdictError"
+    assert _published(digits) == before
+    (run,) = [run for run in _runs(client) if run.info.run_id not in known and "mlflow.parentRunId" not in run.data.tags]
+    assert run.data.tags["tvmflow.verdict"] == "refused"
+    assert run.info.run_id in ended.sentence
+    verdict = json.loads(Path(client.download_artifacts(run.info.run_id, "verdict.json")).read_text())["native"]
+    assert not verdict["passed"]
+    return ended.sentence, verdict, run
+
+
+def _runs(client: Any) -> list[Any]:
+    return list(client.search_runs([client.get_experiment_by_name("tvmflow").experiment_id]))
+
+
+def _published(digits: Any) -> tuple[list[str], list[str], list[Path]]:
+    """What is in the store, in the registry and among the blobs."""
+    machine = digits.machine
+    return (
+        [release["version"] for release in machine.releases("digits")],
+        [version.version for version in machine.versions("digits")],
+        sorted((machine.home / "s3" / "tvmflow" / "blobs").rglob("*")),
+    )
+
+
+def test_a_gate_that_is_not_kept_refuses_the_release(digits: Any) -> None:
+    sentence, verdict, _ = _refuse(digits, digits.derived("small", gates={"max_bundle_mb": 0.001}))
+    assert "bundle size" in sentence
+    assert "max_bundle_mb" in verdict["reasons"][0]
+
+
+def test_a_latency_gate_that_is_not_kept_refuses_the_release(digits: Any) -> None:
+    sentence, verdict, _ = _refuse(digits, digits.derived("fast", gates={"max_latency_ms": 1e-6}))
+    assert "max_latency_ms" in sentence
+    assert verdict["comparisons"], "what was measured is kept as well"
+
+
+def test_outputs_beyond_the_tolerance_refuse_the_release(digits: Any) -> None:
+    bounds = {"samples": 8, "rtol": 0, "atol": 0, "task": {"dataset": "data:held_out"}}
+    sentence, verdict, run = _refuse(digits, digits.derived("exact", validate=bounds))
+    assert "output 'logits' differs from the original" in sentence
+    assert verdict["comparisons"][0]["max_abs_error"] > 0
+    assert run.info.status == "FINISHED"
+
+
+def test_a_lower_score_of_the_bundle_refuses_the_release(digits: Any) -> None:
+    (digits.folder / "falling.py").write_text(_METRIC)
+    bounds = {"samples": 8, "task": {"dataset": "data:held_out", "metric": "falling:falling", "drop": 0.1}}
+    sentence, verdict, _ = _refuse(digits, digits.derived("falling", validate=bounds))
+    assert "falling:falling is 0.7500, the original's is 1.0000, the allowed drop is 0.1" in sentence
+    assert (verdict["metric_original"], verdict["metric_bundle"]) == (1.0, 0.75)
+
+
+def test_a_lower_score_within_the_allowed_drop_is_released(digits: Any) -> None:
+    (digits.folder / "sinking.py").write_text(_METRIC)
+    bounds = {"samples": 8, "task": {"dataset": "data:held_out", "metric": "sinking:falling", "drop": 0.25}}
+    ended = digits.machine.release(digits.derived("sinking", validate=bounds))
+    assert ended.code == 0, ended.stderr
+    assert ended.document["targets"][0]["metric"] == {"original": 1.0, "bundle": 0.75}
+
+
+def test_a_refused_release_passes_once_its_bounds_are_met(digits: Any) -> None:
+    refused = digits.machine.release(digits.derived("large", gates={"max_bundle_mb": 0.002}))
+    assert refused.code == 3
+    passed = digits.machine.release(digits.derived("large", gates={"max_bundle_mb": 100}))
+    assert passed.code == 0, passed.stderr
+    assert [name for name, status in passed.steps.items() if status == "ran"] == ["track", "publish"]
