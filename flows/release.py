@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 import yaml
 from prefect import flow
 
-from tasks.benchmark import BenchmarkResult, benchmark, gate_failures
+from tasks.benchmark import BenchmarkResult, Point, benchmark, gate_failures
 from tasks.build import build
 from tasks.export import ExportResult, export
 from tasks.package import package
@@ -57,8 +57,7 @@ class TargetSummary(Record):
     latency_ms: dict[str, float] | None
     ratio: dict[str, float]
     runs: int | None
-    total_seconds: dict[str, float]
-    noise: float | None
+    measurements: tuple[Point, ...]
     tuning: str
     schedules: dict[str, int]
     steps: dict[str, StepSummary]
@@ -231,11 +230,10 @@ def _target_summary(
         max_abs_error=verdict.original.max_abs_error if verdict.original is not None else None,
         top1_agreement=verdict.original.top1_agreement if verdict.original is not None else None,
         metric=metric,
-        latency_ms=measured.runners["tvm"].latency_ms.model_dump() if measured is not None else None,
-        ratio={str(peer): value for peer, value in measured.ratio.items()} if measured is not None else {},
+        latency_ms=measured.typical.runners["tvm"].latency_ms.model_dump() if measured is not None else None,
+        ratio={str(peer): value for peer, value in measured.typical.ratio.items()} if measured is not None else {},
         runs=measured.runs if measured is not None else None,
-        total_seconds={str(name): item.total_seconds for name, item in measured.runners.items()} if measured else {},
-        noise=measured.noise if measured is not None else None,
+        measurements=measured.points if measured is not None else (),
         tuning=outcome.tuned.result.coverage,
         schedules=outcome.built.result.schedules,
         steps={

@@ -15,8 +15,9 @@ from tvmflow import samples
 from tvmflow.errors import VerdictError
 from tvmflow.process import Child, Emit
 from tvmflow.progress import reporter
+from tvmflow.samples import Named
 from tvmflow.source import Source, load_module, open_session, run_session
-from tvmflow.spec import Benchmark
+from tvmflow.spec import Benchmark, Input, Samples
 from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step
 
@@ -24,9 +25,10 @@ Runner = Literal["tvm", "onnxruntime", "pytorch"]
 
 
 class RunnerJob(Job):
-    """One round of one runner: `repeats` timed runs after `warmup` untimed ones, on the first sample."""
+    """One round of one runner: `repeats` timed runs after `warmup` untimed ones, on the sample number `point`."""
 
     runner: Runner
+    point: int
     source: Source
     onnx: Artifact
     bundle: Artifact
@@ -66,21 +68,38 @@ class Measured(Record):
     size: int
 
 
-class BenchmarkResult(StepResult):
-    """The runners measured side by side in one phase.
+class Point(Record):
+    """The runners measured side by side at one choice of the symbolic dimensions' sizes.
 
     `ratio` is the bundle's median over the peer's, below one being faster. `noise` is the largest difference between
     the bundle's round medians, relative to their median.
     """
 
-    runs: int
-    threads: int
+    sizes: dict[str, int]
     runners: dict[Runner, Measured]
     ratio: dict[Runner, float]
     noise: float
 
+    @property
+    def label(self) -> str:
+        """The sizes in words, as "batch 1"; empty for static shapes."""
+        return ", ".join(f"{name} {size}" for name, size in self.sizes.items())
 
-_loaded: dict[str, tuple[Callable[[], object], float]] = {}
+
+class BenchmarkResult(StepResult):
+    """What was measured, the typical sizes first; `runs` is the number of timed runs of each runner at each point."""
+
+    runs: int
+    threads: int
+    points: tuple[Point, ...]
+
+    @property
+    def typical(self) -> Point:
+        """The point that a release is judged by."""
+        return self.points[0]
+
+
+_loaded: dict[str, tuple[Callable[[Named], object], float]] = {}
 
 
 def work(job: RunnerJob, emit: Emit) -> Round:
@@ -91,12 +110,13 @@ def work(job: RunnerJob, emit: Emit) -> Round:
         run = prepare(job)
         _loaded[job.runner] = run, time.perf_counter() - start
     run, load_seconds = _loaded[job.runner]
+    inputs = samples.load(job.workspace.path(job.samples))[job.point][0]
     for _ in range(job.warmup):
-        run()
+        run(inputs)
     seconds = []
     for _ in range(job.repeats):
         start = time.perf_counter()
-        run()
+        run(inputs)
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Round(seconds=tuple(seconds), load_seconds=load_seconds, peak_memory=peak)
@@ -110,13 +130,14 @@ def benchmark(
     target: Target,
     trained: Outcome[TrainResult] | None = None,
 ) -> Outcome[BenchmarkResult]:
-    """Measure the bundle, ONNX Runtime and PyTorch eager in turn, on the first sample's sizes."""
+    """Measure the bundle, ONNX Runtime and PyTorch eager in turn, at each size that the release file names."""
     section: Benchmark = context.spec.benchmark
     source, identity = find_source(context, weights_path(context, trained))
     peers = [peer for peer in section.peers if peer != "pytorch" or source.framework == "pytorch"]
     job = RunnerJob(
         home=context.workspace.folder,
         runner="tvm",
+        point=0,
         source=source,
         onnx=exported.result.onnx,
         bundle=packaged.result.bundle,
@@ -125,9 +146,14 @@ def benchmark(
         warmup=section.warmup,
         repeats=section.repeats,
     )
+    points = samples.measured_sizes(
+        [Input(name=item.name, shape=item.shape, samples=Samples(kind="ones")) for item in exported.result.inputs],
+        context.spec.dimensions,
+    )
     reads: dict[str, Any] = {
-        **job.model_dump(mode="json", exclude={"home", "source", "runner"}),
+        **job.model_dump(mode="json", exclude={"home", "source", "runner", "point"}),
         "source": identity,
+        "points": points,
         "rounds": section.rounds,
         "peers": peers,
     }
@@ -136,16 +162,20 @@ def benchmark(
         "benchmark",
         reads,
         BenchmarkResult,
-        lambda: _measure(context, job, [*peers], target),
+        lambda: _measure(context, job, [*peers], points, target),
         target=target.name,
     )
 
 
-def _measure(context: Context, job: RunnerJob, peers: list[Runner], target: Target) -> BenchmarkResult:
+def _measure(
+    context: Context, job: RunnerJob, peers: list[Runner], points: list[dict[str, int]], target: Target
+) -> BenchmarkResult:
     rounds = context.spec.benchmark.rounds
     runners: list[Runner] = ["tvm", *peers]
+    # Rounds outermost and runners innermost: what is compared is measured as close in time as can be.
+    plan = [(point, runner) for _ in range(rounds) for point in range(len(points)) for runner in runners]
+    results: dict[tuple[int, Runner], list[Round]] = {}
     children: dict[Runner, Child] = {}
-    results: dict[Runner, list[Round]] = {runner: [] for runner in runners}
     try:
         for runner in runners:
             children[runner] = Child(
@@ -154,25 +184,33 @@ def _measure(context: Context, job: RunnerJob, peers: list[Runner], target: Targ
                 paths=(context.spec.folder,),
                 torch=runner == "pytorch",
             )
-        done = 0
-        for _ in range(rounds):
-            for runner in runners:
-                reporter().progressed("benchmark", target.name, done, rounds * len(runners), runner)
-                told = job.model_copy(update={"runner": runner})
-                results[runner].append(children[runner].call(told, Round, timeout=context.timeout))
-                done += 1
+        for done, (point, runner) in enumerate(plan):
+            reporter().progressed("benchmark", target.name, done, len(plan), runner)
+            told = job.model_copy(update={"runner": runner, "point": point})
+            measured = children[runner].call(told, Round, timeout=context.timeout)
+            results.setdefault((point, runner), []).append(measured)
     finally:
         for child in children.values():
             child.close()
-    sizes = {"tvm": job.bundle.size, "onnxruntime": job.onnx.size, "pytorch": job.onnx.size}
-    measured = {runner: _summary(results[runner], sizes[runner]) for runner in runners}
-    ours = measured["tvm"].latency_ms.p50
-    medians = [float(np.median(item.seconds)) for item in results["tvm"]]
+    size = {"tvm": job.bundle.size, "onnxruntime": job.onnx.size, "pytorch": job.onnx.size}
     return BenchmarkResult(
         runs=rounds * job.repeats,
         threads=job.threads,
+        points=tuple(
+            _point(chosen, {runner: results[index, runner] for runner in runners}, size)
+            for index, chosen in enumerate(points)
+        ),
+    )
+
+
+def _point(chosen: dict[str, int], rounds: dict[Runner, list[Round]], size: Mapping[str, int]) -> Point:
+    measured = {runner: _summary(items, size[runner]) for runner, items in rounds.items()}
+    ours = measured["tvm"].latency_ms.p50
+    medians = [float(np.median(item.seconds)) for item in rounds["tvm"]]
+    return Point(
+        sizes=chosen,
         runners=measured,
-        ratio={peer: ours / measured[peer].latency_ms.p50 for peer in peers},
+        ratio={runner: ours / item.latency_ms.p50 for runner, item in measured.items() if runner != "tvm"},
         noise=(max(medians) - min(medians)) / float(np.median(medians)),
     )
 
@@ -181,13 +219,13 @@ def gate_failures(context: Context, result: BenchmarkResult, bundle: Artifact, t
     """What the release file's gates say against the measurements; empty when all are kept."""
     gates = context.spec.gates
     measured: Mapping[str, tuple[float | None, float | None, str]] = {
-        "max_latency_ms": (result.runners["tvm"].latency_ms.p50, gates.max_latency_ms, "p50 latency in ms"),
+        "max_latency_ms": (result.typical.runners["tvm"].latency_ms.p50, gates.max_latency_ms, "p50 latency in ms"),
         "max_ratio_onnxruntime": (
-            result.ratio.get("onnxruntime"),
+            result.typical.ratio.get("onnxruntime"),
             gates.max_ratio_onnxruntime,
             "latency over ONNX Runtime's",
         ),
-        "max_ratio_pytorch": (result.ratio.get("pytorch"), gates.max_ratio_pytorch, "latency over PyTorch's"),
+        "max_ratio_pytorch": (result.typical.ratio.get("pytorch"), gates.max_ratio_pytorch, "latency over PyTorch's"),
         "max_bundle_mb": (bundle.size / 1e6, gates.max_bundle_mb, "bundle size in MB"),
     }
     failures = []
@@ -201,31 +239,27 @@ def gate_failures(context: Context, result: BenchmarkResult, bundle: Artifact, t
     return failures
 
 
-def _bundle(job: RunnerJob) -> Callable[[], object]:
+def _bundle(job: RunnerJob) -> Callable[[Named], object]:
     from tvmflow import runtime
 
     model = runtime.load(job.workspace.path(job.bundle), threads=job.threads)
-    inputs = samples.load(job.workspace.path(job.samples))[0][0]
-    return lambda: model(**inputs)
+    return lambda inputs: model(**inputs)
 
 
-def _onnxruntime(job: RunnerJob) -> Callable[[], object]:
+def _onnxruntime(job: RunnerJob) -> Callable[[Named], object]:
     session = open_session(job.workspace.path(job.onnx), job.threads)
-    inputs = samples.load(job.workspace.path(job.samples))[0][0]
-    return lambda: run_session(session, inputs)
+    return lambda inputs: run_session(session, inputs)
 
 
-def _pytorch(job: RunnerJob) -> Callable[[], object]:
+def _pytorch(job: RunnerJob) -> Callable[[Named], object]:
     import torch
 
     torch.set_num_threads(job.threads)
     module = load_module(job.source)
-    inputs = samples.load(job.workspace.path(job.samples))[0][0]
-    tensors = [torch.from_numpy(array) for array in inputs.values()]
 
-    def run() -> object:
+    def run(inputs: Named) -> object:
         with torch.inference_mode():
-            return module(*tensors)
+            return module(*(torch.from_numpy(array) for array in inputs.values()))
 
     return run
 

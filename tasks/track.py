@@ -208,14 +208,16 @@ def metrics(outcome: TargetOutcomes) -> dict[str, float]:
     verdict = outcome.verdict.result
     if verdict.metric_bundle is not None and verdict.metric_original is not None:
         found |= {"task_metric": verdict.metric_bundle, "task_metric_original": verdict.metric_original}
-    if outcome.measured is not None:
-        result = outcome.measured.result
-        for runner, measured in result.runners.items():
+    for index, point in enumerate(outcome.measured.result.points if outcome.measured is not None else ()):
+        # The typical sizes have the plain names; the others say theirs.
+        suffix = "" if index == 0 else "".join(f"_{name}{size}" for name, size in point.sizes.items())
+        for runner, measured in point.runners.items():
             for name, value in measured.latency_ms.model_dump().items():
-                found[f"{runner}_throughput" if name == "throughput" else f"{runner}_latency_ms_{name}"] = value
+                figure = "throughput" if name == "throughput" else f"latency_ms_{name}"
+                found[f"{runner}_{figure}{suffix}"] = value
             found[f"{runner}_load_seconds"] = measured.load_seconds
             found[f"{runner}_peak_memory_bytes"] = measured.peak_memory
-        found |= {f"ratio_{peer}": value for peer, value in result.ratio.items()}
+        found |= {f"ratio_{peer}{suffix}": value for peer, value in point.ratio.items()}
     return found
 
 

@@ -15,27 +15,42 @@ Array = npt.NDArray[Any]
 Named = dict[str, Array]
 
 
+def measured_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension]) -> list[dict[str, int]]:
+    """The sizes of the symbolic dimensions at each point that is measured; one empty point for static shapes."""
+    symbols = sorted({dim for item in inputs for dim in item.shape if isinstance(dim, str)})
+    known = {name: dimensions.get(name, Dimension()) for name in symbols}
+    points = max((len(dimension.measure) for dimension in known.values()), default=0) or 1
+    return [
+        {
+            name: dimension.measure[min(point, len(dimension.measure) - 1)] if dimension.measure else dimension.typical
+            for name, dimension in known.items()
+        }
+        for point in range(points)
+    ]
+
+
 def sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int) -> dict[str, int]:
     """The sizes of the symbolic dimensions for sample `index`.
 
-    The first sample has the typical sizes, the others go through the sizes to tune and to measure at and the ends of
-    the range, so that a size baked into the model by mistake shows.
+    The first samples have the sizes that are measured; the others go through the size to tune at, an odd one and the
+    ends of the range, so that a size baked into the model by mistake shows.
     """
+    points = measured_sizes(inputs, dimensions)
+    if index < len(points):
+        return points[index]
     chosen = {}
-    for name in sorted({dim for item in inputs for dim in item.shape if isinstance(dim, str)}):
+    for name in points[0]:
         dimension = dimensions.get(name, Dimension())
         beyond = dimension.typical + 3
         candidates = [
-            dimension.typical,
-            *dimension.measure,
             *([dimension.tune] if dimension.tune else []),
             beyond if dimension.max is None else min(beyond, dimension.max),
             dimension.min,
             # The upper end only where it costs no more than a few typical runs.
             *([dimension.max] if dimension.max is not None and dimension.max <= max(64, 4 * dimension.typical) else []),
         ]
-        distinct = list(dict.fromkeys(candidates))
-        chosen[name] = distinct[index % len(distinct)]
+        distinct = [size for size in dict.fromkeys(candidates) if size != dimension.typical] or candidates[:1]
+        chosen[name] = distinct[(index - len(points)) % len(distinct)]
     return chosen
 
 

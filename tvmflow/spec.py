@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from tvmflow.errors import SpecError, TargetError
 from tvmflow.target import Target, presets, resolve
 
-DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 

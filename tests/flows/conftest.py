@@ -189,7 +189,7 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"{address}/api"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Machine:
     """A machine whose settings name the Prefect server, so that its commands start in a second; the rest embedded."""
     return Machine(tmp_path_factory.mktemp("machine") / "state", {"TVMFLOW_PREFECT_API_URL": prefect_server})

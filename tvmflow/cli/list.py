@@ -1,6 +1,7 @@
 """`tvmflow list`: what is released."""
 
 import json
+import sys
 
 import click
 
@@ -31,15 +32,16 @@ def list_command(name: str | None, as_json: bool) -> None:
     for release in releases:
         for target in release["targets"]:
             measured, compared = target["measurements"], target["verdict"]["comparisons"]
-            ratio = (measured or {}).get("ratio", {}).get("onnxruntime")
+            typical = measured["points"][0] if measured else {}
+            ratio = typical.get("ratio", {}).get("onnxruntime")
             table.add_row(
                 release["name"],
                 str(release["version"]),
                 release["created_at"][:19],
                 target["target"],
                 f"{compared[0]['max_abs_error']:.1e}" if compared else "-",
-                f"{measured['runners']['tvm']['latency_ms']['p50']:.3g} ms" if measured else "-",
+                f"{typical['runners']['tvm']['latency_ms']['p50']:.3g} ms" if measured else "-",
                 f"{ratio:.2f}x" if ratio else "-",
                 target["bundle"]["sha256"][:12],
             )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,8 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
     if as_json:
         click.echo(json.dumps(summary.model_dump(mode="json")))
     else:
-        show(summary, settings, Console())
+        # Into a file or a pipe tables are wide enough for themselves.
+        show(summary, settings, Console(width=None if sys.stdout.isatty() else 120))
 
 
 def use_prefect(settings: "Settings") -> None:
@@ -87,21 +89,35 @@ def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") ->
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    headings = ("target", "error", "top-1 same", "p50 ms", "p99 ms", "/ ONNX RT", "/ PyTorch", "MB")
+    sized = any(point.sizes for item in summary.targets for point in item.measurements)
+    headings = [
+        "target",
+        *(["at"] if sized else []),
+        "p50 ms",
+        "p99 ms",
+        "/ ONNX RT",
+        "/ PyTorch",
+        "error",
+        "same top-1",
+        "MB",
+    ]
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "target" else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading in ("target", "at") else "right", no_wrap=True)
     for item in summary.targets:
-        latency = item.latency_ms or {}
-        table.add_row(
-            item.target,
-            _number(item.max_abs_error, "{:.1e}"),
-            _number(item.top1_agreement, "{:.2%}"),
-            _number(latency.get("p50"), "{:.3f}"),
-            _number(latency.get("p99"), "{:.3f}"),
-            _number(item.ratio.get("onnxruntime"), "{:.2f}"),
-            _number(item.ratio.get("pytorch"), "{:.2f}"),
-            f"{item.bundle_size / 1e6:.2f}",
-        )
+        shared = (_number(item.max_abs_error, "{:.1e}"), _number(item.top1_agreement, "{:.2%}"), _megabytes(item))
+        if not item.measurements:
+            table.add_row(item.target, *([""] if sized else []), *("-" * 4), *shared)
+        for index, point in enumerate(item.measurements):
+            latency = point.runners["tvm"].latency_ms
+            table.add_row(
+                item.target if index == 0 else "",
+                *([point.label] if sized else []),
+                f"{latency.p50:.3f}",
+                f"{latency.p99:.3f}",
+                _number(point.ratio.get("onnxruntime"), "{:.2f}"),
+                _number(point.ratio.get("pytorch"), "{:.2f}"),
+                *(shared if index == 0 else ("", "", "")),
+            )
     console.print(table)
     for item in summary.targets:
         for line in _lines(item):
@@ -119,12 +135,21 @@ def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") ->
 def _lines(item: "TargetSummary") -> "Iterator[str]":
     if item.metric is not None:
         yield f"task metric {item.metric['bundle']:.4f}, the original's {item.metric['original']:.4f}"
-    if item.runs is not None:
-        names = {"pytorch": "PyTorch", "onnxruntime": "ONNX Runtime", "tvm": "TVM from Python"}
-        times = [f"{name} {item.total_seconds[key]:.3f} s" for key, name in names.items() if key in item.total_seconds]
-        yield f"{item.runs} runs: {', '.join(times)}"
-    if item.noise is not None and item.noise > NOISY:
-        yield f"the machine was busy while it was measured: rounds differ by {item.noise:.0%}"
+    if not item.measurements:
+        return
+    typical = item.measurements[0]
+    names = {"pytorch": "PyTorch", "onnxruntime": "ONNX Runtime", "tvm": "TVM from Python"}
+    seconds = {str(runner): measured.total_seconds for runner, measured in typical.runners.items()}
+    yield f"{item.runs} runs: " + ", ".join(
+        f"{name} {seconds[key]:.3f} s" for key, name in names.items() if key in seconds
+    )
+    noise = max(point.noise for point in item.measurements)
+    if noise > NOISY:
+        yield f"the machine was busy while it was measured: rounds differ by {noise:.0%}"
+
+
+def _megabytes(item: "TargetSummary") -> str:
+    return f"{item.bundle_size / 1e6:.2f}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -242,9 +242,27 @@ def _finalize(target: Target, native: tvm.target.Target) -> tvm.transform.Pass:
         from tvm.relax.backend.cuda import pipeline
     else:
         from tvm.relax.backend.cpu_generic import pipeline
-    return tvm.transform.Sequential(
-        [*pipeline.dataflow_lower_passes(native), *pipeline.finalize_passes(native)], name="finalize"
-    )
+    passes = [*pipeline.dataflow_lower_passes(native), *pipeline.finalize_passes(native), OrderShapeStores()]
+    return tvm.transform.Sequential(passes, name="finalize")
+
+
+@tvm.transform.module_pass(opt_level=0, name="OrderShapeStores")
+class OrderShapeStores:
+    """Sorts the stores of the functions that compute shapes: TVM lists them in the order of memory addresses.
+
+    Without it the libraries of two processes differ as soon as a model has two symbolic expressions.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Rewrite the module's functions named `shape_func`."""
+        for variable, function in mod.functions_items():
+            if not isinstance(function, PrimFunc) or not variable.name_hint.startswith("shape_func"):
+                continue
+            stores = list(function.body.seq) if isinstance(function.body, tvm.tirx.SeqStmt) else []
+            if stores and all(isinstance(store, tvm.tirx.BufferStore) for store in stores):
+                ordered = tvm.tirx.SeqStmt(sorted(stores, key=lambda store: int(store.indices[0])))
+                mod.update_func(variable, function.with_body(ordered))
+        return mod
 
 
 @contextmanager
@@ -290,7 +308,7 @@ def _check_options(options: BuildOptions) -> None:
 @cache
 def known_passes() -> tuple[str, ...]:
     """The names of TVM's passes and ours, as `required_passes` and `disabled_passes` take them."""
-    names = {"FoldMovedConstants"}
+    names = {"FoldMovedConstants", "OrderShapeStores"}
     for constructor in tvm_ffi.registry.list_global_func_names():
         family, middle, name = constructor.rpartition(".transform.")
         if middle and "." not in name and family in ("relax", "tirx", "s_tir"):

@@ -1,0 +1,379 @@
+"""Whatever is wrong with a bundle is one BundleError of one sentence, and nothing else."""
+
+import contextlib
+import copy
+import gzip
+import hashlib
+import io
+import json
+import random
+import tarfile
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tvmflow.bundle import FORMAT, extract, read_manifest
+from tvmflow.errors import BundleError
+
+WriteArchive = Callable[..., Path]
+Document = dict[str, Any]
+Content = dict[str, bytes]
+
+
+@pytest.fixture
+def refusal(tmp_path: Path) -> Iterator[Callable[[Path], str]]:
+    """Extract a bundle that must be refused, and return what is said."""
+    rounds = iter(range(1000))
+
+    def refused(bundle: Path) -> str:
+        folder = tmp_path / f"out-{next(rounds)}"
+        folder.mkdir()
+        with pytest.raises(BundleError) as caught:
+            extract(bundle, folder)
+        said = str(caught.value)
+        assert bundle.name in said
+        assert "\n" not in said
+        return said
+
+    yield refused
+    assert not (tmp_path.parent / "evil").exists()
+
+
+Refusal = Callable[[Path], str]
+
+
+@contextlib.contextmanager
+def little_memory() -> Iterator[None]:
+    """Hold that the body never has more than a few MiB in memory."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_a_truncated_bundle_is_refused(bundle: Path, refusal: Refusal, tenth: int) -> None:
+    data = bundle.read_bytes()
+    bundle.write_bytes(data[: len(data) * tenth // 10])
+    assert "damaged" in refusal(bundle)
+
+
+def test_a_bundle_without_its_last_byte_is_refused(bundle: Path, refusal: Refusal) -> None:
+    bundle.write_bytes(bundle.read_bytes()[:-1])
+    assert "damaged" in refusal(bundle)
+
+
+def test_a_flipped_byte_is_refused_or_changes_nothing(bundle: Path, content: Content, tmp_path: Path) -> None:
+    data, chance = bundle.read_bytes(), random.Random(0)  # noqa: S311
+    places = [*range(12), *(chance.randrange(len(data)) for _ in range(90)), *range(len(data) - 8, len(data))]
+    manifest = read_manifest(bundle)
+    said = []
+    for index, place in enumerate(places):
+        changed = bytearray(data)
+        changed[place] ^= chance.randrange(1, 256)
+        bundle.write_bytes(changed)
+        folder = tmp_path / f"flip-{index}"
+        folder.mkdir()
+        try:
+            assert extract(bundle, folder) == manifest
+        except BundleError as error:
+            said.append(str(error))
+        else:
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == content
+    assert len(said) > 90
+    assert not any("\n" in sentence for sentence in said)
+
+
+@pytest.mark.parametrize("place", range(0, 10240, 160))
+def test_a_flipped_byte_before_compression_is_refused_or_changes_nothing(
+    bundle: Path, content: Content, tmp_path: Path, place: int
+) -> None:
+    data = bytearray(gzip.decompress(bundle.read_bytes()))
+    data[place] ^= 0x15
+    bundle.write_bytes(gzip.compress(bytes(data)))
+    (tmp_path / "out").mkdir()
+    try:
+        extract(bundle, tmp_path / "out")
+    except BundleError:
+        return
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == content
+
+
+@pytest.mark.parametrize("name", ["../evil", "/evil", "files/../../evil", "./mod.so", "mod.so/", "a/mod.so"])
+def test_a_member_outside_the_folder_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
+) -> None:
+    bundle = write_archive(described, [(name, b"evil"), *content.items()])
+    assert "do not trust it" in refusal(bundle)
+
+
+def test_a_manifest_that_names_a_file_outside_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    described["files"]["../evil"] = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4}
+    assert "foreign file '../evil'" in refusal(write_archive(described, [*content.items(), ("../evil", b"evil")]))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        tarfile.SYMTYPE,
+        tarfile.LNKTYPE,
+        tarfile.CHRTYPE,
+        tarfile.BLKTYPE,
+        tarfile.FIFOTYPE,
+        tarfile.DIRTYPE,
+        tarfile.CONTTYPE,
+        tarfile.AREGTYPE,
+        b"Z",
+    ],
+)
+def test_a_member_that_is_no_plain_file_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, kind: bytes
+) -> None:
+    special = tarfile.TarInfo("mod.so")
+    special.type, special.linkname = kind, "/etc/passwd"
+    others = [(name, data) for name, data in content.items() if name != "mod.so"]
+    assert "'mod.so'" in refusal(write_archive(described, [(special, content["mod.so"]), *others]))
+
+
+def test_a_sparse_member_is_refused(described: Document, write_archive: WriteArchive, refusal: Refusal) -> None:
+    sparse = tarfile.TarInfo("mod.so")
+    sparse.type = tarfile.GNUTYPE_SPARSE
+    assert "'mod.so'" in refusal(write_archive(described, [(sparse, b"")]))
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_a_member_with_an_extended_name_is_refused(
+    described: Document, write_archive: WriteArchive, refusal: Refusal, form: int
+) -> None:
+    assert "do not trust it" in refusal(write_archive(described, [("long" * 100, b"")], form=form))
+
+
+def test_a_duplicate_member_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    bundle = write_archive(described, [*content.items(), ("mod.so", content["mod.so"])])
+    assert "'mod.so'" in refusal(bundle)
+
+
+def test_a_second_manifest_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    assert "'bundle.json'" in refusal(write_archive(described, [*content.items(), ("bundle.json", b"{}")]))
+
+
+def test_an_extra_member_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    assert "'readme'" in refusal(write_archive(described, [*content.items(), ("readme", b"")]))
+
+
+@pytest.mark.parametrize("name", ["mod.json", "mod.so", "sample.npz"])
+def test_a_missing_member_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
+) -> None:
+    del content[name]
+    assert f"ends before {name!r}" in refusal(write_archive(described, list(content.items())))
+
+
+@pytest.mark.parametrize("name", ["mod.json", "mod.so", "sample.npz"])
+def test_a_manifest_that_leaves_a_needed_file_out_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
+) -> None:
+    del content[name], described["files"][name]
+    assert f"lacks {name}" in refusal(write_archive(described, list(content.items())))
+
+
+def test_weights_apart_without_weights_are_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    described["weights"] = "apart"
+    assert "lacks its weights" in refusal(write_archive(described, list(content.items())))
+
+
+def test_a_manifest_that_is_not_first_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    members = [*content.items(), ("bundle.json", json.dumps(described).encode())]
+    assert "does not begin with bundle.json" in refusal(write_archive(None, members))
+
+
+def test_an_empty_archive_is_refused(write_archive: WriteArchive, refusal: Refusal) -> None:
+    assert "does not begin with bundle.json" in refusal(write_archive(None, []))
+
+
+def test_a_manifest_that_is_a_link_is_refused(write_archive: WriteArchive, refusal: Refusal) -> None:
+    link = tarfile.TarInfo("bundle.json")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    assert "does not begin with bundle.json" in refusal(write_archive(None, [(link, b"")]))
+
+
+def test_a_manifest_that_is_too_large_is_refused(
+    described: Document, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    described["provenance"]["note"] = "x" * (1 << 20)
+    assert "larger than 1048576 bytes" in refusal(write_archive(described, []))
+
+
+def test_a_wrong_digest_is_refused_and_the_file_removed(
+    described: Document, content: Content, write_archive: WriteArchive, tmp_path: Path
+) -> None:
+    content["mod.so"] = content["mod.so"][::-1]
+    bundle = write_archive(described, sorted(content.items()))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(BundleError, match=r"mod\.so is not what its manifest says"):
+        extract(bundle, tmp_path / "out")
+    assert not (tmp_path / "out" / "mod.so").exists()
+
+
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_a_wrong_size_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, difference: int
+) -> None:
+    described["files"]["mod.so"]["size"] += difference
+    assert "'mod.so'" in refusal(write_archive(described, list(content.items())))
+
+
+def test_a_bundle_that_needs_more_than_the_disk_holds_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    described["files"]["mod.so"]["size"] = 1 << 60
+    assert "are free" in refusal(write_archive(described, list(content.items())))
+
+
+def test_a_member_that_grows_beyond_its_manifest_is_refused_unread(
+    described: Document, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    bundle = write_archive(described, [("mod.so", bytes(50 << 20))])
+    with little_memory():
+        assert "'mod.so'" in refusal(bundle)
+
+
+def test_an_extended_header_that_declares_gigabytes_is_refused_unread(
+    described: Document, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    header = tarfile.TarInfo("header")
+    header.type, header.size = tarfile.XHDTYPE, 4 << 30
+    bundle = write_archive(described, [])
+    manifest = gzip.decompress(bundle.read_bytes()).rstrip(b"\0")
+    start = manifest + bytes(-len(manifest) % tarfile.BLOCKSIZE) + header.tobuf(tarfile.USTAR_FORMAT)
+    bundle.write_bytes(gzip.compress(start + bytes(50 << 20), compresslevel=1))
+    with little_memory():
+        assert "do not trust it" in refusal(bundle)
+
+
+def test_data_after_the_end_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    bundle = write_archive(described, list(content.items()))
+    with gzip.open(bundle, "ab") as stream:
+        stream.write(bytes(1 << 20))
+    assert "goes on after its end" in refusal(bundle)
+
+
+def test_a_format_of_the_future_is_refused_with_what_to_do(
+    described: Document, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    described["format"] = FORMAT + 1
+    assert refusal(write_archive(described, [])).endswith(f"this tvmflow reads {FORMAT}; upgrade tvmflow")
+
+
+WRONG: Sequence[tuple[Sequence[str | int], Sequence[object]]] = [
+    *(((key,), [None, 3, ["x"]]) for key in ("name", "target", "arch", "weights")),
+    *(((key,), [None, "avx2", {"a": 1}, [3]]) for key in ("cpu_features", "inputs", "outputs")),
+    *(((key,), [None, "x", [], {"a": 3}]) for key in ("dimensions", "provenance", "files", "versions")),
+    (("tvm_target",), [None, "llvm", [["kind", "llvm"]]]),
+    (("threads",), [None, "2", 2.0, -1, True]),
+    (("versions", "tvm"), [None, 27]),
+    (("format",), [None, "1", 1.0, True, [1]]),
+    (("weights",), ["outside"]),
+    (("dimensions", "batch"), [[1], ["1", 8], [1, 2.5], [-1, 2], "12"]),
+    (("inputs", 0), [None, "x", [], {}]),
+    (("inputs", 0, "shape"), ["abc", [1.5], [-1], [None]]),
+    (("inputs", 0, "name"), [None, 3]),
+    (("outputs", 0, "dtype"), [None, 3]),
+    (("files", "mod.so"), [None, "abc", {}]),
+    (("files", "mod.so", "sha256"), [None, "AB" * 32, "ab" * 31]),
+    (("files", "mod.so", "size"), [None, -1, "12", 1.0]),
+]
+
+
+@pytest.mark.parametrize(("place", "value"), [(place, value) for place, values in WRONG for value in values])
+def test_a_wrong_type_in_the_manifest_is_refused(
+    described: Document, write_archive: WriteArchive, refusal: Refusal, place: Sequence[str | int], value: object
+) -> None:
+    part: Any = described
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    assert "manifest" in (said := refusal(write_archive(described, []))) or "format" in said
+
+
+def test_a_manifest_without_any_one_of_its_keys_is_refused(
+    described: Document, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    for key in described:
+        document = copy.deepcopy(described)
+        del document[key]
+        assert f"KeyError: {key!r}" in refusal(write_archive(document, []))
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"3", b"{", b"\xff\xfe", b"[" * 100_000, b'{"format": ' + b"9" * 9999])
+def test_a_manifest_that_is_no_json_mapping_is_refused(
+    write_archive: WriteArchive, refusal: Refusal, text: bytes
+) -> None:
+    assert "damaged manifest" in refusal(write_archive(None, [("bundle.json", text)]))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"not a bundle at all", b"\x1f\x8b", gzip.compress(b""), gzip.compress(b"no tar" * 200), bytes(4096)],
+    ids=["text", "a gzip header", "an empty gzip", "a gzip of text", "zeros"],
+)
+def test_another_file_is_refused(tmp_path: Path, refusal: Refusal, data: bytes) -> None:
+    (tmp_path / "other.tar.gz").write_bytes(data)
+    assert "is not a bundle" in refusal(tmp_path / "other.tar.gz")
+
+
+def test_an_uncompressed_archive_is_refused(tmp_path: Path, refusal: Refusal, content: Content) -> None:
+    with tarfile.open(tmp_path / "plain.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("bundle.json"), io.BytesIO())
+    assert "is not a bundle" in refusal(tmp_path / "plain.tar")
+
+
+def test_an_empty_file_is_refused(tmp_path: Path, refusal: Refusal) -> None:
+    (tmp_path / "empty.tar.gz").touch()
+    assert "is not a bundle" in refusal(tmp_path / "empty.tar.gz")
+
+
+def test_a_folder_is_refused(tmp_path: Path, refusal: Refusal) -> None:
+    (tmp_path / "folder").mkdir()
+    assert refusal(tmp_path / "folder").endswith("is a folder, not a bundle")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path, refusal: Refusal) -> None:
+    assert refusal(tmp_path / "absent.tar.gz").startswith("there is no bundle")
+
+
+def test_a_path_through_a_file_is_refused(bundle: Path, refusal: Refusal) -> None:
+    assert "cannot be read (Not a directory)" in refusal(bundle / bundle.name)
+
+
+def test_a_place_that_cannot_be_written_is_told(bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="cannot be unpacked"):
+        extract(bundle, tmp_path / "absent")
+
+
+def test_reading_the_manifest_alone_refuses_the_same_ways(bundle: Path, tmp_path: Path) -> None:
+    for length in (0, 5, 100):
+        bundle.write_bytes(bundle.read_bytes()[:length])
+        with pytest.raises(BundleError):
+            read_manifest(bundle)
+    with pytest.raises(BundleError, match="there is no bundle"):
+        read_manifest(tmp_path / "absent")

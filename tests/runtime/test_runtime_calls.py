@@ -1,0 +1,146 @@
+"""Calling a loaded bundle gives the outputs of the original."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tvmflow import runtime
+from tvmflow.runtime import CompiledModel
+
+Arrays = dict[str, npt.NDArray[Any]]
+MakeInputs = Callable[[int], Arrays]
+Reference = Callable[[Arrays], Arrays]
+
+
+def assert_same(actual: Arrays, expected: Arrays) -> None:
+    assert list(actual) == list(expected)
+    for name, array in expected.items():
+        assert actual[name].dtype == array.dtype
+        np.testing.assert_allclose(actual[name], array, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 8])
+def test_inputs_by_name_give_the_originals_outputs_by_name(
+    model: CompiledModel, inputs: MakeInputs, reference: Reference, batch: int
+) -> None:
+    given = inputs(batch)
+    assert_same(model(**dict(reversed(given.items()))), reference(given))
+
+
+def test_inputs_in_order_give_the_same(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
+    given = inputs(3)
+    assert_same(model(*given.values()), reference(given))
+
+
+def test_order_and_names_may_be_mixed(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
+    given = inputs(3)
+    assert_same(model(given["x"], scale=given["scale"], y=given["y"]), reference(given))
+
+
+def test_outputs_stay_as_they_are_when_the_model_is_called_again(model: CompiledModel, inputs: MakeInputs) -> None:
+    first = model(**inputs(2))
+    kept = {name: array.copy() for name, array in first.items()}
+    model(**{name: array + 1 for name, array in inputs(2).items()})
+    assert_same(first, kept)
+
+
+def test_inputs_are_left_as_they_were(model: CompiledModel, inputs: MakeInputs) -> None:
+    given = inputs(4)
+    model(**given)
+    assert_same(given, inputs(4))
+
+
+def test_an_array_that_is_not_contiguous_is_taken_right(
+    model: CompiledModel, inputs: MakeInputs, reference: Reference
+) -> None:
+    given = inputs(4)
+    wide = np.zeros((8, 16), np.float32)
+    wide[::2, ::2] = given["x"]
+    turned = np.asfortranarray(given["y"])
+    assert_same(model(x=wide[::2, ::2], y=turned, scale=given["scale"]), reference(given))
+
+
+def test_a_reversed_array_is_taken_right(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
+    given = inputs(4)
+    assert_same(model(**{**given, "x": given["x"][::-1]}), reference({**given, "x": given["x"][::-1].copy()}))
+
+
+def test_a_big_endian_array_is_taken_right(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
+    given = inputs(4)
+    assert_same(
+        model(**{name: array.astype(array.dtype.newbyteorder(">")) for name, array in given.items()}), reference(given)
+    )
+
+
+def test_an_unaligned_array_is_taken_right(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
+    given = inputs(4)
+    shifted = np.frombuffer(b"\0" + given["x"].tobytes(), np.uint8)[1:].view(np.float32).reshape(4, 8)
+    assert not shifted.flags.aligned
+    assert_same(model(**{**given, "x": shifted}), reference(given))
+
+
+def test_a_read_only_array_is_taken(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
+    given = inputs(4)
+    for array in given.values():
+        array.flags.writeable = False
+    assert_same(model(**given), reference(given))
+
+
+def test_four_threads_at_once_get_right_results(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
+    together = threading.Barrier(4, timeout=60)
+
+    def work(batch: int) -> list[Arrays]:
+        together.wait()
+        return [model(**inputs(batch)) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for batch, results in zip(range(1, 5), pool.map(work, range(1, 5)), strict=True):
+            expected = reference(inputs(batch))
+            for result in results:
+                assert_same(result, expected)
+
+
+def test_weights_apart_give_the_same(bundle_apart: Path, inputs: MakeInputs, reference: Reference) -> None:
+    with runtime.load(bundle_apart) as apart:
+        assert apart.manifest.weights == "apart"
+        assert "mod.params" in apart.manifest.files
+        assert_same(apart(**inputs(5)), reference(inputs(5)))
+
+
+def test_two_bundles_can_be_open_at_once(
+    model: CompiledModel, bundle_apart: Path, inputs: MakeInputs, reference: Reference
+) -> None:
+    with runtime.load(bundle_apart) as apart:
+        assert_same(apart(**inputs(2)), reference(inputs(2)))
+        assert_same(model(**inputs(2)), reference(inputs(2)))
+
+
+def test_the_golden_sample_holds_inputs_and_the_originals_outputs(model: CompiledModel, reference: Reference) -> None:
+    given, expected = model.sample
+    assert list(given) == ["x", "y", "scale"]
+    assert_same(expected, reference(given))
+
+
+def test_a_model_knows_its_signature(model: CompiledModel) -> None:
+    described = [(item.name, item.shape, item.dtype) for item in (*model.inputs, *model.outputs)]
+    assert described == [
+        ("x", ("batch", 8), "float32"),
+        ("y", ("batch", 4), "float32"),
+        ("scale", (), "float32"),
+        ("sum", ("batch", 4), "float32"),
+        ("positive", ("batch", 4), "float32"),
+    ]
+
+
+def test_a_closed_model_says_so(bundle: Path, inputs: MakeInputs) -> None:
+    with runtime.load(bundle) as model:
+        model(**inputs(1))
+    model.close()
+    with pytest.raises(ValueError, match="model 'small' is closed"):
+        model(**inputs(1))

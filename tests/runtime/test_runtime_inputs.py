@@ -1,0 +1,87 @@
+"""Inputs that do not fit are one sentence that names the input and what was expected."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tvmflow.errors import InputError
+from tvmflow.runtime import CompiledModel
+
+Arrays = dict[str, npt.NDArray[Any]]
+MakeInputs = Callable[[int], Arrays]
+SIGNATURE = r"x float32\[batch, 8\], y float32\[batch, 4\], scale float32\[\]"
+
+
+def test_an_unknown_name_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
+    with pytest.raises(InputError, match=rf"^model 'small' has no input 'z'; it takes {SIGNATURE}$"):
+        model(**inputs(2), z=np.ones(3))
+
+
+def test_the_name_self_is_as_unknown_as_any(model: CompiledModel, inputs: MakeInputs) -> None:
+    with pytest.raises(InputError, match="has no input 'self'"):
+        model(**{**inputs(2), "self": np.ones(3)})
+
+
+def test_a_missing_input_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
+    given = inputs(2)
+    del given["y"]
+    with pytest.raises(InputError, match=rf"^input 'y' is missing; the model takes {SIGNATURE}$"):
+        model(**given)
+
+
+def test_an_input_given_twice_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
+    with pytest.raises(InputError, match="^input 'x' is given twice, in order and by name$"):
+        model(inputs(2)["x"], **inputs(2))
+
+
+def test_too_many_inputs_are_refused(model: CompiledModel, inputs: MakeInputs) -> None:
+    with pytest.raises(InputError, match="^4 inputs are given; the model takes x float32"):
+        model(*inputs(2).values(), np.ones(3))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "bool", "complex64", "datetime64[s]", "S4", "O"])
+def test_a_wrong_dtype_is_refused(model: CompiledModel, inputs: MakeInputs, dtype: str) -> None:
+    given = inputs(2)
+    with pytest.raises(InputError, match=r"^input 'x' is \w+(\[s\])?, expected float32; convert it first$"):
+        model(**{**given, "x": np.zeros((2, 8), dtype)})
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 2, 8), ()])
+def test_a_wrong_rank_is_refused(model: CompiledModel, inputs: MakeInputs, shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match=r"^input 'x' has shape \[.*\], expected \[batch, 8\]$"):
+        model(**{**inputs(2), "x": np.zeros(shape, np.float32)})
+
+
+def test_a_vector_is_no_scalar(model: CompiledModel, inputs: MakeInputs) -> None:
+    with pytest.raises(InputError, match=r"^input 'scale' has shape \[1\], expected \[\]$"):
+        model(**{**inputs(2), "scale": np.ones(1, np.float32)})
+
+
+def test_a_wrong_size_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
+    with pytest.raises(InputError, match=r"^input 'x' has shape \[2, 9\], expected \[batch, 8\]$"):
+        model(**{**inputs(2), "x": np.zeros((2, 9), np.float32)})
+
+
+@pytest.mark.parametrize("batch", [0, 9, 1000])
+def test_a_symbolic_dimension_out_of_range_is_refused(model: CompiledModel, inputs: MakeInputs, batch: int) -> None:
+    with pytest.raises(InputError, match=f"^input 'x': dimension 'batch' is {batch}, expected 1 to 8$"):
+        model(**inputs(batch))
+
+
+def test_inputs_that_disagree_on_a_dimension_are_refused(model: CompiledModel, inputs: MakeInputs) -> None:
+    with pytest.raises(InputError, match="^input 'y': dimension 'batch' is 3, but 2 in another input$"):
+        model(**{**inputs(2), "y": inputs(3)["y"]})
+
+
+def test_ragged_rows_are_refused(model: CompiledModel, inputs: MakeInputs) -> None:
+    with pytest.raises(InputError, match="^input 'x' is not an array"):
+        model(**{**inputs(2), "x": [[1.0, 2.0], [3.0]]})
+
+
+def test_the_model_runs_on_after_a_refused_input(model: CompiledModel, inputs: MakeInputs) -> None:
+    with pytest.raises(InputError):
+        model(**inputs(9))
+    assert model(**inputs(2))["sum"].shape == (2, 4)

@@ -1,0 +1,128 @@
+"""Loading: what is imported, what is refused before anything of a bundle runs, and what is left on disk."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tvmflow import runtime
+from tvmflow.bundle import extract, pack, read_manifest
+from tvmflow.errors import BundleError
+
+Repack = Callable[..., Path]
+
+RUN_AND_LIST = """
+import json, sys
+from tvmflow import runtime
+with runtime.load(sys.argv[1]) as model:
+    outputs = model(**model.sample[0])
+print(json.dumps([sorted(outputs), sorted({name.partition(".")[0] for name in sys.modules})]))
+"""
+THREADS = """
+import os, sys
+from tvmflow import runtime
+runtime.load(sys.argv[1])
+print(os.environ["TVM_NUM_THREADS"])
+"""
+
+
+@pytest.fixture
+def repack(bundle: Path, tmp_path: Path) -> Repack:
+    """The bundle with other values in its manifest, or other bytes for its library."""
+
+    def change(library: bytes | None = None, **values: object) -> Path:
+        folder = tmp_path / "files"
+        folder.mkdir()
+        manifest = extract(bundle, folder)
+        if library is not None:
+            (folder / "mod.so").write_bytes(library)
+        path = tmp_path / "changed.tar.gz"
+        pack(path, dataclasses.replace(manifest, **values), {item.name: item for item in folder.iterdir()})  # type: ignore[arg-type]
+        return path
+
+    return change
+
+
+def python(code: str, *arguments: object, **environment: str) -> str:
+    settings = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], env=settings, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("runtime_only", ["0", "1"])
+def test_running_a_bundle_imports_nothing_of_the_pipeline(bundle: Path, runtime_only: str) -> None:
+    outputs, modules = json.loads(python(RUN_AND_LIST, bundle, TVM_USE_RUNTIME_LIB=runtime_only))
+    assert outputs == ["positive", "sum"]
+    heavy = {"torch", "prefect", "mlflow", "onnx", "onnxruntime", "pydantic", "yaml", "boto3", "rich"}
+    assert not heavy.intersection(modules)
+
+
+def test_torch_can_be_imported_after_a_bundle_is_loaded(bundle: Path) -> None:
+    code = "import sys; from tvmflow import runtime; runtime.load(sys.argv[1]); assert 'torch' not in sys.modules"
+    python(code, bundle)
+
+
+def test_the_workers_are_no_more_than_the_cores(repack: Repack) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert int(python(THREADS, repack(threads=1000))) == cores
+
+
+def test_the_bundle_says_how_many_workers(repack: Repack) -> None:
+    assert int(python(THREADS, repack(threads=1))) == 1
+
+
+def test_the_environments_number_of_workers_stands(bundle: Path) -> None:
+    assert int(python(THREADS, bundle, TVM_NUM_THREADS="3")) == 3
+
+
+def test_nothing_is_left_in_the_temporary_folder(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with runtime.load(bundle) as model:
+        model(**model.sample[0])
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_full_temporary_folder_is_one_sentence(bundle: Path) -> None:
+    code = """
+import resource, signal, sys
+from tvmflow import errors, runtime
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    runtime.load(sys.argv[1])
+except errors.BundleError as error:
+    print(error)
+"""
+    said = python(code, bundle)
+    assert "cannot be unpacked (File too large); free space, or set TMPDIR" in said
+
+
+def test_a_bundle_for_another_machine_is_refused_before_it_is_loaded(repack: Repack) -> None:
+    path = repack(library=b"this would crash the process", cpu_features=("avx4096",))
+    with pytest.raises(BundleError, match="avx4096"):
+        runtime.load(path)
+
+
+def test_a_truncated_bundle_is_refused_before_it_is_loaded(bundle: Path, tmp_path: Path) -> None:
+    data = bundle.read_bytes()
+    (tmp_path / "cut.tar.gz").write_bytes(data[: len(data) // 2])
+    with pytest.raises(BundleError, match="damaged"):
+        runtime.load(tmp_path / "cut.tar.gz")
+
+
+def test_a_library_that_is_none_is_one_sentence(repack: Repack) -> None:
+    with pytest.raises(BundleError, match=r"^bundle 'small': its library cannot be loaded \(.*\)$"):
+        runtime.load(repack(library=b"no library"))
+
+
+def test_a_bundle_can_be_named_by_a_string(bundle: Path) -> None:
+    with runtime.load(str(bundle)) as model:
+        assert model.manifest == read_manifest(bundle)
