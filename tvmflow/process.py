@@ -206,7 +206,8 @@ def _rebuild(error: Mapping[str, str]) -> TvmflowError:
     return cast(TvmflowError, kind(error["message"]))
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent, the process `parent`, dies."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -216,7 +217,7 @@ def _die_with_parent(parent: int) -> None:
 
 def _serve(function: str, parent: int) -> None:
     """The child's side: one job a line on standard input, until it ends."""
-    _die_with_parent(parent)
+    die_with_parent(parent)
     if os.environ[CHILD_VARIABLE] == "no-torch":
         # tvm_ffi imports torch wherever it is installed, which costs seconds and a third of a gigabyte.
         sys.modules["torch"] = None  # type: ignore[assignment]

@@ -78,7 +78,8 @@ def load() -> Settings:
         problem = error.errors()[0]
         name = ".".join(str(part) for part in problem["loc"])
         known = ", ".join(sorted(Settings.model_fields))
-        told = f"is unknown; known are {known}" if problem["type"] == "extra_forbidden" else problem["msg"]
+        unknown = problem["type"] == "extra_forbidden"
+        told = f"is unknown; known are {known}" if unknown else f"is wrong: {problem['msg']}"
         raise SettingsError(f"setting {name!r} {told} (from TVMFLOW_{name.upper()} or {str(path)!r})") from error
     except ValueError as error:
         raise SettingsError(f"settings file {str(path)!r} is not valid TOML: {error}") from error

@@ -168,3 +168,22 @@ def test_a_gpu_library_builds_with_the_schedules_of_dlight(model: Path, tmp_path
     built = build(import_onnx(model), target)
     built.export(tmp_path / "mod.so")
     assert (tmp_path / "mod.so").stat().st_size > 0
+
+
+def test_a_tuned_schedule_that_does_not_compile_gives_way_to_the_rule(
+    model: Path, native: Target, run_built: Any
+) -> None:
+    from tvm.s_tir import Schedule
+
+    def tuned(func: Any) -> Any:
+        schedule = Schedule(func)
+        block = schedule.get_child_blocks(schedule.get_sblock("root"))[-1]
+        schedule.bind(schedule.get_loops(block)[0], "threadIdx.x")  # no CPU has these
+        return schedule.mod["main"]
+
+    imported = import_onnx(model)
+    built = build(imported, native, tuned=tuned)
+    assert "conv2d" in {rule for _, rule in built.schedules}
+    x = np.random.default_rng(0).standard_normal((2, 3, 6, 6), "float32")
+    expected = run_built(build(imported, native), x)[0]
+    np.testing.assert_allclose(run_built(built, x)[0], expected, rtol=1e-4, atol=1e-4)

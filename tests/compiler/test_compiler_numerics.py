@@ -269,3 +269,91 @@ def test_weights_apart_give_what_weights_inside_give(make_model: Any, assert_sam
 def test_compiled_execution_gives_the_same(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", ["n", 6])], ["y"], {"w": _normal(6, 40)})
     assert_same_as_onnxruntime(path, {"x": _normal(4, 6)}, options=BuildOptions(exec_mode="compiled"))
+
+
+def test_operators_that_need_another_layout_keep_it(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"]),
+        helper.make_node("ConvTranspose", ["a", "w2"], ["b"], strides=[2, 2]),
+        helper.make_node("HardSwish", ["b"], ["c"]),
+        helper.make_node("Conv", ["c", "w3"], ["y"]),
+    ]
+    weights = {"w1": _normal(6, 3, 1, 1), "w2": _normal(6, 5, 2, 2), "w3": _normal(4, 5, 3, 3)}
+    path = make_model(nodes, [("x", ["batch", 3, 6, 7])], ["y"], weights)
+    assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 6, 7)})
+
+
+def test_dimensions_counted_from_the_back_survive_the_change_of_layout(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], strides=[4, 4]),
+        helper.make_node("Reshape", ["a", "flat"], ["b"]),
+        helper.make_node("Transpose", ["b"], ["c"], perm=[0, 2, 1]),
+        helper.make_node("Concat", ["token", "c"], ["d"], axis=1),
+        helper.make_node("MatMul", ["d", "m"], ["e"]),
+        helper.make_node("Reshape", ["e", "heads"], ["f"]),
+        helper.make_node("Unsqueeze", ["f", "first"], ["g"]),
+        helper.make_node("Transpose", ["g"], ["h"], perm=[3, 1, 2, 0, 4]),
+        helper.make_node("Squeeze", ["h", "last"], ["y"]),
+    ]
+    weights = {
+        "w": _normal(12, 3, 4, 4),
+        "m": _normal(12, 36),
+        "token": _normal(1, 1, 12),
+        "flat": np.array([1, 12, 16]),
+        "heads": np.array([1, 17, 3, 12]),
+        "first": np.array([0]),
+        "last": np.array([-2]),
+    }
+    built = assert_same_as_onnxruntime(
+        make_model(nodes, [("x", [1, 3, 16, 16])], ["y"], weights), {"x": _normal(1, 3, 16, 16)}
+    )
+    assert _rules(built)["conv2d"] == 1
+
+
+def test_convolutions_change_layout_by_themselves_where_tvm_cannot_change_the_graph(
+    make_model: Any, assert_same_as_onnxruntime: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tvm import relax
+
+    def refuse(_layouts: Any) -> Any:
+        raise RuntimeError("std::bad_alloc")
+
+    monkeypatch.setattr(relax.transform, "ConvertLayout", refuse)
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "v"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", ["n", 3, 9, 9])], ["y"], {"w": _normal(20, 3, 3, 3), "v": _normal(6, 20, 1, 1)})
+    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 9, 9)})
+    assert (_rules(built)["conv2d"], _rules(built)["rows"]) == (1, 1)
+
+
+def test_one_dimensional_convolutions_get_the_rules_of_two(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["a"], pads=[2, 1], strides=[2]),
+        helper.make_node("Relu", ["a"], ["c"]),
+        helper.make_node("Conv", ["c", "v"], ["y"], group=20, dilations=[2]),
+    ]
+    weights = {"w": _normal(20, 6, 5), "b": _normal(20), "v": _normal(20, 1, 3)}
+    path = make_model(nodes, [("x", ["n", 6, "time"])], ["y"], weights)
+    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 6, 40)}, {"x": _normal(1, 6, 33)})
+    assert (_rules(built)["conv2d"], _rules(built)["depthwise"]) == (1, 1)
+
+
+def test_scattering_and_sorting_keep_their_order(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("ScatterElements", ["x", "where", "what"], ["a"], axis=1, reduction="add"),
+        helper.make_node("ScatterND", ["a", "rows", "row"], ["b"]),
+        helper.make_node("GatherElements", ["b", "where"], ["y"], axis=1),
+    ]
+    weights = {
+        "where": np.array([[0, 3, 3, -1]] * 5),
+        "what": _normal(5, 4),
+        "rows": np.array([[2], [4]]),
+        "row": _normal(2, 30),
+    }
+    path = make_model(nodes, [("x", [5, 30])], ["y"], weights)
+    assert_same_as_onnxruntime(path, {"x": _normal(5, 30)})

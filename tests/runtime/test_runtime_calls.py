@@ -73,9 +73,8 @@ def test_a_reversed_array_is_taken_right(model: CompiledModel, inputs: MakeInput
 
 def test_a_big_endian_array_is_taken_right(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
     given = inputs(4)
-    assert_same(
-        model(**{name: array.astype(array.dtype.newbyteorder(">")) for name, array in given.items()}), reference(given)
-    )
+    swapped = {name: array.astype(array.dtype.newbyteorder(">")) for name, array in given.items()}
+    assert_same(model(**swapped), reference(given))
 
 
 def test_an_unaligned_array_is_taken_right(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:

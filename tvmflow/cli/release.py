@@ -36,16 +36,16 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
     from tvmflow import settings as machine
     from tvmflow import spec as release_file
     from tvmflow.cli.display import RichReporter
+    from tvmflow.cli.prefect import prefect_server
 
     # Said before Prefect is loaded: most mistakes are in the file or the settings, and the answer is instant.
     release_file.load(file)
     settings = machine.load()
-    use_prefect(settings)
     console = Console(stderr=True)
     if not as_json:
         console.print(f"Releasing [bold]{file}[/]", highlight=False)
     reporter = RichReporter(console)
-    with reporter.live():
+    with prefect_server(settings), reporter.live():
         from flows.release import ReleaseSummary, release
 
         summary = ReleaseSummary.model_validate(
@@ -56,31 +56,6 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
     else:
         # Into a file or a pipe tables are wide enough for themselves.
         show(summary, settings, Console(width=None if sys.stdout.isatty() else 120))
-
-
-def use_prefect(settings: "Settings") -> None:
-    """Point Prefect at its server: the one that settings name, or its own in this process. Before it is imported."""
-    from tvmflow.workspace import Workspace
-
-    environment = {
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-        "DO_NOT_TRACK": "1",
-        # What fails is said once, in a sentence; Prefect would print its traceback as well. A server gets every log.
-        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
-    }
-    if settings.prefect_api_url is not None:
-        environment["PREFECT_API_URL"] = settings.prefect_api_url
-    else:
-        home = Workspace(settings.state).folder / "prefect"
-        home.mkdir(exist_ok=True)
-        environment |= {
-            "PREFECT_HOME": str(home),
-            "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
-            "PREFECT_LOGGING_TO_API_ENABLED": "false",
-        }
-    for name, value in environment.items():
-        os.environ.setdefault(name, value)
 
 
 def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") -> None:

@@ -22,6 +22,7 @@ from tvm.tirx import PrimFunc
 from tvmflow.compiler.graph import hoist_weights, lower_module
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.machine import machine
+from tvmflow.compiler.reason import reason
 from tvmflow.compiler.schedules import schedule
 from tvmflow.compiler.serialise import ir_text
 from tvmflow.errors import BuildError, TargetError
@@ -76,7 +77,7 @@ class Built:
                 library.replace(path)
         except Exception as error:
             raise BuildError(
-                f"{path}: the library could not be linked with {compiler or cc.get_cc()!r}: {_reason(error)}"
+                f"{path}: the library could not be linked with {compiler or cc.get_cc()!r}: {reason(error)}"
             ) from error
 
 
@@ -97,7 +98,7 @@ def can_build(target: Target) -> None:
         tvm.tirx.build(_schedule(probe, target, None)[0], target=tvm.target.Target(target.tvm))
     except Exception as error:
         raise TargetError(
-            f"target {target.name!r} cannot be built by TVM {tvm.__version__}: {_reason(error)}"
+            f"target {target.name!r} cannot be built by TVM {tvm.__version__}: {reason(error)}"
         ) from error
 
 
@@ -217,9 +218,10 @@ def _replace_refused(
         variable = scheduled.get_global_var(name)
         if rule in ("dlight", "none") or _compiles(scheduled[variable], native):
             continue
-        simple, rule = schedule(lowered[name], cpu, rules={})
-        if not _compiles(simple, native):
-            simple, rule = lowered[name].with_attr("tirx.is_scheduled", True), "none"
+        simpler = [schedule(lowered[name], cpu)] if rule == "tuned" else []
+        simpler.append(schedule(lowered[name], cpu, rules={}))
+        simpler.append((lowered[name].with_attr("tirx.is_scheduled", True), "none"))
+        simple, rule = next((option for option in simpler if _compiles(option[0], native)), simpler[-1])
         scheduled.update_func(variable, simple)
         result[name] = rule
     return list(result.items()) if list(result.items()) != chosen else None
@@ -283,7 +285,7 @@ def _passes(options: BuildOptions, target: Target, timings: dict[str, float] | N
         raise
     except Exception as error:
         without = f" without the passes {', '.join(options.disabled_passes)}" if options.disabled_passes else ""
-        raise BuildError(f"TVM could not build for target {target.name!r}{without}: {_reason(error)}") from error
+        raise BuildError(f"TVM could not build for target {target.name!r}{without}: {reason(error)}") from error
 
 
 def _check_options(options: BuildOptions) -> None:
@@ -308,7 +310,7 @@ def _check_options(options: BuildOptions) -> None:
 @cache
 def known_passes() -> tuple[str, ...]:
     """The names of TVM's passes and ours, as `required_passes` and `disabled_passes` take them."""
-    names = {"FoldMovedConstants", "OrderShapeStores"}
+    names = {"ChannelsLast", "Simplify", "OrderShapeStores"}
     for constructor in tvm_ffi.registry.list_global_func_names():
         family, middle, name = constructor.rpartition(".transform.")
         if middle and "." not in name and family in ("relax", "tirx", "s_tir"):
@@ -333,9 +335,3 @@ class _Timing:
         self._seconds[info.name] = self._seconds.get(info.name, 0.0) + elapsed - inner
         if self._running:
             self._running[-1][1] += elapsed
-
-
-def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
-    telling = [line for line in lines if line and not line.startswith("Command line:")]
-    return telling[-1].rstrip(".:")[:300] if telling else type(error).__name__

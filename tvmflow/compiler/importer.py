@@ -16,6 +16,7 @@ from onnx import numpy_helper
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
+from tvmflow.compiler.reason import reason
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 
 # Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
@@ -70,11 +71,11 @@ def import_onnx(path: Path, shapes: Mapping[str, Sequence[int | str]] | None = N
             warnings.simplefilter("ignore")
             mod = importer.from_onnx(graph, opset)
     except tvm.error.OpNotImplemented as error:
-        raise UnsupportedOperatorError(f"{path}: {_first_line(error)}; export the model without it") from error
+        raise UnsupportedOperatorError(f"{path}: {reason(error)}; export the model without it") from error
     except Exception as error:  # TVM's converters raise every kind of exception for graphs they do not expect.
         where = f" at {importer.current_node}" if importer.current_node else ""
         raise ModelImportError(
-            f"{path}: TVM cannot import the model{where}: {_first_line(error)}; "
+            f"{path}: TVM cannot import the model{where}: {reason(error)}; "
             "check it with onnx.checker or export it anew with another opset"
         ) from error
     params = [value.numpy() for value in mod["main"].attrs.get("params", [])]
@@ -97,7 +98,7 @@ def _load(path: Path) -> onnx.ModelProto:
     except FileNotFoundError as error:
         raise ModelImportError(f"{path}: {error.strerror or 'file not found'}; expected an ONNX file") from error
     except Exception as error:  # protobuf, checker and external-data errors share no base class
-        raise ModelImportError(f"{path} is not a valid ONNX model ({_first_line(error)}); export it again") from error
+        raise ModelImportError(f"{path} is not a valid ONNX model ({reason(error)}); export it again") from error
     if not model.graph.output:
         raise ModelImportError(f"{path} is not a valid ONNX model (it has no outputs); export it again")
     return model
@@ -270,17 +271,19 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return self.bb.match_cast(value, relax.TensorType(shape, value.ty.dtype))
 
     def _gather(self, inputs: list[relax.Expr], attrs: dict[str, Any]) -> relax.Expr | None:
-        """Gather along a known dimension; TVM's converter measures it at run time to serve negative indices."""
+        """Gather by known indices or along a known dimension; TVM's converter measures it at run time."""
         data, indices = inputs[0], inputs[1]
         axis = attrs.get("axis", 0)
         if isinstance(data, tvm.ir.GenericConst) or not isinstance(data.ty, relax.TensorType) or not data.ty.shape:
             return None
-        if not isinstance(indices.ty, relax.TensorType) or not _is_int(data.ty.shape.values[axis]):
+        if not isinstance(indices.ty, relax.TensorType):
             return None
-        extent = int(data.ty.shape.values[axis])
-        if isinstance(indices, tvm.ir.GenericConst):
-            wanted = indices.value.numpy()
-            positive = np.asarray(np.where(wanted < 0, wanted + extent, wanted), dtype=wanted.dtype)
+        extent = int(data.ty.shape.values[axis]) if _is_int(data.ty.shape.values[axis]) else None
+        wanted = indices.value.numpy() if isinstance(indices, tvm.ir.GenericConst) else None
+        if extent is None and (wanted is None or (wanted < 0).any()):
+            return None
+        if wanted is not None:
+            positive = np.asarray(np.where(wanted < 0, wanted + (extent or 0), wanted), dtype=wanted.dtype)
             indices = relax.const(tvm.runtime.tensor(positive))
         else:
             dtype = indices.ty.dtype.dtype
@@ -336,8 +339,3 @@ def _spec(name: str, ty: relax.TensorType) -> TensorSpec:
 
 def _is_int(dim: Any) -> bool:
     return isinstance(dim, int | tvm.tirx.IntImm)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].rstrip(".") if lines else type(error).__name__

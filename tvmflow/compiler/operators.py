@@ -227,7 +227,8 @@ def conv2d(
     vectors, kernel_h, kernel_w, depth, lanes = (int(dim) for dim in weight.shape)
     out_h = _output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
     out_w = _output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
-    tile = tiles.choose(_static(out_w), vectors // groups, machine).rows
+    row_bytes = 4 * strides[1] * (_static(data.shape[3]) or 1)
+    tile = tiles.choose(_static(out_w), vectors // groups, machine, row_bytes).rows
     tiled_w = _round_up(out_w, tile)
     height = in_h + padding[0] + padding[2]
     needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
@@ -449,7 +450,8 @@ def _rows_product(
     divide, the left operand is copied with its last row repeated.
     """
     known = _static(channels)
-    tile = tiles.choose(_static(rows), known // lanes if known else 2, machine).rows
+    row_bytes = 4 * int(depth) if _static(depth) else None
+    tile = tiles.choose(_static(rows), known // lanes if known else 2, machine, row_bytes).rows
     source = left
     tiled = rows
     if not _divides(tile, rows):

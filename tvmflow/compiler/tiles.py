@@ -19,18 +19,24 @@ _LATENCY = 4  # cycles from one multiply-add to the next that needs its result
 _PORTS = 2  # multiply-adds and loads per cycle
 
 
-def choose(rows: int | None, vectors: int, machine: Machine) -> Tile:
+def choose(rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None) -> Tile:
     """The tile for a product with `rows` rows (None: symbolic) and `vectors` vectors of output channels.
+
+    `row_bytes` is the distance of the left operand's rows in memory. Rows a multiple of 4096 bytes apart share one
+    set of the first-level cache, which holds eight lines: more of them than that evict each other.
 
     Counts cycles per step of the reduction: a tile of r rows by v vectors does r*v multiply-adds with r + v loads,
     and needs r*v + v + 1 registers. Rows that do not divide evenly are computed in vain at the end.
     """
+    most = 28 if row_bytes is None or row_bytes % 4096 else 7
     best: tuple[tuple[float, int, int], Tile] | None = None
     for count in range(1, min(vectors, 8) + 1):
         if vectors % count:
             continue
-        for height in range(1, 29):
-            if height * count + count + 1 > machine.registers or (rows is None and height != _unknown(machine)):
+        for height in range(1, most + 1):
+            if height * count + count + 1 > machine.registers or (
+                rows is None and height != min(_unknown(machine), most)
+            ):
                 continue
             cycles = max(height * count / _PORTS, (height + count) / _PORTS, _LATENCY)
             useful = 1.0 if rows is None else rows / (-(-rows // height) * height)

@@ -20,6 +20,9 @@ from tvmflow.target import host
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
+# Bytes; TVM's kAllocAlignment.
+_ALIGNMENT = 64
+
 
 def load(path: Path | str, *, threads: int | None = None) -> "CompiledModel":
     """Verify a bundle, load its library and return the model.
@@ -54,11 +57,12 @@ class CompiledModel:
             import tvm_ffi
             from tvm import runtime
         self._runtime = runtime
+        self._from_dlpack = tvm_ffi.from_dlpack
         self._device = runtime.device("cuda" if manifest.arch == "cuda" else "cpu", 0)
         if manifest.arch == "cuda" and not self._device.exist:
             raise BundleError(f"bundle {manifest.name!r} needs an NVIDIA GPU, and this machine shows none")
         try:
-            self._library = tvm_ffi.load_module(str(folder / "mod.so"))
+            self._library: Any = tvm_ffi.load_module(str(folder / "mod.so"))
         except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise BundleError(f"bundle {manifest.name!r}: its library cannot be loaded ({reason})") from error
@@ -97,8 +101,15 @@ class CompiledModel:
         return self.to_numpy(self.invoke(self.to_device(arrays)))
 
     def to_device(self, arrays: "Mapping[str, Array]") -> list[Any]:
-        """Checked inputs as TVM tensors on the model's device, in order."""
-        return [self._runtime.tensor(arrays[spec.name], self._device) for spec in self.inputs]
+        """Checked inputs as TVM tensors on the model's device, in order; aligned arrays are not copied on a CPU."""
+        return [self._tensor(arrays[spec.name]) for spec in self.inputs]
+
+    def _tensor(self, array: "Array") -> Any:
+        if self.manifest.arch == "cuda":
+            return self._runtime.tensor(array, self._device)
+        # The library loads whole vectors: it may be given only memory that is aligned as TVM aligns its own.
+        aligned = array.ctypes.data % _ALIGNMENT == 0 and array.flags.writeable
+        return self._from_dlpack(array if aligned else _aligned_copy(array))
 
     def invoke(self, tensors: list[Any]) -> Any:
         """The model's own function on tensors from `to_device`; what is timed when the copies are not meant."""
@@ -186,6 +197,14 @@ class CompiledModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _aligned_copy(array: "Array") -> "Array":
+    buffer = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    copy = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 @contextmanager

@@ -55,25 +55,34 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
     reduced = [loop for loop, kind in zip(loops, kinds, strict=True) if kind == tirx.IterVar.CommReduce]
     if len(spatial) + len(reduced) != len(loops) or not spatial:
         return
-    total = 1
+    total, tasks = 1, 1
     for loop in loops:
         total *= extent(sch, loop) or _WORTH_A_THREAD
+    for loop in spatial[:-1]:
+        tasks *= extent(sch, loop) or machine.cores
     inner = spatial.pop()
     size = extent(sch, inner)
+    serial: list[LoopRV] = []
     vector = None
-    if size is None or size % machine.lanes == 0:
-        rest, vector = sch.split(inner, [None, machine.lanes])
-        spatial.append(rest)
-    elif size <= machine.lanes and size in (2, 4, 8):
+    if size is not None and size in (2, 4, 8, 16) and size <= machine.lanes:
         vector = inner
+    elif size is not None and size <= machine.lanes:
+        serial = [inner]
     else:
-        spatial.append(inner)
-    order = [*spatial, *reduced, *([vector] if vector is not None else [])]
-    sch.reorder(*order)
+        whole = size is not None and size % machine.lanes == 0
+        partitioned = not whole and tasks >= machine.cores and (size is None or is_static(sch))
+        if whole or partitioned:
+            rest, vector = sch.split(inner, [None, machine.lanes])
+            (spatial if whole else serial).append(rest)
+            if partitioned:
+                sch.annotate(rest, _PARTITION, 1)
+        else:
+            (spatial if tasks < machine.cores else serial).append(inner)
+    sch.reorder(*spatial, *serial, *reduced, *([] if vector is None else [vector]))
     if vector is not None:
         sch.vectorize(vector)
     if total >= _WORTH_A_THREAD and spatial:
-        sch.parallel(sch.fuse(*spatial) if len(spatial) > 1 else spatial[0])
+        sch.parallel(fuse(sch, spatial))
     if reduced:
         sch.decompose_reduction(block, reduced[0])
 
@@ -134,24 +143,19 @@ def is_static(sch: Schedule) -> bool:
 
 def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Vectorise a block's innermost loop, whose memory must be contiguous; what is left over runs lane by lane."""
-    _vectorize(sch, sch.get_loops(block)[-1], machine)
-
-
-def _vectorize(sch: Schedule, loop: LoopRV, machine: Machine) -> LoopRV | None:
-    """Split a loop into vectors; returns the loop over them, None where the loop is one vector or too short."""
-    size = extent(sch, loop)
+    inner = sch.get_loops(block)[-1]
+    size = extent(sch, inner)
     if size is not None and size <= machine.lanes:
         if size & (size - 1) == 0 and size > 1:
-            sch.vectorize(loop)
-        return None
+            sch.vectorize(inner)
+        return
     if size is not None and size % machine.lanes and not is_static(sch):
         # TVM mixes widths of integers when it partitions a loop of known extent among symbolic ones.
-        return loop
-    outer, lane = sch.split(loop, [None, machine.lanes])
+        return
+    outer, lane = sch.split(inner, [None, machine.lanes])
     sch.vectorize(lane)
     if size is None or size % machine.lanes:
         sch.annotate(outer, _PARTITION, 1)
-    return outer
 
 
 def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:

@@ -1,0 +1,303 @@
+"""Work in a child process: whatever becomes of the child, the parent gets a result or one sentence."""
+
+import os
+import selectors
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tvmflow import process
+from tvmflow.errors import BuildError, StepError, TvmflowError
+from tvmflow.process import Child
+from tvmflow.workspace import Record
+
+JOBS = '''
+"""Work that goes well and work that does not."""
+import os, signal, subprocess, sys
+from tvmflow.errors import BuildError, TvmflowError
+from tvmflow.workspace import Record
+
+class Job(Record):
+    value: float = 0
+    text: str = ""
+
+class Result(Record):
+    value: float
+    text: str = ""
+
+class OwnError(TvmflowError):
+    pass
+
+def double(job: Job, emit) -> Result:
+    return Result(value=2 * job.value, text=job.text)
+
+def says_where(job: Job, emit) -> Result:
+    return Result(value=os.getpid(), text=f"{sys.modules.get('torch', 'free')}")
+
+def reports(job: Job, emit) -> Result:
+    for index in range(3):
+        emit(index, 3, f"part {index}\\n")
+    return Result(value=3)
+
+def chatters(job: Job, emit) -> Result:
+    print('{"result": {"value": 666}}')
+    os.write(1, b"\\xff\\x00 garbage {\\n" * 1000)
+    os.write(2, b"{}\\n")
+    subprocess.run(["echo", "more"], check=True)
+    return Result(value=1)
+
+def raises_ours(job: Job, emit) -> Result:
+    raise BuildError("no linker is installed; install g++")
+
+def raises_own(job: Job, emit) -> Result:
+    raise OwnError("a kind that the parent does not know")
+
+def raises_other(job: Job, emit) -> Result:
+    raise KeyError("several\\nlines\\n" + "long " * 1000)
+
+def runs_out_of_memory(job: Job, emit) -> Result:
+    raise MemoryError
+
+def opens_nothing(job: Job, emit) -> Result:
+    return Result(value=len(open("/absent/file").read()))
+
+def kills_itself(job: Job, emit) -> Result:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def crashes(job: Job, emit) -> Result:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def exits(job: Job, emit) -> Result:
+    print("these are my last words")
+    sys.exit(7)
+
+def asks(job: Job, emit) -> Result:
+    return Result(value=float(input("a number, please: ")))
+
+def hangs(job: Job, emit) -> Result:
+    emit(os.getpid(), 0, "")
+    signal.pause()
+
+def reports_for_ever(job: Job, emit) -> Result:
+    while True:
+        emit(0, 0, "again")
+
+def starts_another(job: Job, emit) -> Result:
+    emit(subprocess.Popen(["sleep", "600"]).pid, 0, "")
+    signal.pause()
+
+def dies_before_its_fork(job: Job, emit) -> Result:
+    if os.fork() == 0:
+        signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+
+class Job(Record):
+    value: float = 0
+    text: str = ""
+
+
+class Result(Record):
+    value: float
+    text: str = ""
+
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Call:
+    """Call a function of the jobs above in a child."""
+    (tmp_path / "jobs.py").write_text(JOBS)
+
+    def run(function: str, job: Job | None = None, timeout: float = 60, emit: process.Emit = lambda *_: None,
+            torch: bool = False) -> Result:  # fmt: skip
+        log = tmp_path / "logs" / "child.log"
+        paths = (tmp_path,)
+        return process.call(
+            f"jobs:{function}", job or Job(), Result, log=log, timeout=timeout, emit=emit, paths=paths, torch=torch
+        )
+
+    return run
+
+
+def refusal(call: Call, function: str, kind: type[TvmflowError] = StepError, **options: object) -> str:
+    with pytest.raises(TvmflowError) as caught:
+        call(function, **options)
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@contextmanager
+def ends(pid: int) -> Iterator[None]:
+    """Hold that a process, of whatever parent, has ended soon after the body."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        yield
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            assert selector.select(30), f"process {pid} is still there"
+    finally:
+        os.close(descriptor)
+
+
+def test_a_result_comes_back(call: Call) -> None:
+    assert call("double", Job(value=1.5, text="grüße\n")) == Result(value=3.0, text="grüße\n")
+
+
+def test_figures_that_json_does_not_know_come_back(call: Call) -> None:
+    assert call("double", Job(value=float("inf"))).value == float("inf")
+
+
+def test_one_child_takes_several_jobs(tmp_path: Path, call: Call) -> None:
+    with Child("jobs:says_where", log=tmp_path / "log", paths=(tmp_path,)) as child:
+        pids = {child.call(Job(), Result, timeout=60).value for _ in range(3)}
+    assert len(pids) == 1
+    assert pids != {os.getpid()}
+
+
+def test_a_child_goes_on_after_an_error(tmp_path: Path, call: Call) -> None:
+    with Child("jobs:asks", log=tmp_path / "log", paths=(tmp_path,)) as child:
+        for _ in range(2):
+            with pytest.raises(StepError, match="EOF"):
+                child.call(Job(), Result, timeout=60)
+
+
+def test_torch_is_kept_out_where_it_is_not_needed(call: Call) -> None:
+    assert call("says_where", torch=False).text == "None"
+    assert call("says_where", torch=True).text == "free"
+
+
+def test_progress_is_told(call: Call) -> None:
+    told: list[tuple[float, float, str]] = []
+    call("reports", emit=lambda *event: told.append(event))
+    assert told == [(0, 3, "part 0\n"), (1, 3, "part 1\n"), (2, 3, "part 2\n")]
+
+
+def test_what_the_child_prints_goes_to_the_log_and_is_no_result(call: Call, tmp_path: Path) -> None:
+    assert call("chatters").value == 1
+    log = (tmp_path / "logs" / "child.log").read_bytes()
+    assert b"666" in log
+    assert b"garbage" in log
+    assert b"more" in log
+
+
+def test_an_error_of_ours_comes_back_as_it_was(call: Call) -> None:
+    assert refusal(call, "raises_ours", BuildError) == "no linker is installed; install g++"
+
+
+def test_an_error_of_an_unknown_kind_comes_back_as_a_step_error(call: Call) -> None:
+    assert refusal(call, "raises_own") == "a kind that the parent does not know"
+
+
+def test_any_other_error_is_one_short_sentence(call: Call) -> None:
+    said = refusal(call, "raises_other")
+    assert said.startswith("step jobs failed (KeyError: 'several")
+    assert len(said) < 600
+
+
+def test_the_whole_traceback_is_in_the_log(call: Call, tmp_path: Path) -> None:
+    refusal(call, "raises_ours", BuildError)
+    assert "Traceback" in (tmp_path / "logs" / "child.log").read_text()
+
+
+def test_a_lack_of_memory_is_told(call: Call) -> None:
+    assert "ran out of memory; free some" in refusal(call, "runs_out_of_memory")
+
+
+def test_a_missing_file_is_named(call: Call) -> None:
+    assert "No such file or directory: /absent/file" in refusal(call, "opens_nothing")
+
+
+def test_a_killed_child_is_told(call: Call, tmp_path: Path) -> None:
+    said = refusal(call, "kills_itself")
+    assert said.startswith("the process of step jobs was killed by SIGKILL (out of memory, perhaps)")
+    assert said.endswith(f"its log is {tmp_path / 'logs' / 'child.log'}")
+
+
+def test_a_crash_is_told(call: Call) -> None:
+    assert "was killed by SIGSEGV" in refusal(call, "crashes")
+
+
+def test_a_child_that_exits_is_told_with_its_last_words(call: Call) -> None:
+    assert "ended with exit code 7, last words 'these are my last words'" in refusal(call, "exits")
+
+
+def test_a_question_to_the_user_ends_at_once(call: Call) -> None:
+    assert "EOFError" in refusal(call, "asks")
+
+
+def test_a_child_that_hangs_is_ended(call: Call) -> None:
+    pids: list[int] = []
+    said = refusal(call, "hangs", timeout=3, emit=lambda pid, *_: pids.append(int(pid)))
+    assert "took longer than 0.05 minutes and was ended; set TVMFLOW_STEP_TIMEOUT_MINUTES for more" in said
+    assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_a_child_that_reports_for_ever_is_ended_as_well(call: Call) -> None:
+    assert "took longer than" in refusal(call, "reports_for_ever", timeout=2)
+
+
+def test_what_a_child_started_ends_with_it(call: Call) -> None:
+    descriptors: list[int] = []
+    refusal(call, "starts_another", timeout=3, emit=lambda pid, *_: descriptors.append(os.pidfd_open(int(pid))))
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptors[0], selectors.EVENT_READ)
+        assert selector.select(30)
+    os.close(descriptors[0])
+
+
+def test_a_child_whose_fork_outlives_it_is_noticed(call: Call) -> None:
+    assert "was killed by SIGKILL" in refusal(call, "dies_before_its_fork")
+
+
+def test_a_missing_function_is_told(call: Call) -> None:
+    assert "AttributeError" in refusal(call, "absent")
+
+
+def test_all_children_can_be_ended(call: Call) -> None:
+    started = threading.Semaphore(0)
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            call("hangs", emit=lambda *_: started.release())
+        except StepError as error:
+            said.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert started.acquire(timeout=60)
+    process.end_all()
+    for thread in threads:
+        thread.join(60)
+    assert len(said) == 2
+    assert all("was killed by SIGKILL" in sentence for sentence in said)
+
+
+def test_a_killed_parent_takes_its_child_with_it(tmp_path: Path, call: Call) -> None:
+    code = """
+import pathlib, sys
+from tvmflow import process
+from tvmflow.workspace import Record
+class Job(Record):
+    value: float = 0
+folder = pathlib.Path(sys.argv[1])
+process.call("jobs:hangs", Job(), Job, log=folder / "log", timeout=60, paths=(folder,),
+             emit=lambda pid, *_: print(int(pid), flush=True))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with ends(int(parent.stdout.readline())):
+        parent.kill()
+        parent.wait(30)
+    parent.stdout.close()

@@ -1,0 +1,112 @@
+"""Settings: the environment over the file over the defaults, and secrets kept."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tvmflow import settings
+from tvmflow.errors import SettingsError
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder and an environment that says nothing."""
+    monkeypatch.chdir(tmp_path)
+    for name in [*os.environ]:
+        if name.startswith(("TVMFLOW_", "MLFLOW_", "PREFECT_")):
+            monkeypatch.delenv(name)
+
+
+def write(text: str) -> None:
+    Path("tvmflow.toml").write_text(text)
+
+
+def test_without_file_and_environment_everything_is_embedded(tmp_path: Path) -> None:
+    loaded = settings.load()
+    assert loaded.state == tmp_path / ".tvmflow"
+    assert (loaded.s3_endpoint, loaded.mlflow_tracking_uri, loaded.prefect_api_url) == (None, None, None)
+
+
+def test_the_file_comes_before_the_defaults() -> None:
+    write('s3_bucket = "models"\nstep_timeout_minutes = 3.5\n')
+    assert settings.load().s3_bucket == "models"
+    assert settings.load().step_timeout_minutes == 3.5
+    assert settings.load().s3_region == "us-east-1"
+
+
+def test_the_environment_comes_before_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    write('s3_bucket = "models"\ns3_prefix = "team"\n')
+    monkeypatch.setenv("TVMFLOW_S3_BUCKET", "others")
+    assert settings.load().s3_bucket == "others"
+    assert settings.load().s3_prefix == "team"
+
+
+def test_the_file_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other.toml").write_text('home = "/state"')
+    monkeypatch.setenv("TVMFLOW_SETTINGS", str(tmp_path / "other.toml"))
+    assert settings.load().state == Path("/state")
+
+
+def test_a_named_file_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMFLOW_SETTINGS", "absent.toml")
+    with pytest.raises(SettingsError, match=r"'absent\.toml', named by TVMFLOW_SETTINGS, does not exist"):
+        settings.load()
+
+
+def test_mlflows_and_prefects_own_variables_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
+    assert settings.load().mlflow_tracking_uri == "http://127.0.0.1:5000"
+    assert settings.load().prefect_api_url == "http://127.0.0.1:4200/api"
+    monkeypatch.setenv("TVMFLOW_MLFLOW_TRACKING_URI", "http://127.0.0.1:5001")
+    assert settings.load().mlflow_tracking_uri == "http://127.0.0.1:5001"
+
+
+def test_an_unknown_setting_in_the_file_is_refused_with_the_known_ones() -> None:
+    write('s3_buket = "models"')
+    with pytest.raises(SettingsError, match=r"setting 's3_buket' is unknown; known are home, mlflow.*'tvmflow\.toml'"):
+        settings.load()
+
+
+@pytest.mark.parametrize("text", ["s3_bucket = models", "= 3", "[", 'a = "\\q"'])
+def test_a_file_that_is_no_toml_is_refused(text: str) -> None:
+    write(text)
+    with pytest.raises(SettingsError, match=r"settings file 'tvmflow\.toml' is not valid TOML: "):
+        settings.load()
+
+
+def test_a_file_that_is_no_text_is_refused() -> None:
+    Path("tvmflow.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="is not valid TOML"):
+        settings.load()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("STEP_TIMEOUT_MINUTES", "0"), ("PARALLEL_TARGETS", "many"), ("S3_CHECKSUMS", "never"), ("S3_PATH_STYLE", "2")],
+)
+def test_a_wrong_value_names_the_setting(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(f"TVMFLOW_{name}", value)
+    with pytest.raises(SettingsError, match=rf"setting '{name.lower()}' is wrong: .* \(from TVMFLOW_{name} or"):
+        settings.load()
+
+
+def test_secrets_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMFLOW_S3_SECRET_KEY", "hush-hush")
+    write('s3_access_key = "whispered"\ns3_session_token = "murmured"\n')
+    loaded = settings.load()
+    for shown in (repr(loaded), str(loaded), loaded.model_dump_json()):
+        assert not any(secret in shown for secret in ("hush-hush", "whispered", "murmured"))
+    assert loaded.s3_secret_key is not None
+    assert loaded.s3_secret_key.get_secret_value() == "hush-hush"
+
+
+def test_a_wrong_setting_does_not_show_the_secrets_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMFLOW_S3_SECRET_KEY", "hush-hush")
+    write("s3_access_key = 12345\n")
+    with pytest.raises(SettingsError) as caught:
+        settings.load()
+    assert "s3_access_key" in str(caught.value)
+    assert "hush-hush" not in str(caught.value)
+    assert "12345" not in str(caught.value)

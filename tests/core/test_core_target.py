@@ -1,0 +1,117 @@
+"""Targets: presets, TVM's own forms, and what is refused with a hint."""
+
+import json
+import re
+
+import pytest
+
+from tvmflow.errors import TargetError
+from tvmflow.target import host, missing_features, presets, resolve
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_every_preset_resolves_to_its_name(name: str) -> None:
+    target = resolve(name)
+    assert target.name == name
+    assert target.arch in ("x86_64", "aarch64", "cuda")
+    assert json.loads(target.canonical) == target.tvm
+
+
+def test_native_asks_for_nothing_that_this_machine_lacks() -> None:
+    target = resolve("native")
+    assert target.arch == host().arch
+    assert missing_features(target.features) == ()
+    assert target.cross_compiler is None
+    assert target.threads == host().cores
+
+
+def test_each_level_needs_more_than_the_one_below() -> None:
+    levels = [set(resolve(f"x86-64-v{level}").features) for level in (2, 3, 4)]
+    assert levels[0] < levels[1] < levels[2]
+    assert {"avx2", "fma"} <= levels[1] - levels[0]
+    assert "avx512f" in levels[2] - levels[1]
+
+
+def test_another_architecture_is_linked_by_its_cross_compiler() -> None:
+    target = resolve("aarch64-cortex-a72" if host().arch == "x86_64" else "x86-64-v3")
+    assert target.cross_compiler == f"{target.arch}-linux-gnu-g++"
+
+
+def test_the_older_form_says_the_same_as_json() -> None:
+    older = resolve("llvm -mtriple=x86_64-linux-gnu -mcpu=x86-64-v3 -mattr=+avx512f,-fma -num-cores 4")
+    tvm = {
+        "kind": "llvm",
+        "mtriple": "x86_64-linux-gnu",
+        "mcpu": "x86-64-v3",
+        "mattr": ["+avx512f", "-fma"],
+        "num-cores": 4,
+    }
+    for form in (json.dumps(tvm), tvm):
+        target = resolve(form)
+        assert (target.canonical, target.features, target.threads) == (older.canonical, older.features, 4)
+    assert "avx512f" in older.features
+    assert "fma" not in older.features
+
+
+def test_the_key_does_not_depend_on_the_order_of_options() -> None:
+    assert (
+        resolve({"kind": "llvm", "mcpu": "x86-64-v3"}).canonical
+        == resolve({"mcpu": "x86-64-v3", "kind": "llvm"}).canonical
+    )
+
+
+def test_a_cpu_by_name_needs_the_features_that_llvm_uses_on_it() -> None:
+    features = set(resolve("llvm -mcpu=znver4 -mtriple=x86_64-linux-gnu").features)
+    assert set(resolve("x86-64-v4").features) - {"lahf_lm"} <= features
+    assert {"avx512_bf16", "avx512_vnni", "avx512_vbmi2", "vaes", "sse4a"} <= features
+    assert not {"amx_tile", "avx512_fp16"} & features
+
+
+def test_an_attribute_adds_to_a_cpus_features() -> None:
+    assert "amx_tile" in resolve("llvm -mcpu=znver4 -mtriple=x86_64-linux-gnu -mattr=+amx-tile").features
+
+
+def test_an_attribute_takes_from_a_cpus_features() -> None:
+    features = resolve("llvm -mcpu=znver4 -mtriple=x86_64-linux-gnu -mattr=-avx512f").features
+    assert "avx2" in features
+    assert not [name for name in features if name.startswith("avx512")]
+
+
+def test_the_baseline_needs_no_feature() -> None:
+    assert resolve("llvm -mtriple=x86_64-linux-gnu").features == ()
+
+
+def test_a_gpu_target_builds_its_host_part_for_this_machine() -> None:
+    target = resolve("cuda-sm90")
+    assert target.arch == "cuda"
+    assert target.tvm["arch"] == "sm_90"
+    assert target.tvm["host"]["kind"] == "llvm"
+
+
+REFUSED = [
+    ("nativ", "did you mean 'native'?"),
+    ("x86-64-v9", "did you mean 'x86-64-v"),
+    ("raspberry", "use one of native, x86-64-v2"),
+    ("", "use one of native"),
+    ("llvm mcpu=znver4", "cannot read 'mcpu=znver4'; write options as -mcpu=NAME"),
+    ("llvm -mcpu", "cannot read '-mcpu'"),
+    ("llvm -mcpu=nonesuch -mtriple=x86_64-linux-gnu", "LLVM knows no CPU 'nonesuch'"),
+    ("c", "kind 'c' is not built here; use kind 'llvm' or 'cuda'"),
+    ("llvm -num-cores=0", "num-cores is 0; give a positive number"),
+    ("llvm -num-cores=many", "num-cores is 'many'; give a positive number"),
+    ("llvm -mattr=avx2", "mattr is ['avx2']; give a list such as"),
+    ('{"kind": "llvm", "mattr": "+avx2"}', "mattr is '+avx2'; give a list such as"),
+    ('{"kind": "vulkan"}', "kind 'vulkan' is not built here"),
+    ('{"kind": "llvm", "mtriple": "riscv64-linux-gnu"}', "architecture 'riscv64' is not built here"),
+    ('{"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "skylake", "cores": 4}', "is refused by TVM"),
+    ('{"kind": "llvm"', "is not valid JSON"),
+    ("{}", "kind None is not built here"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), REFUSED)
+def test_an_impossible_target_is_refused_with_a_hint(text: str, said: str) -> None:
+    with pytest.raises(TargetError, match=re.escape(said)) as caught:
+        resolve(text)
+    assert repr(text) in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,121 @@
+"""The Prefect server that a command uses: the one that settings name, or its own for as long as it runs."""
+
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tvmflow import process
+from tvmflow.errors import SettingsError, StepError
+
+if TYPE_CHECKING:
+    from tvmflow.settings import Settings
+
+_START_SECONDS = 120.0
+_STOP_SECONDS = 5.0
+_ENVIRONMENT = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    # What fails is said once, in a sentence; Prefect would print its traceback as well. A server gets every log.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+}
+
+
+@contextmanager
+def prefect_server(settings: "Settings") -> Iterator[None]:
+    """Point Prefect at its server while the body runs; entered before Prefect is imported.
+
+    Raises SettingsError when the server that settings name does not answer, StepError when the embedded one does not
+    start.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if settings.prefect_api_url is not None:
+        os.environ["PREFECT_API_URL"] = settings.prefect_api_url
+        if not _answers(settings.prefect_api_url, 10.0):
+            raise SettingsError(
+                f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
+                "prefect_api_url (an address that ends in /api)"
+            )
+        yield
+        return
+    with _embedded(settings.state / "prefect") as address:
+        os.environ["PREFECT_API_URL"] = address
+        yield
+
+
+@contextmanager
+def _embedded(folder: Path) -> Iterator[str]:
+    """A server on a SQLite file in `folder`, at a free port of 127.0.0.1.
+
+    Prefect's own ephemeral server outlives a command that is killed, and holds the command's output open.
+    """
+    log = folder / "server.log"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        output = log.open("wb")
+    except OSError as error:
+        raise StepError(
+            f"state folder {str(folder)!r} cannot be written ({error.strerror}); set TVMFLOW_HOME to another"
+        ) from error
+    os.environ["PREFECT_HOME"] = str(folder)
+    # Nothing but the state of the runs is wanted of it: logs are in the state folder already.
+    os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
+    with socket.socket() as listening:
+        # Connections wait in this socket until the server is up, so that nobody has to guess a port or poll.
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(128)
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
+        with output:
+            server = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(os.getpid()), str(listening.fileno())],
+                pass_fds=(listening.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in a terminal reaches the whole group: the flow run still has to be marked as interrupted.
+                start_new_session=True,
+            )
+    try:
+        if not _answers(address, _START_SECONDS):
+            raise StepError(f"Prefect's embedded server does not start; its log is {log}")
+        yield address
+    finally:
+        server.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(_STOP_SECONDS)
+        server.kill()
+        server.wait()
+
+
+def _answers(address: str, seconds: float) -> bool:
+    """Whether a Prefect server answers at the address within that time."""
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=seconds) as response:  # noqa: S310
+            return bool(response.read().strip() == b"true")
+    except urllib.error.HTTPError as error:
+        # A server that wants to know who asks is one all the same.
+        return error.code in (401, 403)
+    except (OSError, ValueError):
+        return False
+
+
+def _serve(parent: int, listening: int) -> None:
+    """The server's side."""
+    process.die_with_parent(parent)
+    os.environ["PREFECT_UI_ENABLED"] = "0"
+    import uvicorn
+    from prefect.server.api.server import create_app
+
+    config = uvicorn.Config(create_app(ephemeral=True, final=True), log_level="error", lifespan="on")
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=listening)])
+
+
+if __name__ == "__main__":
+    _serve(*map(int, sys.argv[1:]))
