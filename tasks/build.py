@@ -3,7 +3,7 @@
 import json
 
 from tasks.relax_import import ImportResult, load_imported
-from tasks.step import BuildTarget, Context, Job, as_options, as_target, job_target, step
+from tasks.step import BuildTarget, Context, Job, as_options, as_target, job_target, step, variants
 from tasks.tune import TuneResult, best_records
 from tvmflow.process import Emit
 from tvmflow.spec import Build
@@ -18,12 +18,14 @@ class BuildJob(Job):
     records: Artifact
     target: BuildTarget
     build: Build
+    variants: tuple[dict[str, int], ...]
 
 
 class BuildResult(StepResult):
     """The library, the lowered IR, the weights when they are kept apart, and seconds per compiler pass.
 
-    `schedules` counts the functions by the rule that scheduled them.
+    `schedules` counts the functions by the rule that scheduled them; `variants` are the sizes of the symbolic
+    dimensions that the library has functions of their own for, by function.
     """
 
     library: Artifact
@@ -32,6 +34,7 @@ class BuildResult(StepResult):
     params: Artifact | None
     pass_timings: Artifact
     schedules: dict[str, int]
+    variants: dict[str, dict[str, int]]
     llvm: str
 
 
@@ -46,7 +49,8 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
     compiler.can_build(target)
     imported = load_imported(workspace, job.imported)
     emit(1, 3, "compiling")
-    built = compiler.build(imported, target, as_options(job.build), best_records(workspace.path(job.records)))
+    options = as_options(job.build, job.variants)
+    built = compiler.build(imported, target, options, best_records(workspace.path(job.records)))
     emit(2, 3, "linking")
     with workspace.scratch() as folder:
         built.export(folder / "mod.so")
@@ -64,6 +68,7 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
             params=workspace.keep(folder / "mod.params") if job.build.weights == "apart" else None,
             pass_timings=workspace.keep(folder / "pass_timings.json"),
             schedules={rule: rules.count(rule) for rule in sorted(set(rules))},
+            variants=built.variants,
             llvm=str(get_global_func("target.llvm_version_major")()),
         )
 
@@ -79,6 +84,7 @@ def build(
         records=tuned.result.records,
         target=job_target(target),
         build=context.spec.build,
+        variants=variants(context.spec, imported.result.inputs),
     )
     return run_step(
         context.workspace,

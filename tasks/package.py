@@ -10,7 +10,7 @@ from tasks.relax_import import ImportResult
 from tasks.step import Context, Tensor, step
 from tasks.tune import TuneResult
 from tvmflow import samples
-from tvmflow.bundle import Manifest, TensorSpec, installed_versions, pack
+from tvmflow.bundle import Manifest, TensorSpec, Variant, installed_versions, pack
 from tvmflow.target import Target
 from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
 
@@ -47,6 +47,7 @@ def package(
             for name in sorted({dim for item in imported.result.inputs for dim in item.shape if isinstance(dim, str)})
         },
         weights=spec.build.weights,
+        variants=tuple(Variant(function, sizes) for function, sizes in sorted(made.variants.items())),
         versions=installed_versions(made.llvm),
         provenance={
             "onnx": exported.result.onnx.sha256,

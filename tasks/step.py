@@ -156,8 +156,15 @@ def as_target(target: BuildTarget) -> Target:
     return Target(target.name, target.tvm, target.arch, target.features, target.cross_compiler)
 
 
-def as_options(section: Build) -> "BuildOptions":
+def as_options(section: Build, variants: tuple[dict[str, int], ...]) -> "BuildOptions":
     """The compiler's options, as the release file says them."""
     from tvmflow.compiler import BuildOptions
 
-    return BuildOptions(**section.model_dump())
+    return BuildOptions(**section.model_dump(), variants=variants)
+
+
+def variants(spec: Spec, inputs: tuple[Tensor, ...]) -> tuple[dict[str, int], ...]:
+    """The sizes that the bundle has functions of their own for: those that the release file says to tune at."""
+    used = {dim for item in inputs for dim in item.shape if isinstance(dim, str)}
+    sizes = {name: size for name in sorted(used) if (size := spec.dimension(name).tune) is not None}
+    return (sizes,) if sizes else ()

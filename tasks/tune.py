@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.relax_import import ImportResult, load_imported
-from tasks.step import BuildTarget, Context, Job, as_options, as_target, job_target, step
+from tasks.step import BuildTarget, Context, Job, as_options, as_target, job_target, step, variants
 from tvmflow.process import Emit
 from tvmflow.spec import Build, Tune
 from tvmflow.target import Target, host
@@ -25,6 +25,7 @@ class TuneJob(Job):
     imported: ImportResult
     target: BuildTarget
     build: Build
+    variants: tuple[dict[str, int], ...]
     tune: Tune
     threads: int
 
@@ -57,7 +58,7 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
     from tvmflow.compiler.schedules import schedule
 
     workspace, target = job.workspace, as_target(job.target)
-    options = as_options(job.build)
+    options = as_options(job.build, job.variants)
     lowered = compiler.lower(load_imported(workspace, job.imported), target, options)
     tasks = [tuning.Task(item.name, item.func, item.calls) for item in compiler.workloads(lowered)]
     store = tuning.RecordStore(workspace.folder / "records")
@@ -110,6 +111,7 @@ def tune(context: Context, imported: Outcome[ImportResult], target: Target) -> O
         imported=imported.result,
         target=job_target(target),
         build=spec.build,
+        variants=variants(spec, imported.result.inputs),
         tune=spec.tune,
         threads=min(target.threads, host().cores),
     )

@@ -60,10 +60,14 @@ def test_lowering_is_deterministic(model: Path, native: Target) -> None:
     assert ir_text(lower(imported, native)) == ir_text(lower(imported, native))
 
 
-@pytest.mark.parametrize("kind", ["required_passes", "disabled_passes"])
-def test_an_unknown_pass_is_refused_with_the_close_ones(kind: str, model: Path, native: Target) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [BuildOptions(required_passes=("FuseOp",)), BuildOptions(disabled_passes=("FuseOp",))],
+    ids=["required", "disabled"],
+)
+def test_an_unknown_pass_is_refused_with_the_close_ones(options: BuildOptions, model: Path, native: Target) -> None:
     with pytest.raises(BuildError, match=r"'FuseOp' is unknown.*'FuseOps'"):
-        build(import_onnx(model), native, BuildOptions(**{kind: ("FuseOp",)}))
+        build(import_onnx(model), native, options)
 
 
 def test_an_unknown_pass_option_is_refused(model: Path, native: Target) -> None:

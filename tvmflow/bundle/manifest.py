@@ -31,6 +31,14 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A function of the library built for fixed sizes of symbolic dimensions; `main` takes any."""
+
+    function: str
+    sizes: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Versions:
     """The versions a library was built with; it runs with the same minor version of TVM."""
 
@@ -55,6 +63,7 @@ class Manifest:
     dimensions: dict[str, tuple[int, int | None]]
     weights: Literal["inside", "apart"]
     versions: Versions
+    variants: tuple[Variant, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     format: int = FORMAT
@@ -86,6 +95,12 @@ class Manifest:
                     name: (_count(low), None if high is None else _count(high))
                     for name, (low, high) in _mapping(document["dimensions"]).items()
                 },
+                variants=tuple(
+                    Variant(
+                        _text(item["function"]), {_text(name): _count(size) for name, size in item["sizes"].items()}
+                    )
+                    for item in document["variants"]
+                ),
                 weights=_weights(document["weights"]),
                 versions=Versions(
                     **{key: _text(document["versions"][key]) for key in ("tvmflow", "tvm", "tvm_ffi", "llvm")}

@@ -36,11 +36,14 @@ def main() -> None:
     """Run the command line: a user's mistake is one sentence and a non-zero exit, never a traceback."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        cli.main(standalone_mode=False)
+        cli.main(prog_name="tvmflow", standalone_mode=False)
     except TvmflowError as error:
         _fail(str(error), type(error).__name__, error.exit_code)
     except click.ClickException as error:
-        _fail(error.format_message(), "UsageError", error.exit_code)
+        if "--json" in sys.argv:
+            _fail(error.format_message(), "UsageError", error.exit_code)
+        error.show()
+        sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _end_children()
         _fail(

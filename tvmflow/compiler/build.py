@@ -19,7 +19,7 @@ from tvm import relax
 from tvm.support import cc
 from tvm.tirx import PrimFunc
 
-from tvmflow.compiler.graph import hoist_weights, lower_module
+from tvmflow.compiler.graph import hoist_weights, lower_module, variant_name
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.reason import reason
@@ -33,7 +33,8 @@ from tvmflow.target import Target
 class BuildOptions:
     """How to build: TVM's pass context, how the virtual machine runs `main`, and where the weights go.
 
-    `weights="apart"` makes the packed weights parameters of `main` that follow the inputs.
+    `weights="apart"` makes the packed weights parameters of `main` that follow the inputs. Each of `variants`, sizes of
+    symbolic dimensions, is built as a function of its own beside `main`, with static shapes for those sizes.
     """
 
     opt_level: int = 3
@@ -42,6 +43,7 @@ class BuildOptions:
     config: Mapping[str, Any] = field(default_factory=dict)
     exec_mode: Literal["bytecode", "compiled"] = "bytecode"
     weights: Literal["inside", "apart"] = "inside"
+    variants: tuple[Mapping[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Built:
 
     `ir_text` and `ir_json` are the lowered, unscheduled module without its weights; `params` are the packed weights
     that `main` takes after the inputs, in order, when they are kept apart; `pass_timings` are seconds by pass, inner
-    passes not counted twice; `schedules` says which rule scheduled each function.
+    passes not counted twice; `schedules` says which rule scheduled each function; `variants` are the sizes that the
+    library has functions of their own for, by function.
     """
 
     executable: Any
@@ -59,6 +62,7 @@ class Built:
     params: dict[str, np.ndarray[Any, Any]]
     pass_timings: list[tuple[str, float]]
     schedules: list[tuple[str, str]]
+    variants: dict[str, dict[str, int]]
     threads: int
     cross_compiler: str | None
 
@@ -131,8 +135,9 @@ def lower(imported: Imported, target: Target, options: BuildOptions | None = Non
 
     The same input gives the same module in every process. Raises BuildError when a pass fails.
     """
-    with _passes(options or BuildOptions(), target):
-        return lower_module(imported, target)
+    options = options or BuildOptions()
+    with _passes(options, target):
+        return lower_module(imported, target, options.variants)
 
 
 def build(
@@ -151,7 +156,7 @@ def build(
     options = options or BuildOptions()
     timings: dict[str, float] = {}
     with _passes(options, target, timings):
-        lowered = lower_module(imported, target)
+        lowered = lower_module(imported, target, options.variants)
         bare, weights = hoist_weights(lowered)
         apart = options.weights == "apart"
         scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)
@@ -173,6 +178,7 @@ def build(
         params=weights if apart else {},
         pass_timings=list(timings.items()),
         schedules=schedules,
+        variants={variant_name(sizes): dict(sizes) for sizes in options.variants},
         threads=target.threads,
         cross_compiler=target.cross_compiler,
     )

@@ -1,6 +1,7 @@
 """Rewrites an imported model into the fused, unscheduled functions that a target wants."""
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +64,27 @@ def lower_passes(target: Target) -> list[tvm.transform.Pass]:
     ]
 
 
-def lower_module(imported: Imported, target: Target) -> tvm.IRModule:
-    """Run `lower_passes` on the imported model in the current pass context."""
+def lower_module(imported: Imported, target: Target, variants: Sequence[Mapping[str, int]] = ()) -> tvm.IRModule:
+    """Run `lower_passes` on the imported model in the current pass context.
+
+    Each of `variants`, sizes of symbolic dimensions, becomes a function of its own beside `main`.
+    """
     params = {name: tvm.runtime.tensor(value) for name, value in imported.params.items()}
     variables = imported.mod["main"].params[len(imported.inputs) :]
     bound = {variable: params[name] for variable, name in zip(variables, imported.params, strict=True)}
     mod = relax.transform.BindParams("main", bound)(imported.mod)
+    for sizes in variants:
+        fixed = relax.transform.BindSymbolicVars(dict(sizes), "main")(mod)["main"]
+        name = variant_name(sizes)
+        fixed = relax.utils.copy_with_new_vars(fixed).with_attr("global_symbol", name)
+        mod = tvm.IRModule({**dict(mod.functions_items()), tvm.ir.GlobalVar(name): fixed}, attrs=mod.attrs)
     with tvm.target.Target(target.tvm):
         return tvm.transform.Sequential(lower_passes(target), name="lower")(mod)
+
+
+def variant_name(sizes: Mapping[str, int]) -> str:
+    """The function for sizes of symbolic dimensions, as `main_batch1`."""
+    return "_".join(["main", *(f"{name}{size}" for name, size in sorted(sizes.items()))])
 
 
 def workloads(lowered: tvm.IRModule) -> list[Workload]:
@@ -107,17 +121,27 @@ def _flops(func: PrimFunc) -> float:
 
 
 def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.ndarray[Any, Any]]]:
-    """Make the constants of `main` into parameters that follow its inputs.
+    """Make the constants of `main` and its variants into parameters that follow the inputs.
 
-    Returns the module and the constants by parameter name, in the parameters' order; equal constants are one.
+    Returns the module and the constants by parameter name; every function takes all of them, in that order. Equal
+    constants are one.
     """
     hoister = _HoistWeights(lowered)
-    main = hoister.visit_expr(lowered["main"])
-    variables, values = list(hoister.variables), [constant.value.numpy() for constant in hoister.constants]
-    function = relax.Function([*main.params, *variables], main.body, main.ret_ty, main.is_pure, main.attrs)
-    hoister.builder_.update_func(lowered.get_global_var("main"), function)
-    mod = hoister.builder_.get()
-    return mod, {variable.name: value for variable, value in zip(variables, values, strict=True)}
+    functions = {
+        variable: hoister.visit_expr(function)
+        for variable, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint))
+        if isinstance(function, relax.Function)
+    }
+    for variable, function in functions.items():
+        weights = list(hoister.variables)
+        taking = relax.Function(
+            [*function.params, *weights], function.body, function.ret_ty, function.is_pure, function.attrs
+        )
+        # The hoister uses one variable for a weight everywhere; a variable belongs to one function.
+        hoister.builder_.update_func(variable, relax.utils.copy_with_new_vars(taking))
+    values = [constant.value.numpy() for constant in hoister.constants]
+    names = [variable.name for variable in hoister.variables]
+    return hoister.builder_.get(), dict(zip(names, values, strict=True))
 
 
 @mutator
@@ -126,17 +150,18 @@ class _HoistWeights(PyExprMutator):  # type: ignore[misc]
         super().__init__(mod)
         self.variables: list[relax.Var] = []
         self.constants: list[tvm.ir.GenericConst] = []
+        self._known: dict[tuple[str, tuple[int, ...], bytes], relax.Var] = {}
 
     def visit_generic_const_(self, op: tvm.ir.GenericConst) -> relax.Expr:
         if not isinstance(op.ty, relax.TensorType) or int(np.prod(op.value.shape)) < SMALLEST_WEIGHT:
             return op
-        for variable, constant in zip(self.variables, self.constants, strict=True):
-            if constant.same_as(op):
-                return variable
-        variable = relax.Var(f"weight_{len(self.variables)}", op.ty)
-        self.variables.append(variable)
-        self.constants.append(op)
-        return variable
+        value = op.value.numpy()
+        key = (value.dtype.name, value.shape, hashlib.blake2b(value.data).digest())
+        if key not in self._known:
+            self._known[key] = relax.Var(f"weight_{len(self.variables)}", op.ty)
+            self.variables.append(self._known[key])
+            self.constants.append(op)
+        return self._known[key]
 
 
 @mutator

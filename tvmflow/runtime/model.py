@@ -97,8 +97,8 @@ class CompiledModel:
 
         Takes every input, in order or by name. Raises InputError for a missing, unknown, wrongly shaped or typed one.
         """
-        arrays = self.check_inputs(self._by_name(args, kwargs))
-        return self.to_numpy(self.invoke(self.to_device(arrays)))
+        arrays, sizes = self._checked(self._by_name(args, kwargs))
+        return self.to_numpy(self.invoke(self.to_device(arrays), self.function_for(sizes)))
 
     def to_device(self, arrays: "Mapping[str, Array]") -> list[Any]:
         """Checked inputs as TVM tensors on the model's device, in order; aligned arrays are not copied on a CPU."""
@@ -111,17 +111,29 @@ class CompiledModel:
         aligned = array.ctypes.data % _ALIGNMENT == 0 and array.flags.writeable
         return self._from_dlpack(array if aligned else _aligned_copy(array))
 
-    def invoke(self, tensors: list[Any]) -> Any:
-        """The model's own function on tensors from `to_device`; what is timed when the copies are not meant."""
-        main = getattr(self._local, "main", None)
-        if main is None:
+    def function_for(self, sizes: Mapping[str, int]) -> str:
+        """The library's function for these sizes of the symbolic dimensions: a variant built for them, or `main`."""
+        for variant in self.manifest.variants:
+            if all(sizes[name] == size for name, size in variant.sizes.items()):
+                return variant.function
+        return "main"
+
+    def invoke(self, tensors: list[Any], function: str = "main") -> Any:
+        """A function of the library on tensors from `to_device`; what is timed when the copies are not meant."""
+        functions = getattr(self._local, "functions", None)
+        if functions is None:
             from tvm.runtime.vm import VirtualMachine
 
             if self._library is None:
                 raise ValueError(f"model {self.manifest.name!r} is closed")
-            self._local.vm = VirtualMachine(self._library, self._device)
-            main = self._local.main = self._local.vm["main"]
-        return main(*tensors, *self._params)
+            machine = VirtualMachine(self._library, self._device)
+            names = ("main", *(item.function for item in self.manifest.variants))
+            try:
+                functions = {name: machine[name] for name in names}
+            except AttributeError as error:
+                raise BundleError(f"bundle {self.manifest.name!r}: {error}; build it again") from error
+            self._local.machine, self._local.functions = machine, functions
+        return functions[function](*tensors, *self._params)
 
     def to_numpy(self, result: Any) -> "dict[str, Array]":
         """The result of `invoke` as arrays by output name."""
@@ -130,6 +142,10 @@ class CompiledModel:
 
     def check_inputs(self, given: "Mapping[str, npt.ArrayLike]") -> "dict[str, Array]":
         """The inputs as contiguous arrays of the right shape and dtype, or an InputError that says what is wrong."""
+        return self._checked(given)[0]
+
+    def _checked(self, given: "Mapping[str, npt.ArrayLike]") -> "tuple[dict[str, Array], dict[str, int]]":
+        """The same with the sizes of the symbolic dimensions."""
         known = {spec.name for spec in self.inputs}
         for name in given:
             if name not in known:
@@ -149,7 +165,7 @@ class CompiledModel:
             # Native byte order as well: the dtype's name is the same for either. (np.ascontiguousarray would turn a
             # scalar into a vector.)
             arrays[spec.name] = np.asarray(array, dtype=spec.dtype, order="C")
-        return arrays
+        return arrays, sizes
 
     def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
         expected = f"[{', '.join(map(str, spec.shape))}]"

@@ -1,0 +1,119 @@
+"""The command, called in this process or run in one of its own, and a bundle that it compiled."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from tvmflow.cli import main
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def sentence(self) -> str:
+        """The one sentence of an error, after the lines of finished steps."""
+        assert self.code != 0, self.out
+        lines = [line for line in self.err.splitlines() if line[:1] not in ("✓", "=", "✗")]
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("tvmflow: ")
+        return lines[0]
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture(scope="session")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="session")
+def environment(state: Path) -> dict[str, str]:
+    """An environment in which nothing but the state folder is said."""
+    foreign = ("TVMFLOW_", "TVM_", "MLFLOW_", "PREFECT_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return {**inherited, "TVMFLOW_HOME": str(state)}
+
+
+@pytest.fixture
+def tvmflow(state: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """Call the command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TVMFLOW_HOME", str(state))
+    # Said here, or `run` would leave this whole process, and the tests after, with TVM's runtime alone.
+    monkeypatch.setenv("TVM_USE_RUNTIME_LIB", "0")
+    monkeypatch.setenv("TVM_NUM_THREADS", "2")
+
+    def call(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["tvmflow", *map(str, arguments)])
+        handler, code = signal.getsignal(signal.SIGTERM), 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        return Ended(code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def executable() -> str:
+    """The installed command."""
+    return str(Path(sys.executable).parent / "tvmflow")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small.onnx: sum = x @ weights + y, positive = relu(sum), above = sum > 0."""
+    weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "weights"], ["product"]),
+            helper.make_node("Add", ["product", "y"], ["sum"]),
+            helper.make_node("Relu", ["sum"], ["positive"]),
+            helper.make_node("Greater", ["sum", "zero"], ["above"]),
+        ],
+        "small",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8]),
+            helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4]),
+        ],
+        [
+            helper.make_tensor_value_info("sum", TensorProto.FLOAT, ["batch", 4]),
+            helper.make_tensor_value_info("positive", TensorProto.FLOAT, ["batch", 4]),
+            helper.make_tensor_value_info("above", TensorProto.BOOL, ["batch", 4]),
+        ],
+        [numpy_helper.from_array(weights, "weights"), numpy_helper.from_array(np.zeros((), np.float32), "zero")],
+    )
+    folder = tmp_path_factory.mktemp("models")
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    onnx.save(model, folder / "small.onnx")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bundle(models: Path, executable: str, environment: dict[str, str]) -> Path:
+    """The small model, compiled by the command itself."""
+    path = models / "small.tar.gz"
+    arguments = [executable, "compile", str(models / "small.onnx"), "-o", str(path)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "largest difference from ONNX Runtime" in done.stdout
+    return path

@@ -1,0 +1,134 @@
+"""The front door: help at once, one sentence for an error, and a quiet end when nobody reads on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+Command = Callable[..., Any]
+
+COMMANDS = ("release", "compile", "run", "verify", "init", "list")
+LIST_MODULES = """
+import sys
+from tvmflow.cli import main
+sys.argv = ["tvmflow", *sys.argv[1:], "--help"]
+main()
+print({name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
+"""
+
+
+def test_help_lists_the_commands(executable: str, environment: dict[str, str]) -> None:
+    done = subprocess.run([executable, "--help"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
+    arguments = [sys.executable, "-c", LIST_MODULES, *command]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    assert "Usage: tvmflow" in done.stdout
+    heavy = ("tvm", "torch", "prefect", "mlflow", "onnx", "boto3", "pydantic", "numpy", "rich")
+    assert not [name for name in heavy if repr(name) in done.stderr]
+
+
+def test_the_version_is_told(tvmflow: Command) -> None:
+    assert tvmflow("--version").out.startswith("tvmflow, version ")
+
+
+def test_without_a_command_the_help_is_shown(tvmflow: Command) -> None:
+    ended = tvmflow()
+    assert ended.code == 2
+    assert ended.err.startswith("Usage: tvmflow")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("relase",), ("run",), ("run", "b.tar.gz", "--repaet", "3"), ("run", "b.tar.gz", "--repeat", "0")]
+)
+def test_a_wrong_command_line_exits_with_two(tvmflow: Command, arguments: tuple[str, ...]) -> None:
+    ended = tvmflow(*arguments)
+    assert ended.code == 2
+    assert "Error: " in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_wrong_command_line_is_json_where_a_program_reads(tvmflow: Command) -> None:
+    ended = tvmflow("run", "b.tar.gz", "--json", "--repeat", "0")
+    assert ended.code == 2
+    assert json.loads(ended.out)["error"]["type"] == "UsageError"
+
+
+def test_an_error_is_json_where_a_program_reads(tvmflow: Command) -> None:
+    ended = tvmflow("run", "absent.tar.gz", "--json")
+    assert ended.code == 1
+    error = json.loads(ended.out)["error"]
+    assert error == {"type": "BundleError", "message": "there is no bundle 'absent.tar.gz'"}
+    assert ended.sentence == "tvmflow: there is no bundle 'absent.tar.gz'"
+
+
+def test_without_json_an_error_leaves_the_output_empty(tvmflow: Command) -> None:
+    assert tvmflow("run", "absent.tar.gz").out == ""
+
+
+def test_a_mistake_in_the_release_file_exits_with_two(tvmflow: Command) -> None:
+    Path("release.yaml").write_text("name: m\nmodle: {}\n")
+    ended = tvmflow("release", "release.yaml")
+    assert ended.code == 2
+    assert "unknown key 'modle'; did you mean 'model'?" in ended.sentence
+
+
+def test_a_mistake_in_the_settings_exits_with_two(tvmflow: Command) -> None:
+    Path("tvmflow.toml").write_text("hom = 3\n")
+    ended = tvmflow("list")
+    assert ended.code == 2
+    assert "setting 'hom' is unknown" in ended.sentence
+
+
+UNREAD = [
+    ("--help",),
+    ("run", "BUNDLE"),
+    ("run", "BUNDLE", "--json"),
+    ("verify", "BUNDLE"),
+    ("run", "absent", "--json"),
+]
+
+
+@pytest.mark.parametrize("arguments", UNREAD)
+def test_a_reader_that_goes_away_is_no_error_to_tell(
+    executable: str, environment: dict[str, str], bundle: Path, arguments: tuple[str, ...]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [str(bundle) if word == "BUNDLE" else word for word in arguments]
+    done = subprocess.run(
+        [executable, *words], env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writing)
+    assert done.returncode == 1
+    assert done.stderr in ("", "tvmflow: there is no bundle 'absent'\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_steps_and_says_so(
+    executable: str, environment: dict[str, str], models: Path, tmp_path: Path, number: int
+) -> None:
+    arguments = [executable, "compile", str(models / "small.onnx"), "-o", str(tmp_path / "b.tar.gz")]
+    settings = {**environment, "TVMFLOW_HOME": str(tmp_path / "state"), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(arguments, env=settings, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        assert "export" in running.stderr.readline()
+        children = psutil.Process(running.pid).children(recursive=True)
+        running.send_signal(number)
+        said = running.stderr.read()
+        assert running.wait(60) == 130
+    assert "tvmflow: interrupted; nothing was left half-done, and the same command goes on from here\n" in said
+    assert "Traceback" not in said
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert not (tmp_path / "b.tar.gz").exists()

@@ -1,0 +1,153 @@
+"""Every kind of model that a release can start from, and the ways to build it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow
+
+_INPUTS = [{"name": "x", "shape": ["batch", 4]}]
+_DIMENSIONS = {"batch": {"min": 1, "max": 8, "tune": 2, "measure": [2]}}
+
+# What a user's own training does: a model into the registry, one into a file, and its weights apart.
+_MAKE = """
+import sys
+
+import mlflow
+import onnx
+import torch
+from network import create
+
+folder = sys.argv[1]
+torch.manual_seed(0)
+module = create().eval()
+torch.save(module.state_dict(), f"{folder}/weights.pt")
+example = torch.zeros(2, 4)
+batch = torch.export.Dim("batch", min=1, max=8)
+torch.export.save(torch.export.export(module, (example,), dynamic_shapes=({0: batch},)), f"{folder}/network.pt2")
+
+mlflow.set_experiment("training")
+with mlflow.start_run():
+    mlflow.pytorch.log_model(module, name="module", registered_model_name="trained", pip_requirements=["torch"])
+    onnx_model = onnx.load(f"{folder}/model.onnx")
+    mlflow.onnx.log_model(onnx_model, name="graph", registered_model_name="graph", pip_requirements=["onnx"])
+client = mlflow.MlflowClient()
+for name in ("trained", "graph"):
+    client.set_registered_model_alias(name, "candidate", 1)
+"""
+
+_NETWORK = """
+from torch import nn
+
+
+def create(width=6):
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of every kind; two more are in the machine's registry."""
+    folder = tmp_path_factory.mktemp("sources")
+    make.onnx(folder)
+    (folder / "network.py").write_text(_NETWORK)
+    (folder / "make.py").write_text(_MAKE)
+    assert machine.versions("trained") == []  # which makes the registry's file as tvmflow does
+    address = {"MLFLOW_TRACKING_URI": f"sqlite:///{machine.home}/mlflow/mlflow.db"}
+    environment = {**machine.environment, **address, "GIT_PYTHON_REFRESH": "quiet"}
+    subprocess.run([sys.executable, folder / "make.py", folder], env=environment, cwd=folder, check=True, timeout=300)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("factory", {"factory": "network:create", "arguments": {"width": 6}, "weights": "weights.pt"}),
+        ("exported", {"pt2": "network.pt2"}),
+        ("registered-module", {"mlflow": "models:/trained@candidate"}),
+    ],
+)
+def test_a_pytorch_model_is_released(
+    machine: Any, folder: Path, make: Any, name: str, model: dict[str, Any]
+) -> None:
+    file = make.file(folder, name=name, model=model, inputs=_INPUTS, dimensions=_DIMENSIONS)
+    ended = machine.release(file)
+    assert ended.code == 0, ended.stderr
+    (release,) = machine.releases(name)
+    assert [item["against"] for item in release["targets"][0]["verdict"]["comparisons"]] == ["pytorch", "onnxruntime"]
+    assert release["inputs"][0]["shape"] == ["batch", 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("graph-file", {"onnx": "model.onnx"}), ("registered-graph", {"mlflow": "models:/graph@candidate"})],
+)
+def test_an_onnx_model_is_released(machine: Any, folder: Path, make: Any, name: str, model: dict[str, Any]) -> None:
+    ended = machine.release(make.file(folder, name=name, model=model))
+    assert ended.code == 0, ended.stderr
+    (release,) = machine.releases(name)
+    assert [item["against"] for item in release["targets"][0]["verdict"]["comparisons"]] == ["onnxruntime"]
+
+
+def test_a_moved_alias_is_another_model(machine: Any, folder: Path, make: Any) -> None:
+    client = machine.mlflow
+    client.set_registered_model_alias("trained", "next", 1)
+    file = make.file(
+        folder, name="followed", model={"mlflow": "models:/trained@next"}, inputs=_INPUTS, dimensions=_DIMENSIONS
+    )
+    first = machine.release(file)
+    assert first.code == 0, first.stderr
+    version = client.get_model_version("trained", 1)
+    changed = _with_other_weights(folder, version.source.removeprefix("file://"))
+    client.create_model_version("trained", changed.as_uri())
+    client.set_registered_model_alias("trained", "next", 2)
+    second = machine.release(file)
+    assert second.code == 0, second.stderr
+    assert (first.document["version"], second.document["version"]) == ("1", "2")
+    assert second.steps["export"] == "ran"
+
+
+def _with_other_weights(folder: Path, source: str) -> Path:
+    script = (
+        "import sys, mlflow, torch\n"
+        "module = mlflow.pytorch.load_model(sys.argv[1])\n"
+        "torch.nn.init.ones_(module[0].weight)\n"
+        "mlflow.pytorch.save_model(module, sys.argv[2], pip_requirements=['torch'])\n"
+    )
+    path = folder / "retrained"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "-c", script, source, path], env=environment, check=True, timeout=300)
+    return path
+
+
+@pytest.mark.parametrize(("weights", "exec_mode"), [("apart", "bytecode"), ("inside", "compiled"), ("apart", "compiled")])
+def test_a_model_is_released_however_it_is_built(
+    machine: Any, folder: Path, make: Any, weights: str, exec_mode: str
+) -> None:
+    from tvmflow import runtime
+
+    name = f"built-{weights}-{exec_mode}"
+    ended = machine.release(make.file(folder, name=name, build={"weights": weights, "exec_mode": exec_mode}))
+    assert ended.code == 0, ended.stderr
+    with runtime.load(machine.home.parent / ended.document["targets"][0]["bundle_path"]) as model:
+        inputs, expected = model.sample
+        np.testing.assert_allclose(model(**inputs)["y"], expected["y"], rtol=1e-4, atol=1e-5)
+
+
+def test_two_folders_with_the_same_release_file_are_two_models(
+    machine: Any, make: Any, tmp_path: Path
+) -> None:
+    released = []
+    for width in (6, 7):
+        folder = tmp_path / str(width)
+        folder.mkdir()
+        (folder / "network.py").write_text(_NETWORK.replace("width=6", f"width={width}"))
+        file = make.file(folder, name="copied", model={"factory": "network:create"}, inputs=_INPUTS, dimensions=_DIMENSIONS)
+        released.append(machine.release(file))
+    assert [ended.code for ended in released] == [0, 0]
+    assert released[1].steps["export"] == "ran"

@@ -1,0 +1,50 @@
+"""Several targets in one release, and those that this machine cannot run."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tvmflow.target import host
+
+pytestmark = pytest.mark.slow
+
+_LEVELS = ["x86-64-v2", "x86-64-v3"]
+
+
+@pytest.mark.skipif("avx2" not in host().features, reason="this CPU cannot run a bundle for x86-64-v3")
+def test_two_targets_are_one_release(machine: Any, tmp_path: Path, make: Any) -> None:
+    make.onnx(tmp_path)
+    ended = machine.release(make.file(tmp_path, targets=_LEVELS))
+    assert ended.code == 0, ended.stderr
+    assert [target["target"] for target in ended.document["targets"]] == _LEVELS
+    (release,) = machine.releases("tiny")
+    digests = [target["bundle"]["sha256"] for target in release["targets"]]
+    assert digests == [target["bundle_sha256"] for target in ended.document["targets"]]
+    assert len(set(digests)) == 2
+    assert all(target["verdict"]["passed"] and target["measurements"] for target in release["targets"])
+    assert len(machine.versions("tiny")) == 1
+
+
+def test_a_target_of_the_command_line_replaces_those_of_the_file(machine: Any, tmp_path: Path, make: Any) -> None:
+    make.onnx(tmp_path)
+    ended = machine.release(make.file(tmp_path, name="replaced", targets=_LEVELS), "--target", "native", "--runs", "3")
+    assert ended.code == 0, ended.stderr
+    (target,) = ended.document["targets"]
+    assert (target["target"], target["runs"]) == ("native", 3)
+
+
+@pytest.mark.skipif(host().arch != "x86_64", reason="a target that this machine cannot run is meant")
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="no cross compiler for aarch64 is installed")
+def test_an_unverified_target_is_released_where_that_is_allowed(machine: Any, tmp_path: Path, make: Any) -> None:
+    make.onnx(tmp_path)
+    targets = ["aarch64-cortex-a72"]
+    refused = machine.release(make.file(tmp_path, name="foreign", targets=targets))
+    assert refused.code == 3
+    assert "not verified" in refused.sentence
+    allowed = machine.release(make.file(tmp_path, name="foreign", targets=targets, gates={"unverified_targets": "allow"}))
+    assert allowed.code == 0, allowed.stderr
+    (target,) = allowed.document["targets"]
+    assert target["max_abs_error"] is None
+    assert target["latency_ms"] is None

@@ -1,0 +1,71 @@
+"""Steps called directly: their work in this process, on the models of a folder of the test's own."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.export import ExportJob, ExportResult, work
+from tvmflow import samples
+from tvmflow.source import Source
+from tvmflow.spec import Spec, parse
+from tvmflow.workspace import Workspace
+
+ExportModel = Callable[..., ExportResult]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path / "state")
+
+
+@pytest.fixture
+def user_code(tmp_path: Path) -> Iterator[Callable[[str], str]]:
+    """Writes a module of the user's and returns its name, which no other test uses."""
+    written: list[str] = []
+
+    def write(text: str) -> str:
+        name = f"user_{tmp_path.name}_{len(written)}"
+        (tmp_path / f"{name}.py").write_text(text)
+        written.append(name)
+        return name
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def export_module(workspace: Workspace, tmp_path: Path, user_code: Callable[[str], str]) -> ExportModel:
+    """Exports the class `Network` of a module's text: `export_module(text, inputs=[...], **sections)`."""
+
+    def export(text: str, **sections: Any) -> ExportResult:
+        name = user_code("import torch\nfrom torch import nn\n\n\n" + text)
+        spec = parse({"name": "exported", "model": {"factory": f"{name}:Network"}, **sections}, tmp_path)
+        return work(_job(workspace, spec), lambda done, total, message: None)
+
+    return export
+
+
+def _job(workspace: Workspace, spec: Spec) -> ExportJob:
+    return ExportJob(
+        home=workspace.folder,
+        folder=spec.folder,
+        source=Source(kind="factory", model=spec.model),
+        inputs=spec.inputs,
+        dimensions=spec.dimensions,
+        outputs=spec.outputs,
+        export=spec.export,
+        samples=spec.validation.samples,
+        seed=spec.validation.seed,
+    )
+
+
+@pytest.fixture
+def kept_samples(workspace: Workspace) -> Callable[[ExportResult], list[tuple[Any, Any]]]:
+    """The samples of an export: inputs and the original's outputs of each."""
+    return lambda result: samples.load(workspace.path(result.samples))

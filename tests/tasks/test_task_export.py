@@ -1,0 +1,129 @@
+"""Export of PyTorch modules at the edges of what a forward method may take and return."""
+
+from typing import Any
+
+import pytest
+
+from tvmflow.errors import ExportError
+
+_X = {"name": "x", "shape": [2, 4]}
+
+
+def test_outputs_of_a_dictionary_are_named_in_its_order(export_module: Any, kept_samples: Any) -> None:
+    network = (
+        "class Network(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return {'total': x.sum(-1), 'largest': x.amax(-1)}\n"
+    )
+    result = export_module(network, inputs=[_X], outputs=["total", "largest"])
+    assert [(item.name, item.shape) for item in result.outputs] == [("total", (2,)), ("largest", (2,))]
+    for inputs, outputs in kept_samples(result):
+        assert outputs["total"] == pytest.approx(inputs["x"].sum(-1), rel=1e-4)
+        assert outputs["largest"] == pytest.approx(inputs["x"].max(-1))
+
+
+def test_outputs_of_nested_tuples_are_flattened(export_module: Any) -> None:
+    network = "class Network(nn.Module):\n    def forward(self, x):\n        return x + 1, (x * 2, [x.sum()])\n"
+    result = export_module(network, inputs=[_X], outputs=["next", "double", "total"])
+    assert [item.name for item in result.outputs] == ["next", "double", "total"]
+    assert result.outputs[2].shape == ()
+
+
+def test_optional_arguments_keep_their_defaults(export_module: Any, kept_samples: Any) -> None:
+    network = "class Network(nn.Module):\n    def forward(self, x, scale=3.0, *, shift=None):\n        return x * scale\n"
+    result = export_module(network, inputs=[_X])
+    inputs, outputs = kept_samples(result)[0]
+    assert next(iter(outputs.values())) == pytest.approx(inputs["x"] * 3)
+
+
+def test_several_inputs_are_given_in_the_order_of_the_release_file(export_module: Any, kept_samples: Any) -> None:
+    network = "class Network(nn.Module):\n    def forward(self, a, b):\n        return a - b\n"
+    result = export_module(network, inputs=[{**_X, "name": "first"}, {**_X, "name": "second"}])
+    assert [item.name for item in result.inputs] == ["first", "second"]
+    inputs, outputs = kept_samples(result)[0]
+    assert next(iter(outputs.values())) == pytest.approx(inputs["first"] - inputs["second"])
+
+
+def test_whole_numbers_are_taken(export_module: Any) -> None:
+    network = (
+        "class Network(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.embedding = nn.Embedding(10, 3)\n\n"
+        "    def forward(self, tokens, mask):\n"
+        "        return self.embedding(tokens) * mask.unsqueeze(-1)\n"
+    )
+    tokens = {"kind": "integers", "low": 0, "high": 10}
+    mask = {"kind": "integers", "low": 0, "high": 2}
+    result = export_module(
+        network,
+        inputs=[
+            {"name": "tokens", "shape": ["batch", "length"], "dtype": "int64", "samples": tokens},
+            {"name": "mask", "shape": ["batch", "length"], "dtype": "bool", "samples": mask},
+        ],
+        dimensions={"batch": {"max": 4}, "length": {"max": 16, "measure": [5]}},
+        outputs=["embedded"],
+    )
+    assert [item.dtype for item in result.inputs] == ["int64", "bool"]
+    assert result.outputs[0].shape == ("batch", "length", 3)
+    assert result.max_abs_error == 0.0
+
+
+def test_a_symbolic_dimension_may_be_at_most_one(export_module: Any, kept_samples: Any) -> None:
+    network = "class Network(nn.Module):\n    def forward(self, x):\n        return x.softmax(-1)\n"
+    result = export_module(
+        network, inputs=[{"name": "x", "shape": ["batch", 4]}], dimensions={"batch": {"min": 1, "max": 1}}
+    )
+    assert {inputs["x"].shape for inputs, _ in kept_samples(result)} == {(1, 4)}
+
+
+def test_samples_go_through_the_range_of_a_dimension(export_module: Any, kept_samples: Any) -> None:
+    network = "class Network(nn.Module):\n    def forward(self, x):\n        return x.softmax(-1)\n"
+    result = export_module(
+        network,
+        inputs=[{"name": "x", "shape": ["batch", 4]}],
+        dimensions={"batch": {"min": 1, "max": 9, "tune": 4, "measure": [4, 9]}},
+    )
+    assert [inputs["x"].shape[0] for inputs, _ in kept_samples(result)] == [4, 9, 7, 1]
+
+
+def test_a_size_baked_into_the_model_is_refused(export_module: Any) -> None:
+    network = "class Network(nn.Module):\n    def forward(self, x):\n        return x.reshape(2, 8)\n"
+    with pytest.raises(ExportError, match=r"Network cannot be exported to ONNX|differs|is float32\["):
+        export_module(network, inputs=[{"name": "x", "shape": ["batch", 4]}], dimensions={"batch": {"tune": 4}})
+
+
+def test_outputs_that_are_not_deterministic_are_refused(export_module: Any) -> None:
+    network = "class Network(nn.Module):\n    def forward(self, x):\n        return x + torch.rand_like(x)\n"
+    with pytest.raises(ExportError, match="ONNX Runtime differs from PyTorch"):
+        export_module(network, inputs=[_X])
+
+
+@pytest.mark.parametrize("names", [["one", "two"], ["one", "two", "three", "four"]])
+def test_a_wrong_number_of_output_names_is_refused(export_module: Any, names: list[str]) -> None:
+    network = "class Network(nn.Module):\n    def forward(self, x):\n        return x, x + 1, x + 2\n"
+    with pytest.raises(ExportError) as caught:
+        export_module(network, inputs=[_X], outputs=names)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("opset", [18, 20])
+def test_the_opset_is_the_one_asked_for(export_module: Any, opset: int) -> None:
+    network = "class Network(nn.Module):\n    def forward(self, x):\n        return nn.functional.gelu(x)\n"
+    result = export_module(network, inputs=[_X], export={"opset": opset})
+    assert result.opset == opset
+
+
+def test_the_same_model_gives_the_same_bytes(export_module: Any) -> None:
+    network = (
+        "class Network(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        torch.manual_seed(0)\n"
+        "        self.dense = nn.Linear(4, 3)\n\n"
+        "    def forward(self, x):\n"
+        "        return self.dense(x)\n"
+    )
+    first, second = export_module(network, inputs=[_X]), export_module(network, inputs=[_X])
+    assert first.onnx.sha256 == second.onnx.sha256
+    assert first.samples.sha256 == second.samples.sha256

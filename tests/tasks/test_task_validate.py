@@ -1,0 +1,116 @@
+"""The arithmetic of validation: how far outputs are apart, and when they are out of bounds."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.validate import _compare, _reasons, _score
+from tvmflow.spec import TaskMetric, Validate
+
+_NAN, _INF = float("nan"), float("inf")
+
+
+def _pair(wanted: Any, got: Any, dtype: Any = np.float32) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"y": np.asarray(wanted, dtype)}, {"y": np.asarray(got, dtype)}
+
+
+def test_equal_outputs_are_at_no_distance() -> None:
+    compared = _compare("pytorch", [_pair([[1, 2, 3]], [[1, 2, 3]])])
+    assert (compared.max_abs_error, compared.max_rel_error, compared.cosine) == (0.0, 0.0, 1.0)
+    assert compared.top1_agreement == 1.0
+
+
+def test_the_worst_error_of_all_samples_and_outputs_counts() -> None:
+    wanted, got = {"a": np.array([1.0, 10.0]), "b": np.array([0.5])}, {"a": np.array([1.0, 10.5]), "b": np.array([0.25])}
+    compared = _compare("pytorch", [_pair([1, 2], [1, 2]), (wanted, got)])
+    assert compared.max_abs_error == pytest.approx(0.5)
+    # Relative to the largest value of each output: 0.5 of 10, and 0.25 of 0.5.
+    assert compared.max_rel_error == pytest.approx(0.5)
+    assert compared.samples == 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got", "error"),
+    [
+        ([_NAN, 1], [_NAN, 1], 0.0),
+        ([_INF, 1], [_INF, 1], 0.0),
+        ([_NAN, 1], [0, 1], _INF),
+        ([0, 1], [_NAN, 1], _INF),
+        ([_INF, 1], [-_INF, 1], _INF),
+        ([0, 1], [_INF, 1], _INF),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_values_that_are_not_finite_are_equal_or_infinitely_far_apart(
+    wanted: list[float], got: list[float], error: float
+) -> None:
+    assert _compare("pytorch", [_pair(wanted, got)]).max_abs_error == error
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got", "cosine"),
+    [([0, 0], [0, 0], 1.0), ([0, 0], [1, 0], 0.0), ([1, 0], [0, 1], 0.0), ([1, 1], [2, 2], 1.0), ([1, 0], [-1, 0], -1.0)],
+)
+def test_the_cosine_of_outputs(wanted: list[float], got: list[float], cosine: float) -> None:
+    assert _compare("pytorch", [_pair(wanted, got)]).cosine == pytest.approx(cosine)
+
+
+def test_another_shape_is_infinitely_far_apart() -> None:
+    compared = _compare("pytorch", [_pair([[1, 2]], [[1], [2]])])
+    assert math.isinf(compared.max_abs_error)
+    assert compared.top1_agreement == 0.0
+
+
+def test_small_integers_do_not_wrap_around() -> None:
+    assert _compare("pytorch", [_pair([0, 255], [255, 0], np.uint8)]).max_abs_error == 255
+
+
+def test_the_top_1_agreement_is_over_all_rows() -> None:
+    wanted, got = [[0, 1], [1, 0], [0, 1], [1, 0]], [[0, 1], [0, 1], [0, 1], [1, 0]]
+    assert _compare("pytorch", [_pair(wanted, got)]).top1_agreement == 0.75
+
+
+def test_outputs_without_classes_have_no_top_1_agreement() -> None:
+    assert _compare("pytorch", [_pair([[1], [2]], [[1], [2]])]).top1_agreement is None
+    assert _compare("pytorch", [_pair(1.0, 1.0)]).top1_agreement is None
+
+
+def _judged(pairs: list[Any], **bounds: Any) -> list[str]:
+    return _reasons(Validate.model_validate(bounds), _compare("pytorch", pairs), pairs)
+
+
+def test_outputs_within_the_tolerance_pass() -> None:
+    assert _judged([_pair([100.0, 1.0], [100.1, 1.0])], rtol=2e-3, atol=0) == []
+    assert _judged([_pair([_NAN, _INF], [_NAN, _INF])], rtol=0, atol=0, top1_agreement=None) == []
+
+
+def test_outputs_beyond_the_tolerance_are_named() -> None:
+    pairs = [({"a": np.ones(2), "b": np.ones(2)}, {"a": np.ones(2), "b": np.full(2, 1.5)})]
+    (reason,) = _judged(pairs)
+    assert reason.startswith("output 'b' differs from the original by up to 0.5")
+
+
+def test_each_output_is_told_with_its_own_error() -> None:
+    pairs = [({"a": np.ones(2), "b": np.ones(2)}, {"a": np.full(2, 3.0), "b": np.full(2, 1.5)})]
+    first, second = _judged(pairs)
+    assert "output 'a' differs from the original by up to 2," in first
+    assert "output 'b' differs from the original by up to 0.5," in second
+
+
+def test_another_top_1_is_out_of_bounds_however_close_the_outputs_are() -> None:
+    pairs = [_pair([[1.0, 1.00001]], [[1.00001, 1.0]])]
+    (reason,) = _judged(pairs)
+    assert reason == "top-1 agreement is 0.0000, 1 is asked for"
+    assert _judged(pairs, top1_agreement=None) == []
+
+
+def test_another_shape_is_out_of_bounds() -> None:
+    assert _judged([_pair([[1, 2]], [[1], [2]])], top1_agreement=None)
+
+
+def test_accuracy_is_the_share_of_right_classes() -> None:
+    task = TaskMetric(dataset="data:held_out")
+    outputs = {"logits": np.array([[0, 1], [1, 0], [0, 1], [1, 0]])}
+    assert _score(task, outputs, np.array([1, 0, 0, 0])) == 0.75
