@@ -66,15 +66,15 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         path = folder / "model.onnx"
         if job.source.framework == "onnx":
             model = read_onnx(job.source.path or Path())
-            inputs = job.inputs or described_by(model)
+            inputs = _pinned(job.inputs or described_by(model), job.dimensions)
             _fix_shapes(model, inputs)
             module = None
         else:
             emit(0, 3, "loading the model")
             module = load_module(job.source)
-            inputs = job.inputs
+            inputs = _pinned(job.inputs, job.dimensions)
             emit(1, 3, "exporting")
-            model = _export(module, job, path)
+            model = _export(module, inputs, job, path)
         _check(model)
         _save(model, path)
         emit(2, 3, "comparing with ONNX Runtime")
@@ -161,24 +161,33 @@ def _registered(context: Context) -> tuple[Source, dict[str, Any]]:
     raise ExportError(f"model {uri!r} has the flavors {', '.join(found.flavors)}; pytorch or onnx is needed")
 
 
-def _export(module: "torch.nn.Module", job: ExportJob, path: Path) -> "onnx.ModelProto":
+def _pinned(inputs: tuple[Input, ...], dimensions: Mapping[str, Dimension]) -> tuple[Input, ...]:
+    """The inputs with the dimensions that have one possible size as that size: nothing about them is symbolic."""
+    sizes = {name: dimension.min for name, dimension in dimensions.items() if dimension.min == dimension.max}
+    return tuple(
+        item.model_copy(update={"shape": tuple(sizes.get(str(dim), dim) for dim in item.shape)}) for item in inputs
+    )
+
+
+def _export(
+    module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob, path: Path
+) -> "onnx.ModelProto":
     import onnx
     import torch
 
     # torch.export bakes sizes 0 and 1 into the graph, so symbolic dimensions are traced at two or more.
     traced = {
         name: max(2, job.dimensions.get(name, Dimension()).typical)
-        for name in {dim for item in job.inputs for dim in item.shape if isinstance(dim, str)}
-        if job.dimensions.get(name, Dimension()).max != 1
+        for name in {dim for item in inputs for dim in item.shape if isinstance(dim, str)}
     }
-    example = samples.at_sizes(job.inputs, {**_ones(job), **traced}, job.seed, job.folder)
+    example = samples.at_sizes(inputs, traced, job.seed, job.folder)
     arguments = tuple(torch.from_numpy(array) for array in example.values())
     symbols = {name: _symbol(name, job.dimensions.get(name, Dimension())) for name in traced}
-    shapes = tuple({axis: symbols[dim] for axis, dim in enumerate(item.shape) if dim in symbols} for item in job.inputs)
+    shapes = tuple({axis: symbols[dim] for axis, dim in enumerate(item.shape) if dim in symbols} for item in inputs)
     options: dict[str, Any] = {
         "opset_version": job.export.opset,
         "optimize": job.export.optimize,
-        "input_names": [item.name for item in job.inputs],
+        "input_names": [item.name for item in inputs],
         # The exporter gives an output the name it is told even when a value inside has it already.
         "output_names": [f"{_PRIVATE}{index}" for index in range(len(job.outputs))] or None,
         "dynamo": True,
@@ -201,7 +210,8 @@ def _export(module: "torch.nn.Module", job: ExportJob, path: Path) -> "onnx.Mode
         raise ExportError(
             f"model {job.source.model.factory or job.source.path!s} cannot be exported to ONNX ({_root_cause(error)})"
         ) from error
-    _fix_shapes(model, job.inputs)
+    _without_places(model)
+    _fix_shapes(model, inputs)
     return model
 
 
@@ -228,8 +238,12 @@ def _symbol(name: str, dimension: Dimension) -> Any:
     return torch.export.Dim(name, min=dimension.min, max=dimension.max)
 
 
-def _ones(job: ExportJob) -> dict[str, int]:
-    return {name: 1 for name, dimension in job.dimensions.items() if dimension.max == 1}
+def _without_places(model: "onnx.ModelProto") -> None:
+    """Take out where on this machine each node's source is: the same model gives the same bytes in every folder."""
+    for node in (*model.graph.node, *(node for function in model.functions for node in function.node)):
+        kept = [item for item in node.metadata_props if item.key != "pkg.torch.onnx.stack_trace"]
+        del node.metadata_props[:]
+        node.metadata_props.extend(kept)
 
 
 def _root_cause(error: BaseException) -> str:
@@ -308,6 +322,12 @@ def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
         dims = list(tensor.shape.dim)
         if dtype != item.dtype:
             raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}, the release file says {item.dtype}")
+        for dim, size in zip(dims, item.shape, strict=False):
+            if len(dims) == len(item.shape) and dim.dim_value and isinstance(size, str):
+                raise ExportError(
+                    f"dimension {size!r} of input {item.name!r} is {dim.dim_value} in the ONNX model, whatever the size "
+                    f"of the input; let the model take any size, or write {dim.dim_value} in the release file"
+                )
         clash = len(dims) != len(item.shape) or any(
             dim.dim_value and dim.dim_value != size for dim, size in zip(dims, item.shape, strict=True)
         )

@@ -294,6 +294,8 @@ WRONG: Sequence[tuple[Sequence[str | int], Sequence[object]]] = [
     (("format",), [None, "1", 1.0, True, [1]]),
     (("weights",), ["outside"]),
     (("dimensions", "batch"), [[1], ["1", 8], [1, 2.5], [-1, 2], "12"]),
+    (("variants",), [None, "x", {"a": 1}, [3], [{}], [{"function": 3, "sizes": {}}]]),
+    (("variants",), [[{"function": "f", "sizes": []}], [{"function": "f", "sizes": {"batch": "2"}}]]),
     (("inputs", 0), [None, "x", [], {}]),
     (("inputs", 0, "shape"), ["abc", [1.5], [-1], [None]]),
     (("inputs", 0, "name"), [None, 3]),

@@ -63,7 +63,7 @@ def test_a_function_that_cannot_be_had_is_one_sentence(modules: Path, path: str,
 
 
 def test_an_error_within_is_one_sentence(modules: Path) -> None:
-    with pytest.raises(ExportError, match="^model factory 'whole:create' raised TypeError: "):
+    with pytest.raises(ExportError, match=r"^model factory 'whole:create' raised TypeError: "):
         usercode.call("whole:create", "model factory", ExportError, heigth=3)
 
 

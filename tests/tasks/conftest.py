@@ -40,29 +40,37 @@ def user_code(tmp_path: Path) -> Iterator[Callable[[str], str]]:
 
 
 @pytest.fixture
-def export_module(workspace: Workspace, tmp_path: Path, user_code: Callable[[str], str]) -> ExportModel:
-    """Exports the class `Network` of a module's text: `export_module(text, inputs=[...], **sections)`."""
+def export_spec(workspace: Workspace) -> Callable[[Spec], ExportResult]:
+    """Exports the factory's model of a release file."""
 
-    def export(text: str, **sections: Any) -> ExportResult:
-        name = user_code("import torch\nfrom torch import nn\n\n\n" + text)
-        spec = parse({"name": "exported", "model": {"factory": f"{name}:Network"}, **sections}, tmp_path)
-        return work(_job(workspace, spec), lambda done, total, message: None)
+    def export(spec: Spec) -> ExportResult:
+        job = ExportJob(
+            home=workspace.folder,
+            folder=spec.folder,
+            source=Source(kind="factory", model=spec.model),
+            inputs=spec.inputs,
+            dimensions=spec.dimensions,
+            outputs=spec.outputs,
+            export=spec.export,
+            samples=spec.validation.samples,
+            seed=spec.validation.seed,
+        )
+        return work(job, lambda done, total, message: None)
 
     return export
 
 
-def _job(workspace: Workspace, spec: Spec) -> ExportJob:
-    return ExportJob(
-        home=workspace.folder,
-        folder=spec.folder,
-        source=Source(kind="factory", model=spec.model),
-        inputs=spec.inputs,
-        dimensions=spec.dimensions,
-        outputs=spec.outputs,
-        export=spec.export,
-        samples=spec.validation.samples,
-        seed=spec.validation.seed,
-    )
+@pytest.fixture
+def export_module(
+    export_spec: Callable[[Spec], ExportResult], tmp_path: Path, user_code: Callable[[str], str]
+) -> ExportModel:
+    """Exports the class `Network` of a module's text: `export_module(text, inputs=[...], **sections)`."""
+
+    def export(text: str, **sections: Any) -> ExportResult:
+        name = user_code("import torch\nfrom torch import nn\n\n\n" + text)
+        return export_spec(parse({"name": "exported", "model": {"factory": f"{name}:Network"}, **sections}, tmp_path))
+
+    return export
 
 
 @pytest.fixture

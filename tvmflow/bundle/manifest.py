@@ -97,9 +97,10 @@ class Manifest:
                 },
                 variants=tuple(
                     Variant(
-                        _text(item["function"]), {_text(name): _count(size) for name, size in item["sizes"].items()}
+                        _text(item["function"]),
+                        {name: _count(size) for name, size in _mapping(item["sizes"]).items()},
                     )
-                    for item in document["variants"]
+                    for item in _list(document["variants"])
                 ),
                 weights=_weights(document["weights"]),
                 versions=Versions(

@@ -55,7 +55,8 @@ class RichReporter:
             if shown is not None:
                 self._progress.remove_task(shown)
             said = "cached" if status == "cached" else f"{seconds:.1f} s" + (" failed" if status == "failed" else "")
-            self._console.print(f"{_MARKS[status]} {_label(step, target):<32} {said:>12}", highlight=False, soft_wrap=True)
+            line = f"{_MARKS[status]} {_label(step, target):<32} {said:>12}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def _label(step: str, target: str | None) -> str:

@@ -1,0 +1,76 @@
+"""Functions of their own for chosen sizes of symbolic dimensions."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from onnx import helper
+from tvm import relax
+
+from tvmflow.compiler import BuildOptions, Built, build, import_onnx, lower, workloads
+from tvmflow.compiler.importer import Imported
+from tvmflow.target import Target
+
+WEIGHT = np.random.default_rng(0).standard_normal((24, 40)).astype(np.float32)
+
+
+@pytest.fixture
+def imported(make_model) -> Imported:  # type: ignore[no-untyped-def]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
+    model: Path = make_model(nodes, [("x", ["batch", "length", 24])], ["y"], {"w": WEIGHT})
+    return import_onnx(model)
+
+
+def run(built: Built, function: str, x: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    machine = relax.VirtualMachine(built.executable, tvm.cpu())
+    result: np.ndarray = machine[function](  # type: ignore[type-arg]
+        tvm.runtime.tensor(x), *(tvm.runtime.tensor(value) for value in built.params.values())
+    ).numpy()
+    return result
+
+
+@pytest.mark.parametrize("weights", ["inside", "apart"])
+def test_a_variant_and_main_compute_the_same(imported: Imported, native: Target, weights: str) -> None:
+    options = BuildOptions(weights=weights, variants=({"batch": 2, "length": 5},))  # type: ignore[arg-type]
+    built = build(imported, native, options)
+    assert built.variants == {"main_batch2_length5": {"batch": 2, "length": 5}}
+    x = np.random.default_rng(1).standard_normal((2, 5, 24)).astype(np.float32)
+    expected = np.maximum(x @ WEIGHT, 0)
+    for function in ("main", "main_batch2_length5"):
+        np.testing.assert_allclose(run(built, function, x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_main_still_takes_other_sizes(imported: Imported, native: Target) -> None:
+    built = build(imported, native, BuildOptions(variants=({"batch": 2, "length": 5},)))
+    x = np.random.default_rng(1).standard_normal((3, 7, 24)).astype(np.float32)
+    np.testing.assert_allclose(run(built, "main", x), np.maximum(x @ WEIGHT, 0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_dimension_that_is_not_fixed_stays_symbolic_in_a_variant(imported: Imported, native: Target) -> None:
+    built = build(imported, native, BuildOptions(variants=({"batch": 1},)))
+    for length in (1, 6):
+        x = np.random.default_rng(1).standard_normal((1, length, 24)).astype(np.float32)
+        np.testing.assert_allclose(run(built, "main_batch1", x), np.maximum(x @ WEIGHT, 0), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_kept_once_for_all_variants(imported: Imported, native: Target) -> None:
+    alone = build(imported, native, BuildOptions(weights="apart"))
+    with_variant = build(imported, native, BuildOptions(weights="apart", variants=({"batch": 1, "length": 4},)))
+    sizes = [sum(value.nbytes for value in built.params.values()) for built in (alone, with_variant)]
+    assert sizes[1] <= 2 * sizes[0]
+    digests = {value.tobytes() for value in with_variant.params.values()}
+    assert len(digests) == len(with_variant.params)
+
+
+def test_a_variant_gives_the_tuner_static_workloads(imported: Imported, native: Target) -> None:
+    def static(options: BuildOptions) -> int:
+        functions = [item.func for item in workloads(lower(imported, native, options))]
+        return sum(
+            all(isinstance(size, tvm.tirx.IntImm) for buffer in function.params for size in buffer.ty.shape)
+            for function in functions
+            if all(hasattr(buffer.ty, "shape") for buffer in function.params)
+        )
+
+    assert static(BuildOptions()) == 0
+    assert static(BuildOptions(variants=({"batch": 1, "length": 4},))) > 0
