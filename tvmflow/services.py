@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pydantic import SecretStr
 
@@ -69,20 +68,6 @@ def open_services(settings: Settings, store: Store, registry: RegistrySection) -
         releases.check()
         opened.check()
         yield Services(releases, opened)
-
-
-def shown(settings: Settings) -> dict[str, str]:
-    """Where things are, in words for a person."""
-    return {
-        "state": str(_relative(settings.state)),
-        "store": settings.s3_endpoint or f"embedded, kept in {_relative(settings.state / 's3')}",
-        "mlflow": settings.mlflow_tracking_uri or f"embedded, kept in {_relative(settings.state / 'mlflow')}",
-        "prefect": settings.prefect_api_url or f"embedded, kept in {_relative(settings.state / 'prefect')}",
-    }
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _secret(value: SecretStr | None) -> str | None:

@@ -1,6 +1,7 @@
 """Settings that belong to a machine and not to a model: endpoints, credentials, the state folder."""
 
 import os
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +16,10 @@ from pydantic_settings import (
 
 from tvmflow.errors import SettingsError
 
+_PREFIX = "TVMFLOW_"
 _FILE_VARIABLE = "TVMFLOW_SETTINGS"
+# What the processes of one run tell each other.
+_INTERNAL = {"TVMFLOW_CHILD", "TVMFLOW_EVENTS_FD"}
 
 
 def settings_file() -> Path:
@@ -26,7 +30,7 @@ def settings_file() -> Path:
 class Settings(BaseSettings):
     """The environment (`TVMFLOW_...`) first, then the settings file, then embedded defaults."""
 
-    model_config = SettingsConfigDict(env_prefix="TVMFLOW_", extra="forbid", frozen=True, populate_by_name=True)
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, populate_by_name=True)
 
     home: Path = Path(".tvmflow")
     s3_endpoint: str | None = None
@@ -72,6 +76,12 @@ def load() -> Settings:
     path = settings_file()
     if _FILE_VARIABLE in os.environ and not path.is_file():
         raise SettingsError(f"settings file {str(path)!r}, named by {_FILE_VARIABLE}, does not exist")
+    known_variables = {_PREFIX + name.upper() for name in Settings.model_fields} | {_FILE_VARIABLE} | _INTERNAL
+    for variable in sorted(os.environ):
+        if variable.startswith(_PREFIX) and variable not in known_variables:
+            close = get_close_matches(variable, known_variables, n=1)
+            hint = f"did you mean {close[0]}?" if close else "docs/reference/settings.md lists all"
+            raise SettingsError(f"environment variable {variable} is no setting; {hint}")
     try:
         return Settings()
     except ValidationError as error:

@@ -110,3 +110,9 @@ def test_a_wrong_setting_does_not_show_the_secrets_beside_it(monkeypatch: pytest
     assert "s3_access_key" in str(caught.value)
     assert "hush-hush" not in str(caught.value)
     assert "12345" not in str(caught.value)
+
+
+def test_a_mistyped_variable_is_refused_with_the_likely_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMFLOW_S3_ENDPIONT", "http://127.0.0.1:9000")
+    with pytest.raises(SettingsError, match="TVMFLOW_S3_ENDPIONT is no setting; did you mean TVMFLOW_S3_ENDPOINT"):
+        settings.load()

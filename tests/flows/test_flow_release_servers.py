@@ -102,7 +102,8 @@ def test_a_store_that_dies_half_way_leaves_no_release_and_a_second_run_completes
     with _dying_at(b"PUT /tvmflow/blobs/", s3.config.endpoint or "") as endpoint:
         ended = _with_store(machine, replace(s3.config, endpoint=endpoint)).release(file)
     assert ended.code == 1
-    assert "S3 endpoint" in ended.sentence
+    assert f"the S3 endpoint {endpoint}" in ended.sentence
+    assert "track" in ended.stderr
     assert s3.versions("dying") == []
     (version,) = machine.versions("dying")
     assert version.tags["tvmflow.status"] == "unpublished"

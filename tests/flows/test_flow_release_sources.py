@@ -60,7 +60,11 @@ def folder(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) ->
     assert machine.versions("trained") == []  # which makes the registry's file as tvmflow does
     address = {"MLFLOW_TRACKING_URI": f"sqlite:///{machine.home}/mlflow/mlflow.db"}
     environment = {**machine.environment, **address, "GIT_PYTHON_REFRESH": "quiet"}
-    subprocess.run([sys.executable, folder / "make.py", folder], env=environment, cwd=folder, check=True, timeout=300)
+    command = [sys.executable, folder / "make.py", folder]
+    made = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert made.returncode == 0, made.stderr
     return folder
 
 
