@@ -88,7 +88,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             max_abs_error=error,
             opset=max(item.version for item in model.opset_import if item.domain in ("", "ai.onnx")),
             operators=_count(model),
-            sources=usercode.imported_sources(),
+            sources=usercode.imported_sources(job.folder),
         )
 
 
@@ -122,6 +122,7 @@ def export(context: Context, trained: Outcome[TrainResult] | None = None) -> Out
         reads,
         ExportResult,
         lambda: context.call("tasks.export:work", job, ExportResult, torch=source.framework == "pytorch"),
+        folder=spec.folder,
     )
 
 
@@ -169,9 +170,7 @@ def _pinned(inputs: tuple[Input, ...], dimensions: Mapping[str, Dimension]) -> t
     )
 
 
-def _export(
-    module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob, path: Path
-) -> "onnx.ModelProto":
+def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob, path: Path) -> "onnx.ModelProto":
     import onnx
     import torch
 

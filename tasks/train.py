@@ -11,8 +11,9 @@ from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
 
 
 class TrainJob(Job):
-    """The training function and its arguments."""
+    """The training function, its arguments, and the folder of the release file."""
 
+    folder: Path
     function: str
     arguments: dict[str, Any]
 
@@ -31,7 +32,7 @@ def work(job: TrainJob, emit: Emit) -> TrainResult:
         usercode.call(job.function, "training function", TrainError, output, **job.arguments)
         if not output.is_file():
             raise TrainError(f"training function {job.function!r} wrote no file; it must save a state dict to `output`")
-        return TrainResult(weights=workspace.keep(output), sources=usercode.imported_sources())
+        return TrainResult(weights=workspace.keep(output), sources=usercode.imported_sources(job.folder))
 
 
 @step
@@ -41,13 +42,19 @@ def train(context: Context) -> Outcome[TrainResult]:
     if section is None:
         raise TrainError("the release file says nothing of training")
     files = {str(path): context.workspace.keep_copy(context.spec.path(path)).sha256 for path in section.reads}
-    job = TrainJob(home=context.workspace.folder, function=section.function, arguments=section.arguments)
+    job = TrainJob(
+        home=context.workspace.folder,
+        folder=context.spec.folder,
+        function=section.function,
+        arguments=section.arguments,
+    )
     return run_step(
         context.workspace,
         "train",
         {"train": section, "files": files},
         TrainResult,
         lambda: context.call("tasks.train:work", job, TrainResult, torch=True),
+        folder=context.spec.folder,
     )
 
 

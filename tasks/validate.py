@@ -21,8 +21,9 @@ from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step
 
 
 class ReferenceJob(Job):
-    """The original, the ONNX file, and the held-out data."""
+    """The original, the ONNX file, the held-out data, and the folder of the release file."""
 
+    folder: Path
     source: Source
     onnx: Artifact
     samples: Artifact
@@ -134,7 +135,7 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
             labels=workspace.keep(folder / "labels.npy"),
             count=count,
             metric=_score(job.task, _joined([outputs for _, outputs in original], count), labels),
-            sources=usercode.imported_sources(),
+            sources=usercode.imported_sources(job.folder),
         )
 
 
@@ -218,6 +219,7 @@ def reference(
         task = task.model_copy(update={"batch": min(task.batch, high)})
     job = ReferenceJob(
         home=context.workspace.folder,
+        folder=context.spec.folder,
         source=source,
         onnx=result.onnx,
         samples=result.samples,
@@ -226,7 +228,7 @@ def reference(
         inputs=tuple(item.name for item in result.inputs),
         outputs=tuple(item.name for item in result.outputs),
     )
-    reads = {**job.model_dump(mode="json", exclude={"home", "source"}), "source": identity}
+    reads = {**job.model_dump(mode="json", exclude={"home", "folder", "source"}), "source": identity}
     return run_step(
         context.workspace,
         "reference",
@@ -235,6 +237,7 @@ def reference(
         lambda: context.call(
             "tasks.validate:reference_work", job, ReferenceResult, torch=source.framework == "pytorch"
         ),
+        folder=context.spec.folder,
     )
 
 

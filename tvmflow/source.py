@@ -59,7 +59,8 @@ def load_module(source: Source) -> "torch.nn.Module":
                 raise ExportError(f"model {source.model.mlflow!r} cannot be loaded ({describe(error)})") from error
         case _:
             raise ExportError(f"model {str(source.path)!r} is no PyTorch model")
-    return module.eval()  # type: ignore[no-any-return]
+    # MLflow's default format holds a traced program, which has no modes to switch between.
+    return module if isinstance(module, torch.fx.GraphModule) else module.eval()  # type: ignore[no-any-return]
 
 
 def _load_weights(module: "torch.nn.Module", path: Path, model: Model) -> None:

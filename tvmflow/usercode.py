@@ -51,9 +51,10 @@ def describe(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {words[0][:300]}" if words else type(problem).__name__
 
 
-def imported_sources() -> Sources:
-    """The modules of the user that this process has imported, with their digests."""
+def imported_sources(folder: Path | None = None) -> Sources:
+    """The modules of the user that this process has imported, with their digests; paths in `folder` relative to it."""
     ours = str(Path(__file__).resolve().parent.parent)
+    beside = folder.resolve() if folder is not None else None
     found = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -64,5 +65,6 @@ def imported_sources() -> Sources:
         own = package in ("tvmflow", "tasks", "flows") and str(path).startswith(ours)
         installed = "site-packages" in path.parts or str(path).startswith(_INSTALLED)
         if not own and not installed and module.__name__ != "__main__" and path.is_file():
-            found[str(path)] = sha256_file(path)
+            known = path.relative_to(beside) if beside is not None and path.is_relative_to(beside) else path
+            found[str(known)] = sha256_file(path)
     return Sources(files=dict(sorted(found.items())))

@@ -36,13 +36,17 @@ class Artifact(Record):
 
 
 class Sources(Record):
-    """The user's own modules that a step imported, with their digests: when one changes, the step runs again."""
+    """The user's own modules that a step imported, with their digests: when one changes, the step runs again.
+
+    Those in the folder of the release file are relative to it, so that a copy of the folder is judged by its own files.
+    """
 
     files: dict[str, str] = {}
 
-    def unchanged(self) -> bool:
-        """Whether every file still holds what was read."""
-        return all(Path(path).is_file() and sha256_file(Path(path)) == digest for path, digest in self.files.items())
+    def unchanged(self, folder: Path = Path()) -> bool:
+        """Whether every file still holds what was read; relative paths are looked up in `folder`."""
+        files = ((folder / path, digest) for path, digest in self.files.items())
+        return all(path.is_file() and sha256_file(path) == digest for path, digest in files)
 
 
 class StepResult(Record):
@@ -115,14 +119,17 @@ class Workspace:
         with tempfile.TemporaryDirectory(dir=self.folder / "tmp", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
 
-    def find(self, step: str, key: str, kind: type[R]) -> R | None:
-        """What a step made of the same input before, if every artifact and source of it is still there unchanged."""
+    def find(self, step: str, key: str, kind: type[R], folder: Path = Path()) -> R | None:
+        """What a step made of the same input before, if every artifact and source of it is still there unchanged.
+
+        `folder` is where the user's own modules are.
+        """
         try:
             record = json.loads(self._record(step, key).read_text())
             result = kind.model_validate(record["result"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        intact = all(self.holds(artifact) for artifact in result.artifacts()) and result.sources.unchanged()
+        intact = all(self.holds(artifact) for artifact in result.artifacts()) and result.sources.unchanged(folder)
         return result if intact else None
 
     def remember(self, step: str, key: str, result: StepResult, seconds: float) -> None:
@@ -153,14 +160,16 @@ def run_step(
     *,
     target: str | None = None,
     valid: Callable[[R], bool] = lambda result: True,
+    folder: Path = Path(),
 ) -> Outcome[R]:
     """Run a step, or find what it made of the same input before; `reads` is all that it depends on.
 
+    The user's own modules that the step imported count as well; those beside the release file are looked up in `folder`.
     `valid` looks whether what a found result stands for outside the workspace (a run, a release) is still there.
     """
     start = time.perf_counter()
     key = step_key(step, reads)
-    found = workspace.find(step, key, kind)
+    found = workspace.find(step, key, kind, folder)
     if found is not None and valid(found):
         seconds = time.perf_counter() - start
         reporter().ended(step, target, "cached", seconds)

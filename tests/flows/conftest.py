@@ -133,8 +133,12 @@ class Machine:
 
     @property
     def _loaded(self) -> Settings:
-        said = {name.removeprefix("TVMFLOW_").lower(): value for name, value in self.settings.items()}
-        return Settings.model_validate({**said, "home": self.home})
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
+                patch.delenv(name)
+            for name, value in self.settings.items():
+                patch.setenv(name, value)
+            return Settings(home=self.home)
 
 
 def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]", what: str) -> None:
@@ -233,7 +237,9 @@ class Digits:
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Digits:
     folder = tmp_path_factory.mktemp("digits")
-    example = Path(shutil.copytree(EXAMPLES / "digits", folder / "example", ignore=shutil.ignore_patterns("__pycache__")))
+    example = Path(
+        shutil.copytree(EXAMPLES / "digits", folder / "example", ignore=shutil.ignore_patterns("__pycache__"))
+    )
     document = yaml.safe_load((example / "release.yaml").read_text())
     document["train"]["arguments"] = {"epochs": 2, "seed": 0}
     document["benchmark"] |= {"repeats": 5, "rounds": 2}

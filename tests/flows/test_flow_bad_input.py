@@ -127,7 +127,9 @@ def test_an_operator_that_tvm_does_not_know(machine: Any, tmp_path: Path, make: 
     weights = {
         name: generator.normal(size=size).astype(np.float32) for name, size in (("w", (1, 15, 4)), ("r", (1, 15, 5)))
     }
-    make.onnx(tmp_path, [helper.make_node("GRU", ["x", "w", "r"], ["y"], name="memory", hidden_size=5)], weights, (3, 2, 4))
+    make.onnx(
+        tmp_path, [helper.make_node("GRU", ["x", "w", "r"], ["y"], name="memory", hidden_size=5)], weights, (3, 2, 4)
+    )
     sentence = _refused(machine, make.file(tmp_path))
     assert "GRU" in sentence
     assert "memory" in sentence
@@ -211,9 +213,7 @@ def test_an_s3_endpoint_that_is_down(machine: Any, tmp_path: Path, make: Any) ->
     assert f"Cannot reach the S3 endpoint {address}" in sentence
 
 
-def test_an_s3_endpoint_that_refuses_the_credentials(
-    machine: Any, tmp_path: Path, make: Any, s3: Any
-) -> None:
+def test_an_s3_endpoint_that_refuses_the_credentials(machine: Any, tmp_path: Path, make: Any, s3: Any) -> None:
     wrong = _with_s3(machine, s3.config.endpoint, s3.config.access_key, "not-the-secret")
     ended = wrong.release(make.file(tmp_path))
     assert ended.code == 1
@@ -262,9 +262,7 @@ def test_a_full_disk(machine: Any, tmp_path: Path, make: Any, small_disk: Path) 
     assert "No space left on device" in _refused(full, make.file(tmp_path))
 
 
-def test_a_file_size_limit(
-    machine: Any, tmp_path: Path, make: Any, fresh_machine: Any
-) -> None:
+def test_a_file_size_limit(machine: Any, tmp_path: Path, make: Any, fresh_machine: Any) -> None:
     _large_model(tmp_path, make)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # A limit is inherited by the command; this process writes nothing meanwhile.

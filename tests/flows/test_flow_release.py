@@ -64,7 +64,10 @@ def predictions(digits: Any, target: dict[str, Any], tmp_path_factory: pytest.Te
     folder = tmp_path_factory.mktemp("predictions")
     script, output = folder / "users.py", folder / "predictions.npz"
     script.write_text(_USERS)
-    weights, bundle = digits.artifact(digits.made("train")["weights"]), digits.artifact(digits.made("package")["bundle"])
+    weights, bundle = (
+        digits.artifact(digits.made("train")["weights"]),
+        digits.artifact(digits.made("package")["bundle"]),
+    )
     arguments = [sys.executable, script, digits.folder, weights, bundle, output]
     address = {"MLFLOW_TRACKING_URI": f"sqlite:///{digits.machine.home}/mlflow/mlflow.db"}
     subprocess.run(arguments, env={**digits.machine.environment, **address}, check=True, timeout=300)
@@ -158,7 +161,9 @@ def test_releasing_again_finds_every_step_done(digits: Any) -> None:
     again = digits.machine.release(digits.file)
     assert again.code == 0, again.stderr
     assert again.steps == dict.fromkeys(STEPS, "cached")
-    timeless = [{key: value for key, value in ended.document.items() if key != "targets"} for ended in (digits.first, again)]
+    timeless = [
+        {key: value for key, value in ended.document.items() if key != "targets"} for ended in (digits.first, again)
+    ]
     assert timeless[0] == timeless[1]
     assert len(digits.machine.releases("digits")) == len(digits.machine.versions("digits")) == 1
 

@@ -30,7 +30,9 @@ def _refuse(digits: Any, file: Path) -> tuple[str, dict[str, Any], Any]:
     assert ended.code == 3, ended.stderr
     assert ended.document["error"]["type"] == "VerdictError"
     assert _published(digits) == before
-    (run,) = [run for run in _runs(client) if run.info.run_id not in known and "mlflow.parentRunId" not in run.data.tags]
+    (run,) = [
+        run for run in _runs(client) if run.info.run_id not in known and "mlflow.parentRunId" not in run.data.tags
+    ]
     assert run.data.tags["tvmflow.verdict"] == "refused"
     assert run.info.run_id in ended.sentence
     verdict = json.loads(Path(client.download_artifacts(run.info.run_id, "verdict.json")).read_text())["native"]

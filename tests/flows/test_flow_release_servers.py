@@ -23,7 +23,12 @@ pytestmark = pytest.mark.slow
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, make: Any) -> Iterator[str]:
     folder, port = tmp_path_factory.mktemp("mlflow"), make.free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--artifacts-destination", f"{folder / 'files'}"]
+    command += [
+        "--backend-store-uri",
+        f"sqlite:///{folder / 'mlflow.db'}",
+        "--artifacts-destination",
+        f"{folder / 'files'}",
+    ]
     settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     with make.serving(command, port, "/health", folder / "log", settings) as address:
         yield address
@@ -75,20 +80,13 @@ def test_a_release_goes_to_the_servers_that_settings_name(
 
 
 def test_the_registered_model_of_a_server_is_a_source(served: Any, tmp_path: Path, make: Any) -> None:
-    import mlflow
+    import mlflow.onnx
     import onnx
 
-    model = make.onnx(tmp_path)
+    model = onnx.load(make.onnx(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GIT_PYTHON_REFRESH", "quiet")
-        before = mlflow.get_tracking_uri()
-        mlflow.set_tracking_uri(served.settings["TVMFLOW_MLFLOW_TRACKING_URI"])
-        try:
-            mlflow.onnx.log_model(
-                onnx.load(model), name="graph", registered_model_name="graph", pip_requirements=["onnx"]
-            )
-        finally:
-            mlflow.set_tracking_uri(before)
+        patch.setenv("MLFLOW_TRACKING_URI", served.settings["TVMFLOW_MLFLOW_TRACKING_URI"])
+        mlflow.onnx.log_model(model, name="graph", registered_model_name="graph", pip_requirements=["onnx"])
     ended = served.release(make.file(tmp_path, name="from-server", model={"mlflow": "models:/graph/1"}))
     assert ended.code == 0, ended.stderr
     assert ended.steps["export"] == "ran"

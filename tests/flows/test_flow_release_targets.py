@@ -43,7 +43,9 @@ def test_an_unverified_target_is_released_where_that_is_allowed(machine: Any, tm
     refused = machine.release(make.file(tmp_path, name="foreign", targets=targets))
     assert refused.code == 3
     assert "not verified" in refused.sentence
-    allowed = machine.release(make.file(tmp_path, name="foreign", targets=targets, gates={"unverified_targets": "allow"}))
+    allowed = machine.release(
+        make.file(tmp_path, name="foreign", targets=targets, gates={"unverified_targets": "allow"})
+    )
     assert allowed.code == 0, allowed.stderr
     (target,) = allowed.document["targets"]
     assert target["max_abs_error"] is None

@@ -45,7 +45,9 @@ def test_outputs_of_nested_tuples_are_flattened(export_module: Any) -> None:
 
 
 def test_optional_arguments_keep_their_defaults(export_module: Any, kept_samples: Any) -> None:
-    network = "class Network(nn.Module):\n    def forward(self, x, scale=3.0, *, shift=None):\n        return x * scale\n"
+    network = (
+        "class Network(nn.Module):\n    def forward(self, x, scale=3.0, *, shift=None):\n        return x * scale\n"
+    )
     result = export_module(network, inputs=[_X])
     inputs, outputs = kept_samples(result)[0]
     assert next(iter(outputs.values())) == pytest.approx(inputs["x"] * 3)

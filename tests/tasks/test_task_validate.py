@@ -23,7 +23,10 @@ def test_equal_outputs_are_at_no_distance() -> None:
 
 
 def test_the_worst_error_of_all_samples_and_outputs_counts() -> None:
-    wanted, got = {"a": np.array([1.0, 10.0]), "b": np.array([0.5])}, {"a": np.array([1.0, 10.5]), "b": np.array([0.25])}
+    wanted, got = (
+        {"a": np.array([1.0, 10.0]), "b": np.array([0.5])},
+        {"a": np.array([1.0, 10.5]), "b": np.array([0.25])},
+    )
     compared = _compare("pytorch", [_pair([1, 2], [1, 2]), (wanted, got)])
     assert compared.max_abs_error == pytest.approx(0.5)
     # Relative to the largest value of each output: 0.5 of 10, and 0.25 of 0.5.
@@ -51,7 +54,13 @@ def test_values_that_are_not_finite_are_equal_or_infinitely_far_apart(
 
 @pytest.mark.parametrize(
     ("wanted", "got", "cosine"),
-    [([0, 0], [0, 0], 1.0), ([0, 0], [1, 0], 0.0), ([1, 0], [0, 1], 0.0), ([1, 1], [2, 2], 1.0), ([1, 0], [-1, 0], -1.0)],
+    [
+        ([0, 0], [0, 0], 1.0),
+        ([0, 0], [1, 0], 0.0),
+        ([1, 0], [0, 1], 0.0),
+        ([1, 1], [2, 2], 1.0),
+        ([1, 0], [-1, 0], -1.0),
+    ],
 )
 def test_the_cosine_of_outputs(wanted: list[float], got: list[float], cosine: float) -> None:
     assert _compare("pytorch", [_pair(wanted, got)]).cosine == pytest.approx(cosine)
