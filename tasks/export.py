@@ -324,8 +324,8 @@ def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
         for dim, size in zip(dims, item.shape, strict=False):
             if len(dims) == len(item.shape) and dim.dim_value and isinstance(size, str):
                 raise ExportError(
-                    f"dimension {size!r} of input {item.name!r} is {dim.dim_value} in the ONNX model, whatever the size "
-                    f"of the input; let the model take any size, or write {dim.dim_value} in the release file"
+                    f"dimension {size!r} of input {item.name!r} is {dim.dim_value} in the ONNX model; "
+                    f"let the model take any size, or write {dim.dim_value} in the release file"
                 )
         clash = len(dims) != len(item.shape) or any(
             dim.dim_value and dim.dim_value != size for dim, size in zip(dims, item.shape, strict=True)

@@ -396,8 +396,11 @@ def _dataset(returned: object, name: str, names: tuple[str, ...]) -> tuple[Named
             f"dataset {name!r} gives the inputs {', '.join(returned[0])}; the model takes {', '.join(names)}"
         )
     inputs, labels = {key: np.asarray(returned[0][key]) for key in names}, np.asarray(returned[1])
+    for key, array in (*inputs.items(), ("labels", labels)):
+        if not array.shape:
+            raise ExportError(f"dataset {name!r}: {key!r} is a single number; the first axis must be the sample")
     for key, array in inputs.items():
-        if not array.shape or len(array) != len(labels):
+        if len(array) != len(labels):
             raise ExportError(
                 f"dataset {name!r}: input {key!r} has {len(array)} samples, there are {len(labels)} labels"
             )

@@ -60,7 +60,7 @@ def load_module(source: Source) -> "torch.nn.Module":
         case _:
             raise ExportError(f"model {str(source.path)!r} is no PyTorch model")
     # MLflow's default format holds a traced program, which has no modes to switch between.
-    return module if isinstance(module, torch.fx.GraphModule) else module.eval()  # type: ignore[no-any-return]
+    return module if isinstance(module, torch.fx.GraphModule) else module.eval()
 
 
 def _load_weights(module: "torch.nn.Module", path: Path, model: Model) -> None:

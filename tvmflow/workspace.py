@@ -164,7 +164,7 @@ def run_step(
 ) -> Outcome[R]:
     """Run a step, or find what it made of the same input before; `reads` is all that it depends on.
 
-    The user's own modules that the step imported count as well; those beside the release file are looked up in `folder`.
+    The user's own modules that the step imported count as well; those beside the release file are in `folder`.
     `valid` looks whether what a found result stands for outside the workspace (a run, a release) is still there.
     """
     start = time.perf_counter()

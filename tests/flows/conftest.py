@@ -225,7 +225,7 @@ class Digits:
 
     def artifact(self, described: Document) -> Path:
         """Where an artifact of a step is."""
-        return self.machine.home / "artifacts" / described["sha256"][:2] / described["sha256"]
+        return self.machine.home.joinpath("artifacts", described["sha256"][:2], described["sha256"])
 
     def derived(self, name: str, **changed: Any) -> Path:
         """A release file beside the first with some of its sections changed."""

@@ -14,7 +14,6 @@ from onnx import helper
 _INPUTS = [{"name": "x", "shape": ["batch", 4]}]
 
 _MODELS = """
-import torch
 from torch import nn
 
 
@@ -22,18 +21,10 @@ def raising():
     raise RuntimeError("no such checkpoint")
 
 
-def no_module():
-    return 3
-
-
 class Branching(nn.Module):
     def forward(self, x):
         return x + 1 if x.sum() > 0 else x - 1
 
-
-class Failing(nn.Module):
-    def forward(self, x):
-        return x @ torch.ones(5, 3)
 """
 
 
@@ -101,10 +92,7 @@ def test_an_unknown_setting(fresh_machine: Any, tmp_path: Path, make: Any) -> No
     ("factory", "said"),
     [
         ("raising", "raised RuntimeError: no such checkpoint"),
-        ("no_module", "returned a int, not a torch.nn.Module"),
         ("Branching", "cannot be exported to ONNX"),
-        ("Failing", "cannot be exported to ONNX"),
-        ("missing", "module 'faulty' has no 'missing'"),
     ],
 )
 def test_a_factory_whose_model_cannot_be_exported(
@@ -115,10 +103,9 @@ def test_a_factory_whose_model_cannot_be_exported(
     assert said in sentence
 
 
-@pytest.mark.parametrize("content", [b"", b"no ONNX at all", None], ids=["empty", "text", "cut short"])
-def test_a_corrupt_onnx_file(machine: Any, tmp_path: Path, make: Any, content: bytes | None) -> None:
+def test_a_corrupt_onnx_file(machine: Any, tmp_path: Path, make: Any) -> None:
     model = tmp_path / "model.onnx"
-    model.write_bytes(model.read_bytes()[:-40] if content is None else content)
+    model.write_bytes(model.read_bytes()[:-40])
     assert "model.onnx' is not a readable ONNX file" in _refused(machine, make.file(tmp_path))
 
 
@@ -135,37 +122,16 @@ def test_an_operator_that_tvm_does_not_know(machine: Any, tmp_path: Path, make: 
     assert "memory" in sentence
 
 
-@pytest.mark.parametrize(
-    ("described", "said"),
-    [
-        ({"name": "x", "shape": ["batch", 5]}, "has shape [batch, 4], the release file says [batch, 5]"),
-        ({"name": "x", "shape": ["batch", 4], "dtype": "float64"}, "is float32, the release file says float64"),
-        ({"name": "y", "shape": ["batch", 4]}, "takes the inputs x, the release file names y"),
-    ],
-    ids=["shape", "dtype", "name"],
-)
-def test_an_input_that_is_not_the_model_s(
-    machine: Any, tmp_path: Path, make: Any, described: dict[str, Any], said: str
-) -> None:
-    assert said in _refused(machine, make.file(tmp_path, inputs=[described]))
+def test_an_input_that_is_not_the_model_s(machine: Any, tmp_path: Path, make: Any) -> None:
+    sentence = _refused(machine, make.file(tmp_path, inputs=[{"name": "x", "shape": ["batch", 5]}]))
+    assert "has shape [batch, 4], the release file says [batch, 5]" in sentence
 
 
-@pytest.mark.parametrize(
-    ("returned", "said"),
-    [
-        ("{'x': np.zeros((2, 5), np.float32)}, np.zeros(2)", "does not fit the model"),
-        ("{'x': np.zeros((2, 4), np.int64)}, np.zeros(2)", "does not fit the model"),
-        ("{'x': np.zeros((2, 4), np.float32)}, np.zeros(3)", "has 2 samples, there are 3 labels"),
-        ("{'z': np.zeros((2, 4), np.float32)}, np.zeros(2)", "gives the inputs z; the model takes x"),
-        ("{}['x']", "raised KeyError"),
-    ],
-    ids=["shape", "dtype", "labels", "name", "raises"],
-)
-def test_held_out_data_that_does_not_fit(machine: Any, tmp_path: Path, make: Any, returned: str, said: str) -> None:
+def test_held_out_data_that_does_not_fit(machine: Any, tmp_path: Path, make: Any) -> None:
+    returned = "{'x': np.zeros((2, 5), np.float32)}, np.zeros(2)"
     (tmp_path / "wrong.py").write_text(f"import numpy as np\n\n\ndef held_out():\n    return {returned}\n")
     sentence = _refused(machine, make.file(tmp_path, validate={"task": {"dataset": "wrong:held_out"}}))
-    assert "'wrong:held_out'" in sentence
-    assert said in sentence
+    assert "dataset 'wrong:held_out' does not fit the model" in sentence
 
 
 # -- The target --------------------------------------------------------------------------------------------------------
@@ -202,19 +168,19 @@ def test_a_target_whose_compiler_is_not_installed(
 # -- The servers -------------------------------------------------------------------------------------------------------
 
 
-def _with_s3(machine: Any, endpoint: str, key: str = "nobody", secret: str = "nothing-secret") -> Any:
-    said = {"TVMFLOW_S3_ENDPOINT": endpoint, "TVMFLOW_S3_ACCESS_KEY": key, "TVMFLOW_S3_SECRET_KEY": secret}
+def _with_s3(machine: Any, endpoint: str | None, key: str | None) -> Any:
+    said = {"TVMFLOW_S3_ENDPOINT": endpoint, "TVMFLOW_S3_ACCESS_KEY": key, "TVMFLOW_S3_SECRET_KEY": "not-the-secret"}
     return replace(machine, settings={**machine.settings, **said})
 
 
 def test_an_s3_endpoint_that_is_down(machine: Any, tmp_path: Path, make: Any) -> None:
     address = f"http://127.0.0.1:{make.free_port()}"
-    sentence = _refused(_with_s3(machine, address), make.file(tmp_path))
+    sentence = _refused(_with_s3(machine, address, "nobody"), make.file(tmp_path))
     assert f"Cannot reach the S3 endpoint {address}" in sentence
 
 
 def test_an_s3_endpoint_that_refuses_the_credentials(machine: Any, tmp_path: Path, make: Any, s3: Any) -> None:
-    wrong = _with_s3(machine, s3.config.endpoint, s3.config.access_key, "not-the-secret")
+    wrong = _with_s3(machine, s3.config.endpoint, s3.config.access_key)
     ended = wrong.release(make.file(tmp_path))
     assert ended.code == 1
     assert "refuses the credentials" in ended.sentence

@@ -69,7 +69,7 @@ def folder(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) ->
     assert machine.versions("trained") == []  # which makes the registry's file as tvmflow does
     address = {"MLFLOW_TRACKING_URI": f"sqlite:///{machine.home}/mlflow/mlflow.db"}
     environment = {**machine.environment, **address, "GIT_PYTHON_REFRESH": "quiet"}
-    command = [sys.executable, folder / "make.py", folder]
+    command = [sys.executable, str(folder / "make.py"), str(folder)]
     made = subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300
     )
@@ -121,9 +121,7 @@ def test_a_moved_alias_is_another_model(machine: Any, folder: Path, make: Any) -
     assert second.steps["export"] == "ran"
 
 
-@pytest.mark.parametrize(
-    ("weights", "exec_mode"), [("apart", "bytecode"), ("inside", "compiled"), ("apart", "compiled")]
-)
+@pytest.mark.parametrize(("weights", "exec_mode"), [("apart", "bytecode"), ("inside", "compiled")])
 def test_a_model_is_released_however_it_is_built(
     machine: Any, folder: Path, make: Any, weights: str, exec_mode: str
 ) -> None:

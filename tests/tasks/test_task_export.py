@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.export import ExportResult
+from tasks.export import ExportResult, read_onnx
 from tvmflow.errors import ExportError
 from tvmflow.spec import Spec, parse
 
@@ -146,3 +146,27 @@ def test_the_same_model_gives_the_same_bytes_in_every_folder(
         result = export_spec(parse(document, folder))
         digests.append((result.onnx.sha256, result.samples.sha256))
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("content", [b"", b"no ONNX at all", b"\x08\x09"], ids=["empty", "text", "without a graph"])
+def test_what_is_no_onnx_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.onnx").write_bytes(content)
+    with pytest.raises(ExportError, match=r"model\.onnx' is not a readable ONNX file"):
+        read_onnx(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [("return 3", "returned a int, not a torch.nn.Module"), ("raise OSError('gone')", "raised OSError: gone")],
+)
+def test_a_factory_that_gives_no_module_is_refused(
+    export_spec: Callable[[Spec], ExportResult],
+    user_code: Callable[[str], str],
+    tmp_path: Path,
+    factory: str,
+    said: str,
+) -> None:
+    name = user_code(f"def create():\n    {factory}\n")
+    spec = parse({"name": "exported", "model": {"factory": f"{name}:create"}, "inputs": [_X]}, tmp_path)
+    with pytest.raises(ExportError, match=said):
+        export_spec(spec)

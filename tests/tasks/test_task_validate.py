@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.validate import _compare, _reasons, _score
+from tasks.validate import _compare, _dataset, _reasons, _score
+from tvmflow.errors import ExportError
 from tvmflow.spec import TaskMetric, Validate
 
 _NAN, _INF = float("nan"), float("inf")
@@ -123,3 +124,21 @@ def test_accuracy_is_the_share_of_right_classes() -> None:
     task = TaskMetric(dataset="data:held_out")
     outputs = {"logits": np.array([[0, 1], [1, 0], [0, 1], [1, 0]])}
     assert _score(task, outputs, np.array([1, 0, 0, 0])) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (({"x": np.zeros((2, 4))}, np.zeros(3)), "input 'x' has 2 samples, there are 3 labels"),
+        (({"z": np.zeros((2, 4))}, np.zeros(2)), "gives the inputs z; the model takes x"),
+        (({"x": np.zeros((0, 4))}, np.zeros(0)), "is empty"),
+        (({"x": 1.0}, np.zeros(1)), "'x' is a single number"),
+        (({"x": np.zeros(2)}, 0), "'labels' is a single number"),
+        (np.zeros(2), "must return"),
+        (None, "must return"),
+    ],
+    ids=["labels", "name", "empty", "scalar", "scalar labels", "array", "nothing"],
+)
+def test_held_out_data_of_the_wrong_form_is_refused(returned: object, said: str) -> None:
+    with pytest.raises(ExportError, match=r"dataset 'data:held_out'.*" + said):
+        _dataset(returned, "data:held_out", ("x",))
