@@ -21,6 +21,7 @@ from tasks.track import TargetOutcomes, TrackResult, track
 from tasks.train import TrainResult, train
 from tasks.tune import tune
 from tasks.validate import ReferenceResult, reference, validate
+from tvmflow import process
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.errors import VerdictError
@@ -177,7 +178,14 @@ def _each(
         return tuple(make(target) for target in targets)
     # Prefect finds the flow run of a task in context variables, which threads do not inherit.
     with ThreadPoolExecutor(workers) as pool:
-        return tuple(pool.map(lambda item: item[1].run(make, item[0]), [(t, copy_context()) for t in targets]))
+        try:
+            return tuple(pool.map(lambda item: item[1].run(make, item[0]), [(t, copy_context()) for t in targets]))
+        except Exception:
+            raise
+        except BaseException:
+            # An interrupt: the pool waits for its threads, and those wait for the processes of their steps.
+            process.end_all()
+            raise
 
 
 def _summary(

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,19 @@ def held_out(case):
     while not (here / f"{case}.go").exists():
         time.sleep(0.01)
     return {"x": np.eye(4, dtype=np.float32)}, np.zeros(4, np.int64)
+
+
+def prompt():
+    return {"x": np.eye(4, dtype=np.float32)}, np.zeros(4, np.int64)
+
+
+def slow(outputs, labels):
+    # The original is scored before the targets part, every bundle after that.
+    here = Path(__file__).parent
+    if (here / "scored").exists():
+        held_out("target")
+    (here / "scored").touch()
+    return 1.0
 """
 
 
@@ -81,3 +95,21 @@ def test_an_interrupted_release_leaves_nothing_behind_and_goes_on(
     assert (again.steps["export"], again.steps["relax_import"]) == ("cached", "cached")
     assert (again.steps["reference"], again.steps["publish"]) == ("ran", "ran")
     assert [release["version"] for release in embedded.releases(case)] == ["1"]
+
+
+def test_an_interrupt_ends_targets_that_are_made_side_by_side(
+    embedded: Any, folder: Path, make: Any, prefect_server: str
+) -> None:
+    side_by_side = {"TVMFLOW_PARALLEL_TARGETS": "2", "TVMFLOW_PREFECT_API_URL": prefect_server}
+    make.onnx(folder)
+    task = {"dataset": "waiting:prompt", "metric": "waiting:slow"}
+    file = make.file(folder, name="parallel", targets=["x86-64-v2", "native"], validate={"task": task})
+    process = replace(embedded, settings=side_by_side).start("release", file, "--json")
+    make.wait_until((folder / "target.reached").exists, process, "a bundle is scored")
+    started = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGINT)
+    ended = embedded.finish(process)
+    assert ended.code == 130, ended.stderr
+    assert "interrupted" in ended.sentence
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert not [child.cmdline() for child in alive]

@@ -11,6 +11,7 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_command(name: str | None, as_json: bool) -> None:
     """List the releases in the store, of one NAME or of all."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -26,22 +27,22 @@ def list_command(name: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(releases))
         return
-    table = Table()
-    for column in ("name", "version", "created", "target", "max error", "p50", "vs ONNX Runtime", "bundle"):
-        table.add_column(column)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("name", "version", "created (UTC)", "target", "p50 ms", "/ ONNX RT", "error", "bundle"):
+        table.add_column(column, no_wrap=True)
     for release in releases:
         for target in release["targets"]:
             measured, compared = target["measurements"], target["verdict"]["comparisons"]
-            typical = measured["points"][0] if measured else {}
-            ratio = typical.get("ratio", {}).get("onnxruntime")
+            typical = measured["points"][0] if measured else None
+            ratio = typical["ratio"].get("onnxruntime") if typical else None
             table.add_row(
                 release["name"],
                 str(release["version"]),
-                release["created_at"][:19],
+                release["created_at"][:19].replace("T", " "),
                 target["target"],
+                f"{typical['runners']['tvm']['latency_ms']['p50']:.3f}" if typical else "-",
+                f"{ratio:.2f}" if ratio is not None else "-",
                 f"{compared[0]['max_abs_error']:.1e}" if compared else "-",
-                f"{typical['runners']['tvm']['latency_ms']['p50']:.3g} ms" if measured else "-",
-                f"{ratio:.2f}x" if ratio else "-",
                 target["bundle"]["sha256"][:12],
             )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
