@@ -20,11 +20,11 @@ from tasks.step import Context, slug
 from tasks.track import TargetOutcomes, TrackResult, track
 from tasks.train import TrainResult, train
 from tasks.tune import tune
-from tasks.validate import ReferenceResult, reference, validate
+from tasks.validate import ReferenceResult, reference, unable, validate
 from tvmflow import process
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
-from tvmflow.errors import VerdictError
+from tvmflow.errors import TargetError, VerdictError
 from tvmflow.services import open_services
 from tvmflow.spec import Spec
 from tvmflow.target import Target, host
@@ -109,11 +109,12 @@ def override(spec: Spec, targets: list[str] | None, trials: int | None, runs: in
 
 def _release(context: Context) -> ReleaseSummary:
     spec = context.spec
+    targets = spec.resolved_targets()
+    _refuse_unverifiable(spec, targets)
     trained = train(context) if spec.train is not None else None
     exported = export(context, trained)
     imported = relax_import(context, exported)
     held_out = reference(context, exported, trained) if spec.validation.task is not None else None
-    targets = spec.resolved_targets()
     made = _each(context, targets, lambda target: _make(context, exported, imported, held_out, target))
     # One at a time and last: nothing else of this release competes for the machine while it is measured.
     outcomes = tuple(_measured(context, exported, trained, outcome) for outcome in made)
@@ -135,6 +136,14 @@ def _release(context: Context) -> ReleaseSummary:
         "publish": published,
     }
     return _summary(context, outcomes, tracked.result, published.result, shared)
+
+
+def _refuse_unverifiable(spec: Spec, targets: tuple[Target, ...]) -> None:
+    """Say before any work is spent that a target could not pass here."""
+    for target in targets:
+        reason = unable(target)
+        if reason is not None and spec.gates.unverified_targets == "refuse":
+            raise TargetError(f"{reason}; release it where it runs, or set gates.unverified_targets to allow")
 
 
 def _make(

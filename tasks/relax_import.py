@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from tasks.export import ExportResult
 from tasks.step import Context, Job, Tensor, step
+from tvmflow.bundle import TensorSpec
 from tvmflow.process import Emit
 from tvmflow.workspace import Artifact, Outcome, StepResult, Workspace, run_step
 
@@ -74,6 +75,6 @@ def load_imported(workspace: Workspace, imported: ImportResult) -> "Imported":
     return compiler.Imported(
         mod=compiler.load_module(workspace.path(imported.ir)),
         params=compiler.load_params(workspace.path(imported.params)),
-        inputs=tuple(compiler.TensorSpec(item.name, item.shape, item.dtype) for item in imported.inputs),
-        outputs=tuple(compiler.TensorSpec(item.name, item.shape, item.dtype) for item in imported.outputs),
+        inputs=tuple(TensorSpec(item.name, item.shape, item.dtype) for item in imported.inputs),
+        outputs=tuple(TensorSpec(item.name, item.shape, item.dtype) for item in imported.outputs),
     )

@@ -263,13 +263,13 @@ def validate(
     )
 
     def work() -> Verdict:
-        unable = _unable(target)
-        if unable is not None:
+        reason = unable(target)
+        if reason is not None:
             allowed = spec.gates.unverified_targets == "allow"
             return Verdict(
                 passed=allowed,
                 verified=False,
-                reasons=() if allowed else (unable,),
+                reasons=() if allowed else (reason,),
                 comparisons=(),
                 metric_name=None,
                 metric_original=None,
@@ -292,13 +292,13 @@ def validate(
         "validate": spec.validation,
         "gates": spec.gates.unverified_targets,
         "reference": known and known.model_dump(mode="json", exclude={"sources"}),
-        "runnable": _unable(target),
+        "runnable": unable(target),
     }
     return run_step(workspace, "validate", reads, Verdict, work, target=target.name)
 
 
-def _unable(target: Target) -> str | None:
-    """Why this machine cannot run the target's bundles, or None."""
+def unable(target: Target) -> str | None:
+    """Why this machine cannot run, and so not verify, the target's bundles; None when it can."""
     machine = host()
     if target.arch == "cuda":
         return None if Path("/dev/nvidia0").exists() else f"target {target.name!r}: this machine has no NVIDIA GPU"

@@ -286,6 +286,15 @@ class Spec(_Strict):
                 raise ValueError(f"dimension {name!r} stands in no input's shape{_hint(name, used)}")
         if not self.targets:
             raise ValueError("targets must name at least one")
+        for peer in ("onnxruntime", "pytorch"):
+            if getattr(self.gates, f"max_ratio_{peer}") is None:
+                continue
+            if peer not in self.benchmark.peers:
+                raise ValueError(f"gates.max_ratio_{peer} needs {peer} among benchmark.peers")
+            if peer == "pytorch" and self.model.onnx is not None:
+                raise ValueError(
+                    "gates.max_ratio_pytorch cannot be checked for an ONNX file; use max_ratio_onnxruntime"
+                )
         if self.train is not None and (self.model.factory is None or self.model.weights is not None):
             raise ValueError("train makes the weights of a factory's model: give factory, and no weights file")
         return self

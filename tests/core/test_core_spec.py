@@ -363,3 +363,19 @@ def _models(annotation: Any) -> list[type[Any]]:
     if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
         return [annotation]
     return [item for part in getattr(annotation, "__args__", ()) for item in _models(part)]
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "message"),
+    [
+        ({"factory": "a:b"}, {"benchmark": {"peers": ["pytorch"]}}, "needs onnxruntime among benchmark.peers"),
+        ({"onnx": "m.onnx"}, {}, "cannot be checked for an ONNX file"),
+    ],
+)
+def test_a_ratio_gate_without_its_peer_is_refused(
+    model: dict[str, str], extra: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    gate = "max_ratio_onnxruntime" if "factory" in model else "max_ratio_pytorch"
+    document = {"name": "x", "model": model, "inputs": [{"name": "a", "shape": [1]}], "gates": {gate: 1.0}, **extra}
+    with pytest.raises(SpecError, match=message):
+        parse(document, tmp_path)

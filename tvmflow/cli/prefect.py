@@ -6,7 +6,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,11 +28,12 @@ _ENVIRONMENT = {
 
 
 @contextmanager
-def prefect_server(settings: "Settings") -> Iterator[None]:
+def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
     """Point Prefect at its server while the body runs; entered before Prefect is imported.
 
-    Raises SettingsError when the server that settings name does not answer, StepError when the embedded one does not
-    start.
+    The body calls what it gets before it runs a flow: until then an embedded server starts while the body imports.
+    Raises SettingsError when the server that settings name does not answer; the call raises StepError when the embedded
+    one does not start.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -43,16 +44,16 @@ def prefect_server(settings: "Settings") -> Iterator[None]:
                 f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
                 "prefect_api_url (an address that ends in /api)"
             )
-        yield
+        yield lambda: None
         return
-    with _embedded(settings.state / "prefect") as address:
+    with _embedded(settings.state / "prefect") as (address, await_start):
         os.environ["PREFECT_API_URL"] = address
-        yield
+        yield await_start
 
 
 @contextmanager
-def _embedded(folder: Path) -> Iterator[str]:
-    """A server on a SQLite file in `folder`, at a free port of 127.0.0.1.
+def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A server on a SQLite file in `folder`, at a free port of 127.0.0.1: its address, and what waits for its start.
 
     Prefect's own ephemeral server outlives a command that is killed, and holds the command's output open.
     """
@@ -82,10 +83,13 @@ def _embedded(folder: Path) -> Iterator[str]:
                 # Ctrl-C in a terminal reaches the whole group: the flow run still has to be marked as interrupted.
                 start_new_session=True,
             )
-    try:
+
+    def await_start() -> None:
         if not _answers(address, _START_SECONDS):
             raise StepError(f"Prefect's embedded server does not start; its log is {log}")
-        yield address
+
+    try:
+        yield address, await_start
     finally:
         server.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -45,9 +45,12 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
     if not as_json:
         console.print(f"Releasing [bold]{file}[/]", highlight=False)
     reporter = RichReporter(console)
-    with prefect_server(settings), reporter.live():
+    with prefect_server(settings) as await_server, reporter.live():
+        # All that the flow will import is imported while its server starts in another process.
+        import mlflow  # noqa: F401
         from flows.release import ReleaseSummary, release
 
+        await_server()
         summary = ReleaseSummary.model_validate(
             release(str(file), targets=list(targets) or None, trials=trials, runs=runs)
         )
