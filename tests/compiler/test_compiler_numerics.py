@@ -137,6 +137,29 @@ def test_dense_layers_equal_onnx_runtime(
     assert _rules(built) == {"rows": 1}
 
 
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        (["batch", 5, 9, 20], [(1,), (3,)]),
+        ([17, "batch", 20], [(1,), (4,)]),
+        ([2, "batch", 20], [(1,), (9,)]),
+        ([6, "batch", 7, 20], [(1,), (3,)]),
+        (["batch", 7, "time", 5, 20], [(1, 1), (2, 3)]),
+        (["batch", "time", 20], [(1, 5), (2, 8)]),
+    ],
+    ids=str,
+)
+def test_dense_layers_over_known_and_symbolic_rows_equal_onnx_runtime(
+    shape: list[Any], sizes: list[tuple[int, ...]], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Add", ["a", "b"], ["y"])]
+    path = make_model(nodes, [("x", shape)], ["y"], {"w": _normal(20, 37), "b": _normal(37)})
+    symbols = [size for size in shape if isinstance(size, str)]
+    fixed = [dict(zip(symbols, chosen, strict=True)) for chosen in sizes]
+    feeds = [{"x": _normal(*(values.get(size, size) for size in shape))} for values in fixed]
+    assert _rules(assert_same_as_onnxruntime(path, *feeds)) == {"rows": 1}
+
+
 @pytest.mark.parametrize("shape", [(3, 17, 20, 33), (2, 8, 64, 64), (4, 1, 16, 5)])
 def test_batched_products_equal_onnx_runtime(
     shape: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
@@ -235,6 +258,16 @@ def test_pooling_equals_onnx_runtime(kind: str, make_model: Any, assert_same_as_
     ]
     path = make_model(nodes, [("x", [1, 3, 15, 15])], ["y"], {"w": _normal(19, 3, 1, 1)})
     assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 15, 15)})
+
+
+@pytest.mark.parametrize("kind", ["GlobalAveragePool", "GlobalMaxPool"])
+@pytest.mark.parametrize("channels", [1, 19, 24, 40, 70])
+def test_global_pooling_over_any_channels_equals_onnx_runtime(
+    kind: str, channels: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [helper.make_node("Conv", ["x", "w"], ["a"]), helper.make_node(kind, ["a"], ["y"])]
+    path = make_model(nodes, [("x", ["batch", 3, 11, 9])], ["y"], {"w": _normal(channels, 3, 1, 1)})
+    assert_same_as_onnxruntime(path, *({"x": _normal(batch, 3, 11, 9)} for batch in (1, 3)))
 
 
 def test_operators_without_a_rule_fall_back(make_model: Any, assert_same_as_onnxruntime: Check) -> None:

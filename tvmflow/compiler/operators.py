@@ -15,19 +15,24 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
-from tvmflow.compiler import tiles, vectormath
+from tvmflow.compiler import tiles, vectormath, winograd
 from tvmflow.compiler.machine import Machine
 
 Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
-# Annotations of the accumulating block: the kind of kernel, the rows of its tile, the
-# lanes of its vectors, the number of its leading batch
-# dimensions, and whether these share the weights.
+# Annotations of the accumulating block: the kind of kernel, the rows of its tile, the lanes of its vectors, the number
+# of its leading batch dimensions, whether these share the weights, and the size of Winograd's output tiles.
 KERNEL = "tvmflow.kernel"
 TILE = "tvmflow.tile"
 LANES = "tvmflow.lanes"
 LEAD = "tvmflow.lead"
 SHARED = "tvmflow.shared"
+WINOGRAD = "tvmflow.winograd"
+# The dimensions of a product's result that are its rows, where they are not all that follow the batch.
+ROWS = "tvmflow.rows"
+
+# Fewer rows than these are no tile of their own.
+_FEWEST_ROWS = 4
 
 # TVM's fusion kind for operators that take element-wise ones after them; it cannot see that in our stages itself.
 _FUSABLE = {"op_pattern": 4}
@@ -124,6 +129,17 @@ def _conv2d(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> 
         packed = _pack_depthwise(builder, weight, lanes)
         compute = partial(depthwise, machine=machine, **geometry)
         return builder.call_te(compute, data, packed, primfunc_name_hint="depthwise_conv2d", primfunc_attrs=_FUSABLE)
+    size = _winograd_size(data, weight, groups, geometry, machine)
+    if size is not None:
+        packed = _constant(winograd.transform_kernel(weight.value.numpy(), size, machine.lanes))
+        compute = partial(
+            winograd.conv2d,
+            channels=out_channels,
+            padding=geometry["padding"],
+            annotations=lambda rows, lanes, size: {KERNEL: "winograd", TILE: rows, LANES: lanes, WINOGRAD: size},
+            machine=machine,
+        )
+        return builder.call_te(compute, data, packed, primfunc_name_hint="winograd_conv2d", primfunc_attrs=_FUSABLE)
     per_group = out_channels // groups
     lanes = _vector(per_group, machine)
     if groups > 1:
@@ -136,6 +152,20 @@ def _conv2d(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> 
     else:
         compute = partial(conv2d, channels=out_channels, groups=groups, machine=machine, **geometry)
     return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=_FUSABLE)
+
+
+def _winograd_size(
+    data: relax.Expr, weight: relax.Expr, groups: int, geometry: dict[str, Any], machine: Machine
+) -> int | None:
+    """The size of Winograd's output tiles where that algorithm applies and pays."""
+    out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
+    height, width = (_static(dim) for dim in data.ty.shape.values[1:3])
+    if (kernel, geometry["strides"], geometry["dilation"], groups) != ([3, 3], [1, 1], [1, 1], 1):
+        return None
+    if height is None or width is None or not isinstance(weight, tvm.ir.GenericConst):
+        return None
+    top, left, bottom, right = geometry["padding"]
+    return winograd.choose(height + top + bottom - 2, width + left + right - 2, channels, out_channels, machine)
 
 
 def _pack_conv(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
@@ -369,39 +399,60 @@ def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> 
 
 
 def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine) -> te.Tensor:
-    """`data` of shape `[..., K]` times packed weights, the leading dimensions being rows.
+    """`data` of shape `[..., K]` times packed weights `[N/v][K][v]`; the leading dimensions are rows.
 
-    Where they are all known they are one dimension of rows; else only the last one is tiled, because TVM cannot see
-    through divisions by symbols.
+    All that are known become one dimension of rows. TVM cannot see through divisions by symbols: the others stay
+    dimensions of a batch.
     """
     *outer, depth = data.shape
     vectors, _, lanes = (int(dim) for dim in weight.shape)
-    joined = outer if all(_static(size) is not None for size in outer) else outer[-1:]
-    batch = outer[: len(outer) - len(joined)]
+    joined = _row_dimensions(outer)
+    lead = [position for position in range(len(outer)) if position not in joined]
 
     def element(*index: Any) -> Any:
-        *lead, m, k = index
-        position = []
-        for size in reversed(joined[1:]):
-            position.append(m % size)
-            m = m // size
-        return data[(*lead, m, *reversed(position), k)]
+        *batch, m, k = index
+        position: list[Any] = [None] * len(outer)
+        for place, value in zip(lead, batch, strict=True):
+            position[place] = value
+        for place in reversed(joined[1:]):
+            position[place] = m % outer[place]
+            m = m // outer[place]
+        position[joined[0]] = m
+        return data[(*position, k)]
 
     def packed(*index: Any) -> Any:
         k, c = index[-2:]
         return weight[c // lanes, k, c % lanes]
 
-    rows = topi.utils.simplify(math.prod(joined[1:], start=joined[0]))
-    product = _rows_product(batch, rows, depth, element, packed, vectors * lanes, lanes, machine, shared=True)
+    sizes = [outer[place] for place in joined]
+    product = _rows_product(
+        [outer[place] for place in lead],
+        topi.utils.simplify(math.prod(sizes[1:], start=sizes[0])),
+        depth,
+        element,
+        packed,
+        vectors * lanes,
+        lanes,
+        machine,
+        shared=True,
+        joined=joined,
+    )
 
     def result(*index: Any) -> Any:
-        lead, within, c = index[: len(batch)], index[len(batch) : -1], index[-1]
-        row = within[0]
-        for position, size in zip(within[1:], joined[1:], strict=True):
-            row = row * size + position
-        return product[(*lead, row, c)]
+        row = index[joined[0]]
+        for place in joined[1:]:
+            row = row * outer[place] + index[place]
+        return product[(*(index[place] for place in lead), row, index[-1])]
 
     return te.compute((*outer, units), result, name="unpack")
+
+
+def _row_dimensions(sizes: Sequence[Any]) -> list[int]:
+    """Which dimensions become rows: all if all are known, else the known ones that fill a tile, else the last."""
+    known = [_static(size) for size in sizes]
+    if None not in known:
+        return list(range(len(sizes)))
+    return [place for place, size in enumerate(known) if (size or 0) >= _FEWEST_ROWS] or [len(sizes) - 1]
 
 
 def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:
@@ -443,10 +494,12 @@ def _rows_product(
     machine: Machine,
     *,
     shared: bool,
+    joined: Sequence[int] | None = None,
 ) -> te.Tensor:
     """`[*batch, rows, channels]` of left `[*batch, row, k]` times right `[*batch, k, channel]`, in whole vectors.
 
-    `shared` says that the right operand is the same for the whole batch. Rows come in whole tiles; where they do not
+    `shared` says that the right operand is the same for the whole batch; `joined` which dimensions of the result are
+    its rows, if not all that follow the batch. Rows come in whole tiles; where they do not
     divide, the left operand is copied with its last row repeated.
     """
     known = _static(channels)
@@ -470,7 +523,14 @@ def _rows_product(
         (*batch, tiled, channels),
         lambda *index: te.sum(source(*index[:-1], k) * right(*index[:-2], k, index[-1]), axis=k),
         name="product",
-        attrs={KERNEL: "rows", TILE: tile, LANES: lanes, LEAD: len(batch), SHARED: int(shared)},
+        attrs={
+            KERNEL: "rows",
+            TILE: tile,
+            LANES: lanes,
+            LEAD: len(batch),
+            SHARED: int(shared),
+            **({} if joined is None else {ROWS: list(joined)}),
+        },
     )
 
 

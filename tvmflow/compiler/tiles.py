@@ -19,8 +19,12 @@ _LATENCY = 4  # cycles from one multiply-add to the next that needs its result
 _PORTS = 2  # multiply-adds and loads per cycle
 
 
-def choose(rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None) -> Tile:
+def choose(
+    rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None, *, exact: bool = False
+) -> Tile:
     """The tile for a product with `rows` rows (None: symbolic) and `vectors` vectors of output channels.
+
+    With `exact` the tile's rows divide those of the product.
 
     `row_bytes` is the distance of the left operand's rows in memory. Rows a multiple of 4096 bytes apart share one
     set of the first-level cache, which holds eight lines: more of them than that evict each other.
@@ -37,6 +41,8 @@ def choose(rows: int | None, vectors: int, machine: Machine, row_bytes: int | No
             if height * count + count + 1 > machine.registers or (
                 rows is None and height != min(_unknown(machine), most)
             ):
+                continue
+            if exact and rows is not None and rows % height:
                 continue
             cycles = max(height * count / _PORTS, (height + count) / _PORTS, _LATENCY)
             useful = 1.0 if rows is None else rows / (-(-rows // height) * height)

@@ -7,13 +7,14 @@ from tvm.s_tir import Schedule
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import depthwise, fallback, products, rowwise
+from tvmflow.compiler.schedules import depthwise, fallback, products, rowwise, winograd
 
 Rule = Callable[[Schedule, Machine], bool]
 
 RULES: dict[str, Rule] = {
     "conv2d": products.apply_conv2d,
     "rows": products.apply_rows,
+    "winograd": winograd.apply,
     "depthwise": depthwise.apply,
     "rowwise": rowwise.apply,
 }

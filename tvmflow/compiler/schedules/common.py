@@ -13,6 +13,8 @@ from tvmflow.compiler.operators import KERNEL
 
 # Below this many iterations a parallel region costs more than it gains.
 _WORTH_A_THREAD = 4096
+# Lanes of the narrowest vector that is better than a loop in two parts.
+_NARROWEST = 4
 # Makes TVM split a loop into the iterations that need no bounds check and the rest, so that the former vectorise.
 _PARTITION = "pragma_loop_partition_hint"
 
@@ -69,10 +71,11 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
     elif size is not None and size <= machine.lanes:
         serial = [inner]
     else:
-        whole = size is not None and size % machine.lanes == 0
+        lanes = machine.lanes if size is None else math.gcd(size, machine.lanes)
+        whole = size is not None and lanes >= _NARROWEST
         partitioned = not whole and tasks >= machine.cores and (size is None or is_static(sch))
         if whole or partitioned:
-            rest, vector = sch.split(inner, [None, machine.lanes])
+            rest, vector = sch.split(inner, [None, lanes if whole else machine.lanes])
             (spatial if whole else serial).append(rest)
             if partitioned:
                 sch.annotate(rest, _PARTITION, 1)
@@ -114,22 +117,25 @@ def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
     return sch.fuse(*loops) if len(loops) > 1 else loops[0]
 
 
-def join_dimensions(sch: Schedule, block: SBlockRV, first: int) -> None:
-    """Make one loop of a block's loops from `first` to the last but one; the last one stays.
+def join_dimensions(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> None:
+    """Make one loop of a block's loops at `places`, before the last loop and after all others.
 
     Done to the block rather than to its loops, so that TVM sees one index where it would see a quotient and a rest.
     """
-    sizes = [variable.dom.extent for variable in sch.get(block).iter_vars][first:-1]
-    if len(sizes) < 2:
+    sizes = [variable.dom.extent for variable in sch.get(block).iter_vars]
+    others = [place for place in range(len(sizes) - 1) if place not in places]
+    if len(places) < 2:
+        loops = sch.get_loops(block)
+        sch.reorder(*(loops[place] for place in (*others, *places, -1)))
         return
 
     def joined(*index: tirx.Var) -> list[tirx.Expr]:
-        row = index[first]
-        for position, size in zip(index[first + 1 : -1], sizes[1:], strict=True):
-            row = row * size + position
-        return [*index[:first], row, index[-1]]
+        row = index[places[0]]
+        for place in places[1:]:
+            row = row * sizes[place] + index[place]
+        return [*(index[place] for place in others), row, index[-1]]
 
-    sch.transform_block_layout(block, tirx.IndexMap.from_func(joined, first + len(sizes) + 1))
+    sch.transform_block_layout(block, tirx.IndexMap.from_func(joined, len(sizes)))
 
 
 def is_static(sch: Schedule) -> bool:
@@ -172,3 +178,11 @@ def in_registers(sch: Schedule, loops: list[LoopRV]) -> None:
     sch.vectorize(lane)
     for loop in unrolled:
         sch.unroll(loop)
+
+
+def widest_tile(rows: int, vectors: int | None, machine: Machine) -> int:
+    """The vectors of the widest register tile of the given rows that the registers hold; None: an unknown number."""
+    if vectors is None:
+        return 1
+    fits = [count for count in range(1, 9) if vectors % count == 0 and rows * count + count + 1 <= machine.registers]
+    return max(fits, default=1)

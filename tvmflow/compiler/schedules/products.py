@@ -6,7 +6,7 @@ from tvm import tirx
 from tvm.s_tir import Schedule
 
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import LANES, LEAD, SHARED, TILE
+from tvmflow.compiler.operators import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.schedules import common
 
 
@@ -32,10 +32,11 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     vectors = None if channels is None else channels // lanes
     out = common.inline_epilogue(sch, product)
     if kind == "rows":
-        common.join_dimensions(sch, out, lead_count)
+        last = len(sch.get_loops(out)) - 1
+        common.join_dimensions(sch, out, [int(place) for place in annotations.get(ROWS, range(lead_count, last))])
     loops = list(sch.get_loops(out))
     lead, channel = loops[:lead_count], loops[-1]
-    count = _vectors(rows, vectors, machine)
+    count = common.widest_tile(rows, vectors, machine)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
     if kind == "rows":
@@ -71,11 +72,3 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
 
 def _static(size: tirx.Expr) -> int | None:
     return int(size) if isinstance(size, tirx.IntImm) else None
-
-
-def _vectors(rows: int, vectors: int | None, machine: Machine) -> int:
-    """The widest tile of the given height that the registers hold."""
-    if vectors is None:
-        return 1
-    fits = [count for count in range(1, 9) if vectors % count == 0 and rows * count + count + 1 <= machine.registers]
-    return max(fits, default=1)

@@ -1,0 +1,139 @@
+"""Winograd's convolution beside ONNX Runtime, and the rule that says when it pays."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import helper
+
+from tvmflow.compiler import Built, build, import_onnx, lower, winograd, workloads
+from tvmflow.compiler.machine import Machine
+from tvmflow.target import resolve
+
+Check = Callable[..., Built]
+
+AVX512 = Machine(lanes=16, registers=32, cores=2)
+AVX2 = Machine(lanes=8, registers=16, cores=2, cache=1 << 18)
+
+
+def _normal(*shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).standard_normal(shape).astype("float32")
+
+
+def _convolution(make_model: Any, case: tuple[int, ...], batch: int | str = 1) -> Any:
+    channels, out, height, width, *pads = case
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["c"], pads=pads),
+        helper.make_node("Relu", ["c"], ["y"]),
+    ]
+    weights = {"w": _normal(out, channels, 3, 3), "b": _normal(out)}
+    return make_model(nodes, [("x", [batch, channels, height, width])], ["y"], weights)
+
+
+def _rules(built: Built) -> Counter[str]:
+    return Counter(rule for _, rule in built.schedules)
+
+
+# channels in and out, height, width, padding before (height, width) and after
+_CASES = [
+    (64, 64, 56, 56, 1, 1, 1, 1),
+    (32, 33, 9, 30, 1, 1, 1, 1),
+    (37, 70, 14, 13, 0, 0, 0, 0),
+    (70, 37, 5, 6, 2, 2, 2, 2),
+    (40, 48, 28, 17, 0, 1, 1, 0),
+    (33, 32, 4, 4, 1, 1, 1, 1),
+    (128, 160, 28, 28, 1, 1, 1, 1),
+    (256, 64, 14, 14, 1, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize("case", _CASES, ids=lambda case: "-".join(map(str, case)))
+def test_winograd_equals_onnx_runtime(
+    case: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    channels, _, height, width, *_ = case
+    built = assert_same_as_onnxruntime(_convolution(make_model, case), {"x": _normal(1, channels, height, width)})
+    assert _rules(built)["winograd"] == 1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("shape", [(7, 7), (8, 13), (29, 5)])
+def test_both_tile_sizes_serve_every_batch(
+    size: int,
+    shape: tuple[int, int],
+    make_model: Any,
+    assert_same_as_onnxruntime: Check,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(winograd, "choose", lambda *_: size)
+    path = _convolution(make_model, (3, 21, *shape, 1, 1, 1, 1), "batch")
+    built = assert_same_as_onnxruntime(path, *({"x": _normal(batch, 3, *shape)} for batch in (1, 2, 5)))
+    assert _rules(built)["winograd"] == 1
+
+
+@pytest.mark.parametrize(("size", "bound"), [(2, 2e-6), (4, 4e-6)])
+def test_the_error_stays_within_the_algorithms_bound(
+    size: int, bound: float, make_model: Any, native: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(winograd, "choose", lambda *_: size)
+    case = (128, 128, 16, 16, 0, 0, 0, 0)
+    x, weight, bias = _normal(1, 128, 16, 16), _normal(128, 128, 3, 3), _normal(128)
+    (actual,) = run_built(build(import_onnx(_convolution(make_model, case)), native), x)
+    windows = np.lib.stride_tricks.sliding_window_view(x.astype("float64"), (3, 3), axis=(2, 3))
+    exact = np.einsum("nchwyx,ocyx->nohw", windows, weight) + bias[:, None, None]
+    assert np.abs(actual - np.maximum(exact, 0)).max() < bound * np.abs(exact).max()
+
+
+def test_residuals_fuse_into_winograd(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "w"], ["c"], pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["c", "b"], ["d"]),
+        helper.make_node("Relu", ["d"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", [2, 48, 15, 15])], ["y"], {"w": _normal(48, 48, 3, 3) / 10})
+    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 48, 15, 15)})
+    assert _rules(built) == {"winograd": 2, "fallback": 2}  # the two others are the layout changes at both ends
+
+
+@pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
+def test_other_processors_get_winograd(name: str, make_model: Any) -> None:
+    built = build(import_onnx(_convolution(make_model, (64, 64, 28, 28, 1, 1, 1, 1))), resolve(name))
+    assert _rules(built)["winograd"] == 1
+
+
+@pytest.mark.parametrize("machine", [AVX512, AVX2], ids=["avx512", "avx2"])
+@pytest.mark.parametrize(
+    ("height", "channels", "size"), [(56, 64, 4), (28, 128, 4), (14, 8, None), (224, 3, None), (1, 256, None)]
+)
+def test_the_tile_size_follows_the_shape(machine: Machine, height: int, channels: int, size: int | None) -> None:
+    assert winograd.choose(height, height, channels, channels, machine) == size
+
+
+@pytest.mark.parametrize(("height", "channels"), [(14, 256), (7, 512)])
+def test_large_weights_get_small_tiles(height: int, channels: int) -> None:
+    assert winograd.choose(height, height, channels, channels, AVX512) == 2
+
+
+def test_the_tuner_has_a_search_space_for_winograd(make_model: Any, native: Any) -> None:
+    from tvmflow.tuning.records import normalize
+    from tvmflow.tuning.space import make_search
+
+    imported = import_onnx(_convolution(make_model, (64, 64, 28, 28, 1, 1, 1, 1)))
+    (function,) = (item.func for item in workloads(lower(imported, native)) if "winograd" in item.name)
+    search = make_search(normalize(function), native.canonical, "random", batch=2, seed=1, cost_model=None)
+    assert search.propose()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_transforms_make_a_convolution(size: int) -> None:
+    inputs, kernel, output = winograd.transforms(size)
+    tile, weights = _normal(size + 2), _normal(3)
+    np.testing.assert_allclose(
+        output @ ((inputs @ tile) * (kernel @ weights)), np.correlate(tile, weights), rtol=1e-5, atol=1e-6
+    )
+    assert np.array_equal(inputs, inputs.astype("float32"))
+    assert np.array_equal(output, output.astype("float32"))

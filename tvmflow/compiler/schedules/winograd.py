@@ -1,0 +1,75 @@
+"""The schedule for Winograd's convolution: transforms in registers around matrix products."""
+
+import math
+
+from tvm.s_tir import Schedule
+
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import LANES, TILE, WINOGRAD
+from tvmflow.compiler.schedules import common
+
+
+def apply(sch: Schedule, machine: Machine) -> bool:
+    """3x3 convolutions that the compiler chose Winograd's algorithm for.
+
+    Where the transformed weights fit a core's cache, a line of tiles goes through all stages at once and stays there
+    too; else every stage is a parallel loop of its own, so that each weight is read by one core once.
+    """
+    product = common.kernel(sch, "winograd")
+    if product is None:
+        return False
+    annotations = sch.get(product).annotations
+    rows, lanes, size = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD))
+    taps = (size + 2) ** 2
+    channels, depth = (int(variable.dom.extent) for variable in list(sch.get(product).iter_vars)[-2:])
+    (pad,), (vertical,), (transformed,), (back,) = (
+        common.named(sch, name) for name in ("pad", "input_vertical", "input", "output_vertical")
+    )
+    out = common.inline_epilogue(sch, back)
+    wide = -(-int(sch.get(out).iter_vars[2].dom.extent) // size)
+    whole = 4 * taps * channels * depth <= machine.cache and wide % rows == 0
+    result = sch.cache_write(product, 0, "global")
+
+    n, h, w, c = sch.get_loops(out)
+    (high, h), (far, w) = sch.split(h, [None, size]), sch.split(w, [None, size])
+    outer, pieces, lane = common.split_channels(sch, c, 1, lanes)
+    sch.reorder(n, high, far, outer, h, w, pieces, lane)
+    task = sch.fuse(n, high)
+    sch.parallel(task)
+    common.in_registers(sch, [h, w, pieces, lane])
+    sch.compute_at(back, outer, preserve_unit_loops=True)
+    common.in_registers(sch, list(sch.get_loops(back))[-4:])
+
+    if whole:
+        sch.compute_at(result, task, preserve_unit_loops=True)
+    a, b, p, c = list(sch.get_loops(result))[-4:]
+    count = common.widest_tile(rows, channels // lanes, machine)
+    line, near = sch.split(p, [None, rows])
+    outer, pieces, lane = sch.split(c, [None, count, lanes])
+    sch.reorder(a, b, outer, line, near, pieces, lane)
+    if not whole:
+        sch.parallel(sch.fuse(a, b, outer))
+    sch.compute_at(product, line, preserve_unit_loops=True)
+    common.in_registers(sch, [near, pieces, lane])
+    *_, near, lane, k = sch.get_loops(product)
+    pieces, lane = sch.split(lane, [count, lanes])
+    sch.reorder(k, near, pieces, lane)
+    common.in_registers(sch, [near, pieces, lane])
+    start = sch.decompose_reduction(product, k)
+    common.in_registers(sch, list(sch.get_loops(start))[-3:])
+
+    if whole:
+        sch.compute_at(transformed, task, preserve_unit_loops=True)
+    a, b, p, c = list(sch.get_loops(transformed))[-4:]
+    if not whole:
+        task, p = sch.split(p, [None, wide])
+    outer, lane = sch.split(c, [None, math.gcd(depth, machine.lanes)])
+    sch.reorder(*([] if whole else [task]), p, outer, a, b, lane)
+    if not whole:
+        sch.parallel(task)
+    common.in_registers(sch, [a, b, lane])
+    sch.compute_at(vertical, outer, preserve_unit_loops=True)
+    common.in_registers(sch, list(sch.get_loops(vertical))[-4:])
+    sch.compute_at(pad, task, preserve_unit_loops=True)
+    common.vectorize_inner(sch, pad, machine)
+    return True

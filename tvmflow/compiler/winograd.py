@@ -1,0 +1,182 @@
+"""Winograd's convolution: 3x3 kernels with stride one by fewer multiplications, and when that pays.
+
+The algorithm is that of Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2015): tiles of the input
+and the kernel are transformed, multiplied element by element as one matrix product per element of the tile, and
+transformed back.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tvm import te, tirx, topi
+
+from tvmflow.compiler import tiles
+from tvmflow.compiler.machine import Machine
+
+_Matrix = npt.NDArray[np.float64]
+
+# Per size m of the output tile: the points, beside infinity, at which F(m x m, 3 x 3) interpolates. For m = 4 those
+# usual, 0, 1, -1, 2, -2, make errors that are twice as large; these too make coefficients that float32 holds exactly.
+_POINTS = {2: (0.0, 1.0, -1.0), 4: (0.0, 0.75, -0.75, 1.5, -1.5)}
+
+# Fewest channels, in and out, whose products outweigh the transforms.
+_FEWEST_CHANNELS = 32
+# Output tiles side by side that are worth a register tile of their own.
+_LONG_LINE = 7
+# What a core reads of weights that its own cache does not hold, in the time of a multiply-add of vectors.
+_BYTES_PER_CYCLE = 5
+
+
+def choose(height: int, width: int, channels: int, out_channels: int, machine: Machine) -> int | None:
+    """The size of the output tiles that is fastest for an output of `height` by `width`; None for the direct way.
+
+    Counts a core's cycles per image: of the products, of the transforms, and of reading weights that stay in no cache.
+    """
+    if min(channels, out_channels) < _FEWEST_CHANNELS or min(height, width) < 2:
+        return None
+    costs: dict[int | None, float] = {None: _cost(9 * height * width, 9, channels, out_channels, machine)}
+    for size in _POINTS:
+        high, wide = -(-height // size), -(-width // size)
+        taps = (size + 2) ** 2
+        tile = tile_of(high, wide, channels, -(-out_channels // machine.lanes), machine)
+        # A tile of few rows and vectors waits for loads, and for its own results.
+        waiting = max(1.0, 8 / (tile.rows * tile.vectors))
+        transforms = 4 * taps * high * wide * (channels + out_channels) / machine.lanes
+        products = taps * high * wide * waiting
+        costs[size] = _cost(products, taps, channels, out_channels, machine) + transforms
+    return min(costs, key=lambda size: costs[size])
+
+
+def _cost(products: float, taps: int, channels: int, out_channels: int, machine: Machine) -> float:
+    weight_bytes = 4 * taps * channels * out_channels
+    reading = weight_bytes / _BYTES_PER_CYCLE if weight_bytes > machine.cache else 0.0
+    return products * channels * out_channels / machine.lanes + reading
+
+
+def tile_of(high: int, wide: int, channels: int, vectors: int, machine: Machine) -> tiles.Tile:
+    """The register tile for images of `high` by `wide` output tiles: its rows divide a line of them if that is long."""
+    rows = wide if wide >= _LONG_LINE else high * wide
+    return tiles.choose(rows, vectors, machine, 4 * channels, exact=True)
+
+
+@cache
+def transforms(size: int) -> tuple[_Matrix, _Matrix, _Matrix]:
+    """The matrices that transform tiles of the input, kernels and tiles of products, by the method of Toom and Cook.
+
+    With n = size + 2 they are n by n, n by 3 and size by n.
+    """
+    points = _POINTS[size]
+    n = size + 2
+    inputs, kernel, output = np.zeros((n, n)), np.zeros((n, 3)), np.zeros((size, n))
+    for row, point in enumerate(points):
+        others = [other for other in points if other != point]
+        inputs[row, : n - 1] = np.poly(others)[::-1]
+        kernel[row] = point ** np.arange(3) / np.prod([point - other for other in others])
+        output[:, row] = point ** np.arange(size)
+    inputs[-1] = np.poly(points)[::-1]
+    kernel[-1, -1] = output[-1, -1] = 1
+    return inputs, kernel, output
+
+
+def transform_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int) -> np.ndarray[Any, Any]:
+    """The weights `[CO][CI][3][3]` transformed and packed into `[taps][CO/v][CI][v]`, zeros after the last channel."""
+    out_channels, channels = weight.shape[:2]
+    kernel = transforms(size)[1]
+    transformed = np.einsum("ay,oiyx,bx->abio", kernel, weight.astype("float64"), kernel)
+    vectors = -(-out_channels // lanes)
+    value = np.zeros((kernel.shape[0] ** 2, channels, vectors * lanes), "float32")
+    value[:, :, :out_channels] = transformed.reshape(-1, channels, out_channels)
+    return value.reshape(-1, channels, vectors, lanes).transpose(0, 2, 1, 3)
+
+
+def conv2d(
+    data: te.Tensor,
+    weight: te.Tensor,
+    *,
+    channels: int,
+    padding: Sequence[int],
+    annotations: Callable[[int, int, int], dict[str, Any]],
+    machine: Machine,
+) -> te.Tensor:
+    """Convolution of NHWC data of known height and width with weights from `transform_kernel`.
+
+    `annotations` gives those of the matrix product from the rows of its tile, its lanes and the size of output tiles.
+    """
+    batch, in_h, in_w, depth = data.shape
+    taps, vectors, _, lanes = (int(dim) for dim in weight.shape)
+    side = math.isqrt(taps)
+    size = side - 2
+    top, left, bottom, right = padding
+    height, width = int(in_h) + top + bottom - 2, int(in_w) + left + right - 2
+    high, wide = -(-height // size), -(-width // size)
+    count = high * wide
+    total = topi.utils.simplify(batch * count)
+
+    inputs, _, outputs = (matrix.tolist() for matrix in transforms(size))
+    padded = te.compute(
+        (batch, high * size + 2, wide * size + 2, depth),
+        lambda n, y, x, c: tirx.if_then_else(
+            tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left),
+            data[n, y - top, x - left, c],
+            tirx.const(0, data.dtype),
+        ),
+        name="pad",
+    )
+    vertical = te.compute(
+        (side, side, total, depth),
+        lambda a, j, p, c: _combine(
+            inputs,
+            a,
+            lambda i: padded[p // count, p % count // wide * size + i, p % wide * size + j, c],
+        ),
+        name="input_vertical",
+    )
+    transformed = te.compute(
+        (side, side, total, depth),
+        lambda a, b, p, c: _combine(inputs, b, lambda j: vertical[a, j, p, c]),
+        name="input",
+    )
+    k = te.reduce_axis((0, depth), "k")
+    product = te.compute(
+        (side, side, total, vectors * lanes),
+        lambda a, b, p, c: te.sum(transformed[a, b, p, k] * weight[a * side + b, c // lanes, k, c % lanes], axis=k),
+        name="product",
+        attrs=annotations(tile_of(high, wide, int(depth), vectors, machine).rows, lanes, size),
+    )
+    # Tiles come first: were they where the product has them, MetaSchedule would take this stage for a copy of it.
+    back = te.compute(
+        (total, size, side, vectors * lanes),
+        lambda p, a, j, c: _combine(outputs, a, lambda i: product[i, j, p, c]),
+        name="output_vertical",
+    )
+
+    def element(n: Any, h: Any, w: Any, c: Any) -> Any:
+        p = n * count + h // size * wide + w // size
+        return _combine(outputs, w % size, lambda j: back[p, h % size, j, c])
+
+    return te.compute((batch, height, width, channels), element, name="unpack")
+
+
+def _combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:
+    """The sum of elements weighted by a row of a constant matrix; the schedule unrolls until the row is known."""
+    sums = [_weighted_sum(weights, element) for weights in matrix]
+    value = sums[-1]
+    for index in reversed(range(len(sums) - 1)):
+        value = tirx.Select(row == index, sums[index], value)
+    return value
+
+
+def _weighted_sum(weights: Sequence[float], element: Callable[[int], Any]) -> Any:
+    total = None
+    # A positive term first: the others are added to it or subtracted, without a negation.
+    for index in sorted(range(len(weights)), key=lambda index: weights[index] <= 0):
+        weight = weights[index]
+        if weight == 0:
+            continue
+        term = element(index) if abs(weight) == 1 else element(index) * abs(weight)
+        total = term if total is None else (total + term if weight > 0 else total - term)
+    return total
