@@ -17,21 +17,13 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
 from tvmflow.compiler.reason import reason
+from tvmflow.bundle import TensorSpec
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 
 # Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
 _SMALLEST_WEIGHT = 17
 # Whole numbers are tables of shapes and positions rather than weights until they are this many.
 _SMALLEST_INTEGER_WEIGHT = 4097
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, shape and dtype of a model's input or output; a dimension given as a string is symbolic."""
-
-    name: str
-    shape: tuple[int | str, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
