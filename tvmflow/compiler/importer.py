@@ -16,8 +16,8 @@ from onnx import numpy_helper
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
-from tvmflow.compiler.reason import reason
 from tvmflow.bundle import TensorSpec
+from tvmflow.compiler.reason import reason
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 
 # Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
