@@ -3,7 +3,7 @@
 import json
 
 from tasks.relax_import import ImportResult, load_imported
-from tasks.step import BuildTarget, Context, Job, as_options, as_target, job_target, step, variants
+from tasks.step import Context, Job, as_options, step, variants
 from tasks.tune import TuneResult, best_records
 from tvmflow.process import Emit
 from tvmflow.spec import Build
@@ -16,7 +16,7 @@ class BuildJob(Job):
 
     imported: ImportResult
     records: Artifact
-    target: BuildTarget
+    target: Target
     build: Build
     variants: tuple[dict[str, int], ...]
 
@@ -44,7 +44,7 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
 
     from tvmflow import compiler
 
-    workspace, target = job.workspace, as_target(job.target)
+    workspace, target = job.workspace, job.target
     emit(0, 3, "checking the target")
     compiler.can_build(target)
     imported = load_imported(workspace, job.imported)
@@ -82,7 +82,7 @@ def build(
         home=context.workspace.folder,
         imported=imported.result,
         records=tuned.result.records,
-        target=job_target(target),
+        target=target,
         build=context.spec.build,
         variants=variants(context.spec, imported.result.inputs),
     )

@@ -13,7 +13,6 @@ from tvmflow.services import Services
 from tvmflow.settings import Settings
 from tvmflow.spec import Build, Spec
 from tvmflow.store import ReleaseStore
-from tvmflow.target import Target
 from tvmflow.workspace import Artifact, Record, StepResult, Workspace
 
 if TYPE_CHECKING:
@@ -32,16 +31,6 @@ class Tensor(Record):
     name: str
     shape: tuple[int | str, ...]
     dtype: str
-
-
-class BuildTarget(Record):
-    """A target as a job carries it; the fields of tvmflow.target.Target."""
-
-    name: str
-    tvm: dict[str, Any]
-    arch: str
-    features: tuple[str, ...]
-    cross_compiler: str | None
 
 
 class Job(Record):
@@ -138,22 +127,6 @@ def _run_name(name: str) -> Callable[[], str]:
 def slug(text: str) -> str:
     """A name fit for files and metrics."""
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:60]
-
-
-def job_target(target: Target) -> BuildTarget:
-    """A target as a job carries it."""
-    return BuildTarget(
-        name=target.name,
-        tvm=target.tvm,
-        arch=target.arch,
-        features=target.features,
-        cross_compiler=target.cross_compiler,
-    )
-
-
-def as_target(target: BuildTarget) -> Target:
-    """The target that a job carries."""
-    return Target(target.name, target.tvm, target.arch, target.features, target.cross_compiler)
 
 
 def as_options(section: Build, variants: tuple[dict[str, int], ...]) -> "BuildOptions":

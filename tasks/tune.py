@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.relax_import import ImportResult, load_imported
-from tasks.step import BuildTarget, Context, Job, as_options, as_target, job_target, step, variants
+from tasks.step import Context, Job, as_options, step, variants
 from tvmflow.process import Emit
 from tvmflow.spec import Build, Tune
 from tvmflow.target import Target, host
@@ -23,7 +23,7 @@ class TuneJob(Job):
     """The imported model, the target, the budget, and how the build will lower the model."""
 
     imported: ImportResult
-    target: BuildTarget
+    target: Target
     build: Build
     variants: tuple[dict[str, int], ...]
     tune: Tune
@@ -57,7 +57,7 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
     from tvmflow.compiler.machine import machine
     from tvmflow.compiler.schedules import schedule
 
-    workspace, target = job.workspace, as_target(job.target)
+    workspace, target = job.workspace, job.target
     options = as_options(job.build, job.variants)
     lowered = compiler.lower(load_imported(workspace, job.imported), target, options)
     tasks = [tuning.Task(item.name, item.func, item.calls) for item in compiler.workloads(lowered)]
@@ -109,7 +109,7 @@ def tune(context: Context, imported: Outcome[ImportResult], target: Target) -> O
     job = TuneJob(
         home=context.workspace.folder,
         imported=imported.result,
-        target=job_target(target),
+        target=target,
         build=spec.build,
         variants=variants(spec, imported.result.inputs),
         tune=spec.tune,
