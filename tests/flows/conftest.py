@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,7 +158,12 @@ def serving(command: list[str], port: int, health: str, log: Path, environment: 
     """A server on 127.0.0.1 as a process of its own, healthy, while the body runs."""
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, env={**Machine(log.parent).environment, **environment}, stdout=output, stderr=output, text=True
+            command,
+            env={**Machine(log.parent).environment, **environment},
+            stdout=output,
+            stderr=output,
+            text=True,
+            start_new_session=True,
         )
     address = f"http://127.0.0.1:{port}"
 
@@ -172,8 +177,11 @@ def serving(command: list[str], port: int, health: str, log: Path, environment: 
         wait_until(healthy, process, f"{address} answers, see {log}")
         yield address
     finally:
-        process.terminate()
+        # A server's own children may outlive it: the whole group ends.
+        os.killpg(process.pid, signal.SIGTERM)
         process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def free_port() -> int:

@@ -1,11 +1,13 @@
 """Registries to test against: SQLite files, one real MLflow server, and small real bundles."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,14 +50,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     }
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server"], env={**os.environ, **environment}, stdout=log, stderr=log
+            [sys.executable, "-m", "mlflow", "server"],
+            env={**os.environ, **environment},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         _await_health(f"http://127.0.0.1:{port}", process, folder / "server.log")
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.terminate()
+        # The command's own child serves and may outlive it: the whole group ends.
+        os.killpg(process.pid, signal.SIGTERM)
         process.wait(20)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _await_health(address: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
