@@ -5,9 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
-import yaml
 from prefect import flow
 
 from tasks.benchmark import BenchmarkResult, Point, benchmark, gate_failures
@@ -29,12 +28,6 @@ from tvmflow.services import open_services
 from tvmflow.spec import Spec
 from tvmflow.target import Target, host
 from tvmflow.workspace import Outcome, Record, Workspace
-
-if TYPE_CHECKING:
-    pass
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class StepSummary(Record):
@@ -103,8 +96,7 @@ def override(spec: Spec, targets: list[str] | None, trials: int | None, runs: in
         document["tune"] |= {"trials": trials, "minutes": None}
     if runs is not None:
         document["benchmark"]["repeats"] = max(1, -(-runs // spec.benchmark.rounds))
-    # A round trip through YAML turns what JSON mode made of paths and tuples into what the file itself would hold.
-    return release_file.parse(yaml.safe_load(yaml.safe_dump(document)), spec.folder)
+    return release_file.parse(document, spec.folder)
 
 
 def _release(context: Context) -> ReleaseSummary:

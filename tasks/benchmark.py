@@ -10,7 +10,7 @@ import numpy as np
 from tasks.export import ExportResult, find_source
 from tasks.package import PackageResult
 from tasks.step import Context, Job, step
-from tasks.train import TrainResult, weights_path
+from tasks.train import TrainResult
 from tvmflow import samples
 from tvmflow.errors import VerdictError
 from tvmflow.process import Child, Emit
@@ -132,7 +132,7 @@ def benchmark(
 ) -> Outcome[BenchmarkResult]:
     """Measure the bundle, ONNX Runtime and PyTorch eager in turn, at each size that the release file names."""
     section: Benchmark = context.spec.benchmark
-    source, identity = find_source(context, weights_path(context, trained))
+    source, identity = find_source(context, trained)
     peers = [peer for peer in section.peers if peer != "pytorch" or source.framework == "pytorch"]
     job = RunnerJob(
         home=context.workspace.folder,

@@ -5,20 +5,20 @@ import io
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import yaml
 
 from tasks.step import Context, Job, Tensor, step
-from tasks.train import TrainResult, weights_path
+from tasks.train import TrainResult
 from tvmflow import samples, usercode
 from tvmflow.bundle import sha256_file
 from tvmflow.errors import ExportError
 from tvmflow.process import Emit
 from tvmflow.samples import Named
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
-from tvmflow.spec import Dimension, Export, Input
+from tvmflow.spec import Dimension, Dtype, Export, Input
 from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 _PRIVATE = "tvmflow_output_"
-_DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+_DTYPES = get_args(Dtype)
 
 
 class ExportJob(Job):
@@ -56,7 +56,6 @@ class ExportResult(StepResult):
     outputs: tuple[Tensor, ...]
     max_abs_error: float | None
     opset: int
-    operators: dict[str, int]
 
 
 def work(job: ExportJob, emit: Emit) -> ExportResult:
@@ -87,7 +86,6 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             outputs=_signature(model.graph.output, pairs[0][1]),
             max_abs_error=error,
             opset=max(item.version for item in model.opset_import if item.domain in ("", "ai.onnx")),
-            operators=_count(model),
             sources=usercode.imported_sources(job.folder),
         )
 
@@ -100,7 +98,7 @@ def export(context: Context, trained: Outcome[TrainResult] | None = None) -> Out
     differ from PyTorch's beyond the release file's tolerance.
     """
     spec = context.spec
-    source, identity = find_source(context, weights_path(context, trained))
+    source, identity = find_source(context, trained)
     job = ExportJob(
         home=context.workspace.folder,
         folder=spec.folder,
@@ -126,13 +124,21 @@ def export(context: Context, trained: Outcome[TrainResult] | None = None) -> Out
     )
 
 
-def find_source(context: Context, weights: Path | None) -> tuple[Source, dict[str, Any]]:
-    """Where the original is on this machine, and what identifies it in a step's key."""
+def find_source(context: Context, trained: Outcome[TrainResult] | None) -> tuple[Source, dict[str, Any]]:
+    """Where the original is on this machine, and what identifies it in a step's key.
+
+    The weights of a factory's model are those just trained, those of the release file, or none.
+    """
     model, spec = context.spec.model, context.spec
     said = model.model_dump(mode="json")
     if model.factory is not None:
-        digest = sha256_file(weights) if weights is not None else None
-        return Source(kind="factory", model=model, path=weights), {**said, "weights": digest}
+        path, digest = None, None
+        if trained is not None:
+            path, digest = context.file(trained.result.weights), trained.result.weights.sha256
+        elif model.weights is not None:
+            path = spec.path(model.weights)
+            digest = sha256_file(path)
+        return Source(kind="factory", model=model, path=path), {**said, "weights": digest}
     if model.mlflow is not None:
         return _registered(context)
     kind, path = ("pt2", model.pt2) if model.pt2 is not None else ("onnx", model.onnx)
@@ -409,8 +415,3 @@ def _signature(outputs: Any, example: Mapping[str, Any]) -> tuple[Tensor, ...]:
         )
         described.append(Tensor(name=item.name, shape=shape, dtype=array.dtype.name))
     return tuple(described)
-
-
-def _count(model: "onnx.ModelProto") -> dict[str, int]:
-    names = [node.op_type for node in model.graph.node]
-    return {name: names.count(name) for name in sorted(set(names))}

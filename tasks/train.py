@@ -5,6 +5,7 @@ from typing import Any
 
 from tasks.step import Context, Job, step
 from tvmflow import usercode
+from tvmflow.bundle import sha256_file
 from tvmflow.errors import TrainError
 from tvmflow.process import Emit
 from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
@@ -41,7 +42,7 @@ def train(context: Context) -> Outcome[TrainResult]:
     section = context.spec.train
     if section is None:
         raise TrainError("the release file says nothing of training")
-    files = {str(path): context.workspace.keep_copy(context.spec.path(path)).sha256 for path in section.reads}
+    files = {str(path): sha256_file(context.spec.path(path)) for path in section.reads}
     job = TrainJob(
         home=context.workspace.folder,
         folder=context.spec.folder,
@@ -56,11 +57,3 @@ def train(context: Context) -> Outcome[TrainResult]:
         lambda: context.call("tasks.train:work", job, TrainResult, torch=True),
         folder=context.spec.folder,
     )
-
-
-def weights_path(context: Context, outcome: Outcome[TrainResult] | None) -> Path | None:
-    """The weights file of the release's model: trained, given, or none."""
-    if outcome is not None:
-        return context.file(outcome.result.weights)
-    given = context.spec.model.weights
-    return context.spec.path(given) if given is not None else None

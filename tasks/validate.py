@@ -8,9 +8,9 @@ import numpy as np
 from tasks.export import ExportResult, find_source
 from tasks.package import PackageResult
 from tasks.step import Context, Job, step
-from tasks.train import TrainResult, weights_path
+from tasks.train import TrainResult
 from tvmflow import samples, usercode
-from tvmflow.errors import BundleError, ExportError
+from tvmflow.errors import ExportError
 from tvmflow.process import Emit
 from tvmflow.samples import Array, Named
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
@@ -26,7 +26,6 @@ class ReferenceJob(Job):
     folder: Path
     source: Source
     onnx: Artifact
-    samples: Artifact
     task: TaskMetric
     batch: int | None
     inputs: tuple[str, ...]
@@ -146,9 +145,7 @@ def device_work(job: DeviceJob, emit: Emit) -> DeviceResult:
     workspace = job.workspace
     with runtime.load(workspace.path(job.bundle)) as model, workspace.scratch() as folder:
 
-        def run(kept: Artifact | None, name: str) -> Artifact | None:
-            if kept is None:
-                return None
+        def run(kept: Artifact, name: str) -> Artifact:
             pairs = samples.load(workspace.path(kept))
             outputs: list[tuple[Named, Named]] = []
             for index, (inputs, _) in enumerate(pairs):
@@ -157,10 +154,10 @@ def device_work(job: DeviceJob, emit: Emit) -> DeviceResult:
             samples.save(folder / f"{name}.npz", outputs)
             return workspace.keep(folder / f"{name}.npz")
 
-        on_samples = run(job.samples, "samples")
-        if on_samples is None:
-            raise BundleError("a bundle cannot be validated without samples")
-        return DeviceResult(samples=on_samples, held_out=run(job.held_out, "held-out"))
+        return DeviceResult(
+            samples=run(job.samples, "samples"),
+            held_out=run(job.held_out, "held-out") if job.held_out is not None else None,
+        )
 
 
 def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
@@ -212,7 +209,7 @@ def reference(
     if task is None:
         raise ExportError("the release file names no dataset")
     result = exported.result
-    source, identity = find_source(context, weights_path(context, trained))
+    source, identity = find_source(context, trained)
     first = result.inputs[0].shape[0] if result.inputs[0].shape else 1
     high = context.spec.dimension(first).max if isinstance(first, str) else None
     if high is not None:
@@ -222,7 +219,6 @@ def reference(
         folder=context.spec.folder,
         source=source,
         onnx=result.onnx,
-        samples=result.samples,
         task=task,
         batch=first if isinstance(first, int) else None,
         inputs=tuple(item.name for item in result.inputs),

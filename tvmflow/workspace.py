@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -100,11 +99,6 @@ class Workspace:
         if not self.holds(artifact):
             path.replace(place)
         return artifact
-
-    def keep_copy(self, path: Path) -> Artifact:
-        """Take a copy of a user's file into the workspace."""
-        with self.scratch() as folder:
-            return self.keep(Path(shutil.copyfile(path, folder / path.name)))
 
     def holds(self, artifact: Artifact) -> bool:
         """Whether the artifact's file is there, whole."""

@@ -81,12 +81,6 @@ def test_an_artifact_is_kept_under_its_digest(workspace: Workspace, tmp_path: Pa
     assert not (tmp_path / "mod.so").exists()
 
 
-def test_a_users_file_is_copied(workspace: Workspace, tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("1,2")
-    artifact = workspace.keep_copy(tmp_path / "data.csv")
-    assert (tmp_path / "data.csv").read_text() == workspace.path(artifact).read_text() == "1,2"
-
-
 def test_a_step_that_was_done_is_found(run: Run) -> None:
     first, second = run(), run()
     assert (first.status, second.status) == ("ran", "cached")
