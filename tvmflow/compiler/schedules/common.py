@@ -8,8 +8,8 @@ from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import KERNEL
 
 # Below this many iterations a parallel region costs more than it gains.
 _WORTH_A_THREAD = 4096

@@ -2,8 +2,8 @@
 
 from tvm.s_tir import Schedule
 
+from tvmflow.compiler.annotations import LANES, TILE
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import LANES, TILE
 from tvmflow.compiler.schedules import common
 
 

@@ -5,8 +5,8 @@ import math
 from tvm import tirx
 from tvm.s_tir import Schedule
 
+from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.schedules import common
 
 

@@ -4,8 +4,8 @@ import math
 
 from tvm.s_tir import Schedule
 
+from tvmflow.compiler.annotations import LANES, TILE, WINOGRAD
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import LANES, TILE, WINOGRAD
 from tvmflow.compiler.schedules import common
 
 

@@ -1,0 +1,39 @@
+"""How the tensor operators that matter are computed: with packed weights, in loops that the schedules know.
+
+Activations are NHWC. Weights are packed into `[CO/v][KH][KW][CI][v]` for vectors of v lanes, padded with zeros to whole
+vectors; a dense layer is the 1x1 case, `[N/v][K][v]`. Every product is computed into a buffer of whole tiles, so the
+inner loops have constant extents whatever the shape, and a last stage takes what is wanted of it. The stages carry
+the annotations of `tvmflow.compiler.annotations`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from tvm import relax
+
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import convolution, elementwise, products, rowwise
+from tvmflow.compiler.operators.common import Legalization, default
+
+_Own = Callable[[relax.BlockBuilder, relax.Call, Machine], relax.Expr | None]
+
+_OPERATORS: dict[str, _Own] = {
+    "relax.nn.conv2d": convolution.legalize,
+    "relax.matmul": products.legalize,
+    "relax.nn.softmax": rowwise.legalize_softmax,
+    "relax.nn.layer_norm": rowwise.legalize_layer_norm,
+    **{name: partial(elementwise.legalize, function=function) for name, function in elementwise.FUNCTIONS.items()},
+}
+
+
+def legalizations(machine: Machine) -> dict[str, Legalization]:
+    """The operators that are not left to TVM's own definitions, for one machine; TVM's takes what ours does not."""
+
+    def with_default(own: _Own) -> Legalization:
+        def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+            result = own(builder, call, machine)
+            return default(builder, call) if result is None else result
+
+        return legalize
+
+    return {name: with_default(own) for name, own in _OPERATORS.items()}

@@ -1,0 +1,75 @@
+"""What the operators share: shapes, padding, packed weights."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx, topi
+
+from tvmflow.compiler.machine import Machine
+
+Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
+
+# TVM's fusion kind for operators that take element-wise ones after them; it cannot see that in our stages itself.
+FUSABLE = {"op_pattern": 4}
+
+
+def default(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    """TVM's own definition of the operator."""
+    return call.op.get_attr("FLegalize")(builder, call)
+
+
+def static(dim: Any) -> int | None:
+    """A size as a number, None where it is symbolic."""
+    return int(dim) if isinstance(dim, int | tirx.IntImm) else None
+
+
+def is_float32(*tensors: relax.Expr) -> bool:
+    """Whether all are float32 of known rank."""
+    return all(isinstance(tensor.ty.shape, relax.ShapeExpr) and str(tensor.ty.dtype) == "float32" for tensor in tensors)
+
+
+def vector(channels: int, machine: Machine) -> int:
+    """Lanes per vector: the machine's, or fewer where the channels would not fill one."""
+    return min(machine.lanes, max(4, 1 << (channels - 1).bit_length()))
+
+
+def constant(value: np.ndarray[Any, Any]) -> relax.Expr:
+    """An array as a constant of the program."""
+    return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
+
+
+def output_size(size: Any, kernel: int, stride: int, before: int, after: int, dilation: int) -> Any:
+    """The size of a convolution's result along one dimension."""
+    return topi.utils.simplify((size + before + after - dilation * (kernel - 1) - 1) // stride + 1)
+
+
+def round_up(size: Any, multiple: int) -> Any:
+    """The next multiple, which may be `size` itself."""
+    return topi.utils.simplify((size + multiple - 1) // multiple * multiple)
+
+
+def divides(tile: int, size: Any) -> bool:
+    """Whether a size is known and a multiple of the tile."""
+    known = static(size)
+    return known is not None and known % tile == 0
+
+
+def padded_input(
+    data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None
+) -> te.Tensor:
+    """The input with zeros around it, `height` by `width`; the input itself where that is the same."""
+    batch, in_h, in_w, in_c = data.shape
+    top, left = padding[0], padding[1]
+    wide = channels is not None and channels != int(in_c)
+    if not any(padding) and not wide and static(in_w) is not None and static(width) == static(in_w):
+        return data
+
+    def value(n: Any, y: Any, x: Any, c: Any) -> Any:
+        inside = [tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left)]
+        if wide:
+            inside.append(c < in_c)
+        return tirx.if_then_else(tirx.all(*inside), data[n, y - top, x - left, c], tirx.const(0, data.dtype))
+
+    return te.compute((batch, height, width, channels or in_c), value, name="pad")

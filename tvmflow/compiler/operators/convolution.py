@@ -1,0 +1,172 @@
+"""Convolution of NHWC activations with packed weights, directly, as a matrix product, or by Winograd's algorithm."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx, topi
+
+from tvmflow.compiler import tiles, winograd
+from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, SHARED, TILE, WINOGRAD
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import depthwise
+from tvmflow.compiler.operators.common import (
+    FUSABLE,
+    constant,
+    divides,
+    is_float32,
+    output_size,
+    padded_input,
+    round_up,
+    static,
+    vector,
+)
+from tvmflow.compiler.operators.products import rows_product
+
+
+def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """Choose how a convolution is computed; None for what is not ours: other layouts, dtypes, unknown kernels."""
+    data, weight = call.args
+    attrs = call.attrs
+    if (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) != ("NHWC", "NHWC", "OIHW"):
+        return None
+    if not is_float32(data, weight) or any(static(dim) is None for dim in weight.ty.shape.values):
+        return None
+    groups, channels = int(attrs.groups), static(data.ty.shape.values[3])
+    out_channels, _, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
+    geometry: dict[str, Any] = {
+        "strides": [int(item) for item in attrs.strides],
+        "padding": [int(item) for item in attrs.padding],
+        "dilation": [int(item) for item in attrs.dilation],
+    }
+    if channels is not None and groups == channels == out_channels and groups > 1:
+        lanes = vector(channels, machine)
+        packed = depthwise.pack(builder, weight, lanes)
+        compute = partial(depthwise.depthwise, machine=machine, **geometry)
+        return builder.call_te(compute, data, packed, primfunc_name_hint="depthwise_conv2d", primfunc_attrs=FUSABLE)
+    size = _winograd_size(data, weight, groups, geometry, machine)
+    if size is not None:
+        packed = constant(winograd.transform_kernel(weight.value.numpy(), size, machine.lanes))
+        compute = partial(
+            winograd.conv2d,
+            channels=out_channels,
+            padding=geometry["padding"],
+            annotations=lambda rows, lanes, size: {KERNEL: "winograd", TILE: rows, LANES: lanes, WINOGRAD: size},
+            machine=machine,
+        )
+        return builder.call_te(compute, data, packed, primfunc_name_hint="winograd_conv2d", primfunc_attrs=FUSABLE)
+    per_group = out_channels // groups
+    lanes = vector(per_group, machine)
+    if groups > 1:
+        # A vector of output channels must read one group's input channels only.
+        lanes = math.gcd(per_group, machine.lanes)
+    packed = _pack(builder, weight, lanes)
+    pointwise = (kernel_h, kernel_w) == (1, 1) and groups == 1
+    if pointwise and geometry["strides"] == [1, 1] and not any(geometry["padding"]):
+        compute = partial(pointwise_conv2d, channels=out_channels, machine=machine)
+    else:
+        compute = partial(conv2d, channels=out_channels, groups=groups, machine=machine, **geometry)
+    return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=FUSABLE)
+
+
+def _winograd_size(
+    data: relax.Expr, weight: relax.Expr, groups: int, geometry: dict[str, Any], machine: Machine
+) -> int | None:
+    """The size of Winograd's output tiles where that algorithm applies and pays."""
+    out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
+    height, width = (static(dim) for dim in data.ty.shape.values[1:3])
+    if (kernel, geometry["strides"], geometry["dilation"], groups) != ([3, 3], [1, 1], [1, 1], 1):
+        return None
+    if height is None or width is None or not isinstance(weight, tvm.ir.GenericConst):
+        return None
+    top, left, bottom, right = geometry["padding"]
+    return winograd.choose(height + top + bottom - 2, width + left + right - 2, channels, out_channels, machine)
+
+
+def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
+    channels, per_group, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
+    vectors = -(-channels // lanes)
+    if isinstance(weight, tvm.ir.GenericConst):
+        value = np.zeros((vectors * lanes, per_group, kernel_h, kernel_w), "float32")
+        value[:channels] = weight.value.numpy()
+        return constant(value.reshape(vectors, lanes, per_group, kernel_h, kernel_w).transpose(0, 3, 4, 2, 1))
+
+    def pack(w: te.Tensor) -> te.Tensor:
+        return te.compute(
+            (vectors, kernel_h, kernel_w, per_group, lanes),
+            lambda j, y, x, k, v: tirx.if_then_else(j * lanes + v < channels, w[j * lanes + v, k, y, x], 0.0),
+            name="pack_weight",
+        )
+
+    return builder.emit_te(pack, weight)
+
+
+def conv2d(
+    data: te.Tensor,
+    weight: te.Tensor,
+    *,
+    channels: int,
+    groups: int,
+    machine: Machine,
+    strides: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> te.Tensor:
+    """Convolution of NHWC data with packed weights; groups must be whole vectors of output channels."""
+    batch, in_h, in_w, _ = data.shape
+    vectors, kernel_h, kernel_w, depth, lanes = (int(dim) for dim in weight.shape)
+    out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
+    out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
+    row_bytes = 4 * strides[1] * (static(data.shape[3]) or 1)
+    tile = tiles.choose(static(out_w), vectors // groups, machine, row_bytes).rows
+    tiled_w = round_up(out_w, tile)
+    height = in_h + padding[0] + padding[2]
+    needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
+    whole = divides(tile, out_w)
+    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(needed)
+    source = padded_input(data, padding, height, width)
+    y = te.reduce_axis((0, kernel_h), "y")
+    x = te.reduce_axis((0, kernel_w), "x")
+    k = te.reduce_axis((0, depth), "k")
+    per_group = vectors // groups
+    product = te.compute(
+        (batch, out_h, tiled_w, vectors * lanes),
+        lambda n, h, w, c: te.sum(
+            source[
+                n,
+                h * strides[0] + y * dilation[0],
+                w * strides[1] + x * dilation[1],
+                k if groups == 1 else c // (per_group * lanes) * depth + k,
+            ]
+            * weight[c // lanes, y, x, k, c % lanes],
+            axis=[y, x, k],
+        ),
+        name="conv2d",
+        attrs={KERNEL: "conv2d", TILE: tile, LANES: lanes, LEAD: 1, SHARED: 1},
+    )
+    return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
+
+
+def pointwise_conv2d(data: te.Tensor, weight: te.Tensor, *, channels: int, machine: Machine) -> te.Tensor:
+    """1x1 convolution of NHWC data: the pixels of an image are the rows of a matrix product."""
+    batch, height, width, depth = data.shape
+    vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)
+    product = rows_product(
+        [batch],
+        topi.utils.simplify(height * width),
+        depth,
+        lambda n, m, k: data[n, m // width, m % width, k],
+        lambda n, k, c: weight[c // lanes, 0, 0, k, c % lanes],
+        vectors * lanes,
+        lanes,
+        machine,
+        shared=True,
+    )
+    return te.compute(
+        (batch, height, width, channels),
+        lambda n, h, w, c: product[n, h * width + w, c],
+        name="unpack",
+    )

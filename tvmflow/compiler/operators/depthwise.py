@@ -1,0 +1,86 @@
+"""Depthwise convolution: every channel by itself."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx, topi
+
+from tvmflow.compiler.annotations import KERNEL, LANES, TILE
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import (
+    constant,
+    divides,
+    output_size,
+    padded_input,
+    round_up,
+    static,
+)
+
+
+def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
+    """Weights `[C][1][KH][KW]` as `[KH][KW][C]`, zeros after the last channel."""
+    channels, _, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
+    padded = _padded_channels(channels, lanes)
+    if isinstance(weight, tvm.ir.GenericConst):
+        value = np.zeros((kernel_h, kernel_w, padded), "float32")
+        value[:, :, :channels] = weight.value.numpy()[:, 0].transpose(1, 2, 0)
+        return constant(value)
+
+    def pack(w: te.Tensor) -> te.Tensor:
+        return te.compute(
+            (kernel_h, kernel_w, padded),
+            lambda y, x, c: tirx.if_then_else(c < channels, w[c, 0, y, x], 0.0),
+            name="pack_weight",
+        )
+
+    return builder.emit_te(pack, weight)
+
+
+def _padded_channels(channels: int, lanes: int) -> int:
+    # Half a vector at the end is as good as a whole one; less is not.
+    return channels if channels % max(lanes // 2, 4) == 0 else -(-channels // lanes) * lanes
+
+
+def depthwise(
+    data: te.Tensor,
+    weight: te.Tensor,
+    *,
+    machine: Machine,
+    strides: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> te.Tensor:
+    """Depthwise convolution of NHWC data, channel by channel with weights `[KH][KW][C]`."""
+    batch, in_h, in_w, channels = data.shape
+    kernel_h, kernel_w, padded = (int(dim) for dim in weight.shape)
+    out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
+    out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
+    tile = _depthwise_tile(static(out_w), machine)
+    lanes = math.gcd(padded, machine.lanes)
+    tiled_w = round_up(out_w, tile)
+    height = in_h + padding[0] + padding[2]
+    whole = divides(tile, out_w)
+    needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
+    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(needed)
+    source = padded_input(data, padding, height, width, padded)
+    y = te.reduce_axis((0, kernel_h), "y")
+    x = te.reduce_axis((0, kernel_w), "x")
+    product = te.compute(
+        (batch, out_h, tiled_w, padded),
+        lambda n, h, w, c: te.sum(
+            source[n, h * strides[0] + y * dilation[0], w * strides[1] + x * dilation[1], c] * weight[y, x, c],
+            axis=[y, x],
+        ),
+        name="depthwise_conv2d",
+        attrs={KERNEL: "depthwise", TILE: tile, LANES: lanes},
+    )
+    return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
+
+
+def _depthwise_tile(width: int | None, machine: Machine) -> int:
+    most = 14 if machine.registers >= 32 else 8
+    if width is None:
+        return most // 2
+    return min(range(1, most + 1), key=lambda tile: (-(-width // tile) * tile - width, -tile)) if width > 0 else 1

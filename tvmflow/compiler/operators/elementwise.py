@@ -1,0 +1,34 @@
+"""Element-wise functions in vectors, where TVM would call the C library lane by lane."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import relax, te
+
+from tvmflow.compiler import vectormath
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import is_float32
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "relax.exp": vectormath.exp,
+    "relax.erf": vectormath.erf,
+    "relax.tanh": vectormath.tanh,
+    "relax.sigmoid": vectormath.sigmoid,
+    "relax.nn.silu": vectormath.silu,
+    "relax.nn.gelu": vectormath.gelu,
+    "relax.nn.gelu_tanh": vectormath.gelu_tanh,
+}
+
+
+def legalize(
+    builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, function: Callable[[Any], Any]
+) -> relax.Expr | None:
+    """`function` applied to every element of a float32 tensor."""
+    if not is_float32(call.args[0]):
+        return None
+    name = call.op.name.rpartition(".")[2]
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *index: function(x[index]), name=name)
+
+    return builder.call_te(compute, call.args[0], primfunc_name_hint=name)

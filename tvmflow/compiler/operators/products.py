@@ -1,0 +1,206 @@
+"""Matrix products: dense layers with packed weights, and products over a batch."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx, topi
+
+from tvmflow.compiler import tiles
+from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, ROWS, SHARED, TILE
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import (
+    FUSABLE,
+    constant,
+    divides,
+    is_float32,
+    round_up,
+    static,
+    vector,
+)
+
+# Fewer rows than these are no tile of their own.
+_FEWEST_ROWS = 4
+
+
+def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """Choose how a matrix product is computed; None for what is not ours: other dtypes, batches that broadcast."""
+    left, right = call.args
+    if not is_float32(left, right) or str(call.ty.dtype) != "float32":
+        return None
+    left_shape, right_shape = list(left.ty.shape.values), list(right.ty.shape.values)
+    if len(left_shape) < 2 or len(right_shape) < 2 or static(right_shape[-2]) == 0:
+        return None
+    if len(right_shape) == 2 and static(right_shape[0]) and static(right_shape[1]):
+        lanes = vector(int(right_shape[1]), machine)
+        packed = _pack_dense(builder, right, lanes)
+        compute = partial(dense, units=int(right_shape[1]), machine=machine)
+        return builder.call_te(compute, left, packed, primfunc_name_hint="dense", primfunc_attrs=FUSABLE)
+    same = len(left_shape) == len(right_shape) and all(
+        _equal(a, b) for a, b in zip(left_shape[:-2], right_shape[:-2], strict=True)
+    )
+    if not same or len(left_shape) < 3:
+        return None
+    compute = partial(batch_matmul, machine=machine)
+    return builder.call_te(compute, left, right, primfunc_name_hint="batch_matmul", primfunc_attrs=FUSABLE)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(tvm.sym.Analyzer().can_prove_equal(a, b))
+
+
+def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
+    depth, units = (int(dim) for dim in weight.ty.shape.values)
+    vectors = -(-units // lanes)
+    if isinstance(weight, tvm.ir.GenericConst):
+        value = np.zeros((depth, vectors * lanes), "float32")
+        value[:, :units] = weight.value.numpy()
+        return constant(value.reshape(depth, vectors, lanes).transpose(1, 0, 2))
+
+    def pack(w: te.Tensor) -> te.Tensor:
+        return te.compute(
+            (vectors, depth, lanes),
+            lambda j, k, v: tirx.if_then_else(j * lanes + v < units, w[k, j * lanes + v], 0.0),
+            name="pack_weight",
+        )
+
+    return builder.emit_te(pack, weight)
+
+
+def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine) -> te.Tensor:
+    """`data` of shape `[..., K]` times packed weights `[N/v][K][v]`; the leading dimensions are rows.
+
+    All that are known become one dimension of rows. TVM cannot see through divisions by symbols: the others stay
+    dimensions of a batch.
+    """
+    *outer, depth = data.shape
+    vectors, _, lanes = (int(dim) for dim in weight.shape)
+    joined = _row_dimensions(outer)
+    lead = [position for position in range(len(outer)) if position not in joined]
+
+    def element(*index: Any) -> Any:
+        *batch, m, k = index
+        position: list[Any] = [None] * len(outer)
+        for place, value in zip(lead, batch, strict=True):
+            position[place] = value
+        for place in reversed(joined[1:]):
+            position[place] = m % outer[place]
+            m = m // outer[place]
+        position[joined[0]] = m
+        return data[(*position, k)]
+
+    def packed(*index: Any) -> Any:
+        k, c = index[-2:]
+        return weight[c // lanes, k, c % lanes]
+
+    sizes = [outer[place] for place in joined]
+    product = rows_product(
+        [outer[place] for place in lead],
+        topi.utils.simplify(math.prod(sizes[1:], start=sizes[0])),
+        depth,
+        element,
+        packed,
+        vectors * lanes,
+        lanes,
+        machine,
+        shared=True,
+        joined=joined,
+    )
+
+    def result(*index: Any) -> Any:
+        row = index[joined[0]]
+        for place in joined[1:]:
+            row = row * outer[place] + index[place]
+        return product[(*(index[place] for place in lead), row, index[-1])]
+
+    return te.compute((*outer, units), result, name="unpack")
+
+
+def _row_dimensions(sizes: Sequence[Any]) -> list[int]:
+    """Which dimensions become rows: all if all are known, else the known ones that fill a tile, else the last."""
+    known = [static(size) for size in sizes]
+    if None not in known:
+        return list(range(len(sizes)))
+    return [place for place, size in enumerate(known) if (size or 0) >= _FEWEST_ROWS] or [len(sizes) - 1]
+
+
+def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:
+    """Matrix products over equal leading dimensions."""
+    *batch, rows, depth = left.shape
+    units = right.shape[-1]
+    known = static(units)
+    lanes = machine.lanes if known is None else vector(known, machine)
+    whole = right
+    if known is None or known % lanes:
+        # Whole vectors at the end need room.
+        whole = te.compute(
+            (*batch, depth, round_up(units, lanes)),
+            lambda *index: tirx.if_then_else(index[-1] < units, right[index], tirx.const(0, right.dtype)),
+            name="pack",
+        )
+    product = rows_product(
+        batch,
+        rows,
+        depth,
+        lambda *index: left[index],
+        lambda *index: whole[index],
+        whole.shape[-1],
+        lanes,
+        machine,
+        shared=False,
+    )
+    return te.compute((*batch, rows, units), lambda *index: product[index], name="unpack")
+
+
+def rows_product(
+    batch: Sequence[Any],
+    rows: Any,
+    depth: Any,
+    left: Callable[..., Any],
+    right: Callable[..., Any],
+    channels: Any,
+    lanes: int,
+    machine: Machine,
+    *,
+    shared: bool,
+    joined: Sequence[int] | None = None,
+) -> te.Tensor:
+    """`[*batch, rows, channels]` of left `[*batch, row, k]` times right `[*batch, k, channel]`, in whole vectors.
+
+    `shared` says that the right operand is the same for the whole batch; `joined` which dimensions of the result are
+    its rows, if not all that follow the batch. Rows come in whole tiles; where they do not
+    divide, the left operand is copied with its last row repeated.
+    """
+    known = static(channels)
+    row_bytes = 4 * int(depth) if static(depth) else None
+    tile = tiles.choose(static(rows), known // lanes if known else 2, machine, row_bytes).rows
+    source = left
+    tiled = rows
+    if not divides(tile, rows):
+        tiled = round_up(rows, tile)
+        panel = te.compute(
+            (*batch, tiled, depth),
+            lambda *index: left(*index[:-2], tirx.min(index[-2], rows - 1), index[-1]),
+            name="panel",
+        )
+
+        def source(*index: Any) -> Any:
+            return panel[index]
+
+    k = te.reduce_axis((0, depth), "k")
+    return te.compute(
+        (*batch, tiled, channels),
+        lambda *index: te.sum(source(*index[:-1], k) * right(*index[:-2], k, index[-1]), axis=k),
+        name="product",
+        attrs={
+            KERNEL: "rows",
+            TILE: tile,
+            LANES: lanes,
+            LEAD: len(batch),
+            SHARED: int(shared),
+            **({} if joined is None else {ROWS: list(joined)}),
+        },
+    )
