@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # torch must be the CPU build: from local wheels where PIP_FIND_LINKS names them, else from PyTorch's own index.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend cpu)
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test bench check format clean
 
 setup: .venv/ready
 
@@ -27,6 +27,11 @@ demo: setup
 
 test: setup
 	@pytest
+
+# OpenVINO is a peer of the benchmarks and nothing else: 60 MB that `make setup` leaves out.
+bench: setup
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) -c constraints.txt -e '.[pipeline,dev,bench]'
+	@python benchmarks/speed.py
 
 check: setup
 	@ruff check .

@@ -8,7 +8,7 @@ from tasks.tune import TuneResult, best_records
 from tvmflow.process import Emit
 from tvmflow.spec import Build
 from tvmflow.target import Target
-from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
+from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step
 
 
 class BuildJob(Job):
@@ -19,6 +19,17 @@ class BuildJob(Job):
     target: Target
     build: Build
     variants: tuple[dict[str, int], ...]
+
+
+class Winograd(Record):
+    """The functions that convolve by Winograd's algorithm, and the largest of their error bounds.
+
+    The bound is relative to the largest output that a convolution's weights could make of inputs as large as the
+    largest one.
+    """
+
+    functions: int
+    bound: float
 
 
 class BuildResult(StepResult):
@@ -35,6 +46,7 @@ class BuildResult(StepResult):
     pass_timings: Artifact
     schedules: dict[str, int]
     variants: dict[str, dict[str, int]]
+    winograd: Winograd | None = None
     llvm: str
 
 
@@ -50,7 +62,9 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
     imported = load_imported(workspace, job.imported)
     emit(1, 3, "compiling")
     options = as_options(job.build, job.variants)
-    built = compiler.build(imported, target, options, best_records(workspace.path(job.records)))
+    # A retrained model has the same functions, and so the same code.
+    cache = workspace.folder / "code"
+    built = compiler.build(imported, target, options, best_records(workspace.path(job.records)), cache)
     emit(2, 3, "linking")
     with workspace.scratch() as folder:
         built.export(folder / "mod.so")
@@ -60,7 +74,7 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
         (folder / "pass_timings.json").write_text(json.dumps(dict(timings), indent=1))
         if job.build.weights == "apart":
             compiler.save_params(built.params, folder / "mod.params")
-        rules = [rule for _, rule in built.schedules]
+        rules, used = [rule for _, rule in built.schedules], built.winograd
         return BuildResult(
             library=workspace.keep(folder / "mod.so"),
             ir=workspace.keep(folder / "mod.json"),
@@ -69,6 +83,7 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
             pass_timings=workspace.keep(folder / "pass_timings.json"),
             schedules={rule: rules.count(rule) for rule in sorted(set(rules))},
             variants=built.variants,
+            winograd=None if used is None else Winograd(functions=used.functions, bound=used.bound),
             llvm=str(get_global_func("target.llvm_version_major")()),
         )
 

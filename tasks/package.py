@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.build import BuildResult
+from tasks.build import BuildResult, Winograd
 from tasks.export import ExportResult
 from tasks.relax_import import ImportResult
 from tasks.step import Context, Tensor, step
@@ -16,10 +16,11 @@ from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
 
 
 class PackageResult(StepResult):
-    """The bundle and its size unpacked, in bytes."""
+    """The bundle, its size unpacked, in bytes, and what it computes by Winograd's algorithm."""
 
     bundle: Artifact
     unpacked: int
+    winograd: Winograd | None = None
 
 
 @step
@@ -68,7 +69,7 @@ def package(
             bundle = folder / f"{spec.name}.tar.gz"
             complete = pack(bundle, manifest, files)
             unpacked = sum(entry.size for entry in complete.files.values())
-            return PackageResult(bundle=context.workspace.keep(bundle), unpacked=unpacked)
+            return PackageResult(bundle=context.workspace.keep(bundle), unpacked=unpacked, winograd=made.winograd)
 
     reads = {"manifest": manifest.to_json().decode(), "build": made.model_dump(mode="json", exclude={"pass_timings"})}
     return run_step(context.workspace, "package", reads, PackageResult, work, target=target.name)

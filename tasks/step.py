@@ -133,7 +133,8 @@ def as_options(section: Build, variants: tuple[dict[str, int], ...]) -> "BuildOp
     """The compiler's options, as the release file says them."""
     from tvmflow.compiler import BuildOptions
 
-    return BuildOptions(**section.model_dump(), variants=variants)
+    options = {**section.model_dump(), "winograd": section.winograd == "allow"}
+    return BuildOptions(**options, variants=variants)
 
 
 def variants(spec: Spec, inputs: tuple[Tensor, ...]) -> tuple[dict[str, int], ...]:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tasks.build import Winograd
 from tasks.export import ExportResult, find_source
 from tasks.package import PackageResult
 from tasks.step import Context, Job, step
@@ -15,7 +16,7 @@ from tvmflow.process import Emit
 from tvmflow.samples import Array, Named
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
 from tvmflow.spec import TaskMetric, Validate
-from tvmflow.target import Target, host, missing_features
+from tvmflow.target import Precision, Target, host, missing_features
 from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step
 
@@ -68,6 +69,8 @@ class JudgeJob(Job):
     device: DeviceResult
     reference: ReferenceResult | None
     bounds: Validate
+    precision: Precision
+    winograd: Winograd | None
     target: str
 
 
@@ -85,12 +88,18 @@ class Comparison(Record):
 class Verdict(StepResult):
     """What validation said of one bundle; `reasons` are empty when it passed.
 
-    `verified` is False for a target that this machine cannot run: nothing was compared then.
+    `winograd` is None where no convolution is by that algorithm; what it costs of accuracy is in the comparisons.
+    `precision` is what the bundle's products compute in, `max_relative_error` the bound that was in the place of
+    tolerances for each element. `verified` is False for a target that this machine cannot run: nothing was compared
+    then.
     """
 
     passed: bool
     verified: bool
     reasons: tuple[str, ...]
+    precision: Precision = "fp32"
+    winograd: Winograd | None = None
+    max_relative_error: float | None = None
     comparisons: tuple[Comparison, ...]
     metric_name: str | None
     metric_original: float | None
@@ -186,10 +195,14 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         reasons.append(
             f"{task.metric} is {metric:.4f}, the original's is {known.metric:.4f}, the allowed drop is {task.drop:g}"
         )
+    precision = "" if job.precision == "fp32" else f" in precision {job.precision}"
     return Verdict(
         passed=not reasons,
         verified=True,
-        reasons=tuple(f"target {job.target!r}: {reason}" for reason in reasons),
+        reasons=tuple(f"target {job.target!r}{precision}: {reason}" for reason in reasons),
+        precision=job.precision,
+        winograd=job.winograd,
+        max_relative_error=bounds.max_relative_error,
         comparisons=tuple(comparisons),
         metric_name=task.metric if task is not None else None,
         metric_original=known.metric if known is not None else None,
@@ -266,6 +279,8 @@ def validate(
                 passed=allowed,
                 verified=False,
                 reasons=() if allowed else (reason,),
+                precision=spec.build.precision,
+                winograd=packaged.result.winograd,
                 comparisons=(),
                 metric_name=None,
                 metric_original=None,
@@ -277,7 +292,9 @@ def validate(
             exported=exported.result,
             device=made,
             reference=known,
-            bounds=spec.validation,
+            bounds=spec.bounds,
+            precision=spec.build.precision,
+            winograd=packaged.result.winograd,
             target=target.name,
         )
         return context.call("tasks.validate:judge_work", judge, Verdict, target=target.name)
@@ -285,7 +302,8 @@ def validate(
     reads: dict[str, Any] = {
         **job.model_dump(mode="json", exclude={"home"}),
         "onnx": exported.result.onnx,
-        "validate": spec.validation,
+        "validate": spec.bounds,
+        "precision": spec.build.precision,
         "gates": spec.gates.unverified_targets,
         "reference": known and known.model_dump(mode="json", exclude={"sources"}),
         "runnable": unable(target),
@@ -363,6 +381,13 @@ def _cosine(wanted: Array, got: Array) -> float:
 def _reasons(bounds: Validate, compared: Comparison, pairs: list[tuple[Named, Named]]) -> list[str]:
     """Why the outputs are out of bounds; none when they are within."""
     reasons = []
+    if bounds.max_relative_error is not None:
+        if not compared.max_rel_error <= bounds.max_relative_error:
+            reasons.append(
+                f"an output differs from the original by up to {compared.max_rel_error:.3g} of its largest value, "
+                f"beyond max_relative_error {bounds.max_relative_error:g}"
+            )
+        return reasons + _disagreement(bounds, compared)
     for name in pairs[0][0]:
         close = all(
             expected[name].shape == outputs[name].shape
@@ -378,10 +403,14 @@ def _reasons(bounds: Validate, compared: Comparison, pairs: list[tuple[Named, Na
                 f"output {name!r} differs from the original by up to {worst:.3g}, beyond "
                 f"rtol {bounds.rtol:g} and atol {bounds.atol:g}"
             )
+    return reasons + _disagreement(bounds, compared)
+
+
+def _disagreement(bounds: Validate, compared: Comparison) -> list[str]:
     agreement = compared.top1_agreement
     if bounds.top1_agreement is not None and agreement is not None and agreement < bounds.top1_agreement:
-        reasons.append(f"top-1 agreement is {agreement:.4f}, {bounds.top1_agreement:g} is asked for")
-    return reasons
+        return [f"top-1 agreement is {agreement:.4f}, {bounds.top1_agreement:g} is asked for"]
+    return []
 
 
 def _dataset(returned: object, name: str, names: tuple[str, ...]) -> tuple[Named, Array]:

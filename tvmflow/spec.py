@@ -10,12 +10,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tvmflow.errors import SpecError, TargetError
-from tvmflow.target import Target, presets, resolve
+from tvmflow.target import Precision, Target, presets, resolve, without_unit
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 Dtype = Literal["float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+# The largest relative error that reduced precisions are allowed where the release file says nothing.
+_REDUCED_ERROR: dict[Precision, float] = {"bf16": 2e-2, "int8": 5e-2}
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -159,6 +161,8 @@ class Build(_Strict):
     config: dict[str, Any] = {}
     exec_mode: Literal["bytecode", "compiled"] = "bytecode"
     weights: Literal["inside", "apart"] = "inside"
+    precision: Precision = "fp32"
+    winograd: Literal["allow", "forbid"] = "allow"
 
 
 class Tune(_Strict):
@@ -199,14 +203,25 @@ class TaskMetric(_Strict):
 
 
 class Validate(_Strict):
-    """When the bundle counts as equal to the original."""
+    """When the bundle counts as equal to the original.
+
+    `max_relative_error` bounds the largest error of an output relative to its largest magnitude, and stands in the
+    place of `rtol` and `atol`, which look at every element by itself.
+    """
 
     samples: PositiveInt = 4
     seed: int = 0
     rtol: Annotated[float, Field(ge=0)] = 1e-3
     atol: Annotated[float, Field(ge=0)] = 1e-4
+    max_relative_error: Annotated[float, Field(ge=0)] | None = None
     top1_agreement: Fraction | None = 1.0
     task: TaskMetric | None = None
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Self:
+        if self.max_relative_error is not None and self.model_fields_set & {"rtol", "atol"}:
+            raise ValueError("give rtol and atol, or max_relative_error in their place, not both")
+        return self
 
 
 class Benchmark(_Strict):
@@ -300,6 +315,14 @@ class Spec(_Strict):
         return self
 
     @property
+    def bounds(self) -> Validate:
+        """The bounds of validation; where the file says none, a reduced precision has wider ones."""
+        error = _REDUCED_ERROR.get(self.build.precision)
+        if error is None or self.validation.model_fields_set & {"rtol", "atol", "max_relative_error"}:
+            return self.validation
+        return self.validation.model_copy(update={"max_relative_error": error})
+
+    @property
     def folder(self) -> Path:
         """The folder of the release file: relative paths and modules are looked up there."""
         return self._folder
@@ -350,9 +373,13 @@ def parse(document: object, folder: Path, source: str = "release file") -> Spec:
         raise SpecError(f"{source}: {_explain(error)}") from error
     spec._folder = folder
     try:
-        spec.resolved_targets()
+        targets = spec.resolved_targets()
     except TargetError as error:
         raise SpecError(f"{source}: targets: {error}") from error
+    for target in targets:
+        reason = without_unit(target, spec.build.precision)
+        if reason is not None:
+            raise SpecError(f"{source}: build.precision: {reason}")
     for key, file in (
         ("model.onnx", spec.model.onnx),
         ("model.pt2", spec.model.pt2),
@@ -480,6 +507,8 @@ targets: [native]               # {presets}
 #   config: {{}}                  # PassContext options
 #   exec_mode: bytecode         # bytecode | compiled
 #   weights: inside             # inside the library | apart
+#   precision: fp32             # fp32 | bf16 | int8 (of a quantised ONNX model): of convolutions and matrix products
+#   winograd: allow             # forbid: no convolution by Winograd's algorithm, which is faster and rounds more
 
 tune:
   trials: 0                     # total over all workloads, or minutes: 10
@@ -490,6 +519,7 @@ validate:
   samples: 4
   rtol: 1.0e-3
   atol: 1.0e-4
+  # max_relative_error: null    # in the place of rtol and atol, of an output's largest value; bf16: 0.02, int8: 0.05
   top1_agreement: 1.0           # null: the outputs are not class scores
   # seed: 0
   # task:                       # a metric on held-out data

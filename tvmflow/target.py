@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tvmflow.errors import TargetError
 
@@ -29,6 +29,12 @@ _EXTENSIONS = {
     "amx_bf16": "amx-bf16",
     "amx_int8": "amx-int8",
 }
+# What convolutions and matrix products compute in, and the extensions of which a processor needs one for it.
+Precision = Literal["fp32", "bf16", "int8"]
+_UNITS: dict[Precision, tuple[str, ...]] = {"fp32": (), "bf16": ("avx512_bf16",), "int8": ("avx512_vnni", "avx_vnni")}
+# Presets of x86-64-v4 with extensions.
+_EXTENDED = {"x86-64-v4-vnni": ("avx512_vnni",), "x86-64-v4-bf16": ("avx512_bf16", "avx512_vnni")}
+
 _AVX = ("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
 # LLVM's name -> /proc/cpuinfo's, where the two differ; a feature absent from cpuinfo's words maps to None.
 _LLVM_TO_CPUINFO: dict[str, str | None] = {
@@ -122,6 +128,18 @@ def missing_features(features: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(set(features) - host().features))
 
 
+def without_unit(target: Target, precision: Precision) -> str | None:
+    """Why a target cannot compute in a precision, in one sentence; None if it can."""
+    units = _UNITS[precision]
+    if not units or set(units) & set(target.features):
+        return None
+    fitting = [name for name, extensions in _EXTENDED.items() if set(units) & set(extensions)]
+    return (
+        f"target {target.name!r} has no instructions for precision {precision} ({' or '.join(units)}); "
+        f"build for {' or '.join(fitting)}, or for native on such a machine"
+    )
+
+
 def presets() -> dict[str, str]:
     """The named targets with one line each on what they are."""
     return {
@@ -129,6 +147,8 @@ def presets() -> dict[str, str]:
         "x86-64-v2": "x86-64 with SSE4.2: any server of the last 15 years",
         "x86-64-v3": "x86-64 with AVX2 and FMA",
         "x86-64-v4": "x86-64 with AVX-512",
+        "x86-64-v4-vnni": "x86-64 with AVX-512 and its 8-bit dot products: Cascade Lake, Ice Lake",
+        "x86-64-v4-bf16": "x86-64 with AVX-512, 8-bit and bfloat16 dot products: Sapphire Rapids, Zen 4",
         "aarch64-generic": "any 64-bit ARM with NEON",
         "aarch64-cortex-a72": "Raspberry Pi 4",
         "aarch64-cortex-a76": "Raspberry Pi 5",
@@ -151,6 +171,8 @@ def resolve(text: str | Mapping[str, Any]) -> Target:
         return _native()
     if name in _LEVELS and name != "x86-64":
         return _x86(name, name, (), host().cores)
+    if name in _EXTENDED:
+        return _x86(name, "x86-64-v4", _EXTENDED[name], host().cores)
     if name in presets():
         kind, _, model = name.partition("-")
         return _aarch64(name, model) if kind == "aarch64" else _cuda(name, model.replace("sm", "sm_"))

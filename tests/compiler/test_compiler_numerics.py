@@ -345,25 +345,6 @@ def test_dimensions_counted_from_the_back_survive_the_change_of_layout(
     assert _rules(built)["conv2d"] == 1
 
 
-def test_convolutions_change_layout_by_themselves_where_tvm_cannot_change_the_graph(
-    make_model: Any, assert_same_as_onnxruntime: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tvm import relax
-
-    def refuse(_layouts: Any) -> Any:
-        raise RuntimeError("std::bad_alloc")
-
-    monkeypatch.setattr(relax.transform, "ConvertLayout", refuse)
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["a"], ["b"]),
-        helper.make_node("Conv", ["b", "v"], ["y"]),
-    ]
-    path = make_model(nodes, [("x", ["n", 3, 9, 9])], ["y"], {"w": _normal(20, 3, 3, 3), "v": _normal(6, 20, 1, 1)})
-    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 9, 9)})
-    assert (_rules(built)["conv2d"], _rules(built)["rows"]) == (1, 1)
-
-
 def test_one_dimensional_convolutions_get_the_rules_of_two(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = [
         helper.make_node("Conv", ["x", "w", "b"], ["a"], pads=[2, 1], strides=[2]),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from tvmflow.compiler import Built, build, import_onnx, lower, winograd, workloads
+from tvmflow.compiler import BuildOptions, Built, build, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.machine import Machine
 from tvmflow.target import resolve
 
@@ -22,10 +22,10 @@ def _normal(*shape: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(0).standard_normal(shape).astype("float32")
 
 
-def _convolution(make_model: Any, case: tuple[int, ...], batch: int | str = 1) -> Any:
+def _convolution(make_model: Any, case: tuple[int, ...], batch: int | str = 1, stride: int = 1) -> Any:
     channels, out, height, width, *pads = case
     nodes = [
-        helper.make_node("Conv", ["x", "w", "b"], ["c"], pads=pads),
+        helper.make_node("Conv", ["x", "w", "b"], ["c"], pads=pads, strides=[stride, stride]),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
     weights = {"w": _normal(out, channels, 3, 3), "b": _normal(out)}
@@ -58,9 +58,10 @@ def test_winograd_equals_onnx_runtime(
     assert _rules(built)["winograd"] == 1
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("stride", "size"), [(1, 2), (1, 4), (2, 2), (2, 3), (2, 4)])
 @pytest.mark.parametrize("shape", [(7, 7), (8, 13), (29, 5)])
-def test_both_tile_sizes_serve_every_batch(
+def test_every_tile_size_serves_every_batch(
+    stride: int,
     size: int,
     shape: tuple[int, int],
     make_model: Any,
@@ -68,20 +69,23 @@ def test_both_tile_sizes_serve_every_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(winograd, "choose", lambda *_: size)
-    path = _convolution(make_model, (3, 21, *shape, 1, 1, 1, 1), "batch")
+    path = _convolution(make_model, (3, 21, *shape, 1, 1, 0, 1), "batch", stride)
     built = assert_same_as_onnxruntime(path, *({"x": _normal(batch, 3, *shape)} for batch in (1, 2, 5)))
     assert _rules(built)["winograd"] == 1
 
 
-@pytest.mark.parametrize(("size", "bound"), [(2, 2e-6), (4, 4e-6)])
+@pytest.mark.parametrize(
+    ("stride", "size", "bound"), [(1, 2, 2e-6), (1, 4, 4e-6), (2, 2, 2e-6), (2, 3, 2e-6), (2, 4, 4e-6)]
+)
 def test_the_error_stays_within_the_algorithms_bound(
-    size: int, bound: float, make_model: Any, native: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
+    stride: int, size: int, bound: float, make_model: Any, native: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(winograd, "choose", lambda *_: size)
     case = (128, 128, 16, 16, 0, 0, 0, 0)
     x, weight, bias = _normal(1, 128, 16, 16), _normal(128, 128, 3, 3), _normal(128)
-    (actual,) = run_built(build(import_onnx(_convolution(make_model, case)), native), x)
+    (actual,) = run_built(build(import_onnx(_convolution(make_model, case, stride=stride)), native), x)
     windows = np.lib.stride_tricks.sliding_window_view(x.astype("float64"), (3, 3), axis=(2, 3))
+    windows = windows[:, :, ::stride, ::stride]
     exact = np.einsum("nchwyx,ocyx->nohw", windows, weight) + bias[:, None, None]
     assert np.abs(actual - np.maximum(exact, 0)).max() < bound * np.abs(exact).max()
 
@@ -128,12 +132,52 @@ def test_the_tuner_has_a_search_space_for_winograd(make_model: Any, native: Any)
     assert search.propose()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_transforms_make_a_convolution(size: int) -> None:
-    inputs, kernel, output = winograd.transforms(size)
-    tile, weights = _normal(size + 2), _normal(3)
+@pytest.mark.parametrize(("stride", "size"), [(1, 2), (1, 4), (2, 2), (2, 3), (2, 4)])
+def test_the_transforms_make_a_convolution(stride: int, size: int) -> None:
+    inputs, kernel, output = winograd.transforms(size, stride)
+    tile, weights = _normal(winograd.side_of(size, stride)), _normal(3)
     np.testing.assert_allclose(
-        output @ ((inputs @ tile) * (kernel @ weights)), np.correlate(tile, weights), rtol=1e-5, atol=1e-6
+        output @ ((inputs @ tile) * (kernel @ weights)), np.correlate(tile, weights)[::stride], rtol=1e-5, atol=1e-6
     )
     assert np.array_equal(inputs, inputs.astype("float32"))
     assert np.array_equal(output, output.astype("float32"))
+
+
+@pytest.mark.parametrize(("height", "channels", "strided"), [(28, 128, True), (14, 32, True), (28, 8, False)])
+def test_stride_two_pays_with_enough_channels(
+    height: int, channels: int, strided: bool, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    path = _convolution(make_model, (channels, channels, height, height, 1, 1, 1, 1), stride=2)
+    built = assert_same_as_onnxruntime(path, {"x": _normal(1, channels, height, height)})
+    assert (_rules(built)["winograd"] == 1) is strided
+
+
+def test_winograd_can_be_forbidden(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    path = _convolution(make_model, (64, 64, 28, 28, 1, 1, 1, 1))
+    options = BuildOptions(winograd=False)
+    built = assert_same_as_onnxruntime(path, {"x": _normal(1, 64, 28, 28)}, options=options)
+    assert "winograd" not in _rules(built)
+    assert built.winograd is None
+
+
+def test_a_build_says_what_is_computed_by_winograd_and_its_bound(make_model: Any, native: Any) -> None:
+    built = build(import_onnx(_convolution(make_model, (64, 64, 56, 56, 1, 1, 1, 1))), native)
+    assert built.winograd is not None
+    assert built.winograd.functions == 1
+    assert built.winograd.bound == winograd.error_bound(4, 1, 64)
+
+
+@pytest.mark.parametrize(("size", "stride"), [(2, 1), (4, 1), (2, 2), (3, 2), (4, 2)])
+def test_errors_are_below_the_bound_that_is_known_before(
+    size: int, stride: int, make_model: Any, native: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(winograd, "choose", lambda *_: size)
+    x, weight = _normal(1, 40, 12, 12), _normal(24, 40, 3, 3)
+    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], strides=[stride, stride])]
+    built = build(import_onnx(make_model(nodes, [("x", x.shape)], ["y"], {"w": weight})), native)
+    assert _rules(built)["winograd"] == 1
+    windows = np.lib.stride_tricks.sliding_window_view(x.astype("float64"), (3, 3), axis=(2, 3))
+    exact = np.einsum("nchwyx,ocyx->nohw", windows[:, :, ::stride, ::stride], weight)
+    largest = np.abs(x).max() * np.abs(weight).sum(axis=(1, 2, 3)).max()
+    error = np.abs(run_built(built, x)[0] - exact).max() / largest
+    assert 0 < error < winograd.error_bound(size, stride, 40)

@@ -1,7 +1,7 @@
 """Calling a loaded bundle gives the outputs of the original."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from tvmflow import runtime
+from tvmflow.errors import InputError
 from tvmflow.runtime import CompiledModel
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -23,6 +24,14 @@ def assert_same(actual: Arrays, expected: Arrays) -> None:
     for name, array in expected.items():
         assert actual[name].dtype == array.dtype
         np.testing.assert_allclose(actual[name], array, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(params=[1 << 20, 0], ids=["small", "large"])
+def model(bundle: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledModel]:
+    """The model twice: its inputs are small ones, which are copied, or large ones, which are not where they suit."""
+    monkeypatch.setattr("tvmflow.runtime.model._SMALL", request.param)
+    with runtime.load(bundle) as loaded:
+        yield loaded
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 8])
@@ -48,6 +57,26 @@ def test_outputs_stay_as_they_are_when_the_model_is_called_again(model: Compiled
     kept = {name: array.copy() for name, array in first.items()}
     model(**{name: array + 1 for name, array in inputs(2).items()})
     assert_same(first, kept)
+
+
+def test_calls_of_many_shapes_in_turn_give_each_its_own_result(
+    model: CompiledModel, inputs: MakeInputs, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tvmflow.runtime.model._MOST_CALLS", 3)
+    for batch in (1, 2, 3, 1, 4, 5, 3, 1, 1):
+        assert_same(model(**inputs(batch)), reference(inputs(batch)))
+
+
+def test_lists_are_taken_like_arrays(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
+    given = inputs(2)
+    halves = {**given, "x": [list(row) for row in given["x"]]}
+    assert_same(model(**halves), reference(given))
+
+
+def test_a_wrong_dtype_is_refused_after_calls_with_the_right_one(model: CompiledModel, inputs: MakeInputs) -> None:
+    model(**inputs(2))
+    with pytest.raises(InputError, match="input 'x' is float64, expected float32"):
+        model(**{**inputs(2), "x": inputs(2)["x"].astype(np.float64)})
 
 
 def test_inputs_are_left_as_they_were(model: CompiledModel, inputs: MakeInputs) -> None:

@@ -27,10 +27,17 @@ _SHAPE = re.compile(r"\s*(?P<name>[^\[\]]+?)\s*:\s*\[(?P<dims>[^\[\]]*)\]\s*,?")
     "--target", default="native", show_default=True, help="A preset, or a TVM target such as 'llvm -mcpu=znver4'."
 )
 @click.option("--input-shapes", help='Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]".')
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "int8"]),
+    default="fp32",
+    show_default=True,
+    help="What convolutions and matrix products compute in; int8 is for quantised models.",
+)
 @click.option("--trials", type=click.IntRange(min=0), default=0, show_default=True, help="Tuning trials in total.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def compile_command(
-    model: Path, output: Path, target: str, input_shapes: str | None, trials: int, as_json: bool
+    model: Path, output: Path, target: str, input_shapes: str | None, precision: str, trials: int, as_json: bool
 ) -> None:
     """Compile the ONNX file MODEL to a bundle, compared with ONNX Runtime before it is written.
 
@@ -45,7 +52,7 @@ def compile_command(
     from tvmflow.workspace import Workspace
 
     settings = machine.load()
-    spec = _spec(model, target, parse_shapes(input_shapes or ""), trials)
+    spec = _spec(model, target, parse_shapes(input_shapes or ""), precision, trials)
     context = Context(spec, settings, Workspace(settings.state))
     (resolved,) = spec.resolved_targets()
     with RichReporter(Console(stderr=True)).live():
@@ -83,7 +90,7 @@ def parse_shapes(text: str) -> dict[str, tuple[int | str, ...]]:
     return shapes
 
 
-def _spec(model: Path, target: str, shapes: dict[str, tuple[int | str, ...]], trials: int) -> "Spec":
+def _spec(model: Path, target: str, shapes: dict[str, tuple[int | str, ...]], precision: str, trials: int) -> "Spec":
     from tasks.export import described_by, read_onnx
     from tvmflow import spec as release_file
 
@@ -91,6 +98,7 @@ def _spec(model: Path, target: str, shapes: dict[str, tuple[int | str, ...]], tr
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", model.stem).lstrip("-._") or "model",
         "model": {"onnx": str(model.absolute())},
         "targets": [target],
+        "build": {"precision": precision},
         "tune": {"trials": trials},
         "validate": {"top1_agreement": None},
         "gates": {"unverified_targets": "allow"},

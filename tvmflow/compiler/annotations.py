@@ -12,3 +12,12 @@ SHARED = "tvmflow.shared"
 WINOGRAD = "tvmflow.winograd"
 # The dimensions of a product's result that are its rows, where they are not all that follow the batch.
 ROWS = "tvmflow.rows"
+# Of a block of convolutions: lines of the result per strip, and vectors of channels computed at a time.
+STRIP = "tvmflow.strip"
+CHUNK = "tvmflow.chunk"
+# The dot-product instruction of a product of narrow numbers.
+DOT = "tvmflow.dot"
+# Vectors of a register tile in the first and the second product of attention.
+VECTORS = "tvmflow.vectors"
+# Of a norm over groups of channels that are not the last dimension: the channels in a group.
+GROUP = "tvmflow.group"

@@ -15,18 +15,21 @@ from typing import Any, Literal
 import numpy as np
 import tvm
 import tvm_ffi
-from tvm import relax
 from tvm.support import cc
 from tvm.tirx import PrimFunc
 
+from tvmflow.compiler.codegen import compile_module
 from tvmflow.compiler.graph import hoist_weights, lower_module, variant_name
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.machine import machine
+from tvmflow.compiler.passes import pass_names
 from tvmflow.compiler.reason import reason
 from tvmflow.compiler.schedules import schedule
+from tvmflow.compiler.schedules.winograd import winograd_of
 from tvmflow.compiler.serialise import ir_text
+from tvmflow.compiler.winograd import error_bound
 from tvmflow.errors import BuildError, TargetError
-from tvmflow.target import Target
+from tvmflow.target import Precision, Target, without_unit
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class BuildOptions:
 
     `weights="apart"` makes the packed weights parameters of `main` that follow the inputs. Each of `variants`, sizes of
     symbolic dimensions, is built as a function of its own beside `main`, with static shapes for those sizes.
+    `precision` is what convolutions and matrix products compute in; `int8` is for quantised models. `winograd` allows
+    convolutions by Winograd's algorithm, which is faster and rounds more.
     """
 
     opt_level: int = 3
@@ -43,7 +48,20 @@ class BuildOptions:
     config: Mapping[str, Any] = field(default_factory=dict)
     exec_mode: Literal["bytecode", "compiled"] = "bytecode"
     weights: Literal["inside", "apart"] = "inside"
+    precision: Precision = "fp32"
+    winograd: bool = True
     variants: tuple[Mapping[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class WinogradUse:
+    """How many functions convolve by Winograd's algorithm, and the largest of their error bounds.
+
+    A function's `bound` is that of `winograd.error_bound`.
+    """
+
+    functions: int
+    bound: float
 
 
 @dataclass(frozen=True)
@@ -63,6 +81,7 @@ class Built:
     pass_timings: list[tuple[str, float]]
     schedules: list[tuple[str, str]]
     variants: dict[str, dict[str, int]]
+    winograd: WinogradUse | None
     threads: int
     cross_compiler: str | None
 
@@ -72,7 +91,8 @@ class Built:
         Raises BuildError when the linker is missing or fails.
         """
         compiler = self.cross_compiler
-        link = cc.cross_compiler(compiler) if compiler else None
+        triple = cc.get_target_by_dump_machine(compiler)
+        link = cc.cross_compiler(compiler, get_target_triple=triple) if compiler else None
         try:
             # A file that replaces another whole: writing into a library that is loaded crashes who uses it.
             with tempfile.TemporaryDirectory(prefix=".tvmflow-", dir=Path(path).parent) as folder:
@@ -133,11 +153,13 @@ def _probe() -> PrimFunc:
 def lower(imported: Imported, target: Target, options: BuildOptions | None = None) -> tvm.IRModule:
     """Canonicalise, fold, lay out and fuse: `main` calls fused, unscheduled functions and holds packed weights.
 
-    The same input gives the same module in every process. Raises BuildError when a pass fails.
+    The same input gives the same module in every process. Raises BuildError when a pass fails, TargetError for a
+    precision that the target's processor has no instructions for.
     """
     options = options or BuildOptions()
+    _check_precision(target, options)
     with _passes(options, target):
-        return lower_module(imported, target, options.variants)
+        return lower_module(imported, target, options.variants, options.precision, options.winograd)
 
 
 def build(
@@ -145,32 +167,36 @@ def build(
     target: Target,
     options: BuildOptions | None = None,
     tuned: Callable[[PrimFunc], PrimFunc | None] | None = None,
+    cache: Path | None = None,
 ) -> Built:
     """Build a model for a target.
 
     `tuned` may return a scheduled replacement, with the same parameters, for an unscheduled fused function; where it
-    returns None the analytic rules schedule the function.
+    returns None the analytic rules schedule the function. `cache` is a folder that keeps generated code: a model with
+    the same functions, whatever its weights, then takes little more than linking.
 
-    Raises BuildError when a pass, the code generator or an option fails, TargetError for a target TVM does not know.
+    Raises BuildError when a pass, the code generator or an option fails, TargetError for a target TVM does not know
+    and for a precision that its processor has no instructions for.
     """
     options = options or BuildOptions()
+    _check_precision(target, options)
     timings: dict[str, float] = {}
     with _passes(options, target, timings):
-        lowered = lower_module(imported, target, options.variants)
+        lowered = lower_module(imported, target, options.variants, options.precision, options.winograd)
         bare, weights = hoist_weights(lowered)
         apart = options.weights == "apart"
         scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)
         native = tvm.target.Target(target.tvm)
         pipeline = _finalize(target, native)
         try:
-            executable = relax.build(scheduled, native, relax_pipeline=pipeline, exec_mode=options.exec_mode)
+            executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache)
         except Exception:
             # TVM refuses a few schedules only when it generates code: these functions do without.
             simpler = _replace_refused(scheduled, lowered, schedules, target)
             if simpler is None:
                 raise
             schedules = simpler
-            executable = relax.build(scheduled, native, relax_pipeline=pipeline, exec_mode=options.exec_mode)
+            executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache)
     return Built(
         executable=executable,
         ir_text=ir_text(bare),
@@ -179,9 +205,25 @@ def build(
         pass_timings=list(timings.items()),
         schedules=schedules,
         variants={variant_name(sizes): dict(sizes) for sizes in options.variants},
+        winograd=_winograd_use(lowered),
         threads=target.threads,
         cross_compiler=target.cross_compiler,
     )
+
+
+def _winograd_use(lowered: tvm.IRModule) -> WinogradUse | None:
+    bounds = []
+    for _, function in lowered.functions_items():
+        found = winograd_of(function) if isinstance(function, PrimFunc) else None
+        if found is not None:
+            bounds.append(error_bound(*found))
+    return WinogradUse(len(bounds), max(bounds)) if bounds else None
+
+
+def _check_precision(target: Target, options: BuildOptions) -> None:
+    reason = without_unit(target, options.precision)
+    if reason is not None:
+        raise TargetError(reason)
 
 
 def _schedule(
@@ -316,7 +358,7 @@ def _check_options(options: BuildOptions) -> None:
 @cache
 def known_passes() -> tuple[str, ...]:
     """The names of TVM's passes and ours, as `required_passes` and `disabled_passes` take them."""
-    names = {"ChannelsLast", "Simplify", "OrderShapeStores"}
+    names = {*pass_names(), "OrderShapeStores"}
     for constructor in tvm_ffi.registry.list_global_func_names():
         family, middle, name = constructor.rpartition(".transform.")
         if middle and "." not in name and family in ("relax", "tirx", "s_tir"):

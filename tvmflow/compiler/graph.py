@@ -14,7 +14,7 @@ from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.passes import lower_passes
-from tvmflow.target import Target
+from tvmflow.target import Precision, Target
 
 # Constants of fewer elements stay in the program when weights are kept apart.
 SMALLEST_WEIGHT = 17
@@ -33,7 +33,13 @@ class Workload:
     flops: float
 
 
-def lower_module(imported: Imported, target: Target, variants: Sequence[Mapping[str, int]] = ()) -> tvm.IRModule:
+def lower_module(
+    imported: Imported,
+    target: Target,
+    variants: Sequence[Mapping[str, int]] = (),
+    precision: Precision = "fp32",
+    winograd: bool = True,
+) -> tvm.IRModule:
     """Run `lower_passes` on the imported model in the current pass context.
 
     Each of `variants`, sizes of symbolic dimensions, becomes a function of its own beside `main`.
@@ -48,7 +54,7 @@ def lower_module(imported: Imported, target: Target, variants: Sequence[Mapping[
         fixed = relax.utils.copy_with_new_vars(fixed).with_attr("global_symbol", name)
         mod = tvm.IRModule({**dict(mod.functions_items()), tvm.ir.GlobalVar(name): fixed}, attrs=mod.attrs)
     with tvm.target.Target(target.tvm):
-        return tvm.transform.Sequential(lower_passes(target), name="lower")(mod)
+        return tvm.transform.Sequential(lower_passes(target, precision, winograd), name="lower")(mod)
 
 
 def variant_name(sizes: Mapping[str, int]) -> str:
@@ -125,7 +131,7 @@ class _HoistWeights(PyExprMutator):  # type: ignore[misc]
         if not isinstance(op.ty, relax.TensorType) or int(np.prod(op.value.shape)) < SMALLEST_WEIGHT:
             return op
         value = op.value.numpy()
-        key = (value.dtype.name, value.shape, hashlib.blake2b(value.data).digest())
+        key = (value.dtype.name, value.shape, hashlib.blake2b(value.view(np.uint8).data).digest())
         if key not in self._known:
             self._known[key] = relax.Var(f"weight_{len(self.variables)}", op.ty)
             self.variables.append(self._known[key])

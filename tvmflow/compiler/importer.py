@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +12,33 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.inliner
 import tvm
 from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
 from tvmflow.bundle import TensorSpec
+from tvmflow.compiler.onnx_operators import (
+    CONTRIBUTED,
+    CONVERTERS,
+    FOLDED,
+    NOT_STANDARD,
+    Node,
+    Refused,
+    const,
+    is_static,
+)
 from tvmflow.compiler.reason import reason
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 
+# TVM computes wrongly or not at all with floats of 8 bits and fewer, and whole numbers of fewer than 8.
+_SMALL_TYPES = {
+    number
+    for name, number in onnx.TensorProto.DataType.items()
+    if name.startswith(("FLOAT8", "FLOAT4", "FLOAT6")) or name in ("INT4", "UINT4", "INT2", "UINT2")
+}
 # Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
 _SMALLEST_WEIGHT = 17
 # Whole numbers are tables of shapes and positions rather than weights until they are this many.
@@ -49,12 +68,13 @@ def import_onnx(path: Path, shapes: Mapping[str, Sequence[int | str]] | None = N
     is damaged, shapes that contradict the model, and anything else that TVM's importer refuses.
     """
     path = Path(path)
-    model = _load(path)
+    model = _expand_functions(path, _load(path))
     graph = model.graph
     weights = {tensor.name for tensor in graph.initializer}
     free = [value for value in graph.input if value.name not in weights]
     renamed = _apply_shapes(path, graph, free, shapes or {})
     _check_operators(path, graph)
+    _check_types(path, graph)
     opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=1)
     importer = _Importer(graph, renamed)
     chatter = io.StringIO()
@@ -62,6 +82,10 @@ def import_onnx(path: Path, shapes: Mapping[str, Sequence[int | str]] | None = N
         with warnings.catch_warnings(), contextlib.redirect_stdout(chatter):
             warnings.simplefilter("ignore")
             mod = importer.from_onnx(graph, opset)
+    except Refused as error:
+        raise UnsupportedOperatorError(
+            f"{path}: {importer.current_node} is not supported in this form ({error}); export the model without it"
+        ) from error
     except tvm.error.OpNotImplemented as error:
         raise UnsupportedOperatorError(f"{path}: {reason(error)}; export the model without it") from error
     except Exception as error:  # TVM's converters raise every kind of exception for graphs they do not expect.
@@ -70,6 +94,9 @@ def import_onnx(path: Path, shapes: Mapping[str, Sequence[int | str]] | None = N
             f"{path}: TVM cannot import the model{where}: {reason(error)}; "
             "check it with onnx.checker or export it anew with another opset"
         ) from error
+    if any(node.op_type == "If" for node in graph.node):
+        # The importer makes no dataflow block where there may be control flow; nothing is fused outside of one.
+        mod = relax.transform.ConvertToDataflow()(mod)
     params = [value.numpy() for value in mod["main"].attrs.get("params", [])]
     names = [variable.name for variable in mod["main"].params][len(free) :]
     main = mod["main"].without_attr("params") if params else mod["main"]
@@ -165,12 +192,54 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
                 yield from _nodes(attribute.g)
 
 
+def _expand_functions(path: Path, model: onnx.ModelProto) -> onnx.ModelProto:
+    """Replace the model's own functions, and operators that only ONNX's definition as a function makes known, by these.
+
+    Attention is one: TVM's importer knows another operator by that name.
+    """
+    try:
+        if model.functions:
+            model = onnx.inliner.inline_local_functions(model)
+        while nodes := [node for node in _nodes(model.graph) if not _is_known(node) and _is_function(node)]:
+            for node in nodes:
+                _add_defaults(node)
+            names = sorted({("", node.op_type) for node in nodes})
+            model = onnx.inliner.inline_selected_functions(model, names, False, True)
+    except Exception as error:
+        raise ModelImportError(
+            f"{path}: the functions of the model cannot be inlined ({reason(error)}); export it without functions"
+        ) from error
+    return model
+
+
+def _add_defaults(node: onnx.NodeProto) -> None:
+    """Write out the attributes that are not given: the inliner leaves references to them."""
+    given = {attribute.name for attribute in node.attribute}
+    for name, attribute in onnx.defs.get_schema(node.op_type).attributes.items():
+        if name not in given and attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
+            node.attribute.append(attribute.default_value)
+
+
+def _is_function(node: onnx.NodeProto) -> bool:
+    if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
+        return False
+    schema: Any = onnx.defs.get_schema(node.op_type)
+    return bool(schema.has_function or schema.has_context_dependent_function)
+
+
+def _is_known(node: onnx.NodeProto) -> bool:
+    """Whether TVM's importer or ours has a converter for the node's operator."""
+    if node.domain in ("", "ai.onnx"):
+        known = onnx_frontend._get_convert_map().keys() - NOT_STANDARD
+        return node.op_type in known | CONVERTERS.keys() | {"If", "Constant"}
+    return node.domain == "com.microsoft" and node.op_type in CONTRIBUTED
+
+
 def _check_operators(path: Path, graph: onnx.GraphProto) -> None:
-    """Name every operator that TVM's importer does not know, with the first node that uses it."""
-    known = {*onnx_frontend._get_convert_map(), "If", "Constant"}
+    """Name every operator that has no converter, with the first node that uses it."""
     unknown: dict[str, str] = {}
     for node in _nodes(graph):
-        if node.op_type not in known:
+        if not _is_known(node):
             name = f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
             unknown.setdefault(name, node.name or (node.output[0] if node.output else "unnamed"))
     if unknown:
@@ -181,12 +250,32 @@ def _check_operators(path: Path, graph: onnx.GraphProto) -> None:
         )
 
 
+def _check_types(path: Path, graph: onnx.GraphProto) -> None:
+    """Refuse what no tensor of numbers can hold."""
+    for output in graph.output:
+        if not output.type.HasField("tensor_type"):
+            raise ModelImportError(f"{path}: output {output.name!r} is no tensor; only tensor outputs are supported")
+    for value in (*graph.input, *graph.output):
+        if value.type.tensor_type.elem_type == onnx.TensorProto.STRING:
+            raise ModelImportError(f"{path}: {value.name!r} holds strings; only tensors of numbers are supported")
+    types = {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
+    types |= {tensor.data_type for tensor in graph.initializer}
+    for node in _nodes(graph):
+        types |= {attribute.i for attribute in node.attribute if attribute.name in ("to", "output_dtype")}
+    small = sorted(onnx.TensorProto.DataType.Name(item) for item in types & _SMALL_TYPES)
+    if small:
+        raise ModelImportError(
+            f"{path}: tensors of {' and '.join(small)} are not supported; export the model with wider types"
+        )
+
+
 class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
-    """TVM's importer, with weights as parameters and clipping as operators that layouts and fusion understand."""
+    """TVM's importer, with weights as parameters, known values folded and some operators converted here."""
 
     def __init__(self, graph: onnx.GraphProto, renamed: Mapping[str, int | str]) -> None:
         super().__init__({}, None, keep_params_in_input=True)
         self.current_node = ""
+        self._graph = graph
         self._renamed = renamed
         # What the exporter recorded on shapes, by node, for values whose shape TVM's inference loses.
         recorded = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output)}
@@ -195,51 +284,122 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             for node in graph.node
             if node.name and len(node.output) == 1 and node.output[0] in recorded
         }
-        self._constants_to_initializers(graph)
-
-    @staticmethod
-    def _constants_to_initializers(graph: onnx.GraphProto) -> None:
-        kept = []
-        for node in graph.node:
-            tensors = [attribute.t for attribute in node.attribute if attribute.name == "value"]
-            if node.op_type == "Constant" and tensors:
-                tensors[0].name = node.output[0]
-                graph.initializer.append(tensors[0])
-            else:
-                kept.append(node)
-        del graph.node[:]
-        graph.node.extend(kept)
+        _constants_to_initializers(graph)
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:
             array = numpy_helper.to_array(tensor)
             smallest = _SMALLEST_INTEGER_WEIGHT if array.dtype.kind in "iub" else _SMALLEST_WEIGHT
             if array.size < smallest:
-                self._nodes[tensor.name] = relax.const(tvm.runtime.tensor(np.asarray(array, order="C")))
+                self._nodes[tensor.name] = const(array)
                 continue
             variable = self._new_var(tensor.name, shape=array.shape, dtype=str(array.dtype))
             self._nodes[tensor.name] = variable
             self._params[tensor.name] = (variable, tvm.runtime.tensor(np.asarray(array, order="C")))
 
+    def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
+        """Checked before the import."""
+
+    def _construct_nodes(self, graph: onnx.GraphProto) -> None:
+        for node in graph.node:
+            self.current_node = f"operator {node.op_type}, node {node.name or (*node.output, '')[0]!r}"
+            if self._fold(node) or self._take_branch(node):
+                continue
+            if node.op_type not in _TAKE_SHAPES:
+                for name in node.input:
+                    if isinstance(self._nodes.get(name), relax.ShapeExpr):
+                        self._nodes[name] = self.bb.emit(relax.op.shape_to_tensor(self._nodes[name]))
+            super()._construct_nodes(onnx.GraphProto(node=[node]))
+        self.current_node = ""
+        if graph is self._graph:
+            for output in graph.output:
+                value = self._nodes[output.name]
+                if tvm.ir.is_prim_expr(value):
+                    value = self.bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr([value])))
+                    self._nodes[output.name] = self.bb.emit(relax.op.squeeze(value, [0]))
+                elif isinstance(value, relax.ShapeExpr):
+                    self._nodes[output.name] = self.bb.emit(relax.op.shape_to_tensor(value))
+
+    def _known(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
+        """The value of an expression that is known at import."""
+        if isinstance(expr, tvm.ir.GenericConst):
+            return np.asarray(expr.value.numpy())
+        if isinstance(expr, relax.ShapeExpr) and all(is_static(dim) for dim in expr.values):
+            return np.array([int(dim) for dim in expr.values], "int64")
+        if isinstance(expr, tvm.tirx.IntImm):
+            return np.array(int(expr), "int64")
+        return None
+
+    def _constant(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
+        """The value of an expression that is known at import or a weight."""
+        if isinstance(expr, relax.Var) and expr.name in self._params:
+            return np.asarray(self._params[expr.name][1].numpy())
+        return self._known(expr)
+
+    def _fold(self, node: onnx.NodeProto) -> bool:
+        """Evaluate a node whose operands are known; models compute many of their shapes and indices so."""
+        if node.op_type not in FOLDED or node.domain not in ("", "ai.onnx") or not node.input:
+            return False
+        operands = [self._nodes[name] for name in node.input if name]
+        if node.op_type in ("Shape", "Size"):
+            ty = operands[0].ty
+            shape = ty.shape if isinstance(ty, relax.TensorType) else None
+            if not isinstance(shape, relax.ShapeExpr) or not all(is_static(dim) for dim in shape.values):
+                return False
+            # Only the shape counts, whatever the elements are.
+            values: list[Any] = [np.broadcast_to(np.float32(0), [int(dim) for dim in shape.values])]
+        else:
+            values = [self._known(operand) for operand in operands]
+        if any(value is None for value in values) or _folded_size(node, values) > _LARGEST_FOLDED:
+            return False
+        names = [name for name in node.input if name]
+        try:
+            with np.errstate(all="ignore"):
+                evaluator = ReferenceEvaluator(node, opsets={"": self.opset})
+                results = evaluator.run(None, dict(zip(names, values, strict=True)))
+            results = [np.asarray(result) for result in results]
+        except Exception:  # The reference implementation has gaps; TVM's converter has its turn.
+            return False
+        if any(result.size > _LARGEST_FOLDED or result.dtype == object for result in results):
+            return False
+        for name, result in zip(node.output, results, strict=False):
+            self._nodes[name] = const(result)
+        return True
+
+    def _take_branch(self, node: onnx.NodeProto) -> bool:
+        """Import only the branch that a known condition takes."""
+        condition = self._known(self._nodes[node.input[0]]) if node.op_type == "If" else None
+        if condition is None:
+            return False
+        wanted = "then_branch" if condition.reshape(-1)[0] else "else_branch"
+        branch = next(attribute.g for attribute in node.attribute if attribute.name == wanted)
+        for tensor in branch.initializer:
+            self._nodes[tensor.name] = const(numpy_helper.to_array(tensor))
+        self._construct_nodes(branch)
+        for name, result in zip(node.output, branch.output, strict=True):
+            self._nodes[name] = self._nodes[result.name]
+        return True
+
     def _convert_operator(
         self, op_name: str, inputs: list[relax.Expr], attrs: dict[str, Any], opset: int
     ) -> relax.Expr:
-        name = attrs.get("tvm_custom", {}).get("name", "")
-        self.current_node = f"operator {op_name}, node {name!r}"
+        custom = attrs.get("tvm_custom", {})
+        name = custom.get("name", "")
+        converter = CONVERTERS.get(op_name)
         converted = None
-        if op_name == "Clip":
-            converted = self._clip(inputs, attrs, opset)
-        elif op_name == "Range":
-            converted = self._range(inputs)
-        elif op_name == "Gather":
-            converted = self._gather(inputs, attrs)
+        if converter is not None:
+            node = Node(self.bb, inputs, attrs, opset, custom.get("num_outputs", 1), self._constant)
+            converted = converter(node)
         if converted is None:
             converted = super()._convert_operator(op_name, inputs, attrs, opset)
-        else:
+        elif not isinstance(converted, relax.Tuple):
             converted = self.bb.normalize(converted)
-        if isinstance(converted, relax.Expr) and isinstance(converted.ty, relax.TensorType) and not converted.ty.shape:
+        if (
+            isinstance(converted, relax.Expr)
+            and isinstance(converted.ty, relax.TensorType)
+            and converted.ty.shape is None
+        ):
             converted = self._with_recorded_shape(name, converted)
-        self.current_node = ""
         return converted
 
     def _with_recorded_shape(self, node: str, value: relax.Expr) -> relax.Expr:
@@ -262,72 +422,56 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             shape.append(size)
         return self.bb.match_cast(value, relax.TensorType(shape, value.ty.dtype))
 
-    def _gather(self, inputs: list[relax.Expr], attrs: dict[str, Any]) -> relax.Expr | None:
-        """Gather by known indices or along a known dimension; TVM's converter measures it at run time."""
-        data, indices = inputs[0], inputs[1]
-        axis = attrs.get("axis", 0)
-        if isinstance(data, tvm.ir.GenericConst) or not isinstance(data.ty, relax.TensorType) or not data.ty.shape:
-            return None
-        if not isinstance(indices.ty, relax.TensorType):
-            return None
-        extent = int(data.ty.shape.values[axis]) if _is_int(data.ty.shape.values[axis]) else None
-        wanted = indices.value.numpy() if isinstance(indices, tvm.ir.GenericConst) else None
-        if extent is None and (wanted is None or (wanted < 0).any()):
-            return None
-        if wanted is not None:
-            positive = np.asarray(np.where(wanted < 0, wanted + (extent or 0), wanted), dtype=wanted.dtype)
-            indices = relax.const(tvm.runtime.tensor(positive))
+
+_LARGEST_FOLDED = 4096
+# TVM's importer gives these operators shape expressions; all others get tensors.
+_TAKE_SHAPES = {
+    *("Reshape", "Resize", "ConstantOfShape", "Gather", "Slice", "Shape", "Expand"),
+    *("Concat", "Equal", "Where", "Cast", "CastLike", "Squeeze"),
+}
+
+
+def _folded_size(node: onnx.NodeProto, values: Sequence[np.ndarray[Any, Any]]) -> float:
+    """How many elements a foldable node's result may have, for those that may have many more than their operands."""
+    if node.op_type in ("ConstantOfShape", "Expand", "Tile"):
+        sizes = values[-1].astype("float64")
+        return float(np.prod(sizes) * (1 if node.op_type == "ConstantOfShape" else values[0].size))
+    if node.op_type == "Range":
+        start, stop, step = (float(value) for value in values)
+        return abs((stop - start) / step) if step else math.inf
+    return 0.0
+
+
+def _constants_to_initializers(graph: onnx.GraphProto) -> None:
+    """Constant nodes, whatever attribute their value is in, become initializers."""
+    kept = []
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _constants_to_initializers(attribute.g)
+        tensor = _constant_tensor(node) if node.op_type == "Constant" else None
+        if tensor is None:
+            kept.append(node)
         else:
-            dtype = indices.ty.dtype.dtype
-            negative = relax.op.less(indices, relax.const(0, dtype))
-            indices = relax.op.where(negative, relax.op.add(indices, relax.const(extent, dtype)), indices)
-        return relax.op.take(data, indices, axis, mode="clip")
+            tensor.name = node.output[0]
+            graph.initializer.append(tensor)
+    del graph.node[:]
+    graph.node.extend(kept)
 
-    def _range(self, inputs: list[relax.Expr]) -> relax.Expr | None:
-        """Whole-number ranges over symbolic dimensions, whose length TVM's converter would compute at run time."""
-        bounds = []
-        for bound in inputs:
-            if isinstance(bound, tvm.ir.GenericConst) and bound.value.numpy().dtype.kind == "i":
-                bounds.append(tvm.tirx.IntImm("int64", int(bound.value.numpy())))
-            elif tvm.ir.is_prim_expr(bound) and str(bound.ty) == "int64":
-                bounds.append(bound)
-            else:
-                return None
-        start, stop, step = bounds
-        dtype = "int64"
-        if isinstance(inputs[0], tvm.ir.GenericConst):
-            dtype = str(inputs[0].ty.dtype)
-        if _is_int(start) and _is_int(stop):
-            return None
-        return relax.op.arange(start, stop, step, dtype)
 
-    def _clip(self, inputs: list[relax.Expr], attrs: dict[str, Any], opset: int) -> relax.Expr | None:
-        """Clip with constant bounds as relu or maximum, then minimum; None where a bound is computed."""
-        x = inputs[0]
-        bounds: list[float | None] = []
-        for position, key in ((1, "min"), (2, "max")):
-            if opset < 11:
-                bounds.append(attrs.get(key))
-                continue
-            bound = inputs[position] if len(inputs) > position else None
-            if bound is not None and not isinstance(bound, tvm.ir.GenericConst):
-                return None
-            value = None if bound is None else bound.value.numpy().reshape(-1)[0]
-            bounds.append(None if value is None or np.isnan(value) else value)
-        low, high = bounds
-        dtype = x.ty.dtype.dtype
-        if low is not None:
-            x = relax.op.nn.relu(x) if low == 0 else relax.op.maximum(x, relax.const(low, dtype))
-            x = self.bb.normalize(x) if high is None else self.bb.emit(x)
-        if high is not None:
-            x = relax.op.minimum(x, relax.const(high, dtype))
-        return x
+def _constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    if len(node.attribute) != 1:
+        return None
+    attribute = node.attribute[0]
+    value: Any = onnx.helper.get_attribute_value(attribute)
+    if attribute.name == "value":
+        return attribute.t
+    dtype = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
+    if attribute.name not in dtype:
+        return None
+    return numpy_helper.from_array(np.array(value, dtype[attribute.name]))
 
 
 def _spec(name: str, ty: relax.TensorType) -> TensorSpec:
     dims = ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else ["?"] * ty.ndim
-    return TensorSpec(name, tuple(int(dim) if _is_int(dim) else str(dim) for dim in dims), str(ty.dtype))
-
-
-def _is_int(dim: Any) -> bool:
-    return isinstance(dim, int | tvm.tirx.IntImm)
+    return TensorSpec(name, tuple(int(dim) if is_static(dim) else str(dim) for dim in dims), str(ty.dtype))

@@ -32,7 +32,7 @@ def choose(
     Counts cycles per step of the reduction: a tile of r rows by v vectors does r*v multiply-adds with r + v loads,
     and needs r*v + v + 1 registers. Rows that do not divide evenly are computed in vain at the end.
     """
-    most = 28 if row_bytes is None or row_bytes % 4096 else 7
+    most = 7 if row_bytes is not None and row_bytes % 4096 == 0 else machine.registers - 2 if exact else 28
     best: tuple[tuple[float, int, int], Tile] | None = None
     for count in range(1, min(vectors, 8) + 1):
         if vectors % count:

@@ -4,7 +4,8 @@ All are for float32 and within a few units in the last place. The ranges and coe
 library (exp) and of Eigen's rational approximations (tanh, erf).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from tvm import tirx
@@ -38,6 +39,17 @@ _ERF_Q = (
 )
 
 
+def _bound(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Bind the argument to a variable: written out, it would appear dozens of times, and powers of that when nested."""
+
+    @wraps(function)
+    def apply(x: Any) -> Any:
+        variable = tirx.Var("x", "float32")
+        return tirx.Let(variable, x, function(variable))
+
+    return apply
+
+
 def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
     value = tirx.const(coefficients[0], "float32")
     for coefficient in coefficients[1:]:
@@ -51,6 +63,7 @@ def _clamp(x: Any, bound: float) -> Any:
     return tirx.Select(x > high, high, tirx.Select(x < low, low, x))
 
 
+@_bound
 def exp(x: Any) -> Any:
     """e to the x; results below the smallest normal number are zero."""
     y = _clamp(x, 89.0)
@@ -64,6 +77,7 @@ def exp(x: Any) -> Any:
     return tirx.Select(x < small, tirx.const(0.0, "float32"), tirx.Select(x > large, infinite, p * 2.0 * power))
 
 
+@_bound
 def tanh(x: Any) -> Any:
     """The hyperbolic tangent."""
     y = _clamp(x, 7.90531110763549805)
@@ -75,6 +89,7 @@ def tanh(x: Any) -> Any:
     )
 
 
+@_bound
 def erf(x: Any) -> Any:
     """The error function."""
     y = _clamp(x, 4.0)
@@ -87,16 +102,19 @@ def sigmoid(x: Any) -> Any:
     return 1.0 / (1.0 + exp(0.0 - x))
 
 
+@_bound
 def silu(x: Any) -> Any:
     """x times its sigmoid."""
     return x / (1.0 + exp(0.0 - x))
 
 
+@_bound
 def gelu(x: Any) -> Any:
     """The Gaussian error linear unit."""
     return 0.5 * x * (1.0 + erf(x * 0.70710678118654752))
 
 
+@_bound
 def gelu_tanh(x: Any) -> Any:
     """The Gaussian error linear unit in its approximation by the hyperbolic tangent."""
     return 0.5 * x * (1.0 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))

@@ -1,8 +1,9 @@
-"""Winograd's convolution: 3x3 kernels with stride one by fewer multiplications, and when that pays.
+"""Winograd's convolution: 3x3 kernels with stride one or two by fewer multiplications, and when that pays.
 
 The algorithm is that of Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2015): tiles of the input
 and the kernel are transformed, multiplied element by element as one matrix product per element of the tile, and
-transformed back.
+transformed back. With stride two, the input's even elements meet two taps of the kernel and its odd ones the third:
+the former is a convolution with stride one, the latter a multiplication.
 """
 
 import math
@@ -19,73 +20,128 @@ from tvmflow.compiler.machine import Machine
 
 _Matrix = npt.NDArray[np.float64]
 
-# Per size m of the output tile: the points, beside infinity, at which F(m x m, 3 x 3) interpolates. For m = 4 those
-# usual, 0, 1, -1, 2, -2, make errors that are twice as large; these too make coefficients that float32 holds exactly.
-_POINTS = {2: (0.0, 1.0, -1.0), 4: (0.0, 0.75, -0.75, 1.5, -1.5)}
+# Per stride and size of the output tile: the points, beside infinity, that are interpolated at. For size 4 those usual,
+# 0, 1, -1, 2, -2, make errors that are twice as large; these too make coefficients that float32 holds exactly.
+_POINTS: dict[int, dict[int, tuple[float, ...]]] = {
+    1: {2: (0.0, 1.0, -1.0), 4: (0.0, 0.75, -0.75, 1.5, -1.5)},
+    2: {2: (0.0, -1.0), 3: (0.0, 1.0, -1.0), 4: (0.0, 0.75, -0.75, 1.5)},
+}
 
 # Fewest channels, in and out, whose products outweigh the transforms.
 _FEWEST_CHANNELS = 32
 # Output tiles side by side that are worth a register tile of their own.
 _LONG_LINE = 7
+# Vectors of results in flight at once that keep a core from waiting for them.
+_ENOUGH = 8
 # What a core reads of weights that its own cache does not hold, in the time of a multiply-add of vectors.
 _BYTES_PER_CYCLE = 5
 
 
-def choose(height: int, width: int, channels: int, out_channels: int, machine: Machine) -> int | None:
+def choose(
+    height: int,
+    width: int,
+    channels: int,
+    out_channels: int,
+    machine: Machine,
+    stride: int = 1,
+    direct_group: int = 1,
+) -> int | None:
     """The size of the output tiles that is fastest for an output of `height` by `width`; None for the direct way.
 
     Counts a core's cycles per image: of the products, of the transforms, and of reading weights that stay in no cache.
+    `direct_group` is how many multiply-adds an instruction does in a lane the direct way, in weights so much smaller.
     """
-    if min(channels, out_channels) < _FEWEST_CHANNELS or min(height, width) < 2:
+    if min(channels, out_channels) < _FEWEST_CHANNELS or min(height, width) < 2 or stride not in _POINTS:
         return None
-    costs: dict[int | None, float] = {None: _cost(9 * height * width, 9, channels, out_channels, machine)}
-    for size in _POINTS:
+    costs: dict[int | None, float] = {
+        None: _cost(9 * height * width, 9, channels / direct_group, out_channels, machine)
+    }
+    for size in _POINTS[stride]:
         high, wide = -(-height // size), -(-width // size)
-        taps = (size + 2) ** 2
-        tile = tile_of(high, wide, channels, -(-out_channels // machine.lanes), machine)
+        taps = side_of(size, stride) ** 2
+        tile = tile_of(high, wide, taps, channels, -(-out_channels // machine.lanes), machine)
         # A tile of few rows and vectors waits for loads, and for its own results.
-        waiting = max(1.0, 8 / (tile.rows * tile.vectors))
+        waiting = max(1.0, _ENOUGH / (tile.rows * tile.vectors))
         transforms = 4 * taps * high * wide * (channels + out_channels) / machine.lanes
         products = taps * high * wide * waiting
         costs[size] = _cost(products, taps, channels, out_channels, machine) + transforms
     return min(costs, key=lambda size: costs[size])
 
 
-def _cost(products: float, taps: int, channels: int, out_channels: int, machine: Machine) -> float:
+def side_of(size: int, stride: int) -> int:
+    """The elements along an input tile, which are the products along an output tile of `size`."""
+    return stride * (size - 1) + 3
+
+
+def _cost(products: float, taps: int, channels: float, out_channels: int, machine: Machine) -> float:
     weight_bytes = 4 * taps * channels * out_channels
     reading = weight_bytes / _BYTES_PER_CYCLE if weight_bytes > machine.cache else 0.0
     return products * channels * out_channels / machine.lanes + reading
 
 
-def tile_of(high: int, wide: int, channels: int, vectors: int, machine: Machine) -> tiles.Tile:
-    """The register tile for images of `high` by `wide` output tiles: its rows divide a line of them if that is long."""
-    rows = wide if wide >= _LONG_LINE else high * wide
-    return tiles.choose(rows, vectors, machine, 4 * channels, exact=True)
+def tile_of(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> tiles.Tile:
+    """The register tile for images of `high` by `wide` output tiles.
+
+    Its rows are of one line of output tiles if that is long, or if the weights stay in the cache, where a line can go
+    through all stages at once; else of all lines.
+    """
+    line = tiles.choose(wide, vectors, machine, 4 * channels, exact=True)
+    in_cache = 4 * taps * channels * vectors * machine.lanes <= machine.cache
+    if wide >= _LONG_LINE or (in_cache and line.rows * line.vectors >= _ENOUGH):
+        return line
+    return tiles.choose(high * wide, vectors, machine, 4 * channels, exact=True)
 
 
 @cache
-def transforms(size: int) -> tuple[_Matrix, _Matrix, _Matrix]:
-    """The matrices that transform tiles of the input, kernels and tiles of products, by the method of Toom and Cook.
+def transforms(size: int, stride: int = 1) -> tuple[_Matrix, _Matrix, _Matrix]:
+    """The matrices that transform tiles of the input, kernels and tiles of products.
 
-    With n = size + 2 they are n by n, n by 3 and size by n.
+    With n = side_of(size, stride) they are n by n, n by 3 and size by n.
     """
-    points = _POINTS[size]
-    n = size + 2
-    inputs, kernel, output = np.zeros((n, n)), np.zeros((n, 3)), np.zeros((size, n))
+    points = _POINTS[stride][size]
+    if stride == 1:
+        return _interpolate(points, size, 3)
+    side = side_of(size, stride)
+    inputs, kernel, output = np.zeros((side, side)), np.zeros((side, 3)), np.zeros((size, side))
+    even = size + 1
+    inputs[:even, ::2], kernel[:even, ::2], output[:, :even] = _interpolate(points, size, 2)
+    inputs[even:, 1::2] = output[:, even:] = np.eye(size)
+    kernel[even:, 1] = 1
+    return inputs, kernel, output
+
+
+def error_bound(size: int, stride: int, channels: int) -> float:
+    """A bound of a convolution's rounding error in float32, before anything is computed.
+
+    It is relative to the largest output that the weights could make of inputs as large as the largest one: the largest
+    magnitude in the input times the sum of the weights' magnitudes for an output channel. Higham's analysis ("Accuracy
+    and Stability of Numerical Algorithms", 2002) of the three transforms gives the factor by which intermediate values
+    outgrow the result, squared for two dimensions; each value is rounded once per term of the sums that make it.
+    """
+    inputs, kernel, output = (np.abs(matrix) for matrix in transforms(size, stride))
+    growth = float(((output * inputs.sum(axis=1)) @ kernel).max()) ** 2
+    roundings = channels + 4 * side_of(size, stride) + 1
+    return growth * roundings * float(np.finfo("float32").eps) / 2
+
+
+def _interpolate(points: Sequence[float], size: int, taps: int) -> tuple[_Matrix, _Matrix, _Matrix]:
+    """The transforms for stride one, by the method of Toom and Cook: n by n, n by taps and size by n."""
+    n = size + taps - 1
+    inputs, kernel, output = np.zeros((n, n)), np.zeros((n, taps)), np.zeros((size, n))
     for row, point in enumerate(points):
         others = [other for other in points if other != point]
         inputs[row, : n - 1] = np.poly(others)[::-1]
-        kernel[row] = point ** np.arange(3) / np.prod([point - other for other in others])
+        kernel[row] = point ** np.arange(taps) / np.prod([point - other for other in others])
         output[:, row] = point ** np.arange(size)
     inputs[-1] = np.poly(points)[::-1]
     kernel[-1, -1] = output[-1, -1] = 1
     return inputs, kernel, output
 
 
-def transform_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int) -> np.ndarray[Any, Any]:
+def transform_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride: int = 1) -> np.ndarray[Any, Any]:
     """The weights `[CO][CI][3][3]` transformed and packed into `[taps][CO/v][CI][v]`, zeros after the last channel."""
     out_channels, channels = weight.shape[:2]
-    kernel = transforms(size)[1]
+    kernel = transforms(size, stride)[1]
     transformed = np.einsum("ay,oiyx,bx->abio", kernel, weight.astype("float64"), kernel)
     vectors = -(-out_channels // lanes)
     value = np.zeros((kernel.shape[0] ** 2, channels, vectors * lanes), "float32")
@@ -101,6 +157,7 @@ def conv2d(
     padding: Sequence[int],
     annotations: Callable[[int, int, int], dict[str, Any]],
     machine: Machine,
+    stride: int = 1,
 ) -> te.Tensor:
     """Convolution of NHWC data of known height and width with weights from `transform_kernel`.
 
@@ -109,16 +166,18 @@ def conv2d(
     batch, in_h, in_w, depth = data.shape
     taps, vectors, _, lanes = (int(dim) for dim in weight.shape)
     side = math.isqrt(taps)
-    size = side - 2
+    size = (side - 3) // stride + 1
     top, left, bottom, right = padding
-    height, width = int(in_h) + top + bottom - 2, int(in_w) + left + right - 2
+    height = (int(in_h) + top + bottom - 3) // stride + 1
+    width = (int(in_w) + left + right - 3) // stride + 1
     high, wide = -(-height // size), -(-width // size)
     count = high * wide
     total = topi.utils.simplify(batch * count)
+    step = size * stride
 
-    inputs, _, outputs = (matrix.tolist() for matrix in transforms(size))
+    inputs, _, outputs = (matrix.tolist() for matrix in transforms(size, stride))
     padded = te.compute(
-        (batch, high * size + 2, wide * size + 2, depth),
+        (batch, step * (high - 1) + side, step * (wide - 1) + side, depth),
         lambda n, y, x, c: tirx.if_then_else(
             tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left),
             data[n, y - top, x - left, c],
@@ -128,16 +187,16 @@ def conv2d(
     )
     vertical = te.compute(
         (side, side, total, depth),
-        lambda a, j, p, c: _combine(
+        lambda a, j, p, c: combine(
             inputs,
             a,
-            lambda i: padded[p // count, p % count // wide * size + i, p % wide * size + j, c],
+            lambda i: padded[p // count, p % count // wide * step + i, p % wide * step + j, c],
         ),
         name="input_vertical",
     )
     transformed = te.compute(
         (side, side, total, depth),
-        lambda a, b, p, c: _combine(inputs, b, lambda j: vertical[a, j, p, c]),
+        lambda a, b, p, c: combine(inputs, b, lambda j: vertical[a, j, p, c]),
         name="input",
     )
     k = te.reduce_axis((0, depth), "k")
@@ -145,23 +204,23 @@ def conv2d(
         (side, side, total, vectors * lanes),
         lambda a, b, p, c: te.sum(transformed[a, b, p, k] * weight[a * side + b, c // lanes, k, c % lanes], axis=k),
         name="product",
-        attrs=annotations(tile_of(high, wide, int(depth), vectors, machine).rows, lanes, size),
+        attrs=annotations(tile_of(high, wide, taps, int(depth), vectors, machine).rows, lanes, size),
     )
     # Tiles come first: were they where the product has them, MetaSchedule would take this stage for a copy of it.
     back = te.compute(
         (total, size, side, vectors * lanes),
-        lambda p, a, j, c: _combine(outputs, a, lambda i: product[i, j, p, c]),
+        lambda p, a, j, c: combine(outputs, a, lambda i: product[i, j, p, c]),
         name="output_vertical",
     )
 
     def element(n: Any, h: Any, w: Any, c: Any) -> Any:
         p = n * count + h // size * wide + w // size
-        return _combine(outputs, w % size, lambda j: back[p, h % size, j, c])
+        return combine(outputs, w % size, lambda j: back[p, h % size, j, c])
 
     return te.compute((batch, height, width, channels), element, name="unpack")
 
 
-def _combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:
+def combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:
     """The sum of elements weighted by a row of a constant matrix; the schedule unrolls until the row is known."""
     sums = [_weighted_sum(weights, element) for weights in matrix]
     value = sums[-1]

@@ -4,8 +4,9 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 # Bytes; TVM's kAllocAlignment.
 _ALIGNMENT = 64
+# Up to this many bytes, to copy an input into memory that TVM knows already is quicker than to show it the array.
+_SMALL = 1 << 14
+# A thread forgets its calls when they are of more different shapes than this.
+_MOST_CALLS = 64
 
 
 def load(path: Path | str, *, threads: int | None = None) -> "CompiledModel":
@@ -43,6 +48,23 @@ def load_params(path: Path) -> "dict[str, Array]":
     """The weights of a bundle that keeps them apart: plain arrays by name, in the order that `main` takes them."""
     with np.load(path, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """How to call the library with inputs of certain shapes: its function, and for each input what makes a tensor."""
+
+    function: "Callable[..., Any]"
+    inputs: "tuple[Callable[[Array], Any], ...]"
+
+
+class _PerThread(threading.local):
+    """A thread's own virtual machine, the functions of it, and its calls by the shapes of the inputs."""
+
+    def __init__(self) -> None:
+        self.machine: Any = None
+        self.functions: dict[str, Callable[..., Any]] = {}
+        self.calls: dict[tuple[tuple[int, ...], ...], _Call] = {}
 
 
 class CompiledModel:
@@ -73,7 +95,10 @@ class CompiledModel:
         )
         with np.load(folder / "sample.npz", allow_pickle=False) as archive:
             self._sample = {name: archive[name] for name in archive.files}
-        self._local = threading.local()
+        self._local = _PerThread()
+        self._names = tuple(spec.name for spec in self.inputs)
+        self._dtypes = tuple(np.dtype(spec.dtype) for spec in self.inputs)
+        self._output_names = tuple(spec.name for spec in self.outputs)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -98,31 +123,70 @@ class CompiledModel:
 
         Takes every input, in order or by name. Raises InputError for a missing, unknown, wrongly shaped or typed one.
         """
-        arrays, sizes = self._checked(self._by_name(args, kwargs))
-        return self.to_numpy(self.invoke(self.to_device(arrays), self.function_for(sizes)))
+        arrays = self._arrays(args, kwargs)
+        call = None if arrays is None else self._local.calls.get(tuple([array.shape for array in arrays]))
+        if arrays is None or call is None:
+            checked, sizes = self._checked(self._by_name(args, kwargs))
+            arrays = tuple(checked.values())
+            call = self._prepare(arrays, sizes)
+        tensors = [take(array) for take, array in zip(call.inputs, arrays, strict=True)]
+        result = call.function(*tensors, *self._params)
+        values = [result] if hasattr(result, "numpy") else result
+        return {name: self._array(value) for name, value in zip(self._output_names, values, strict=True)}
 
-    def to_device(self, arrays: "Mapping[str, Array]") -> list[Any]:
-        """Checked inputs as TVM tensors on the model's device, in order; aligned arrays are not copied on a CPU."""
-        return [self._tensor(arrays[spec.name]) for spec in self.inputs]
+    def _arrays(
+        self, args: "tuple[npt.ArrayLike, ...]", kwargs: "dict[str, npt.ArrayLike]"
+    ) -> "tuple[Array, ...] | None":
+        """The inputs in order if all are arrays of the right dtype; None where it takes a closer look to tell."""
+        if len(args) + len(kwargs) != len(self._names):
+            return None
+        values = (*args, *map(kwargs.get, self._names[len(args) :])) if kwargs else args
+        for value, dtype in zip(values, self._dtypes, strict=True):
+            if type(value) is not np.ndarray or value.dtype != dtype:
+                return None
+        return values  # type: ignore[return-value]
+
+    def _prepare(self, arrays: "tuple[Array, ...]", sizes: Mapping[str, int]) -> _Call:
+        """How this thread calls the library with inputs of these shapes, which are known to be right."""
+        inputs = tuple(
+            self._small(array) if self._on_cpu and array.nbytes <= _SMALL else self._tensor for array in arrays
+        )
+        call = _Call(self._functions()[self._function_for(sizes)], inputs)
+        calls = self._local.calls
+        if len(calls) >= _MOST_CALLS:
+            calls.clear()
+        calls[tuple(array.shape for array in arrays)] = call
+        return call
+
+    def _small(self, like: "Array") -> "Callable[[Array], Any]":
+        """What copies arrays of this shape and dtype into one tensor."""
+        buffer = _aligned_copy(like)
+        tensor = self._from_dlpack(buffer)
+
+        def take(array: "Array") -> Any:
+            buffer[...] = array
+            return tensor
+
+        return take
 
     def _tensor(self, array: "Array") -> Any:
+        """An array as a tensor on the model's device; not copied on a CPU if it is aligned."""
         if not self._on_cpu:
             return self._runtime.tensor(array, self._device)
         # The library loads whole vectors: it may be given only memory that is aligned as TVM aligns its own.
-        aligned = _address(array) % _ALIGNMENT == 0 and array.flags.writeable
-        return self._from_dlpack(array if aligned else _aligned_copy(array))
+        suits = _address(array) % _ALIGNMENT == 0 and array.flags.writeable and array.flags.c_contiguous
+        return self._from_dlpack(array if suits else _aligned_copy(array))
 
-    def function_for(self, sizes: Mapping[str, int]) -> str:
+    def _function_for(self, sizes: Mapping[str, int]) -> str:
         """The library's function for these sizes of the symbolic dimensions: a variant built for them, or `main`."""
         for variant in self.manifest.variants:
             if all(sizes[name] == size for name, size in variant.sizes.items()):
                 return variant.function
         return "main"
 
-    def invoke(self, tensors: list[Any], function: str = "main") -> Any:
-        """A function of the library on tensors from `to_device`; what is timed when the copies are not meant."""
-        functions = getattr(self._local, "functions", None)
-        if functions is None:
+    def _functions(self) -> "dict[str, Callable[..., Any]]":
+        """The functions of this thread's virtual machine."""
+        if not self._local.functions:
             from tvm.runtime.vm import VirtualMachine
 
             if self._library is None:
@@ -130,16 +194,11 @@ class CompiledModel:
             machine = VirtualMachine(self._library, self._device)
             names = ("main", *(item.function for item in self.manifest.variants))
             try:
-                functions = {name: machine[name] for name in names}
+                self._local.functions = {name: machine[name] for name in names}
             except AttributeError as error:
                 raise BundleError(f"bundle {self.manifest.name!r}: {error}; build it again") from error
-            self._local.machine, self._local.functions = machine, functions
-        return functions[function](*tensors, *self._params)
-
-    def to_numpy(self, result: Any) -> "dict[str, Array]":
-        """The result of `invoke` as arrays by output name."""
-        values = [result] if hasattr(result, "numpy") else list(result)
-        return {spec.name: self._array(value) for spec, value in zip(self.outputs, values, strict=True)}
+            self._local.machine = machine
+        return self._local.functions
 
     def _array(self, tensor: Any) -> "Array":
         # A copy: an output may be memory of an input or a constant of the library.
@@ -207,7 +266,7 @@ class CompiledModel:
 
     def close(self) -> None:
         """Let go of the library and its memory; calling the model afterwards raises ValueError."""
-        self._local = threading.local()
+        self._local = _PerThread()
         self._library = None
         self._params = ()
 

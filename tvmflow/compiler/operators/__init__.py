@@ -12,7 +12,7 @@ from functools import partial
 from tvm import relax
 
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import convolution, elementwise, products, rowwise
+from tvmflow.compiler.operators import convolution, elementwise, norms, pooling, products, reductions, rowwise
 from tvmflow.compiler.operators.common import Legalization, default
 
 _Own = Callable[[relax.BlockBuilder, relax.Call, Machine], relax.Expr | None]
@@ -20,14 +20,29 @@ _Own = Callable[[relax.BlockBuilder, relax.Call, Machine], relax.Expr | None]
 _OPERATORS: dict[str, _Own] = {
     "relax.nn.conv2d": convolution.legalize,
     "relax.matmul": products.legalize,
+    **{f"relax.{name}": reductions.legalize for name in ("sum", "mean", "max", "min", "prod", "variance", "std")},
+    "relax.nn.max_pool2d": partial(pooling.legalize, largest=True),
+    "relax.nn.avg_pool2d": partial(pooling.legalize, largest=False),
     "relax.nn.softmax": rowwise.legalize_softmax,
-    "relax.nn.layer_norm": rowwise.legalize_layer_norm,
+    "relax.nn.log_softmax": partial(rowwise.legalize_softmax, logarithm=True),
+    "relax.nn.layer_norm": rowwise.legalize_norm,
+    "relax.nn.rms_norm": rowwise.legalize_norm,
+    "relax.nn.instance_norm": norms.legalize,
+    "relax.nn.group_norm": norms.legalize,
     **{name: partial(elementwise.legalize, function=function) for name, function in elementwise.FUNCTIONS.items()},
 }
 
 
-def legalizations(machine: Machine) -> dict[str, Legalization]:
-    """The operators that are not left to TVM's own definitions, for one machine; TVM's takes what ours does not."""
+def legalizations(machine: Machine, winograd: bool = True) -> dict[str, Legalization]:
+    """The operators that are not left to TVM's own definitions, for one machine; TVM's takes what ours does not.
+
+    `winograd` allows the algorithms of fewer multiplications: Winograd's for convolutions, Strassen's for products.
+    """
+    operators: dict[str, _Own] = {
+        **_OPERATORS,
+        "relax.nn.conv2d": partial(convolution.legalize, fast=winograd),
+        "relax.matmul": partial(products.legalize, fast=winograd),
+    }
 
     def with_default(own: _Own) -> Legalization:
         def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
@@ -36,4 +51,4 @@ def legalizations(machine: Machine) -> dict[str, Legalization]:
 
         return legalize
 
-    return {name: with_default(own) for name, own in _OPERATORS.items()}
+    return {name: with_default(own) for name, own in operators.items()}

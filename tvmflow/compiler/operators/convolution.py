@@ -12,7 +12,7 @@ from tvm import relax, te, tirx, topi
 from tvmflow.compiler import tiles, winograd
 from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, SHARED, TILE, WINOGRAD
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import depthwise
+from tvmflow.compiler.operators import depthwise, products
 from tvmflow.compiler.operators.common import (
     FUSABLE,
     constant,
@@ -27,7 +27,7 @@ from tvmflow.compiler.operators.common import (
 from tvmflow.compiler.operators.products import rows_product
 
 
-def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fast: bool = True) -> relax.Expr | None:
     """Choose how a convolution is computed; None for what is not ours: other layouts, dtypes, unknown kernels."""
     data, weight = call.args
     attrs = call.attrs
@@ -47,15 +47,12 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
         packed = depthwise.pack(builder, weight, lanes)
         compute = partial(depthwise.depthwise, machine=machine, **geometry)
         return builder.call_te(compute, data, packed, primfunc_name_hint="depthwise_conv2d", primfunc_attrs=FUSABLE)
-    size = _winograd_size(data, weight, groups, geometry, machine)
+    size = winograd_size(data, weight, groups, geometry, machine) if fast else None
     if size is not None:
-        packed = constant(winograd.transform_kernel(weight.value.numpy(), size, machine.lanes))
+        stride = geometry["strides"][0]
+        packed = constant(winograd.transform_kernel(weight.value.numpy(), size, machine.lanes, stride))
         compute = partial(
-            winograd.conv2d,
-            channels=out_channels,
-            padding=geometry["padding"],
-            annotations=lambda rows, lanes, size: {KERNEL: "winograd", TILE: rows, LANES: lanes, WINOGRAD: size},
-            machine=machine,
+            winograd_conv2d, channels=out_channels, padding=geometry["padding"], stride=stride, machine=machine
         )
         return builder.call_te(compute, data, packed, primfunc_name_hint="winograd_conv2d", primfunc_attrs=FUSABLE)
     per_group = out_channels // groups
@@ -63,36 +60,55 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
     if groups > 1:
         # A vector of output channels must read one group's input channels only.
         lanes = math.gcd(per_group, machine.lanes)
+    pointwise = (kernel_h, kernel_w) == (1, 1) and groups == 1 and not any(geometry["padding"])
+    if pointwise and fast and isinstance(weight, tvm.ir.GenericConst):
+        product = products.fast_product(builder, data, weight.value.numpy()[:, :, 0, 0].T, machine, geometry["strides"])
+        if product is not None:
+            return product
     packed = _pack(builder, weight, lanes)
-    pointwise = (kernel_h, kernel_w) == (1, 1) and groups == 1
-    if pointwise and geometry["strides"] == [1, 1] and not any(geometry["padding"]):
+    if pointwise and geometry["strides"] == [1, 1]:
         compute = partial(pointwise_conv2d, channels=out_channels, machine=machine)
     else:
         compute = partial(conv2d, channels=out_channels, groups=groups, machine=machine, **geometry)
     return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=FUSABLE)
 
 
-def _winograd_size(
-    data: relax.Expr, weight: relax.Expr, groups: int, geometry: dict[str, Any], machine: Machine
+def winograd_conv2d(data: te.Tensor, weight: te.Tensor, **arguments: Any) -> te.Tensor:
+    """`winograd.conv2d` with the annotations of its schedule."""
+    return winograd.conv2d(
+        data,
+        weight,
+        annotations=lambda rows, lanes, size: {KERNEL: "winograd", TILE: rows, LANES: lanes, WINOGRAD: size},
+        **arguments,
+    )
+
+
+def winograd_size(
+    data: relax.Expr,
+    weight: relax.Expr,
+    groups: int,
+    geometry: dict[str, Any],
+    machine: Machine,
+    direct_group: int = 1,
 ) -> int | None:
     """The size of Winograd's output tiles where that algorithm applies and pays."""
     out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
     height, width = (static(dim) for dim in data.ty.shape.values[1:3])
-    if (kernel, geometry["strides"], geometry["dilation"], groups) != ([3, 3], [1, 1], [1, 1], 1):
+    stride, *others = geometry["strides"]
+    if (kernel, others, geometry["dilation"], groups) != ([3, 3], [stride], [1, 1], 1):
         return None
     if height is None or width is None or not isinstance(weight, tvm.ir.GenericConst):
         return None
     top, left, bottom, right = geometry["padding"]
-    return winograd.choose(height + top + bottom - 2, width + left + right - 2, channels, out_channels, machine)
+    high, wide = ((size - 3) // stride + 1 for size in (height + top + bottom, width + left + right))
+    return winograd.choose(high, wide, channels, out_channels, machine, stride, direct_group)
 
 
 def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
     channels, per_group, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
     vectors = -(-channels // lanes)
     if isinstance(weight, tvm.ir.GenericConst):
-        value = np.zeros((vectors * lanes, per_group, kernel_h, kernel_w), "float32")
-        value[:channels] = weight.value.numpy()
-        return constant(value.reshape(vectors, lanes, per_group, kernel_h, kernel_w).transpose(0, 3, 4, 2, 1))
+        return constant(pack_array(weight.value.numpy(), lanes))
 
     def pack(w: te.Tensor) -> te.Tensor:
         return te.compute(
@@ -102,6 +118,15 @@ def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.
         )
 
     return builder.emit_te(pack, weight)
+
+
+def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+    """Weights `[CO][CI][KH][KW]` as `[CO/v][KH][KW][CI][v]`, zeros after the last channel."""
+    channels, per_group, kernel_h, kernel_w = weight.shape
+    vectors = -(-channels // lanes)
+    value = np.zeros((vectors * lanes, per_group, kernel_h, kernel_w), "float32")
+    value[:channels] = weight
+    return value.reshape(vectors, lanes, per_group, kernel_h, kernel_w).transpose(0, 3, 4, 2, 1)
 
 
 def conv2d(

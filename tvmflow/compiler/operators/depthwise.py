@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tvm
@@ -24,9 +25,7 @@ def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.E
     channels, _, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
     padded = _padded_channels(channels, lanes)
     if isinstance(weight, tvm.ir.GenericConst):
-        value = np.zeros((kernel_h, kernel_w, padded), "float32")
-        value[:, :, :channels] = weight.value.numpy()[:, 0].transpose(1, 2, 0)
-        return constant(value)
+        return constant(pack_array(weight.value.numpy(), lanes))
 
     def pack(w: te.Tensor) -> te.Tensor:
         return te.compute(
@@ -36,6 +35,14 @@ def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.E
         )
 
     return builder.emit_te(pack, weight)
+
+
+def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+    """Weights `[C][1][KH][KW]` as `[KH][KW][C]`, zeros after the last channel."""
+    channels, _, kernel_h, kernel_w = weight.shape
+    value = np.zeros((kernel_h, kernel_w, _padded_channels(channels, lanes)), "float32")
+    value[:, :, :channels] = weight[:, 0].transpose(1, 2, 0)
+    return value
 
 
 def _padded_channels(channels: int, lanes: int) -> int:

@@ -12,6 +12,7 @@ from tvm import relax, te, tirx, topi
 from tvmflow.compiler import tiles
 from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.common import (
     FUSABLE,
     constant,
@@ -26,7 +27,7 @@ from tvmflow.compiler.operators.common import (
 _FEWEST_ROWS = 4
 
 
-def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fast: bool = True) -> relax.Expr | None:
     """Choose how a matrix product is computed; None for what is not ours: other dtypes, batches that broadcast."""
     left, right = call.args
     if not is_float32(left, right) or str(call.ty.dtype) != "float32":
@@ -35,6 +36,10 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
     if len(left_shape) < 2 or len(right_shape) < 2 or static(right_shape[-2]) == 0:
         return None
     if len(right_shape) == 2 and static(right_shape[0]) and static(right_shape[1]):
+        if fast and isinstance(right, tvm.ir.GenericConst):
+            product = fast_product(builder, left, right.value.numpy(), machine)
+            if product is not None:
+                return product
         lanes = vector(int(right_shape[1]), machine)
         packed = _pack_dense(builder, right, lanes)
         compute = partial(dense, units=int(right_shape[1]), machine=machine)
@@ -46,6 +51,32 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
         return None
     compute = partial(batch_matmul, machine=machine)
     return builder.call_te(compute, left, right, primfunc_name_hint="batch_matmul", primfunc_attrs=FUSABLE)
+
+
+def fast_product(
+    builder: relax.BlockBuilder,
+    data: relax.Expr,
+    weight: np.ndarray[Any, Any],
+    machine: Machine,
+    strides: Sequence[int] = (),
+) -> relax.Expr | None:
+    """`data` of shape `[..., K]` times weights `[K][N]` by Strassen's algorithm; None where that does not pay.
+
+    `strides` says which elements of the second and later dimensions are taken, if not all.
+    """
+    sizes = [static(size) for size in data.ty.shape.values]
+    if None in sizes:
+        return None
+    batch, *others = (size or 0 for size in sizes[:-1])
+    steps = list(strides) or [1] * len(others)
+    outer = [batch, *(-(-size // step) for size, step in zip(others, steps, strict=True))]
+    depth, units = weight.shape
+    tile = strassen.choose(outer, depth, units, machine)
+    if tile is None:
+        return None
+    packed = constant(strassen.pack(weight, machine.lanes))
+    compute = partial(strassen.multiply, outer=outer, steps=[1, *steps], tile=tile)
+    return builder.call_te(compute, data, packed, primfunc_name_hint="strassen", primfunc_attrs=FUSABLE)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -78,7 +109,7 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine) -
     """
     *outer, depth = data.shape
     vectors, _, lanes = (int(dim) for dim in weight.shape)
-    joined = _row_dimensions(outer)
+    joined = row_dimensions(outer)
     lead = [position for position in range(len(outer)) if position not in joined]
 
     def element(*index: Any) -> Any:
@@ -119,8 +150,8 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine) -
     return te.compute((*outer, units), result, name="unpack")
 
 
-def _row_dimensions(sizes: Sequence[Any]) -> list[int]:
-    """Which dimensions become rows: all if all are known, else the known ones that fill a tile, else the last."""
+def row_dimensions(sizes: Sequence[Any]) -> list[int]:
+    """Which leading dimensions of a dense layer's input become rows: all if all are known, else the known ones that fill a tile, else the last."""
     known = [static(size) for size in sizes]
     if None not in known:
         return list(range(len(sizes)))

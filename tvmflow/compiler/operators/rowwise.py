@@ -1,5 +1,6 @@
-"""Softmax and layer norm: reductions over the last dimension, row by row."""
+"""Softmax and norms over the last dimensions, row by row."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -7,100 +8,168 @@ from typing import Any
 from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler import vectormath
-from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.annotations import KERNEL, LEAD
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import reductions
 from tvmflow.compiler.operators.common import is_float32, static
 
+Row = Callable[[Sequence[Any]], Any]
 
-def legalize_softmax(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """Softmax over the last dimension; None over another."""
+
+def legalize_softmax(
+    builder: relax.BlockBuilder, call: relax.Call, machine: Machine, logarithm: bool = False
+) -> relax.Expr | None:
+    """Softmax, or its logarithm, over the last dimension; None over another."""
     data = call.args[0]
     if not is_float32(data) or int(call.attrs.axis) not in (-1, len(data.ty.shape.values) - 1):
         return None
-    return builder.call_te(partial(softmax, machine=machine), data, primfunc_name_hint="softmax")
+    compute = partial(log_softmax if logarithm else softmax, machine=machine)
+    hint = call.op.name.rpartition(".")[2]
+    return builder.call_te(compute, data, primfunc_name_hint=hint, primfunc_attrs=reductions.REDUCTION)
 
 
 def softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
     """Softmax over the last dimension."""
     rows, size = list(data.shape[:-1]), data.shape[-1]
-    largest = row_reduction(lambda row, k: data[(*row, k)], rows, size, te.max, tirx.max, "max", machine)
+    largest = row_reduction(lambda row, k: data[(*row, k)], rows, size, reductions.MAX, "max", machine)
     exponential = te.compute(
         data.shape, lambda *index: vectormath.exp(data[index] - largest(index[:-1])), name="exponential"
     )
-    total = row_reduction(lambda row, k: exponential[(*row, k)], rows, size, te.sum, lambda a, b: a + b, "sum", machine)
+    total = row_reduction(lambda row, k: exponential[(*row, k)], rows, size, reductions.SUM, "sum", machine)
+    inverse = te.compute(rows, lambda *row: 1.0 / total(row), name="inverse")
     return te.compute(
         data.shape,
-        lambda *index: exponential[index] / total(index[:-1]),
+        lambda *index: exponential[index] * inverse[index[:-1]],
         name="softmax",
-        attrs={KERNEL: "rowwise"},
+        attrs={KERNEL: "rowwise", LEAD: len(rows)},
     )
 
 
-def legalize_layer_norm(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """Layer norm over the last dimension; None over others."""
-    data, scale, bias = call.args
-    rank = len(data.ty.shape.values) if is_float32(data, scale, bias) else 0
-    if rank < 2 or [int(axis) % rank for axis in call.attrs.axes] != [rank - 1]:
-        return None
-    compute = partial(layer_norm, epsilon=float(call.attrs.epsilon), machine=machine)
-    return builder.call_te(compute, data, scale, bias, primfunc_name_hint="layer_norm")
-
-
-def layer_norm(data: te.Tensor, scale: te.Tensor, bias: te.Tensor, *, epsilon: float, machine: Machine) -> te.Tensor:
-    """Normalisation over the last dimension; the variance is that of the centred values."""
+def log_softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
+    """The logarithm of softmax over the last dimension."""
     rows, size = list(data.shape[:-1]), data.shape[-1]
-    count = tirx.Cast("float32", size)
-    total = row_reduction(lambda row, k: data[(*row, k)], rows, size, te.sum, lambda a, b: a + b, "mean", machine)
-    mean = te.compute(rows, lambda *row: total(row) / count, name="mean")
-    squares = row_reduction(
-        lambda row, k: (data[(*row, k)] - mean[row]) * (data[(*row, k)] - mean[row]),
-        rows,
-        size,
-        te.sum,
-        lambda a, b: a + b,
-        "variance",
-        machine,
-    )
-    scaling = te.compute(rows, lambda *row: 1.0 / tirx.sqrt(squares(row) / count + epsilon), name="scaling")
+    largest = row_reduction(lambda row, k: data[(*row, k)], rows, size, reductions.MAX, "max", machine)
+
+    def exponential(row: Sequence[Any], k: Any) -> Any:
+        return vectormath.exp(data[(*row, k)] - largest(row))
+
+    total = row_reduction(exponential, rows, size, reductions.SUM, "sum", machine)
+    logarithm = te.compute(rows, lambda *row: tirx.log(total(row)), name="logarithm")
     return te.compute(
         data.shape,
-        lambda *index: (data[index] - mean[index[:-1]]) * scaling[index[:-1]] * scale[index[-1]] + bias[index[-1]],
-        name="layer_norm",
-        attrs={KERNEL: "rowwise"},
+        lambda *index: data[index] - largest(index[:-1]) - logarithm[index[:-1]],
+        name="log_softmax",
+        attrs={KERNEL: "rowwise", LEAD: len(rows)},
     )
+
+
+def legalize_norm(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """Layer norm, or norm by the root of the mean square, over the last dimensions; None over others."""
+    data, *parameters = call.args
+    if not is_float32(data, *parameters):
+        return None
+    rank = len(data.ty.shape.values)
+    axes = [int(axis) % rank for axis in call.attrs.axes]
+    lead = rank - len(axes)
+    shapes = [parameter.ty.shape.values for parameter in parameters]
+    if lead < 1 or axes != list(range(lead, rank)) or any(len(shape) != len(axes) for shape in shapes):
+        return None
+    if len(axes) > 1 and any(static(size) is None for size in data.ty.shape.values[lead:]):
+        return None
+    name = call.op.name.rpartition(".")[2]
+    compute = partial(
+        layer_norm if name == "layer_norm" else rms_norm, lead=lead, epsilon=float(call.attrs.epsilon), machine=machine
+    )
+    return builder.call_te(compute, *call.args, primfunc_name_hint=name, primfunc_attrs=reductions.REDUCTION)
+
+
+def layer_norm(
+    data: te.Tensor, scale: te.Tensor, bias: te.Tensor, *, lead: int, epsilon: float, machine: Machine
+) -> te.Tensor:
+    """Normalisation over the dimensions from `lead` on; the variance is that of the centred values."""
+    element, size = _row(data, lead)
+    mean, scaling = moments(element, list(data.shape[:lead]), size, epsilon, machine)
+    return te.compute(
+        data.shape,
+        lambda *index: (data[index] - mean(index[:lead])) * scaling(index[:lead]) * scale[index[lead:]]
+        + bias[index[lead:]],
+        name="layer_norm",
+        attrs={KERNEL: "rowwise", LEAD: lead},
+    )
+
+
+def rms_norm(data: te.Tensor, scale: te.Tensor, *, lead: int, epsilon: float, machine: Machine) -> te.Tensor:
+    """Division by the root of the mean square over the dimensions from `lead` on."""
+    element, size = _row(data, lead)
+    rows = list(data.shape[:lead])
+    squares = row_reduction(
+        lambda row, k: element(row, k) * element(row, k), rows, size, reductions.SUM, "squares", machine
+    )
+    scaling = te.compute(rows, lambda *row: _inverse_root(squares(row), size, epsilon), name="scaling")
+    return te.compute(
+        data.shape,
+        lambda *index: data[index] * scaling[index[:lead]] * scale[index[lead:]],
+        name="rms_norm",
+        attrs={KERNEL: "rowwise", LEAD: lead},
+    )
+
+
+def moments(
+    element: Callable[[Sequence[Any], Any], Any], rows: Sequence[Any], size: Any, epsilon: float, machine: Machine
+) -> tuple[Row, Row]:
+    """The mean of each row and one over its standard deviation, as functions of the row."""
+    total = row_reduction(element, rows, size, reductions.SUM, "total", machine)
+    mean = te.compute(rows, lambda *row: total(row) / tirx.Cast("float32", size), name="mean")
+
+    def square(row: Sequence[Any], k: Any) -> Any:
+        centred = element(row, k) - mean[tuple(row)]
+        return centred * centred
+
+    squares = row_reduction(square, rows, size, reductions.SUM, "squares", machine)
+    scaling = te.compute(rows, lambda *row: _inverse_root(squares(row), size, epsilon), name="scaling")
+    return (lambda row: mean[tuple(row)]), (lambda row: scaling[tuple(row)])
+
+
+def _inverse_root(squares: Any, size: Any, epsilon: float) -> Any:
+    return 1.0 / tirx.sqrt(squares / tirx.Cast("float32", size) + epsilon)
+
+
+def _row(data: te.Tensor, lead: int) -> tuple[Callable[[Sequence[Any], Any], Any], Any]:
+    """The dimensions from `lead` on as one, and its size."""
+    sizes = list(data.shape[lead:])
+    if len(sizes) == 1:
+        return (lambda row, k: data[(*row, k)]), sizes[0]
+    return (lambda row, k: data[(*row, *reductions.unravel(k, sizes))]), math.prod(int(size) for size in sizes)
 
 
 def row_reduction(
     element: Callable[[Sequence[Any], Any], Any],
     rows: Sequence[Any],
     size: Any,
-    reduce: Callable[..., Any],
-    combine: Callable[[Any, Any], Any],
+    kind: reductions.Kind,
     name: str,
     machine: Machine,
-) -> Callable[[Sequence[Any]], Any]:
-    """Reduce the last dimension in whole vectors, their lanes, and what is left over.
+) -> Row:
+    """Reduce `element(row, k)` over k in whole vectors, their lanes, and what is left over.
 
-    Returns the result as a function of the row. The stages are named `name` with `_lanes`, `vector` and `_rest`.
+    Returns the result as a function of the row.
     """
-    lanes, known = machine.lanes, static(size)
-    parts = []
-    if known is None or known >= lanes:
-        o = te.reduce_axis((0, topi.utils.simplify(size // lanes)), "o")
-        partial_results = te.compute(
-            (*rows, lanes),
-            lambda *index: reduce(element(index[:-1], o * lanes + index[-1]), axis=o),
-            name=f"{name}_lanes",
-        )
-        v = te.reduce_axis((0, lanes), "v")
-        parts.append(te.compute(rows, lambda *row: reduce(partial_results[(*row, v)], axis=v), name=f"{name}vector"))
-    if known is None or known % lanes:
-        r = te.reduce_axis((0, topi.utils.simplify(size % lanes)), "r")
-        parts.append(
-            te.compute(rows, lambda *row: reduce(element(row, size // lanes * lanes + r), axis=r), name=f"{name}_rest")
-        )
-
-    def result(row: Sequence[Any]) -> Any:
-        return combine(parts[0][tuple(row)], parts[1][tuple(row)]) if len(parts) == 2 else parts[0][tuple(row)]
-
-    return result
+    known = static(size)
+    if known is not None:
+        row = reductions.rows(element, rows, known, kind, name, machine)
+        result = te.compute(rows, lambda *at: row(at), name=name)
+        return lambda at: result[tuple(at)]
+    lanes = machine.lanes
+    o = te.reduce_axis((0, topi.utils.simplify(size // lanes)), "o")
+    partial_results = te.compute(
+        (*rows, lanes),
+        lambda *index: kind.reducer(element(index[:-1], o * lanes + index[-1]), axis=o),
+        name=f"{name}_lanes",
+    )
+    v = te.reduce_axis((0, lanes), "v")
+    vector = te.compute(rows, lambda *row: kind.reducer(partial_results[(*row, v)], axis=v), name=f"{name}_vector")
+    r = te.reduce_axis((0, topi.utils.simplify(size % lanes)), "r")
+    rest = te.compute(
+        rows, lambda *row: kind.reducer(element(row, size // lanes * lanes + r), axis=r), name=f"{name}_rest"
+    )
+    return lambda at: kind.combine(vector[tuple(at)], rest[tuple(at)])

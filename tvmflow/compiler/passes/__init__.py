@@ -5,29 +5,89 @@ from tvm import relax
 
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators import legalizations
+from tvmflow.compiler.passes import attention, dimensions, folding, patterns, simplify
+from tvmflow.compiler.passes.bf16 import RoundProducts
+from tvmflow.compiler.passes.blocks import FuseBlocks
+from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.layout import ChannelsLast
-from tvmflow.compiler.passes.simplify import Simplify
-from tvmflow.target import Target
+from tvmflow.target import Precision, Target
 
 
-def lower_passes(target: Target) -> list[tvm.transform.Pass]:
+def canonicalize() -> list[tvm.transform.Pass]:
+    """The passes that bring what exporters write in many ways to one form."""
+    return [
+        relax.transform.CanonicalizeBindings(),
+        simplify.evaluate_constants(),
+        simplify.remove_identities(),
+        relax.transform.EliminateCommonSubexpr(),
+        simplify.multiply_instead(),
+        patterns.compose_gelu(),
+        patterns.compose_silu(),
+        patterns.simplify_mish(),
+        patterns.compose_norms(),
+        patterns.compose_softmax(),
+        folding.fold_batch_norm(),
+        folding.fold_padding(),
+        simplify.matrices_of_vectors(),
+        *tidy(),
+        attention.merge_transposes(),
+        attention.compose_attention(),
+        folding.fold_scales(),
+        simplify.split_clip(),
+        simplify.convolve_in_two_dimensions(),
+        *tidy(),
+    ]
+
+
+def tidy() -> list[tvm.transform.Pass]:
+    """The passes that remove what other passes have left."""
+    return [
+        simplify.count_axes_from_the_front(),
+        simplify.evaluate_constants(),
+        simplify.merge_reshapes(),
+        simplify.remove_identities(),
+    ]
+
+
+def layout() -> list[tvm.transform.Pass]:
+    """The passes that bring convolutions and pooling to two dimensions with the channels last."""
+    return [dimensions.in_two_dimensions(), dimensions.split_transposed(), ChannelsLast()]
+
+
+def pass_names() -> list[str]:
+    """The names of our own passes, as the pass context takes them."""
+    ours = [*canonicalize(), *layout()]
+    others = {"FuseBlocks", "LowerAttention", "RoundProducts", "IntegerArithmetic", "IntegerProducts"}
+    return sorted({*others, *(str(item.info.name) for item in ours)})
+
+
+def lower_passes(target: Target, precision: Precision = "fp32", winograd: bool = True) -> list[tvm.transform.Pass]:
     """The passes from a Relax module whose weights are constants to `main` with calls of fused functions."""
+    integers: list[tvm.transform.Pass] = []
     if target.arch == "cuda":
-        layout: list[tvm.transform.Pass] = []
+        laid_out: list[tvm.transform.Pass] = []
+        fused: list[tvm.transform.Pass] = []
         legalize = relax.transform.LegalizeOps()
     else:
-        layout = [ChannelsLast()]
-        legalize = relax.transform.LegalizeOps(legalizations(machine(target)))
+        laid_out = layout()
+        cpu = machine(target)
+        narrow = {"fp32": FuseBlocks(cpu), "bf16": RoundProducts(cpu, winograd), "int8": IntegerProducts(cpu)}[
+            precision
+        ]
+        fused = [narrow, attention.lower_attention(machine(target))]
+        integers = [IntegerArithmetic(machine(target))] if precision == "int8" else []
+        legalize = relax.transform.LegalizeOps(legalizations(machine(target), winograd))
     return [
-        Simplify(),
-        relax.transform.FoldBatchnormToConv2D(),
+        *integers,
+        *canonicalize(),
         relax.transform.DecomposeOpsForInference(),
         relax.transform.CanonicalizeBindings(),
         relax.transform.FoldConstant(),
-        *layout,
-        Simplify(),
+        *laid_out,
+        *tidy(),
         relax.transform.CanonicalizeBindings(),
         relax.transform.EliminateCommonSubexpr(),
+        *fused,
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         legalize,

@@ -1,49 +1,524 @@
-"""Brings activations to NHWC."""
+"""Brings activations to channels last by moving transposes down the graph, where they meet and cancel."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 
+@dataclass(frozen=True)
+class _Permuted:
+    """A value that is not computed: `permute_dims(base, axes)`."""
+
+    base: relax.Expr
+    axes: tuple[int, ...]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the dimensions are in their own order."""
+        return self.axes == tuple(range(len(self.axes)))
+
+    @property
+    def sizes(self) -> list[Any]:
+        """The sizes of the value's dimensions."""
+        return [self.base.ty.shape.values[axis] for axis in self.axes]
+
+
 @tvm.transform.module_pass(opt_level=0, name="ChannelsLast")
 class ChannelsLast:
-    """Brings two-dimensional convolutions, and what is between them, to NHWC."""
+    """Computes convolutions, and what is between them, on tensors whose channels are the last dimension.
+
+    A convolution reads its operand and leaves its result with the channels last. The transposes this takes, and those
+    of the model, are not computed where they stand: every operator that can work on dimensions in another order does,
+    so that they move down until they cancel or an operator or the end needs the model's own order.
+    """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Convert the whole module, or each convolution by itself where TVM's conversion fails."""
-        # Transposed convolutions take nothing else than NCHW later on.
-        wanted = {"relax.nn.conv2d": ["NHWC", "OIHW"], "relax.nn.conv2d_transpose": ["NCHW", "IOHW"]}
-        try:
-            return relax.transform.ConvertLayout(wanted)(mod)
-        except Exception:  # It is unsound for some graphs, of which no list is known.
-            wrapper = _WrapConvolutions(mod)
-            for variable, function in mod.functions_items():
-                if isinstance(function, relax.Function):
-                    wrapper.builder_.update_func(variable, wrapper.visit_expr(function))
-            return wrapper.builder_.get()
+        """Rewrite every Relax function of the module."""
+        layout = _Layout(mod)
+        for variable, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                layout.builder_.update_func(variable, layout.visit_expr(function))
+        return layout.builder_.get()
 
 
 @mutator
-class _WrapConvolutions(PyExprMutator):  # type: ignore[misc]
-    """Transposes before and after each convolution."""
+class _Layout(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.IRModule) -> None:
+        super().__init__(mod)
+        self._values: dict[relax.Var, _Permuted] = {}
+        self._tuples: dict[relax.Var, _Permuted] = {}
+        self._computed: dict[relax.Var, relax.Expr] = {}
 
-    def visit_call_(self, op: relax.Call) -> relax.Expr:
-        call = super().visit_call_(op)
-        if getattr(call.op, "name", "") != "relax.nn.conv2d":
-            return call
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        variable, value = binding.var, binding.value
+        result: _Permuted | None = None
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self._tuples:
+            whole = self._tuples[value.tuple_value]
+            result = _Permuted(self.emit(relax.TupleGetItem(whole.base, value.index)), whole.axes)
+        elif isinstance(value, relax.Var):
+            result = self._values.get(value) or self._tuples.get(value)
+        elif isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
+            rule = _RULES.get(value.op.name)
+            result = None if rule is None else rule(self, value)
+        if result is None:
+            super().visit_var_binding_(binding)
+        elif not isinstance(variable, relax.DataflowVar):
+            # What leaves the block has the model's own order.
+            self._leave(variable, result)
+        elif isinstance(result.base.ty, relax.TupleType):
+            self._tuples[variable] = result
+        elif result.plain:
+            self.set_var_remap(variable, result.base)
+        else:
+            self._values[variable] = result
+
+    def _leave(self, variable: relax.Var, result: _Permuted) -> None:
+        value = self._plain(result)
+        inside = self.builder_.current_block_is_dataflow()
+        self.set_var_remap(variable, self.builder_.emit_output(value) if inside else self.emit(value))
+
+    def _plain(self, value: _Permuted) -> relax.Expr:
+        if not isinstance(value.base.ty, relax.TupleType):
+            return self.ordered(value, range(len(value.axes)))
+        places = range(len(value.base.ty.fields))
+        fields = [_Permuted(self.emit(relax.TupleGetItem(value.base, place)), value.axes) for place in places]
+        return relax.Tuple([self._plain(field) for field in fields])
+
+    def visit_dataflow_var_(self, op: relax.DataflowVar) -> relax.Expr:
+        """The variable in the model's own order."""
+        value = self._tuples.get(op) or self._values.get(op)
+        if value is None:
+            return super().visit_dataflow_var_(op)
+        if op not in self._computed:
+            self._computed[op] = self._plain(value)
+        return self._computed[op]
+
+    def emit(self, expr: relax.Expr) -> relax.Var:
+        return self.builder_.emit(expr)
+
+    def value(self, expr: relax.Expr) -> _Permuted | None:
+        """An operand as it is; None where its rank is unknown."""
+        if expr in self._values:
+            return self._values[expr]
+        ty = expr.ty
+        if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+            return None
+        return _Permuted(self.visit_expr(expr), tuple(range(len(ty.shape.values))))
+
+    def ordered(self, value: _Permuted, axes: Sequence[int]) -> relax.Expr:
+        """The expression whose dimensions in the order `axes` are the value."""
+        moves = _inverse(axes)
+        order = [value.axes[place] for place in moves]
+        if order == sorted(order):
+            return value.base
+        sizes = value.base.ty.shape.values
+        moved = [axis for axis in order if not _is_one(sizes[axis])]
+        if moved == sorted(moved):
+            return self.emit(relax.op.reshape(value.base, [sizes[axis] for axis in order]))
+        return self.emit(relax.op.permute_dims(value.base, order))
+
+    def aligned(self, value: _Permuted, axes: Sequence[int]) -> relax.Expr:
+        """The same for an operand of an element-wise operator, whose rank may be less."""
+        missing = len(axes) - len(value.axes)
+        if not value.axes or missing == 0:
+            return self.ordered(value, axes) if value.axes else value.base
+        places = (*range(missing), *(axis + missing for axis in value.axes))
+        return self.ordered(_Permuted(self.emit(relax.op.expand_dims(value.base, list(range(missing)))), places), axes)
+
+
+def _inverse(axes: Sequence[int]) -> list[int]:
+    return [list(axes).index(place) for place in range(len(axes))]
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, tvm.tirx.IntImm) and int(size) == 1
+
+
+def _changed(attrs: Any, changes: Mapping[str, Any]) -> Any:
+    """A copy of an operator's attributes with some changed."""
+    info = type(attrs).__tvm_ffi_type_info__
+    fields = {field.name: getattr(attrs, field.name) for field in info.fields}
+    return tvm.ir.make_node(info.type_key, **{**fields, **changes})
+
+
+def _call(
+    layout: _Layout, call: relax.Call, args: Sequence[relax.Expr], changes: Mapping[str, Any] | None = None
+) -> relax.Var:
+    """The same operator on other operands, with some attributes changed."""
+    attrs = _changed(call.attrs, changes) if changes else call.attrs
+    return layout.emit(relax.Call(call.op, list(args), attrs))
+
+
+def _operands(layout: _Layout, exprs: Sequence[relax.Expr]) -> list[_Permuted] | None:
+    values = [layout.value(expr) for expr in exprs]
+    return None if any(value is None for value in values) else [value for value in values if value is not None]
+
+
+def _order(values: Sequence[_Permuted]) -> tuple[int, ...] | None:
+    """The order of the largest of the operands, one that is not plain where two are as large; None if it is plain."""
+    rank = max(len(value.axes) for value in values)
+    full = [value for value in values if len(value.axes) == rank and not isinstance(value.base, tvm.ir.GenericConst)]
+    best = max(full, key=lambda value: (_elements(value.sizes), not value.plain), default=None)
+    return None if best is None or best.plain else best.axes
+
+
+def _elements(sizes: Sequence[Any]) -> int:
+    total = 1
+    for size in sizes:
+        total *= int(size) if isinstance(size, tvm.tirx.IntImm) else 64
+    return total
+
+
+_Rule = Callable[[_Layout, relax.Call], _Permuted | None]
+
+
+def _elementwise(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    tensors = [arg for arg in call.args if isinstance(arg.ty, relax.TensorType)]
+    values = _operands(layout, tensors)
+    axes = _order(values) if values else None
+    if values is None or axes is None:
+        return None
+    aligned = iter([layout.aligned(value, axes) for value in values])
+    args = [next(aligned) if isinstance(arg.ty, relax.TensorType) else layout.visit_expr(arg) for arg in call.args]
+    return _Permuted(_call(layout, call, args), axes)
+
+
+def _permute_dims(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    value = layout.value(call.args[0])
+    if value is None or isinstance(value.base, tvm.ir.GenericConst):
+        return None
+    axes = call.attrs.axes
+    places = reversed(range(len(value.axes))) if axes is None else [int(axis) % len(value.axes) for axis in axes]
+    return _Permuted(value.base, tuple(value.axes[place] for place in places))
+
+
+def _spatial(layouts: str, kernel: str | None, *, always: bool) -> _Rule:
+    """A rule for operators with a layout: convolutions always get channels last, others where the operand has them."""
+    attribute = "layout" if kernel is None else "data_layout"
+
+    def rule(layout: _Layout, call: relax.Call) -> _Permuted | None:
         attrs = call.attrs
-        if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCHW", "OIHW", "NCHW"):
-            return call
-        data = self.builder_.emit(relax.op.permute_dims(call.args[0], [0, 2, 3, 1]))
-        result = relax.op.nn.conv2d(
-            data,
-            call.args[1],
-            strides=list(attrs.strides),
-            padding=list(attrs.padding),
-            dilation=list(attrs.dilation),
-            groups=attrs.groups,
-            data_layout="NHWC",
-            kernel_layout="OIHW",
-            out_layout="NHWC",
-        )
-        return relax.op.permute_dims(self.builder_.emit(result), [0, 3, 1, 2])
+        out_layout = getattr(attrs, "out_layout", layouts)
+        value = layout.value(call.args[0])
+        if value is None or getattr(attrs, attribute) != layouts or out_layout not in ("", layouts):
+            return None
+        if kernel is not None and attrs.kernel_layout != kernel:
+            return None
+        axes = (0, len(layouts) - 1, *range(1, len(layouts) - 1))
+        if not always and value.axes != axes:
+            return None
+        last = layouts[0] + layouts[2:] + layouts[1]
+        changes = {attribute: last, **({"out_layout": last} if hasattr(attrs, "out_layout") else {})}
+        args = [layout.ordered(value, axes), *(layout.visit_expr(arg) for arg in call.args[1:])]
+        return _Permuted(_call(layout, call, args, changes), axes)
+
+    return rule
+
+
+def _pool2d(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    """Where windows overlap, pooling along channels is worth two transposes."""
+    shape = call.args[0].ty.shape.values if isinstance(call.args[0].ty.shape, relax.ShapeExpr) else []
+    wide = len(shape) == 4 and isinstance(shape[1], tvm.tirx.IntImm) and int(shape[1]) >= _WIDE
+    overlap = any(
+        int(size) > int(stride) for size, stride in zip(call.attrs.pool_size, call.attrs.strides, strict=True)
+    )
+    return _spatial("NCHW", None, always=wide and overlap)(layout, call)
+
+
+def _pool1d(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    """Pooling of one dimension as that of images one line high."""
+    value = _moved(call, layout)
+    if value is None or value.axes != (0, 2, 1) or (call.attrs.layout, call.attrs.out_layout) != ("NCW", "NCW"):
+        return None
+    size, stride, dilation = (int(item[0]) for item in (call.attrs.pool_size, call.attrs.strides, call.attrs.dilation))
+    before, after = (int(item) for item in call.attrs.padding)
+    image = layout.emit(relax.op.expand_dims(value.base, 1))
+    pooled = _pool_images(layout, call, image, [1, size], [1, stride], [1, dilation], [0, before, 0, after])
+    return _Permuted(layout.emit(relax.op.squeeze(pooled, [1])), value.axes)
+
+
+def _pool3d(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    """Pools every slice, then the slices: a window's maximum or mean is that of its slices'."""
+    value, out, attrs = _moved(call, layout), _shape(call), call.attrs
+    if value is None or out is None or value.axes != (0, 4, 1, 2, 3):
+        return None
+    if (attrs.layout, attrs.out_layout) != ("NCDHW", "NCDHW"):
+        return None
+    batch, depth, *image = value.base.ty.shape.values
+    size, strides, dilation, pads = (
+        [int(item) for item in values] for values in (attrs.pool_size, attrs.strides, attrs.dilation, attrs.padding)
+    )
+    images = layout.emit(relax.op.reshape(value.base, [batch * depth, *image]))
+    flat = _pool_images(layout, call, images, size[1:], strides[1:], dilation[1:], [*pads[1:3], *pads[4:]])
+    lines = layout.emit(relax.op.reshape(flat, [batch, depth, out[3] * out[4], out[1]]))
+    front, back = pads[0], pads[3]
+    deep = _pool_images(layout, call, lines, [size[0], 1], [strides[0], 1], [dilation[0], 1], [front, 0, back, 0])
+    return _Permuted(layout.emit(relax.op.reshape(deep, [batch, *out[2:], out[1]])), value.axes)
+
+
+def _pool_images(
+    layout: _Layout,
+    call: relax.Call,
+    images: relax.Expr,
+    size: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+) -> relax.Var:
+    """Pooling of `[N, H, W, C]` in the mode of a pooling of other dimensions."""
+    pool = relax.op.nn.max_pool2d if "max" in call.op.name else relax.op.nn.avg_pool2d
+    modes = (call.attrs.ceil_mode, call.attrs.count_include_pad)
+    return layout.emit(pool(images, size, strides, padding, dilation, *modes, layout="NHWC", out_layout="NHWC"))
+
+
+def _moved(call: relax.Call, layout: _Layout) -> _Permuted | None:
+    """The first operand where it is not plain."""
+    value = layout.value(call.args[0])
+    return None if value is None or value.plain else value
+
+
+def _reduction(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    value = _moved(call, layout)
+    if value is None:
+        return None
+    rank, axis = len(value.axes), call.attrs.axis
+    single = isinstance(axis, int | tvm.tirx.IntImm)
+    wanted = range(rank) if axis is None else [int(item) % rank for item in ([axis] if single else axis)]
+    reduced = sorted(value.axes[place] for place in wanted)
+    changes = {} if axis is None else {"axis": reduced[0] if single else reduced}
+    result = _call(layout, call, [value.base], changes)
+    if call.attrs.keepdims:
+        return _Permuted(result, value.axes)
+    return _Permuted(result, _without(value.axes, reduced))
+
+
+def _without(axes: Sequence[int], removed: Sequence[int]) -> tuple[int, ...]:
+    """The order of the dimensions that remain when some of the base are removed."""
+    kept = [axis for axis in axes if axis not in removed]
+    return tuple(sorted(kept).index(axis) for axis in kept)
+
+
+def _along(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    """Operators on one dimension that keep the shape."""
+    value = _moved(call, layout)
+    if value is None or call.attrs.axis is None:
+        return None
+    axis = value.axes[int(call.attrs.axis) % len(value.axes)]
+    return _Permuted(
+        _call(layout, call, [value.base, *map(layout.visit_expr, call.args[1:])], {"axis": axis}), value.axes
+    )
+
+
+def _norm(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    """Norms over the last dimensions, which stay there."""
+    value = _moved(call, layout)
+    if value is None:
+        return None
+    rank = len(value.axes)
+    axes = [int(axis) % rank for axis in call.attrs.axes]
+    if axes != list(range(rank - len(axes), rank)) or [value.axes[axis] for axis in axes] != axes:
+        return None
+    return _Permuted(_call(layout, call, [value.base, *map(layout.visit_expr, call.args[1:])]), value.axes)
+
+
+def _channel_norm(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    """Norms over the dimensions of each group of channels."""
+    value = _moved(call, layout)
+    if value is None:
+        return None
+    rank = len(value.axes)
+    channel = value.axes[int(call.attrs.channel_axis) % rank]
+    axes = sorted(value.axes[int(axis) % rank] for axis in call.attrs.axes)
+    args = [value.base, *map(layout.visit_expr, call.args[1:])]
+    return _Permuted(_call(layout, call, args, {"channel_axis": channel, "axes": axes}), value.axes)
+
+
+def _concat(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    if not isinstance(call.args[0], relax.Tuple) or call.attrs.axis is None:
+        return None
+    values = _operands(layout, list(call.args[0].fields))
+    axes = _order(values) if values else None
+    if values is None or axes is None:
+        return None
+    fields = relax.Tuple([layout.ordered(value, axes) for value in values])
+    return _Permuted(_call(layout, call, [fields], {"axis": axes[int(call.attrs.axis) % len(axes)]}), axes)
+
+
+def _split(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    value = _moved(call, layout)
+    if value is None:
+        return None
+    axis = value.axes[int(call.attrs.axis) % len(value.axes)]
+    return _Permuted(_call(layout, call, [value.base], {"axis": axis}), value.axes)
+
+
+def _strided_slice(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    value = _moved(call, layout)
+    if value is None or not isinstance(call.args[1], relax.Tuple):
+        return None
+    axes = relax.Tuple([tvm.tirx.IntImm("int64", value.axes[int(axis) % len(value.axes)]) for axis in call.args[1]])
+    args = [value.base, axes, *map(layout.visit_expr, call.args[2:])]
+    return _Permuted(_call(layout, call, args), value.axes)
+
+
+def _pad(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    value = _moved(call, layout)
+    if value is None:
+        return None
+    widths = [int(width) for width in call.attrs.pad_width]
+    moved = [width for place in _inverse(value.axes) for width in widths[2 * place : 2 * place + 2]]
+    return _Permuted(_call(layout, call, [value.base], {"pad_width": moved}), value.axes)
+
+
+def _tile(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    value = _moved(call, layout)
+    if value is None or len(call.attrs.repeats) != len(value.axes):
+        return None
+    repeats = [int(call.attrs.repeats[place]) for place in _inverse(value.axes)]
+    return _Permuted(_call(layout, call, [value.base], {"repeats": repeats}), value.axes)
+
+
+def _broadcast_to(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    value, target = _moved(call, layout), _shape(call)
+    if value is None or target is None or len(target) != len(value.axes):
+        return None
+    return _Permuted(
+        layout.emit(relax.op.broadcast_to(value.base, [target[i] for i in _inverse(value.axes)])), value.axes
+    )
+
+
+def _shape(call: relax.Call) -> list[Any] | None:
+    shape = call.ty.shape if isinstance(call.ty, relax.TensorType) else None
+    return list(shape.values) if isinstance(shape, relax.ShapeExpr) else None
+
+
+def _reshape(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    """Reshapes, and what only adds or removes dimensions of size one.
+
+    Dimensions that merge must be neighbours in memory; a transpose before brings them together where they are not.
+    """
+    value, target = _moved(call, layout), _shape(call)
+    groups = None if value is None or target is None else _groups(value.sizes, target)
+    if value is None or target is None or groups is None:
+        return None
+    sizes = value.sizes
+    ones = [place for place, size in enumerate(sizes) if _is_one(size)]
+    stored = [place for place in _inverse(value.axes) if place not in ones]
+    memory = stored
+    for before, _ in groups:
+        memory = _together(memory, before, sizes)
+    base = value.base
+    if memory != stored:
+        base = layout.emit(relax.op.permute_dims(base, [value.axes[place] for place in (*ones, *memory)]))
+    becomes = {before[0]: after for before, after in groups}
+    order = [place for first in memory for place in becomes.get(first, [])]
+    for place in (place for place, size in enumerate(target) if _is_one(size)):
+        # In memory first where it is first, else before the dimension that follows it; the last ones at the end.
+        following = next((other for other in range(place + 1, len(target)) if other in order), None)
+        leading = all(_is_one(size) for size in target[:place])
+        order.insert(place if leading else len(order) if following is None else order.index(following), place)
+    wanted = [target[place] for place in order]
+    if not _same(base.ty.shape.values, wanted):
+        base = layout.emit(relax.op.reshape(base, wanted))
+    return _Permuted(base, tuple(_inverse(order)))
+
+
+def _groups(sizes: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int], list[int]]] | None:
+    """Which dimensions become which in a reshape, without those of size one; None where symbols hide it."""
+    left = [place for place, size in enumerate(sizes) if not _is_one(size)]
+    right = [place for place, size in enumerate(target) if not _is_one(size)]
+    groups = []
+    while left and right:
+        before, after = [left.pop(0)], [right.pop(0)]
+        while not _equal(_product(sizes, before), _product(target, after)):
+            wide = _elements([sizes[place] for place in before]), _elements([target[place] for place in after])
+            grown, source = (before, left) if wide[0] < wide[1] else (after, right)
+            if not source:
+                return None
+            grown.append(source.pop(0))
+        groups.append((before, after))
+    return None if left or right else groups
+
+
+def _product(sizes: Sequence[Any], places: Sequence[int]) -> Any:
+    total = sizes[places[0]]
+    for place in places[1:]:
+        total = total * sizes[place]
+    return total
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(tvm.sym.Analyzer().can_prove_equal(a, b))
+
+
+def _same(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(sizes) == len(others) and all(_equal(a, b) for a, b in zip(sizes, others, strict=True))
+
+
+# Fewer channels are not worth a change of layout.
+_WIDE = 16
+# A run of fewer numbers in memory is not worth keeping.
+_RUN = 8
+
+
+def _together(memory: list[int], places: list[int], sizes: Sequence[Any]) -> list[int]:
+    """The order in memory with the dimensions `places` next to each other, in that order.
+
+    They meet where the innermost of them is, if it ends a long run, else where the largest is.
+    """
+    first = memory.index(places[0])
+    if memory[first : first + len(places)] == places:
+        return memory
+    last = places[-1]
+    anchor = max(places, key=lambda place: _elements([sizes[place]]))
+    if memory[-1] == last and _elements([sizes[last]]) >= _RUN:
+        anchor = last
+    rest = [place for place in memory if place not in places or place == anchor]
+    where = rest.index(anchor)
+    return [*rest[:where], *places, *rest[where + 1 :]]
+
+
+_UNARY = (
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil clip cos cosh erf exp floor isfinite isinf isnan log "
+    "logical_not negative round rsqrt sigmoid sign sin sinh sqrt square tan tanh trunc astype nn.relu nn.relu6 nn.silu "
+    "nn.gelu nn.gelu_tanh nn.leakyrelu nn.selu nn.softplus"
+)
+_BINARY = (
+    "add subtract multiply divide floor_divide power maximum minimum mod floor_mod log_add_exp atan2 equal not_equal "
+    "greater greater_equal less less_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
+    "left_shift right_shift where"
+)
+_RULES: dict[str, _Rule] = {
+    "relax.nn.conv1d": _spatial("NCW", "OIW", always=True),
+    "relax.nn.conv2d": _spatial("NCHW", "OIHW", always=True),
+    **{f"relax.nn.{kind}_pool1d": _pool1d for kind in ("max", "avg")},
+    **{f"relax.nn.{kind}_pool2d": _pool2d for kind in ("max", "avg")},
+    **{f"relax.nn.{kind}_pool3d": _pool3d for kind in ("max", "avg")},
+    "relax.nn.adaptive_avg_pool2d": _spatial("NCHW", None, always=False),
+    "relax.image.resize2d": _spatial("NCHW", None, always=False),
+    "relax.permute_dims": _permute_dims,
+    "relax.concat": _concat,
+    "relax.split": _split,
+    "relax.strided_slice": _strided_slice,
+    "relax.nn.pad": _pad,
+    "relax.tile": _tile,
+    "relax.broadcast_to": _broadcast_to,
+    "relax.nn.layer_norm": _norm,
+    "relax.nn.rms_norm": _norm,
+    "relax.nn.group_norm": _channel_norm,
+    "relax.nn.instance_norm": _channel_norm,
+    **{f"relax.{name}": _elementwise for name in (*_UNARY.split(), *_BINARY.split())},
+    **{f"relax.{name}": _reshape for name in ("reshape", "expand_dims", "squeeze", "flatten", "nn.batch_flatten")},
+    **{
+        f"relax.{name}": _reduction
+        for name in ("sum", "mean", "max", "min", "prod", "variance", "std", "argmax", "argmin")
+    },
+    **{
+        f"relax.{name}": _along
+        for name in ("nn.softmax", "nn.log_softmax", "nn.prelu", "cumsum", "cumprod", "repeat", "flip")
+    },
+}

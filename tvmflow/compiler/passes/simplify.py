@@ -1,4 +1,4 @@
-"""Evaluates what is constant and rewrites what stands in the way of TVM's own passes."""
+"""Evaluates what is constant, removes what does nothing, and rewrites what stands in the way of TVM's own passes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,126 +6,358 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmflow.compiler.passes.rewrite import (
+    ELEMENT,
+    Array,
+    Rewriter,
+    constant,
+    dtype,
+    known,
+    rank,
+    rewriting,
+    same_shape,
+    sizes,
+)
+
+# Powers that are products of a few factors.
+_MOST_FACTORS = 4
 
 
-@mutator
-class _Simplify(PyExprMutator):  # type: ignore[misc]
-    """Does here what TVM would compile to evaluate, and rewrites what stands in the way of its own passes."""
-
-    def visit_call_(self, op: relax.Call) -> relax.Expr:
-        call = super().visit_call_(op)
-        rewrite = _REWRITES.get(getattr(call.op, "name", ""))
-        simpler = rewrite(self, call) if rewrite else None
-        return call if simpler is None else simpler
-
-    def constant(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
-        """The value of a constant or of a variable bound to one."""
-        if isinstance(expr, relax.Var):
-            expr = self.lookup_binding(expr)
-        return expr.value.numpy() if isinstance(expr, tvm.ir.GenericConst) else None
-
-    def shape(self, expr: relax.Expr) -> list[int] | None:
-        """The sizes of a shape expression without symbols."""
-        if isinstance(expr, relax.Var):
-            expr = self.lookup_binding(expr)
-        if not isinstance(expr, relax.ShapeExpr) or not all(isinstance(dim, tvm.tirx.IntImm) for dim in expr.values):
-            return None
-        return [int(dim) for dim in expr.values]
-
-
-def _constant(value: np.ndarray[Any, Any]) -> relax.Expr:
-    return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
-
-
-def _fold_permute(simplify: _Simplify, call: relax.Call) -> relax.Expr | None:
-    value = simplify.constant(call.args[0])
-    axes = call.attrs.axes
-    if value is None:
+def _shape(rewriter: Rewriter, expr: relax.Expr) -> list[int] | None:
+    """The sizes of a shape expression without symbols."""
+    expr = rewriter.behind(expr)
+    if not isinstance(expr, relax.ShapeExpr) or not all(isinstance(dim, tvm.tirx.IntImm) for dim in expr.values):
         return None
-    return _constant(np.transpose(value, None if axes is None else [int(axis) for axis in axes]))
+    return [int(dim) for dim in expr.values]
 
 
-def _fold_reshape(simplify: _Simplify, call: relax.Call) -> relax.Expr | None:
-    value, shape = simplify.constant(call.args[0]), simplify.shape(call.args[1])
-    return None if value is None or shape is None else _constant(value.reshape(shape))
+def _fold_permute(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    value, axes = rewriter.constant(call.args[0]), call.attrs.axes
+    return None if value is None else constant(np.transpose(value, axes and [int(axis) for axis in axes]))
 
 
-def _fold_expand_dims(simplify: _Simplify, call: relax.Call) -> relax.Expr | None:
-    value = simplify.constant(call.args[0])
-    return None if value is None else _constant(np.expand_dims(value, tuple(int(axis) for axis in call.attrs.axis)))
+def _fold_reshape(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    value, shape = rewriter.constant(call.args[0]), _shape(rewriter, call.args[1])
+    return None if value is None or shape is None else constant(value.reshape(shape))
 
 
-def _fold_shape_of(simplify: _Simplify, call: relax.Call) -> relax.Expr | None:
-    ty = call.args[0].ty
-    return ty.shape if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) else None
+def _fold_expand_dims(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    value = rewriter.constant(call.args[0])
+    return None if value is None else constant(np.expand_dims(value, tuple(int(axis) for axis in call.attrs.axis)))
 
 
-def _fold_shape_to_tensor(simplify: _Simplify, call: relax.Call) -> relax.Expr | None:
-    shape = simplify.shape(call.args[0])
-    return None if shape is None else _constant(np.array(shape, "int64"))
+def _fold_squeeze(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    value, axes = rewriter.constant(call.args[0]), call.attrs.axis
+    return None if value is None else constant(np.squeeze(value, axes and tuple(int(axis) for axis in axes)))
 
 
-def _split_clip(simplify: _Simplify, call: relax.Call) -> relax.Expr | None:
-    """Clip as relu or maximum, then minimum: TVM cannot change the layout of a clip."""
+def _fold_cast(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    value = rewriter.constant(call.args[0])
+    if value is None or value.dtype.name not in _NUMBERS or dtype(call) not in _NUMBERS:
+        return None
+    return constant(value.astype(dtype(call)))
+
+
+def _fold_function(function: Callable[..., Any]) -> Callable[[Rewriter, relax.Call], relax.Expr | None]:
+    """Evaluates a function of floating-point constants."""
+
+    def fold(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+        values: list[Array] = []
+        for argument in call.args:
+            value = rewriter.constant(argument)
+            if value is None or value.dtype != np.float32:
+                return None
+            values.append(value)
+        with np.errstate(all="ignore"):
+            return constant(np.asarray(function(*values), "float32"))
+
+    return fold
+
+
+def _fold_shape_of(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    dims = sizes(call.args[0])
+    return None if dims is None else relax.ShapeExpr(dims)
+
+
+def _fold_shape_to_tensor(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    shape = _shape(rewriter, call.args[0])
+    return None if shape is None else constant(np.array(shape, "int64"))
+
+
+_NUMBERS = ("float32", "int32", "int64", "bool")
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": np.divide,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "power": np.power,
+    "negative": np.negative,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "exp": np.exp,
+    "abs": np.abs,
+}
+
+
+def evaluate_constants() -> tvm.transform.Pass:
+    """Computes here what depends on constants and known shapes only: TVM would compile a function for each."""
+    return rewriting(
+        "EvaluateConstants",
+        {
+            **{name: (_fold_function(function),) for name, function in _FUNCTIONS.items()},
+            "astype": (_fold_cast,),
+            "expand_dims": (_fold_expand_dims,),
+            "permute_dims": (_fold_permute,),
+            "reshape": (_fold_reshape,),
+            "shape_of": (_fold_shape_of,),
+            "shape_to_tensor": (_fold_shape_to_tensor,),
+            "squeeze": (_fold_squeeze,),
+        },
+    )
+
+
+def _neutral(neutral: float, both: bool) -> Callable[[Rewriter, relax.Call], relax.Expr | None]:
+    """Removes an operand that changes nothing: zeros that are added, ones that are multiplied with."""
+
+    def rule(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+        for kept, other in ((0, 1), (1, 0)) if both else ((0, 1),):
+            value = rewriter.constant(call.args[other])
+            # A look at one element is cheap, at all of a large constant it is not.
+            if value is None or value.size == 0 or value.reshape(-1)[0] != neutral:
+                continue
+            if _is_like(call, call.args[kept]) and bool((value == neutral).all()):
+                return call.args[kept]
+        return None
+
+    return rule
+
+
+def _is_like(a: relax.Expr, b: relax.Expr) -> bool:
+    return dtype(a) == dtype(b) and same_shape(sizes(a), sizes(b))
+
+
+def _keeps_everything(_rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """A cast to the same type, a reshape to the same shape, and the like."""
+    return call.args[0] if _is_like(call, call.args[0]) else None
+
+
+def _slices_everything(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    steps = list(call.args[4]) if len(call.args) > 4 else []
+    if not all(isinstance(step, tvm.tirx.IntImm) and int(step) == 1 for step in steps):
+        return None
+    return _keeps_everything(rewriter, call)
+
+
+def _keeps_order(_rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    axes = call.attrs.axes
+    ordered = axes is not None and [int(axis) for axis in axes] == list(range(len(axes)))
+    return call.args[0] if ordered else None
+
+
+def _joins_one(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    parts = rewriter.behind(call.args[0])
+    return parts.fields[0] if isinstance(parts, relax.Tuple) and len(parts.fields) == 1 else None
+
+
+def _drops_nothing(rewriter: Rewriter, element: relax.TupleGetItem) -> relax.Expr | None:
+    dropout = rewriter.call(element.tuple_value, "nn.dropout")
+    return dropout.args[0] if dropout is not None and element.index == 0 else None
+
+
+def _chooses_one(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    condition = rewriter.constant(call.args[0])
+    if condition is None or condition.size == 0 or not bool((condition == condition.reshape(-1)[0]).all()):
+        return None
+    chosen = call.args[1] if bool(condition.reshape(-1)[0]) else call.args[2]
+    return chosen if _is_like(call, chosen) else None
+
+
+def _is_positive_already(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    return call.args[0] if rewriter.call(call.args[0], "nn.relu") is not None else None
+
+
+def remove_identities() -> tvm.transform.Pass:
+    """Removes operators that return their input."""
+    return rewriting(
+        "RemoveIdentities",
+        {
+            ELEMENT: (_drops_nothing,),
+            "add": (_neutral(0, both=True),),
+            "subtract": (_neutral(0, both=False),),
+            "multiply": (_neutral(1, both=True),),
+            "divide": (_neutral(1, both=False),),
+            "astype": (_keeps_everything,),
+            "broadcast_to": (_keeps_everything,),
+            "reshape": (_keeps_everything,),
+            "nn.pad": (_keeps_everything,),
+            "nn.relu": (_is_positive_already,),
+            "strided_slice": (_slices_everything,),
+            "permute_dims": (_keeps_order,),
+            "concat": (_joins_one,),
+            "where": (_chooses_one,),
+        },
+    )
+
+
+def _split_clip(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     x, low, high = call.args
     bounds = [low, high]
     if not all(isinstance(bound, tvm.tirx.IntImm | tvm.tirx.FloatImm) for bound in bounds):
         return None
     least, most = (float(bound.value) for bound in bounds)
-    dtype = x.ty.dtype.dtype
-    if str(dtype) != "float32":
+    if dtype(x) != "float32":
         return None
-    above = relax.op.nn.relu(x) if least == 0 else relax.op.maximum(x, relax.const(least, dtype))
-    return relax.op.minimum(simplify.builder_.emit(above), relax.const(most, dtype))
+    above = relax.op.nn.relu(x) if least == 0 else relax.op.maximum(x, relax.const(least, "float32"))
+    return relax.op.minimum(rewriter.emit(above), relax.const(most, "float32"))
 
 
-def _count_axes_from_the_front(simplify: _Simplify, call: relax.Call) -> relax.Expr | None:
-    """Squeeze with axes from the front: TVM's layout conversion reads out of bounds for those from the back."""
+def split_clip() -> tvm.transform.Pass:
+    """Writes clipping as relu or maximum, then minimum: TVM cannot change the layout of a clip."""
+    return rewriting("SplitClip", {"clip": (_split_clip,)})
+
+
+def _count_from_the_front(_rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     axes = call.attrs.axis
-    if axes is None or all(int(axis) >= 0 for axis in axes):
+    dims = rank(call.args[0])
+    if axes is None or dims is None or all(int(axis) >= 0 for axis in axes):
         return None
-    rank = call.args[0].ty.ndim
-    return relax.op.squeeze(call.args[0], [int(axis) % rank for axis in axes])
+    return relax.op.squeeze(call.args[0], [int(axis) % dims for axis in axes])
 
 
-def _one_dimension_as_two(simplify: _Simplify, call: relax.Call) -> relax.Expr | None:
-    """A one-dimensional convolution as one over images of height one, which has a schedule."""
+def count_axes_from_the_front() -> tvm.transform.Pass:
+    """Counts the axes of squeeze from the front: TVM's change of layout reads out of bounds for those from the back."""
+    return rewriting("CountAxesFromTheFront", {"squeeze": (_count_from_the_front,)})
+
+
+def _one_dimension_as_two(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     attrs = call.attrs
     if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCW", "OIW", "NCW"):
         return None
     before, after = (int(size) for size in attrs.padding)
     image = relax.op.nn.conv2d(
-        simplify.builder_.emit(relax.op.expand_dims(call.args[0], 2)),
-        simplify.builder_.emit(relax.op.expand_dims(call.args[1], 2)),
+        rewriter.emit(relax.op.expand_dims(call.args[0], 2)),
+        rewriter.emit(relax.op.expand_dims(call.args[1], 2)),
         strides=[1, int(attrs.strides[0])],
         padding=[0, before, 0, after],
         dilation=[1, int(attrs.dilation[0])],
         groups=int(attrs.groups),
     )
-    return relax.op.squeeze(simplify.builder_.emit(image), [2])
+    return relax.op.squeeze(rewriter.emit(image), [2])
 
 
-_REWRITES: dict[str, Callable[[_Simplify, relax.Call], relax.Expr | None]] = {
-    "relax.clip": _split_clip,
-    "relax.nn.conv1d": _one_dimension_as_two,
-    "relax.squeeze": _count_axes_from_the_front,
-    "relax.expand_dims": _fold_expand_dims,
-    "relax.permute_dims": _fold_permute,
-    "relax.reshape": _fold_reshape,
-    "relax.shape_of": _fold_shape_of,
-    "relax.shape_to_tensor": _fold_shape_to_tensor,
-}
+def convolve_in_two_dimensions() -> tvm.transform.Pass:
+    """Writes a one-dimensional convolution as one over images of height one, which has a schedule."""
+    return rewriting("ConvolveInTwoDimensions", {"nn.conv1d": (_one_dimension_as_two,)})
 
 
-@tvm.transform.module_pass(opt_level=0, name="Simplify")
-class Simplify:
-    """Evaluates moved constants and shapes, and rewrites operators that stand in the way of TVM's passes."""
+def _product(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """A power whose exponent is a small whole number or half of one as products and roots."""
+    x, exponent = call.args[0], rewriter.scalar(call.args[1])
+    if exponent is None or dtype(x) != "float32" or not _is_like(call, x):
+        return None
+    if exponent == 0.5:
+        return relax.op.sqrt(x)
+    if exponent == -0.5:
+        return relax.op.rsqrt(x)
+    if exponent == -1:
+        return relax.op.divide(relax.const(1.0, "float32"), x)
+    if exponent != int(exponent) or not 1 <= exponent <= _MOST_FACTORS:
+        return None
+    if exponent == 1:
+        return x
+    square = relax.op.multiply(x, x)
+    if exponent == 2:
+        return square
+    square = rewriter.emit(square)
+    return relax.op.multiply(square, x if exponent == 3 else square)
 
-    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Rewrite every Relax function of the module."""
-        simplify = _Simplify(mod)
-        for variable, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                simplify.builder_.update_func(variable, simplify.visit_expr(function))
-        return simplify.builder_.get()
+
+def _reciprocal(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    divisor = rewriter.constant(call.args[1])
+    if divisor is None or divisor.dtype != np.float32 or not bool(np.isfinite(divisor).all() and divisor.all()):
+        return None
+    with np.errstate(over="ignore"):
+        reciprocal = np.asarray(1 / divisor.astype("float64"), "float32")
+    # A subnormal reciprocal has lost digits.
+    if not bool((np.isfinite(reciprocal) & (np.abs(reciprocal) >= np.finfo("float32").tiny)).all()):
+        return None
+    return relax.op.multiply(call.args[0], constant(reciprocal))
+
+
+def multiply_instead() -> tvm.transform.Pass:
+    """Writes small powers, and divisions by constants, as products, which are many times faster."""
+    return rewriting("MultiplyInstead", {"power": (_product,), "divide": (_reciprocal,)})
+
+
+def _merge_reshapes(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    inner = rewriter.call(call.args[0], "reshape", "expand_dims", "squeeze", "flatten")
+    dims = sizes(call)
+    return None if inner is None or dims is None else relax.op.reshape(inner.args[0], relax.ShapeExpr(dims))
+
+
+def _merge_into_reshape(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """A dimension of one that comes or goes right after a reshape, or that goes where one has come."""
+    inner = rewriter.call(call.args[0], "reshape")
+    dims = sizes(call)
+    if inner is not None and dims is not None:
+        return relax.op.reshape(inner.args[0], relax.ShapeExpr(dims))
+    opposite = "squeeze" if call.op.name == "relax.expand_dims" else "expand_dims"
+    inner = rewriter.call(call.args[0], opposite)
+    return inner.args[0] if inner is not None and _is_like(call, inner.args[0]) else None
+
+
+def merge_reshapes() -> tvm.transform.Pass:
+    """Makes one reshape of several in a row."""
+    return rewriting(
+        "MergeReshapes",
+        {
+            "reshape": (_merge_reshapes,),
+            "squeeze": (_merge_into_reshape,),
+            "expand_dims": (_merge_into_reshape,),
+        },
+    )
+
+
+def _columns(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Products with a vector as products with a matrix of one row or column."""
+    left, right = call.args
+    left_rank, right_rank = rank(left), rank(right)
+    if 1 not in (left_rank, right_rank) or sizes(left) is None or sizes(right) is None or sizes(call) is None:
+        return None
+    if left_rank == 1:
+        left = rewriter.emit(relax.op.expand_dims(left, [0]))
+    if right_rank == 1:
+        right = rewriter.emit(relax.op.expand_dims(right, [1]))
+    product = rewriter.emit(relax.op.matmul(left, right, call.attrs.out_dtype))
+    return relax.op.reshape(product, relax.ShapeExpr(sizes(call)))
+
+
+def _weights_on_the_right(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Constant weights times a column as a row times the weights transposed, whose outputs fill vectors."""
+    left, right = call.args
+    weight, dims = rewriter.constant(left), sizes(right)
+    if weight is None or weight.ndim != 2 or dims is None or len(dims) < 2 or sizes(call) is None:
+        return None
+    if not same_shape([dims[-1]], [tvm.tirx.IntImm("int64", 1)]):
+        return None
+    row = rewriter.emit(relax.op.reshape(right, relax.ShapeExpr([*dims[:-2], dims[-1], dims[-2]])))
+    product = rewriter.emit(relax.op.matmul(row, constant(weight.T), call.attrs.out_dtype))
+    return relax.op.reshape(product, relax.ShapeExpr(sizes(call)))
+
+
+def _one_batch_dimension(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """A constant right operand of which every batch is the same matrix, as that matrix."""
+    weight, dims = rewriter.constant(call.args[1]), known(call.args[1])
+    if weight is None or dims is None or len(dims) < 3 or any(dim != 1 for dim in dims[:-2]):
+        return None
+    if (rank(call.args[0]) or 0) < len(dims):
+        return None
+    return relax.op.matmul(call.args[0], constant(weight.reshape(dims[-2:])), call.attrs.out_dtype)
+
+
+def matrices_of_vectors() -> tvm.transform.Pass:
+    """Brings matrix products to the forms that have schedules: of matrices, with weights on the right."""
+    return rewriting("MatricesOfVectors", {"matmul": (_columns, _weights_on_the_right, _one_batch_dimension)})

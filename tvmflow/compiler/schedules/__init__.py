@@ -7,16 +7,36 @@ from tvm.s_tir import Schedule
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import depthwise, fallback, products, rowwise, winograd
+from tvmflow.compiler.schedules import (
+    attention,
+    blocks,
+    common,
+    depthwise,
+    dot,
+    fallback,
+    pooling,
+    products,
+    reductions,
+    rowwise,
+    strassen,
+    winograd,
+)
 
 Rule = Callable[[Schedule, Machine], bool]
 
 RULES: dict[str, Rule] = {
+    "block": blocks.apply,
     "conv2d": products.apply_conv2d,
     "rows": products.apply_rows,
+    "dot_conv2d": dot.apply_conv2d,
+    "dot_rows": dot.apply_rows,
     "winograd": winograd.apply,
+    "strassen": strassen.apply,
     "depthwise": depthwise.apply,
     "rowwise": rowwise.apply,
+    "attention": attention.apply,
+    "reduction": reductions.apply,
+    "pooling": pooling.apply,
 }
 
 
@@ -28,6 +48,7 @@ def schedule(
     A rule that does not know the function steps aside, and one that fails is passed over: the fallback takes the
     rest.
     """
+    tiny = common.is_tiny(func, machine)
     for name, rule in (*rules.items(), ("fallback", fallback.apply)):
         trial = Schedule(func)
         try:
@@ -35,7 +56,8 @@ def schedule(
         except Exception:  # noqa: S112  # A schedule primitive refuses in many ways; the next rule takes over.
             continue
         if taken:
-            return _finish(trial.mod["main"], func), name
+            scheduled = trial.mod["main"]
+            return _finish(common.without_threads(scheduled) if tiny else scheduled, func), name
     return _finish(func, func), "none"
 
 

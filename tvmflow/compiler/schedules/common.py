@@ -4,19 +4,22 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 
+import tvm
 from tvm import tirx
-from tvm.s_tir import Schedule
+from tvm.s_tir import SBlock, SBlockRealize, Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
 
 # Below this many iterations a parallel region costs more than it gains.
-_WORTH_A_THREAD = 4096
+WORTH_A_THREAD = 4096
+# The same in cycles of a whole function: a region takes two to four thousand of them to start and to end.
+_WORTH_THREADS = 8192
 # Lanes of the narrowest vector that is better than a loop in two parts.
 _NARROWEST = 4
 # Makes TVM split a loop into the iterations that need no bounds check and the rest, so that the former vectorise.
-_PARTITION = "pragma_loop_partition_hint"
+PARTITION = "pragma_loop_partition_hint"
 
 
 def blocks(sch: Schedule) -> list[SBlockRV]:
@@ -59,7 +62,7 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         return
     total, tasks = 1, 1
     for loop in loops:
-        total *= extent(sch, loop) or _WORTH_A_THREAD
+        total *= extent(sch, loop) or WORTH_A_THREAD
     for loop in spatial[:-1]:
         tasks *= extent(sch, loop) or machine.cores
     inner = spatial.pop()
@@ -76,15 +79,16 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         partitioned = not whole and tasks >= machine.cores and (size is None or is_static(sch))
         if whole or partitioned:
             rest, vector = sch.split(inner, [None, lanes if whole else machine.lanes])
-            (spatial if whole else serial).append(rest)
+            # Further in, the loop would find its place anew for each vector.
+            (spatial if whole and tasks < machine.cores else serial).append(rest)
             if partitioned:
-                sch.annotate(rest, _PARTITION, 1)
+                sch.annotate(rest, PARTITION, 1)
         else:
             (spatial if tasks < machine.cores else serial).append(inner)
     sch.reorder(*spatial, *serial, *reduced, *([] if vector is None else [vector]))
     if vector is not None:
         sch.vectorize(vector)
-    if total >= _WORTH_A_THREAD and spatial:
+    if total >= WORTH_A_THREAD and spatial:
         sch.parallel(fuse(sch, spatial))
     if reduced:
         sch.decompose_reduction(block, reduced[0])
@@ -147,6 +151,56 @@ def is_static(sch: Schedule) -> bool:
     )
 
 
+def is_tiny(func: tirx.PrimFunc, machine: Machine) -> bool:
+    """Whether one core is done with an unscheduled function sooner than several could be started.
+
+    Counts a cycle for each operation on a vector and each number of the arguments; symbolic shapes are not tiny.
+    """
+    try:
+        operations = float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": func})))
+        numbers = sum(math.prod(int(size) for size in parameter.shape) for parameter in func.params)
+    except Exception:  # TVM cannot count what it does not know, and says so in many ways.
+        return False
+    return operations / machine.lanes + numbers < _WORTH_THREADS
+
+
+def without_threads(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A scheduled function with its parallel loops run by the caller."""
+
+    def serial(stmt: tirx.Stmt) -> tirx.Stmt:
+        match stmt:
+            case tirx.For():
+                kind = tirx.ForKind.SERIAL if stmt.kind == tirx.ForKind.PARALLEL else stmt.kind
+                return tirx.For(
+                    stmt.loop_var,
+                    stmt.min,
+                    stmt.extent,
+                    kind,
+                    serial(stmt.body),
+                    stmt.thread_binding,
+                    stmt.annotations,
+                    stmt.step,
+                )
+            case tirx.SeqStmt():
+                return tirx.SeqStmt([serial(part) for part in stmt.seq])
+            case SBlockRealize(block=block):
+                body = SBlock(
+                    block.iter_vars,
+                    block.reads,
+                    block.writes,
+                    block.name_hint,
+                    serial(block.body),
+                    block.init,
+                    block.alloc_buffers,
+                    block.match_buffers,
+                    block.annotations,
+                )
+                return SBlockRealize(stmt.iter_values, stmt.predicate, body)
+        return stmt
+
+    return func.with_body(serial(func.body))
+
+
 def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Vectorise a block's innermost loop, whose memory must be contiguous; what is left over runs lane by lane."""
     inner = sch.get_loops(block)[-1]
@@ -161,7 +215,7 @@ def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     outer, lane = sch.split(inner, [None, machine.lanes])
     sch.vectorize(lane)
     if size is None or size % machine.lanes:
-        sch.annotate(outer, _PARTITION, 1)
+        sch.annotate(outer, PARTITION, 1)
 
 
 def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:

@@ -1,11 +1,23 @@
 """The schedule for any function: what can be inlined is, every remaining block is parallel and vectorised."""
 
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
+import tvm
+from tvm import tirx
 from tvm.s_tir import Schedule
+from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
+
+# The edge of a transpose's tile that is better than none.
+_NARROWEST = 4
+# Into no more pieces is a dimension cut, of no fewer elements each.
+_MOST_PIECES = 8
+_SMALLEST_PIECE = 4
 
 
 def apply(sch: Schedule, machine: Machine) -> bool:
@@ -14,5 +26,142 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     for block in common.blocks(sch):
         # What TVM refuses for a block leaves it correct, only less fast.
         with suppress(Exception):
-            common.parallel_vectorized(sch, block, machine)
+            if (
+                not _transposed(sch, block, machine)
+                and not _interleaved(sch, block)
+                and not _in_pieces(sch, block, machine)
+            ):
+                common.parallel_vectorized(sch, block, machine)
     return True
+
+
+def _parallel(sch: Schedule, loops: Sequence[LoopRV], work: int) -> None:
+    """Spread loops over the cores where the iterations in all, `work` in each, are worth it."""
+    if (
+        loops
+        and work * math.prod(common.extent(sch, loop) or common.WORTH_A_THREAD for loop in loops)
+        >= common.WORTH_A_THREAD
+    ):
+        sch.parallel(common.fuse(sch, loops))
+
+
+def _transposed(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    """Blocks that read along one dimension and write along another, in square tiles that stay in the cache."""
+    variables = list(sch.get(block).iter_vars)
+    if common.is_reduction(sch, block) or len(variables) < 2:
+        return False
+    *others, last = variables
+    read = [
+        index
+        for region in sch.get(block).reads
+        if region.region and isinstance(index := region.region[-1].min, tirx.Var)
+    ]
+    across = [place for place, variable in enumerate(others) if any(variable.var.same_as(index) for index in read)]
+    if not across or any(last.var.same_as(index) for index in read):
+        return False
+    loops = list(sch.get_loops(block))
+    extents = [common.extent(sch, loops[place]) for place in (across[0], -1)]
+    edges = [math.gcd(extent or 1, machine.lanes) for extent in extents]
+    if min(edges) < _NARROWEST:
+        return False
+    (far, near), (outer, lane) = (
+        sch.split(loops[place], [None, edge]) for place, edge in zip((across[0], -1), edges, strict=True)
+    )
+    tasks = [loop for place, loop in enumerate(loops[:-1]) if place != across[0]]
+    sch.reorder(*tasks, far, outer, near, lane)
+    common.in_registers(sch, [near, lane])
+    _parallel(sch, [*tasks, far, outer], math.prod(edges))
+    return True
+
+
+def _interleaved(sch: Schedule, block: SBlockRV) -> bool:
+    """Blocks that take neighbouring elements from a few places in turn, one place at a time."""
+    size = _extent_of_last(sch, block)
+    steps = [
+        int(node.b)
+        for node in _last_in(sch, block, tirx.FloorMod, tirx.FloorDiv, tirx.Div)
+        if isinstance(node.b, tirx.IntImm)
+    ]
+    steps = [step for step in steps if 1 < step <= _MOST_PIECES and size is not None and size % step == 0]
+    if not steps:
+        return False
+    *outer, last = sch.get_loops(block)
+    _, turn = sch.split(last, [None, max(steps)])
+    sch.unroll(turn)
+    _parallel(sch, outer, size or 1)
+    return True
+
+
+def _in_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    """Blocks that choose by the last dimension what they read, as concatenation does: a loop for each choice."""
+    size = _extent_of_last(sch, block)
+    if size is None or not common.is_static(sch):
+        return False
+    variable = sch.get(block).iter_vars[-1].var
+    cuts = sorted(
+        {
+            cut
+            for node in _last_in(sch, block, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
+            if (cut := _cut(node, variable)) is not None and 0 < cut < size
+        }
+    )
+    sizes = [after - before for before, after in zip([0, *cuts], [*cuts, size], strict=True)]
+    if not cuts or len(sizes) > _MOST_PIECES or max(sizes) < _SMALLEST_PIECE:
+        return False
+    *outer, last = sch.get_loops(block)
+    edge = math.gcd(machine.lanes, *sizes)
+    if edge >= _NARROWEST:
+        last, lane = sch.split(last, [None, edge])
+        sch.vectorize(lane)
+        sizes = [length // edge for length in sizes]
+    # What has no common vector is left to LLVM, which makes vectors of plain loops.
+    sch.loop_partition(last, sizes[:-1])
+    _parallel(sch, outer, size)
+    return True
+
+
+def _cut(node: Any, variable: tirx.Var) -> int | None:
+    """Where along the last dimension a comparison changes."""
+    analyzer = tvm.sym.Analyzer()
+    difference = analyzer.simplify(node.a - node.b - variable)
+    sign = 1
+    if not isinstance(difference, tirx.IntImm):
+        difference, sign = analyzer.simplify(node.a - node.b + variable), -1
+    if not isinstance(difference, tirx.IntImm):
+        return None
+    # variable + d compared with zero, or d - variable.
+    place = -int(difference) * sign
+    strict = isinstance(node, tirx.LT | tirx.GE)
+    return place if strict == (sign > 0) else place + 1
+
+
+def _extent_of_last(sch: Schedule, block: SBlockRV) -> int | None:
+    loops = list(sch.get_loops(block))
+    if common.is_reduction(sch, block) or not loops or len(loops) != len(sch.get(block).iter_vars):
+        return None
+    return common.extent(sch, loops[-1])
+
+
+def _last_in(sch: Schedule, block: SBlockRV, *kinds: type) -> list[Any]:
+    """The expressions of these kinds that the innermost dimension is in."""
+    variables, body = list(sch.get(block).iter_vars), sch.get(block).body
+    if not variables or not isinstance(body, tirx.BufferStore):
+        return []
+    analyzer = tvm.sym.Analyzer()
+    for variable in variables:
+        analyzer.bind(variable.var, variable.dom)
+    # Reshapes leave quotients that are always nought.
+    return [
+        node
+        for node in _parts(analyzer.simplify(body.value))
+        if isinstance(node, kinds) and any(part.same_as(variables[-1].var) for part in _parts(node))
+    ]
+
+
+def _parts(expr: Any) -> Iterator[Any]:
+    """An expression and all within it."""
+    yield expr
+    fields = [getattr(expr, name, None) for name in ("a", "b", "condition", "true_value", "false_value", "value")]
+    for part in (*fields, *getattr(expr, "args", ()), *getattr(expr, "indices", ())):
+        if isinstance(part, tvm.ir.Expr):
+            yield from _parts(part)

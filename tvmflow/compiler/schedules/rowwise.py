@@ -3,25 +3,30 @@
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
 
+from tvmflow.compiler.annotations import GROUP, KERNEL, LEAD
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common
+from tvmflow.compiler.schedules import common, reductions
 
 
 def apply(sch: Schedule, machine: Machine) -> bool:
-    """Functions whose result needs several passes over each row of the last dimension."""
+    """Functions whose result needs several passes over each row of the last dimensions."""
     last = common.kernel(sch, "rowwise")
     if last is None:
         return False
+    annotations = sch.get(last).annotations
+    lead, group = int(annotations[LEAD]), int(annotations.get(GROUP, 1))
     if sch.get_consumers(last):
         last = common.inline_epilogue(sch, last)
-    *rows, _ = sch.get_loops(last)
+    rows = list(sch.get_loops(last))[:lead]
     if not rows:
         return False
+    if group > 1:
+        rows[-1], _ = sch.split(rows[-1], [None, group])
     task = common.fuse(sch, rows)
     sch.parallel(task)
     for block in reversed([block for block in common.blocks(sch) if sch.get_consumers(block)]):
         sch.compute_at(block, task, preserve_unit_loops=True)
-        _in_vectors(sch, block, len(rows), machine)
+        _in_vectors(sch, block, lead, machine)
     common.vectorize_inner(sch, last, machine)
     return True
 
@@ -32,12 +37,18 @@ def _in_vectors(sch: Schedule, block: SBlockRV, rows: int, machine: Machine) -> 
         return
     if not common.is_reduction(sch, block):
         common.vectorize_inner(sch, block, machine)
-        return
-    reduced = inner[-1]
-    if len(inner) == 2:
-        lane = inner[0]
+    elif KERNEL in sch.get(block).annotations:
+        reductions.accumulate(sch, block)
+    else:
+        _accumulate_unknown(sch, block, len(inner) == 2)
+
+
+def _accumulate_unknown(sch: Schedule, block: SBlockRV, vector: bool) -> None:
+    """Rows of a size known at run time only: one vector, or what is left over."""
+    *_, lane, reduced = sch.get_loops(block)
+    if vector:
         sch.reorder(reduced, lane)
         sch.vectorize(lane)
     start = sch.decompose_reduction(block, reduced)
-    if len(inner) == 2:
+    if vector:
         sch.vectorize(sch.get_loops(start)[-1])

@@ -3,6 +3,7 @@
 import math
 
 from tvm.s_tir import Schedule
+from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.annotations import LANES, TILE, WINOGRAD
 from tvmflow.compiler.machine import Machine
@@ -20,14 +21,14 @@ def apply(sch: Schedule, machine: Machine) -> bool:
         return False
     annotations = sch.get(product).annotations
     rows, lanes, size = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD))
-    taps = (size + 2) ** 2
-    channels, depth = (int(variable.dom.extent) for variable in list(sch.get(product).iter_vars)[-2:])
+    sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
+    side, channels, depth = int(sizes[0]), int(sizes[-2]), int(sizes[-1])
     (pad,), (vertical,), (transformed,), (back,) = (
         common.named(sch, name) for name in ("pad", "input_vertical", "input", "output_vertical")
     )
     out = common.inline_epilogue(sch, back)
     wide = -(-int(sch.get(out).iter_vars[2].dom.extent) // size)
-    whole = 4 * taps * channels * depth <= machine.cache and wide % rows == 0
+    whole = 4 * side**2 * channels * depth <= machine.cache and wide % rows == 0
     result = sch.cache_write(product, 0, "global")
 
     n, h, w, c = sch.get_loops(out)
@@ -73,3 +74,14 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     sch.compute_at(pad, task, preserve_unit_loops=True)
     common.vectorize_inner(sch, pad, machine)
     return True
+
+
+def winograd_of(func: PrimFunc) -> tuple[int, int, int] | None:
+    """The size of the output tiles, the stride and the input channels of a function that uses the algorithm."""
+    sch = Schedule(func)
+    product = common.kernel(sch, "winograd")
+    if product is None:
+        return None
+    block = sch.get(product)
+    size, side = int(block.annotations[WINOGRAD]), int(block.iter_vars[0].dom.extent)
+    return size, (side - 3) // (size - 1), int(block.iter_vars[-1].dom.extent)

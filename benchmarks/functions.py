@@ -1,0 +1,231 @@
+"""Prints where the time of a built model goes: `python benchmarks/functions.py MODEL|FILE.onnx`.
+
+One line per compiled function: the schedule rule that took it, its calls in one run, its time in all of them, its
+share, and what that comes to in GFLOP/s and GB/s of what it reads and writes. The time of a call is the smallest of
+all runs, so that other work on the machine hardly shows.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import prepare
+from catalogue import find
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tvmflow import process, settings
+from tvmflow.errors import TvmflowError
+from tvmflow.process import Emit
+from tvmflow.target import Target, host
+from tvmflow.workspace import Record
+
+if TYPE_CHECKING:
+    from tvmflow.compiler import Built
+
+_SCRIPT = Path(__file__)
+
+
+class ProfileJob(Record):
+    """Build an ONNX file for this machine and time its functions over `repeats` runs."""
+
+    onnx: Path
+    sample: Path
+    target: Target
+    repeats: int
+
+
+class Function(Record):
+    """A compiled function: microseconds of all its calls in one run, floating-point operations and bytes moved by all.
+
+    `shapes` are the arguments of its first call, the result last.
+    """
+
+    name: str
+    rule: str
+    calls: int
+    microseconds: float
+    flops: float
+    bytes: int
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class Profile(Record):
+    """The functions of a model, the slowest first, and the microseconds of a whole run without the instrument."""
+
+    functions: tuple[Function, ...]
+    whole: float
+
+
+@dataclass
+class _Site:
+    """One call site: the function's name, the arguments' shapes and bytes, and the smallest time in seconds."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    bytes: int
+    seconds: float = float("inf")
+
+
+def work(job: ProfileJob, emit: Emit) -> Profile:
+    """Build and time, in a process of its own."""
+    os.environ["TVM_NUM_THREADS"] = str(job.target.threads)
+    from tvmflow import compiler
+
+    built = compiler.build(compiler.import_onnx(job.onnx), job.target)
+    return time_functions(built, job.sample, job.repeats)
+
+
+def time_functions(built: "Built", sample: Path, repeats: int) -> Profile:
+    """Run a built model `repeats` times on the inputs of an `.npz` and time its functions."""
+    import tvm
+    from tvm import relax
+
+    lowered = tvm.ir.load_json(built.ir_json)
+    flops = {var.name_hint: _flops(func) for var, func in lowered.functions_items() if var.name_hint != "main"}
+    machine = relax.VirtualMachine(built.executable.jit(), tvm.cpu())
+    with np.load(sample) as archive:
+        inputs = [tvm.runtime.tensor(archive[name]) for name in archive.files]
+    main = machine["main"]
+    whole = min(_timed(main, inputs) for _ in range(max(3, repeats)))
+    recorder = _Recorder()
+    machine.set_instrument(recorder)
+    for _ in range(repeats):
+        recorder.restart()
+        main(*inputs)
+    return Profile(functions=_grouped(recorder.sites, dict(built.schedules), flops), whole=whole * 1e6)
+
+
+class _Recorder:
+    """The instrument that the virtual machine calls before and after each function."""
+
+    def __init__(self) -> None:
+        self.sites: list[_Site] = []
+        self._position = 0
+        self._start = 0.0
+
+    def restart(self) -> None:
+        """Begin with the first call site again."""
+        self._position = 0
+
+    def __call__(self, func: Any, name: str, before: bool, _returned: Any, *args: Any) -> int:
+        if before:
+            if self._position == len(self.sites):
+                tensors = [value for value in args if hasattr(value, "shape") and hasattr(value, "dtype")]
+                shapes = tuple(tuple(int(dim) for dim in value.shape) for value in tensors)
+                moved = sum(int(np.prod(value.shape)) * np.dtype(str(value.dtype)).itemsize for value in tensors)
+                self.sites.append(_Site(str(name), shapes, moved))
+            self._start = time.perf_counter()
+            return 0
+        seconds = time.perf_counter() - self._start
+        site = self.sites[self._position]
+        site.seconds = min(site.seconds, seconds)
+        self._position += 1
+        return 0
+
+
+def _grouped(sites: Sequence[_Site], rules: dict[str, str], flops: dict[str, float]) -> tuple[Function, ...]:
+    """The call sites of each function together; what the virtual machine does itself is one entry."""
+    names = dict.fromkeys(site.name if site.name in rules else "(virtual machine)" for site in sites)
+    functions = []
+    for name in names:
+        own = [site for site in sites if (site.name if site.name in rules else "(virtual machine)") == name]
+        functions.append(
+            Function(
+                name=name,
+                rule=rules.get(name, ""),
+                calls=len(own),
+                microseconds=sum(site.seconds for site in own) * 1e6,
+                flops=flops.get(name, 0.0) * len(own),
+                bytes=sum(site.bytes for site in own) if name in rules else 0,
+                shapes=own[0].shapes if name in rules else (),
+            )
+        )
+    return tuple(sorted(functions, key=lambda function: -function.microseconds))
+
+
+def _flops(func: Any) -> float:
+    import tvm
+
+    try:
+        return float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": func})))
+    except (tvm.error.TVMError, ValueError, TypeError, AttributeError):
+        return 0.0
+
+
+def _timed(main: Any, inputs: list[Any]) -> float:
+    start = time.perf_counter()
+    main(*inputs)
+    return time.perf_counter() - start
+
+
+def profile(onnx: Path, sample: Path, threads: int, repeats: int, state: Path) -> Profile:
+    """Build an ONNX file for this machine and time its functions."""
+    job = ProfileJob(onnx=onnx, sample=sample, target=prepare.native(threads), repeats=repeats)
+    log = state / f"{onnx.stem}-functions.log"
+    return process.call("functions:work", job, Profile, log=log, timeout=3600, paths=(_SCRIPT.parent,))
+
+
+def show(name: str, result: Profile, top: int | None) -> Table:
+    """The table of one model."""
+    total = sum(function.microseconds for function in result.functions)
+    title = f"{name}: {result.whole:.0f} us for a run, {total:.0f} us in its functions"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for heading in ("function", "rule", "calls", "us", "share", "GFLOP/s", "GB/s", "shapes of the first call"):
+        left = heading in ("function", "rule", "shapes of the first call")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+    for function in result.functions[:top]:
+        seconds = function.microseconds * 1e-6
+        table.add_row(
+            function.name,
+            function.rule,
+            str(function.calls),
+            f"{function.microseconds:.0f}",
+            f"{function.microseconds / total:.1%}",
+            f"{function.flops / seconds * 1e-9:.1f}" if function.flops else "",
+            f"{function.bytes / seconds * 1e-9:.1f}" if function.bytes else "",
+            " ".join("x".join(map(str, shape)) or "scalar" for shape in function.shapes),
+        )
+    return table
+
+
+def main() -> None:
+    """Print one table per model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a name of catalogue.py, or an ONNX file")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=host().cores)
+    parser.add_argument("--repeats", type=int, default=20, help="runs; each call's time is the smallest (20)")
+    parser.add_argument("--top", type=int, help="print only this many functions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--state", type=Path, help="where exported models are kept (.tvmflow/benchmarks)")
+    arguments = parser.parse_args()
+    state = arguments.state or settings.load().state / "benchmarks"
+    state.mkdir(parents=True, exist_ok=True)
+    document: dict[str, Any] = {}
+    for name in arguments.models:
+        if name.endswith(".onnx"):
+            onnx, sample = Path(name), prepare.sample_for(Path(name), state)
+        else:
+            (model,) = find([name])
+            onnx, sample = prepare.export(model, arguments.batch, state), prepare.sample(model, arguments.batch, state)
+        result = profile(onnx, sample, arguments.threads, arguments.repeats, state)
+        document[name] = result.model_dump(mode="json")
+        Console(width=max(160, Console().width)).print(show(name, result, arguments.top))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TvmflowError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,414 @@
+"""Architectures that no schedule rule was written for, in plain PyTorch with seeded weights.
+
+Each takes pictures [batch, 3, height, width]; the classifiers return logits [batch, 1000].
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def efficientnet_b0(seed: int = 0) -> nn.Module:
+    """EfficientNet-B0 (Tan and Le, 2019)."""
+    return _seeded(EfficientNetB0, seed)
+
+
+def densenet121(seed: int = 0) -> nn.Module:
+    """DenseNet-121 (Huang et al., 2017)."""
+    return _seeded(DenseNet121, seed)
+
+
+def shufflenet_v2(seed: int = 0) -> nn.Module:
+    """ShuffleNetV2 of width 1 (Ma et al., 2018)."""
+    return _seeded(ShuffleNetV2, seed)
+
+
+def squeezenet(seed: int = 0) -> nn.Module:
+    """SqueezeNet 1.1 (Iandola et al., 2016)."""
+    return _seeded(SqueezeNet, seed)
+
+
+def convnext_tiny(seed: int = 0) -> nn.Module:
+    """ConvNeXt-T (Liu et al., 2022)."""
+    return _seeded(ConvNeXtTiny, seed)
+
+
+def unet(seed: int = 0) -> nn.Module:
+    """A U-Net (Ronneberger et al., 2015) of four levels, 32 channels wide at the first, with batch normalisation."""
+    return _seeded(UNet, seed)
+
+
+def vit_tiny(seed: int = 0) -> nn.Module:
+    """ViT-Ti with patches of 16x16: 197 tokens at 224x224 (Dosovitskiy et al., 2021; Touvron et al., 2021)."""
+    return _seeded(VisionTransformerTiny, seed)
+
+
+def _convolution(
+    inputs: int,
+    outputs: int,
+    kernel: int,
+    stride: int = 1,
+    groups: int = 1,
+    activation: type[nn.Module] | None = nn.ReLU,
+) -> nn.Sequential:
+    """A convolution of the same padding, batch normalisation and an activation."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(outputs),
+    ]
+    return nn.Sequential(*layers, *([] if activation is None else [activation()]))
+
+
+class SqueezeExcitation(nn.Module):
+    """Scales channels by what two 1x1 convolutions make of their means."""
+
+    def __init__(self, channels: int, squeezed: int) -> None:
+        super().__init__()
+        self.reduce = nn.Conv2d(channels, squeezed, 1)
+        self.expand = nn.Conv2d(squeezed, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, channels, height, width] to the same."""
+        scale = self.reduce(functional.adaptive_avg_pool2d(x, 1))
+        return x * torch.sigmoid(self.expand(functional.silu(scale)))
+
+
+class MBConv(nn.Module):
+    """EfficientNet's block: expand, depthwise convolution, squeeze-and-excitation, project."""
+
+    def __init__(self, inputs: int, outputs: int, expansion: int, kernel: int, stride: int) -> None:
+        super().__init__()
+        hidden = inputs * expansion
+        expand = [] if expansion == 1 else [_convolution(inputs, hidden, 1, activation=nn.SiLU)]
+        self.layers = nn.Sequential(
+            *expand,
+            _convolution(hidden, hidden, kernel, stride, groups=hidden, activation=nn.SiLU),
+            SqueezeExcitation(hidden, inputs // 4),
+            _convolution(hidden, outputs, 1, activation=None),
+        )
+        self.residual = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, inputs, height, width] to [batch, outputs, height / stride, width / stride]."""
+        y: Tensor = self.layers(x)
+        return x + y if self.residual else y
+
+
+class EfficientNetB0(nn.Module):
+    """EfficientNet of width and depth 1, as it is at inference: without stochastic depth and dropout."""
+
+    # expansion, kernel, stride of the first block, channels, blocks
+    STAGES = (
+        (1, 3, 1, 16, 1),
+        (6, 3, 2, 24, 2),
+        (6, 5, 2, 40, 2),
+        (6, 3, 2, 80, 3),
+        (6, 5, 1, 112, 3),
+        (6, 5, 2, 192, 4),
+        (6, 3, 1, 320, 1),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [_convolution(3, 32, 3, 2, activation=nn.SiLU)]
+        inputs = 32
+        for expansion, kernel, stride, outputs, blocks in self.STAGES:
+            for block in range(blocks):
+                layers.append(MBConv(inputs, outputs, expansion, kernel, stride if block == 0 else 1))
+                inputs = outputs
+        layers.append(_convolution(inputs, 1280, 1, activation=nn.SiLU))
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(1280, 1000)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Logits [batch, 1000] of images [batch, 3, height, width]."""
+        pooled = functional.adaptive_avg_pool2d(self.features(image), 1)
+        logits: Tensor = self.classifier(pooled.flatten(1))
+        return logits
+
+
+class DenseLayer(nn.Module):
+    """Normalise, 1x1 to four times the growth, normalise, 3x3 to the growth; joined to what came in."""
+
+    def __init__(self, inputs: int, growth: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, 4 * growth, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(4 * growth)
+        self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, inputs, height, width] to [batch, inputs + growth, height, width]."""
+        y = self.conv1(functional.relu(self.norm1(x)))
+        y = self.conv2(functional.relu(self.norm2(y)))
+        return torch.cat([x, y], 1)
+
+
+class DenseNet121(nn.Module):
+    """DenseNet of growth 32 with blocks of 6, 12, 24 and 16 layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        ]
+        channels = 64
+        for block, count in enumerate((6, 12, 24, 16)):
+            if block > 0:
+                layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, channels // 2, 1, bias=False)]
+                layers += [nn.AvgPool2d(2, 2)]
+                channels //= 2
+            for _ in range(count):
+                layers.append(DenseLayer(channels, 32))
+                channels += 32
+        self.features = nn.Sequential(*layers, nn.BatchNorm2d(channels), nn.ReLU())
+        self.classifier = nn.Linear(channels, 1000)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Logits [batch, 1000] of images [batch, 3, height, width]."""
+        pooled = functional.adaptive_avg_pool2d(self.features(image), 1)
+        logits: Tensor = self.classifier(pooled.flatten(1))
+        return logits
+
+
+class ShuffleUnit(nn.Module):
+    """ShuffleNetV2's unit: two branches joined, their channels interleaved; half the channels pass at stride 1."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        width = outputs // 2
+        self.stride = stride
+        self.passed = (
+            nn.Sequential()
+            if stride == 1
+            else nn.Sequential(
+                _convolution(inputs, inputs, 3, stride, groups=inputs, activation=None),
+                _convolution(inputs, width, 1),
+            )
+        )
+        self.computed = nn.Sequential(
+            _convolution(inputs // 2 if stride == 1 else inputs, width, 1),
+            _convolution(width, width, 3, stride, groups=width, activation=None),
+            _convolution(width, width, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, inputs, height, width] to [batch, outputs, height / stride, width / stride]."""
+        passed, taken = x.chunk(2, 1) if self.stride == 1 else (x, x)
+        joined = torch.cat([self.passed(passed), self.computed(taken)], 1)
+        batch, channels, height, width = joined.shape
+        return joined.view(batch, 2, channels // 2, height, width).transpose(1, 2).reshape(joined.shape)
+
+
+class ShuffleNetV2(nn.Module):
+    """ShuffleNetV2 of width 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [_convolution(3, 24, 3, 2), nn.MaxPool2d(3, 2, 1)]
+        inputs = 24
+        for outputs, units in ((116, 4), (232, 8), (464, 4)):
+            for unit in range(units):
+                layers.append(ShuffleUnit(inputs, outputs, 2 if unit == 0 else 1))
+                inputs = outputs
+        self.features = nn.Sequential(*layers, _convolution(inputs, 1024, 1))
+        self.classifier = nn.Linear(1024, 1000)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Logits [batch, 1000] of images [batch, 3, height, width]."""
+        logits: Tensor = self.classifier(self.features(image).mean((2, 3)))
+        return logits
+
+
+class Fire(nn.Module):
+    """SqueezeNet's block: squeeze by 1x1, expand by 1x1 and 3x3 side by side."""
+
+    def __init__(self, inputs: int, squeezed: int, expanded: int) -> None:
+        super().__init__()
+        self.squeeze = nn.Conv2d(inputs, squeezed, 1)
+        self.expand1 = nn.Conv2d(squeezed, expanded, 1)
+        self.expand3 = nn.Conv2d(squeezed, expanded, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, inputs, height, width] to [batch, 2 * expanded, height, width]."""
+        x = functional.relu(self.squeeze(x))
+        return torch.cat([functional.relu(self.expand1(x)), functional.relu(self.expand3(x))], 1)
+
+
+class SqueezeNet(nn.Module):
+    """SqueezeNet 1.1: no batch normalisation, its classifier a 1x1 convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pool = nn.MaxPool2d(3, 2, ceil_mode=True)
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 64, 3, 2),
+            nn.ReLU(),
+            pool,
+            Fire(64, 16, 64),
+            Fire(128, 16, 64),
+            pool,
+            Fire(128, 32, 128),
+            Fire(256, 32, 128),
+            pool,
+            Fire(256, 48, 192),
+            Fire(384, 48, 192),
+            Fire(384, 64, 256),
+            Fire(512, 64, 256),
+        )
+        self.classifier = nn.Conv2d(512, 1000, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Logits [batch, 1000] of images [batch, 3, height, width]."""
+        scores = functional.relu(self.classifier(self.features(image)))
+        return functional.adaptive_avg_pool2d(scores, 1).flatten(1)
+
+
+class ChannelNorm(nn.LayerNorm):
+    """Layer normalisation over the channels of [batch, channels, height, width]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise each pixel by itself."""
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class ConvNeXtBlock(nn.Module):
+    """Depthwise 7x7, layer normalisation, two dense layers over the channels, a scale; added to the input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.expand = nn.Linear(width, 4 * width)
+        self.project = nn.Linear(4 * width, width)
+        # 1e-6 before training, at which a block would hardly change what it gets; trained scales are about this.
+        self.scale = nn.Parameter(torch.full((width,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, width, height, width of the picture] to the same."""
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        y = self.scale * self.project(functional.gelu(self.expand(y)))
+        return x + y.permute(0, 3, 1, 2)
+
+
+class ConvNeXtTiny(nn.Module):
+    """ConvNeXt with stages of 3, 3, 9 and 3 blocks, 96 to 768 wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, 96, 4, 4), ChannelNorm(96, eps=1e-6)]
+        inputs = 96
+        for outputs, blocks in ((96, 3), (192, 3), (384, 9), (768, 3)):
+            if outputs != inputs:
+                layers += [ChannelNorm(inputs, eps=1e-6), nn.Conv2d(inputs, outputs, 2, 2)]
+                inputs = outputs
+            layers += [ConvNeXtBlock(outputs) for _ in range(blocks)]
+        self.features = nn.Sequential(*layers)
+        self.norm = nn.LayerNorm(inputs, eps=1e-6)
+        self.classifier = nn.Linear(inputs, 1000)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Logits [batch, 1000] of images [batch, 3, height, width]."""
+        logits: Tensor = self.classifier(self.norm(self.features(image).mean((2, 3))))
+        return logits
+
+
+class UNet(nn.Module):
+    """Two 3x3 convolutions a level, pooled on the way down; transposed convolutions and skips on the way up."""
+
+    WIDTHS = (32, 64, 128, 256, 512)
+
+    def __init__(self, classes: int = 2) -> None:
+        super().__init__()
+        inputs = (3, *self.WIDTHS[:-1])
+        self.down = nn.ModuleList(self._double(*widths) for widths in zip(inputs, self.WIDTHS, strict=True))
+        upwards = list(zip(self.WIDTHS[:0:-1], self.WIDTHS[-2::-1], strict=True))
+        self.grow = nn.ModuleList(nn.ConvTranspose2d(wide, narrow, 2, 2) for wide, narrow in upwards)
+        self.up = nn.ModuleList(self._double(wide, narrow) for wide, narrow in upwards)
+        self.classifier = nn.Conv2d(self.WIDTHS[0], classes, 1)
+
+    @staticmethod
+    def _double(inputs: int, outputs: int) -> nn.Sequential:
+        return nn.Sequential(_convolution(inputs, outputs, 3), _convolution(outputs, outputs, 3))
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Scores [batch, classes, height, width] of images [batch, 3, height, width], sides multiples of 16."""
+        skips, x = [], self.down[0](image)
+        for level in self.down[1:]:
+            skips.append(x)
+            x = level(functional.max_pool2d(x, 2))
+        for grow, up in zip(self.grow, self.up, strict=True):
+            x = up(torch.cat([skips.pop(), grow(x)], 1))
+        scores: Tensor = self.classifier(x)
+        return scores
+
+
+class TransformerBlock(nn.Module):
+    """Self-attention and a GELU network, each on the normalised input and added to it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.expand = nn.Linear(width, 4 * width)
+        self.project = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width] to the same."""
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.norm1(x)).reshape(batch, tokens, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.output(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.project(functional.gelu(self.expand(self.norm2(x))))
+
+
+class VisionTransformerTiny(nn.Module):
+    """A vision transformer of 12 layers, 192 wide with 3 heads; the first token's state is classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 192
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
+        self.positions = nn.Parameter(torch.randn(1, 197, width) * 0.02)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, 3) for _ in range(12)))
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.classifier = nn.Linear(width, 1000)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Logits [batch, 1000] of images [batch, 3, 224, 224]."""
+        patches = self.patches(image).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(image.shape[0], -1, -1), patches], 1) + self.positions
+        logits: Tensor = self.classifier(self.norm(self.blocks(tokens))[:, 0])
+        return logits
+
+
+def _seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A network with seeded weights, in evaluation mode.
+
+    Statistics of batch normalisation are those of noise, so that activations neither vanish nor grow with depth, as
+    they would with fresh ones, and outputs can be compared.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = build()
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
+        norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+        if norms:
+            for norm in norms:
+                norm.momentum = 1.0
+            model.train()(torch.randn(4, 3, 128, 128))
+            for norm in norms:
+                norm.momentum = 0.1
+    return model.eval()

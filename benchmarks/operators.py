@@ -1,0 +1,507 @@
+"""Prints how near each operator comes to this machine's peak: `python benchmarks/operators.py [CLASS ...]`.
+
+Every operator is a model of one node, built by the whole pipeline. The peaks are measured first: fp32 multiply-adds in
+registers, and bandwidth at each level of the memory. An operator cannot take less time than its multiply-adds at the
+one peak, nor than its bytes (what it reads and writes, once) at the other, that of the level which holds them; the
+larger of the two over the time of its own functions is the fraction of the peak. Operations are those of the textbook's
+algorithm, so Winograd may come out above one. The layouts of inputs and outputs are part of the whole time, which is
+compared with ONNX Runtime's for the same model, in turn.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import prepare
+import runners
+from functions import time_functions
+from onnx import TensorProto, helper, numpy_helper
+from peaks import PeakJob, Peaks
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from runners import RunnerJob, Turn, Turns
+
+from tvmflow import settings
+from tvmflow.errors import InputError, TvmflowError
+from tvmflow.process import Emit
+from tvmflow.target import host
+from tvmflow.workspace import Record
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of one operator (a few nodes where a framework has one) from the inputs to `y`.
+
+    `inputs` are standard normal, `weights` the same and scaled down, `tables` whole numbers or sizes; `flops` is what
+    the operator costs by definition, 0 where the bytes alone count; `moved` are its bytes where it does not read all.
+    """
+
+    kind: str
+    label: str
+    nodes: tuple[onnx.NodeProto, ...]
+    inputs: Mapping[str, Shape]
+    weights: Mapping[str, Shape] = field(default_factory=dict)
+    tables: Mapping[str, Any] = field(default_factory=dict)
+    flops: float = 0.0
+    moved: int = 0
+
+    def model(self) -> onnx.ModelProto:
+        """The model, weights and all."""
+        generator = np.random.default_rng(0)
+        values = {
+            name: (generator.standard_normal(shape) / math.sqrt(max(1, math.prod(shape[1:])))).astype("float32")
+            for name, shape in self.weights.items()
+        }
+        values.update({name: np.asarray(table) for name, table in self.tables.items()})
+        graph = helper.make_graph(
+            list(self.nodes),
+            "operator",
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in self.inputs.items()],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+            [numpy_helper.from_array(value, name) for name, value in values.items()],
+        )
+        opset = [helper.make_opsetid("", prepare.OPSET)]
+        model = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opset, ir_version=9))
+        onnx.checker.check_model(model)
+        return model
+
+    def bytes(self, model: onnx.ModelProto) -> int:
+        """What it reads and writes, each number once."""
+        if self.moved:
+            return self.moved
+        output = [dim.dim_value for dim in model.graph.output[0].type.tensor_type.shape.dim]
+        return 4 * sum(int(math.prod(shape)) for shape in (*self.inputs.values(), *self.weights.values(), output))
+
+
+def _node(operator: str, inputs: str = "x", output: str = "y", **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(operator, inputs.split(), [output], **attributes)
+
+
+def _convolution(
+    kind: str,
+    channels: tuple[int, int],
+    size: Shape,
+    kernel: int,
+    stride: int = 1,
+    groups: int = 1,
+    dilation: int = 1,
+) -> Case:
+    """A convolution of the same padding with a bias; `size` is that of its input."""
+    inputs, outputs = channels
+    pad = dilation * (kernel - 1) // 2
+    rank = len(size)
+    node = _node(
+        "Conv",
+        "x w b",
+        kernel_shape=[kernel] * rank,
+        pads=[pad] * 2 * rank,
+        strides=[stride] * rank,
+        group=groups,
+        dilations=[dilation] * rank,
+    )
+    result = [(side + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1 for side in size]
+    details = [f"/{stride}"] * (stride > 1) + [f"groups {groups}"] * (1 < groups < inputs)
+    details += [f"dilation {dilation}"] * (dilation > 1)
+    label = f"{inputs} to {outputs} at {'x'.join(map(str, size))}, {'x'.join([str(kernel)] * rank)}"
+    return Case(
+        kind,
+        " ".join([label, *details]),
+        (node,),
+        {"x": (1, inputs, *size)},
+        {"w": (outputs, inputs // groups, *[kernel] * rank), "b": (outputs,)},
+        flops=2.0 * outputs * math.prod(result) * inputs // groups * kernel**rank,
+    )
+
+
+def _transposed(channels: tuple[int, int], size: int, kernel: int, stride: int, pad: int) -> Case:
+    inputs, outputs = channels
+    node = _node("ConvTranspose", "x w", kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=[pad] * 4)
+    label = f"{inputs} to {outputs} at {size}x{size}, {kernel}x{kernel} /{stride}"
+    flops = 2.0 * inputs * outputs * size * size * kernel * kernel
+    return Case(
+        "transposed conv",
+        label,
+        (node,),
+        {"x": (1, inputs, size, size)},
+        {"w": (inputs, outputs, kernel, kernel)},
+        flops=flops,
+    )
+
+
+def _dense(rows: int, inputs: int, outputs: int) -> Case:
+    nodes = (_node("MatMul", "x w", "p"), _node("Add", "p b"))
+    weights = {"w": (inputs, outputs), "b": (outputs,)}
+    label = f"{rows}x{inputs} by {inputs}x{outputs}"
+    return Case("dense", label, nodes, {"x": (rows, inputs)}, weights, flops=2.0 * rows * inputs * outputs)
+
+
+def _matmul(batch: int, rows: int, inner: int, columns: int) -> Case:
+    label = f"{batch} of {rows}x{inner} by {inner}x{columns}"
+    shapes = {"x": (1, batch, rows, inner), "z": (1, batch, inner, columns)}
+    return Case("batched matmul", label, (_node("MatMul", "x z"),), shapes, flops=2.0 * batch * rows * inner * columns)
+
+
+def _unary(kind: str, label: str, shape: Shape, *nodes: onnx.NodeProto, **tables: Any) -> Case:
+    return Case(kind, f"{label} {'x'.join(map(str, shape))}".strip(), nodes, {"x": shape}, tables=tables)
+
+
+def _layer_norm(shape: Shape) -> Case:
+    label, width = "x".join(map(str, shape)), (shape[-1],)
+    node = _node("LayerNormalization", "x s b", axis=-1)
+    return Case("layer norm", label, (node,), {"x": shape}, {"s": width, "b": width})
+
+
+def _resize(mode: str) -> Case:
+    node = _node("Resize", "x roi scales", mode=mode, coordinate_transformation_mode="half_pixel")
+    if mode == "nearest":
+        node = _node(
+            "Resize", "x roi scales", mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+        )
+    tables = {"roi": np.zeros(0, "float32"), "scales": np.array([1, 1, 2, 2], "float32")}
+    return _unary("resize", f"{mode} x2", (1, 64, 32, 32), node, **tables)
+
+
+_IMAGE = (1, 64, 112, 112)
+
+CASES: tuple[Case, ...] = (
+    _convolution("conv 3x3", (64, 64), (56, 56), 3),
+    _convolution("conv 3x3", (128, 128), (28, 28), 3),
+    _convolution("conv 3x3", (256, 256), (14, 14), 3),
+    _convolution("conv 3x3", (512, 512), (7, 7), 3),
+    _convolution("conv 3x3", (32, 32), (128, 128), 3),
+    _convolution("conv 3x3", (48, 40), (35, 35), 3),
+    _convolution("conv 3x3 strided", (64, 128), (56, 56), 3, 2),
+    _convolution("conv 3x3 strided", (256, 512), (14, 14), 3, 2),
+    _convolution("conv 3x3 dilated", (64, 64), (28, 28), 3, dilation=2),
+    _convolution("conv stem", (3, 64), (224, 224), 7, 2),
+    _convolution("conv stem", (3, 32), (224, 224), 3, 2),
+    _convolution("conv stem", (3, 96), (224, 224), 4, 4),
+    _convolution("conv 1x1", (16, 96), (112, 112), 1),
+    _convolution("conv 1x1", (64, 256), (56, 56), 1),
+    _convolution("conv 1x1", (256, 64), (56, 56), 1),
+    _convolution("conv 1x1", (512, 128), (28, 28), 1),
+    _convolution("conv 1x1", (58, 58), (28, 28), 1),
+    _convolution("conv 1x1", (1024, 256), (14, 14), 1),
+    _convolution("conv 1x1", (2048, 512), (7, 7), 1),
+    _convolution("depthwise", (96, 96), (112, 112), 3, 2, groups=96),
+    _convolution("depthwise", (144, 144), (56, 56), 3, groups=144),
+    _convolution("depthwise", (384, 384), (14, 14), 3, groups=384),
+    _convolution("depthwise", (240, 240), (28, 28), 5, groups=240),
+    _convolution("depthwise", (96, 96), (56, 56), 7, groups=96),
+    _convolution("grouped conv", (128, 128), (56, 56), 3, groups=32),
+    _convolution("grouped conv", (116, 116), (28, 28), 1, groups=2),
+    _transposed((256, 128), 32, 2, 2, 0),
+    _transposed((64, 32), 64, 4, 2, 1),
+    _convolution("conv 1d", (64, 128), (512,), 3),
+    _convolution("conv 3d", (16, 32), (16, 16, 16), 3),
+    _dense(1, 1280, 1000),
+    _dense(1, 4096, 1024),
+    _dense(128, 384, 1536),
+    _dense(128, 1536, 384),
+    _dense(197, 192, 576),
+    _dense(3136, 96, 384),
+    _matmul(6, 128, 64, 128),
+    _matmul(6, 128, 128, 64),
+    _matmul(3, 197, 64, 197),
+    _matmul(12, 512, 64, 512),
+    _unary("pooling", "max 3x3 /2", _IMAGE, _node("MaxPool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])),
+    _unary("pooling", "mean 2x2 /2", (1, 128, 56, 56), _node("AveragePool", kernel_shape=[2, 2], strides=[2, 2])),
+    _unary("pooling", "global mean", (1, 2048, 7, 7), _node("GlobalAveragePool")),
+    _unary("pooling", "global mean", (1, 96, 112, 112), _node("GlobalAveragePool")),
+    _unary("softmax", "", (1, 6, 128, 128), _node("Softmax", axis=-1)),
+    _unary("softmax", "", (1, 12, 512, 512), _node("Softmax", axis=-1)),
+    _unary("softmax", "", (1, 1000), _node("Softmax", axis=-1)),
+    _layer_norm((1, 128, 384)),
+    _layer_norm((1, 56, 56, 96)),
+    Case(
+        "instance norm",
+        "1x32x64x64",
+        (_node("InstanceNormalization", "x s b"),),
+        {"x": (1, 32, 64, 64)},
+        {"s": (32,), "b": (32,)},
+    ),
+    _unary("reduction", "mean of rows", (128, 768), _node("ReduceMean", "x axes"), axes=np.array([1], "int64")),
+    _unary("reduction", "max of columns", (1024, 768), _node("ReduceMax", "x axes"), axes=np.array([0], "int64")),
+    Case("elementwise", "add 1x64x112x112", (_node("Add", "x z"),), {"x": _IMAGE, "z": _IMAGE}),
+    Case("elementwise", "scale channels 1x64x112x112", (_node("Mul", "x z"),), {"x": _IMAGE, "z": (1, 64, 1, 1)}),
+    _unary("elementwise", "relu", _IMAGE, _node("Relu")),
+    _unary("elementwise", "silu", _IMAGE, _node("Sigmoid", "x", "s"), _node("Mul", "x s")),
+    _unary("elementwise", "hard-swish", _IMAGE, _node("HardSwish")),
+    _unary(
+        "elementwise",
+        "gelu",
+        (1, 197, 768),
+        _node("Div", "x root", "d"),
+        _node("Erf", "d", "e"),
+        _node("Add", "e one", "f"),
+        _node("Mul", "x f", "g"),
+        _node("Mul", "g half"),
+        root=np.float32(math.sqrt(2)),
+        one=np.float32(1),
+        half=np.float32(0.5),
+    ),
+    _resize("nearest"),
+    _resize("linear"),
+    Case(
+        "concatenation",
+        "two of 1x64x56x56",
+        (_node("Concat", "x z", axis=1),),
+        {"x": (1, 64, 56, 56), "z": (1, 64, 56, 56)},
+    ),
+    _unary("transpose", "to channels last", (1, 64, 56, 56), _node("Transpose", perm=[0, 2, 3, 1])),
+    _unary("transpose", "heads", (1, 128, 6, 64), _node("Transpose", perm=[0, 2, 1, 3])),
+    _unary(
+        "transpose",
+        "shuffle channels",
+        (1, 116, 28, 28),
+        _node("Reshape", "x apart", "a"),
+        _node("Transpose", "a", "t", perm=[0, 2, 1, 3, 4]),
+        _node("Reshape", "t joined"),
+        apart=np.array([1, 2, 58, 28, 28], "int64"),
+        joined=np.array([1, 116, 28, 28], "int64"),
+    ),
+    Case(
+        "gather",
+        "128 rows of 8000x384",
+        (_node("Gather", "x ids"),),
+        {"x": (8000, 384)},
+        tables={"ids": np.random.default_rng(0).integers(0, 8000, 128)},
+        moved=2 * 4 * 128 * 384,
+    ),
+)
+KINDS = tuple(dict.fromkeys(case.kind for case in CASES))
+
+
+class OperatorJob(Record):
+    """Build the model of one operator into `build.output` and time its functions."""
+
+    build: prepare.BuildJob
+    repeats: int
+
+
+class OperatorTime(Turn):
+    """The smallest microseconds of all functions but those that only change the layout, and the rules of the former."""
+
+    microseconds: float
+    rules: tuple[str, ...]
+
+
+class Result(Record):
+    """One operator.
+
+    `microseconds` are those of its own functions, `whole` of the model with its layouts; `flops` and `bytes` are what
+    it costs by definition; `bound` is what keeps it from being faster, `fraction` how near it comes; `ratio` the
+    latency over ONNX Runtime's, p50 and smallest.
+    """
+
+    kind: str
+    label: str
+    rules: tuple[str, ...] = ()
+    microseconds: float | None = None
+    whole: float | None = None
+    flops: float = 0.0
+    bytes: int = 0
+    bound: str = ""
+    fraction: float | None = None
+    ratio: tuple[float, float] | None = None
+    error: float | None = None
+    failure: str | None = None
+
+
+class Document(Record):
+    """What `--json` writes."""
+
+    threads: int
+    peaks: Peaks
+    operators: tuple[Result, ...]
+
+
+def work(job: OperatorJob, emit: Emit) -> OperatorTime:
+    """Build one operator and time it, in a process of its own."""
+    os.environ["TVM_NUM_THREADS"] = str(job.build.target.threads)
+    built = prepare.build_bundle(job.build)
+    timed = time_functions(built, job.build.sample, job.repeats).functions
+    kernels = [function for function in timed if function.rule]
+    # Where nothing else is left, moving data is what the operator does.
+    kernels = [function for function in kernels if not function.name.startswith("transpose")] or kernels
+    return OperatorTime(
+        process=os.getpid(),
+        microseconds=sum(function.microseconds for function in kernels),
+        rules=tuple(dict.fromkeys(function.rule for function in kernels)),
+    )
+
+
+def measure(
+    case: Case, machine: Peaks, builder: Turns, contest: runners.Contest, arguments: argparse.Namespace, state: Path
+) -> Result:
+    """Build one operator, time its functions, and compare the whole with ONNX Runtime."""
+    name = "operator-" + "".join(letter if letter.isalnum() else "-" for letter in f"{case.kind}-{case.label}")
+    onnx_file, sample, bundle = (state / f"{name}{suffix}" for suffix in (".onnx", ".npz", ".tar.gz"))
+    model = case.model()
+    onnx_file.write_bytes(model.SerializeToString(deterministic=True))
+    generator = np.random.default_rng(0)
+    arrays = {key: generator.standard_normal(shape).astype("float32") for key, shape in case.inputs.items()}
+    prepare.save(sample, arrays)
+    build = prepare.BuildJob(
+        name=name[:60],
+        onnx=onnx_file,
+        sample=sample,
+        target=prepare.native(arguments.threads),
+        trials=0,
+        state=state,
+        output=bundle,
+    )
+    job = RunnerJob(
+        runner="tvmflow",
+        onnx=onnx_file,
+        sample=sample,
+        expected=state / "operator-expected.npz",
+        bundle=bundle,
+        source=None,
+        threads=arguments.threads,
+        seconds=arguments.seconds,
+        clock=runners.clock(arguments.cpu_time, arguments.threads),
+    )
+    moved = case.bytes(model)
+    try:
+        timed = builder.call(OperatorJob(build=build, repeats=arguments.repeats), OperatorTime)
+        measured = contest.measure(job, ("onnxruntime", "tvmflow"), arguments.rounds, lambda step: None)
+    except TvmflowError as error:
+        return Result(kind=case.kind, label=case.label, flops=case.flops, bytes=moved, failure=str(error))
+    finally:
+        for path in (onnx_file, sample, bundle):
+            path.unlink(missing_ok=True)
+    ours, peer = measured["tvmflow"], measured["onnxruntime"]
+    level = machine.level(moved)
+    compute, memory = case.flops / machine.gflops * 1e-3, moved / machine.bandwidth[level] * 1e-3
+    known = ours.p50 and ours.min and peer.p50 and peer.min
+    return Result(
+        kind=case.kind,
+        label=case.label,
+        rules=timed.rules,
+        microseconds=timed.microseconds,
+        whole=None if ours.min is None else ours.min * 1e3,
+        flops=case.flops,
+        bytes=moved,
+        bound="compute" if compute > memory else level,
+        fraction=max(compute, memory) / timed.microseconds,
+        ratio=(ours.p50 / peer.p50, ours.min / peer.min) if known else None,  # type: ignore[operator]
+        error=ours.error,
+        failure=ours.failure or peer.failure,
+    )
+
+
+def show(results: Sequence[Result]) -> Table:
+    """One line per operator."""
+    table = Table(box=box.SIMPLE_HEAD)
+    left = ("class", "operator", "rule", "bound")
+    headings = ("class", "operator", "rule", "us", "GFLOP/s", "GB/s", "bound", "of peak")
+    for heading in (*headings, "whole us", "/ ONNX Runtime\np50   min", "error"):
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+    for result in results:
+        if result.microseconds is None or result.fraction is None:
+            table.add_row(result.kind, result.label, "failed")
+            continue
+        ratio = "-" if result.ratio is None else f"{result.ratio[0]:5.2f} {result.ratio[1]:5.2f}"
+        table.add_row(
+            result.kind,
+            result.label,
+            ", ".join(result.rules),
+            f"{result.microseconds:.1f}",
+            f"{result.flops / result.microseconds * 1e-3:.1f}" if result.flops else "",
+            f"{result.bytes / result.microseconds * 1e-3:.1f}",
+            result.bound,
+            f"{result.fraction:.0%}",
+            "-" if result.whole is None else f"{result.whole:.1f}",
+            f"[red]{ratio}[/red]" if result.ratio is not None and min(result.ratio) > 1 else ratio,
+            "-" if result.error is None else f"{result.error:.0e}",
+        )
+    return table
+
+
+def summary(results: Sequence[Result]) -> Table:
+    """One line per class: geometric means."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("class", "operators", "of peak", "worst", "/ ONNX Runtime, min"):
+        table.add_column(heading, justify="left" if heading == "class" else "right")
+    for kind in dict.fromkeys(result.kind for result in results):
+        own = [result for result in results if result.kind == kind]
+        fractions = [result.fraction for result in own if result.fraction]
+        ratios = [result.ratio[1] for result in own if result.ratio]
+        table.add_row(
+            kind,
+            str(len(own)),
+            f"{_mean(fractions):.0%}" if fractions else "-",
+            f"{min(fractions):.0%}" if fractions else "-",
+            f"{_mean(ratios):.2f}" if ratios else "-",
+        )
+    return table
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _wanted(kinds: Sequence[str]) -> list[Case]:
+    for kind in kinds:
+        if not any(known.startswith(kind) for known in KINDS):
+            close = get_close_matches(kind, KINDS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(KINDS)}"
+            raise InputError(f"there is no operator class {kind!r}; {hint}")
+    return [case for case in CASES if not kinds or any(case.kind.startswith(kind) for kind in kinds)]
+
+
+def main() -> int:
+    """Measure the operators and print two tables; 1 when one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("classes", nargs="*", metavar="CLASS", help=f"or its beginning, of {', '.join(KINDS)}")
+    parser.add_argument("--threads", type=int, default=host().cores, help="of every runner (all cores)")
+    parser.add_argument("--cpu-time", action="store_true", help="time that the process computes; with --threads 1")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each runner (5)")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of timed runs in a turn (0.1)")
+    parser.add_argument("--repeats", type=int, default=50, help="timed runs of an operator's functions (50)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--state", type=Path, help="where models are kept while they run (.tvmflow/benchmarks)")
+    arguments = parser.parse_args()
+    cases = _wanted(arguments.classes)
+    runners.clock(arguments.cpu_time, arguments.threads)
+    state = (arguments.state or settings.load().state / "benchmarks").absolute()
+    state.mkdir(parents=True, exist_ok=True)
+    results: list[Result] = []
+    with Console(stderr=True).status("measuring the peaks") as status:
+        with Turns("peaks:work", state / "peaks.log") as process:
+            machine = process.call(PeakJob(target=prepare.native(arguments.threads)), Peaks)
+        with Turns("operators:work", state / "operators.log") as builder, runners.Contest(state) as contest:
+            for case in cases:
+                status.update(f"{case.kind}: {case.label}")
+                results.append(measure(case, machine, builder, contest, arguments, state))
+    console = Console(width=max(160, Console().width))
+    console.print(show(results), highlight=False)
+    console.print(summary(results), highlight=False)
+    bandwidth = ", ".join(f"{level} {value:.0f}" for level, value in machine.bandwidth.items())
+    print(f"peak, threads {arguments.threads}: {machine.gflops:.0f} GFLOP/s; GB/s: {bandwidth}")
+    for result in results:
+        if result.failure is not None:
+            print(f"{result.kind}, {result.label}: {result.failure}")
+    if arguments.json is not None:
+        document = Document(threads=arguments.threads, peaks=machine, operators=tuple(results))
+        arguments.json.write_text(document.model_dump_json(indent=1))
+    return int(any(result.failure is not None for result in results))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except TvmflowError as error:
+        sys.exit(f"error: {error}")

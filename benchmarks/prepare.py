@@ -1,0 +1,228 @@
+"""Exports models to ONNX and builds them, each in a process of its own; what was made is found again."""
+
+import contextlib
+import hashlib
+import io
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from catalogue import Array, Model
+
+from tvmflow import process, samples
+from tvmflow import spec as release_file
+from tvmflow.bundle import Manifest, installed_versions, pack, sha256_file
+from tvmflow.process import Emit
+from tvmflow.source import Source, load_module
+from tvmflow.target import Target, resolve
+from tvmflow.workspace import Record, code_digest
+
+if TYPE_CHECKING:
+    from tvmflow.compiler import Built
+
+HERE = Path(__file__).parent
+OPSET = 18
+_TIMEOUT = 3600.0
+_DIGITS = 16
+
+
+class Done(Record):
+    """What a process of this module answers: its result is a file."""
+
+
+class ExportJob(Record):
+    """Export the factory's model with these example inputs, an `.npz`, to `output`."""
+
+    source: Source
+    example: Path
+    output: Path
+
+
+class BuildJob(Record):
+    """Build an ONNX file to a bundle at `output`; `trials` of tuning first."""
+
+    name: str
+    onnx: Path
+    sample: Path
+    target: Target
+    trials: int
+    state: Path
+    output: Path
+
+
+def native(threads: int) -> Target:
+    """This machine as a target, with this many threads."""
+    target = resolve("native")
+    return replace(target, tvm={**target.tvm, "num-cores": threads})
+
+
+def sample(model: Model, batch: int, state: Path) -> Path:
+    """The inputs that are measured with, as an `.npz`."""
+    return save(state / f"{model.name}-{batch}.npz", model.sample(batch))
+
+
+def save(place: Path, arrays: Mapping[str, Array]) -> Path:
+    """Write an `.npz` whole: another benchmark may be reading the one before."""
+    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as stream:
+        np.savez(stream, **arrays)  # type: ignore[arg-type]
+    return Path(stream.name).replace(place)
+
+
+def sample_for(onnx: Path, state: Path) -> Path:
+    """Inputs for any ONNX file, as an `.npz`; symbolic dimensions are one."""
+    from tasks.export import described_by, read_onnx
+
+    inputs = described_by(read_onnx(onnx))
+    symbols = {dim: 1 for item in inputs for dim in item.shape if isinstance(dim, str)}
+    return save(state / f"{onnx.stem}-sample.npz", samples.at_sizes(inputs, symbols, 0, onnx.parent))
+
+
+def export(model: Model, batch: int, state: Path) -> Path:
+    """The model as an ONNX file with a fixed batch."""
+    module = model.folder / f"{model.factory.partition(':')[0]}.py"
+    key = [sha256_file(module), model.factory, dict(model.arguments), batch, OPSET, version("torch")]
+    job = ExportJob(source=source(model), example=sample(model, batch, state), output=_place(state, model, key, "onnx"))
+    return _once(job.output, lambda: _call("prepare:export_work", job, model, torch=True))
+
+
+def source(model: Model) -> Source:
+    """The model as `tvmflow.source` loads it."""
+    described = release_file.Model(factory=model.factory, arguments=dict(model.arguments))
+    return Source(kind="factory", model=described)
+
+
+def build(name: str, onnx: Path, sample: Path, target: Target, state: Path, trials: int = 0) -> Path:
+    """An ONNX file as a bundle for `target`, which must be this machine; built again when the compiler has changed.
+
+    The newest of a name is kept.
+    """
+    key = [sha256_file(onnx), target.canonical, trials, code_digest()]
+    job = BuildJob(
+        name=name,
+        onnx=onnx,
+        sample=sample,
+        target=target,
+        trials=trials,
+        state=state,
+        output=state / f"{name}-{_digest(key)}.tar.gz",
+    )
+    bundle = _once(job.output, lambda: _call("prepare:build_work", job))
+    for older in state.glob(f"{name}-{'?' * _DIGITS}.tar.gz"):
+        if older != bundle:
+            older.unlink(missing_ok=True)
+    return bundle
+
+
+def export_work(job: ExportJob, emit: Emit) -> Done:
+    """Export, in a process of its own."""
+    import torch
+
+    torch.manual_seed(0)
+    module = load_module(job.source)
+    with np.load(job.example) as archive:
+        inputs = {name: torch.from_numpy(archive[name]) for name in archive.files}
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        partial = job.output.with_suffix(".partial")
+        torch.onnx.export(
+            module,
+            tuple(inputs.values()),
+            str(partial),
+            input_names=list(inputs),
+            opset_version=OPSET,
+            dynamo=True,
+            optimize=True,
+            external_data=False,
+            verbose=False,
+        )
+    partial.replace(job.output)
+    return Done()
+
+
+def build_work(job: BuildJob, emit: Emit) -> Done:
+    """Build and pack, in a process of its own."""
+    build_bundle(job)
+    return Done()
+
+
+def build_bundle(job: BuildJob) -> "Built":
+    """Tune where it is asked for, build, and pack the bundle."""
+    from tvm_ffi import get_global_func
+
+    from tvmflow import compiler
+
+    imported = compiler.import_onnx(job.onnx)
+    tuned = _tuned(imported, job) if job.trials else None
+    built = compiler.build(imported, job.target, None, tuned)
+    manifest = Manifest(
+        name=job.name,
+        target=job.target.name,
+        tvm_target=job.target.tvm,
+        arch=job.target.arch,
+        cpu_features=job.target.features,
+        threads=job.target.threads,
+        inputs=imported.inputs,
+        outputs=imported.outputs,
+        dimensions={},
+        weights="inside",
+        versions=installed_versions(str(get_global_func("target.llvm_version_major")())),
+    )
+    with tempfile.TemporaryDirectory(dir=job.output.parent) as folder:
+        files = {name: Path(folder) / name for name in ("mod.so", "mod.json", "sample.npz")}
+        built.export(files["mod.so"])
+        files["mod.json"].write_text(built.ir_json)
+        shutil.copyfile(job.sample, files["sample.npz"])
+        pack(job.output, manifest, files)
+    return built
+
+
+def _tuned(imported: Any, job: BuildJob) -> Callable[[Any], Any]:
+    from tvmflow import compiler, tuning
+    from tvmflow.compiler.machine import machine
+    from tvmflow.compiler.schedules import schedule
+
+    lowered = compiler.lower(imported, job.target)
+    tasks = [tuning.Task(item.name, item.func, item.calls) for item in compiler.workloads(lowered)]
+    store = tuning.RecordStore(job.state / "records")
+    cpu = machine(job.target)
+    tuning.tune(
+        tasks,
+        job.target,
+        tuning.Budget(trials=job.trials),
+        store,
+        baseline=lambda func: schedule(func, cpu)[0],
+        threads=job.target.threads,
+    )
+
+    def best(func: Any) -> Any:
+        record = store.best(func, job.target)
+        return None if record is None else tuning.apply(record, func)
+
+    return best
+
+
+def _call(function: str, job: Any, model: Model | None = None, torch: bool = False) -> None:
+    log = job.output.parent / f"{function.partition(':')[2]}.log"
+    paths = (HERE, model.folder) if model else (HERE,)
+    process.call(function, job, Done, log=log, timeout=_TIMEOUT, paths=paths, torch=torch)
+
+
+def _once(output: Path, make: Callable[[], None]) -> Path:
+    if not output.is_file():
+        make()
+    return output
+
+
+def _place(state: Path, model: Model, key: list[Any], suffix: str) -> Path:
+    return state / f"{model.name}-{_digest(key)}.{suffix}"
+
+
+def _digest(key: list[Any] | Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:_DIGITS]

@@ -1,0 +1,291 @@
+"""What is measured, each in a process of its own: our bundle, ONNX Runtime, OpenVINO and PyTorch eager, in turn.
+
+The processes stay alive between their rounds and are stopped meanwhile (SIGSTOP): a peer's waiting threads, which spin
+for a while after a call, take nothing from the one whose turn it is.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tvmflow.errors import InputError, TvmflowError
+from tvmflow.process import Child, Emit
+from tvmflow.source import Source, load_module, open_session, run_module, run_session
+from tvmflow.workspace import Record
+
+Runner = Literal["tvmflow", "onnxruntime", "openvino", "openvino_default", "pytorch"]
+# Time that passes, or that the process computes: with one thread the latter hardly sees other work on the machine.
+Clock = Literal["wall", "cpu"]
+Named = Mapping[str, npt.NDArray[Any]]
+Run = Callable[[Named], Named]
+T = TypeVar("T", bound="Turn")
+
+# ONNX Runtime goes first: the others are compared with its outputs.
+RUNNERS: tuple[Runner, ...] = ("onnxruntime", "tvmflow", "openvino", "openvino_default", "pytorch")
+INSTALL_OPENVINO = "OpenVINO is not installed; `pip install -c constraints.txt openvino` adds its columns"
+_FOLDER = Path(__file__).parent
+_TIMEOUT = 1200.0
+_FEWEST_RUNS = 3
+# A round begins with untimed runs for this part of its seconds: caches and threads are warm then.
+_WARM_UP = 0.2
+
+
+class RunnerJob(Record):
+    """One round: timed runs for `seconds`; `expected` takes ONNX Runtime's outputs and has them for the others.
+
+    A runner without what it runs (`bundle`, or `source` for PyTorch) is not asked.
+    """
+
+    runner: Runner
+    onnx: Path
+    sample: Path
+    expected: Path
+    bundle: Path | None
+    source: Source | None
+    threads: int
+    seconds: float
+    clock: Clock = "wall"
+
+
+class Turn(Record):
+    """What a process that takes turns answers: `process` is its id."""
+
+    process: int
+
+
+class Round(Turn):
+    """The seconds of every run of a round.
+
+    `error` is the largest difference from ONNX Runtime's outputs over their largest value; `load_seconds` what it took
+    to load the model; `precision` what OpenVINO computes in.
+    """
+
+    seconds: tuple[float, ...]
+    error: float
+    load_seconds: float
+    precision: str = ""
+
+
+class Measured(Record):
+    """A runner over all its rounds: milliseconds per run; `noise` is the spread of its round medians over their median.
+
+    `failure` says in one sentence why it was not measured; the figures are None then.
+    """
+
+    p50: float | None = None
+    min: float | None = None
+    noise: float | None = None
+    runs: int = 0
+    error: float | None = None
+    load_seconds: float | None = None
+    precision: str = ""
+    failure: str | None = None
+
+
+def clock(cpu_time: bool, threads: int) -> Clock:
+    """The clock that was asked for. Raises InputError for computing time of several threads, which adds theirs up."""
+    if cpu_time and threads != 1:
+        raise InputError(f"--cpu-time adds up the time of {threads} threads; give --threads 1 as well")
+    return "cpu" if cpu_time else "wall"
+
+
+def available(names: Sequence[Runner]) -> dict[Runner, str | None]:
+    """Why each of these runners cannot be measured here, None where it can."""
+    missing = find_spec("openvino") is None
+    return {name: INSTALL_OPENVINO if missing and name.startswith("openvino") else None for name in names}
+
+
+class Turns:
+    """A process that serves jobs and is stopped (SIGSTOP) between them."""
+
+    def __init__(self, function: str, log: Path, paths: Sequence[Path] = (), torch: bool = False) -> None:
+        self._process: int | None = None
+        self._child = Child(function, log=log, paths=(_FOLDER, *paths), torch=torch)
+
+    def call(self, job: Record, kind: type[T]) -> T:
+        """Let the process do one job, alone."""
+        if self._process is not None:
+            os.killpg(self._process, signal.SIGCONT)
+        done = self._child.call(job, kind, timeout=_TIMEOUT)
+        self._process = done.process
+        os.killpg(self._process, signal.SIGSTOP)
+        return done
+
+    def __enter__(self) -> "Turns":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.close()
+
+
+class Contest:
+    """The runners' processes, started when first needed; they go with it. Logs are in `folder`."""
+
+    def __init__(self, folder: Path, paths: Sequence[Path] = ()) -> None:
+        self._folder, self._paths = folder, paths
+        self._turns: dict[Runner, Turns] = {}
+        self._stack = contextlib.ExitStack()
+
+    def measure(
+        self, job: RunnerJob, runners: Sequence[Runner], rounds: int, told: Callable[[str], None]
+    ) -> dict[Runner, Measured]:
+        """Measure the runners in turn, `rounds` times; one that fails is left out of the rest."""
+        failures = {name: reason for name, reason in available(runners).items() if reason is not None}
+        results: dict[Runner, list[Round]] = {name: [] for name in RUNNERS if name in runners}
+        for number in range(rounds):
+            for name, measured in results.items():
+                if name in failures:
+                    continue
+                told(f"{name}, round {number + 1} of {rounds}")
+                try:
+                    measured.append(self._process(name).call(job.model_copy(update={"runner": name}), Round))
+                except TvmflowError as error:
+                    failures[name] = str(error)
+                    self._turns.pop(name).__exit__()
+        return {
+            name: Measured(failure=failures[name]) if name in failures else _summary(results[name]) for name in runners
+        }
+
+    def _process(self, name: Runner) -> Turns:
+        if name not in self._turns:
+            log = self._folder / f"runner-{name}.log"
+            self._turns[name] = self._stack.enter_context(Turns("runners:work", log, self._paths, name == "pytorch"))
+        return self._turns[name]
+
+    def __enter__(self) -> "Contest":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+# The model that this process has loaded last: the run, its error, the seconds of loading, the precision.
+_loaded: dict[tuple[str, Path], tuple[Run, float, float, str]] = {}
+
+
+def work(job: RunnerJob, emit: Emit) -> Round:
+    """Run one round, in the runner's own process, which loads the model with its first."""
+    with np.load(job.sample) as archive:
+        inputs = {name: _aligned(archive[name]) for name in archive.files}
+    key = (job.runner, job.onnx)
+    if key not in _loaded:
+        _loaded.clear()
+        start = time.perf_counter()
+        run, precision = _LOADERS[job.runner](job)
+        load_seconds = time.perf_counter() - start
+        _loaded[key] = run, _error(run(inputs), job), load_seconds, precision
+    run, error, load_seconds, precision = _loaded[key]
+    clock = {"wall": time.perf_counter, "cpu": time.process_time}[job.clock]
+    _timed(run, inputs, job.seconds * _WARM_UP, clock)
+    seconds = _timed(run, inputs, job.seconds, clock)
+    return Round(
+        seconds=tuple(seconds), error=error, process=os.getpid(), load_seconds=load_seconds, precision=precision
+    )
+
+
+def _timed(run: Run, inputs: Named, seconds: float, clock: Callable[[], float]) -> list[float]:
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < _FEWEST_RUNS:
+        start = clock()
+        run(inputs)
+        times.append(clock() - start)
+    return times
+
+
+def _error(outputs: Named, job: RunnerJob) -> float:
+    """The largest difference from ONNX Runtime's outputs, in order, over their largest value."""
+    if job.runner == "onnxruntime":
+        with job.expected.open("wb") as stream:
+            np.savez(stream, **{f"{index}": value for index, value in enumerate(outputs.values())})  # type: ignore[arg-type]
+        return 0.0
+    with np.load(job.expected) as archive:
+        expected = [archive[name] for name in archive.files]
+    differences = [
+        float(np.max(np.abs(ours - theirs))) / (float(np.max(np.abs(theirs))) or 1.0)
+        for ours, theirs in zip(outputs.values(), expected, strict=True)
+    ]
+    # Not max(), which may pass over a NaN.
+    return float(np.max(differences))
+
+
+def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A copy at an address that is a multiple of 64: no runner has to copy it for its vectors."""
+    buffer = np.empty(array.nbytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    copy: npt.NDArray[Any] = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def _tvmflow(job: RunnerJob) -> tuple[Run, str]:
+    from tvmflow import runtime
+
+    if job.bundle is None:
+        raise ValueError("there is no bundle")
+    model = runtime.load(job.bundle, threads=job.threads)
+    return (lambda inputs: model(**inputs)), ""
+
+
+def _onnxruntime(job: RunnerJob) -> tuple[Run, str]:
+    session = open_session(job.onnx, job.threads)
+    return (lambda inputs: run_session(session, dict(inputs))), ""
+
+
+def _openvino(job: RunnerJob, precision: str | None) -> tuple[Run, str]:
+    import openvino
+
+    options: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": job.threads, "NUM_STREAMS": 1}
+    if precision is not None:
+        options["INFERENCE_PRECISION_HINT"] = precision
+    compiled = openvino.Core().compile_model(str(job.onnx), "CPU", options)
+    request = compiled.create_infer_request()
+
+    def run(inputs: Named) -> Named:
+        # Inputs and outputs are shared: the least that OpenVINO can be asked to copy.
+        found = request.infer(dict(inputs), share_inputs=True, share_outputs=True)
+        return {str(index): value for index, value in enumerate(found.values())}
+
+    return run, compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
+
+
+def _pytorch(job: RunnerJob) -> tuple[Run, str]:
+    import torch
+
+    if job.source is None:
+        raise ValueError("there is no PyTorch model")
+    torch.set_num_threads(job.threads)
+    torch.manual_seed(0)
+    module = load_module(job.source)
+    return (lambda inputs: run_module(module, dict(inputs), ())), ""
+
+
+_LOADERS: dict[str, Callable[[RunnerJob], tuple[Run, str]]] = {
+    "tvmflow": _tvmflow,
+    "onnxruntime": _onnxruntime,
+    "openvino": partial(_openvino, precision="f32"),
+    "openvino_default": partial(_openvino, precision=None),
+    "pytorch": _pytorch,
+}
+
+
+def _summary(rounds: Sequence[Round]) -> Measured:
+    seconds = [value for item in rounds for value in item.seconds]
+    medians = [float(np.median(item.seconds)) for item in rounds]
+    return Measured(
+        p50=float(np.median(seconds)) * 1e3,
+        min=min(seconds) * 1e3,
+        noise=(max(medians) - min(medians)) / float(np.median(medians)),
+        runs=len(seconds),
+        error=rounds[0].error,
+        load_seconds=rounds[0].load_seconds,
+        precision=rounds[0].precision,
+    )

@@ -1,0 +1,253 @@
+"""Prints the latency of our builds beside ONNX Runtime, OpenVINO and PyTorch: `python benchmarks/speed.py [MODEL ...]`.
+
+Every runner has a process of its own and equal threads; they take turns of a fraction of a second, one running at a
+time. A ratio is our latency over the peer's, so below one we are faster: of the medians (p50) and of the minima. Beside
+it is the goal; a miss is marked with an x. Goals are for tuned builds, an untuned one is allowed a tenth more. The
+noise is how far the medians of our own rounds differ: on a machine that does other work, --threads 1 --cpu-time shows
+next to none. The error is the largest difference from ONNX Runtime's outputs over their largest value.
+"""
+
+import argparse
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import prepare
+import runners
+from catalogue import MODELS, Model, find
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from runners import RUNNERS, Measured, Runner, RunnerJob
+
+from tvmflow import settings
+from tvmflow.errors import TvmflowError
+from tvmflow.target import host
+from tvmflow.workspace import Record
+
+_TITLES: dict[Runner, str] = {
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO f32",
+    "openvino_default": "OpenVINO default",
+    "pytorch": "PyTorch eager",
+}
+_UNTUNED = 1.1
+# Beyond this relative error the outputs are wrong, and a ratio means nothing.
+_LARGEST_ERROR = 1e-3
+
+
+class Ratio(Record):
+    """Our latency over a peer's, of the medians and of the minima; whether the goal, if there is one, is missed."""
+
+    p50: float
+    min: float
+    goal: float | None
+    missed: bool
+
+
+class Row(Record):
+    """One model: what was measured, the ratios by peer, and why there are none."""
+
+    runners: dict[Runner, Measured]
+    ratios: dict[Runner, Ratio]
+    failure: str | None
+
+
+class Document(Record):
+    """What `--json` writes; latencies are milliseconds.
+
+    `load` is the number of processes that wanted to run before: of more than none, the figures are as noisy.
+    """
+
+    cpu: str
+    batch: int
+    threads: int
+    trials: int
+    rounds: int
+    clock: runners.Clock
+    load: float
+    models: dict[str, Row]
+
+
+def measure(model: Model, arguments: argparse.Namespace, state: Path, told: Callable[[str], None]) -> Row:
+    """Export, build and measure one model."""
+    sample = prepare.sample(model, arguments.batch, state)
+    told(f"{model.name}: exporting")
+    onnx = prepare.export(model, arguments.batch, state)
+    told(f"{model.name}: building")
+    bundle, failure = None, None
+    try:
+        name = f"{model.name}-batch{arguments.batch}-threads{arguments.threads}-trials{arguments.trials}"
+        target = prepare.native(arguments.threads)
+        bundle = prepare.build(name, onnx, sample, target, state, arguments.trials)
+    except TvmflowError as error:
+        failure = str(error)
+    job = RunnerJob(
+        runner="tvmflow",
+        onnx=onnx,
+        sample=sample,
+        expected=state / f"{model.name}-expected.npz",
+        bundle=bundle,
+        source=prepare.source(model),
+        threads=arguments.threads,
+        seconds=arguments.seconds,
+        clock=runners.clock(arguments.cpu_time, arguments.threads),
+    )
+    wanted: list[Runner] = [*(["tvmflow"] if bundle else []), *arguments.peers]  # type: ignore[list-item]
+    with runners.Contest(state, (model.folder,)) as contest:
+        measured = contest.measure(job, wanted, arguments.rounds, lambda step: told(f"{model.name}: {step}"))
+    if bundle is None:
+        measured["tvmflow"] = Measured(failure=failure)
+    ours = measured["tvmflow"]
+    if failure is None and ours.failure is not None:
+        failure = ours.failure
+    if failure is None and not (ours.error is not None and ours.error <= _LARGEST_ERROR):
+        failure = f"the outputs differ from ONNX Runtime's by {ours.error:.1e} of their largest value"
+    return Row(runners=measured, ratios=_ratios(model, measured, arguments.trials), failure=failure)
+
+
+def _ratios(model: Model, measured: Mapping[Runner, Measured], trials: int) -> dict[Runner, Ratio]:
+    ours = measured["tvmflow"]
+    ratios: dict[Runner, Ratio] = {}
+    for name, peer in measured.items():
+        if name == "tvmflow" or not ours.p50 or not ours.min or not peer.p50 or not peer.min:
+            continue
+        goal = model.goals.get(name)
+        allowed = None if goal is None else goal * (1.0 if trials else _UNTUNED)
+        p50 = ours.p50 / peer.p50
+        ratios[name] = Ratio(p50=p50, min=ours.min / peer.min, goal=goal, missed=allowed is not None and p50 > allowed)
+    return ratios
+
+
+def show(document: Document, peers: Sequence[Runner]) -> Table:
+    """The table of all models."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("model", "p50 ms", "min ms"):
+        table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
+    for peer in peers:
+        table.add_column(f"/ {_TITLES[peer]}\np50   min   goal", justify="right", no_wrap=True)
+    for heading in ("noise", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in document.models.items():
+        ours = row.runners["tvmflow"]
+        table.add_row(
+            name,
+            _figure(ours.p50, ".3f"),
+            _figure(ours.min, ".3f"),
+            *(_ratio(row.ratios.get(peer)) for peer in peers),
+            _figure(ours.noise, ".0%"),
+            _figure(ours.error, ".0e"),
+        )
+    return table
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "-" + " " * 17
+    goal = "" if ratio.goal is None else f"{ratio.goal:.2f}"
+    text = f"{ratio.p50:5.2f} {ratio.min:5.2f}  {goal:4} {'x' if ratio.missed else ' '}"
+    return f"[red]{text}[/red]" if ratio.missed else text
+
+
+def _remarks(document: Document) -> list[str]:
+    """What OpenVINO chose to compute in, and why figures are missing, each once."""
+    told: dict[str, None] = {}
+    for name, row in document.models.items():
+        if row.failure is not None:
+            told[f"{name}: {row.failure}"] = None
+        for runner, item in row.runners.items():
+            if runner == "openvino_default" and item.precision:
+                told[f"OpenVINO default computes in {item.precision} here"] = None
+            if runner != "tvmflow" and item.failure is not None:
+                missing = item.failure == runners.INSTALL_OPENVINO
+                told[item.failure if missing else f"{name}, {_TITLES[runner]}: {item.failure}"] = None
+    return list(told)
+
+
+def _cpu() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1) if found else platform.machine()
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all without one")
+    parser.add_argument("--batch", type=_positive, default=1, help="size of the first dimension of every input (1)")
+    parser.add_argument("--threads", type=_positive, default=host().cores, help="of every runner (all cores)")
+    parser.add_argument("--trials", type=int, default=0, help="tuning trials before the build (0)")
+    parser.add_argument("--cpu-time", action="store_true", help="time that the process computes; with --threads 1")
+    parser.add_argument("--rounds", type=_positive, default=7, help="turns of each runner (7)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of timed runs in a turn, at least three runs (0.5)")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=list(_TITLES),
+        default=list(_TITLES),
+        metavar="PEER",
+        help="of " + ", ".join(_TITLES),
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--state", type=Path, help="where ONNX files and builds are kept (.tvmflow/benchmarks)")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def main() -> int:
+    """Measure the models and print one table; 1 when a build failed or computes something else."""
+    arguments = parse()
+    models = find(arguments.models)
+    clock = runners.clock(arguments.cpu_time, arguments.threads)
+    # The outputs are compared with ONNX Runtime's.
+    arguments.peers = [name for name in RUNNERS if name == "onnxruntime" or name in arguments.peers]
+    state = (arguments.state or settings.load().state / "benchmarks").absolute()
+    state.mkdir(parents=True, exist_ok=True)
+    errors, load = Console(stderr=True), os.getloadavg()[0]
+    rows: dict[str, Row] = {}
+    with errors.status("") as status:
+        for model in models:
+            rows[model.name] = measure(model, arguments, state, status.update)
+    document = Document(
+        cpu=_cpu(),
+        batch=arguments.batch,
+        threads=arguments.threads,
+        trials=arguments.trials,
+        rounds=arguments.rounds,
+        clock=clock,
+        load=load,
+        models=rows,
+    )
+    Console(width=max(150, Console().width)).print(show(document, arguments.peers), highlight=False)
+    print(
+        f"{document.cpu}; batch {document.batch}, threads {document.threads}, {clock} time, "
+        f"{document.trials or 'no'} tuning trials, {document.rounds} rounds, load {load:.1f} before; "
+        "x: the goal is missed"
+    )
+    for told in _remarks(document):
+        print(told)
+    if arguments.json is not None:
+        arguments.json.write_text(document.model_dump_json(indent=1))
+    return int(any(row.failure is not None for row in rows.values()))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except TvmflowError as error:
+        sys.exit(f"error: {error}")

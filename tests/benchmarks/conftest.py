@@ -1,0 +1,46 @@
+"""The benchmarks' modules, and their commands run in processes of their own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+Import = Callable[[str], ModuleType]
+
+
+@pytest.fixture(scope="session")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Import:
+    """Import a module of the benchmarks by its name, as its neighbours do."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module
+
+
+@pytest.fixture(scope="session")
+def command(state: Path) -> Command:
+    """Run `python benchmarks/NAME.py` with arguments; its state is that of the session."""
+
+    def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("TVMFLOW_", "TVM_"))}
+        return subprocess.run(
+            [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments],
+            env={**inherited, "TVMFLOW_HOME": str(state)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    return run

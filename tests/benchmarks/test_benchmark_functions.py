@@ -1,0 +1,46 @@
+"""`benchmarks/functions.py`: where the time of a build goes."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_every_function_of_an_onnx_file_is_timed_with_its_rule(command: Command, tmp_path: Path) -> None:
+    shape = [1, 8, 64, 64]
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "x"], ["p"]),
+            helper.make_node("Softmax", ["p"], ["s"], axis=-1),
+            helper.make_node("MatMul", ["s", "x"], ["y"]),
+        ],
+        "attention",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+    )
+    model, figures = tmp_path / "attention.onnx", tmp_path / "figures.json"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), model)
+    done = command("functions", str(model), "--threads", "1", "--repeats", "3", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    (profile,) = json.loads(figures.read_text()).values()
+    compiled = [function for function in profile["functions"] if function["rule"]]
+    assert compiled
+    assert all(function["microseconds"] > 0 and function["bytes"] > 0 for function in compiled)
+    # The two products are 2 * 8 * 64^3 operations each, wherever the softmax went.
+    assert sum(function["flops"] for function in compiled) >= 2 * 2 * 8 * 64**3
+    times = [function["microseconds"] for function in profile["functions"]]
+    assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["resnet81", "nowhere.onnx"])
+def test_what_is_no_model_is_one_sentence(command: Command, name: str) -> None:
+    done = command("functions", name)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: there is no ")
+    assert len(done.stderr.splitlines()) == 1

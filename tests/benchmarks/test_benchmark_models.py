@@ -1,0 +1,50 @@
+"""The architectures are those that were published, and their weights are seeded."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("EfficientNetB0", 5_288_548),
+        ("DenseNet121", 7_978_856),
+        ("ShuffleNetV2", 2_278_604),
+        ("SqueezeNet", 1_235_496),
+        ("ConvNeXtTiny", 28_589_128),
+        ("VisionTransformerTiny", 5_717_416),
+    ],
+)
+def test_a_network_has_the_published_number_of_parameters(
+    module: Callable[[str], ModuleType], name: str, parameters: int
+) -> None:
+    with torch.device("meta"):
+        network = getattr(module("models"), name)()
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
+
+
+def test_the_segmenter_scores_every_pixel(module: Callable[[str], ModuleType]) -> None:
+    with torch.device("meta"):
+        scores = module("models").UNet(classes=3)(torch.empty(2, 3, 256, 192))
+    assert scores.shape == (2, 3, 256, 192)
+
+
+def test_activations_neither_vanish_nor_grow_and_the_same_seed_gives_the_same(
+    module: Callable[[str], ModuleType],
+) -> None:
+    image = torch.randn(1, 3, 96, 96, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        first, second = (module("models").shufflenet_v2(seed=3)(image) for _ in range(2))
+        other = module("models").shufflenet_v2(seed=4)(image)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    assert 0.05 < float(first.std()) < 20
+
+
+def test_every_model_of_the_catalogue_has_a_factory(module: Callable[[str], ModuleType]) -> None:
+    for model in module("catalogue").MODELS.values():
+        name, _, function = model.factory.partition(":")
+        assert f"def {function}(" in (model.folder / f"{name}.py").read_text()

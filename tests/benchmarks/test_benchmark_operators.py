@@ -1,0 +1,52 @@
+"""`benchmarks/operators.py`: the models of one operator, the peaks, and what is written of them."""
+
+import json
+import math
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_every_operator_is_a_valid_model_of_known_shapes(module: Callable[[str], ModuleType]) -> None:
+    for case in module("operators").CASES:
+        model = case.model()  # checks itself
+        output = [dim.dim_value for dim in model.graph.output[0].type.tensor_type.shape.dim]
+        assert output, case.label
+        assert min(output) > 0, case.label
+        assert case.bytes(model) >= 4 * math.prod(output)
+
+
+def test_the_operations_of_a_convolution_are_counted(module: Callable[[str], ModuleType]) -> None:
+    make = module("operators")._convolution
+    assert make("conv", (4, 6), (8, 8), 3).flops == 2 * 6 * 8 * 8 * 4 * 9
+    assert make("conv", (4, 6), (8, 8), 3, stride=2).flops == 2 * 6 * 4 * 4 * 4 * 9
+    assert make("conv", (6, 6), (9, 9), 5, groups=6).flops == 2 * 6 * 9 * 9 * 25
+
+
+def test_an_operator_is_measured_against_the_peaks_and_onnx_runtime(command: Command, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    options = ("--threads", "1", "--rounds", "1", "--seconds", "0.01", "--repeats", "3", "--json", str(figures))
+    done = command("operators", "instance", *options)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(figures.read_text())
+    peaks, (result,) = document["peaks"], document["operators"]
+    assert peaks["gflops"] > 0
+    assert set(peaks["bandwidth"]) == {"L2", "L3", "memory"}
+    assert result["bytes"] == 4 * (2 * 32 * 64 * 64 + 2 * 32)
+    assert result["bound"] in peaks["bandwidth"]
+    floor = result["bytes"] / peaks["bandwidth"][result["bound"]] * 1e-3
+    assert result["fraction"] == pytest.approx(floor / result["microseconds"])
+    assert min(result["ratio"]) > 0
+    assert result["error"] < 1e-4
+    assert "instance norm" in done.stdout
+
+
+def test_a_class_that_does_not_exist_is_one_sentence(command: Command) -> None:
+    done = command("operators", "sofmax")
+    assert done.returncode == 1
+    assert done.stderr == "error: there is no operator class 'sofmax'; did you mean 'softmax'?\n"

@@ -1,0 +1,98 @@
+"""`benchmarks/speed.py`: what it writes, and how it ends."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+Import = Callable[[str], ModuleType]
+
+
+def test_a_model_is_measured_beside_its_peers(command: Command, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    options = ("--rounds", "2", "--seconds", "0.01", "--threads", "1", "--cpu-time", "--json", str(figures))
+    done = command("speed", "digits", *options)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(figures.read_text())
+    row = document["models"]["digits"]
+    ours, peer = row["runners"]["tvmflow"], row["runners"]["onnxruntime"]
+    assert (document["batch"], document["threads"], document["rounds"]) == (1, 1, 2)
+    assert ours["runs"] >= 6
+    assert 0 < ours["min"] <= ours["p50"]
+    assert 0 < ours["error"] < 1e-4
+    assert row["ratios"]["onnxruntime"]["p50"] == pytest.approx(ours["p50"] / peer["p50"])
+    assert row["ratios"]["onnxruntime"]["goal"] == 0.8
+    assert row["ratios"]["pytorch"]["min"] == pytest.approx(ours["min"] / row["runners"]["pytorch"]["min"])
+    # A peer that is not installed is told, and is no failure.
+    openvino = row["runners"]["openvino"]
+    assert (openvino["p50"] is None) == ("OpenVINO is not installed" in done.stdout)
+    assert "digits" in done.stdout
+
+
+def test_a_model_that_does_not_exist_is_one_sentence(command: Command) -> None:
+    done = command("speed", "digts")
+    assert done.returncode == 1
+    assert done.stderr == "error: there is no model 'digts'; did you mean 'digits'?\n"
+
+
+def test_computing_time_of_several_threads_is_refused_in_one_sentence(command: Command) -> None:
+    done = command("speed", "digits", "--cpu-time", "--threads", "2")
+    assert done.returncode == 1
+    assert done.stderr == "error: --cpu-time adds up the time of 2 threads; give --threads 1 as well\n"
+
+
+def test_an_untuned_build_may_miss_a_goal_by_a_tenth(module: Import) -> None:
+    speed, measured = module("speed"), module("runners").Measured
+    model = module("catalogue").MODELS["resnet18"]  # at most 0.6 of ONNX Runtime
+    found = {"tvmflow": measured(p50=0.65, min=0.6), "onnxruntime": measured(p50=1.0, min=1.0)}
+    assert not speed._ratios(model, found, trials=0)["onnxruntime"].missed
+    assert speed._ratios(model, found, trials=100)["onnxruntime"].missed
+
+
+def test_a_runner_that_fails_leaves_the_others_measured(module: Import, tmp_path: Path) -> None:
+    prepare, runners = module("prepare"), module("runners")
+    model = module("catalogue").MODELS["digits"]
+    job = runners.RunnerJob(
+        runner="tvmflow",
+        onnx=prepare.export(model, 1, tmp_path),
+        sample=prepare.sample(model, 1, tmp_path),
+        expected=tmp_path / "expected.npz",
+        bundle=tmp_path / "missing.tar.gz",
+        source=None,
+        threads=1,
+        seconds=0.01,
+    )
+    with runners.Contest(tmp_path) as contest:
+        measured = contest.measure(job, ("onnxruntime", "tvmflow"), 2, lambda step: None)
+    assert "missing.tar.gz" in measured["tvmflow"].failure
+    assert measured["tvmflow"].p50 is None
+    assert measured["onnxruntime"].runs >= 6
+
+
+def test_a_process_is_stopped_while_it_is_not_its_turn(module: Import, tmp_path: Path) -> None:
+    prepare, runners = module("prepare"), module("runners")
+    model = module("catalogue").MODELS["digits"]
+    job = runners.RunnerJob(
+        runner="onnxruntime",
+        onnx=prepare.export(model, 1, tmp_path),
+        sample=prepare.sample(model, 1, tmp_path),
+        expected=tmp_path / "expected.npz",
+        bundle=None,
+        source=None,
+        threads=2,
+        seconds=0.01,
+    )
+    with runners.Turns("runners:work", tmp_path / "log") as turns:
+        first = turns.call(job, runners.Round)
+        threads = list(Path(f"/proc/{first.process}/task").iterdir())
+        # A stop reaches threads that are in the kernel a moment later than those that compute.
+        for _ in range(1000):
+            states = {(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads}
+            if states == {"T"}:
+                break
+        assert states == {"T"}
+        assert turns.call(job, runners.Round).process == first.process

@@ -1,0 +1,284 @@
+"""The operator node tests of the ONNX package, through the whole compiler: `python tests/compiler/onnx_nodes.py`.
+
+Each case is written to a file, imported, built for this machine and run in a worker process, and compared with the
+case's own results. A worker that crashes or hangs fails one case. Libraries run from memory, without the linker.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import tomllib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TVM_NUM_THREADS", "1")
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+EXPLANATIONS = Path(__file__).with_name("onnx_nodes.toml")
+_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case.
+
+    `outcome` is `passed`, `refused` (an error of ours, one sentence), `wrong` (other numbers, shapes or types) or
+    `crashed` (any other exception, a signal or no answer in time). `constants` says that the case passed only with
+    its small inputs, which say shapes, axes and the like, as constants of the model.
+    """
+
+    name: str
+    outcome: str
+    message: str = ""
+    constants: bool = False
+
+
+def cases() -> dict[str, Any]:
+    """The node tests of the installed ONNX package, by name."""
+    from onnx.backend.test.loader import load_model_tests
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some expected values are computed by dividing by zero
+        return {case.name.removeprefix("test_"): case for case in load_model_tests(kind="node")}
+
+
+def check(case: Any, folder: Path) -> Result:
+    """Build and run one case; does not catch crashes of the process."""
+    from tvmflow.errors import TvmflowError
+
+    name = case.name.removeprefix("test_")
+    refusal = ""
+    for constants in (False, True):
+        model = _with_constants(case) if constants else case.model
+        if model is None:
+            break
+        try:
+            message = _differences(case, model, folder, constants)
+        except TvmflowError as error:
+            refusal = refusal or str(error).replace(f"{folder}/", "")
+            if "\n" in refusal or len(refusal) > 700:
+                return Result(name, "crashed", f"the error is no sentence: {refusal}")
+            continue
+        except Exception as error:
+            return Result(name, "crashed", f"{type(error).__name__}: {error}")
+        return Result(name, "wrong" if message else "passed", message, constants)
+    return Result(name, "refused", refusal)
+
+
+def _with_constants(case: Any) -> onnx.ModelProto | None:
+    """The model with all inputs of at most one dimension, but the first, as constants."""
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    values = dict(zip((value.name for value in model.graph.input), map(_array, case.data_sets[0][0]), strict=False))
+    fixed = {
+        name: value
+        for name, value in list(values.items())[1:]
+        if isinstance(value, np.ndarray | np.generic) and value.ndim <= 1 and value.dtype != object
+    }
+    if not fixed:
+        return None
+    kept = [value for value in model.graph.input if value.name not in fixed]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(value), name) for name, value in fixed.items())
+    return model
+
+
+def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: bool) -> str:
+    """How the built model's results differ from the case's; empty if they do not."""
+    import tvm
+    from tvm import relax
+
+    from tvmflow.compiler import build, import_onnx
+    from tvmflow.target import resolve
+
+    path = folder / f"{case.name.removeprefix('test_')}.onnx"
+    path.write_bytes(model.SerializeToString())
+    imported = import_onnx(path)
+    path.unlink()
+    built = build(imported, resolve("native"))
+    machine = relax.VirtualMachine(built.executable, tvm.cpu())
+    names = [value.name for value in case.model.graph.input]
+    kept = {value.name for value in model.graph.input}
+    for data_set in case.data_sets:
+        inputs, expected = ([_array(value) for value in values] for values in data_set)
+        arrays = [np.asarray(value, order="C") for name, value in zip(names, inputs, strict=False) if name in kept]
+        result = machine["main"](*(tvm.runtime.tensor(array) for array in arrays))
+        actual = [item.numpy() for item in ([result] if hasattr(result, "numpy") else result)]
+        if len(actual) != len(expected):
+            return f"{len(actual)} results, {len(expected)} expected"
+        for ours, theirs in zip(actual, expected, strict=True):
+            message = _difference(ours, np.asarray(theirs), case.rtol, case.atol)
+            if message:
+                return message
+    return ""
+
+
+def _array(value: Any) -> Any:
+    return numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else value
+
+
+def _difference(ours: Any, theirs: Any, rtol: float, atol: float) -> str:
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return f"{ours.dtype}{list(ours.shape)}, expected {theirs.dtype}{list(theirs.shape)}"
+    if ours.dtype.kind in "biu":
+        bad = ours != theirs
+    else:
+        # Sums of half precision differ by units in the last place with the order of summation.
+        rtol = max(rtol, {"float16": 2.0**-8, "bfloat16": 2.0**-5}.get(str(ours.dtype), 0.0))
+        one, other = (array.astype("complex128" if array.dtype.kind == "c" else "float64") for array in (ours, theirs))
+        bad = ~np.isclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
+    if not bad.any():
+        return ""
+    place = tuple(int(axis[0]) for axis in np.nonzero(bad))
+    return f"{int(bad.sum())} of {bad.size} differ, at {list(place)}: {ours[place]}, expected {theirs[place]}"
+
+
+def _work(connection: Connection) -> None:
+    known = cases()
+    # What TVM and LLVM print is no part of the answer.
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    with tempfile.TemporaryDirectory(prefix="tvmflow-nodes-") as folder:
+        while True:
+            name = connection.recv()
+            if name is None:
+                return
+            connection.send(check(known[name], Path(folder)))
+
+
+class _Worker:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.name = ""
+        self.deadline = 0.0
+
+    def begin(self, name: str) -> None:
+        self.name = name
+        self.deadline = time.monotonic() + _TIMEOUT
+        self.connection.send(name)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def run(names: Sequence[str], processes: int) -> Iterator[Result]:
+    """Check the named cases in worker processes; results come as they are ready."""
+    waiting = list(reversed(names))
+    workers: list[_Worker] = []
+    try:
+        while waiting or workers:
+            while waiting and len(workers) < processes:
+                workers.append(_Worker())
+                workers[-1].begin(waiting.pop())
+            ready = wait([worker.connection for worker in workers], timeout=1.0)
+            for worker in list(workers):
+                result = None
+                if worker.connection in ready:
+                    try:
+                        result = worker.connection.recv()
+                    except EOFError:
+                        worker.process.join()
+                        code = worker.process.exitcode
+                        result = Result(worker.name, "crashed", f"the process ended with exit code {code}")
+                        workers.remove(worker)
+                elif time.monotonic() > worker.deadline:
+                    result = Result(worker.name, "crashed", f"no answer in {_TIMEOUT:.0f} s")
+                    worker.stop()
+                    workers.remove(worker)
+                if result is None:
+                    continue
+                yield result
+                if worker in workers and waiting:
+                    worker.begin(waiting.pop())
+                elif worker in workers:
+                    worker.stop()
+                    workers.remove(worker)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def explanations() -> dict[str, list[str]]:
+    """Why cases are refused: patterns of their names, by reason."""
+    return {entry["reason"]: entry["cases"] for entry in tomllib.loads(EXPLANATIONS.read_text())["refused"]}
+
+
+def reason_of(name: str, reasons: dict[str, list[str]]) -> str | None:
+    """The first reason with a pattern for a case."""
+    for reason, patterns in reasons.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            return reason
+    return None
+
+
+def _category(name: str, known: dict[str, Any]) -> str:
+    """Where ONNX defines a case's operator: math, nn, tensor and so on."""
+    model = known.get(name.partition("_expanded")[0], known[name]).model
+    node = model.graph.node[0]
+    schemas = [
+        schema for schema in onnx.defs.get_all_schemas() if (schema.name, schema.domain) == (node.op_type, node.domain)
+    ]
+    return Path(schemas[0].file).parent.name if schemas else "other"
+
+
+def main() -> int:
+    """Print the pass rate by category, and every case that does not pass with its reason; 1 where one has none."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("patterns", nargs="*", default=["*"], help="names of cases, as in 'resize_*'")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, help="also write the results there, one a line")
+    options = parser.parse_args()
+    known, reasons = cases(), explanations()
+    names = [name for name in known if any(fnmatchcase(name, pattern) for pattern in options.patterns)]
+    results = list(run(names, options.processes))
+    if options.json:
+        options.json.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+    table: dict[str, Counter[str]] = {}
+    for result in results:
+        outcome = "constants" if result.constants and result.outcome == "passed" else result.outcome
+        for row in (_category(result.name, known), "all"):
+            table.setdefault(row, Counter())[outcome] += 1
+    columns = ("passed", "constants", "refused", "wrong", "crashed")
+    print(f"{'':16}" + "".join(f"{column:>11}" for column in columns) + f"{'pass rate':>11}")
+    for row in sorted(table, key=lambda row: (row == "all", row)):
+        counts = table[row]
+        rate = (counts["passed"] + counts["constants"]) / counts.total()
+        print(f"{row:16}" + "".join(f"{counts[column]:11}" for column in columns) + f"{rate:11.1%}")
+    print("constants: passed with the inputs that say shapes, axes and the like as constants of the model\n")
+    explained: dict[str, list[str]] = {}
+    unexplained = []
+    for result in results:
+        reason = reason_of(result.name, reasons) if result.outcome == "refused" else None
+        if reason is not None:
+            explained.setdefault(reason, []).append(result.name)
+        elif result.outcome != "passed":
+            unexplained.append(result)
+    for reason, those in sorted(explained.items(), key=lambda item: -len(item[1])):
+        print(f"{len(those):5} refused: {reason}\n      {' '.join(those)}")
+    for result in unexplained:
+        print(f"UNEXPLAINED {result.outcome} {result.name}: {result.message}")
+    return int(bool(unexplained))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Blocks of convolutions around a depthwise one: fused where the cost model says so, and equal to ONNX Runtime."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import helper
+
+from tvmflow.compiler import BuildOptions, Built
+from tvmflow.compiler.operators import blocks
+
+Check = Callable[..., Built]
+Array = np.ndarray[Any, Any]
+
+
+def _rules(built: Built) -> Counter[str]:
+    return Counter(rule for _, rule in built.schedules)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fuse every block that can be, however small: the schedule must be right for all of them."""
+    monkeypatch.setattr(blocks, "_REGION", 1e12)
+
+
+class _Graph:
+    """Nodes and weights of a chain of convolutions."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+        self.nodes: list[Any] = []
+        self.weights: dict[str, Array] = {"low": np.array(0, "float32"), "high": np.array(6, "float32")}
+
+    def conv(
+        self, x: str, channels: int, out: int, *, kernel: int, stride: int = 1, pads: list[int], groups: int = 1
+    ) -> str:
+        name = f"c{len(self.nodes)}"
+        scale = np.sqrt(channels // groups * kernel * kernel)
+        self.weights[f"{name}w"] = (self.rng.standard_normal((out, channels // groups, kernel, kernel)) / scale).astype(
+            "float32"
+        )
+        self.weights[f"{name}b"] = self.rng.standard_normal(out).astype("float32")
+        self.nodes.append(
+            helper.make_node("Conv", [x, f"{name}w", f"{name}b"], [name], strides=[stride] * 2, pads=pads, group=groups)
+        )
+        return name
+
+    def then(self, x: str, operator: str, *others: str) -> str:
+        name = f"t{len(self.nodes)}"
+        self.nodes.append(helper.make_node(operator, [x, *others], [name]))
+        return name
+
+
+# channels in, between and out, kernel and stride of the depthwise convolution, height, width, activation
+_BLOCKS = [
+    (16, 96, 24, 3, 2, 32, 30, "Clip"),
+    (24, 48, 24, 3, 1, 14, 28, "Relu"),
+    (8, 32, 70, 5, 1, 12, 26, "Sigmoid"),
+    (40, 80, 16, 5, 2, 24, 36, "Silu"),
+    (3, 16, 16, 3, 1, 20, 12, ""),
+]
+
+
+def _activate(graph: _Graph, x: str, activation: str) -> str:
+    if activation == "Clip":
+        return graph.then(x, "Clip", "low", "high")
+    if activation == "Silu":
+        return graph.then(x, "Mul", graph.then(x, "Sigmoid"))
+    return graph.then(x, activation) if activation else x
+
+
+def _block(case: tuple[Any, ...], graph: _Graph) -> str:
+    channels, between, out, kernel, stride, _, _, activation = case
+    x = _activate(graph, graph.conv("x", channels, between, kernel=1, pads=[0] * 4), activation)
+    pad = (kernel - 1) // 2
+    x = graph.conv(x, between, between, kernel=kernel, stride=stride, pads=[pad] * 4, groups=between)
+    return graph.conv(_activate(graph, x, activation), between, out, kernel=1, pads=[0] * 4)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("case", _BLOCKS, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("batch", [1, 3])
+def test_whole_blocks_equal_onnx_runtime(
+    case: tuple[Any, ...], batch: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    graph = _Graph()
+    graph.then(_block(case, graph), "Relu")
+    channels, _, _, _, _, height, width, _ = case
+    path = make_model(
+        graph.nodes, [("x", [batch, channels, height, width])], [graph.nodes[-1].output[0]], graph.weights
+    )
+    x = graph.rng.standard_normal((batch, channels, height, width)).astype("float32")
+    assert _rules(assert_same_as_onnxruntime(path, {"x": x}))["block"] == 1
+
+
+@pytest.mark.usefixtures("always")
+def test_a_block_adds_its_own_input_and_serves_every_batch(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    graph = _Graph()
+    case = (24, 48, 24, 3, 1, 14, 28, "Relu")
+    graph.then(_block(case, graph), "Add", "x")
+    path = make_model(graph.nodes, [("x", ["n", 24, 14, 28])], [graph.nodes[-1].output[0]], graph.weights)
+    feeds = [{"x": graph.rng.standard_normal((batch, 24, 14, 28)).astype("float32")} for batch in (1, 2, 5)]
+    assert _rules(assert_same_as_onnxruntime(path, *feeds))["block"] == 1
+
+
+@pytest.mark.usefixtures("always")
+def test_a_strided_convolution_with_uneven_padding_may_come_first(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    graph = _Graph()
+    x = graph.then(graph.conv("x", 3, 32, kernel=3, stride=2, pads=[0, 1, 1, 0]), "Relu")
+    x = graph.then(graph.conv(x, 32, 32, kernel=3, pads=[1, 1, 1, 1], groups=32), "Relu")
+    graph.conv(x, 32, 16, kernel=1, pads=[0] * 4)
+    path = make_model(graph.nodes, [("x", [1, 3, 32, 40])], [graph.nodes[-1].output[0]], graph.weights)
+    feed = {"x": graph.rng.standard_normal((1, 3, 32, 40)).astype("float32")}
+    assert _rules(assert_same_as_onnxruntime(path, feed)) == {"block": 1, "fallback": 2}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_depthwise_convolution_takes_its_one_neighbour(
+    where: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    graph = _Graph()
+    x = graph.then(graph.conv("x", 16, 32, kernel=1, pads=[0] * 4), "Relu") if where == "before" else "x"
+    x = graph.then(graph.conv(x, 32, 32, kernel=3, pads=[1] * 4, groups=32), "Relu")
+    if where == "after":
+        graph.conv(x, 32, 24, kernel=1, pads=[0] * 4)
+    channels = 16 if where == "before" else 32
+    path = make_model(graph.nodes, [("x", [1, channels, 14, 28])], [graph.nodes[-1].output[0]], graph.weights)
+    feed = {"x": graph.rng.standard_normal((1, channels, 14, 28)).astype("float32")}
+    assert _rules(assert_same_as_onnxruntime(path, feed)) == {"block": 1, "fallback": 2}
+
+
+@pytest.mark.usefixtures("always")
+def test_what_is_used_elsewhere_stays_out_of_the_block(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    graph = _Graph()
+    expanded = graph.then(graph.conv("x", 16, 32, kernel=1, pads=[0] * 4), "Relu")
+    filtered = graph.then(graph.conv(expanded, 32, 32, kernel=3, pads=[1] * 4, groups=32), "Relu")
+    graph.then(filtered, "Add", expanded)
+    path = make_model(graph.nodes, [("x", [1, 16, 14, 28])], [graph.nodes[-1].output[0]], graph.weights)
+    feed = {"x": graph.rng.standard_normal((1, 16, 14, 28)).astype("float32")}
+    assert "block" not in _rules(assert_same_as_onnxruntime(path, feed))
+
+
+@pytest.mark.parametrize(("channels", "size", "expected"), [(16, 112, 1), (96, 7, 0), (16, 61, 0)])
+def test_large_images_are_fused_small_ones_and_awkward_widths_are_not(
+    channels: int, size: int, expected: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    graph = _Graph()
+    _block((channels, 6 * channels, 24, 3, 1, size, size, "Clip"), graph)
+    path = make_model(graph.nodes, [("x", [1, channels, size, size])], [graph.nodes[-1].output[0]], graph.weights)
+    feed = {"x": graph.rng.standard_normal((1, channels, size, size)).astype("float32")}
+    assert _rules(assert_same_as_onnxruntime(path, feed))["block"] == expected
+
+
+def test_the_pass_can_be_disabled(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    graph = _Graph()
+    _block((16, 96, 24, 3, 1, 112, 112, "Clip"), graph)
+    path = make_model(graph.nodes, [("x", [1, 16, 112, 112])], [graph.nodes[-1].output[0]], graph.weights)
+    feed = {"x": graph.rng.standard_normal((1, 16, 112, 112)).astype("float32")}
+    built = assert_same_as_onnxruntime(path, feed, options=BuildOptions(disabled_passes=("FuseBlocks",)))
+    assert "block" not in _rules(built)

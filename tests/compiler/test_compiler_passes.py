@@ -1,0 +1,767 @@
+"""Every canonicalisation pass: that it fires, that it alone does, and that results stay those of ONNX Runtime."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import tvm
+from onnx import helper
+from tvm import relax
+
+from tvmflow.compiler import BuildOptions, Built, build, import_onnx, known_passes
+from tvmflow.compiler.passes import canonicalize, pass_names
+from tvmflow.target import resolve
+
+Array = np.ndarray[Any, Any]
+Check = Callable[..., Built]
+
+
+def _normal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
+def _number(value: float) -> Array:
+    return np.array(value, "float32")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of one input `x` and one output `y`, the pass that is to rewrite it, and the operators before and after.
+
+    `nodes` are lines of `output = Operator(input, ...; attribute=value)`.
+    """
+
+    name: str
+    rewriter: str
+    nodes: str
+    shape: tuple[Any, ...]
+    present: Sequence[str] = ()
+    absent: Sequence[str] = ()
+    weights: dict[str, Array] = field(default_factory=dict)
+    shapes: Sequence[tuple[int, ...]] = ()
+    rtol: float = 1e-4
+
+
+def _nodes(text: str) -> list[onnx.NodeProto]:
+    nodes = []
+    for line in filter(None, map(str.strip, text.split("\n"))):
+        outputs, call = line.split(" = ")
+        operator, operands = call.rstrip(")").split("(")
+        inputs, _, attributes = operands.partition(";")
+        values = eval(f"dict({attributes})")  # noqa: S307  # written in this file
+        nodes.append(
+            helper.make_node(
+                operator, [item.strip() for item in inputs.split(",")], [item.strip() for item in outputs.split(",")],
+                **values,
+            )
+        )  # fmt: skip
+    return nodes
+
+
+def _operators(path: Path, disabled: Sequence[str] = ()) -> Counter[str]:
+    """The operators of the canonicalised model, and the kinds of constants that it adds or multiplies."""
+    imported = import_onnx(path)
+    variables = imported.mod["main"].params[len(imported.inputs) :]
+    values = (tvm.runtime.tensor(value) for value in imported.params.values())
+    mod = relax.transform.BindParams("main", dict(zip(variables, values, strict=True)))(imported.mod)
+    with tvm.transform.PassContext(opt_level=3, disabled_pass=list(disabled)):
+        mod = tvm.transform.Sequential(canonicalize())(mod)
+    mod = relax.transform.DeadCodeElimination()(mod)
+    found: Counter[str] = Counter()
+
+    def count(expr: Any) -> None:
+        if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op):
+            found[expr.op.name.removeprefix("relax.")] += 1
+
+    relax.analysis.post_order_visit(mod["main"], count)
+    return found
+
+
+_ROOT, _HALF, _ONE = {"root": _number(2**0.5)}, {"half": _number(0.5)}, {"one": _number(1)}
+_TANH = {"k": _number((2 / np.pi) ** 0.5), "c": _number(0.044715), **_HALF, **_ONE}
+_EPS = {"eps": _number(1e-5)}
+_BATCH_NORM = {"s": _normal(6), "b": _normal(6, seed=1), "m": _normal(6, seed=2), "v": _normal(6, seed=3) ** 2 + 0.1}
+_LAYER_NORM = """
+    m = ReduceMean(x, axes)
+    d = Sub(x, m)
+    q = Pow(d, two)
+    v = ReduceMean(q, axes)
+    e = Add(v, eps)
+    r = Sqrt(e)
+    n = Div(d, r)
+"""
+_LAST = {"axes": np.array([-1]), "two": _number(2), **_EPS}
+
+CASES = [
+    Case(
+        "gelu of x / sqrt(2), the half last",
+        "ComposeGelu",
+        "a = Div(x, root)\n b = Erf(a)\n c = Add(b, one)\n d = Mul(x, c)\n y = Mul(d, half)",
+        (5, 37),
+        ["nn.gelu"],
+        ["erf"],
+        {**_ROOT, **_HALF, **_ONE},
+    ),
+    Case(
+        "gelu of x times a constant, the half first",
+        "ComposeGelu",
+        "a = Mul(recip, x)\n b = Erf(a)\n c = Add(one, b)\n d = Mul(half, x)\n y = Mul(d, c)",
+        ("n", 19),
+        ["nn.gelu"],
+        ["erf"],
+        {"recip": _number(0.5**0.5), **_HALF, **_ONE},
+        [(3, 19), (1, 19)],
+    ),
+    Case(
+        "gelu with the half inside",
+        "ComposeGelu",
+        "a = Div(x, root)\n b = Erf(a)\n c = Add(b, one)\n d = Mul(half, c)\n y = Mul(x, d)",
+        (2, 3, 50),
+        ["nn.gelu"],
+        ["erf"],
+        {**_ROOT, **_HALF, **_ONE},
+    ),
+    Case(
+        "gelu that gates",
+        "ComposeGelu",
+        "s = Sin(x)\n a = Div(x, root)\n b = Erf(a)\n c = Add(b, one)\n"
+        "d = Mul(s, c)\n e = Mul(x, d)\n y = Mul(e, half)",
+        (4, 33),
+        ["nn.gelu"],
+        ["erf"],
+        {**_ROOT, **_HALF, **_ONE},
+    ),
+    Case(
+        "gelu by tanh",
+        "ComposeGelu",
+        """
+        p = Pow(x, three)
+        q = Mul(p, c)
+        r = Add(x, q)
+        s = Mul(r, k)
+        t = Tanh(s)
+        u = Add(t, one)
+        v = Mul(x, half)
+        y = Mul(v, u)
+        """,
+        (5, 41),
+        ["nn.gelu_tanh"],
+        ["tanh", "power"],
+        {"three": _number(3), **_TANH},
+    ),
+    Case(
+        "gelu by tanh with the cube factored",
+        "ComposeGelu",
+        """
+        p = Mul(x, x)
+        q = Mul(c, p)
+        r = Add(one, q)
+        s = Mul(x, k)
+        t = Mul(s, r)
+        u = Tanh(t)
+        v = Add(one, u)
+        w = Mul(x, v)
+        y = Mul(half, w)
+        """,
+        (3, 17),
+        ["nn.gelu_tanh"],
+        ["tanh"],
+        _TANH,
+    ),
+    Case("silu", "ComposeSilu", "a = Sigmoid(x)\n y = Mul(a, x)", (7, 21), ["nn.silu"], ["sigmoid"]),
+    Case(
+        "a logistic function in primitives",
+        "ComposeSilu",
+        "a = Neg(x)\n b = Exp(a)\n c = Add(b, one)\n y = Div(one, c)",
+        (3, 35),
+        ["sigmoid"],
+        ["exp"],
+        _ONE,
+    ),
+    Case(
+        "silu in primitives",
+        "ComposeSilu",
+        "a = Neg(x)\n b = Exp(a)\n c = Add(one, b)\n y = Div(x, c)",
+        (3, 35),
+        ["nn.silu"],
+        ["exp"],
+        _ONE,
+    ),
+    Case("mish", "SimplifyMish", "y = Mish(x)", (9, 33), ["exp", "divide"], ["tanh", "log"]),
+    Case(
+        "mish by softplus",
+        "SimplifyMish",
+        "a = Softplus(x)\n b = Tanh(a)\n y = Mul(x, b)",
+        (9, 33),
+        ["exp"],
+        ["tanh", "log"],
+    ),
+    Case(
+        "hard-swish",
+        "SplitClip",
+        "y = HardSwish(x)",
+        (1, 3, 5, 7),
+        ["nn.relu", "minimum"],
+        ["clip"],
+    ),
+    Case("hard-sigmoid", "SplitClip", "y = HardSigmoid(x; alpha=0.3)", (5, 9), ["nn.relu", "minimum"], ["clip"]),
+    Case(
+        "layer norm",
+        "ComposeNorms",
+        f"{_LAYER_NORM} y = Identity(n)",
+        (2, 5, 37),
+        ["nn.layer_norm"],
+        ["mean", "sqrt"],
+        _LAST,
+    ),
+    Case(
+        "layer norm with scale and bias",
+        "ComposeNorms",
+        f"{_LAYER_NORM} g = Mul(n, gamma)\n y = Add(g, beta)",
+        ("n", 5, 20),
+        ["nn.layer_norm"],
+        ["mean", "multiply", "add"],
+        {**_LAST, "gamma": _normal(20), "beta": _normal(20, seed=1)},
+        [(1, 5, 20), (3, 5, 20)],
+    ),
+    Case(
+        "layer norm over two dimensions",
+        "ComposeNorms",
+        f"{_LAYER_NORM} y = Identity(n)",
+        (3, 4, 9),
+        ["nn.layer_norm"],
+        ["mean"],
+        {"axes": np.array([-2, -1]), "two": _number(2), **_EPS},
+    ),
+    Case(
+        "layer norm over channels",
+        "ComposeNorms",
+        f"{_LAYER_NORM} g = Mul(n, gamma)\n y = Add(g, gamma)",
+        (2, 6, 5, 7),
+        ["nn.layer_norm", "permute_dims"],
+        ["mean"],
+        {"axes": np.array([1]), "two": _number(2), "gamma": _normal(6, 1, 1), **_EPS},
+    ),
+    Case(
+        "layer norm as a product with one over the root",
+        "ComposeNorms",
+        """
+        m = ReduceMean(x, axes)
+        d = Sub(x, m)
+        q = Mul(d, d)
+        v = ReduceMean(q, axes)
+        e = Add(eps, v)
+        r = Sqrt(e)
+        i = Reciprocal(r)
+        g = Mul(i, gamma)
+        y = Mul(d, g)
+        """,
+        (4, 23),
+        ["nn.layer_norm"],
+        ["mean"],
+        {**_LAST, "gamma": _normal(23)},
+    ),
+    Case(
+        "root-mean-square norm",
+        "ComposeNorms",
+        """
+        q = Pow(x, two)
+        v = ReduceMean(q, axes)
+        e = Add(v, eps)
+        r = Sqrt(e)
+        i = Reciprocal(r)
+        n = Mul(x, i)
+        y = Mul(gamma, n)
+        """,
+        (2, 5, 33),
+        ["nn.rms_norm"],
+        ["mean", "multiply"],
+        {**_LAST, "gamma": _normal(33)},
+    ),
+    Case(
+        "instance norm",
+        "ComposeNorms",
+        "y = InstanceNormalization(x, s, b)",
+        (2, 6, 5, 7),
+        ["nn.instance_norm"],
+        ["mean", "variance"],
+        {"s": _normal(6), "b": _normal(6, seed=1)},
+    ),
+    Case(
+        "group norm by reshapes",
+        "ComposeNorms",
+        """
+        r = Reshape(x, groups)
+        n = InstanceNormalization(r, ones, zeros)
+        u = Reshape(n, whole)
+        g = Mul(u, gamma)
+        y = Add(g, beta)
+        """,
+        (2, 6, 5, 7),
+        ["nn.group_norm"],
+        ["mean", "variance", "reshape", "multiply"],
+        {
+            "groups": np.array([0, 3, -1]),
+            "whole": np.array([2, 6, 5, 7]),
+            "ones": np.ones(3, "float32"),
+            "zeros": np.zeros(3, "float32"),
+            "gamma": _normal(6, 1, 1),
+            "beta": _normal(6, 1, 1, seed=1),
+        },
+    ),
+    Case(
+        "softmax less the largest",
+        "ComposeSoftmax",
+        "a = ReduceMax(x, axes)\n b = Sub(x, a)\n c = Exp(b)\n d = ReduceSum(c, axes)\n y = Div(c, d)",
+        (4, 5, 21),
+        ["nn.softmax"],
+        ["exp", "max", "sum"],
+        {"axes": np.array([-1])},
+    ),
+    Case(
+        "softmax as it is, along the first dimension",
+        "ComposeSoftmax",
+        "c = Exp(x)\n d = ReduceSum(c, axes)\n y = Div(c, d)",
+        (9, 5),
+        ["nn.softmax"],
+        ["exp", "sum"],
+        {"axes": np.array([0])},
+    ),
+    Case(
+        "small powers",
+        "MultiplyInstead",
+        "a = Pow(x, four)\n y = Div(a, three)",
+        (3, 11),
+        ["multiply"],
+        ["power", "divide"],
+        {"four": _number(4), "three": _number(3)},
+    ),
+    Case(
+        "batch norm by itself",
+        "FoldBatchNorm",
+        "y = BatchNormalization(x, s, b, m, v)",
+        ("n", 6, 5, 3),
+        ["multiply", "add"],
+        ["nn.batch_norm"],
+        _BATCH_NORM,
+        [(1, 6, 5, 3), (2, 6, 5, 3)],
+    ),
+    Case(
+        "batch norm of vectors",
+        "FoldBatchNorm",
+        "y = BatchNormalization(x, s, b, m, v)",
+        (7, 6),
+        ["multiply", "add"],
+        ["nn.batch_norm"],
+        _BATCH_NORM,
+    ),
+    *(
+        Case(
+            f"batch norm after a convolution, {kind}",
+            "FoldScales",
+            f"a = {operator}(x, w{', bias' if bias else ''}; {attributes})\n y = BatchNormalization(a, s, b, m, v)",
+            shape,
+            [relaxed, "add"],
+            ["multiply"],
+            {"w": weight, "bias": _normal(6, seed=7), **_BATCH_NORM},
+        )
+        for kind, operator, relaxed, attributes, bias, shape, weight in (
+            ("plain", "Conv", "nn.conv2d", "pads=[1,1,1,1]", False, (2, 5, 7, 8), _normal(6, 5, 3, 3)),
+            ("with a bias", "Conv", "nn.conv2d", "strides=[2,2]", True, (1, 5, 7, 8), _normal(6, 5, 3, 3)),
+            ("grouped", "Conv", "nn.conv2d", "group=3", True, (1, 9, 7, 8), _normal(6, 3, 3, 3)),
+            ("depthwise", "Conv", "nn.conv2d", "group=6", False, (1, 6, 7, 8), _normal(6, 1, 3, 3)),
+            ("of one dimension", "Conv", "nn.conv2d", "pads=[1,1]", True, (1, 4, 9), _normal(6, 4, 3)),
+            ("of three dimensions", "Conv", "nn.conv3d", "group=1", True, (1, 4, 3, 5, 4), _normal(6, 4, 2, 3, 2)),
+            (
+                "transposed",
+                "ConvTranspose",
+                "nn.conv2d_transpose",
+                "strides=[2,2]",
+                True,
+                (1, 4, 5, 6),
+                _normal(4, 6, 3, 3),
+            ),
+            (
+                "transposed in groups",
+                "ConvTranspose",
+                "nn.conv2d_transpose",
+                "group=2",
+                True,
+                (1, 4, 5, 6),
+                _normal(4, 3, 3, 3),
+            ),
+        )
+    ),
+    Case(
+        "a scale before a padded convolution",
+        "FoldScales",
+        "a = Mul(x, f)\n y = Conv(a, w; pads=[1,1,1,1], group=2)",
+        (1, 4, 6, 5),
+        ["nn.conv2d"],
+        ["multiply"],
+        {"f": _normal(4, 1, 1), "w": _normal(6, 2, 3, 3)},
+    ),
+    Case(
+        "batch norm before a pointwise convolution",
+        "FoldScales",
+        "a = BatchNormalization(x, s, b, m, v)\n y = Conv(a, w)",
+        (2, 6, 4, 5),
+        ["nn.conv2d", "add"],
+        ["multiply"],
+        {"w": _normal(9, 6, 1, 1), **_BATCH_NORM},
+    ),
+    Case(
+        "a scale before a transposed convolution in groups",
+        "FoldScales",
+        "a = Mul(x, f)\n y = ConvTranspose(a, w; group=2)",
+        (1, 4, 6, 5),
+        ["nn.conv2d_transpose"],
+        ["multiply"],
+        {"f": _normal(4, 1, 1), "w": _normal(4, 3, 3, 3)},
+    ),
+    Case(
+        "scales and shifts around a dense layer",
+        "FoldScales",
+        "a = Mul(x, f)\n b = Add(a, f)\n c = MatMul(b, w)\n d = Add(c, g)\n e = Sub(d, g)\n y = Mul(e, g)",
+        ("n", 3, 7),
+        ["matmul", "add"],
+        ["multiply", "subtract"],
+        {"f": _normal(7), "g": _normal(9), "w": _normal(7, 9)},
+        [(1, 3, 7), (4, 3, 7)],
+    ),
+    Case(
+        "padding before a convolution",
+        "FoldPadding",
+        "a = Pad(x, p)\n y = Conv(a, w; pads=[0,1,0,1])",
+        (1, 3, 7, 6),
+        ["nn.conv2d"],
+        ["nn.pad"],
+        {"p": np.array([0, 0, 1, 2, 0, 0, 3, 0]), "w": _normal(5, 3, 3, 3)},
+    ),
+    Case(
+        "padding before an average",
+        "FoldPadding",
+        "a = Pad(x, p)\ny = AveragePool(a; kernel_shape=[3,3], strides=[2,2])",
+        (1, 3, 7, 7),
+        ["nn.avg_pool2d"],
+        ["nn.pad"],
+        {"p": np.array([0, 0, 1, 1, 0, 0, 1, 1])},
+    ),
+    Case(
+        "a matrix by a vector", "MatricesOfVectors", "y = MatMul(x, w)", (4, 5, 7), ["reshape"], [], {"w": _normal(7)}
+    ),
+    Case(
+        "weights on the left",
+        "MatricesOfVectors",
+        "y = MatMul(w, x)",
+        (3, 7, 1),
+        ["matmul", "reshape"],
+        [],
+        {"w": _normal(19, 7)},
+    ),
+    Case(
+        "what returns its input",
+        "RemoveIdentities",
+        """
+        a = Add(x, zero)
+        b = Mul(ones, a)
+        c = Cast(b; to=1)
+        d = Identity(c)
+        e = Dropout(d)
+        f = Concat(e; axis=1)
+        g = Slice(f, zeros, ends, first)
+        h = Reshape(g, same)
+        i = Expand(h, three)
+        j = Transpose(i; perm=[0, 1])
+        y = Relu(j)
+        """,
+        (3, 5),
+        ["nn.relu"],
+        ["add", "multiply", "astype", "concat", "strided_slice", "reshape", "permute_dims", "broadcast_to"],
+        {
+            "zero": _number(0),
+            "ones": np.ones((3, 5), "float32"),
+            "zeros": np.array([0, 0]),
+            "ends": np.array([3, 5]),
+            "first": np.array([0, 1]),
+            "same": np.array([3, 5]),
+            "three": np.array([3, 1]),
+        },
+    ),
+    Case(
+        "reshapes in a row",
+        "MergeReshapes",
+        "a = Reshape(x, flat)\n b = Unsqueeze(a, first)\n c = Reshape(b, other)\n d = Squeeze(c, first)\n y = Relu(d)",
+        (3, 4, 5),
+        ["nn.relu"],
+        ["squeeze", "expand_dims"],
+        {"flat": np.array([12, 5]), "first": np.array([0]), "other": np.array([1, 6, 10])},
+    ),
+    Case(
+        "arithmetic of constants",
+        "EvaluateConstants",
+        "a = Mul(w, v)\n b = Sqrt(a)\n c = Transpose(b)\n y = MatMul(x, c)",
+        (3, 7),
+        ["matmul"],
+        ["sqrt", "permute_dims", "multiply"],
+        {"w": _normal(9, 7) ** 2, "v": _normal(7) ** 2 + 1},
+    ),
+    Case(
+        "a reshape to a shape that is computed",
+        "EvaluateConstants",
+        """
+        s = Shape(x)
+        n = Gather(s, zero)
+        u = Unsqueeze(n, first)
+        t = Concat(u, rest; axis=0)
+        r = Reshape(x, t)
+        y = Relu(r)
+        """,
+        ("n", 4, 5),
+        ["nn.relu"],
+        ["concat", "shape_of", "shape_to_tensor", "take"],
+        {"zero": np.array(0), "first": np.array([0]), "rest": np.array([-1])},
+        [(2, 4, 5), (1, 4, 5)],
+    ),
+    Case(
+        "squeeze from the back",
+        "CountAxesFromTheFront",
+        "a = Squeeze(x, last)\n y = Relu(a)",
+        (3, 1, 5),
+        ["squeeze"],
+        [],
+        {"last": np.array([-2])},
+    ),
+    Case(
+        "one-dimensional convolutions",
+        "ConvolveInTwoDimensions",
+        "y = Conv(x, w; pads=[1,2])",
+        (2, 4, 9),
+        ["nn.conv2d"],
+        ["nn.conv1d"],
+        {"w": _normal(6, 4, 3)},
+    ),
+]
+
+
+def _model(case: Case, make_model: Any) -> Path:
+    nodes = _nodes(case.nodes)
+    used = {name for node in nodes for name in node.input}
+    weights = {name: value for name, value in case.weights.items() if name in used}
+    path: Path = make_model(nodes, [("x", case.shape)], ["y"], weights)
+    return path
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_pass_rewrites_and_the_results_stay_equal(
+    case: Case, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    path = _model(case, make_model)
+    found = _operators(path)
+    assert [name for name in case.present if name not in found] == []
+    assert [name for name in case.absent if name in found] == []
+    for seed, shape in enumerate(case.shapes or [case.shape]):
+        assert_same_as_onnxruntime(path, {"x": _normal(*shape, seed=seed)}, rtol=case.rtol)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_without_the_pass_the_model_stays_as_it_was(case: Case, make_model: Any) -> None:
+    path = _model(case, make_model)
+    assert _operators(path, [case.rewriter]) != _operators(path) or case.name in _UNSEEN
+
+
+# The axes of a squeeze are no part of an operator's name; shapes and transposes fold at import already.
+_UNSEEN = {"squeeze from the back", "a reshape to a shape that is computed"}
+
+
+_HEADS = """
+    {0}1 = MatMul(x, w{0})
+    {0}2 = Reshape({0}1, split)
+"""
+
+
+def _attention(queries: Any, time: Any, mask: bool, heads: int, width: int) -> str:
+    """Attention as exporters write it, of `x` to itself, the scale on both operands and a mask computed from `x`."""
+    nodes = (
+        "".join(_HEADS.format(part) for part in "qkv")
+        + """
+        q3 = Transpose(q2; perm=[0,2,1,3])
+        k3 = Transpose(k2; perm=[0,2,3,1])
+        v3 = Transpose(v2; perm=[0,2,1,3])
+        q4 = Mul(q3, scale)
+        k4 = Mul(k3, scale)
+        s1 = MatMul(q4, k4)
+        p1 = Softmax({}; axis=-1)
+        o1 = MatMul(p1, v3)
+        o2 = Transpose(o1; perm=[0,2,1,3])
+        y = Reshape(o2, join)
+    """.format("s2" if mask else "s1")
+    )
+    if mask:
+        nodes = "m0 = ReduceMean(x, last; keepdims=0)\n m1 = Unsqueeze(m0, middle)\n" + nodes.replace(
+            "p1 =", "s2 = Add(s1, m1)\n p1 ="
+        )
+    return nodes
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["plain", "masked"])
+@pytest.mark.parametrize(
+    ("shape", "heads", "sizes"),
+    [
+        ((2, 13, 60), 3, [(2, 13)]),
+        ((1, 32, 32), 2, [(1, 32)]),
+        ((1, 197, 64), 1, [(1, 197)]),
+        ((1, 1, 36), 2, [(1, 1)]),
+        ((3, 5, 14), 2, [(3, 5)]),
+        (("n", "time", 48), 2, [(1, 7), (3, 33), (2, 64)]),
+        (("n", 9, 48), 3, [(2, 9), (1, 9)]),
+    ],
+    ids=str,
+)
+def test_attention_becomes_one_function(
+    shape: tuple[Any, ...], heads: int, sizes: Any, mask: bool, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    width = shape[-1]
+    weights = {
+        **{f"w{part}": _normal(width, width, seed=seed) / 4 for seed, part in enumerate("qkv")},
+        "split": np.array([0, 0, heads, width // heads]), "join": np.array([0, 0, width]),
+        "scale": _number((width // heads) ** -0.25),
+    }  # fmt: skip
+    if mask:
+        weights |= {"last": np.array([-1]), "middle": np.array([1, 2])}
+    path = make_model(_nodes(_attention(*shape[:2], mask, heads, width)), [("x", shape)], ["y"], weights)
+    built = assert_same_as_onnxruntime(path, *({"x": _normal(*size, width)} for size in sizes))
+    rules = Counter(rule for _, rule in built.schedules)
+    assert rules["attention"] == 1
+    assert not [name for name, _ in built.schedules if "softmax" in name or "transpose" in name]
+
+
+def test_attention_over_slices_of_one_product_copies_nothing(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = """
+        a = MatMul(x, w)
+        b = Reshape(a, split)
+        c = Transpose(b; perm=[2,0,3,1,4])
+        d, e, f = Split(c; axis=0, num_outputs=3)
+        q = Squeeze(d, first)
+        k = Squeeze(e, first)
+        v = Squeeze(f, first)
+        g = Transpose(k; perm=[0,1,3,2])
+        h = MatMul(q, g)
+        i = Mul(h, scale)
+        j = Softmax(i; axis=3)
+        l = MatMul(j, v)
+        m = Transpose(l; perm=[0,2,1,3])
+        y = Reshape(m, join)
+    """
+    weights = {
+        "w": _normal(24, 72) / 4, "split": np.array([2, 11, 3, 2, 12]), "first": np.array([0]),
+        "join": np.array([2, 11, 24]), "scale": _number(0.3),
+    }  # fmt: skip
+    path = make_model(_nodes(nodes), [("x", [2, 11, 24])], ["y"], weights)
+    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 11, 24)})
+    assert Counter(rule for _, rule in built.schedules)["attention"] == 1
+    assert not [name for name, _ in built.schedules if "slice" in name or "split" in name or "transpose" in name]
+
+
+def test_attention_without_heads_and_with_other_keys(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = """
+        a = Transpose(k; perm=[0,2,1])
+        b = MatMul(q, a)
+        c = Add(b, m)
+        d = Softmax(c; axis=-1)
+        y = MatMul(d, v)
+    """
+    inputs = {"q": (4, 6, 10), "k": (4, 37, 10), "v": (4, 37, 10), "m": (6, 37)}
+    path = make_model(_nodes(nodes), list(inputs.items()), ["y"])
+    feed = {name: _normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
+    built = assert_same_as_onnxruntime(path, feed)
+    assert Counter(rule for _, rule in built.schedules)["attention"] == 1
+
+
+def test_tokens_masked_with_minus_infinity_have_no_weight(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = "a = Transpose(k; perm=[0,1,3,2])\n b = MatMul(q, a)\n c = Add(m, b)\n d = Softmax(c)\n y = MatMul(d, v)"
+    inputs = {"q": (1, 2, 9, 16), "k": (1, 2, 9, 16), "v": (1, 2, 9, 16), "m": (9, 9)}
+    path = make_model(_nodes(nodes), list(inputs.items()), ["y"])
+    feed = {name: _normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
+    feed["m"] = np.triu(np.full((9, 9), -np.inf, "float32"), 1)
+    built = assert_same_as_onnxruntime(path, feed)
+    assert Counter(rule for _, rule in built.schedules)["attention"] == 1
+
+
+@pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
+def test_other_processors_get_attention(name: str, make_model: Any) -> None:
+    nodes = "a = Transpose(k; perm=[0,1,3,2])\n b = MatMul(q, a)\n d = Softmax(b)\n y = MatMul(d, v)"
+    path = make_model(_nodes(nodes), [(item, (1, 2, "n", 20)) for item in "qkv"], ["y"])
+    built = build(import_onnx(path), resolve(name))
+    assert Counter(rule for _, rule in built.schedules)["attention"] == 1
+
+
+def test_the_attention_operator_of_onnx_is_found(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [helper.make_node("Attention", ["q", "k", "v"], ["y"], scale=0.25)]
+    inputs = {"q": (2, 3, 7, 16), "k": (2, 3, 7, 16), "v": (2, 3, 7, 16)}
+    path = make_model(nodes, list(inputs.items()), ["y"], opset=23)
+    feed = {name: _normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
+    built = assert_same_as_onnxruntime(path, feed)
+    assert Counter(rule for _, rule in built.schedules)["attention"] == 1
+
+
+def test_every_pass_has_a_name_by_which_it_can_be_disabled() -> None:
+    assert {case.rewriter for case in CASES} | {"ComposeAttention"} <= set(known_passes())
+    assert set(pass_names()) <= set(known_passes())
+
+
+def _random_graph(generator: np.random.Generator) -> tuple[str, dict[str, Array]]:
+    """A chain of layers over `[2, 8, 6, 7]`, spelled out in small operators."""
+    layers = (
+        "{y} = Conv({x}, w; pads=[1,1,1,1])",
+        "{y}p = Pad({x}, p)\n {y} = Conv({y}p, w)",
+        "{y} = Conv({x}, d; pads=[1,1,1,1], group=8)",
+        "{y} = BatchNormalization({x}, s, b, b, v)",
+        "{y}a = Mul({x}, c)\n {y} = Add({y}a, c)",
+        "{y}a = Sigmoid({x})\n {y} = Mul({x}, {y}a)",
+        "{y}a = Div({x}, root)\n {y}b = Erf({y}a)\n {y}c = Add({y}b, one)\n"
+        "{y}d = Mul({y}c, half)\n {y} = Mul({x}, {y}d)",
+        "{y}a = Transpose({x}; perm=[0,2,3,1])\n {y}b = MatMul({y}a, m)\n {y} = Transpose({y}b; perm=[0,3,1,2])",
+        "{y}a = ReduceMean({x}, ax)\n {y}b = Sub({x}, {y}a)\n {y}c = Pow({y}b, two)\n {y}d = ReduceMean({y}c, ax)\n"
+        "{y}e = Add({y}d, one)\n {y}f = Sqrt({y}e)\n {y} = Div({y}b, {y}f)",
+        "{y} = InstanceNormalization({x}, s, b)",
+        "{y}a = Exp({x})\n {y}b = ReduceSum({y}a, ax)\n {y} = Div({y}a, {y}b)",
+        "{y}a = Clip({x}, zero, two)\n {y} = Add({x}, {y}a)",
+        "{y}a = Reshape({x}, flat)\n {y} = Reshape({y}a, whole)",
+        "{y}a = MatMul({x}, k)\n {y}b = Softmax({y}a)\n {y} = MatMul({y}b, {x})",
+    )
+    chosen = generator.permutation(len(layers))[:6]
+    lines, x = [], "x"
+    for step, layer in enumerate(chosen):
+        lines.append(layers[layer].format(x=x, y=f"t{step}"))
+        x = f"t{step}"
+    nodes = "\n".join(lines).replace(f"{x} =", "y =")
+    weights = {
+        "w": _normal(8, 8, 3, 3) / 8, "d": _normal(8, 1, 3, 3) / 3, "m": _normal(8, 8) / 3, "k": _normal(7, 6) / 3,
+        "s": _normal(8) + 2, "b": _normal(8, seed=1), "v": _normal(8, seed=2) ** 2 + 0.5, "c": _normal(8, 1, 1),
+        "p": np.array([0, 0, 1, 1, 0, 0, 1, 1]), "ax": np.array([1]), "zero": _number(0), "one": _number(1),
+        "two": _number(2), "half": _number(0.5), "root": _number(2**0.5), "flat": np.array([2, 8, 42]),
+        "whole": np.array([2, 8, 6, 7]),
+    }  # fmt: skip
+    return nodes, weights
+
+
+@pytest.mark.parametrize("disabled", [*pass_names(), None])
+def test_models_stay_what_they_are_without_any_one_pass(
+    disabled: str | None, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    generator = np.random.default_rng(len(disabled or ""))
+    nodes, weights = _random_graph(generator)
+    parsed = _nodes(nodes)
+    used = {name for node in parsed for name in node.input}
+    kept = {name: value for name, value in weights.items() if name in used}
+    path = make_model(parsed, [("x", [2, 8, 6, 7])], ["y"], kept)
+    options = BuildOptions(disabled_passes=() if disabled is None else (disabled,))
+    assert_same_as_onnxruntime(path, {"x": _normal(2, 8, 6, 7)}, options=options, rtol=1e-3)

@@ -1,0 +1,369 @@
+"""Reduced precision: products in bfloat16, and quantised models in integers."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from tvmflow.compiler import BuildOptions, Built, build, import_onnx, lower
+from tvmflow.errors import BuildError, SpecError, TargetError
+from tvmflow.spec import parse
+from tvmflow.target import Target, host, resolve
+
+Array = np.ndarray[Any, Any]
+RunBuilt = Callable[..., list[Array]]
+MakeModel = Callable[..., Path]
+
+bfloat16 = pytest.mark.skipif("avx512_bf16" not in host().features, reason="this CPU has no avx512_bf16")
+integers = pytest.mark.skipif(
+    not {"avx512_vnni", "avx_vnni"} & host().features, reason="this CPU has neither avx512_vnni nor avx_vnni"
+)
+
+
+def _normal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
+def _rounded(value: Array) -> Array:
+    return value.astype(ml_dtypes.bfloat16).astype("float32")
+
+
+def _rules(built: Built) -> Counter[str]:
+    return Counter(rule for _, rule in built.schedules)
+
+
+def _onnxruntime(path: Path, **feed: Array) -> Array:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, feed)[0])
+
+
+def _conv(groups: int, kernel: int, stride: int, pad: int, dilation: int) -> onnx.NodeProto:
+    return helper.make_node(
+        "Conv",
+        ["x", "w", "b"],
+        ["c"],
+        group=groups,
+        kernel_shape=[kernel] * 2,
+        strides=[stride] * 2,
+        pads=[pad] * 4,
+        dilations=[dilation] * 2,
+    )
+
+
+# channels in and out, groups, kernel, stride, padding, dilation, height, width
+_CONVOLUTIONS = [
+    (3, 32, 1, 3, 2, 1, 1, 33, 29),
+    (1, 70, 1, 3, 1, 1, 1, 9, 8),
+    (2, 1, 1, 5, 1, 2, 1, 11, 7),
+    (5, 37, 1, 3, 1, 0, 2, 19, 23),
+    (16, 70, 1, 1, 1, 0, 1, 13, 11),
+    (17, 9, 1, 1, 1, 0, 1, 7, 7),
+    (20, 24, 1, 1, 2, 0, 1, 15, 15),
+    (33, 64, 1, 3, 1, 1, 1, 14, 14),
+    (12, 24, 3, 3, 1, 1, 1, 10, 9),
+    (64, 32, 2, 3, 2, 2, 1, 9, 17),
+    (8, 48, 1, 5, 3, 2, 1, 20, 31),
+    (70, 8, 1, 1, 1, 0, 1, 7, 7),
+]
+
+
+@bfloat16
+@pytest.mark.parametrize("case", _CONVOLUTIONS, ids=lambda case: "-".join(map(str, case)))
+def test_bfloat16_convolutions_equal_those_of_rounded_operands(
+    case: tuple[int, ...], make_model: MakeModel, run_built: RunBuilt, native: Target
+) -> None:
+    channels, out, groups, kernel, stride, pad, dilation, height, width = case
+    nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
+    shape = [("x", [1, channels, height, width])]
+    x, bias = _normal(1, channels, height, width), _normal(out)
+    weight = _normal(out, channels // groups, kernel, kernel)
+    built = build(
+        import_onnx(make_model(nodes, shape, ["y"], {"w": weight, "b": bias})), native, BuildOptions(precision="bf16")
+    )
+    (actual,) = run_built(built, x)
+    rounded = make_model(nodes, shape, ["y"], {"w": _rounded(weight), "b": bias}, name="rounded.onnx")
+    expected = _onnxruntime(rounded, x=_rounded(x))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6 * float(np.abs(expected).max()))
+    assert _rules(built).keys() & {"dot_conv2d", "dot_rows"}
+
+
+@bfloat16
+@pytest.mark.parametrize(("groups", "rule"), [(7, "conv2d"), (14, "depthwise")])
+def test_groups_narrower_than_a_vector_are_multiplied_in_float32(
+    groups: int, rule: str, make_model: MakeModel, run_built: RunBuilt, native: Target
+) -> None:
+    weights = {"w": _normal(14, 14 // groups, 3, 3), "b": _normal(14)}
+    path = make_model([_conv(groups, 3, 1, 1, 1)], [("x", [1, 14, 8, 8])], ["c"], weights)
+    built = build(import_onnx(path), native, BuildOptions(precision="bf16"))
+    x = _rounded(_normal(1, 14, 8, 8))
+    np.testing.assert_allclose(run_built(built, x)[0], _onnxruntime(path, x=x), rtol=1e-4, atol=1e-5)
+    assert _rules(built)[rule] == 1
+
+
+@bfloat16
+@pytest.mark.parametrize("weights", ["inside", "apart"])
+@pytest.mark.parametrize(
+    ("shape", "units"), [((1, 5), 3), ((7, 33), 70), ((49, 64), 32), ((2, 3, 31), 17), ((13, 130), 1)]
+)
+def test_bfloat16_dense_layers_equal_those_of_rounded_operands(
+    shape: tuple[int, ...], units: int, weights: Any, make_model: MakeModel, run_built: RunBuilt, native: Target
+) -> None:
+    x, weight, bias = _normal(*shape), _normal(shape[-1], units), _normal(units)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Add", ["p", "b"], ["y"])]
+    path = make_model(nodes, [("x", ["batch", *shape[1:]])], ["y"], {"w": weight, "b": bias})
+    built = build(import_onnx(path), native, BuildOptions(precision="bf16", weights=weights))
+    expected = _rounded(x) @ _rounded(weight) + bias
+    np.testing.assert_allclose(run_built(built, x)[0], expected, rtol=1e-5, atol=1e-5)
+    assert _rules(built)["dot_rows"] == 1
+
+
+@bfloat16
+@pytest.mark.parametrize(
+    ("batch", "rows", "depth", "units"), [((3,), 14, 64, 32), ((2, 3), 5, 7, 9), ((1,), 50, 1, 70)]
+)
+def test_bfloat16_products_of_activations_equal_those_of_rounded_operands(
+    batch: tuple[int, ...],
+    rows: int,
+    depth: int,
+    units: int,
+    make_model: MakeModel,
+    run_built: RunBuilt,
+    native: Target,
+) -> None:
+    left, right = _normal(*batch, rows, depth), _normal(*batch, depth, units, seed=1)
+    shapes = [("a", [*batch, "rows", depth]), ("b", [*batch, depth, "units"])]
+    path = make_model([helper.make_node("MatMul", ["a", "b"], ["y"])], shapes, ["y"])
+    for sizes in (None, {"a": left.shape, "b": right.shape}):
+        built = build(import_onnx(path, sizes), native, BuildOptions(precision="bf16"))
+        actual = run_built(built, left, right)[0]
+        np.testing.assert_allclose(actual, _rounded(left) @ _rounded(right), rtol=1e-5, atol=1e-5)
+        assert any(name.startswith("batch_matmul_bf16") for name, _ in built.schedules)
+
+
+@bfloat16
+def test_not_a_number_and_infinity_survive_rounding(make_model: MakeModel, run_built: RunBuilt, native: Target) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    path = make_model(nodes, [("x", [5, 1])], ["y"], {"w": np.ones((1, 4), "float32")})
+    x = np.array([[np.nan], [np.inf], [-np.inf], [3.4e38], [1.0]], "float32")
+    x[0].view("uint32")[:] = 0x7FFFFFFF  # the payload that rounding would carry over
+    built = build(import_onnx(path), native, BuildOptions(precision="bf16"))
+    np.testing.assert_array_equal(run_built(built, x)[0][:, 0], np.array([np.nan, np.inf, -np.inf, np.inf, 1], "f"))
+
+
+def _residual_network(make_model: MakeModel) -> Path:
+    """Convolution, pooling, a residual block with a depthwise convolution, and a classifier."""
+    nodes = [
+        helper.make_node("Conv", ["x", "w0"], ["a"], pads=[1] * 4),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("MaxPool", ["b"], ["p"], kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4),
+        helper.make_node("Conv", ["p", "w1"], ["c"]),
+        helper.make_node("Clip", ["c", "zero", "six"], ["d"]),
+        helper.make_node("Conv", ["d", "w2"], ["e"], pads=[1] * 4, group=48),
+        helper.make_node("Clip", ["e", "zero", "six"], ["f"]),
+        helper.make_node("Conv", ["f", "w3"], ["g"]),
+        helper.make_node("Add", ["g", "p"], ["h"]),
+        helper.make_node("Relu", ["h"], ["i"]),
+        helper.make_node("Conv", ["i", "w4"], ["j"], pads=[1] * 4, strides=[2, 2]),
+        helper.make_node("Add", ["j", "j"], ["k"]),
+        helper.make_node("GlobalAveragePool", ["k"], ["m"]),
+        helper.make_node("Flatten", ["m"], ["n"]),
+        helper.make_node("Gemm", ["n", "w5", "b5"], ["y"], transB=1),
+    ]
+    weights = {
+        "w0": _normal(24, 3, 3, 3) / 5,
+        "w1": _normal(48, 24, 1, 1) / 5,
+        "w2": _normal(48, 1, 3, 3) / 3,
+        "w3": _normal(24, 48, 1, 1) / 7,
+        "w4": _normal(40, 24, 3, 3) / 15,
+        "w5": _normal(10, 40) / 6,
+        "b5": _normal(10),
+        "zero": np.array(0, "float32"),
+        "six": np.array(6, "float32"),
+    }
+    return make_model(nodes, [("x", [1, 3, 32, 32])], ["y"], weights)
+
+
+@bfloat16
+def test_a_network_in_bfloat16_is_within_its_bound(
+    make_model: MakeModel, run_built: RunBuilt, native: Target, tmp_path: Path
+) -> None:
+    path = _residual_network(make_model)
+    spec = parse({"name": "n", "model": {"onnx": str(path)}, "build": {"precision": "bf16"}}, tmp_path)
+    built = build(import_onnx(path), native, BuildOptions(precision=spec.build.precision))
+    x = _normal(1, 3, 32, 32)
+    expected = _onnxruntime(path, x=x)
+    error = float(np.abs(run_built(built, x)[0] - expected).max() / np.abs(expected).max())
+    assert 0 < error <= (spec.bounds.max_relative_error or 0)
+    # Convolutions, and the classifier; the residual connection and all roundings are within them.
+    assert _rules(built)["dot_conv2d"] + _rules(built)["dot_rows"] == 5
+
+
+@bfloat16
+@integers
+def test_equal_models_give_equal_libraries(make_model: MakeModel, native: Target, tmp_path: Path) -> None:
+    path = _residual_network(make_model)
+    quantised = _quantise(path, tmp_path / "quantised.onnx")
+    for model, precision in ((path, "bf16"), (quantised, "int8")):
+        libraries = []
+        for name in ("one.so", "two.so"):
+            build(import_onnx(model), native, BuildOptions(precision=precision)).export(tmp_path / name)  # type: ignore[arg-type]
+            libraries.append((tmp_path / name).read_bytes())
+        assert libraries[0] == libraries[1]
+
+
+def _quantise(path: Path, output: Path, *, signed: bool = False, per_channel: bool = True) -> Path:
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    shape = [dim.dim_value for dim in onnx.load(path).graph.input[0].type.tensor_type.shape.dim]
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.left = [{"x": _normal(*shape, seed=seed)} for seed in range(3)]
+
+        def get_next(self) -> dict[str, Array] | None:
+            return self.left.pop() if self.left else None
+
+    quantize_static(
+        path,
+        output,
+        Reader(),
+        quant_format=QuantFormat.QDQ,
+        per_channel=per_channel,
+        activation_type=QuantType.QInt8 if signed else QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+    )
+    return output
+
+
+def _step(quantised: Path, tensor: str) -> float:
+    """The scale of a tensor that a quantised model dequantises."""
+    model = onnx.load(quantised)
+    scales = {item.name: onnx.numpy_helper.to_array(item) for item in model.graph.initializer}
+    (node,) = (node for node in model.graph.node if tensor in node.output)
+    return float(scales[node.input[1]])
+
+
+def _assert_steps(actual: Array, expected: Array, step: float, steps: int = 1) -> None:
+    """At most so many steps apart, and hardly ever apart."""
+    distance = np.round(np.abs(actual - expected) / step)
+    assert distance.max() <= steps
+    assert (distance > 0).mean() <= 0.01
+
+
+@integers
+@pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
+@pytest.mark.parametrize("case", [*_CONVOLUTIONS, (14, 14, 14, 3, 1, 1, 1, 8, 8)], ids=lambda c: "-".join(map(str, c)))
+def test_quantised_convolutions_equal_onnx_runtime(
+    case: tuple[int, ...], signed: bool, make_model: MakeModel, run_built: RunBuilt, native: Target, tmp_path: Path
+) -> None:
+    channels, out, groups, kernel, stride, pad, dilation, height, width = case
+    nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("LeakyRelu", ["c"], ["y"], alpha=0.3)]
+    weights = {"w": _normal(out, channels // groups, kernel, kernel), "b": _normal(out)}
+    path = make_model(nodes, [("x", [1, channels, height, width])], ["y"], weights)
+    quantised = _quantise(path, tmp_path / "quantised.onnx", signed=signed, per_channel=groups != 3)
+    built = build(import_onnx(quantised), native, BuildOptions(precision="int8"))
+    x = _normal(1, channels, height, width, seed=9)
+    _assert_steps(run_built(built, x)[0], _onnxruntime(quantised, x=x), _step(quantised, "y"))
+    in_integers = {"dot_conv2d", "dot_rows", "depthwise"} if depth_fits(case) else {"conv2d"}
+    assert _rules(built).keys() & in_integers
+
+
+def depth_fits(case: tuple[int, ...]) -> bool:
+    """Whether the groups of a convolution are whole groups of a dot product, or single channels."""
+    channels, _, groups = case[:3]
+    return groups == 1 or channels // groups % 4 == 0 or channels == groups
+
+
+@integers
+@pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
+@pytest.mark.parametrize(("rows", "depth", "units"), [(1, 5, 3), (7, 33, 70), (49, 64, 32)])
+def test_quantised_dense_layers_equal_onnx_runtime(
+    rows: int,
+    depth: int,
+    units: int,
+    signed: bool,
+    make_model: MakeModel,
+    run_built: RunBuilt,
+    native: Target,
+    tmp_path: Path,
+) -> None:
+    weights = {"w": _normal(units, depth), "b": _normal(units)}
+    nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["y"], transB=1)]
+    path = make_model(nodes, [("x", [rows, depth])], ["y"], weights)
+    quantised = _quantise(path, tmp_path / "quantised.onnx", signed=signed)
+    built = build(import_onnx(quantised), native, BuildOptions(precision="int8"))
+    x = _normal(rows, depth, seed=9)
+    _assert_steps(run_built(built, x)[0], _onnxruntime(quantised, x=x), _step(quantised, "y"))
+    assert _rules(built)["dot_rows"] == 1
+
+
+@integers
+@pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
+def test_a_quantised_network_stays_in_integers(
+    signed: bool, make_model: MakeModel, run_built: RunBuilt, native: Target, tmp_path: Path
+) -> None:
+    quantised = _quantise(_residual_network(make_model), tmp_path / "quantised.onnx", signed=signed)
+    built = build(import_onnx(quantised), native, BuildOptions(precision="int8"))
+    x = _normal(1, 3, 32, 32, seed=9)
+    expected = _onnxruntime(quantised, x=x)
+    assert float(np.abs(run_built(built, x)[0] - expected).max()) <= 2 * _step(quantised, "y") + 1e-6
+    rules = _rules(built)
+    assert (rules["dot_conv2d"] + rules["dot_rows"], rules["depthwise"]) == (5, 1)
+    # Also what lies between layers: the pooling reads and writes integers.
+    (pooling,) = (line for line in built.ir_text.splitlines() if "def max_pool2d" in line)
+    assert pooling.count('"uint8"') == 2
+
+
+@integers
+def test_int8_refuses_a_model_that_is_not_quantised(make_model: MakeModel, native: Target) -> None:
+    imported = import_onnx(_residual_network(make_model))
+    with pytest.raises(BuildError, match=r"needs a quantised model.*quantize_static"):
+        build(imported, native, BuildOptions(precision="int8"))
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "fitting"),
+    [
+        ("x86-64-v3", "bf16", "build for x86-64-v4-bf16"),
+        ("x86-64-v4-vnni", "bf16", "build for x86-64-v4-bf16"),
+        ("x86-64-v4", "int8", "build for x86-64-v4-vnni or x86-64-v4-bf16"),
+        ("aarch64-generic", "int8", "build for x86-64-v4-vnni"),
+        ("cuda-sm80", "bf16", "build for x86-64-v4-bf16"),
+    ],
+)
+def test_targets_without_the_instructions_are_refused(
+    target: str, precision: Any, fitting: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    path = _residual_network(make_model)
+    with pytest.raises(TargetError, match=f"has no instructions for precision {precision} .*{fitting}"):
+        lower(import_onnx(path), resolve(target), BuildOptions(precision=precision))
+    document = {"name": "n", "model": {"onnx": str(path)}, "targets": [target], "build": {"precision": precision}}
+    with pytest.raises(SpecError, match=f"build.precision: target .*{fitting}"):
+        parse(document, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "instruction"),
+    [
+        ("x86-64-v4-bf16", "bf16", "vdpbf16ps"),
+        ("x86-64-v4-vnni", "int8", "vpdpbusd"),
+        ("llvm -mcpu=alderlake", "int8", "vpdpbusd"),
+    ],
+)
+def test_products_are_dot_product_instructions(
+    target: str, precision: Any, instruction: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    path = _residual_network(make_model)
+    if precision == "int8":
+        path = _quantise(path, tmp_path / "quantised.onnx")
+    built = build(import_onnx(path), resolve(target), BuildOptions(precision=precision))
+    assembly = str(built.executable.mod.imports[0].inspect_source("asm"))
+    assert assembly.count(instruction) > 50

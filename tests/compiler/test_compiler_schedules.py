@@ -1,0 +1,53 @@
+"""The schedules of functions by themselves."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from onnx import helper
+
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.schedules import schedule
+from tvmflow.target import Target
+
+
+def relu(rows: Any, columns: int) -> tvm.tirx.PrimFunc:
+    x = tvm.te.placeholder((rows, columns), "float32", name="x")
+    return tvm.te.create_prim_func([x, tvm.topi.nn.relu(x)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "threads"), [(8, False), (4096, True), (None, True)], ids=["tiny", "large", "unknown"]
+)
+def test_a_function_uses_threads_unless_one_core_is_done_before_they_start(
+    native: Target, rows: int | None, threads: bool
+) -> None:
+    func = relu(tvm.te.var("n", "int64") if rows is None else rows, 256)
+    scheduled, rule = schedule(func, machine(native))
+    assert rule == "fallback"
+    assert ("T.parallel" in scheduled.script()) == threads
+    assert "T.vectorized" in scheduled.script()
+
+
+def test_a_chain_of_tiny_layers_computes_the_same(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    rng = np.random.default_rng(0)
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("MaxPool", ["b"], ["c"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Conv", ["c", "v"], ["d"], pads=[1, 1, 1, 1], group=8),
+        helper.make_node("GlobalAveragePool", ["d"], ["e"]),
+        helper.make_node("Flatten", ["e"], ["f"]),
+        helper.make_node("MatMul", ["f", "dense"], ["g"]),
+        helper.make_node("Softmax", ["g"], ["y"]),
+    ]
+    weights = {
+        "w": rng.standard_normal((8, 1, 3, 3), "float32"),
+        "v": rng.standard_normal((8, 1, 3, 3), "float32"),
+        "dense": rng.standard_normal((8, 5), "float32"),
+    }
+    path: Path = make_model(nodes, [("x", [1, 1, 8, 8])], ["y"], weights)
+    built = assert_same_as_onnxruntime(path, {"x": rng.standard_normal((1, 1, 8, 8), "float32")})
+    assert {rule for _, rule in built.schedules} >= {"conv2d", "depthwise", "rows", "rowwise"}

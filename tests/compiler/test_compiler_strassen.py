@@ -1,0 +1,106 @@
+"""Strassen's matrix product beside ONNX Runtime, and the rule that says when it pays."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import helper
+
+from tvmflow.compiler import BuildOptions, Built
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import strassen
+
+Check = Callable[..., Built]
+
+AVX512 = Machine(lanes=16, registers=32, cores=2)
+
+
+def _normal(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
+def _rules(built: Built) -> Counter[str]:
+    return Counter(rule for _, rule in built.schedules)
+
+
+@pytest.mark.parametrize(
+    ("shape", "units"),
+    [((56, 256), 128), ((2, 14, 128), 512), ((2, 7, 8, 258), 64), ((784, 512), 96), ((28, 1024), 1536)],
+    ids=str,
+)
+def test_dense_layers_by_strassen_equal_onnx_runtime(
+    shape: tuple[int, ...], units: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Add", ["a", "b"], ["c"]),
+        helper.make_node("Relu", ["c"], ["y"]),
+    ]
+    weights = {"w": _normal(shape[-1], units), "b": _normal(units)}
+    path = make_model(nodes, [("x", list(shape))], ["y"], weights)
+    assert _rules(assert_same_as_onnxruntime(path, {"x": _normal(*shape, seed=1)})) == {"strassen": 1}
+
+
+# batch, channels in and out, height, width, stride
+_CONVOLUTIONS = [
+    (1, 256, 64, 14, 14, 1),
+    (1, 128, 512, 28, 28, 1),
+    (4, 192, 96, 14, 10, 1),
+    (1, 256, 128, 28, 28, 2),
+    (1, 320, 1024, 28, 28, 2),
+]
+
+
+@pytest.mark.parametrize("case", _CONVOLUTIONS, ids=lambda case: "-".join(map(str, case)))
+def test_pointwise_convolutions_with_residuals_equal_onnx_runtime(
+    case: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    batch, channels, out, height, width, stride = case
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["a"], strides=[stride, stride]),
+        helper.make_node("Add", ["a", "r"], ["c"]),
+        helper.make_node("Relu", ["c"], ["y"]),
+    ]
+    weights = {"w": _normal(out, channels, 1, 1), "b": _normal(out)}
+    feed = {
+        "x": _normal(batch, channels, height, width, seed=1),
+        "r": _normal(batch, out, height // stride, width // stride, seed=2),
+    }
+    path = make_model(nodes, [(name, list(value.shape)) for name, value in feed.items()], ["y"], weights)
+    assert _rules(assert_same_as_onnxruntime(path, feed))["strassen"] == 1
+
+
+def test_the_error_is_a_few_times_that_of_the_usual_product(
+    make_model: Any, native: Any, run_built: Callable[..., list[np.ndarray[Any, Any]]]
+) -> None:
+    from tvmflow.compiler import build, import_onnx
+
+    x, weight = _normal(56, 512), _normal(512, 128, seed=1)
+    path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", [56, 512])], ["y"], {"w": weight})
+    exact = x.astype("float64") @ weight
+    errors = []
+    for allowed in (True, False):
+        built = build(import_onnx(path), native, BuildOptions(winograd=allowed))
+        assert (_rules(built)["strassen"] == 1) is allowed
+        (actual,) = run_built(built, x)
+        errors.append(np.abs(actual - exact).max() / np.abs(exact).max())
+    assert errors[0] < 3e-6
+    assert errors[0] < 8 * errors[1] + 1e-7
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "units"),
+    [(49, 512, 2048), (196, 32, 256), (196, 255, 256), (196, 256, 80), (2, 512, 512), (118, 512, 512)],
+)
+def test_odd_sizes_short_depths_and_few_rows_are_multiplied_as_usual(rows: int, depth: int, units: int) -> None:
+    assert strassen.choose([rows], depth, units, AVX512) is None
+
+
+def test_the_sums_of_weights_are_exact_for_whole_numbers() -> None:
+    weight = np.arange(8 * 32, dtype="float32").reshape(8, 32)
+    packed = strassen.pack(weight, 16)
+    assert packed.shape == (7, 1, 4, 16)
+    np.testing.assert_array_equal(packed[0, 0], weight[:4, :16] + weight[4:, 16:])
+    np.testing.assert_array_equal(packed[2, 0], weight[:4, 16:] - weight[4:, 16:])

@@ -1,0 +1,95 @@
+"""Generates a library's machine code, or takes what the same functions gave before from a cache."""
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.relax import vm_build
+from tvm.tirx import PrimFunc
+
+_DIGEST_SIZE = hashlib.sha256().digest_size
+
+
+def compile_module(
+    scheduled: tvm.IRModule,
+    target: tvm.target.Target,
+    pipeline: tvm.transform.Pass,
+    exec_mode: str,
+    cache: Path | None = None,
+) -> Any:
+    """The executable of a scheduled module, after `pipeline`, which ends where code generation begins.
+
+    `cache` is a folder of object files by the SHA-256 of what they were made of: all functions of the library, but not
+    its weights, TVM's version, the target and the pass context. Several processes may share it. The library exported
+    from the executable is the same byte for byte with and without it.
+    """
+    if cache is None:
+        return relax.build(scheduled, target, relax_pipeline=pipeline, exec_mode=exec_mode)
+    # What relax.build does, whose code generator takes functions only.
+    with target:
+        mod = pipeline(scheduled)
+    builder = relax.ExecBuilder()
+    code = vm_build._vmcodegen(builder, mod, exec_mode)
+    functions = {
+        str(function.attrs["global_symbol"]): function
+        for _, function in code.functions_items()
+        if isinstance(function, PrimFunc)
+    }
+    library = None
+    if functions:
+        place = cache / f"{_key(functions, target)}.o"
+        content = _read(place)
+        if content is None:
+            compiled = tvm.tirx.build(vm_build._filter_tir(code), target=target)
+            content = _write(place, compiled)
+        library = _static_library(content, sorted(functions))
+    constants = dict((mod.attrs or {}).get("const_name_to_constant", {}))
+    return relax.VMExecutable(vm_build._ffi_api.VMLink(builder, target, library, [], constants))
+
+
+def _key(functions: dict[str, PrimFunc], target: tvm.target.Target) -> str:
+    context = tvm.transform.PassContext.current()
+    settings = (
+        tvm.__version__,
+        str(target),
+        context.opt_level,
+        sorted(map(str, context.required_pass)),
+        sorted(map(str, context.disabled_pass)),
+        sorted((str(name), str(value)) for name, value in context.config.items()),
+    )
+    digest = hashlib.sha256(repr(settings).encode())
+    for name, function in sorted(functions.items()):
+        digest.update(f"\n{name}\n{tvm.ir.save_json(function)}".encode())
+    return digest.hexdigest()
+
+
+def _read(place: Path) -> bytes | None:
+    """An object file of the cache; None if there is none, or it is damaged."""
+    try:
+        stored = place.read_bytes()
+    except FileNotFoundError:
+        return None
+    digest, content = stored[:_DIGEST_SIZE], stored[_DIGEST_SIZE:]
+    return content if hashlib.sha256(content).digest() == digest else None
+
+
+def _write(place: Path, compiled: Any) -> bytes:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tvmflow-", dir=place.parent) as folder:
+        generated = Path(folder) / "functions.o"
+        compiled.write_to_file(str(generated))
+        content = generated.read_bytes()
+        whole = Path(folder) / place.name
+        whole.write_bytes(hashlib.sha256(content).digest() + content)
+        whole.replace(place)
+    return content
+
+
+def _static_library(content: bytes, names: list[str]) -> Any:
+    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+        file = Path(folder) / "functions.o"
+        file.write_bytes(content)
+        return tvm.runtime.load_static_library(str(file), names)

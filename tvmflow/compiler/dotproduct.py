@@ -1,0 +1,149 @@
+"""Dot-product instructions: several products of narrow numbers added to one wide number, in every lane of a vector.
+
+Their left operand is one group of neighbouring numbers, the same for all lanes; their right operand a group per lane.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tvm import te, tirx
+from tvm.s_tir import Schedule, TensorIntrin
+from tvm.s_tir.schedule import LoopRV
+from tvm.script import from_source
+from tvm.script import tirx as script
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A dot product of `group` numbers of `data` with as many of `weight`, added to a number of `accumulator`.
+
+    bfloat16 stands as its bits everywhere: TVM computes in float32 whatever has its own type, local buffers too.
+    """
+
+    name: str
+    data: str
+    weight: str
+    accumulator: str
+    group: int
+
+    def product(self, data: Any, weight: Any) -> Any:
+        """The product of two numbers, in the words that `use` replaces by the instruction."""
+        return self.widen(data) * self.widen(weight)
+
+    def widen(self, value: Any) -> Any:
+        """A narrow number as one of the accumulator's type."""
+        if self is not BF16:
+            return value.astype(self.accumulator)
+        bits = tirx.shift_left(value.astype("uint32"), tirx.const(16, "uint32"))
+        return tirx.reinterpret("float32", bits)
+
+
+BF16 = Dot("bf16", "uint16", "uint16", "float32", 2)
+INT8 = Dot("int8", "uint8", "int8", "int32", 4)
+DOTS = {dot.name: dot for dot in (BF16, INT8)}
+
+# The width in bits of a vector of so many 32-bit lanes.
+_BITS = {4: 128, 8: 256, 16: 512}
+
+# TVM has no operands of LLVM's type for bfloat16: the instruction stands in a function with operands of 32 bits.
+_BF16_LLVM = """\
+declare <{n} x float> @llvm.x86.avx512bf16.dpbf16ps.{bits}(<{n} x float>, <{n2} x bfloat>, <{n2} x bfloat>)
+define linkonce_odr <{n} x float> @dot_bf16_{bits}(<{n} x float> %sum, <{n} x i32> %a, <{n} x i32> %b) alwaysinline {{
+  %left = bitcast <{n} x i32> %a to <{n2} x bfloat>
+  %right = bitcast <{n} x i32> %b to <{n2} x bfloat>
+  %result = call <{n} x float> @llvm.x86.avx512bf16.dpbf16ps.{bits}(
+      <{n} x float> %sum, <{n2} x bfloat> %left, <{n2} x bfloat> %right)
+  ret <{n} x float> %result
+}}
+"""
+
+_FUNCTION = """\
+@T.prim_func(s_tir=True)
+def main(
+    A: T.Buffer(({group},), "{data}", offset_factor=1),
+    B: T.Buffer(({lanes}, {group}), "{weight}", offset_factor=1),
+    C: T.Buffer(({lanes},), "{accumulator}", offset_factor=1),
+) -> None:
+    with T.sblock("root"):
+        T.reads(C[0:{lanes}], A[0:{group}], B[0:{lanes}, 0:{group}])
+        T.writes(C[0:{lanes}])
+"""
+_MEANING = """\
+        for i, k in T.grid({lanes}, {group}):
+            with T.sblock("update"):
+                vi, vk = T.axis.remap("SR", [i, k])
+                C[vi] = C[vi] + {left_wide} * {right_wide}
+"""
+_WIDE = {
+    "bf16": 'T.reinterpret(T.shift_left(T.Cast("uint32", {value}), T.uint32(16)), dtype="float32")',
+    "int8": 'T.Cast("int32", {value})',
+}
+_LEFT = 'T.broadcast(T.reinterpret(A.vload([0], "{data}x{group}"), dtype="int32"), {lanes})'
+_RIGHT = 'B.vload([0, 0], "{weight}x{total}")'
+_CALL = {
+    "bf16": 'T.call_pure_extern("float32x{lanes}", "dot_bf16_{bits}", {sum}, {left}, '
+    'T.reinterpret({right}, dtype="int32x{lanes}"))',
+    "int8": 'T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("llvm.x86.avx512.vpdpbusd.{bits}"), {sum}, '
+    'T.reinterpret({left}, dtype="uint8x{total}"), {right}, dtype="int32x{lanes}")',
+}
+
+
+def round_bf16(value: Any) -> Any:
+    """The bits of the bfloat16 that is nearest to a float32, the even one of two."""
+    bits = tirx.reinterpret("uint32", value)
+    half = tirx.const(16, "uint32")
+    odd = tirx.shift_right(bits, half) & tirx.const(1, "uint32")
+    rounded = tirx.shift_right(bits + odd + tirx.const(0x7FFF, "uint32"), half)
+    # Rounding could carry a NaN over into infinity or zero. TVM takes every number to equal itself.
+    is_nan = (bits & tirx.const(0x7FFFFFFF, "uint32")) > tirx.const(0x7F800000, "uint32")
+    return tirx.Select(is_nan, tirx.const(0x7FC0, "uint32"), rounded).astype("uint16")
+
+
+class Widened:
+    """A tensor of bfloat16 that is read as one of float32, where it is read."""
+
+    dtype = "float32"
+
+    def __init__(self, narrow: te.Tensor) -> None:
+        self._narrow = narrow
+        self.shape = narrow.shape
+
+    def __getitem__(self, index: Any) -> Any:
+        return BF16.widen(self._narrow[index])
+
+
+def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None:
+    """Replace the loop over `lanes` lanes, with that over the group within it, by the instruction.
+
+    `task` is a loop around it. Raises ValueError for vectors that have no such instruction.
+    """
+    if lanes not in _BITS:
+        raise ValueError(f"no dot product has {lanes} lanes")
+    if dot is BF16:
+        sch.annotate(task, "pragma_import_llvm", _BF16_LLVM.format(n=lanes, n2=2 * lanes, bits=_BITS[lanes]))
+    sch.tensorize(lane, _intrinsic(dot, lanes))
+
+
+@cache
+def _intrinsic(dot: Dot, lanes: int) -> str:
+    """Register the instruction with TVM; returns its name there."""
+    words = {
+        "lanes": lanes,
+        "bits": _BITS[lanes],
+        "group": dot.group,
+        "total": dot.group * lanes,
+        "data": dot.data,
+        "weight": dot.weight,
+        "accumulator": dot.accumulator,
+        "left_wide": _WIDE[dot.name].format(value="A[vk]"),
+        "right_wide": _WIDE[dot.name].format(value="B[vi, vk]"),
+        "sum": f'C.vload([0], "{dot.accumulator}x{lanes}")',
+    }
+    words |= {"left": _LEFT.format(**words), "right": _RIGHT.format(**words)}
+    head = _FUNCTION.format(**words)
+    call = f"        C[T.ramp(0, 1, {lanes})] = {_CALL[dot.name].format(**words)}\n"
+    name = f"tvmflow.dot.{dot.name}.{lanes}"
+    meaning, call = (from_source(head + body, extra_vars={"T": script}) for body in (_MEANING.format(**words), call))
+    TensorIntrin.register(name, meaning, call, override=True)
+    return name

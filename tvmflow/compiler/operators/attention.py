@@ -1,0 +1,184 @@
+"""Attention: the scores of a strip of queries, their softmax and the sum of values, without leaving the cache."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import te, tirx, topi
+
+from tvmflow.compiler import vectormath
+from tvmflow.compiler.annotations import KERNEL, LANES, TILE, VECTORS
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import divides, round_up, static, vector
+
+# The element of a tensor by batch, position, head and channel.
+Element = Callable[[Any, Any, Any, Any], Any]
+
+# Rows of a strip where the number of queries is symbolic.
+_UNKNOWN_ROWS = 8
+# Cycles from one multiply-add to the next that needs its result, multiply-adds per cycle, and cycles to load a vector
+# from the second-level cache.
+_LATENCY, _PORTS, _LOADING = 4, 2, 2
+
+
+def choose(queries: int | None, keys: int | None, channels: int, machine: Machine) -> tuple[int, int, int]:
+    """Rows of a strip, and vectors of keys and of channels that make register tiles with them.
+
+    Counts the cycles of both products, with the rows, keys and channels that are computed in vain.
+    """
+
+    def cost(rows: int, vectors: int, size: int) -> float:
+        cycles = max(rows * vectors / _PORTS, (rows + vectors) / _PORTS, _LATENCY, vectors * _LOADING)
+        return -(-(queries or rows) // rows) * -(-size // (vectors * machine.lanes)) * cycles
+
+    wide = -(-channels // machine.lanes)
+    best = None
+    for rows in (
+        range(1, machine.registers - 2) if queries is not None else (min(_UNKNOWN_ROWS, machine.registers // 3),)
+    ):
+        most = (machine.registers - 1) // (rows + 1)
+        for vectors in range(1, min(most, 4) + 1):
+            for values in range(1, min(most, 4) + 1):
+                if wide % values or (keys is None and vectors > 2):
+                    continue
+                depth = keys or 8 * machine.lanes
+                total = channels * cost(rows, vectors, depth) + depth * cost(rows, values, channels)
+                key = (round(total), -rows, vectors + values)
+                if best is None or key < best[0]:
+                    best = (key, (rows, vectors, values))
+    return (1, 1, 1) if best is None else best[1]
+
+
+def attention(
+    shape: Sequence[Any],
+    keys: Any,
+    query: Element,
+    key: Element,
+    value: Element,
+    mask: te.Tensor | None,
+    scale: float,
+    machine: Machine,
+) -> te.Tensor:
+    """Scaled dot-product attention (Vaswani et al., 2017), `[batch, queries, heads, channels]` of that `shape`.
+
+    `keys` is the number of keys and values; queries and keys have `channels` too, the mask, added to the scaled
+    scores, has the shape `[batch or 1, heads or 1, queries or 1, keys]`. Every strip of queries goes through all stages
+    at once, as in "FlashAttention" (Dao et al., 2022), but with whole rows of scores, which fit the cache.
+    """
+    batch, queries, heads, channels = shape
+    depth = int(channels)
+    rows, key_vectors, value_vectors = choose(static(queries), static(keys), depth, machine)
+    lanes, value_lanes = machine.lanes, vector(depth, machine)
+    if value_lanes < machine.lanes:
+        value_vectors = 1
+    tiled, wide = round_up(queries, rows), round_up(keys, key_vectors * lanes)
+    packed = te.compute(
+        (batch, heads, depth, wide),
+        lambda b, h, d, t: (
+            key(b, t, h, d) * scale
+            if divides(key_vectors * lanes, keys)
+            else tirx.if_then_else(t < keys, key(b, t, h, d) * scale, tirx.const(0, "float32"))
+        ),
+        name="keys",
+    )
+
+    def source(b: Any, h: Any, s: Any, d: Any) -> Any:
+        return query(b, s, h, d)
+
+    if not divides(rows, queries):
+        panel = te.compute(
+            (batch, heads, tiled, depth), lambda b, h, s, d: query(b, tirx.min(s, queries - 1), h, d), name="panel"
+        )
+
+        def source(b: Any, h: Any, s: Any, d: Any) -> Any:
+            return panel[b, h, s, d]
+
+    d = te.reduce_axis((0, depth), "d")
+    scores = te.compute(
+        (batch, heads, tiled, wide),
+        lambda b, h, s, t: te.sum(source(b, h, s, d) * packed[b, h, d, t], axis=d),
+        name="scores",
+        attrs={KERNEL: "attention", TILE: rows, LANES: lanes, VECTORS: [key_vectors, value_vectors]},
+    )
+    masked = _masked(scores, mask, None if divides(rows, queries) else queries, keys, key_vectors * lanes)
+    logits = te.compute((batch, heads, tiled, wide), lambda *index: masked(index), name="logits")
+    row_sizes = [batch, heads, tiled]
+    largest = _reduced(lambda index: logits[tuple(index)], row_sizes, wide, te.max, "max", lanes)
+    exponential = te.compute(
+        (batch, heads, tiled, wide),
+        lambda *index: vectormath.exp(logits[index] - largest[index[:-1]]),
+        name="exponential",
+    )
+    total = _reduced(lambda index: exponential[tuple(index)], row_sizes, wide, te.sum, "sum", lanes)
+    inverse = te.compute(row_sizes, lambda *row: 1.0 / total[row], name="inverse")
+    whole = round_up(depth, value_lanes * value_vectors)
+
+    def values(b: Any, t: Any, h: Any, c: Any) -> Any:
+        return value(b, t, h, c)
+
+    if int(whole) != depth:
+        padded = te.compute(
+            (batch, heads, keys, whole),
+            lambda b, h, t, c: tirx.if_then_else(c < depth, value(b, t, h, c), tirx.const(0, "float32")),
+            name="values",
+        )
+
+        def values(b: Any, t: Any, h: Any, c: Any) -> Any:
+            return padded[b, h, t, c]
+
+    t = te.reduce_axis((0, keys), "t")
+    mixed = te.compute(
+        (batch, heads, tiled, whole),
+        lambda b, h, s, c: te.sum(exponential[b, h, s, t] * values(b, t, h, c), axis=t),
+        name="mixed",
+    )
+    return te.compute(tuple(shape), lambda b, s, h, c: mixed[b, h, s, c] * inverse[b, h, s], name="attention")
+
+
+def _masked(
+    scores: te.Tensor, mask: te.Tensor | None, queries: Any | None, keys: Any, multiple: int
+) -> Callable[[Sequence[Any]], Any]:
+    """The scores with the mask, and with minus infinity beyond the last key.
+
+    `queries` is their number where the rows of scores are more.
+    """
+    lowest = tirx.const(-math.inf, "float32")
+    whole = divides(multiple, keys)
+    if mask is None:
+        return lambda index: (
+            scores[tuple(index)] if whole else tirx.Select(index[-1] < keys, scores[tuple(index)], lowest)
+        )
+    added = mask
+    if not whole:
+        added = te.compute(
+            (*mask.shape[:-1], scores.shape[-1]),
+            lambda *index: tirx.if_then_else(index[-1] < keys, mask[index], lowest),
+            name="mask",
+        )
+    single = [static(size) == 1 for size in mask.shape]
+
+    def element(index: Sequence[Any]) -> Any:
+        b, h, s, t = index
+        place = [b, h, s if queries is None else tirx.min(s, queries - 1)]
+        return scores[b, h, s, t] + added[(*(0 if one else at for one, at in zip(single, place, strict=False)), t)]
+
+    return element
+
+
+def _reduced(
+    element: Callable[[Sequence[Any]], Any],
+    rows: Sequence[Any],
+    size: Any,
+    reduce: Callable[..., Any],
+    name: str,
+    lanes: int,
+) -> te.Tensor:
+    """Each row's elements reduced, first in vectors and then their lanes; whole vectors make the row."""
+    o = te.reduce_axis((0, topi.utils.simplify(size // lanes)), "o")
+    partial_results = te.compute(
+        (*rows, lanes),
+        lambda *index: reduce(element((*index[:-1], o * lanes + index[-1])), axis=o),
+        name=f"{name}_lanes",
+    )
+    v = te.reduce_axis((0, lanes), "v")
+    return te.compute(rows, lambda *row: reduce(partial_results[(*row, v)], axis=v), name=f"{name}_row")

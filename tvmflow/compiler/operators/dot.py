@@ -1,0 +1,277 @@
+"""Convolutions and matrix products of narrow numbers, by the dot products of `tvmflow.compiler.dotproduct`.
+
+Activations are NHWC: bfloat16, or unsigned 8-bit integers. Weights are packed into `[CO/v][KH][KW][CI/g][v][g]` for
+vectors of v lanes and dot products of g numbers, padded with zeros to whole vectors and groups; a dense layer's into
+`[N/v][K/g][v][g]`. As with `products`, every product is computed into a buffer of whole tiles.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from tvm import te, tirx, topi
+
+from tvmflow.compiler import tiles
+from tvmflow.compiler.annotations import DOT, KERNEL, LANES, LEAD, ROWS, SHARED, TILE
+from tvmflow.compiler.dotproduct import BF16, Dot
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import divides, output_size, round_up, static, vector
+
+Array = np.ndarray[Any, Any]
+# Fewer lanes are no vector that has a dot product.
+_NARROWEST = 4
+
+
+def lanes_of(channels: int, groups: int, machine: Machine) -> int:
+    """The lanes of the vectors for so many output channels; 0 where groups leave no room for a vector."""
+    if groups == 1:
+        return vector(channels, machine)
+    # A vector of output channels must read one group's input channels only.
+    lanes = math.gcd(channels // groups, machine.lanes)
+    return lanes if lanes >= _NARROWEST else 0
+
+
+def pack_conv2d(weight: Array, lanes: int, dot: Dot) -> Array:
+    """Weights `[CO][CI][KH][KW]`, float32 or int8, packed."""
+    channels, depth, kernel_h, kernel_w = weight.shape
+    vectors, steps = -(-channels // lanes), -(-depth // dot.group)
+    value = np.zeros((vectors * lanes, steps * dot.group, kernel_h, kernel_w), dot.weight)
+    value[:channels, :depth] = _narrow(weight, dot)
+    return value.reshape(vectors, lanes, steps, dot.group, kernel_h, kernel_w).transpose(0, 4, 5, 2, 1, 3)
+
+
+def pack_dense(weight: Array, lanes: int, dot: Dot) -> Array:
+    """Weights `[K][N]`, float32 or int8, packed."""
+    return pack_conv2d(weight.T[:, :, None, None], lanes, dot)[:, 0, 0]
+
+
+def _narrow(weight: Array, dot: Dot) -> Array:
+    return weight.astype(ml_dtypes.bfloat16).view("uint16") if dot is BF16 else weight.astype(dot.weight)
+
+
+def conv2d(
+    data: te.Tensor,
+    weight: te.Tensor,
+    *,
+    dot: Dot,
+    channels: int,
+    groups: int,
+    machine: Machine,
+    strides: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    zero: int = 0,
+) -> te.Tensor:
+    """Convolution with weights from `pack_conv2d`; `zero` is what stands around the image."""
+    batch, in_h, in_w, in_c = data.shape
+    vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)
+    if (kernel_h, kernel_w, groups) == (1, 1, 1) and list(strides) == [1, 1] and not any(padding):
+        return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
+    out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
+    out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
+    row_bytes = 4 // group * strides[1] * int(in_c)
+    tile = tiles.choose(static(out_w), vectors // groups, machine, row_bytes).rows
+    tiled_w = round_up(out_w, tile)
+    height = in_h + padding[0] + padding[2]
+    whole = divides(tile, out_w)
+    needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
+    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(needed)
+    source = _surrounded(data, padding, height, width, round_up(int(in_c), group) if groups == 1 else int(in_c), zero)
+    y = te.reduce_axis((0, kernel_h), "y")
+    x = te.reduce_axis((0, kernel_w), "x")
+    ko = te.reduce_axis((0, steps), "ko")
+    ki = te.reduce_axis((0, group), "ki")
+    per_group = vectors // groups
+
+    def depth(c: Any) -> Any:
+        within = ko * group + ki
+        return within if groups == 1 else c // (per_group * lanes) * (steps * group) + within
+
+    product = te.compute(
+        (batch, out_h, tiled_w, vectors * lanes),
+        lambda n, h, w, c: te.sum(
+            dot.product(
+                source[n, h * strides[0] + y * dilation[0], w * strides[1] + x * dilation[1], depth(c)],
+                weight[c // lanes, y, x, ko, c % lanes, ki],
+            ),
+            axis=[y, x, ko, ki],
+        ),
+        name="conv2d",
+        attrs={KERNEL: "dot_conv2d", DOT: dot.name, TILE: tile, LANES: lanes, LEAD: 1, SHARED: 1},
+    )
+    return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
+
+
+def _surrounded(
+    data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int, zero: int
+) -> te.Tensor:
+    """The input with `zero` around it, `height` by `width` by `channels`; the input itself where that is the same."""
+    batch, in_h, in_w, in_c = data.shape
+    top, left = padding[0], padding[1]
+    wide = channels != int(in_c)
+    if not any(padding) and not wide and static(in_w) is not None and static(width) == static(in_w):
+        return data
+
+    def value(n: Any, y: Any, x: Any, c: Any) -> Any:
+        inside = [tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left), *([c < in_c] if wide else [])]
+        return tirx.if_then_else(tirx.all(*inside), data[n, y - top, x - left, c], tirx.const(zero, data.dtype))
+
+    return te.compute((batch, height, width, channels), value, name="pad")
+
+
+def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, machine: Machine) -> te.Tensor:
+    """1x1 convolution: the pixels of an image are the rows of a matrix product."""
+    batch, height, width, depth = data.shape
+    vectors, _, _, _, lanes, _ = (int(dim) for dim in weight.shape)
+    product = _rows_product(
+        [batch],
+        topi.utils.simplify(height * width),
+        int(depth),
+        lambda n, m, k: data[n, m // width, m % width, k],
+        lambda n, ko, c, ki: weight[c // lanes, 0, 0, ko, c % lanes, ki],
+        vectors * lanes,
+        lanes,
+        machine,
+        dot,
+        shared=True,
+    )
+    shape = (batch, height, width, channels)
+    return te.compute(shape, lambda n, h, w, c: product[n, h * width + w, c], name="unpack")
+
+
+def dense(
+    data: te.Tensor, weight: te.Tensor, *, dot: Dot, units: int, rows: Sequence[int], machine: Machine
+) -> te.Tensor:
+    """`data` of shape `[..., K]` times weights from `pack_dense`; `rows` are the leading dimensions that become rows.
+
+    The others stay dimensions of a batch.
+    """
+    *outer, depth = data.shape
+    vectors, _, lanes, _ = (int(dim) for dim in weight.shape)
+    lead = [place for place in range(len(outer)) if place not in rows]
+
+    def element(*index: Any) -> Any:
+        *batch, m, k = index
+        position: list[Any] = [None] * len(outer)
+        for place, value in zip(lead, batch, strict=True):
+            position[place] = value
+        for place in reversed(rows[1:]):
+            position[place] = m % outer[place]
+            m = m // outer[place]
+        position[rows[0]] = m
+        return data[(*position, k)]
+
+    sizes = [outer[place] for place in rows]
+    product = _rows_product(
+        [outer[place] for place in lead],
+        topi.utils.simplify(math.prod(sizes[1:], start=sizes[0])),
+        int(depth),
+        element,
+        lambda *index: weight[index[-2] // lanes, index[-3], index[-2] % lanes, index[-1]],
+        vectors * lanes,
+        lanes,
+        machine,
+        dot,
+        shared=True,
+        joined=rows,
+    )
+
+    def result(*index: Any) -> Any:
+        row = index[rows[0]]
+        for place in rows[1:]:
+            row = row * outer[place] + index[place]
+        return product[(*(index[place] for place in lead), row, index[-1])]
+
+    return te.compute((*outer, units), result, name="unpack")
+
+
+def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:
+    """Matrix products of bfloat16 over equal leading dimensions; the depth must be known."""
+    dot = BF16
+    *batch, rows, depth = left.shape
+    units = right.shape[-1]
+    known = static(units)
+    lanes = machine.lanes if known is None else vector(known, machine)
+    steps, size = -(-int(depth) // dot.group), int(depth)
+
+    def interleaved(*index: Any) -> Any:
+        *lead, ko, c, ki = index
+        k = ko * dot.group + ki
+        # Read in bounds also where the condition fails: a vector reads first and selects then.
+        value = right[(*lead, tirx.min(k, size - 1), tirx.min(c, units - 1))]
+        return tirx.if_then_else(tirx.all(k < size, c < units), value, tirx.const(0, dot.weight))
+
+    packed = te.compute((*batch, steps, round_up(units, lanes), dot.group), interleaved, name="pack")
+    product = _rows_product(
+        batch,
+        rows,
+        size,
+        lambda *index: left[index],
+        lambda *index: packed[index],
+        packed.shape[-2],
+        lanes,
+        machine,
+        dot,
+        shared=False,
+    )
+    return te.compute((*batch, rows, units), lambda *index: product[index], name="unpack")
+
+
+def _rows_product(
+    batch: Sequence[Any],
+    rows: Any,
+    depth: int,
+    left: Callable[..., Any],
+    right: Callable[..., Any],
+    channels: Any,
+    lanes: int,
+    machine: Machine,
+    dot: Dot,
+    *,
+    shared: bool,
+    joined: Sequence[int] | None = None,
+) -> te.Tensor:
+    """`[*batch, rows, channels]` of left `[*batch, row, k]` times right `[*batch, k / g, channel, k % g]`.
+
+    `shared` says that the right operand is the same for the whole batch; `joined` which dimensions of the result are
+    its rows, if not all that follow the batch. Rows come in whole tiles, the depth in whole groups; where they do not
+    divide, the left operand is copied, with its last row repeated and zeros after its depth.
+    """
+    known = static(channels)
+    group, steps = dot.group, -(-depth // dot.group)
+    tile = tiles.choose(static(rows), known // lanes if known else 2, machine, 4 // group * depth).rows
+    source = left
+    tiled = rows
+    if not divides(tile, rows) or depth % group:
+        tiled = round_up(rows, tile)
+
+        def value(*index: Any) -> Any:
+            *lead, m, k = index
+            element = left(*lead, tirx.min(m, rows - 1), tirx.min(k, depth - 1))
+            return tirx.if_then_else(k < depth, element, tirx.const(0, dot.data)) if depth % group else element
+
+        panel = te.compute((*batch, tiled, steps * group), value, name="panel")
+
+        def source(*index: Any) -> Any:
+            return panel[index]
+
+    ko = te.reduce_axis((0, steps), "ko")
+    ki = te.reduce_axis((0, group), "ki")
+    return te.compute(
+        (*batch, tiled, channels),
+        lambda *index: te.sum(
+            dot.product(source(*index[:-1], ko * group + ki), right(*index[:-2], ko, index[-1], ki)), axis=[ko, ki]
+        ),
+        name="product",
+        attrs={
+            KERNEL: "dot_rows",
+            DOT: dot.name,
+            TILE: tile,
+            LANES: lanes,
+            LEAD: len(batch),
+            SHARED: int(shared),
+            **({} if joined is None else {ROWS: list(joined)}),
+        },
+    )

@@ -1,0 +1,35 @@
+"""The largest and smallest of floats, of which TVM takes the largest finite number for the identity."""
+
+import math
+from typing import Any
+
+from tvm import relax, te, tirx
+
+from tvmflow.compiler.machine import Machine
+
+
+def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, sign: int) -> relax.Expr | None:
+    """`sign` 1 for the largest, -1 for the smallest; infinite where all elements are, or where there are none."""
+    data = call.args[0]
+    if not isinstance(data.ty.shape, relax.ShapeExpr) or not str(data.ty.dtype).startswith("float"):
+        return None
+    rank = data.ty.ndim
+    axes = range(rank) if call.attrs.axis is None else [int(axis) % rank for axis in call.attrs.axis]
+    reducer = te.comm_reducer(
+        lambda x, y: tirx.max(x, y) if sign > 0 else tirx.min(x, y),
+        lambda dtype: tirx.const(-sign * math.inf, dtype),
+    )
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        reduced = {axis: te.reduce_axis((0, x.shape[axis]), f"k{axis}") for axis in axes}
+        kept = [axis for axis in range(rank) if axis not in reduced]
+
+        def element(*index: Any) -> Any:
+            place = dict(zip(range(rank) if call.attrs.keepdims else kept, index, strict=True)) | reduced
+            return reducer(x[tuple(place[axis] for axis in range(rank))], axis=list(reduced.values()))
+
+        return te.compute(list(call.ty.shape.values), element)
+
+    if not rank or not axes:
+        return None
+    return builder.call_te(compute, data, primfunc_name_hint="max" if sign > 0 else "min")

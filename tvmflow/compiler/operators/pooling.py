@@ -1,0 +1,117 @@
+"""Pooling of NHWC activations: taps in registers, indices clamped to the image instead of a padded copy."""
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any
+
+from tvm import relax, te, tirx
+
+from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import FUSABLE, is_float32, static
+
+# Windows with more taps are pooled along columns first, then along rows.
+_MOST_TAPS = 9
+# Longer windows are not unrolled.
+_LONGEST = 32
+
+
+def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, largest: bool) -> relax.Expr | None:
+    """Max or average pooling in NHWC; None for other layouts, dtypes and windows that may lie outside the image."""
+    data, attrs = call.args[0], call.attrs
+    if (attrs.layout, attrs.out_layout) != ("NHWC", "NHWC") or not is_float32(data):
+        return None
+    height, width = call.ty.shape.values[1:3]
+    kernel, strides, dilation, padding = (
+        [int(item) for item in values] for values in (attrs.pool_size, attrs.strides, attrs.dilation, attrs.padding)
+    )
+    for axis, size in enumerate((height, width)):
+        inside = _windows_inside(data.ty.shape.values[1 + axis], size, kernel[axis], strides[axis], padding[axis::2])
+        if dilation[axis] != 1 or kernel[axis] > _LONGEST or not (inside or (not attrs.ceil_mode and inside is None)):
+            return None
+    windows = [_Window(*window) for window in zip(kernel, strides, padding[:2], padding[2:], strict=True)]
+    counted = bool(attrs.count_include_pad)
+    compute = partial(pool, size=(height, width), windows=windows, largest=largest, counted=counted)
+    hint = "max_pool2d" if largest else "avg_pool2d"
+    return builder.call_te(compute, data, primfunc_name_hint=hint, primfunc_attrs=FUSABLE)
+
+
+def _windows_inside(size: Any, out: Any, kernel: int, stride: int, padding: Sequence[int]) -> bool | None:
+    """Whether every window reads at least one element of the image; None where sizes are unknown, but padding small."""
+    before, after = padding
+    if before >= kernel or after >= kernel:
+        return False
+    known, windows = static(size), static(out)
+    if known is None or windows is None:
+        return None
+    return (windows - 1) * stride - before < known
+
+
+class _Window:
+    """A window along one dimension: its taps, the distance to the next one, the padding around the image."""
+
+    def __init__(self, taps: int, stride: int, before: int, after: int) -> None:
+        self.taps, self.stride, self.before, self.after = taps, stride, before, after
+
+    def places(self, index: Any, size: Any) -> list[tuple[Any, Any]]:
+        """For each tap the element it reads, clamped, and whether that is inside; None where it always is."""
+        places = []
+        for tap in range(self.taps):
+            place = index * self.stride + (tap - self.before)
+            low = None if tap >= self.before else place >= 0
+            high = None if tap == 0 and not self.before else place < size
+            clamped = place if low is None else tirx.max(place, 0)
+            clamped = clamped if high is None else tirx.min(clamped, size - 1)
+            conditions = [item for item in (low, high) if item is not None]
+            places.append((clamped, tirx.all(*conditions) if conditions else None))
+        return places
+
+    def count(self, index: Any, size: Any, counted: bool) -> Any:
+        """How many of a window's taps an average counts."""
+        start = index * self.stride - self.before
+        if counted:
+            return tirx.min(start + self.taps, size + self.after) - start
+        return tirx.min(start + self.taps, size) - tirx.max(start, 0)
+
+
+def pool(
+    data: te.Tensor, *, size: Sequence[Any], windows: Sequence[_Window], largest: bool, counted: bool
+) -> te.Tensor:
+    """Pooling of `[N, H, W, C]` to `size`; `counted` says that averages count the padding."""
+    batch, in_h, in_w, channels = data.shape
+    down, across = windows
+
+    def window(element: Callable[[Any], Any], along: _Window, index: Any, length: Any) -> Any:
+        values = []
+        for place, inside in along.places(index, length):
+            value = element(place)
+            # Repeating an element leaves a maximum as it is, but not a sum.
+            values.append(value if largest or inside is None else tirx.Select(inside, value, tirx.const(0, "float32")))
+        return reduce(tirx.max if largest else lambda a, b: a + b, values)
+
+    def scaled(value: Any, h: Any, w: Any) -> Any:
+        if largest:
+            return value
+        count = down.count(h, in_h, counted) * across.count(w, in_w, counted)
+        return value * (tirx.const(1, "float32") / tirx.Cast("float32", count))
+
+    if down.taps * across.taps <= _MOST_TAPS:
+        return te.compute(
+            (batch, *size, channels),
+            lambda n, h, w, c: scaled(
+                window(lambda y: window(lambda x: data[n, y, x, c], across, w, in_w), down, h, in_h), h, w
+            ),
+            name="pool",
+            attrs={KERNEL: "pooling"},
+        )
+    columns = te.compute(
+        (batch, size[0], in_w, channels),
+        lambda n, h, x, c: window(lambda y: data[n, y, x, c], down, h, in_h),
+        name="columns",
+    )
+    return te.compute(
+        (batch, *size, channels),
+        lambda n, h, w, c: scaled(window(lambda x: columns[n, h, x, c], across, w, in_w), h, w),
+        name="pool",
+        attrs={KERNEL: "pooling"},
+    )

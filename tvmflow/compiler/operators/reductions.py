@@ -1,0 +1,242 @@
+"""Sums, means, extremes and variances over neighbouring dimensions, and the norms made of them.
+
+A tensor is seen as `[..., reduced, inner]`: the dimensions that follow the reduced ones run along vectors; where there
+are none, vectors run along the reduced ones. A long reduction of few results is cut into parts for the cores.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+from tvm import relax, te, tirx
+
+from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import extremes
+from tvmflow.compiler.operators.common import is_float32, static
+
+# TVM's fusion kind of reductions, which take element-wise operators before them.
+REDUCTION = {"op_pattern": 3}
+# A core should have at least so many elements to reduce.
+_PART = 8192
+# Vectors that accumulate side by side hide the latency of their additions.
+_ACCUMULATORS = 4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a reduction combines with, from which identity, and how two results combine."""
+
+    reducer: Callable[..., Any]
+    combine: Callable[[Any, Any], Any]
+
+
+def _largest(a: Any, b: Any) -> Any:
+    return tirx.max(a, b)
+
+
+def _smallest(a: Any, b: Any) -> Any:
+    return tirx.min(a, b)
+
+
+def _product(a: Any, b: Any) -> Any:
+    return a * b
+
+
+def _total(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def _reducer(combine: Callable[[Any, Any], Any], identity: float, name: str) -> Kind:
+    return Kind(te.comm_reducer(combine, lambda dtype: tirx.const(identity, dtype), name=name), combine)
+
+
+SUM = _reducer(_total, 0.0, "sum")
+MAX = _reducer(_largest, -math.inf, "max")
+MIN = _reducer(_smallest, math.inf, "min")
+PRODUCT = _reducer(_product, 1.0, "prod")
+
+KINDS = {"relax.sum": SUM, "relax.mean": SUM, "relax.max": MAX, "relax.min": MIN, "relax.prod": PRODUCT}
+# Of the extremes, as `extremes` takes them.
+_SIGNS = {"max": 1, "min": -1}
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as `[*outer, depth, inner]`: `depth` elements to reduce, `inner` results side by side in memory."""
+
+    shape: Sequence[Any]
+    first: int
+    last: int
+
+    @property
+    def outer(self) -> list[Any]:
+        return list(self.shape[: self.first])
+
+    @property
+    def depth(self) -> int:
+        return math.prod(int(size) for size in self.shape[self.first : self.last + 1])
+
+    @property
+    def inner(self) -> int:
+        return math.prod(int(size) for size in self.shape[self.last + 1 :])
+
+    def position(self, outer: Sequence[Any], r: Any, c: Any) -> list[Any]:
+        """The index of an element in the tensor."""
+        return [*outer, *unravel(r, self.shape[self.first : self.last + 1]), *unravel(c, self.shape[self.last + 1 :])]
+
+
+def unravel(index: Any, sizes: Sequence[Any]) -> list[Any]:
+    """The index in each dimension of the element at a place in memory."""
+    places: list[Any] = []
+    for size in reversed(sizes[1:]):
+        places.insert(0, index % int(size))
+        index = index // int(size)
+    return [index, *places] if sizes else []
+
+
+def _ravel(index: Sequence[Any], sizes: Sequence[Any]) -> Any:
+    place: Any = 0
+    for value, size in zip(index, sizes, strict=True):
+        place = place * int(size) + value
+    return place
+
+
+def _view(call: relax.Call, machine: Machine) -> View | None:
+    """How the operand is seen; None where the reduced dimensions are no neighbours or symbols among them."""
+    shape = list(call.args[0].ty.shape.values)
+    axes = call.attrs.axis
+    reduced = sorted(range(len(shape)) if axes is None else {int(axis) % len(shape) for axis in axes})
+    if not reduced:
+        return None
+    first, last = reduced[0], reduced[-1]
+    if any(static(shape[place]) != 1 for place in range(first, last + 1) if place not in reduced):
+        return None
+    view = View(shape, first, last)
+    if any(not static(size) for size in shape[first:]):
+        return None
+    return view if view.inner == 1 or view.inner >= 4 else None
+
+
+def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """Reductions of float32 over neighbouring dimensions of known sizes."""
+    name = call.op.name.rpartition(".")[2]
+    view = _view(call, machine) if is_float32(call.args[0]) and isinstance(call.ty.shape, relax.ShapeExpr) else None
+    if view is None:
+        return extremes.legalize(builder, call, machine, _SIGNS[name]) if name in _SIGNS else None
+    compute = partial(_statistic, view=view, shape=list(call.ty.shape.values), name=name, machine=machine)
+    return builder.call_te(compute, call.args[0], primfunc_name_hint=name, primfunc_attrs=REDUCTION)
+
+
+def _statistic(data: te.Tensor, *, view: View, shape: Sequence[Any], name: str, machine: Machine) -> te.Tensor:
+    kind = KINDS.get(f"relax.{name}", SUM)
+    result = reduction(lambda outer, r, c: data[tuple(view.position(outer, r, c))], view, kind, name, machine)
+    scale = tirx.const(1.0 / view.depth, "float32")
+    if name in ("variance", "std"):
+        mean = te.compute((*view.outer, view.inner), lambda *at: result(at[:-1], at[-1]) * scale, name="average")
+
+        def square(outer: Sequence[Any], r: Any, c: Any) -> Any:
+            centred = data[tuple(view.position(outer, r, c))] - mean[(*outer, c)]
+            return centred * centred
+
+        result = reduction(square, view, SUM, "squares", machine)
+    kept = len(view.outer)
+    keeps = len(shape) == len(data.shape)
+
+    def value(*index: Any) -> Any:
+        after = index[view.last + 1 :] if keeps else index[kept:]
+        total = result(index[:kept], _ravel(after, view.shape[view.last + 1 :]))
+        if name in ("mean", "variance", "std"):
+            total = total * scale
+        return tirx.sqrt(total) if name == "std" else total
+
+    return te.compute(tuple(shape), value, name=name, attrs={KERNEL: "reduction"})
+
+
+def reduction(
+    element: Callable[[Sequence[Any], Any, Any], Any], view: View, kind: Kind, name: str, machine: Machine
+) -> Callable[[Sequence[Any], Any], Any]:
+    """Reduce `element(outer, r, c)` over r; returns the result as a function of outer and c.
+
+    The accumulating stage is annotated `reduction_inner` where vectors run along c, else there are two,
+    `reduction_lanes` and `reduction_fold`.
+    """
+    outer, depth, inner = view.outer, view.depth, view.inner
+    parts = _parts(outer, depth, inner, machine)
+    length = depth // parts
+    if inner > 1:
+        r = te.reduce_axis((0, length), "r")
+        partial_results = te.compute(
+            (*outer, parts, inner),
+            lambda *at: kind.reducer(element(at[:-2], at[-2] * length + r, at[-1]), axis=r),
+            name=f"{name}_inner",
+            attrs={KERNEL: "reduction_inner"},
+        )
+        return lambda at, c: _tree(kind, [partial_results[(*at, part, c)] for part in range(parts)])
+    row = rows(lambda at, k: element(at[:-1], at[-1] * length + k, 0), (*outer, parts), length, kind, name, machine)
+    if parts == 1:
+        return lambda at, _c: row((*at, 0))
+    sums = te.compute((*outer, parts), lambda *at: row(at), name=f"{name}_part")
+    return lambda at, _c: _tree(kind, [sums[(*at, part)] for part in range(parts)])
+
+
+def rows(
+    element: Callable[[Sequence[Any], Any], Any],
+    outer: Sequence[Any],
+    size: int,
+    kind: Kind,
+    name: str,
+    machine: Machine,
+) -> Callable[[Sequence[Any]], Any]:
+    """Reduce `element(row, k)` over k in vectors, several side by side, then these and what is left over."""
+    lanes = machine.lanes
+    whole = size // lanes
+    fold: te.Tensor | None = None
+    if whole:
+        side = next(count for count in range(min(2 * _ACCUMULATORS, whole), 0, -1) if whole % count == 0)
+        o = te.reduce_axis((0, whole // side), "o")
+        accumulators = te.compute(
+            (*outer, side, lanes),
+            lambda *at: kind.reducer(element(at[:-2], (o * side + at[-2]) * lanes + at[-1]), axis=o),
+            name=f"{name}_lanes",
+            attrs={KERNEL: "reduction_lanes"},
+        )
+        u = te.reduce_axis((0, side), "u")
+        fold = te.compute(
+            (*outer, lanes),
+            lambda *at: kind.reducer(accumulators[(*at[:-1], u, at[-1])], axis=u),
+            name=f"{name}_fold",
+            attrs={KERNEL: "reduction_fold"},
+        )
+
+    def result(row: Sequence[Any]) -> Any:
+        row = tuple(row)
+        vector = [] if fold is None else [fold[(*row, lane)] for lane in range(lanes)]
+        return _tree(kind, [*vector, *(element(row, k) for k in range(whole * lanes, size))])
+
+    return result
+
+
+def _tree(kind: Kind, values: Sequence[Any]) -> Any:
+    """Combine in pairs, so that few operations wait for each other."""
+    values = list(values)
+    while len(values) > 1:
+        half = len(values) // 2
+        rest = values[2 * half :]
+        values = [kind.combine(a, b) for a, b in zip(values[:half], values[half : 2 * half], strict=True)] + rest
+    return values[0]
+
+
+def _parts(outer: Sequence[Any], depth: int, inner: int, machine: Machine) -> int:
+    """In how many parts to cut a reduction so that every core has some."""
+    results = reduce(lambda total, size: total * (static(size) or 1), outer, 1)
+    vectors = -(-inner // machine.lanes) if inner > 1 else 1
+    tasks = results * (-(-vectors // _ACCUMULATORS))
+    if machine.cores == 1 or tasks >= machine.cores or results * depth * inner < 2 * _PART:
+        return 1
+    wanted = -(-machine.cores // tasks)
+    fits = [count for count in range(wanted, 4 * wanted + 1) if depth % count == 0]
+    fits.sort(key=lambda count: (depth // count % machine.lanes != 0 if inner == 1 else False, count))
+    return fits[0] if fits else 1

@@ -1,0 +1,126 @@
+"""Strassen's matrix product: seven products of half the size where eight are usual, and when that pays.
+
+The algorithm is Strassen's, "Gaussian elimination is not optimal" (1969), one level deep: both operands are cut into
+quarters, and sums of quarters are multiplied. Those of the weights are made at build time.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tvm import te
+
+from tvmflow.compiler import tiles
+from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, TILE
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.winograd import combine
+
+# By product: the sums of the left operand's quarters 11, 12, 21, 22 and of the right one's; by quarter of the result:
+# the sum of the products.
+_LEFT = [
+    [1, 0, 0, 1],
+    [0, 0, 1, 1],
+    [1, 0, 0, 0],
+    [0, 0, 0, 1],
+    [1, 1, 0, 0],
+    [-1, 0, 1, 0],
+    [0, 1, 0, -1],
+]
+_RIGHT = [
+    [1, 0, 0, 1],
+    [1, 0, 0, 0],
+    [0, 1, 0, -1],
+    [-1, 0, 1, 0],
+    [0, 0, 0, 1],
+    [1, 1, 0, 0],
+    [0, 0, 1, 1],
+]
+_RESULT = [
+    [1, 0, 0, 1, -1, 0, 1],
+    [0, 0, 1, 0, 1, 0, 0],
+    [0, 1, 0, 1, 0, 0, 0],
+    [1, -1, 1, 0, 0, 1, 0],
+]
+
+# Cycles per vector of a result: to start and store its sums, to combine seven of them into four, to finish it.
+_START, _COMBINE, _FINISH = 3, 10, 4
+# What must be gained at least, for estimates are estimates and the error grows.
+_GAIN = 0.97
+
+
+def choose(outer: Sequence[int], depth: int, units: int, machine: Machine) -> tiles.Tile | None:
+    """The register tile if the product of `[*outer, depth]` and `[depth, units]` is faster so; None if not.
+
+    Counts cycles per vector of four quarters of the result.
+    """
+    half_rows, odd = divmod(math.prod(outer), 2)
+    if odd or depth % 2 or units % (2 * machine.lanes):
+        return None
+    # TVM must see which half an element is in: a line of the result may not be in both.
+    lines = [math.prod(outer[place:]) for place in range(len(outer))]
+    if any(half_rows % line and line % half_rows for line in lines):
+        return None
+    tile = tiles.choose(half_rows, units // 2 // machine.lanes, machine, 2 * depth, exact=True)
+    accumulators = tile.rows * tile.vectors
+    if accumulators < 2 * machine.registers // 3:
+        return None
+    usual = 4 * (depth + _START + _FINISH)
+    sums = 5 * 3 * depth / 2 / (units / 2 / machine.lanes) / machine.lanes
+    fast = 7 * (depth / 2 + _START) + _COMBINE + 4 * _FINISH + sums
+    return tile if fast < _GAIN * usual else None
+
+
+def pack(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+    """The sums of quarters of weights `[K][N]` as `[7][N/2/v][K/2][v]`."""
+    depth, units = (size // 2 for size in weight.shape)
+    quarters = weight.astype("float64").reshape(2, depth, 2, units).transpose(0, 2, 1, 3).reshape(4, depth, units)
+    sums = np.einsum("iq,qkn->ikn", np.array(_RIGHT, "float64"), quarters).astype("float32")
+    packed: np.ndarray[Any, Any] = sums.reshape(7, depth, units // lanes, lanes).transpose(0, 2, 1, 3)
+    return packed
+
+
+def multiply(
+    data: te.Tensor, weight: te.Tensor, *, outer: Sequence[int], steps: Sequence[int], tile: tiles.Tile
+) -> te.Tensor:
+    """`data` of shape `[..., K]` times weights from `pack`.
+
+    The rows are every `steps`-th element of the leading dimensions, `outer` of them.
+    """
+    _, vectors, half_depth, lanes = (int(size) for size in weight.shape)
+    half_rows, half_units = math.prod(outer) // 2, vectors * lanes
+
+    def position(row: Any) -> list[Any]:
+        place: list[Any] = []
+        for size in reversed(outer[1:]):
+            place.insert(0, row % size)
+            row = row // size
+        return [index * step for index, step in zip([row, *place], steps, strict=True)]
+
+    panels = te.compute(
+        (7, half_rows, half_depth),
+        lambda i, p, k: combine(_LEFT, i, lambda q: data[(*position(p + q // 2 * half_rows), k + q % 2 * half_depth)]),
+        name="panels",
+    )
+    k = te.reduce_axis((0, half_depth), "k")
+    product = te.compute(
+        (7, half_rows, half_units),
+        lambda i, p, c: te.sum(panels[i, p, k] * weight[i, c // lanes, k, c % lanes], axis=k),
+        name="product",
+        attrs={KERNEL: "strassen", TILE: tile.rows, CHUNK: tile.vectors, LANES: lanes},
+    )
+
+    quarters = te.compute(
+        (2, half_rows, 2, half_units),
+        lambda upper, p, left, c: combine(_RESULT, upper * 2 + left, lambda i: product[i, p, c]),
+        name="quarters",
+    )
+
+    def element(*index: Any) -> Any:
+        *place, c = index
+        row = place[0]
+        for size, offset in zip(outer[1:], place[1:], strict=True):
+            row = row * size + offset
+        return quarters[row // half_rows, row % half_rows, c // half_units, c % half_units]
+
+    return te.compute((*outer, 2 * half_units), element, name="unpack")

@@ -1,0 +1,296 @@
+"""Finds attention that a model spells out in products, a mask and softmax, and computes it in one function."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import tvm
+from tvm import relax, te, tirx
+
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import attention
+from tvmflow.compiler.passes.patterns import factors
+from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, same_shape, sizes
+
+_ATTENTION = ("nn.attention", "nn.attention_bias")
+
+
+def _merged(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Two transposes in a row as one."""
+    inner = rewriter.call(call.args[0], "permute_dims")
+    dims = rank(call)
+    if inner is None or dims is None:
+        return None
+    outer_axes, inner_axes = (_axes(item, dims) for item in (call, inner))
+    return relax.op.permute_dims(inner.args[0], [inner_axes[axis] for axis in outer_axes])
+
+
+def _axes(call: relax.Call, dims: int) -> list[int]:
+    return list(reversed(range(dims))) if call.attrs.axes is None else [int(axis) % dims for axis in call.attrs.axes]
+
+
+def _of_matrices(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Matrices whose batch is made one dimension, transposed and given back their batch, as transposed matrices."""
+    permute = rewriter.call(call.args[0], "permute_dims")
+    flat = None if permute is None else rewriter.call(permute.args[0], "reshape")
+    if permute is None or flat is None or rank(permute) != 3 or _axes(permute, 3) != [0, 2, 1]:
+        return None
+    before, after = sizes(flat.args[0]), sizes(call)
+    if before is None or after is None or len(before) < 3:
+        return None
+    if not same_shape(after, [*before[:-2], before[-1], before[-2]]) or not same_shape(before[-2:], sizes(flat)[1:]):  # type: ignore[index]
+        return None
+    count = len(before)
+    return relax.op.permute_dims(flat.args[0], [*range(count - 2), count - 1, count - 2])
+
+
+def merge_transposes() -> tvm.transform.Pass:
+    """Makes one transpose of several in a row, also of those of matrices with their batch made one dimension."""
+    return rewriting("MergeTransposes", {"permute_dims": (_merged,), "reshape": (_of_matrices,)})
+
+
+def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """softmax(scale q k^T + mask) v over `[batch, heads, positions, channels]`, or without heads."""
+    softmax = rewriter.call(call.args[0], "nn.softmax")
+    count = rank(call)
+    if softmax is None or count not in (3, 4) or dtype(call) != "float32" or not rewriter.used_once(call.args[0]):
+        return None
+    if int(softmax.attrs.axis) not in (-1, count - 1):
+        return None
+    found = _scores(rewriter, softmax.args[0])
+    if found is None:
+        return None
+    product, scale, masks = found
+    scale, (query,) = _scaled(rewriter, product.args[0], scale)
+    scale, (key,) = _scaled(rewriter, product.args[1], scale)
+    value = call.args[1]
+    if not all(rank(item) == count and dtype(item) == "float32" for item in (query, key, value)):
+        return None
+    batches = [sizes(item)[:-2] for item in (query, key, value)]  # type: ignore[index]
+    if not same_shape(batches[0], batches[1]) or not same_shape(batches[0], batches[2]):
+        return None
+    channels = [sizes(query)[-1], sizes(value)[-1]]  # type: ignore[index]
+    if not same_shape(*[[item] for item in channels]) or not isinstance(channels[0], tirx.IntImm):
+        return None
+    mask = None
+    for item in masks:
+        mask = item if mask is None else rewriter.emit(relax.op.add(mask, item))
+    if mask is not None:
+        mask = _four_dimensions(rewriter, mask, count, sizes(product))  # type: ignore[arg-type]
+        if mask is None:
+            return None
+    operands = [_positions_first(rewriter, item, transposed) for item, transposed in _sides(query, key, value)]
+    result = rewriter.emit(relax.op.nn.attention(*operands, mask, tirx.FloatImm("float32", scale)))
+    if count == 3:
+        return relax.op.squeeze(result, [2])
+    return relax.op.permute_dims(result, [0, 2, 1, 3])
+
+
+def _sides(query: relax.Expr, key: relax.Expr, value: relax.Expr) -> list[tuple[relax.Expr, bool]]:
+    return [(query, False), (key, True), (value, False)]
+
+
+def _scores(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Call, float, list[relax.Expr]] | None:
+    """The product of queries and keys in an expression, its scale, and what is added to it."""
+    masks: list[relax.Expr] = []
+    shape = sizes(expr)
+    while True:
+        scale, parts = factors(rewriter, expr)
+        product = rewriter.call(parts[0], "matmul") if len(parts) == 1 else None
+        if product is not None and rewriter.used_once(expr) and same_shape(sizes(product), shape):
+            return product, scale, masks
+        total = rewriter.call(expr, "add")
+        if total is None or not rewriter.used_once(expr):
+            return None
+        product_first = _holds_product(rewriter, total.args[0])
+        if not product_first and not _holds_product(rewriter, total.args[1]):
+            return None
+        expr, mask = total.args if product_first else reversed(total.args)
+        masks.append(mask)
+
+
+def _holds_product(rewriter: Rewriter, expr: relax.Expr) -> bool:
+    for _ in range(4):
+        _, parts = factors(rewriter, expr)
+        if len(parts) != 1:
+            return False
+        if rewriter.call(parts[0], "matmul") is not None:
+            return True
+        total = rewriter.call(expr, "add")
+        if total is None:
+            return False
+        expr = total.args[0]
+    return False
+
+
+def _scaled(rewriter: Rewriter, expr: relax.Expr, scale: float) -> tuple[float, list[relax.Expr]]:
+    """An operand without the number that it is multiplied with."""
+    own, parts = factors(rewriter, expr)
+    return (scale * own, parts) if len(parts) == 1 and same_shape(sizes(parts[0]), sizes(expr)) else (scale, [expr])
+
+
+def _four_dimensions(rewriter: Rewriter, mask: relax.Expr, count: int, scores: list[Any]) -> relax.Expr | None:
+    """A mask over `[batch, heads, queries, keys]`, dimensions of one where it is the same for all."""
+    dims = sizes(mask)
+    if (
+        dims is None
+        or not 1 <= len(dims) <= count
+        or dtype(mask) != "float32"
+        or not same_shape(dims[-1:], scores[-1:])
+    ):
+        return None
+    one = tirx.IntImm("int64", 1)
+    dims = [one] * (count - len(dims)) + dims
+    for size, whole in zip(dims[:-1], scores[:-1], strict=True):
+        if not same_shape([size], [one]) and not same_shape([size], [whole]):
+            return None
+    if count == 3:
+        dims = [dims[0], one, *dims[1:]]
+    return rewriter.emit(relax.op.reshape(mask, relax.ShapeExpr(dims))) if rank(mask) != 4 else mask
+
+
+def _positions_first(rewriter: Rewriter, operand: relax.Expr, transposed: bool) -> relax.Expr:
+    """An operand of a product over heads as `[batch, positions, heads, channels]`."""
+    if rank(operand) == 4:
+        return rewriter.emit(relax.op.permute_dims(operand, [0, 3, 1, 2] if transposed else [0, 2, 1, 3]))
+    if transposed:
+        operand = rewriter.emit(relax.op.permute_dims(operand, [0, 2, 1]))
+    return rewriter.emit(relax.op.expand_dims(operand, 2))
+
+
+def compose_attention() -> tvm.transform.Pass:
+    """Finds scaled dot-product attention."""
+    return rewriting("ComposeAttention", {"matmul": (_attention,), "permute_dims": (_merged,)})
+
+
+@dataclass(frozen=True)
+class _View:
+    """Where the elements of a tensor by batch, position, head and channel are in `base`.
+
+    Each dimension of the base has the dimension of the tensor that runs along it, None for none, the step and the start.
+    """
+
+    base: relax.Expr
+    places: tuple[tuple[int | None, int, int], ...]
+
+    def element(self, tensor: te.Tensor, index: tuple[Any, ...]) -> Any:
+        """The element of the tensor in the base."""
+        return tensor[tuple(start if dim is None else index[dim] * step + start for dim, step, start in self.places)]
+
+
+def _view(rewriter: Rewriter, expr: relax.Expr) -> _View:
+    """Looks through transposes and slices, so that nothing is copied for them."""
+    best = view = _View(expr, tuple((dim, 1, 0) for dim in range(4)))
+    while True:
+        deeper = _through(rewriter, view)
+        if deeper is None:
+            return best
+        view = deeper
+        # The channels, which vectors are loaded from, must be contiguous.
+        if view.places[-1][:2] == (3, 1):
+            best = view
+
+
+def _through(rewriter: Rewriter, view: _View) -> _View | None:
+    base = rewriter.behind(view.base)
+    if isinstance(base, relax.TupleGetItem):
+        return _part(rewriter, base, view)
+    call = rewriter.call(base, "permute_dims", "strided_slice", "squeeze", "expand_dims", "reshape")
+    data = None if call is None else call.args[0]
+    before = None if data is None else sizes(data)
+    if call is None or before is None:
+        return None
+    places = list(view.places)
+    if call.op.name == "relax.permute_dims":
+        moved: list[Any] = [None] * len(places)
+        for place, axis in zip(places, _axes(call, len(places)), strict=True):
+            moved[axis] = place
+        return _View(data, tuple(moved))
+    if call.op.name == "relax.strided_slice":
+        steps = list(call.args[4]) if len(call.args) > 4 else [1] * len(call.args[1])
+        for axis, start, step in zip(call.args[1], call.args[2], steps, strict=True):
+            extent = before[int(axis)]
+            if not isinstance(start, tirx.IntImm) or int(step) < 1 or not isinstance(extent, tirx.IntImm):
+                return None
+            begin = int(start) + (int(extent) if int(start) < 0 else 0)
+            if not 0 <= begin < int(extent):
+                return None
+            dim, own, offset = places[int(axis)]
+            places[int(axis)] = (dim, own * int(step), offset * int(step) + begin)
+        return _View(data, tuple(places))
+    return _unsqueezed(data, before, sizes(call), places)
+
+
+def _part(rewriter: Rewriter, element: relax.TupleGetItem, view: _View) -> _View | None:
+    """Looks through a split into equal or known parts."""
+    split = rewriter.call(element.tuple_value, "split")
+    dims = None if split is None else sizes(split.args[0])
+    if split is None or dims is None:
+        return None
+    axis, parts = int(split.attrs.axis) % len(dims), split.attrs.indices_or_sections
+    if not isinstance(dims[axis], tirx.IntImm):
+        return None
+    if isinstance(parts, int | tirx.IntImm):
+        begin = -(-int(dims[axis]) // int(parts)) * element.index
+    else:
+        begin = [0, *(int(place) for place in parts)][element.index]
+    places = list(view.places)
+    dim, step, offset = places[axis]
+    places[axis] = (dim, step, offset + begin)
+    return _View(split.args[0], tuple(places))
+
+
+def _unsqueezed(
+    data: relax.Expr, before: list[Any], after: list[Any] | None, places: list[tuple[int | None, int, int]]
+) -> _View | None:
+    """Looks through what only adds or removes dimensions of one."""
+    if after is None:
+        return None
+    kept = [place for place, size in zip(places, after, strict=True) if not _is_one(size)]
+    real = [size for size in after if not _is_one(size)]
+    if not same_shape([size for size in before if not _is_one(size)], real):
+        return None
+    remaining = iter(kept)
+    return _View(data, tuple((None, 1, 0) if _is_one(size) else next(remaining) for size in before))
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, tirx.IntImm) and int(size) == 1
+
+
+def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """The call of one function that reads queries, keys and values where they lie."""
+    attrs = call.attrs
+    shape, keys = sizes(call.args[0]), sizes(call.args[1])
+    if shape is None or keys is None or attrs.causal_mask is not None or attrs.window_size is not None:
+        return None
+    if not all(dtype(item) == "float32" for item in call.args) or not same_shape(shape, sizes(call)):
+        return None
+    if not all(isinstance(size, tirx.IntImm) for size in shape[2:]) or attrs.scale is None:
+        return None
+    views = [_view(rewriter, item) for item in call.args[:3]]
+    bases: list[relax.Expr] = []
+    for view in views:
+        if not any(rewriter.same(view.base, base) for base in bases):
+            bases.append(view.base)
+    places = [next(i for i, base in enumerate(bases) if rewriter.same(base, view.base)) for view in views]
+    masks = list(call.args[3:])
+
+    def compute(*tensors: te.Tensor) -> te.Tensor:
+        def element(view: _View, tensor: te.Tensor, *index: Any) -> Any:
+            return view.element(tensor, index)
+
+        query, key, value = (partial(element, view, tensors[place]) for view, place in zip(views, places, strict=True))
+        mask = tensors[len(bases)] if masks else None
+        return attention.attention(shape, keys[1], query, key, value, mask, float(attrs.scale), machine)
+
+    return rewriter.builder_.call_te(compute, *bases, *masks, primfunc_name_hint="attention")
+
+
+def lower_attention(machine: Machine) -> tvm.transform.Pass:
+    """Computes attention in one function that absorbs the transposes and slices of its operands."""
+
+    def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+        return _lowered(rewriter, call, machine)
+
+    return rewriting("LowerAttention", dict.fromkeys(_ATTENTION, (lower,)))

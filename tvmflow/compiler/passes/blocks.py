@@ -1,0 +1,285 @@
+"""Makes one function of a depthwise convolution and its neighbours where strips of lines had better stay in a cache."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import blocks, convolution, depthwise, elementwise
+from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
+
+Array = np.ndarray[Any, Any]
+
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    **elementwise.FUNCTIONS,
+    "relax.nn.relu": lambda x: tirx.max(x, tirx.const(0, "float32")),
+}
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "relax.add": lambda a, b: a + b,
+    "relax.subtract": lambda a, b: a - b,
+    "relax.multiply": lambda a, b: a * b,
+    "relax.divide": lambda a, b: a / b,
+    "relax.maximum": tirx.max,
+    "relax.minimum": tirx.min,
+}
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A convolution, the element-wise calls after it, and the variable of the convolution's own result."""
+
+    call: relax.Call
+    after: tuple[relax.Call, ...]
+    result: relax.Var
+
+
+@dataclass(frozen=True)
+class _Found:
+    data: relax.Expr
+    block: blocks.Block
+    plan: blocks.Plan
+    tensors: tuple[relax.Expr, ...]
+
+
+@tvm.transform.module_pass(opt_level=2, name="FuseBlocks")
+class FuseBlocks:
+    """Replaces depthwise convolutions and their neighbours by blocks where the cost model says that they are faster."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Rewrite every Relax function of the module."""
+        rewriter = _Rewriter(mod, self._machine)
+        for variable, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                rewriter.find(function)
+                rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
+        return rewriter.builder_.get()
+
+
+@mutator
+class _Rewriter(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.IRModule, machine: Machine) -> None:
+        super().__init__(mod)
+        self._machine = machine
+        self._found: dict[relax.Var, _Found] = {}
+
+    def find(self, function: relax.Function) -> None:
+        self._found = _find(function, self._machine)
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        found = self._found.get(binding.var)
+        if found is None:
+            super().visit_var_binding_(binding)
+            return
+        compute = partial(blocks.block, block=found.block, plan=found.plan, machine=self._machine)
+        call = self.builder_.call_te(
+            compute,
+            self.visit_expr(found.data),
+            *found.tensors,
+            primfunc_name_hint="conv2d_block",
+            primfunc_attrs=FUSABLE,
+        )
+        self.set_var_remap(binding.var, self.builder_.emit(call))
+
+
+def _find(function: relax.Function, machine: Machine) -> dict[relax.Var, _Found]:
+    """The blocks of a function, by the variable of their last convolution; none shares a convolution with another."""
+    found: dict[relax.Var, _Found] = {}
+    for bindings in function.body.blocks if isinstance(function.body, relax.SeqExpr) else ():
+        if not isinstance(bindings, relax.DataflowBlock):
+            continue
+        values = {binding.var: binding.value for binding in bindings.bindings if isinstance(binding, relax.VarBinding)}
+        neighbours = _Neighbours(values, relax.analysis.udchain(bindings))
+        used: set[relax.Var] = set()
+        for variable, call in values.items():
+            if not _is_convolution(call) or not _is_depthwise(call):
+                continue
+            first, (after, last) = neighbours.before(call), neighbours.after(variable)
+            with_last, alone = _Step(call, after, variable), _Step(call, (), variable)
+            for steps in ((first, with_last, last), (first, alone, None), (None, with_last, last)):
+                taken = {step.result for step in steps if step}
+                if (steps[1] is with_last and last is None) or len(taken) < 2 or taken & used:
+                    continue
+                block = _describe(steps, machine)
+                if block is not None:
+                    found[(steps[2] or steps[1]).result] = block
+                    used |= taken
+                    break
+    return found
+
+
+class _Neighbours:
+    """Finds the convolutions before and after another, with element-wise operations between that nothing else uses."""
+
+    def __init__(self, values: Mapping[relax.Var, relax.Expr], users: Mapping[relax.Var, Sequence[relax.Var]]) -> None:
+        self._values = values
+        self._users = users
+
+    def before(self, call: relax.Call) -> _Step | None:
+        after: list[relax.Call] = []
+        variable = call.args[0]
+        while self._only_user(variable) is not None:
+            value: Any = self._values.get(variable)
+            if _is_convolution(value):
+                return None if _is_depthwise(value) or _groups(value) != 1 else _Step(value, tuple(after), variable)
+            place = _operand(value)
+            if place is None:
+                return None
+            after.insert(0, value)
+            variable = value.args[place]
+        return None
+
+    def after(self, variable: relax.Var) -> tuple[tuple[relax.Call, ...], _Step | None]:
+        after: list[relax.Call] = []
+        user = self._only_user(variable)
+        while user is not None:
+            value = self._values[user]
+            if _is_convolution(value):
+                return tuple(after), _Step(value, (), user) if _is_pointwise(value, variable) else None
+            place = _operand(value)
+            if place is None or not value.args[place].same_as(variable):
+                break
+            after.append(value)
+            variable, user = user, self._only_user(user)
+        return tuple(after), None
+
+    def _only_user(self, variable: relax.Expr) -> relax.Var | None:
+        if not isinstance(variable, relax.DataflowVar):
+            return None
+        users = self._users.get(variable, ())
+        return users[0] if len(users) == 1 and users[0] in self._values else None
+
+
+def _is_convolution(value: Any) -> bool:
+    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.nn.conv2d":
+        return False
+    attrs, (data, weight) = value.attrs, value.args
+    return (
+        (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) == ("NHWC", "NHWC", "OIHW")
+        and is_float32(data, weight)
+        and isinstance(weight, tvm.ir.GenericConst)
+        and all(static(size) is not None for size in list(data.ty.shape.values)[1:])
+    )
+
+
+def _groups(call: relax.Call) -> int:
+    return int(call.attrs.groups)
+
+
+def _is_depthwise(call: relax.Call) -> bool:
+    channels = int(call.args[0].ty.shape.values[3])
+    return _groups(call) == channels == int(call.args[1].ty.shape.values[0]) and channels > 1
+
+
+def _is_pointwise(call: relax.Call, data: relax.Var) -> bool:
+    geometry = _geometry(call)
+    return (
+        call.args[0].same_as(data)
+        and _groups(call) == 1
+        and geometry["kernel"] == geometry["strides"] == (1, 1)
+        and not any(geometry["padding"])
+    )
+
+
+def _geometry(call: relax.Call) -> dict[str, Any]:
+    attrs, shape = call.attrs, call.args[1].ty.shape.values
+    return {
+        "channels": int(shape[0]),
+        "kernel": (int(shape[2]), int(shape[3])),
+        "strides": tuple(int(item) for item in attrs.strides),
+        "padding": tuple(int(item) for item in attrs.padding),
+        "dilation": tuple(int(item) for item in attrs.dilation),
+    }
+
+
+def _operand(value: Any) -> int | None:
+    """Which argument of an element-wise call is no constant; None for calls that are none or that take two tensors."""
+    name = getattr(value.op, "name", "") if isinstance(value, relax.Call) else ""
+    if name in _UNARY:
+        return 0
+    if name not in _BINARY:
+        return None
+    size = value.ty.shape.values[-1] if isinstance(value.ty.shape, relax.ShapeExpr) else None
+    for place in (0, 1):
+        other = value.args[1 - place]
+        if isinstance(other, tvm.ir.GenericConst) and not isinstance(value.args[place], tvm.ir.GenericConst):
+            shape = [int(dim) for dim in other.value.shape]
+            if math.prod(shape) == 1 or (math.prod(shape) == static(size) and shape[-1] == static(size)):
+                return place
+    return None
+
+
+def _describe(steps: tuple[_Step | None, _Step, _Step | None], machine: Machine) -> _Found | None:
+    convolutions: list[Any] = []
+    tensors: list[relax.Expr] = []
+    for step in steps:
+        if step is None:
+            convolutions.append(None)
+            continue
+        weight = step.call.args[1].value.numpy()
+        epilogue, read = _epilogue(step.after)
+        packed = (
+            depthwise.pack_array(weight, machine.lanes)
+            if step is steps[1]
+            else convolution.pack_array(weight, vector(weight.shape[0], machine))
+        )
+        tensors += [constant(packed), *(constant(value) for value in read)]
+        convolutions.append(blocks.Convolution(**_geometry(step.call), epilogue=epilogue, reads=len(read)))
+    first, middle, last = convolutions
+    data = next(step for step in steps if step).call.args[0]
+    batch, height, width, depth = data.ty.shape.values
+    block = blocks.Block(int(height), int(width), int(depth), first, middle, last)
+    plan = blocks.plan(block, static(batch) or 1, machine)
+    return None if plan is None else _Found(data, block, plan, tuple(tensors))
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """An element-wise operation, with the number or the index of the array by channel that it also takes."""
+
+    function: Callable[..., Any]
+    place: int = 0
+    number: float | None = None
+    index: int | None = None
+
+    def __call__(self, value: Any, channel: Any, read: Sequence[te.Tensor]) -> Any:
+        if self.index is not None:
+            other = read[self.index][channel]
+        elif self.number is not None:
+            other = tirx.const(self.number, "float32")
+        else:
+            return self.function(value)
+        return self.function(value, other) if self.place == 0 else self.function(other, value)
+
+
+def _epilogue(calls: Sequence[relax.Call]) -> tuple[blocks.Epilogue | None, list[Array]]:
+    """The operations as a function of a value and its channel, and the arrays by channel that it reads."""
+    read: list[Array] = []
+    operations: list[_Operation] = []
+    for call in calls:
+        name, place = call.op.name, _operand(call) or 0
+        if name in _UNARY:
+            operations.append(_Operation(_UNARY[name]))
+            continue
+        other = call.args[1 - place].value.numpy().reshape(-1)
+        if other.size == 1:
+            operations.append(_Operation(_BINARY[name], place, number=float(other[0])))
+        else:
+            operations.append(_Operation(_BINARY[name], place, index=len(read)))
+            read.append(other)
+
+    def epilogue(value: Any, channel: Any, tensors: Sequence[te.Tensor]) -> Any:
+        for operation in operations:
+            value = operation(value, channel, tensors)
+        return value
+
+    return epilogue if operations else None, read

@@ -1,0 +1,181 @@
+"""Writes transposed and three-dimensional convolutions as ordinary ones of two dimensions."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from tvmflow.compiler.passes.rewrite import Array, Rewriter, constant, dtype, rewriting, sizes
+
+
+def in_two_dimensions() -> tvm.transform.Pass:
+    """Writes convolutions of one or three dimensions as two-dimensional ones, which have schedules."""
+    return rewriting(
+        "InTwoDimensions",
+        {
+            "nn.conv1d_transpose": (_transposed_1d,),
+            "nn.conv3d": (_conv3d,),
+        },
+    )
+
+
+def split_transposed() -> tvm.transform.Pass:
+    """Writes a transposed convolution as one ordinary convolution for each offset of an output from the input's grid.
+
+    The outputs at one offset modulo the stride read the same taps of the kernel, those a stride apart, and are a dense
+    convolution with them, reversed; the results are interleaved. Where all offsets read the same inputs, as in kernels
+    of the stride's own size, one convolution computes them all.
+    """
+    return rewriting("SplitTransposed", {"nn.conv2d_transpose": (_split_transposed,)})
+
+
+def _transposed_1d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    attrs, weight = call.attrs, rewriter.constant(call.args[1])
+    if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCW", "IOW", "NCW") or weight is None:
+        return None
+    before, after = (int(size) for size in attrs.padding)
+    image = relax.op.nn.conv2d_transpose(
+        rewriter.emit(relax.op.expand_dims(call.args[0], 2)),
+        constant(weight[:, :, None]),
+        strides=[1, int(attrs.strides[0])],
+        padding=[0, before, 0, after],
+        output_padding=[0, int(attrs.output_padding[0])],
+        dilation=[1, int(attrs.dilation[0])],
+        groups=int(attrs.groups),
+    )
+    return relax.op.squeeze(rewriter.emit(image), [2])
+
+
+def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    attrs, weight = call.attrs, rewriter.constant(call.args[1])
+    if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCHW", "IOHW", "NCHW"):
+        return None
+    data, dims = call.args[0], sizes(call.args[0])
+    if weight is None or dims is None or dtype(data) != "float32" or str(weight.dtype) != "float32":
+        return None
+    groups = int(attrs.groups)
+    strides = [int(item) for item in attrs.strides]
+    padding = [int(item) for item in attrs.padding]
+    phases = [
+        _phases(weight.shape[2 + axis], strides[axis], int(attrs.dilation[axis]), padding[axis]) for axis in (0, 1)
+    ]
+    # How many elements more than the input each phase's result has: enough for the longest.
+    extra = [
+        -(
+            -_overhang(weight.shape[2 + axis], strides[axis], int(attrs.dilation[axis]), padding[axis::2], int(more))
+            // strides[axis]
+        )
+        for axis, more in enumerate(attrs.output_padding)
+    ]
+    kernel = _ordinary(weight, groups)
+    channels = kernel.shape[0]
+    alike = groups == 1 and all(len({(len(taps), first) for taps, first, _ in axis}) == 1 for axis in phases)
+    alike = alike and all(taps for axis in phases for taps, _, _ in axis)
+    pieces, kernels = [], []
+    for rows, first_row, step_row in phases[0]:
+        for columns, first_column, step_column in phases[1]:
+            if rows and columns:
+                kernels.append(kernel[:, :, rows][:, :, :, columns])
+                pieces.append(((first_row, first_column), (step_row, step_column)))
+            else:  # Outputs that no input reaches.
+                kernels.append(np.zeros((*kernel.shape[:2], 1, 1), "float32"))
+                pieces.append(((0, 0), (1, 1)))
+    if alike:
+        pieces, kernels = pieces[:1], [np.concatenate(kernels)]
+    results = []
+    for (starts, steps), part in zip(pieces, kernels, strict=True):
+        pads = [-start for start in starts] + [
+            extra[axis] + (part.shape[2 + axis] - 1) * steps[axis] + starts[axis] for axis in (0, 1)
+        ]
+        results.append(_convolve(rewriter, data, part, pads, steps, groups))
+    whole = results[0] if len(results) == 1 else rewriter.emit(relax.op.concat(results, 1))
+    batch = dims[0]
+    high, wide = (dims[2 + axis] + extra[axis] for axis in (0, 1))
+    if strides != [1, 1]:
+        parts = rewriter.emit(relax.op.reshape(whole, [batch, *strides, channels, high, wide]))
+        apart = rewriter.emit(relax.op.permute_dims(parts, [0, 3, 4, 1, 5, 2]))
+        high, wide = high * strides[0], wide * strides[1]
+        whole = rewriter.emit(relax.op.reshape(apart, [batch, channels, high, wide]))
+    wanted = call.ty.shape.values[2:]
+    analyzer = tvm.sym.Analyzer()
+    if all(analyzer.can_prove_equal(a, b) for a, b in zip((high, wide), wanted, strict=True)):
+        return whole
+    return relax.op.strided_slice(whole, [2, 3], [0, 0], list(wanted))
+
+
+def _overhang(kernel: int, stride: int, dilation: int, padding: Sequence[int], more: int) -> int:
+    """The size of a transposed convolution's result less the stride times that of its input."""
+    return dilation * (kernel - 1) + 1 - stride - sum(padding) + more
+
+
+def _phases(kernel: int, stride: int, dilation: int, before: int) -> list[tuple[list[int], int, int]]:
+    """For each offset of an output: its taps in the order of the inputs, the first input, the inputs' distance.
+
+    Output q * stride + r reads input q + (r + before - tap * dilation) / stride where that is whole.
+    """
+    phases = []
+    for offset in range(stride):
+        taps = [tap for tap in range(kernel) if (offset + before - tap * dilation) % stride == 0][::-1]
+        places = [(offset + before - tap * dilation) // stride for tap in taps]
+        step = places[1] - places[0] if len(places) > 1 else 1
+        phases.append((taps, places[0] if places else 0, step))
+    return phases
+
+
+def _ordinary(weight: Array, groups: int) -> Array:
+    """A transposed convolution's weights `[CI][CO/g][KH][KW]` as those of an ordinary one, `[CO][CI/g][KH][KW]`."""
+    inputs, outputs, *kernel = weight.shape
+    parts = weight.reshape(groups, inputs // groups, outputs, *kernel)
+    return parts.swapaxes(1, 2).reshape(groups * outputs, inputs // groups, *kernel)
+
+
+def _convolve(
+    rewriter: Rewriter, data: relax.Expr, kernel: Array, pads: Sequence[int], steps: Sequence[int], groups: int
+) -> relax.Expr:
+    """A convolution whose padding may be negative."""
+    if min(pads) < 0:
+        dims = sizes(data) or []
+        begin = [max(0, -pads[axis]) for axis in (0, 1)]
+        end = [dims[2 + axis] - max(0, -pads[2 + axis]) for axis in (0, 1)]
+        data = rewriter.emit(relax.op.strided_slice(data, [2, 3], begin, end))
+    return rewriter.emit(
+        relax.op.nn.conv2d(
+            data, constant(kernel), padding=[max(0, pad) for pad in pads], dilation=list(steps), groups=groups
+        )
+    )
+
+
+def _conv3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """The slices that a slice of the result reads become channels of one image; every image is a convolution."""
+    attrs, weight = call.attrs, rewriter.constant(call.args[1])
+    if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCDHW", "OIDHW", "NCDHW"):
+        return None
+    data, dims, out = call.args[0], sizes(call.args[0]), sizes(call)
+    if weight is None or dims is None or out is None or dtype(data) != "float32" or int(attrs.groups) != 1:
+        return None
+    outputs, inputs, taps, *kernel = weight.shape
+    (deep, *strides), (step, *dilation) = ([int(item) for item in values] for values in (attrs.strides, attrs.dilation))
+    front, top, left, back, bottom, right = (int(item) for item in attrs.padding)
+    if front or back:
+        data = rewriter.emit(relax.op.nn.pad(data, [0, 0, 0, 0, front, back, 0, 0, 0, 0]))
+    count = out[2]
+    slices = data
+    if taps > 1 or deep > 1:
+        parts = [
+            rewriter.emit(
+                relax.op.strided_slice(data, [2], [tap * step], [tap * step + (count - 1) * deep + 1], [deep])
+            )
+            for tap in range(taps)
+        ]
+        slices = rewriter.emit(relax.op.concat(parts, 1)) if taps > 1 else parts[0]
+    turned = rewriter.emit(relax.op.permute_dims(slices, [0, 2, 1, 3, 4]))
+    images = rewriter.emit(relax.op.reshape(turned, [dims[0] * count, taps * inputs, *dims[3:]]))
+    flat = weight.swapaxes(1, 2).reshape(outputs, taps * inputs, *kernel)
+    result = rewriter.emit(
+        relax.op.nn.conv2d(
+            images, constant(flat), strides=strides, padding=[top, left, bottom, right], dilation=dilation
+        )
+    )
+    apart = rewriter.emit(relax.op.reshape(result, [dims[0], count, outputs, *out[3:]]))
+    return relax.op.permute_dims(apart, [0, 2, 1, 3, 4])

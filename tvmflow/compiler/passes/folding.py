@@ -1,0 +1,253 @@
+"""Folds constants that scale or shift channels, and padding, into the convolution or matrix product beside them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from tvmflow.compiler.passes.rewrite import ELEMENT, Array, Rewriter, by_channel, constant, dtype, rank, rewriting
+
+_CONVOLUTIONS = {
+    "nn.conv1d": "Conv1DAttrs",
+    "nn.conv2d": "Conv2DAttrs",
+    "nn.conv3d": "Conv3DAttrs",
+    "nn.conv1d_transpose": "Conv1DTransposeAttrs",
+    "nn.conv2d_transpose": "Conv2DTransposeAttrs",
+    "nn.conv3d_transpose": "Conv3DTransposeAttrs",
+}
+_LINEAR = (*_CONVOLUTIONS, "matmul")
+
+
+def _batch_norm(rewriter: Rewriter, element: relax.TupleGetItem) -> relax.Expr | None:
+    """Batch norm with known statistics as a scale and a shift of each channel."""
+    norm = rewriter.call(element.tuple_value, "nn.batch_norm")
+    if norm is None or element.index != 0:
+        return None
+    data, *parameters = norm.args
+    values = [rewriter.constant(parameter) for parameter in parameters]
+    dims = rank(data)
+    if any(value is None for value in values) or dims is None or dtype(data) != "float32":
+        return None
+    scale, shift, mean, variance = (value.astype("float64") for value in values if value is not None)
+    attrs = norm.attrs
+    factor = 1 / np.sqrt(variance + float(attrs.epsilon))
+    if attrs.scale:
+        factor = factor * scale
+    offset = -mean * factor + (shift if attrs.center else 0)
+    channel_last = (-1,) + (1,) * (dims - 1 - int(attrs.axis) % dims)
+    scaled = relax.op.multiply(data, constant(factor.reshape(channel_last).astype("float32")))
+    return relax.op.add(rewriter.emit(scaled), constant(offset.reshape(channel_last).astype("float32")))
+
+
+def fold_batch_norm() -> tvm.transform.Pass:
+    """Writes batch norm as one multiplication and one addition by constants computed at build time."""
+    return rewriting("FoldBatchNorm", {ELEMENT: (_batch_norm,)})
+
+
+class _Linear:
+    """A convolution or a product with constant weights on the right: where its channels are."""
+
+    def __init__(self, call: relax.Call, weight: Array) -> None:
+        self.call, self.weight = call, weight
+        self.data = call.args[0]
+        self.name = call.op.name.removeprefix("relax.")
+        self.rank: int = rank(call)  # type: ignore[assignment]
+        if self.name == "matmul":
+            self.channel, self.data_channel = self.rank - 1, self.rank - 1
+            return
+        attrs = call.attrs
+        self.channel, self.data_channel = attrs.out_layout.index("C"), attrs.data_layout.index("C")
+        self.output, self.input = attrs.kernel_layout.index("O"), attrs.kernel_layout.index("I")
+        self.groups = int(attrs.groups)
+        self.transposed = self.name.endswith("transpose")
+
+    @property
+    def outputs(self) -> int:
+        """The number of output channels."""
+        if self.name == "matmul":
+            return int(self.weight.shape[-1])
+        return int(self.weight.shape[self.output]) * (self.groups if self.transposed else 1)
+
+    @property
+    def inputs(self) -> int:
+        """The number of input channels."""
+        if self.name == "matmul":
+            return int(self.weight.shape[0])
+        return int(self.weight.shape[self.input]) * (1 if self.transposed else self.groups)
+
+    def _factors(self, values: Array, of_outputs: bool) -> Array:
+        """Values by channel in the shape of the weights, once for each weight that belongs to the channel."""
+        if self.name == "matmul":
+            return values if of_outputs else values[:, None]
+        axis, other = (self.output, self.input) if of_outputs else (self.input, self.output)
+        shape = [1] * self.weight.ndim
+        if of_outputs != self.transposed:
+            shape[axis] = -1
+            return values.reshape(shape)
+        # This axis counts the channels within a group, the other axis goes through the groups.
+        grouped = values.reshape(self.groups, -1)
+        repeated = np.repeat(grouped, self.weight.shape[other] // self.groups, axis=0)
+        shape[axis], shape[other] = repeated.shape[1], repeated.shape[0]
+        return (repeated.T if axis < other else repeated).reshape(shape)
+
+    def scaled(self, values: Array, of_outputs: bool) -> relax.Call:
+        """The same with each output or input channel multiplied by a value."""
+        weight = self.weight.astype("float64") * self._factors(values.astype("float64"), of_outputs)
+        return relax.Call(self.call.op, [self.data, constant(weight.astype("float32"))], self.call.attrs)
+
+    def of_shift(self, values: Array) -> Array:
+        """What adding a value to each input channel adds to each output channel, away from any padding."""
+        if self.name == "matmul":
+            return np.asarray(values.astype("float64") @ self.weight.astype("float64"))
+        products = self.weight.astype("float64") * self._factors(values.astype("float64"), of_outputs=False)
+        return np.asarray(products.sum(axis=tuple(axis for axis in range(products.ndim) if axis != self.output)))
+
+    def is_padded(self) -> bool:
+        """Whether some results read padding."""
+        return self.name != "matmul" and (self.transposed or any(int(size) for size in self.call.attrs.padding))
+
+
+def _linear(rewriter: Rewriter, expr: relax.Expr) -> _Linear | None:
+    call = rewriter.call(expr, *_LINEAR)
+    weight = None if call is None else rewriter.constant(call.args[1])
+    if call is None or weight is None or dtype(call) != "float32" or rank(call) is None or weight.dtype != np.float32:
+        return None
+    if call.op.name == "relax.matmul" and (weight.ndim != 2 or rank(call.args[0]) != rank(call)):
+        return None
+    return _Linear(call, weight)
+
+
+def _operands(rewriter: Rewriter, call: relax.Call) -> tuple[relax.Expr, Array] | None:
+    """The computed and the constant operand of a commutative call."""
+    for a, b in ((0, 1), (1, 0)):
+        value = rewriter.constant(call.args[b])
+        if value is not None and value.dtype == np.float32:
+            return call.args[a], value
+    return None
+
+
+def _scale_after(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Scales the weights of the linear operator before, and the constant added between."""
+    found = _operands(rewriter, call)
+    if found is None or not rewriter.used_once(found[0]):
+        return None
+    data, factor = found
+    linear = _linear(rewriter, data)
+    if linear is not None:
+        values = by_channel(factor, linear.rank, linear.channel, linear.outputs)
+        return None if values is None else linear.scaled(values, of_outputs=True)
+    total = rewriter.call(data, "add")
+    shifted = None if total is None else _operands(rewriter, total)
+    if shifted is None or not rewriter.used_once(shifted[0]):
+        return None
+    linear = _linear(rewriter, shifted[0])
+    values = None if linear is None else by_channel(factor, linear.rank, linear.channel, linear.outputs)
+    if linear is None or values is None or rank(call) != linear.rank or shifted[1].ndim > linear.rank:
+        return None
+    scaled = rewriter.emit(linear.scaled(values, of_outputs=True))
+    shape = (-1,) + (1,) * (linear.rank - 1 - linear.channel)
+    return relax.op.add(scaled, constant(np.asarray(shifted[1] * values.reshape(shape), "float32")))
+
+
+def _scale_twice(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Two constants that are added, or multiplied with, one after the other as one."""
+    outer = _operands(rewriter, call)
+    inner = None if outer is None else rewriter.call(outer[0], call.op.name.removeprefix("relax."))
+    found = None if inner is None else _operands(rewriter, inner)
+    if outer is None or found is None or not rewriter.used_once(outer[0]):
+        return None
+    both = found[1] + outer[1] if call.op.name == "relax.add" else found[1] * outer[1]
+    # Constants of two directions would make a large one.
+    if both.size > max(found[1].size, outer[1].size):
+        return None
+    return relax.Call(call.op, [found[0], constant(both)])
+
+
+def _subtract(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    value = rewriter.constant(call.args[1])
+    return None if value is None or value.dtype != np.float32 else relax.op.add(call.args[0], constant(-value))
+
+
+def _before(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Folds what scales or shifts the input channels into the weights, and the shift into a bias."""
+    linear = _linear(rewriter, call)
+    change = None if linear is None else rewriter.call(linear.data, "multiply", "add")
+    found = None if change is None else _operands(rewriter, change)
+    if linear is None or change is None or found is None or not rewriter.used_once(linear.data):
+        return None
+    data, value = found
+    if rank(data) != rank(change):
+        return None
+    values = by_channel(value, linear.rank, linear.data_channel, linear.inputs)
+    if values is None:
+        return None
+    if change.op.name == "relax.multiply":
+        scaled = linear.scaled(values, of_outputs=False)
+        return relax.Call(scaled.op, [data, scaled.args[1]], scaled.attrs)
+    if linear.is_padded() or (linear.name != "matmul" and linear.groups != 1 and linear.transposed):
+        return None
+    shape = (-1,) + (1,) * (linear.rank - 1 - linear.channel)
+    shift = linear.of_shift(values).astype("float32").reshape(shape)
+    result = rewriter.emit(relax.Call(linear.call.op, [data, linear.call.args[1]], linear.call.attrs))
+    return relax.op.add(result, constant(shift))
+
+
+def fold_scales() -> tvm.transform.Pass:
+    """Folds constants that scale or shift channels into the weights and biases of convolutions and products."""
+    return rewriting(
+        "FoldScales",
+        {
+            "subtract": (_subtract,),
+            "multiply": (_scale_twice, _scale_after),
+            "add": (_scale_twice,),
+            **dict.fromkeys(_LINEAR, (_before,)),
+        },
+    )
+
+
+_POOLS = {"nn.avg_pool1d": "Pool1DAttrs", "nn.avg_pool2d": "Pool2DAttrs", "nn.avg_pool3d": "Pool3DAttrs"}
+_FIELDS = {
+    "Conv": ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout", "out_layout", "out_dtype"),
+    "Pool": ("pool_size", "strides", "padding", "dilation", "ceil_mode", "count_include_pad", "layout", "out_layout"),
+}
+
+
+def _changed(attrs: Any, kind: str, changes: Mapping[str, Any]) -> Any:
+    fields = {name: getattr(attrs, name) for name in _FIELDS[kind[:4]]}
+    return tvm.ir.make_node(f"relax.attrs.{kind}", **{**fields, **changes})
+
+
+def _padding(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Zeros around the input as the padding of a convolution or of an average over all elements."""
+    pad = rewriter.call(call.args[0], "nn.pad")
+    if pad is None or pad.attrs.pad_mode != "constant" or float(pad.attrs.pad_value) != 0 or len(pad.args) != 1:
+        return None
+    name, attrs = call.op.name.removeprefix("relax."), call.attrs
+    pools = name in _POOLS
+    layout: str = attrs.layout if pools else attrs.data_layout
+    widths = [int(width) for width in pad.attrs.pad_width]
+    around = {place: (widths[2 * place], widths[2 * place + 1]) for place in range(len(layout))}
+    old = [int(size) for size in attrs.padding]
+    if any(width < 0 for width in widths) or any(any(around[layout.index(letter)]) for letter in "NC"):
+        return None
+    spatial = [place for place, letter in enumerate(layout) if letter not in "NC"]
+    if len(old) != 2 * len(spatial) or (pools and (attrs.ceil_mode or (any(old) and not attrs.count_include_pad))):
+        return None
+    new = [around[place][side] for side in (0, 1) for place in spatial]
+    if pools and any(width >= int(size) for width, size in zip(new, [*attrs.pool_size] * 2, strict=True)):
+        return None
+    changes: dict[str, Any] = {"padding": _sum(old, new), **({"count_include_pad": True} if pools else {})}
+    kind = _POOLS[name] if pools else _CONVOLUTIONS[name]
+    return relax.Call(call.op, [pad.args[0], *call.args[1:]], _changed(attrs, kind, changes))
+
+
+def _sum(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def fold_padding() -> tvm.transform.Pass:
+    """Makes zeros that surround the input of a convolution or an average pooling its own padding."""
+    names = [name for name in _CONVOLUTIONS if not name.endswith("transpose")]
+    return rewriting("FoldPadding", dict.fromkeys((*names, *_POOLS), (_padding,)))

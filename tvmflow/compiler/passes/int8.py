@@ -1,0 +1,382 @@
+"""Computes the convolutions and dense layers of quantised models in integers, where a release asks for it.
+
+A quantised model (QDQ) says so by pairs of operators: DequantizeLinear before what computes, QuantizeLinear after it.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, te
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmflow.compiler.dotproduct import INT8
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import depthwise, dot
+from tvmflow.compiler.operators.common import FUSABLE, constant, static, vector
+from tvmflow.compiler.operators.products import row_dimensions
+from tvmflow.errors import BuildError
+
+Array = np.ndarray[Any, Any]
+
+# From signed 8-bit integers to unsigned ones.
+_SHIFT = 128
+_LARGEST_PRODUCT = 255 * 128
+# Operators that move numbers, or choose among them, and so need not know what these stand for.
+_MOVING = ("relax.nn.max_pool2d", "relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims")
+
+
+@tvm.transform.module_pass(opt_level=0, name="IntegerArithmetic")
+class IntegerArithmetic:
+    """Turns a convolution or dense layer of dequantised numbers into one of integers, scaled afterwards.
+
+    The integers are centred, so that padding is zero; they come from unsigned 8-bit integers, signed ones are shifted.
+    Quantisation itself becomes element-wise operators. Raises BuildError for a model that has no such layer.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Rewrite every Relax function of the module."""
+        found = 0
+        rewriter = _ToIntegers(mod, self._machine)
+        for variable, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                rewriter.bound = relax.analysis.get_var2val(function)
+                rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
+                found += rewriter.found
+        if not found:
+            raise BuildError(
+                "precision int8 needs a quantised model, with QuantizeLinear and DequantizeLinear around its layers; "
+                "make one with onnxruntime.quantization.quantize_static(quant_format=QuantFormat.QDQ)"
+            )
+        return rewriter.builder_.get()
+
+
+@mutator
+class _ToIntegers(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.IRModule, machine: Machine) -> None:
+        super().__init__(mod)
+        self.bound: Mapping[relax.Var, relax.Expr] = {}
+        self.found = 0
+        self._machine = machine
+        # The unsigned integers that stand for signed ones, by the variable of these.
+        self._unsigned: dict[relax.Var, relax.Var] = {}
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        super().visit_var_binding_(binding)
+        if str(getattr(binding.var.ty, "dtype", "")) != "int8":
+            return
+        shifted = self._shifted(binding.value)
+        if shifted is not None:
+            self._unsigned[binding.var] = shifted
+
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        name = getattr(op.op, "name", "")
+        rewrite = _REWRITES.get(name)
+        simpler = rewrite(self, op) if rewrite else None
+        return super().visit_call_(op) if simpler is None else simpler
+
+    def emit(self, expr: relax.Expr) -> relax.Var:
+        return self.builder_.emit(expr)
+
+    def call(self, expr: relax.Expr, *names: str) -> relax.Call | None:
+        """The call that `expr` is, or is bound to, if it is of one of these operators."""
+        value = self.bound.get(expr, expr) if isinstance(expr, relax.Var) else expr
+        return value if isinstance(value, relax.Call) and getattr(value.op, "name", "") in names else None
+
+    def value(self, expr: relax.Expr) -> Array | None:
+        """The value of a constant, or of a variable bound to one."""
+        value = self.bound.get(expr, expr) if isinstance(expr, relax.Var) else expr
+        return np.asarray(value.value.numpy()) if isinstance(value, tvm.ir.GenericConst) else None
+
+    def scalars(self, call: relax.Call) -> tuple[float, int] | None:
+        """Scale and zero point of an operator that quantises or dequantises all numbers alike."""
+        scale, zero = self.value(call.args[1]), self.value(call.args[2])
+        if scale is None or zero is None or scale.size != 1 or zero.size != 1 or scale.dtype != np.float32:
+            return None
+        return float(scale.reshape(-1)[0]), int(zero.reshape(-1)[0])
+
+    def integers(self, expr: relax.Expr) -> tuple[relax.Var, float, int] | None:
+        """The unsigned integers that `expr` dequantises, with their scale and zero point."""
+        call = self.call(expr, "relax.dequantize")
+        found = self.scalars(call) if call is not None else None
+        if call is None or found is None or not isinstance(call.args[0], relax.Var):
+            return None
+        source, (scale, zero) = call.args[0], found
+        dtype = str(source.ty.dtype)
+        if dtype == "uint8":
+            return self.visit_expr(source), scale, zero
+        if dtype != "int8":
+            return None
+        if source not in self._unsigned:
+            wide = self.emit(relax.op.astype(self.visit_expr(source), "int32"))
+            wide = self.emit(relax.op.add(wide, relax.const(_SHIFT, "int32")))
+            self._unsigned[source] = self.emit(relax.op.astype(wide, "uint8"))
+        return self._unsigned[source], scale, zero + _SHIFT
+
+    def weights(self, expr: relax.Expr) -> tuple[Array, Array] | None:
+        """Centred integers, and their scales in a shape that broadcasts against them, of a dequantised constant."""
+        call = self.call(expr, "relax.dequantize", "relax.permute_dims")
+        if call is None:
+            return None
+        if call.op.name == "relax.permute_dims":
+            found = self.weights(call.args[0])
+            axes = None if call.attrs.axes is None else [int(axis) for axis in call.attrs.axes]
+            return None if found is None else (np.transpose(found[0], axes), np.transpose(found[1], axes))
+        value, scale, zero = (self.value(arg) for arg in call.args)
+        if value is None or scale is None or zero is None or scale.dtype != np.float32:
+            return None
+        shape = [1] * value.ndim
+        if max(scale.size, zero.size) > 1:
+            shape[int(call.attrs.axis) % value.ndim] = -1
+        return value.astype("int64") - zero.reshape(shape), scale.reshape(shape)
+
+    def _shifted(self, expr: relax.Expr) -> relax.Var | None:
+        """The unsigned integers for signed ones that the model computes."""
+        call = self.call(expr, "relax.quantize")
+        found = self.scalars(call) if call is not None else None
+        if call is None or found is None or not _is_float32(call.args[0]):
+            return None
+        moved = _moved(self, call)
+        if moved is not None:
+            return moved
+        return quantise(self, call.args[0], found[0], found[1] + _SHIFT)
+
+
+def quantise(rewriter: _ToIntegers, expr: relax.Expr, scale: float, zero: int) -> relax.Var:
+    """The unsigned 8-bit integers for float32 numbers."""
+    emit = rewriter.emit
+    value = emit(relax.op.multiply(rewriter.visit_expr(expr), relax.const(np.float32(1 / np.float32(scale)))))
+    # Bounds first: a number too large for an integer has none to be bounded.
+    value = emit(relax.op.maximum(value, relax.const(np.float32(-zero))))
+    value = emit(relax.op.minimum(value, relax.const(np.float32(255 - zero))))
+    value = emit(relax.op.add(emit(relax.op.round(value)), relax.const(np.float32(zero))))
+    return emit(relax.op.astype(value, "uint8"))
+
+
+def _quantize(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
+    found, dtype = rewriter.scalars(call), str(call.ty.dtype)
+    if found is None or not _is_float32(call.args[0]) or dtype not in ("uint8", "int8"):
+        return None
+    if dtype == "uint8":
+        moved = _moved(rewriter, call)
+        return quantise(rewriter, call.args[0], *found) if moved is None else moved
+    return None
+
+
+def _moved(rewriter: _ToIntegers, call: relax.Call) -> relax.Var | None:
+    """What only moves dequantised numbers, and quantises them as before, moves the integers."""
+    moving = rewriter.call(call.args[0], *_MOVING)
+    source = rewriter.integers(moving.args[0]) if moving is not None else None
+    found = rewriter.scalars(call)
+    if moving is None or source is None or found is None:
+        return None
+    integers, scale, zero = source
+    shift = _SHIFT if str(call.ty.dtype) == "int8" else 0
+    if (scale, zero) != (found[0], found[1] + shift):
+        return None
+    rest = [rewriter.visit_expr(arg) for arg in moving.args[1:]]
+    return rewriter.emit(relax.Call(moving.op, [integers, *rest], moving.attrs, moving.ty_args))
+
+
+def _dequantize(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
+    if str(call.ty.dtype) != "float32":
+        return None
+    known = rewriter.weights(call)
+    if known is not None:
+        return constant((known[0] * known[1].astype("float64")).astype("float32"))
+    found = rewriter.integers(call)
+    if found is None:
+        return None
+    integers, scale, zero = found
+    wide = rewriter.emit(relax.op.astype(integers, "float32"))
+    centred = rewriter.emit(relax.op.subtract(wide, relax.const(np.float32(zero))))
+    return relax.op.multiply(centred, relax.const(np.float32(scale)))
+
+
+def _conv2d(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
+    attrs, weights = call.attrs, rewriter.weights(call.args[1])
+    if (attrs.data_layout, attrs.kernel_layout) != ("NCHW", "OIHW") or weights is None:
+        return None
+    weight, scales = weights
+    out_channels, depth = weight.shape[:2]
+    groups = int(attrs.groups)
+    is_depthwise = depth == 1 and groups == out_channels > 1
+    fits = groups == 1 or (depth % INT8.group == 0 and dot.lanes_of(out_channels, groups, rewriter._machine))
+    if not (fits or is_depthwise) or scales.size not in (1, scales.shape[0]) or not _in_range(weight):
+        return None
+    data = rewriter.integers(call.args[0])
+    if data is None:
+        return None
+    rewriter.found += 1
+    product = relax.op.nn.conv2d(
+        _centred(rewriter, data[0], data[2]),
+        constant(weight.astype("int32")),
+        strides=list(attrs.strides),
+        padding=list(attrs.padding),
+        dilation=list(attrs.dilation),
+        groups=groups,
+        out_dtype="int32",
+    )
+    wide = rewriter.emit(relax.op.astype(rewriter.emit(product), "float32"))
+    return relax.op.multiply(wide, constant((scales * np.float32(data[1])).astype("float32").reshape(1, -1, 1, 1)))
+
+
+def _matmul(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
+    weights = rewriter.weights(call.args[1])
+    if weights is None or weights[0].ndim != 2 or weights[1].size not in (1, weights[1].shape[1]):
+        return None
+    weight, scales = weights
+    data = rewriter.integers(call.args[0]) if _in_range(weight.T) else None
+    if data is None or data[0].ty.ndim < 2:
+        return None
+    rewriter.found += 1
+    centred = _centred(rewriter, data[0], data[2])
+    product = rewriter.emit(relax.op.matmul(centred, constant(weight.astype("int32")), out_dtype="int32"))
+    wide = rewriter.emit(relax.op.astype(product, "float32"))
+    return relax.op.multiply(wide, constant((scales * np.float32(data[1])).astype("float32").reshape(-1)))
+
+
+def _centred(rewriter: _ToIntegers, integers: relax.Var, zero: int) -> relax.Var:
+    wide = rewriter.emit(relax.op.astype(integers, "int32"))
+    return rewriter.emit(relax.op.subtract(wide, relax.const(zero, "int32")))
+
+
+def _in_range(weight: Array) -> bool:
+    """Whether weights, output channels first, are 8-bit integers whose products cannot overflow an accumulator."""
+    depth = weight[0].size
+    return bool(weight.min() >= -128 and weight.max() <= 127 and depth * _LARGEST_PRODUCT < 2**31)
+
+
+def _is_float32(expr: relax.Expr) -> bool:
+    return str(expr.ty.dtype) == "float32"
+
+
+_REWRITES: dict[str, Callable[[_ToIntegers, relax.Call], relax.Expr | None]] = {
+    "relax.quantize": _quantize,
+    "relax.dequantize": _dequantize,
+    "relax.nn.conv2d": _conv2d,
+    "relax.matmul": _matmul,
+}
+
+
+@tvm.transform.module_pass(opt_level=0, name="IntegerProducts")
+class IntegerProducts:
+    """Lowers what `IntegerArithmetic` made of layers to dot products, once the layout is known.
+
+    These read the unsigned integers; what the zero point adds is subtracted after the sum. Depthwise convolutions
+    compute the same integers in float32, which holds them exactly.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Rewrite every Relax function of the module."""
+        lowering = _LowerIntegers(mod, self._machine)
+        for variable, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                lowering.builder_.update_func(variable, lowering.visit_expr(function))
+        return lowering.builder_.get()
+
+
+@mutator
+class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.IRModule, machine: Machine) -> None:
+        super().__init__(mod)
+        self._machine = machine
+
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        call = super().visit_call_(op)
+        lower = {"relax.nn.conv2d": self._conv2d, "relax.matmul": self._matmul}.get(getattr(call.op, "name", ""))
+        if lower is None or not isinstance(call.args[1], tvm.ir.GenericConst):
+            return call
+        if str(call.args[1].ty.dtype) != "int32":
+            return call
+        source = self._source(call.args[0])
+        return call if source is None else lower(call, *source)
+
+    def _source(self, expr: relax.Expr) -> tuple[relax.Var, int] | None:
+        """The unsigned integers, and their zero point, that centred ones come from."""
+        moved = self._bound(expr, "relax.permute_dims", "relax.reshape")
+        if moved is not None:
+            found = self._source(moved.args[0])
+            if found is None:
+                return None
+            args = [found[0], *moved.args[1:]]
+            return self.builder_.emit(relax.Call(moved.op, args, moved.attrs, moved.ty_args)), found[1]
+        # A zero point of zero is not subtracted.
+        centred = self._bound(expr, "relax.subtract")
+        wide = self._bound(expr if centred is None else centred.args[0], "relax.astype")
+        if wide is None or str(wide.args[0].ty.dtype) != "uint8":
+            return None
+        if centred is None:
+            return wide.args[0], 0
+        zero = centred.args[1]
+        return (wide.args[0], int(zero.value.numpy())) if isinstance(zero, tvm.ir.GenericConst) else None
+
+    def _bound(self, expr: relax.Expr, *names: str) -> relax.Call | None:
+        value = self.lookup_binding(expr) if isinstance(expr, relax.Var) else None
+        return value if isinstance(value, relax.Call) and getattr(value.op, "name", "") in names else None
+
+    def _conv2d(self, call: relax.Call, data: relax.Var, zero: int) -> relax.Expr:
+        attrs, weight = call.attrs, call.args[1].value.numpy()
+        if (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) != ("NHWC", "NHWC", "OIHW"):
+            return call
+        out_channels, groups = weight.shape[0], int(attrs.groups)
+        geometry: dict[str, Any] = {
+            "strides": [int(item) for item in attrs.strides],
+            "padding": [int(item) for item in attrs.padding],
+            "dilation": [int(item) for item in attrs.dilation],
+        }
+        if weight.shape[1] == 1 and groups == out_channels > 1:
+            packed = depthwise.pack(self.builder_, constant(weight.astype("float32")), vector(groups, self._machine))
+
+            def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
+                exact = depthwise.depthwise(_Centred(data, zero), weight, machine=self._machine, **geometry)
+                return te.compute(exact.shape, lambda *index: exact[index].astype("int32"), name="whole")
+
+            hint = "depthwise_conv2d"
+            return self.builder_.call_te(compute, data, packed, primfunc_name_hint=hint, primfunc_attrs=FUSABLE)
+        lanes = dot.lanes_of(out_channels, groups, self._machine)
+        packed = constant(dot.pack_conv2d(weight, lanes, INT8))
+        compute_dot = partial(
+            dot.conv2d, dot=INT8, channels=out_channels, groups=groups, machine=self._machine, zero=zero, **geometry
+        )
+        product = self.builder_.call_te(
+            compute_dot, data, packed, primfunc_name_hint="conv2d_int8", primfunc_attrs=FUSABLE
+        )
+        return self._corrected(product, zero, weight.sum(axis=(1, 2, 3)))
+
+    def _matmul(self, call: relax.Call, data: relax.Var, zero: int) -> relax.Expr:
+        weight = call.args[1].value.numpy()
+        if not static(data.ty.shape.values[-1]):
+            return call
+        units = weight.shape[1]
+        packed = constant(dot.pack_dense(weight, vector(units, self._machine), INT8))
+        rows = row_dimensions(data.ty.shape.values[:-1])
+        compute = partial(dot.dense, dot=INT8, units=units, rows=rows, machine=self._machine)
+        product = self.builder_.call_te(compute, data, packed, primfunc_name_hint="dense_int8", primfunc_attrs=FUSABLE)
+        return self._corrected(product, zero, weight.sum(axis=0))
+
+    def _corrected(self, product: relax.Expr, zero: int, sums: Array) -> relax.Expr:
+        if zero == 0:
+            return product
+        return relax.op.subtract(self.builder_.emit(product), constant((zero * sums).astype("int32")))
+
+
+class _Centred:
+    """A tensor of unsigned integers that is read as float32 numbers without their zero point."""
+
+    dtype = "float32"
+
+    def __init__(self, integers: te.Tensor, zero: int) -> None:
+        self._integers, self._zero = integers, zero
+        self.shape = integers.shape
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._integers[index].astype("float32") - np.float32(self._zero)

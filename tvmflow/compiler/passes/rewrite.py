@@ -1,0 +1,206 @@
+"""What the canonicalisation passes are made of: rules that replace one call, tried until none applies."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+Array = npt.NDArray[Any]
+# Replaces a call, or an element of the tuple that a call returned; None where the rule does not apply.
+Rule = Callable[["Rewriter", Any], relax.Expr | None]
+
+# The name under which rules for elements of tuples are listed.
+ELEMENT = "element"
+# More often than this no rule should apply to one expression, or one pass to a function.
+_MOST = 20
+
+
+@mutator
+class Rewriter(PyExprMutator):  # type: ignore[misc]
+    """Visits a function in the order of its bindings and applies the rules for each call's operator.
+
+    `rules` are by the operator's name without `relax.`. What rules look up are the expressions already rewritten.
+    """
+
+    def __init__(self, mod: tvm.IRModule, rules: Mapping[str, Sequence[Rule]]) -> None:
+        super().__init__(mod)
+        self.changed = False
+        self._rules = rules
+        self._uses: Counter[relax.Var] = Counter()
+
+    def rewrite(self, function: relax.Function) -> relax.Function:
+        """The function with all rules applied to every call once, and without what nothing uses any more."""
+        self.changed = False
+        self._uses.clear()
+        relax.analysis.post_order_visit(function, self._count)
+        rewritten = self.visit_expr(function)
+        return relax.analysis.remove_all_unused(rewritten) if self.changed else function
+
+    def _count(self, expr: Any) -> None:
+        for child in _children(expr):
+            if isinstance(child, relax.Var):
+                self._uses[child] += 1
+
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        """Rewrite a call."""
+        return self._apply(super().visit_call_(op))
+
+    def visit_tuple_getitem_(self, op: relax.TupleGetItem) -> relax.Expr:
+        """Rewrite an element of a tuple."""
+        return self._apply(super().visit_tuple_getitem_(op))
+
+    def _apply(self, expr: relax.Expr) -> relax.Expr:
+        for _ in range(_MOST):
+            simpler = self._once(expr)
+            if simpler is None:
+                return expr
+            self.changed = True
+            expr = self.builder_.normalize(simpler)
+        return expr
+
+    def _once(self, expr: relax.Expr) -> relax.Expr | None:
+        if isinstance(expr, relax.TupleGetItem):
+            name = ELEMENT
+        elif isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op):
+            name = expr.op.name.removeprefix("relax.")
+        else:
+            return None
+        for rule in self._rules.get(name, ()):
+            simpler = rule(self, expr)
+            if simpler is not None:
+                return simpler
+        return None
+
+    def emit(self, expr: relax.Expr) -> relax.Expr:
+        """Bind an expression that a rule has made, with the rules applied to it as well."""
+        expr = self._apply(self.builder_.normalize(expr))
+        return self.builder_.emit(expr) if isinstance(expr, relax.Call | relax.TupleGetItem) else expr
+
+    def behind(self, expr: relax.Expr) -> relax.Expr:
+        """The expression that a variable is bound to; the variable itself if it is a parameter."""
+        while isinstance(expr, relax.Var):
+            bound = self.lookup_binding(expr)
+            if bound is None:
+                return expr
+            expr = bound
+        return expr
+
+    def call(self, expr: relax.Expr, *names: str) -> relax.Call | None:
+        """The call behind an expression if it is of one of these operators."""
+        expr = self.behind(expr)
+        if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op):
+            return expr if expr.op.name.removeprefix("relax.") in names else None
+        return None
+
+    def constant(self, expr: relax.Expr) -> Array | None:
+        """The value of a constant or of a variable bound to one."""
+        expr = self.behind(expr)
+        return expr.value.numpy() if isinstance(expr, tvm.ir.GenericConst) else None
+
+    def scalar(self, expr: relax.Expr) -> float | None:
+        """The one number that a constant holds, whatever its rank."""
+        value = self.constant(expr)
+        return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
+
+    def same(self, a: relax.Expr, b: relax.Expr) -> bool:
+        """Whether two expressions are one value."""
+        a, b = self._root(a), self._root(b)
+        return bool(a.same_as(b))
+
+    def _root(self, expr: relax.Expr) -> relax.Expr:
+        while isinstance(expr, relax.Var):
+            bound = self.lookup_binding(expr)
+            if not isinstance(bound, relax.Var | tvm.ir.GenericConst):
+                return expr
+            expr = bound
+        return expr
+
+    def used_once(self, expr: relax.Expr) -> bool:
+        """Whether nothing but one other expression reads this one, so that changing it loses nothing."""
+        return not isinstance(expr, relax.Var) or self._uses[expr] <= 1
+
+
+def _children(expr: Any) -> Sequence[Any]:
+    if isinstance(expr, relax.Call):
+        return list(expr.args)
+    if isinstance(expr, relax.Tuple):
+        return list(expr.fields)
+    if isinstance(expr, relax.TupleGetItem):
+        return [expr.tuple_value]
+    if isinstance(expr, relax.SeqExpr):
+        aliases = [binding.value for block in expr.blocks for binding in block.bindings]
+        return [expr.body, *(value for value in aliases if isinstance(value, relax.Var))]
+    if isinstance(expr, relax.If):
+        return [expr.cond]
+    return []
+
+
+def rewriting(name: str, rules: Mapping[str, Sequence[Rule]]) -> tvm.transform.Pass:
+    """A pass that applies rules to every Relax function of a module until nothing changes."""
+
+    def transform(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        for _ in range(_MOST):
+            rewriter = Rewriter(mod, rules)
+            changed = False
+            for variable, function in mod.functions_items():
+                if isinstance(function, relax.Function):
+                    rewriter.builder_.update_func(variable, rewriter.rewrite(function))
+                    changed = changed or rewriter.changed
+            if not changed:
+                return mod
+            mod = rewriter.builder_.get()
+        return mod
+
+    return tvm.transform.module_pass(transform, opt_level=0, name=name)
+
+
+def constant(value: Array) -> relax.Expr:
+    """An array as a constant of the program."""
+    return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
+
+
+def sizes(expr: relax.Expr) -> list[Any] | None:
+    """The dimensions of a tensor, None where they are not known at all."""
+    ty = expr.ty
+    return list(ty.shape.values) if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) else None
+
+
+def known(expr: relax.Expr) -> list[int] | None:
+    """The dimensions of a tensor if all are numbers."""
+    dims = sizes(expr)
+    if dims is None or not all(isinstance(dim, tvm.tirx.IntImm) for dim in dims):
+        return None
+    return [int(dim) for dim in dims]
+
+
+def rank(expr: relax.Expr) -> int | None:
+    """The number of dimensions of a tensor, None where it is not known."""
+    return int(expr.ty.ndim) if isinstance(expr.ty, relax.TensorType) and expr.ty.ndim >= 0 else None
+
+
+def dtype(expr: relax.Expr) -> str:
+    """A tensor's type of numbers."""
+    return str(expr.ty.dtype) if isinstance(expr.ty, relax.TensorType) and expr.ty.dtype is not None else ""
+
+
+def same_shape(a: Sequence[Any] | None, b: Sequence[Any] | None) -> bool:
+    """Whether shapes are proven equal."""
+    if a is None or b is None or len(a) != len(b):
+        return False
+    analyzer = tvm.sym.Analyzer()
+    return all(bool(analyzer.can_prove_equal(x, y)) for x, y in zip(a, b, strict=True))
+
+
+def by_channel(value: Array, dims: int, channel: int, extent: int) -> Array | None:
+    """A constant operand as one value per channel; None where it varies along anything else."""
+    if value.ndim > dims or value.dtype != np.float32:
+        return None
+    shape = (1,) * (dims - value.ndim) + value.shape
+    if any(size != 1 for place, size in enumerate(shape) if place != channel) or shape[channel] not in (1, extent):
+        return None
+    return np.broadcast_to(value.reshape(-1), (extent,)).astype("float32")

@@ -1,0 +1,82 @@
+"""The schedule for attention: both products in register tiles, and softmax between them, strip by strip of queries."""
+
+from tvm.s_tir import Schedule
+from tvm.s_tir.schedule import SBlockRV
+
+from tvmflow.compiler.annotations import LANES, TILE, VECTORS
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.schedules import common
+
+_PACKED = ("keys", "values", "mask")
+
+
+def apply(sch: Schedule, machine: Machine) -> bool:
+    """Functions made by `operators.attention`."""
+    scores = common.kernel(sch, "attention")
+    if scores is None:
+        return False
+    annotations = sch.get(scores).annotations
+    rows, lanes = int(annotations[TILE]), int(annotations[LANES])
+    key_vectors, value_vectors = (int(count) for count in annotations[VECTORS])
+    (mixed,) = common.named(sch, "mixed")
+    (logits,) = common.named(sch, "logits")
+    out = common.inline_epilogue(sch, mixed)
+
+    batch, position, head, channel = sch.get_loops(out)
+    strip, near = sch.split(position, [None, rows])
+    width = common.extent(sch, channel) or 0
+    value_lanes = min(lanes, (common.extent(sch, sch.get_loops(mixed)[3]) or 0) // value_vectors)
+    outer, pieces, lane = common.split_channels(sch, channel, value_vectors, value_lanes)
+    sch.reorder(batch, head, strip, outer, near, pieces, lane)
+    task = sch.fuse(batch, head, strip)
+    sch.parallel(task)
+    sch.compute_at(mixed, outer, preserve_unit_loops=True)
+    common.in_registers(sch, [near, pieces, lane])
+    _tile(sch, mixed, rows, value_vectors, value_lanes)
+
+    for name in ("inverse", "sum_row", "exponential", "max_row"):
+        (block,) = common.named(sch, name)
+        sch.compute_at(block, task, preserve_unit_loops=True)
+        if name == "exponential":
+            common.vectorize_inner(sch, block, machine)
+        elif name != "inverse":
+            (lanes_of,) = common.named(sch, name.replace("row", "lanes"))
+            _reduce_row(sch, block, lanes_of)
+    sch.compute_at(logits, task, preserve_unit_loops=True)
+    near, wide = list(sch.get_loops(logits))[-2:]
+    outer, pieces, lane = sch.split(wide, [None, key_vectors, lanes])
+    sch.reorder(outer, near, pieces, lane)
+    sch.compute_at(scores, outer, preserve_unit_loops=True)
+    common.in_registers(sch, [near, pieces, lane])
+    _tile(sch, scores, rows, key_vectors, lanes)
+    for panel in common.named(sch, "panel"):
+        sch.compute_at(panel, task, preserve_unit_loops=True)
+        common.vectorize_inner(sch, panel, machine)
+    for name in _PACKED:
+        for block in common.named(sch, name):
+            common.parallel_vectorized(sch, block, machine)
+    return width > 0
+
+
+def _tile(sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int) -> None:
+    """A product's innermost loops as a register tile that accumulates along the reduction."""
+    *_, near, wide, reduced = sch.get_loops(product)
+    if [common.extent(sch, loop) for loop in (near, wide)] != [rows, vectors * lanes]:
+        raise ValueError("the tile's extents are not constant")
+    pieces, lane = sch.split(wide, [vectors, lanes])
+    sch.reorder(reduced, near, pieces, lane)
+    common.in_registers(sch, [near, pieces, lane])
+    start = sch.decompose_reduction(product, reduced)
+    common.in_registers(sch, list(sch.get_loops(start))[-3:])
+
+
+def _reduce_row(sch: Schedule, row: SBlockRV, in_lanes: SBlockRV) -> None:
+    """Reduce a row in vectors and then their lanes: row by row, or LLVM would gather the lanes of several rows."""
+    *_, near, lane = sch.get_loops(row)
+    sch.compute_at(in_lanes, near, preserve_unit_loops=True)
+    sch.decompose_reduction(row, lane)
+    *_, lane, reduced = sch.get_loops(in_lanes)
+    sch.reorder(reduced, lane)
+    sch.vectorize(lane)
+    start = sch.decompose_reduction(in_lanes, reduced)
+    sch.vectorize(sch.get_loops(start)[-1])

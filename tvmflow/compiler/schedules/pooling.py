@@ -1,0 +1,33 @@
+"""The schedule for pooling: a line of the result at a time, channels in vectors."""
+
+from tvm.s_tir import Schedule
+
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.schedules import common
+
+
+def apply(sch: Schedule, machine: Machine) -> bool:
+    """Pooling, and what is element-wise after it; the columns of wide windows are pooled per line."""
+    last = common.kernel(sch, "pooling")
+    if last is None:
+        return False
+    columns = common.named(sch, "columns")
+    for block in common.blocks(sch):
+        if sch.get_consumers(block) and block not in columns and not columns:
+            sch.compute_inline(block)
+    if columns and sch.get_consumers(last):
+        last = common.inline_epilogue(sch, last)
+    if not columns:
+        (last,) = common.blocks(sch)
+    loops = list(sch.get_loops(last))
+    task = common.fuse(sch, loops[:-2])
+    work = 1
+    for loop in loops[-2:]:
+        work *= common.extent(sch, loop) or common.WORTH_A_THREAD
+    if work * (common.extent(sch, task) or machine.cores) >= common.WORTH_A_THREAD:
+        sch.parallel(task)
+    for block in columns:
+        sch.compute_at(block, task, preserve_unit_loops=True)
+        common.vectorize_inner(sch, block, machine)
+    common.vectorize_inner(sch, last, machine)
+    return True

@@ -1,0 +1,113 @@
+"""The schedule for reductions: accumulators in registers, parts of the work on all cores."""
+
+from contextlib import suppress
+
+from tvm.s_tir import Schedule
+from tvm.s_tir.schedule import SBlockRV
+
+from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.schedules import common
+
+# Vectors that one core accumulates side by side.
+_VECTORS = 4
+
+
+def apply(sch: Schedule, machine: Machine) -> bool:
+    """Sums, means, extremes and variances as `operators.reductions` defines them."""
+    if not any(_kind(sch, block) == "reduction" for block in common.blocks(sch)):
+        return False
+    inline_around(sch)
+    for block in common.blocks(sch):
+        kind = _kind(sch, block)
+        if kind == "reduction_inner":
+            _along_results(sch, block, machine)
+        elif not common.is_reduction(sch, block) and not _after_rows(sch, block, machine):
+            with suppress(Exception):
+                common.parallel_vectorized(sch, block, machine)
+    return True
+
+
+def _kind(sch: Schedule, block: SBlockRV) -> str:
+    return str(sch.get(block).annotations.get(KERNEL, ""))
+
+
+def inline_around(sch: Schedule) -> None:
+    """Inline what is element-wise, but no result of a reduction, which would be computed for every reader."""
+    for block in common.blocks(sch):
+        if common.is_reduction(sch, block) or not sch.get_consumers(block):
+            continue
+        if not any(common.is_reduction(sch, producer) for producer in sch.get_producers(block)):
+            with suppress(Exception):
+                sch.compute_inline(block)
+    for block in reversed(common.blocks(sch)):
+        producers = list(sch.get_producers(block))
+        if common.is_reduction(sch, block) or any(common.is_reduction(sch, producer) for producer in producers):
+            continue
+        if producers:
+            with suppress(Exception):
+                sch.reverse_compute_inline(block)
+
+
+def _work(sch: Schedule, block: SBlockRV) -> int:
+    total = 1
+    for loop in sch.get_loops(block):
+        total *= common.extent(sch, loop) or common.WORTH_A_THREAD
+    return total
+
+
+def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Vectors of neighbouring results, each core with its own part of the reduction or of the results."""
+    parallel = _work(sch, block) >= common.WORTH_A_THREAD
+    *outer, c, r = sch.get_loops(block)
+    size = common.extent(sch, c) or 1
+    if size <= machine.lanes:
+        sch.reorder(r, c)
+        inner = [c]
+    elif size % machine.lanes == 0:
+        vectors = size // machine.lanes
+        count = next(count for count in range(_VECTORS, 0, -1) if vectors % count == 0)
+        chunk, vector, lane = sch.split(c, [None, count, machine.lanes])
+        sch.reorder(chunk, r, vector, lane)
+        outer.append(chunk)
+        inner = [vector, lane]
+    else:
+        chunk, lane = sch.split(c, [None, machine.lanes])
+        sch.annotate(chunk, common.PARTITION, 1)
+        sch.reorder(chunk, r, lane)
+        inner = [lane]
+    common.in_registers(sch, inner)
+    if parallel:
+        sch.parallel(common.fuse(sch, outer))
+    start = sch.decompose_reduction(block, r)
+    common.in_registers(sch, list(sch.get_loops(start))[-len(inner) :])
+
+
+def _after_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    """Compute the accumulators of each row where its result is taken from them."""
+    folds = [producer for producer in sch.get_producers(block) if _kind(sch, producer) == "reduction_fold"]
+    loops = list(sch.get_loops(block))
+    if not folds or not loops:
+        return False
+    work = max(_work(sch, producer) for fold in folds for producer in sch.get_producers(fold))
+    task = common.fuse(sch, loops)
+    if work >= common.WORTH_A_THREAD:
+        sch.parallel(task)
+    for fold in folds:
+        (accumulators,) = sch.get_producers(fold)
+        for stage in (fold, accumulators):
+            sch.compute_at(stage, task, preserve_unit_loops=True)
+            accumulate(sch, stage)
+    return True
+
+
+def accumulate(sch: Schedule, block: SBlockRV) -> None:
+    """Keep the accumulators of `reduction_lanes` or `reduction_fold` in registers."""
+    *_, lane, reduced = sch.get_loops(block)
+    inner = [*(list(sch.get_loops(block))[-3:-2] if _kind(sch, block) == "reduction_lanes" else []), lane]
+    sch.reorder(reduced, *inner)
+    common.in_registers(sch, inner)
+    start = sch.decompose_reduction(block, reduced)
+    common.in_registers(sch, list(sch.get_loops(start))[-len(inner) :])
+    if _kind(sch, block) == "reduction_fold":
+        sch.unroll(reduced)

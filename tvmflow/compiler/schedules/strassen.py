@@ -1,0 +1,58 @@
+"""The schedule for Strassen's matrix product: sums of panels, seven products in registers, sums of the products."""
+
+import math
+
+from tvm.s_tir import Schedule
+
+from tvmflow.compiler.annotations import CHUNK, LANES, TILE
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.schedules import common
+
+
+def apply(sch: Schedule, machine: Machine) -> bool:
+    """Matrix products that the compiler chose Strassen's algorithm for.
+
+    Where the weights' sums fit a core's cache, each core sums the panels of its own rows; else the panels are made
+    first, and each core reads its own part of the weights once.
+    """
+    product = common.kernel(sch, "strassen")
+    if product is None:
+        return False
+    annotations = sch.get(product).annotations
+    rows, count, lanes = (int(annotations[name]) for name in (TILE, CHUNK, LANES))
+    _, half_rows, half_units, depth = (int(variable.dom.extent) for variable in sch.get(product).iter_vars)
+    (panels,) = common.named(sch, "panels")
+    (quarters,) = common.named(sch, "quarters")
+    sch.reverse_compute_inline(common.inline_epilogue(sch, quarters))
+    result = sch.cache_write(product, 0, "global")
+    in_cache = 4 * 7 * depth * half_units <= machine.cache and half_rows // rows >= 2 * machine.cores
+
+    upper, row, left, unit = sch.get_loops(quarters)
+    far, near = sch.split(row, [None, rows])
+    outer, pieces, lane = sch.split(unit, [None, count, lanes])
+    sch.reorder(*([far, outer] if in_cache else [outer, far]), upper, left, near, pieces, lane)
+    task = far if in_cache else outer
+    sch.parallel(task)
+    common.in_registers(sch, [upper, left, near, pieces, lane])
+
+    sch.compute_at(result, outer if in_cache else far, preserve_unit_loops=True)
+    term, near, channel = list(sch.get_loops(result))[-3:]
+    pieces, lane = sch.split(channel, [count, lanes])
+    sch.compute_at(product, term, preserve_unit_loops=True)
+    common.in_registers(sch, [near, pieces, lane])
+    *_, near, channel, k = sch.get_loops(product)
+    pieces, lane = sch.split(channel, [count, lanes])
+    sch.reorder(k, near, pieces, lane)
+    common.in_registers(sch, [near, pieces, lane])
+    start = sch.decompose_reduction(product, k)
+    common.in_registers(sch, list(sch.get_loops(start))[-3:])
+
+    if in_cache:
+        sch.compute_at(panels, task, preserve_unit_loops=True)
+    term, near, k = list(sch.get_loops(panels))[-3:]
+    outer, lane = sch.split(k, [None, math.gcd(depth, machine.lanes)])
+    sch.reorder(near, outer, term, lane)
+    common.in_registers(sch, [term, lane])
+    if not in_cache:
+        sch.parallel(near)
+    return True
