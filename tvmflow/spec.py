@@ -217,12 +217,6 @@ class Validate(_Strict):
     top1_agreement: Fraction | None = 1.0
     task: TaskMetric | None = None
 
-    @model_validator(mode="after")
-    def _one_bound(self) -> Self:
-        if self.max_relative_error is not None and self.model_fields_set & {"rtol", "atol"}:
-            raise ValueError("give rtol and atol, or max_relative_error in their place, not both")
-        return self
-
 
 class Benchmark(_Strict):
     """How the bundle is measured, and against whom."""

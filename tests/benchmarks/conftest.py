@@ -18,6 +18,7 @@ Import = Callable[[str], ModuleType]
 
 @pytest.fixture(scope="session")
 def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where what the benchmarks make is kept, for all tests."""
     return tmp_path_factory.mktemp("state")
 
 
@@ -35,8 +36,8 @@ def command(state: Path) -> Command:
     def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("TVMFLOW_", "TVM_"))}
         return subprocess.run(
-            [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments],
-            env={**inherited, "TVMFLOW_HOME": str(state)},
+            [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, "--state", str(state)],
+            env=inherited,
             capture_output=True,
             text=True,
             timeout=300,

@@ -12,6 +12,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 Import = Callable[[str], ModuleType]
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_beside_its_peers(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = ("--rounds", "2", "--seconds", "0.01", "--threads", "1", "--cpu-time", "--json", str(figures))
@@ -53,13 +54,13 @@ def test_an_untuned_build_may_miss_a_goal_by_a_tenth(module: Import) -> None:
     assert speed._ratios(model, found, trials=100)["onnxruntime"].missed
 
 
-def test_a_runner_that_fails_leaves_the_others_measured(module: Import, tmp_path: Path) -> None:
+def test_a_runner_that_fails_leaves_the_others_measured(module: Import, state: Path, tmp_path: Path) -> None:
     prepare, runners = module("prepare"), module("runners")
     model = module("catalogue").MODELS["digits"]
     job = runners.RunnerJob(
         runner="tvmflow",
-        onnx=prepare.export(model, 1, tmp_path),
-        sample=prepare.sample(model, 1, tmp_path),
+        onnx=prepare.export(model, 1, state),
+        sample=prepare.sample(model, 1, state),
         expected=tmp_path / "expected.npz",
         bundle=tmp_path / "missing.tar.gz",
         source=None,
@@ -73,13 +74,13 @@ def test_a_runner_that_fails_leaves_the_others_measured(module: Import, tmp_path
     assert measured["onnxruntime"].runs >= 6
 
 
-def test_a_process_is_stopped_while_it_is_not_its_turn(module: Import, tmp_path: Path) -> None:
+def test_a_process_is_stopped_while_it_is_not_its_turn(module: Import, state: Path, tmp_path: Path) -> None:
     prepare, runners = module("prepare"), module("runners")
     model = module("catalogue").MODELS["digits"]
     job = runners.RunnerJob(
         runner="onnxruntime",
-        onnx=prepare.export(model, 1, tmp_path),
-        sample=prepare.sample(model, 1, tmp_path),
+        onnx=prepare.export(model, 1, state),
+        sample=prepare.sample(model, 1, state),
         expected=tmp_path / "expected.npz",
         bundle=None,
         source=None,

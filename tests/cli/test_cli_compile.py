@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.cli.compile import parse_shapes
 from tvmflow.errors import InputError
+from tvmflow.target import host
 
 Command = Callable[..., Any]
 
@@ -168,3 +169,28 @@ def test_a_state_folder_that_cannot_be_written_is_one_sentence(
     Path("file").touch()
     monkeypatch.setenv("TVMFLOW_HOME", "file/state")
     assert "set TVMFLOW_HOME to another" in _refused(tvmflow, models / "small.onnx")
+
+
+@pytest.mark.skipif("avx512_bf16" not in host().features, reason="this CPU has no avx512_bf16")
+def test_a_bundle_in_bfloat16_is_within_its_bound_and_needs_the_instructions(tvmflow: Command, models: Path) -> None:
+    ended = tvmflow("compile", models / "small.onnx", "-o", "narrow.tar.gz", "--precision", "bf16", "--json")
+    assert ended.code == 0
+    document = json.loads(ended.out)
+    assert (document["precision"], document["verified"]) == ("bf16", True)
+    assert 1e-4 < document["max_abs_error"] < 0.2  # beyond what float32 is allowed
+    assert "avx512_bf16" in read_manifest(Path("narrow.tar.gz")).cpu_features
+
+
+def test_a_precision_that_the_target_has_no_instructions_for_is_refused(tvmflow: Command, models: Path) -> None:
+    ended = tvmflow("compile", models / "small.onnx", "-o", "n.tar.gz", "--precision", "bf16", "--target", "x86-64-v3")
+    assert ended.code != 0
+    assert "target 'x86-64-v3' has no instructions for precision bf16 (avx512_bf16)" in ended.err
+    assert not Path("n.tar.gz").exists()
+
+
+@pytest.mark.skipif("avx512_vnni" not in host().features, reason="this CPU has no avx512_vnni")
+def test_int8_without_a_quantised_model_says_how_to_make_one(tvmflow: Command, models: Path) -> None:
+    ended = tvmflow("compile", models / "small.onnx", "-o", "n.tar.gz", "--precision", "int8")
+    assert ended.code != 0
+    assert "needs a quantised model" in ended.err
+    assert "onnxruntime.quantization.quantize_static" in ended.err

@@ -4,6 +4,8 @@ Each case is written to a file, imported, built for this machine and run in a wo
 case's own results. A worker that crashes or hangs fails one case. Libraries run from memory, without the linker.
 """
 
+# ruff: noqa: T201
+
 import argparse
 import json
 import multiprocessing
@@ -13,6 +15,7 @@ import tempfile
 import time
 import tomllib
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase

@@ -26,12 +26,6 @@ def _bert() -> Any:
     return BertModel(BertConfig(**_TEXT), add_pooling_layer=False)
 
 
-def _distilbert() -> Any:
-    from transformers import DistilBertConfig, DistilBertModel
-
-    return DistilBertModel(DistilBertConfig(vocab_size=99, dim=48, n_layers=2, n_heads=4, hidden_dim=96))
-
-
 def _gpt2() -> Any:
     from transformers import GPT2Config, GPT2Model
 
@@ -86,12 +80,6 @@ def _mobilenet() -> Any:
     return MobileNetV2Model(MobileNetV2Config(depth_multiplier=0.35))
 
 
-def _resnet() -> Any:
-    from transformers import ResNetConfig, ResNetModel
-
-    return ResNetModel(ResNetConfig(embedding_size=24, hidden_sizes=[24, 40, 56, 72], depths=[1, 1, 1, 1]))
-
-
 def _regnet() -> Any:
     from transformers import RegNetConfig, RegNetModel
 
@@ -138,7 +126,6 @@ def _sound() -> torch.Tensor:
 
 _ARCHITECTURES: dict[str, tuple[Callable[[], Any], Callable[[], torch.Tensor], str]] = {
     "bert": (_bert, _tokens, "input_ids"),
-    "distilbert": (_distilbert, _tokens, "input_ids"),
     "gpt2": (_gpt2, _tokens, "input_ids"),
     "llama": (_llama, _tokens, "input_ids"),
     "t5-encoder": (_t5, _tokens, "input_ids"),
@@ -146,7 +133,6 @@ _ARCHITECTURES: dict[str, tuple[Callable[[], Any], Callable[[], torch.Tensor], s
     "swin": (_swin, lambda: _image(32), "pixel_values"),
     "convnext": (_convnext, _image, "pixel_values"),
     "mobilenet-v2": (_mobilenet, _image, "pixel_values"),
-    "resnet": (_resnet, _image, "pixel_values"),
     "regnet": (_regnet, _image, "pixel_values"),
     "segformer": (_segformer, _image, "pixel_values"),
     "whisper-encoder": (_whisper, _sound, "input_features"),

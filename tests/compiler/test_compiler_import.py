@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 
@@ -119,3 +120,50 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "w.params").write_bytes(b"PK nonsense")
     with pytest.raises(ModelImportError, match=r"w\.params"):
         load_params(tmp_path / "w.params")
+
+
+def test_only_the_branch_that_a_known_condition_takes_is_imported(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    result = [helper.make_tensor_value_info("r", TensorProto.FLOAT, [1, 4])]
+    taken = helper.make_graph([helper.make_node("Relu", ["x"], ["r"])], "taken", [], result)
+    other = helper.make_graph([helper.make_node("Neg", ["x"], ["r"])], "other", [], result)
+    node = helper.make_node("If", ["known"], ["y"], then_branch=taken, else_branch=other)
+    path = make_model([node], [("x", [1, 4])], ["y"], {"known": np.array(True)})
+    built = assert_same_as_onnxruntime(path, {"x": np.array([[-1, 0, 1, 2]], "float32")})
+    assert "negative" not in built.ir_text
+
+
+def test_the_models_own_functions_are_inlined(tmp_path: Path) -> None:
+    function = helper.make_function(
+        "org.example",
+        "Twice",
+        ["a"],
+        ["b"],
+        [helper.make_node("Add", ["a", "a"], ["b"])],
+        [helper.make_opsetid("", 18)],
+    )
+    graph = helper.make_graph(
+        [helper.make_node("Twice", ["x"], ["y"], domain="org.example")],
+        "model",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])],
+    )
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("org.example", 1)]
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=9), path)
+    assert "R.add" in import_onnx(path).mod["main"].script()
+
+
+def test_a_form_that_would_be_wrong_is_refused_with_the_reason(make_model: Any) -> None:
+    node = helper.make_node("RoiAlign", ["x", "rois", "batch"], ["y"], name="the_align", mode="max")
+    weights = {"rois": np.zeros((1, 4), "float32"), "batch": np.zeros(1, "int64")}
+    path = make_model([node], [("x", [1, 1, 4, 4])], ["y"], weights)
+    with pytest.raises(UnsupportedOperatorError, match=r"RoiAlign.*the_align.*mode 'max'"):
+        import_onnx(path)
+
+
+def test_types_that_tvm_computes_wrongly_are_refused_by_name(make_model: Any) -> None:
+    node = helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT8E5M2)
+    with pytest.raises(ModelImportError, match=r"FLOAT8E5M2"):
+        import_onnx(make_model([node], [("x", [3])], ["y"]))

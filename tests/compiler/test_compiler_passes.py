@@ -585,7 +585,7 @@ _HEADS = """
 """
 
 
-def _attention(queries: Any, time: Any, mask: bool, heads: int, width: int) -> str:
+def _attention(mask: bool) -> str:
     """Attention as exporters write it, of `x` to itself, the scale on both operands and a mask computed from `x`."""
     nodes = (
         "".join(_HEADS.format(part) for part in "qkv")
@@ -634,7 +634,7 @@ def test_attention_becomes_one_function(
     }  # fmt: skip
     if mask:
         weights |= {"last": np.array([-1]), "middle": np.array([1, 2])}
-    path = make_model(_nodes(_attention(*shape[:2], mask, heads, width)), [("x", shape)], ["y"], weights)
+    path = make_model(_nodes(_attention(mask)), [("x", shape)], ["y"], weights)
     built = assert_same_as_onnxruntime(path, *({"x": _normal(*size, width)} for size in sizes))
     rules = Counter(rule for _, rule in built.schedules)
     assert rules["attention"] == 1

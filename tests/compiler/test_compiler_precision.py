@@ -85,14 +85,24 @@ def test_bfloat16_convolutions_equal_those_of_rounded_operands(
     shape = [("x", [1, channels, height, width])]
     x, bias = _normal(1, channels, height, width), _normal(out)
     weight = _normal(out, channels // groups, kernel, kernel)
-    built = build(
-        import_onnx(make_model(nodes, shape, ["y"], {"w": weight, "b": bias})), native, BuildOptions(precision="bf16")
-    )
+    imported = import_onnx(make_model(nodes, shape, ["y"], {"w": weight, "b": bias}))
+    built = build(imported, native, BuildOptions(precision="bf16", winograd=False))
     (actual,) = run_built(built, x)
     rounded = make_model(nodes, shape, ["y"], {"w": _rounded(weight), "b": bias}, name="rounded.onnx")
     expected = _onnxruntime(rounded, x=_rounded(x))
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6 * float(np.abs(expected).max()))
     assert _rules(built).keys() & {"dot_conv2d", "dot_rows"}
+
+
+@bfloat16
+def test_winograd_reads_bfloat16_where_it_is_faster(make_model: MakeModel, run_built: RunBuilt, native: Target) -> None:
+    weights = {"w": _normal(64, 64, 3, 3), "b": _normal(64)}
+    path = make_model([_conv(1, 3, 1, 1, 1)], [("x", [1, 64, 56, 56])], ["c"], weights)
+    built = build(import_onnx(path), native, BuildOptions(precision="bf16"))
+    x = _normal(1, 64, 56, 56)
+    expected = _onnxruntime(path, x=_rounded(x))
+    np.testing.assert_allclose(run_built(built, x)[0], expected, rtol=1e-4, atol=1e-4 * float(np.abs(expected).max()))
+    assert _rules(built)["winograd"] == 1
 
 
 @bfloat16

@@ -4,6 +4,8 @@ The default run is the same every time. `python tests/compiler/test_compiler_ran
 failures for so long, and prints each with what reproduces it.
 """
 
+# ruff: noqa: T201
+
 import os
 import sys
 import time

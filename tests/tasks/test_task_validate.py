@@ -1,6 +1,7 @@
 """The arithmetic of validation: how far outputs are apart, and when they are out of bounds."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from tasks.validate import _compare, _dataset, _reasons, _score
 from tvmflow.errors import ExportError
-from tvmflow.spec import TaskMetric, Validate
+from tvmflow.spec import TaskMetric, Validate, parse
 
 _NAN, _INF = float("nan"), float("inf")
 
@@ -142,3 +143,32 @@ def test_accuracy_is_the_share_of_right_classes() -> None:
 def test_held_out_data_of_the_wrong_form_is_refused(returned: object, said: str) -> None:
     with pytest.raises(ExportError, match=r"dataset 'data:held_out'.*" + said):
         _dataset(returned, "data:held_out", ("x",))
+
+
+def test_a_bound_on_the_relative_error_stands_in_the_place_of_tolerances() -> None:
+    pairs = [_pair([[100.0, 0.0]], [[100.0, 1.5]])]
+    compared = _compare("onnxruntime", pairs)
+    assert _reasons(Validate(), compared, pairs)
+    assert _reasons(Validate(max_relative_error=0.02), compared, pairs) == []
+    (reason,) = _reasons(Validate(max_relative_error=0.01), compared, pairs)
+    assert "by up to 0.015 of its largest value, beyond max_relative_error 0.01" in reason
+
+
+@pytest.mark.parametrize("got", [[[_NAN, 1.0]], [[_INF, 1.0]], [[2.0, 1.0, 3.0]]])
+def test_no_relative_error_allows_what_is_no_number_or_has_another_shape(got: Any) -> None:
+    pairs = [_pair([[2.0, 1.0]], got)]
+    assert _reasons(Validate(max_relative_error=0.5), _compare("onnxruntime", pairs), pairs)
+
+
+def test_reduced_precision_has_a_wider_bound_that_the_release_file_can_replace(tmp_path: Path) -> None:
+    model = {"name": "n", "model": {"factory": "m:f"}, "inputs": [{"name": "x", "shape": [1]}]}
+
+    def bounds(precision: str, **validate: Any) -> Validate:
+        document = {**model, "build": {"precision": precision}, "validate": validate, "targets": ["x86-64-v4-bf16"]}
+        return parse(document, tmp_path).bounds
+
+    assert bounds("fp32").max_relative_error is None
+    assert bounds("bf16", samples=2).max_relative_error == 0.02
+    assert bounds("int8").max_relative_error == 0.05
+    assert bounds("int8", max_relative_error=0.5).max_relative_error == 0.5
+    assert bounds("bf16", rtol=1e-2).max_relative_error is None

@@ -69,9 +69,11 @@ def compile_command(
     if as_json:
         bundle = packaged.result.bundle
         document = {"bundle": str(output), "sha256": bundle.sha256, "size": bundle.size, "max_abs_error": error}
-        click.echo(json.dumps({**document, "target": resolved.name, "verified": verdict.verified}))
+        document |= {"target": resolved.name, "precision": precision, "verified": verdict.verified}
+        click.echo(json.dumps(document))
     elif error is not None:
-        click.echo(f"{output}: {resolved.name}, largest difference from ONNX Runtime {error:.1e}")
+        narrow = "" if precision == "fp32" else f" in {precision}"
+        click.echo(f"{output}: {resolved.name}{narrow}, largest difference from ONNX Runtime {error:.1e}")
     else:
         click.echo(f"{output}: {resolved.name}, not verified: this machine cannot run it")
 

@@ -465,7 +465,8 @@ def _constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
     attribute = node.attribute[0]
     value: Any = onnx.helper.get_attribute_value(attribute)
     if attribute.name == "value":
-        return attribute.t
+        tensor: onnx.TensorProto = attribute.t
+        return tensor
     dtype = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
     if attribute.name not in dtype:
         return None

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import tvm
 from tvm import relax
+from tvm.relax.frontend.onnx import onnx_frontend
 
 Array = np.ndarray[Any, Any]
 
@@ -368,6 +369,47 @@ def _lp_normalization(node: Node) -> relax.Expr:
     return relax.op.divide(data, divisor)
 
 
+def _dequantized(node: Node, position: int, axis: int) -> relax.Expr:
+    """The operand at `position`, with the scale and zero point that follow it, as float32."""
+    value, scale, zero = node.inputs[position : position + 3]
+    scale = _scalar(node, scale) if _dtype(scale) == "float32" else _scalar(node, relax.op.astype(scale, "float32"))
+    return node.emit(relax.op.dequantize(value, scale, _scalar(node, zero), axis=axis, out_dtype="float32"))
+
+
+def _scalar(node: Node, expr: relax.Expr) -> relax.Expr:
+    """A vector of one element without its dimension."""
+    expr = node.builder.normalize(expr)
+    return node.emit(relax.op.reshape(expr, ())) if _dims(expr) == [1] else expr
+
+
+def _quantized(node: Node, value: relax.Expr, position: int) -> relax.Expr:
+    scale, zero = (_scalar(node, expr) for expr in node.inputs[position : position + 2])
+    if _dims(scale) != []:
+        raise Refused("a scale for each row or channel of the result")
+    scale = scale if _dtype(scale) == "float32" else node.emit(relax.op.astype(scale, "float32"))
+    return relax.op.quantize(value, scale, zero, axis=0, out_dtype=_dtype(zero))
+
+
+def _qlinear_conv(node: Node) -> relax.Expr:
+    """As the QDQ form of the same: dequantized operands, convolution, quantized result."""
+    data, weight = _dequantized(node, 0, 1), _dequantized(node, 3, 0)
+    bias = node.input(8)
+    if bias is not None:
+        scale = node.emit(relax.op.multiply(_scalar(node, node.inputs[1]), _scalar(node, node.inputs[4])))
+        bias = node.emit(relax.op.multiply(node.emit(relax.op.astype(bias, "float32")), scale))
+    convert = onnx_frontend.Conv.get_converter(node.opset)
+    operands = onnx_frontend.onnx_input([data, weight, bias])
+    return _quantized(node, node.emit(convert(node.builder, operands, node.attrs, [{}, {}])), 6)
+
+
+def _qlinear_matmul(node: Node) -> relax.Expr:
+    for position in (1, 4):
+        if _dims(_scalar(node, node.inputs[position])) != []:
+            raise Refused("a scale for each row or column")
+    product = relax.op.matmul(_dequantized(node, 0, 0), _dequantized(node, 3, 0))
+    return _quantized(node, node.emit(product), 6)
+
+
 def _roi_align(node: Node) -> relax.Expr | None:
     if node.text("mode", "avg") != "avg":
         raise Refused("mode 'max'")
@@ -605,6 +647,8 @@ CONVERTERS: dict[str, Converter] = {
     "OneHot": _one_hot,
     "Pad": _pad,
     "Pow": _pow,
+    "QLinearConv": _qlinear_conv,
+    "QLinearMatMul": _qlinear_matmul,
     "Range": _range,
     "Resize": _resize,
     "RMSNormalization": _rms_norm,

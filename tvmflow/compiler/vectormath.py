@@ -57,21 +57,31 @@ def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
     return value
 
 
-def _clamp(x: Any, bound: float) -> Any:
-    """Clamp to [-bound, bound]; not a number stays that."""
-    high, low = tirx.const(bound, "float32"), tirx.const(-bound, "float32")
+def _clamp(x: Any, lowest: float, highest: float) -> Any:
+    """Clamp to [lowest, highest]; not a number stays that."""
+    high, low = tirx.const(highest, "float32"), tirx.const(lowest, "float32")
     return tirx.Select(x > high, high, tirx.Select(x < low, low, x))
+
+
+def _reduced(x: Any, lowest: float) -> tuple[Any, Any]:
+    """e to the x, for x of `lowest` to 89, as a number near one and the power of two that it is multiplied by."""
+    y = _clamp(x, lowest, 89.0)
+    n = tirx.floor(y * 1.44269504088896341 + 0.5)
+    r = y - n * 0.693359375 + n * 2.12194440e-4
+    return _polynomial(r, _EXP) * (r * r) + r + 1.0, tirx.Cast("int32", n)
+
+
+def _power(n: Any) -> Any:
+    """Two to the n, for n of -126 to 128; the latter is infinite."""
+    return tirx.reinterpret("float32", (n + 127) << 23)
 
 
 @_bound
 def exp(x: Any) -> Any:
     """e to the x; results below the smallest normal number are zero."""
-    y = _clamp(x, 89.0)
-    n = tirx.floor(y * 1.44269504088896341 + 0.5)
-    r = y - n * 0.693359375 + n * 2.12194440e-4
-    p = _polynomial(r, _EXP) * (r * r) + r + 1.0
+    p, n = _reduced(x, -89.0)
     # Two to the n in two factors: n itself is out of range for the largest results.
-    power = tirx.reinterpret("float32", (tirx.Cast("int32", n) + 126) << 23)
+    power = _power(n - 1)
     small, large = tirx.const(-87.3365, "float32"), tirx.const(88.72284, "float32")
     infinite = tirx.const(float("inf"), "float32")
     return tirx.Select(x < small, tirx.const(0.0, "float32"), tirx.Select(x > large, infinite, p * 2.0 * power))
@@ -80,7 +90,7 @@ def exp(x: Any) -> Any:
 @_bound
 def tanh(x: Any) -> Any:
     """The hyperbolic tangent."""
-    y = _clamp(x, 7.90531110763549805)
+    y = _clamp(x, -7.90531110763549805, 7.90531110763549805)
     square = y * y
     return tirx.Select(
         tirx.abs(x) < tirx.const(0.0004, "float32"),
@@ -92,20 +102,27 @@ def tanh(x: Any) -> Any:
 @_bound
 def erf(x: Any) -> Any:
     """The error function."""
-    y = _clamp(x, 4.0)
+    y = _clamp(x, -4.0, 4.0)
     square = y * y
     return y * _polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q)
 
 
+def _one_and_exp(x: Any) -> Any:
+    """1 + e to the -x, infinite from where that is nearly so."""
+    p, n = _reduced(0.0 - x, -87.0)
+    return p * _power(n) + 1.0
+
+
+@_bound
 def sigmoid(x: Any) -> Any:
     """1 / (1 + e to the -x)."""
-    return 1.0 / (1.0 + exp(0.0 - x))
+    return 1.0 / _one_and_exp(x)
 
 
 @_bound
 def silu(x: Any) -> Any:
     """x times its sigmoid."""
-    return x / (1.0 + exp(0.0 - x))
+    return x / _one_and_exp(x)
 
 
 @_bound

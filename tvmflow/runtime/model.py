@@ -1,10 +1,11 @@
 """A bundle loaded into this process: a callable that knows its signature."""
 
+import operator
 import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,30 +124,26 @@ class CompiledModel:
 
         Takes every input, in order or by name. Raises InputError for a missing, unknown, wrongly shaped or typed one.
         """
-        arrays = self._arrays(args, kwargs)
-        call = None if arrays is None else self._local.calls.get(tuple([array.shape for array in arrays]))
-        if arrays is None or call is None:
+        arrays: Sequence[Any] = (*args, *map(kwargs.get, self._names[len(args) :])) if kwargs else args
+        call = self._known(arrays) if len(args) + len(kwargs) == len(self._names) else None
+        if call is None:
             checked, sizes = self._checked(self._by_name(args, kwargs))
             arrays = tuple(checked.values())
             call = self._prepare(arrays, sizes)
-        tensors = [take(array) for take, array in zip(call.inputs, arrays, strict=True)]
-        result = call.function(*tensors, *self._params)
+        result = call.function(*map(operator.call, call.inputs, arrays), *self._params)
         values = [result] if hasattr(result, "numpy") else result
-        return {name: self._array(value) for name, value in zip(self._output_names, values, strict=True)}
+        return dict(zip(self._output_names, map(self._array, values), strict=True))
 
-    def _arrays(
-        self, args: "tuple[npt.ArrayLike, ...]", kwargs: "dict[str, npt.ArrayLike]"
-    ) -> "tuple[Array, ...] | None":
-        """The inputs in order if all are arrays of the right dtype; None where it takes a closer look to tell."""
-        if len(args) + len(kwargs) != len(self._names):
-            return None
-        values = (*args, *map(kwargs.get, self._names[len(args) :])) if kwargs else args
+    def _known(self, values: Sequence[Any]) -> _Call | None:
+        """How to call with these inputs, if all are arrays of the right dtype and were of these shapes before."""
+        shapes = []
         for value, dtype in zip(values, self._dtypes, strict=True):
             if type(value) is not np.ndarray or value.dtype != dtype:
                 return None
-        return values  # type: ignore[return-value]
+            shapes.append(value.shape)
+        return self._local.calls.get(tuple(shapes))
 
-    def _prepare(self, arrays: "tuple[Array, ...]", sizes: Mapping[str, int]) -> _Call:
+    def _prepare(self, arrays: "Sequence[Array]", sizes: Mapping[str, int]) -> _Call:
         """How this thread calls the library with inputs of these shapes, which are known to be right."""
         inputs = tuple(
             self._small(array) if self._on_cpu and array.nbytes <= _SMALL else self._tensor for array in arrays

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tvm import relax, te
+from tvm import relax, te, tirx
 
 from tvmflow.compiler import vectormath
 from tvmflow.compiler.machine import Machine
@@ -13,6 +13,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "relax.exp": vectormath.exp,
     "relax.erf": vectormath.erf,
     "relax.tanh": vectormath.tanh,
+    # To even, as TVM's own definition, but in vectors.
+    "relax.round": tirx.round,
     "relax.sigmoid": vectormath.sigmoid,
     "relax.nn.silu": vectormath.silu,
     "relax.nn.gelu": vectormath.gelu,

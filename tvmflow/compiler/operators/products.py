@@ -25,10 +25,12 @@ from tvmflow.compiler.operators.common import (
 
 # Fewer rows than these are no tile of their own.
 _FEWEST_ROWS = 4
+# Vectors of columns that register tiles have.
+_TILES = (2, 3, 4)
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fast: bool = True) -> relax.Expr | None:
-    """Choose how a matrix product is computed; None for what is not ours: other dtypes, batches that broadcast."""
+    """Choose how a matrix product is computed; None for what is not ours: other dtypes, symbolic matrices alone."""
     left, right = call.args
     if not is_float32(left, right) or str(call.ty.dtype) != "float32":
         return None
@@ -44,12 +46,10 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
         packed = _pack_dense(builder, right, lanes)
         compute = partial(dense, units=int(right_shape[1]), machine=machine)
         return builder.call_te(compute, left, packed, primfunc_name_hint="dense", primfunc_attrs=FUSABLE)
-    same = len(left_shape) == len(right_shape) and all(
-        _equal(a, b) for a, b in zip(left_shape[:-2], right_shape[:-2], strict=True)
-    )
-    if not same or len(left_shape) < 3:
+    batch = list(call.ty.shape.values)[:-2] if isinstance(call.ty.shape, relax.ShapeExpr) else []
+    if not batch or not all(_broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
         return None
-    compute = partial(batch_matmul, machine=machine)
+    compute = partial(batch_matmul, batch=batch, machine=machine)
     return builder.call_te(compute, left, right, primfunc_name_hint="batch_matmul", primfunc_attrs=FUSABLE)
 
 
@@ -158,17 +158,37 @@ def row_dimensions(sizes: Sequence[Any]) -> list[int]:
     return [place for place, size in enumerate(known) if (size or 0) >= _FEWEST_ROWS] or [len(sizes) - 1]
 
 
-def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:
-    """Matrix products over equal leading dimensions."""
-    *batch, rows, depth = left.shape
+def _broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
+    """Whether each of the leading dimensions is one or that of the batch, counted from the last."""
+    last = batch[len(batch) - len(sizes) :]
+    return all(static(size) == 1 or _equal(size, whole) for size, whole in zip(sizes, last, strict=True))
+
+
+def _place(index: Sequence[Any], tensor: te.Tensor) -> tuple[Any, ...]:
+    """An index into the whole batch as one into a tensor that is broadcast over some of it."""
+    own = index[len(index) - len(tensor.shape) :]
+    ones = [static(size) == 1 for size in tensor.shape[:-2]]
+    return (*(0 if one else at for one, at in zip(ones, own, strict=False)), *own[-2:])
+
+
+def batch_matmul(left: te.Tensor, right: te.Tensor, *, batch: Sequence[Any], machine: Machine) -> te.Tensor:
+    """Matrix products over the leading dimensions `batch`, which operands that lack some of them are broadcast over."""
+    rows, depth = left.shape[-2:]
     units = right.shape[-1]
     known = static(units)
     lanes = machine.lanes if known is None else vector(known, machine)
     whole = right
     if known is None or known % lanes:
-        # Whole vectors at the end need room.
+        # Whole vectors at the end need room, and a number of them that makes register tiles.
+        room = round_up(units, lanes)
+        if (
+            known is not None
+            and all(int(room) // lanes % count for count in _TILES)
+            and int(room) // lanes > _TILES[-1]
+        ):
+            room += lanes
         whole = te.compute(
-            (*batch, depth, round_up(units, lanes)),
+            (*right.shape[:-1], room),
             lambda *index: tirx.if_then_else(index[-1] < units, right[index], tirx.const(0, right.dtype)),
             name="pack",
         )
@@ -176,8 +196,8 @@ def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.T
         batch,
         rows,
         depth,
-        lambda *index: left[index],
-        lambda *index: whole[index],
+        lambda *index: left[_place(index, left)],
+        lambda *index: whole[_place(index, whole)],
         whole.shape[-1],
         lanes,
         machine,

@@ -73,14 +73,17 @@ class View:
 
     @property
     def outer(self) -> list[Any]:
+        """The dimensions before the reduced ones."""
         return list(self.shape[: self.first])
 
     @property
     def depth(self) -> int:
+        """How many elements make one result."""
         return math.prod(int(size) for size in self.shape[self.first : self.last + 1])
 
     @property
     def inner(self) -> int:
+        """How many results are side by side."""
         return math.prod(int(size) for size in self.shape[self.last + 1 :])
 
     def position(self, outer: Sequence[Any], r: Any, c: Any) -> list[Any]:
@@ -211,10 +214,13 @@ def rows(
             attrs={KERNEL: "reduction_fold"},
         )
 
+    left = size % lanes
+    rest = te.compute((*outer, left), lambda *at: element(at[:-1], whole * lanes + at[-1]), name=f"{name}_rest")
+
     def result(row: Sequence[Any]) -> Any:
         row = tuple(row)
         vector = [] if fold is None else [fold[(*row, lane)] for lane in range(lanes)]
-        return _tree(kind, [*vector, *(element(row, k) for k in range(whole * lanes, size))])
+        return _tree(kind, [*vector, *(rest[(*row, k)] for k in range(left))])
 
     return result
 

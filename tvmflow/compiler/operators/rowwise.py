@@ -11,7 +11,7 @@ from tvmflow.compiler import vectormath
 from tvmflow.compiler.annotations import KERNEL, LEAD
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import reductions
-from tvmflow.compiler.operators.common import is_float32, static
+from tvmflow.compiler.operators.common import is_float32, round_up, static
 
 Row = Callable[[Sequence[Any]], Any]
 
@@ -30,12 +30,8 @@ def legalize_softmax(
 
 def softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
     """Softmax over the last dimension."""
-    rows, size = list(data.shape[:-1]), data.shape[-1]
-    largest = row_reduction(lambda row, k: data[(*row, k)], rows, size, reductions.MAX, "max", machine)
-    exponential = te.compute(
-        data.shape, lambda *index: vectormath.exp(data[index] - largest(index[:-1])), name="exponential"
-    )
-    total = row_reduction(lambda row, k: exponential[(*row, k)], rows, size, reductions.SUM, "sum", machine)
+    rows = list(data.shape[:-1])
+    exponential, _, total = _exponentials(data, machine)
     inverse = te.compute(rows, lambda *row: 1.0 / total(row), name="inverse")
     return te.compute(
         data.shape,
@@ -47,13 +43,8 @@ def softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
 
 def log_softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
     """The logarithm of softmax over the last dimension."""
-    rows, size = list(data.shape[:-1]), data.shape[-1]
-    largest = row_reduction(lambda row, k: data[(*row, k)], rows, size, reductions.MAX, "max", machine)
-
-    def exponential(row: Sequence[Any], k: Any) -> Any:
-        return vectormath.exp(data[(*row, k)] - largest(row))
-
-    total = row_reduction(exponential, rows, size, reductions.SUM, "sum", machine)
+    rows = list(data.shape[:-1])
+    _, largest, total = _exponentials(data, machine)
     logarithm = te.compute(rows, lambda *row: tirx.log(total(row)), name="logarithm")
     return te.compute(
         data.shape,
@@ -61,6 +52,30 @@ def log_softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
         name="log_softmax",
         attrs={KERNEL: "rowwise", LEAD: len(rows)},
     )
+
+
+def _exponentials(data: te.Tensor, machine: Machine) -> tuple[te.Tensor, Row, Row]:
+    """The exponentials of each row less its largest element, that element, and the exponentials' sum.
+
+    Rows of a known size that are no whole vectors are copied into such, so that no exponential is computed by itself.
+    """
+    rows, size = list(data.shape[:-1]), data.shape[-1]
+    known = static(size)
+    if known is not None and known % machine.lanes:
+        end = size
+        size = round_up(size, machine.lanes)
+        ragged = data
+        data = te.compute(
+            (*rows, size),
+            lambda *index: tirx.if_then_else(index[-1] < end, ragged[index], tirx.const(-math.inf, "float32")),
+            name="padded",
+        )
+    largest = row_reduction(lambda row, k: data[(*row, k)], rows, size, reductions.MAX, "max", machine)
+    exponential = te.compute(
+        data.shape, lambda *index: vectormath.exp(data[index] - largest(index[:-1])), name="exponential"
+    )
+    total = row_reduction(lambda row, k: exponential[(*row, k)], rows, size, reductions.SUM, "sum", machine)
+    return exponential, largest, total
 
 
 def legalize_norm(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
@@ -91,8 +106,9 @@ def layer_norm(
     mean, scaling = moments(element, list(data.shape[:lead]), size, epsilon, machine)
     return te.compute(
         data.shape,
-        lambda *index: (data[index] - mean(index[:lead])) * scaling(index[:lead]) * scale[index[lead:]]
-        + bias[index[lead:]],
+        lambda *index: (
+            (data[index] - mean(index[:lead])) * scaling(index[:lead]) * scale[index[lead:]] + bias[index[lead:]]
+        ),
         name="layer_norm",
         attrs={KERNEL: "rowwise", LEAD: lead},
     )

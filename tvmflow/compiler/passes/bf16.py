@@ -113,7 +113,8 @@ class _Round(PyExprMutator):  # type: ignore[misc]
 
     def _matmul(self, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
         if len(operands) == 2:
-            return self._call(partial(dot.batch_matmul, machine=self._machine), *operands, "batch_matmul_bf16")
+            left, right = operands
+            return self._call(partial(dot.batch_matmul, machine=self._machine), left, right, "batch_matmul_bf16")
         (data,), weight = operands, call.args[1]
         units = int(weight.ty.shape.values[1])
         packed = constant(dot.pack_dense(weight.value.numpy(), vector(units, self._machine), BF16))

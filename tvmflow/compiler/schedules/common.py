@@ -218,6 +218,21 @@ def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
         sch.annotate(outer, PARTITION, 1)
 
 
+def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Vectorise a block's innermost loop, with a loop of its own for what is left over.
+
+    To be done last: no other block can be computed at the loops of the block after it.
+    """
+    inner = sch.get_loops(block)[-1]
+    size = extent(sch, inner)
+    if size is None or size <= machine.lanes or size % machine.lanes == 0 or not is_static(sch):
+        vectorize_inner(sch, block, machine)
+        return
+    whole, _ = sch.loop_partition(inner, [size - size % machine.lanes])
+    _, lane = sch.split(whole, [None, machine.lanes])
+    sch.vectorize(lane)
+
+
 def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:
     """Split output channels into tiles, pieces and lanes, so that no store needs a mask within its lanes."""
     channels = extent(sch, channel)

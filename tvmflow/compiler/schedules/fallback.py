@@ -26,11 +26,7 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     for block in common.blocks(sch):
         # What TVM refuses for a block leaves it correct, only less fast.
         with suppress(Exception):
-            if (
-                not _transposed(sch, block, machine)
-                and not _interleaved(sch, block)
-                and not _in_pieces(sch, block, machine)
-            ):
+            if not any(rule(sch, block, machine) for rule in (_transposed, _interleaved, _in_pieces, _ragged)):
                 common.parallel_vectorized(sch, block, machine)
     return True
 
@@ -74,7 +70,7 @@ def _transposed(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     return True
 
 
-def _interleaved(sch: Schedule, block: SBlockRV) -> bool:
+def _interleaved(sch: Schedule, block: SBlockRV, _machine: Machine) -> bool:
     """Blocks that take neighbouring elements from a few places in turn, one place at a time."""
     size = _extent_of_last(sch, block)
     steps = [
@@ -116,6 +112,24 @@ def _in_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
         sizes = [length // edge for length in sizes]
     # What has no common vector is left to LLVM, which makes vectors of plain loops.
     sch.loop_partition(last, sizes[:-1])
+    _parallel(sch, outer, size)
+    return True
+
+
+def _ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    """Blocks whose last dimension is no whole number of vectors, where there are rows enough for the cores."""
+    size = _extent_of_last(sch, block)
+    if (
+        size is None
+        or size <= machine.lanes
+        or math.gcd(size, machine.lanes) >= _NARROWEST
+        or not common.is_static(sch)
+    ):
+        return False
+    outer = list(sch.get_loops(block))[:-1]
+    if math.prod(common.extent(sch, loop) or 1 for loop in outer) < machine.cores:
+        return False
+    common.vectorize_last(sch, block, machine)
     _parallel(sch, outer, size)
     return True
 

@@ -28,6 +28,6 @@ def apply(sch: Schedule, machine: Machine) -> bool:
         sch.parallel(task)
     for block in columns:
         sch.compute_at(block, task, preserve_unit_loops=True)
-        common.vectorize_inner(sch, block, machine)
-    common.vectorize_inner(sch, last, machine)
+    for block in (*columns, last):
+        common.vectorize_last(sch, block, machine)
     return True

@@ -72,15 +72,15 @@ def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
         outer.append(chunk)
         inner = [vector, lane]
     else:
-        chunk, lane = sch.split(c, [None, machine.lanes])
-        sch.annotate(chunk, common.PARTITION, 1)
-        sch.reorder(chunk, r, lane)
-        inner = [lane]
-    common.in_registers(sch, inner)
+        # Left to LLVM, which makes vectors of plain loops and of what is left over.
+        sch.reorder(r, c)
+        inner = []
     if parallel:
         sch.parallel(common.fuse(sch, outer))
     start = sch.decompose_reduction(block, r)
-    common.in_registers(sch, list(sch.get_loops(start))[-len(inner) :])
+    if inner:
+        common.in_registers(sch, inner)
+        common.in_registers(sch, list(sch.get_loops(start))[-len(inner) :])
 
 
 def _after_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:

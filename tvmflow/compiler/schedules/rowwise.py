@@ -24,10 +24,12 @@ def apply(sch: Schedule, machine: Machine) -> bool:
         rows[-1], _ = sch.split(rows[-1], [None, group])
     task = common.fuse(sch, rows)
     sch.parallel(task)
-    for block in reversed([block for block in common.blocks(sch) if sch.get_consumers(block)]):
+    stages = [block for block in common.blocks(sch) if sch.get_consumers(block)]
+    for block in reversed(stages):
         sch.compute_at(block, task, preserve_unit_loops=True)
+    for block in stages:
         _in_vectors(sch, block, lead, machine)
-    common.vectorize_inner(sch, last, machine)
+    common.vectorize_last(sch, last, machine)
     return True
 
 
@@ -35,8 +37,15 @@ def _in_vectors(sch: Schedule, block: SBlockRV, rows: int, machine: Machine) -> 
     inner = list(sch.get_loops(block))[1 + rows :]
     if not inner:
         return
-    if not common.is_reduction(sch, block):
-        common.vectorize_inner(sch, block, machine)
+    if sch.get(block).name_hint.startswith("padded"):
+        # The last vector is what the row ends in.
+        vectors, lane = sch.split(inner[-1], [None, machine.lanes])
+        whole = (common.extent(sch, vectors) or 1) - 1
+        sch.vectorize(lane)
+        if whole:
+            sch.loop_partition(vectors, [whole])
+    elif not common.is_reduction(sch, block):
+        common.vectorize_last(sch, block, machine)
     elif KERNEL in sch.get(block).annotations:
         reductions.accumulate(sch, block)
     else:
