@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from tvm import te, tirx, topi
 
 from tvmflow.compiler import tiles
+from tvmflow.compiler.dotproduct import BF16, round_bf16
 from tvmflow.compiler.machine import Machine
 
 _Matrix = npt.NDArray[np.float64]
@@ -44,28 +46,35 @@ def choose(
     out_channels: int,
     machine: Machine,
     stride: int = 1,
-    direct_group: int = 1,
+    group: int = 1,
 ) -> int | None:
     """The size of the output tiles that is fastest for an output of `height` by `width`; None for the direct way.
 
     Counts a core's cycles per image: of the products, of the transforms, and of reading weights that stay in no cache.
-    `direct_group` is how many multiply-adds an instruction does in a lane the direct way, in weights so much smaller.
+    `group` is how many multiply-adds of narrow numbers an instruction does in a lane, where they are accurate enough.
     """
     if min(channels, out_channels) < _FEWEST_CHANNELS or min(height, width) < 2 or stride not in _POINTS:
         return None
-    costs: dict[int | None, float] = {
-        None: _cost(9 * height * width, 9, channels / direct_group, out_channels, machine)
-    }
+    costs: dict[int | None, float] = {None: _cost(9 * height * width, 9, channels / group, out_channels, machine)}
     for size in _POINTS[stride]:
         high, wide = -(-height // size), -(-width // size)
         taps = side_of(size, stride) ** 2
-        tile = tile_of(high, wide, taps, channels, -(-out_channels // machine.lanes), machine)
+        depth = -(-channels // (group if takes_narrow(size, stride, channels) else 1))
+        tile = tile_of(high, wide, taps, depth, -(-out_channels // machine.lanes), machine)
         # A tile of few rows and vectors waits for loads, and for its own results.
         waiting = max(1.0, _ENOUGH / (tile.rows * tile.vectors))
         transforms = 4 * taps * high * wide * (channels + out_channels) / machine.lanes
         products = taps * high * wide * waiting
-        costs[size] = _cost(products, taps, channels, out_channels, machine) + transforms
+        costs[size] = _cost(products, taps, depth, out_channels, machine) + transforms
     return min(costs, key=lambda size: costs[size])
+
+
+def takes_narrow(size: int, stride: int, channels: int) -> bool:
+    """Whether the transformed numbers may be rounded to bfloat16.
+
+    With tiles of two that makes 1.5 times the error of doing so the direct way, with tiles of four four times.
+    """
+    return (size, stride, channels % BF16.group) == (2, 1, 0)
 
 
 def side_of(size: int, stride: int) -> int:
@@ -149,6 +158,13 @@ def transform_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride
     return value.reshape(-1, channels, vectors, lanes).transpose(0, 2, 1, 3)
 
 
+def narrow_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int) -> np.ndarray[Any, Any]:
+    """The transformed weights as the bits of bfloat16, packed into `[taps][CO/v][CI/2][v][2]`; CI must be even."""
+    wide = transform_kernel(weight, size, lanes).astype(ml_dtypes.bfloat16).view("uint16")
+    taps, vectors, channels, _ = wide.shape
+    return wide.reshape(taps, vectors, channels // BF16.group, BF16.group, lanes).swapaxes(3, 4)
+
+
 def conv2d(
     data: te.Tensor,
     weight: te.Tensor,
@@ -159,12 +175,12 @@ def conv2d(
     machine: Machine,
     stride: int = 1,
 ) -> te.Tensor:
-    """Convolution of NHWC data of known height and width with weights from `transform_kernel`.
+    """Convolution of NHWC data of known height and width with weights from `transform_kernel` or `narrow_kernel`.
 
     `annotations` gives those of the matrix product from the rows of its tile, its lanes and the size of output tiles.
     """
     batch, in_h, in_w, depth = data.shape
-    taps, vectors, _, lanes = (int(dim) for dim in weight.shape)
+    taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
     side = math.isqrt(taps)
     size = (side - 3) // stride + 1
     top, left, bottom, right = padding
@@ -194,17 +210,25 @@ def conv2d(
         ),
         name="input_vertical",
     )
+    rounded = round_bf16 if group else lambda value: value
     transformed = te.compute(
         (side, side, total, depth),
-        lambda a, b, p, c: combine(inputs, b, lambda j: vertical[a, j, p, c]),
+        lambda a, b, p, c: rounded(combine(inputs, b, lambda j: vertical[a, j, p, c])),
         name="input",
     )
-    k = te.reduce_axis((0, depth), "k")
+    k = te.reduce_axis((0, steps), "k")
+    within = [te.reduce_axis((0, size), "within") for size in group]
+
+    def term(a: Any, b: Any, p: Any, c: Any) -> Any:
+        number = transformed[a, b, p, k * group[0] + within[0] if group else k]
+        kernel = weight[(a * side + b, c // lanes, k, c % lanes, *within)]
+        return BF16.product(number, kernel) if group else number * kernel
+
     product = te.compute(
         (side, side, total, vectors * lanes),
-        lambda a, b, p, c: te.sum(transformed[a, b, p, k] * weight[a * side + b, c // lanes, k, c % lanes], axis=k),
+        lambda a, b, p, c: te.sum(term(a, b, p, c), axis=[k, *within]),
         name="product",
-        attrs=annotations(tile_of(high, wide, taps, int(depth), vectors, machine).rows, lanes, size),
+        attrs=annotations(tile_of(high, wide, taps, steps, vectors, machine).rows, lanes, size),
     )
     # Tiles come first: were they where the product has them, MetaSchedule would take this stage for a copy of it.
     back = te.compute(

@@ -73,12 +73,12 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
     return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=FUSABLE)
 
 
-def winograd_conv2d(data: te.Tensor, weight: te.Tensor, **arguments: Any) -> te.Tensor:
-    """`winograd.conv2d` with the annotations of its schedule."""
+def winograd_conv2d(data: te.Tensor, weight: te.Tensor, *, kind: str = "winograd", **arguments: Any) -> te.Tensor:
+    """`winograd.conv2d` with the annotations of the schedule `kind`."""
     return winograd.conv2d(
         data,
         weight,
-        annotations=lambda rows, lanes, size: {KERNEL: "winograd", TILE: rows, LANES: lanes, WINOGRAD: size},
+        annotations=lambda rows, lanes, size: {KERNEL: kind, TILE: rows, LANES: lanes, WINOGRAD: size},
         **arguments,
     )
 
@@ -89,7 +89,7 @@ def winograd_size(
     groups: int,
     geometry: dict[str, Any],
     machine: Machine,
-    direct_group: int = 1,
+    group: int = 1,
 ) -> int | None:
     """The size of Winograd's output tiles where that algorithm applies and pays."""
     out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
@@ -101,7 +101,7 @@ def winograd_size(
         return None
     top, left, bottom, right = geometry["padding"]
     high, wide = ((size - 3) // stride + 1 for size in (height + top + bottom, width + left + right))
-    return winograd.choose(high, wide, channels, out_channels, machine, stride, direct_group)
+    return winograd.choose(high, wide, channels, out_channels, machine, stride, group)
 
 
 def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:

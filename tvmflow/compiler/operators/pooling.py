@@ -81,13 +81,16 @@ def pool(
     batch, in_h, in_w, channels = data.shape
     down, across = windows
 
+    def combine(a: Any, b: Any) -> Any:
+        return tirx.max(a, b) if largest else a + b
+
     def window(element: Callable[[Any], Any], along: _Window, index: Any, length: Any) -> Any:
         values = []
         for place, inside in along.places(index, length):
             value = element(place)
             # Repeating an element leaves a maximum as it is, but not a sum.
             values.append(value if largest or inside is None else tirx.Select(inside, value, tirx.const(0, "float32")))
-        return reduce(tirx.max if largest else lambda a, b: a + b, values)
+        return reduce(combine, values)
 
     def scaled(value: Any, h: Any, w: Any) -> Any:
         if largest:
@@ -104,14 +107,20 @@ def pool(
             name="pool",
             attrs={KERNEL: "pooling"},
         )
-    columns = te.compute(
-        (batch, size[0], in_w, channels),
-        lambda n, h, x, c: window(lambda y: data[n, y, x, c], down, h, in_h),
-        name="columns",
-    )
+    # Lines with their padding, so that the windows of a line read all of their elements.
+    width = (size[1] - 1) * across.stride + across.taps
+
+    def column(n: Any, h: Any, x: Any, c: Any) -> Any:
+        place = x - across.before
+        value = window(lambda y: data[n, y, tirx.min(tirx.max(place, 0), in_w - 1), c], down, h, in_h)
+        return value if largest else tirx.Select(tirx.all(place >= 0, place < in_w), value, tirx.const(0, "float32"))
+
+    columns = te.compute((batch, size[0], width, channels), column, name="columns")
     return te.compute(
         (batch, *size, channels),
-        lambda n, h, w, c: scaled(window(lambda x: columns[n, h, x, c], across, w, in_w), h, w),
+        lambda n, h, w, c: scaled(
+            reduce(combine, [columns[n, h, w * across.stride + tap, c] for tap in range(across.taps)]), h, w
+        ),
         name="pool",
         attrs={KERNEL: "pooling"},
     )

@@ -151,7 +151,10 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine) -
 
 
 def row_dimensions(sizes: Sequence[Any]) -> list[int]:
-    """Which leading dimensions of a dense layer's input become rows: all if all are known, else the known ones that fill a tile, else the last."""
+    """Which leading dimensions of a dense layer's input become rows.
+
+    All if all are known, else the known ones that fill a tile, else the last.
+    """
     known = [static(size) for size in sizes]
     if None not in known:
         return list(range(len(sizes)))

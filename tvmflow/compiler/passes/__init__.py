@@ -31,7 +31,6 @@ def canonicalize() -> list[tvm.transform.Pass]:
         simplify.matrices_of_vectors(),
         *tidy(),
         attention.merge_transposes(),
-        attention.compose_attention(),
         folding.fold_scales(),
         simplify.split_clip(),
         simplify.convolve_in_two_dimensions(),
@@ -57,7 +56,14 @@ def layout() -> list[tvm.transform.Pass]:
 def pass_names() -> list[str]:
     """The names of our own passes, as the pass context takes them."""
     ours = [*canonicalize(), *layout()]
-    others = {"FuseBlocks", "LowerAttention", "RoundProducts", "IntegerArithmetic", "IntegerProducts"}
+    others = {
+        "ComposeAttention",
+        "FuseBlocks",
+        "LowerAttention",
+        "RoundProducts",
+        "IntegerArithmetic",
+        "IntegerProducts",
+    }
     return sorted({*others, *(str(item.info.name) for item in ours)})
 
 
@@ -69,7 +75,7 @@ def lower_passes(target: Target, precision: Precision = "fp32", winograd: bool =
         fused: list[tvm.transform.Pass] = []
         legalize = relax.transform.LegalizeOps()
     else:
-        laid_out = layout()
+        laid_out = [attention.compose_attention(), *layout()]
         cpu = machine(target)
         narrow = {"fp32": FuseBlocks(cpu), "bf16": RoundProducts(cpu, winograd), "int8": IntegerProducts(cpu)}[
             precision

@@ -165,9 +165,10 @@ def compose_attention() -> tvm.transform.Pass:
 
 @dataclass(frozen=True)
 class _View:
-    """Where the elements of a tensor by batch, position, head and channel are in `base`.
+    """Where in `base` the elements of a tensor by batch, position, head and channel are.
 
-    Each dimension of the base has the dimension of the tensor that runs along it, None for none, the step and the start.
+    For each dimension of the base: the dimension of the tensor that runs along it, None for none, the step and the
+    start.
     """
 
     base: relax.Expr
@@ -210,7 +211,7 @@ def _through(rewriter: Rewriter, view: _View) -> _View | None:
         steps = list(call.args[4]) if len(call.args) > 4 else [1] * len(call.args[1])
         for axis, start, step in zip(call.args[1], call.args[2], steps, strict=True):
             extent = before[int(axis)]
-            if not isinstance(start, tirx.IntImm) or int(step) < 1 or not isinstance(extent, tirx.IntImm):
+            if not all(isinstance(item, int | tirx.IntImm) for item in (start, step, extent)) or int(step) < 1:
                 return None
             begin = int(start) + (int(extent) if int(start) < 0 else 0)
             if not 0 <= begin < int(extent):

@@ -8,12 +8,12 @@ import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.compiler import winograd
 from tvmflow.compiler.dotproduct import BF16, Widened, round_bf16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
 from tvmflow.compiler.operators.products import row_dimensions
-from tvmflow.compiler.winograd import transform_kernel
 
 
 @tvm.transform.module_pass(opt_level=0, name="RoundProducts")
@@ -59,7 +59,9 @@ class _Round(PyExprMutator):  # type: ignore[misc]
         super().visit_var_binding_(binding)
         if binding.var in self._wanted:
             value = self.visit_expr(binding.var)
-            self._rounded[binding.var] = self.builder_.emit(_round(self.builder_, value))
+            # What is read outside its dataflow block is so rounded, too.
+            emit = self.builder_.emit if isinstance(binding.var, relax.DataflowVar) else self._emit_output
+            self._rounded[binding.var] = emit(_round(self.builder_, value))
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         operands = _operands(op, self._machine)
@@ -79,10 +81,11 @@ class _Round(PyExprMutator):  # type: ignore[misc]
     def _low(self, operand: relax.Expr) -> relax.Expr:
         if isinstance(operand, relax.Var) and operand in self._rounded:
             return self._rounded[operand]
-        low = self.builder_.emit(_round(self.builder_, self.visit_expr(operand)))
-        if isinstance(operand, relax.Var):
-            self._rounded[operand] = low
-        return low
+        return self.builder_.emit(_round(self.builder_, self.visit_expr(operand)))
+
+    def _emit_output(self, expr: relax.Expr) -> relax.Var:
+        in_dataflow = self.builder_.current_block_is_dataflow()
+        return self.builder_.emit_output(expr) if in_dataflow else self.builder_.emit(expr)
 
     def _conv2d(self, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
         (data,), weight, attrs, machine = operands, call.args[1], call.attrs, self._machine
@@ -102,11 +105,21 @@ class _Round(PyExprMutator):  # type: ignore[misc]
             size = convolution.winograd_size(call.args[0], weight, groups, geometry, machine, BF16.group)
         if size is not None:
             stride, padding = geometry["strides"][0], geometry["padding"]
-            packed = constant(transform_kernel(value, size, machine.lanes, stride))
-            compute = _reading_bf16(
-                convolution.winograd_conv2d, channels=channels, padding=padding, stride=stride, machine=machine
+            narrow = winograd.takes_narrow(size, stride, int(weight.ty.shape.values[1]))
+            packed = (
+                winograd.narrow_kernel(value, size, machine.lanes)
+                if narrow
+                else winograd.transform_kernel(value, size, machine.lanes, stride)
             )
-            return self._call(compute, data, packed, "winograd_conv2d")
+            compute = _reading_bf16(
+                convolution.winograd_conv2d,
+                kind="dot_winograd" if narrow else "winograd",
+                channels=channels,
+                padding=padding,
+                stride=stride,
+                machine=machine,
+            )
+            return self._call(compute, data, constant(packed), "winograd_conv2d" + ("_bf16" if narrow else ""))
         packed = constant(dot.pack_conv2d(value, dot.lanes_of(channels, groups, machine), BF16))
         compute = partial(dot.conv2d, dot=BF16, channels=channels, groups=groups, machine=machine, **geometry)
         return self._call(compute, data, packed, "conv2d_bf16")

@@ -68,6 +68,13 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
         )
         for axis, more in enumerate(attrs.output_padding)
     ]
+    wanted = list(call.ty.shape.values[2:])
+    analyzer = tvm.sym.Analyzer()
+    whole_size = all(
+        analyzer.can_prove_equal((dims[2 + axis] + extra[axis]) * strides[axis], wanted[axis]) for axis in (0, 1)
+    )
+    if not whole_size and not all(isinstance(size, tvm.tirx.IntImm) for size in dims[2:]):
+        return None  # TVM knows no shape for a slice of a symbolic size.
     kernel = _ordinary(weight, groups)
     channels = kernel.shape[0]
     alike = groups == 1 and all(len({(len(taps), first) for taps, first, _ in axis}) == 1 for axis in phases)
@@ -97,11 +104,9 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
         apart = rewriter.emit(relax.op.permute_dims(parts, [0, 3, 4, 1, 5, 2]))
         high, wide = high * strides[0], wide * strides[1]
         whole = rewriter.emit(relax.op.reshape(apart, [batch, channels, high, wide]))
-    wanted = call.ty.shape.values[2:]
-    analyzer = tvm.sym.Analyzer()
-    if all(analyzer.can_prove_equal(a, b) for a, b in zip((high, wide), wanted, strict=True)):
+    if whole_size:
         return whole
-    return relax.op.strided_slice(whole, [2, 3], [0, 0], list(wanted))
+    return relax.op.strided_slice(whole, [2, 3], [0, 0], wanted)
 
 
 def _overhang(kernel: int, stride: int, dilation: int, padding: Sequence[int], more: int) -> int:

@@ -112,11 +112,11 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
             return self.visit_expr(source), scale, zero
         if dtype != "int8":
             return None
-        if source not in self._unsigned:
-            wide = self.emit(relax.op.astype(self.visit_expr(source), "int32"))
-            wide = self.emit(relax.op.add(wide, relax.const(_SHIFT, "int32")))
-            self._unsigned[source] = self.emit(relax.op.astype(wide, "uint8"))
-        return self._unsigned[source], scale, zero + _SHIFT
+        if source in self._unsigned:
+            return self._unsigned[source], scale, zero + _SHIFT
+        wide = self.emit(relax.op.astype(self.visit_expr(source), "int32"))
+        wide = self.emit(relax.op.add(wide, relax.const(_SHIFT, "int32")))
+        return self.emit(relax.op.astype(wide, "uint8")), scale, zero + _SHIFT
 
     def weights(self, expr: relax.Expr) -> tuple[Array, Array] | None:
         """Centred integers, and their scales in a shape that broadcasts against them, of a dequantised constant."""

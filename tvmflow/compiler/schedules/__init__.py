@@ -30,6 +30,7 @@ RULES: dict[str, Rule] = {
     "rows": products.apply_rows,
     "dot_conv2d": dot.apply_conv2d,
     "dot_rows": dot.apply_rows,
+    "dot_winograd": winograd.apply_dot,
     "winograd": winograd.apply,
     "strassen": strassen.apply,
     "depthwise": depthwise.apply,

@@ -12,13 +12,9 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     if last is None:
         return False
     columns = common.named(sch, "columns")
-    for block in common.blocks(sch):
-        if sch.get_consumers(block) and block not in columns and not columns:
-            sch.compute_inline(block)
-    if columns and sch.get_consumers(last):
-        last = common.inline_epilogue(sch, last)
-    if not columns:
-        (last,) = common.blocks(sch)
+    if sch.get_consumers(last):
+        pool, last = last, common.inline_epilogue(sch, last)
+        sch.compute_inline(pool)
     loops = list(sch.get_loops(last))
     task = common.fuse(sch, loops[:-2])
     work = 1

@@ -63,7 +63,8 @@ def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     size = common.extent(sch, c) or 1
     if size <= machine.lanes:
         sch.reorder(r, c)
-        inner = [c]
+        # TVM refuses vectors of some widths; LLVM takes any.
+        inner = [c] if size & (size - 1) == 0 else []
     elif size % machine.lanes == 0:
         vectors = size // machine.lanes
         count = next(count for count in range(_VECTORS, 0, -1) if vectors % count == 0)
@@ -75,11 +76,12 @@ def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
         # Left to LLVM, which makes vectors of plain loops and of what is left over.
         sch.reorder(r, c)
         inner = []
+    if inner:
+        common.in_registers(sch, inner)
     if parallel:
         sch.parallel(common.fuse(sch, outer))
     start = sch.decompose_reduction(block, r)
     if inner:
-        common.in_registers(sch, inner)
         common.in_registers(sch, list(sch.get_loops(start))[-len(inner) :])
 
 

@@ -2,10 +2,11 @@
 
 import math
 
-from tvm.s_tir import Schedule
+from tvm.s_tir import Schedule, ScheduleError
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.annotations import LANES, TILE, WINOGRAD
+from tvmflow.compiler.dotproduct import BF16, use
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
 
@@ -16,19 +17,29 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     Where the transformed weights fit a core's cache, a line of tiles goes through all stages at once and stays there
     too; else every stage is a parallel loop of its own, so that each weight is read by one core once.
     """
-    product = common.kernel(sch, "winograd")
+    return _apply(sch, machine, "winograd")
+
+
+def apply_dot(sch: Schedule, machine: Machine) -> bool:
+    """The same with products of bfloat16."""
+    return _apply(sch, machine, "dot_winograd")
+
+
+def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
+    product = common.kernel(sch, kind)
     if product is None:
         return False
     annotations = sch.get(product).annotations
     rows, lanes, size = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD))
     sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
-    side, channels, depth = int(sizes[0]), int(sizes[-2]), int(sizes[-1])
+    side, channels, steps = int(sizes[0]), int(sizes[3]), int(sizes[4])
+    depth = math.prod(int(size) for size in sizes[4:])
     (pad,), (vertical,), (transformed,), (back,) = (
         common.named(sch, name) for name in ("pad", "input_vertical", "input", "output_vertical")
     )
     out = common.inline_epilogue(sch, back)
     wide = -(-int(sch.get(out).iter_vars[2].dom.extent) // size)
-    whole = 4 * side**2 * channels * depth <= machine.cache and wide % rows == 0
+    whole = 4 * side**2 * channels * steps <= machine.cache and wide % rows == 0
     result = sch.cache_write(product, 0, "global")
 
     n, h, w, c = sch.get_loops(out)
@@ -52,12 +63,16 @@ def apply(sch: Schedule, machine: Machine) -> bool:
         sch.parallel(sch.fuse(a, b, outer))
     sch.compute_at(product, line, preserve_unit_loops=True)
     common.in_registers(sch, [near, pieces, lane])
-    *_, near, lane, k = sch.get_loops(product)
+    *around, near, lane, k = list(sch.get_loops(product))[: 5 - len(sizes) or None]
     pieces, lane = sch.split(lane, [count, lanes])
-    sch.reorder(k, near, pieces, lane)
-    common.in_registers(sch, [near, pieces, lane])
+    sch.reorder(k, near, pieces, lane, *list(sch.get_loops(product))[len(around) + 4 :])
+    sch.unroll(near)
+    sch.unroll(pieces)
+    if kind == "winograd":
+        sch.vectorize(lane)
     start = sch.decompose_reduction(product, k)
     common.in_registers(sch, list(sch.get_loops(start))[-3:])
+    instruction = around[0], lane
 
     if whole:
         sch.compute_at(transformed, task, preserve_unit_loops=True)
@@ -73,13 +88,19 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     common.in_registers(sch, list(sch.get_loops(vertical))[-4:])
     sch.compute_at(pad, task, preserve_unit_loops=True)
     common.vectorize_inner(sch, pad, machine)
+    if kind == "dot_winograd":
+        # Last: no stage can be moved to a block that stands for an instruction.
+        use(sch, BF16, lanes, *instruction)
     return True
 
 
 def winograd_of(func: PrimFunc) -> tuple[int, int, int] | None:
     """The size of the output tiles, the stride and the input channels of a function that uses the algorithm."""
     sch = Schedule(func)
-    product = common.kernel(sch, "winograd")
+    try:
+        product = common.kernel(sch, "winograd")
+    except ScheduleError:  # TVM writes some functions, such as sorting, without blocks.
+        return None
     if product is None:
         return None
     block = sch.get(product)

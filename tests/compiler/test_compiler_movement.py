@@ -1,0 +1,173 @@
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import NodeProto, helper
+
+from tvmflow.compiler import Built
+
+Check = Callable[..., Built]
+
+
+def _normal(*shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).standard_normal(shape).astype("float32")
+
+
+def _transposes(built: Built) -> int:
+    """The functions that do nothing but change the order of dimensions."""
+    return sum(name.rstrip("0123456789") == "transpose" for name, _ in built.schedules)
+
+
+def _between(nodes: list[NodeProto], channels: int) -> tuple[list[NodeProto], dict[str, np.ndarray[Any, Any]]]:
+    """Nodes from `a` to `b` between two convolutions, from `x` with three channels to `y`."""
+    first = helper.make_node("Conv", ["x", "w"], ["a"])
+    return [first, *nodes, helper.make_node("Relu", ["b"], ["y"])], {"w": _normal(channels, 3, 1, 1)}
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 28, 28), (2, 24, 7, 19), (1, 70, 5, 16)], ids=str)
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (0, 3, 1, 2), (3, 2, 1, 0), (0, 2, 1, 3), (1, 0, 3, 2)], ids=str)
+def test_transposes_equal_onnx_runtime(
+    order: tuple[int, ...], shape: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    path = make_model([helper.make_node("Transpose", ["x"], ["y"], perm=order)], [("x", shape)], ["y"])
+    assert_same_as_onnxruntime(path, {"x": _normal(*shape)})
+
+
+@pytest.mark.parametrize("channels", [(64, 32), (58, 58), (3, 24, 1, 19), (1, 1)], ids=str)
+@pytest.mark.parametrize("axis", [1, 3])
+def test_concatenation_and_what_follows_equal_onnx_runtime(
+    axis: int, channels: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    names = [f"x{place}" for place in range(len(channels))]
+    shapes = [[2, *([size, 6, 5] if axis == 1 else [5, 6, size])] for size in channels]
+    nodes = [
+        helper.make_node("Concat", names, ["c"], axis=axis),
+        helper.make_node("Mul", ["c", "s"], ["m"]),
+        helper.make_node("Relu", ["m"], ["y"]),
+    ]
+    total = sum(channels)
+    scale = _normal(1, total, 1, 1) if axis == 1 else _normal(total)
+    path = make_model(nodes, list(zip(names, shapes, strict=True)), ["y"], {"s": scale})
+    assert_same_as_onnxruntime(path, {name: _normal(*shape) for name, shape in zip(names, shapes, strict=True)})
+
+
+@pytest.mark.parametrize("channels", [20, 116])
+def test_shuffled_channels_stay_last(channels: int, make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes, weights = _between(
+        [
+            helper.make_node("Reshape", ["a", "apart"], ["c"]),
+            helper.make_node("Transpose", ["c"], ["d"], perm=[0, 2, 1, 3, 4]),
+            helper.make_node("Reshape", ["d", "together"], ["e"]),
+            helper.make_node("Split", ["e"], ["f", "g"], axis=1, num_outputs=2),
+            helper.make_node("Concat", ["g", "f"], ["b"], axis=1),
+        ],
+        channels,
+    )
+    shapes = {"apart": np.array([2, 2, channels // 2, 6, 7]), "together": np.array([2, channels, 6, 7])}
+    path = make_model(nodes, [("x", [2, 3, 6, 7])], ["y"], {**weights, **shapes})
+    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 6, 7)})
+    assert _transposes(built) <= 2  # at both ends
+
+
+@pytest.mark.parametrize("mode", ["CRD", "DCR"])
+def test_depth_to_space_and_back_equal_onnx_runtime(
+    mode: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes, weights = _between(
+        [
+            helper.make_node("DepthToSpace", ["a"], ["c"], blocksize=2, mode=mode),
+            helper.make_node("Sigmoid", ["c"], ["d"]),
+            helper.make_node("SpaceToDepth", ["d"], ["b"], blocksize=2),
+        ],
+        24,
+    )
+    path = make_model(nodes, [("x", [2, 3, 6, 7])], ["y"], weights)
+    assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 6, 7)})
+
+
+@pytest.mark.parametrize(
+    ("mode", "transformation"), [("nearest", "asymmetric"), ("linear", "half_pixel"), ("linear", "align_corners")]
+)
+@pytest.mark.parametrize("scale", [(2.0, 2.0), (3.0, 1.5)], ids=str)
+@pytest.mark.parametrize("inside", [True, False], ids=["channels last", "channels first"])
+def test_resizing_equals_onnx_runtime(
+    inside: bool,
+    scale: tuple[float, float],
+    mode: str,
+    transformation: str,
+    make_model: Any,
+    assert_same_as_onnxruntime: Check,
+) -> None:
+    rounding = {"nearest_mode": "floor"} if mode == "nearest" else {}
+    resize = helper.make_node(
+        "Resize",
+        ["a" if inside else "x", "", "scale"],
+        ["b" if inside else "y"],
+        mode=mode,
+        coordinate_transformation_mode=transformation,
+        **rounding,
+    )
+    nodes, weights = _between([resize], 20) if inside else ([resize], {})
+    path = make_model(nodes, [("x", [2, 3, 8, 6])], ["y"], {**weights, "scale": np.array([1, 1, *scale], "float32")})
+    assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 8, 6)})
+
+
+def test_slices_padding_tiles_and_reductions_follow_the_channels(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes, weights = _between(
+        [
+            helper.make_node("Slice", ["a", "begin", "end", "axes"], ["c"]),
+            helper.make_node("Pad", ["c", "pads"], ["d"]),
+            helper.make_node("Tile", ["d", "times"], ["e"]),
+            helper.make_node("ReduceMean", ["e", "image"], ["f"]),
+            helper.make_node("Mul", ["e", "f"], ["g"]),
+            helper.make_node("Softmax", ["g"], ["h"], axis=1),
+            helper.make_node("ReduceMax", ["h", "high"], ["i"], keepdims=0),
+            helper.make_node("Transpose", ["i"], ["j"], perm=[2, 0, 1]),
+            helper.make_node("Unsqueeze", ["j", "high"], ["b"]),
+        ],
+        20,
+    )
+    values = {
+        "begin": np.array([1, 3]),
+        "end": np.array([7, 17]),
+        "axes": np.array([3, 1]),
+        "pads": np.array([0, 1, 0, 2, 0, 1, 1, 0]),
+        "times": np.array([1, 2, 1, 2]),
+        "image": np.array([2, 3]),
+        "high": np.array([2]),
+    }
+    path = make_model(nodes, [("x", [2, 3, 6, 9])], ["y"], {**weights, **values})
+    assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 6, 9)})
+
+
+def test_a_block_of_norm_and_dense_layers_needs_no_transposes(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes, weights = _between(
+        [
+            helper.make_node("Conv", ["a", "v"], ["c"], pads=[3] * 4, group=24),
+            helper.make_node("Transpose", ["c"], ["d"], perm=[0, 2, 3, 1]),
+            helper.make_node("LayerNormalization", ["d", "s", "t"], ["e"], axis=-1),
+            helper.make_node("MatMul", ["e", "m"], ["f"]),
+            helper.make_node("Transpose", ["f"], ["g"], perm=[0, 3, 1, 2]),
+            helper.make_node("Add", ["g", "a"], ["b"]),
+        ],
+        24,
+    )
+    values = {"v": _normal(24, 1, 7, 7), "s": _normal(24), "t": _normal(24), "m": _normal(24, 24)}
+    path = make_model(nodes, [("x", ["batch", 3, 9, 8])], ["y"], {**weights, **values})
+    built = assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 9, 8)}, {"x": _normal(3, 3, 9, 8)})
+    assert _transposes(built) <= 2  # at both ends
+
+
+def test_a_flattened_image_has_the_order_of_the_model(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("Flatten", ["a"], ["f"]),
+        helper.make_node("MatMul", ["f", "m"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", ["batch", 3, 4, 5])], ["y"], {"w": _normal(7, 3, 1, 1), "m": _normal(140, 6)})
+    assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 4, 5)}, {"x": _normal(2, 3, 4, 5)})

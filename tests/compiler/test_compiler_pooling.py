@@ -1,0 +1,95 @@
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import helper
+
+from tvmflow.compiler import Built
+
+Check = Callable[..., Built]
+
+
+def _normal(*shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).standard_normal(shape).astype("float32")
+
+
+def _rules(built: Built) -> Counter[str]:
+    return Counter(rule for _, rule in built.schedules)
+
+
+# channels, kernel, stride, padding, ceil, height, width
+_WINDOWS = [
+    (24, (3, 3), (2, 2), (1, 1, 1, 1), 0, 17, 15),
+    (19, (2, 2), (2, 2), (0, 0, 0, 0), 1, 13, 10),
+    (70, (3, 2), (1, 2), (0, 1, 2, 0), 0, 9, 8),
+    (16, (5, 5), (1, 1), (2, 2, 2, 2), 0, 11, 7),
+    (32, (3, 3), (2, 2), (0, 0, 0, 0), 1, 16, 16),
+    (48, (13, 13), (1, 1), (6, 6, 6, 6), 0, 10, 12),
+]
+
+
+@pytest.mark.parametrize("case", _WINDOWS, ids=str)
+@pytest.mark.parametrize("kind", ["MaxPool", "AveragePool", "AveragePool with padding"])
+def test_pooling_between_convolutions_equals_onnx_runtime(
+    kind: str, case: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    channels, kernel, strides, pads, ceil, height, width = case
+    counted = {"count_include_pad": 1} if "with" in kind else {}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node(
+            kind.split()[0], ["a"], ["b"], kernel_shape=kernel, strides=strides, pads=pads, ceil_mode=ceil, **counted
+        ),
+        helper.make_node("Relu", ["b"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", [2, 3, height, width])], ["y"], {"w": _normal(channels, 3, 1, 1)}, opset=19)
+    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 3, height, width)})
+    assert _rules(built)["pooling"] == 1
+
+
+def test_pooling_of_a_symbolic_image_and_batch_equals_onnx_runtime(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("MaxPool", ["a"], ["b"], kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4),
+        helper.make_node("AveragePool", ["b"], ["y"], kernel_shape=[2, 2], pads=[1, 1, 0, 0]),
+    ]
+    path = make_model(nodes, [("x", ["batch", 3, "high", "wide"])], ["y"], {"w": _normal(20, 3, 1, 1)})
+    feeds = [{"x": _normal(*shape)} for shape in ((1, 3, 8, 9), (3, 3, 15, 6))]
+    assert _rules(assert_same_as_onnxruntime(path, *feeds))["pooling"] == 2
+
+
+def test_pooling_with_gaps_between_its_taps_equals_onnx_runtime(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    attributes = {"kernel_shape": [3, 3], "dilations": [2, 2], "pads": [1] * 4}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("MaxPool", ["a"], ["y"], **attributes),
+    ]
+    path = make_model(nodes, [("x", [1, 3, 9, 9])], ["y"], {"w": _normal(20, 3, 1, 1)})
+    built = assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 9, 9) - 10})
+    assert _rules(built)["pooling"] == 0
+
+
+@pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
+@pytest.mark.parametrize("dimensions", [1, 3])
+def test_pooling_of_one_and_three_dimensions_between_convolutions_equals_onnx_runtime(
+    dimensions: int, kind: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    image = [9, 10, 7][:dimensions]
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node(
+            kind, ["a"], ["b"], kernel_shape=[3] * dimensions, strides=[2] * dimensions, pads=[1] * 2 * dimensions
+        ),
+        helper.make_node("Conv", ["b", "v"], ["y"]),
+    ]
+    one = [1] * dimensions
+    weights = {"w": _normal(20, 3, *one), "v": _normal(5, 20, *one)}
+    path = make_model(nodes, [("x", [2, 3, *image])], ["y"], weights)
+    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 3, *image)})
+    assert _rules(built)["pooling"] == (1 if dimensions == 1 else 2)
