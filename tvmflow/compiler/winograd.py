@@ -30,7 +30,9 @@ _POINTS: dict[int, dict[int, tuple[float, ...]]] = {
 }
 
 # Fewest channels, in and out, whose products outweigh the transforms.
-_FEWEST_CHANNELS = 32
+_FEWEST_CHANNELS = 8
+# Cycles to start and store a vector of a product, and to transform one.
+_START, _TRANSFORM = 4, 4
 # Output tiles side by side that are worth a register tile of their own.
 _LONG_LINE = 7
 # Vectors of results in flight at once that keep a core from waiting for them.
@@ -55,17 +57,17 @@ def choose(
     """
     if min(channels, out_channels) < _FEWEST_CHANNELS or min(height, width) < 2 or stride not in _POINTS:
         return None
-    costs: dict[int | None, float] = {None: _cost(9 * height * width, 9, channels / group, out_channels, machine)}
+    vectors = -(-out_channels // machine.lanes)
+    costs: dict[int | None, float] = {None: _cost(height * width, 1, 9 * channels / group, vectors, machine)}
     for size in _POINTS[stride]:
         high, wide = -(-height // size), -(-width // size)
         taps = side_of(size, stride) ** 2
         depth = -(-channels // (group if takes_narrow(size, stride, channels) else 1))
-        tile = tile_of(high, wide, taps, depth, -(-out_channels // machine.lanes), machine)
+        tile = tile_of(high, wide, taps, depth, vectors, machine)
         # A tile of few rows and vectors waits for loads, and for its own results.
         waiting = max(1.0, _ENOUGH / (tile.rows * tile.vectors))
-        transforms = 4 * taps * high * wide * (channels + out_channels) / machine.lanes
-        products = taps * high * wide * waiting
-        costs[size] = _cost(products, taps, depth, out_channels, machine) + transforms
+        transforms = _TRANSFORM * taps * high * wide * (-(-channels // machine.lanes) + vectors)
+        costs[size] = _cost(taps * high * wide * waiting, taps, depth, vectors, machine) + transforms
     return min(costs, key=lambda size: costs[size])
 
 
@@ -82,10 +84,11 @@ def side_of(size: int, stride: int) -> int:
     return stride * (size - 1) + 3
 
 
-def _cost(products: float, taps: int, channels: float, out_channels: int, machine: Machine) -> float:
-    weight_bytes = 4 * taps * channels * out_channels
+def _cost(results: float, taps: int, depth: float, vectors: int, machine: Machine) -> float:
+    """Cycles for `results` vectors of sums of `depth` products, for each of `vectors` of output channels."""
+    weight_bytes = 4 * taps * depth * vectors * machine.lanes
     reading = weight_bytes / _BYTES_PER_CYCLE if weight_bytes > machine.cache else 0.0
-    return products * channels * out_channels / machine.lanes + reading
+    return results * (depth + _START) * vectors + reading
 
 
 def tile_of(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> tiles.Tile:

@@ -21,8 +21,8 @@ class RoundProducts:
     """Rounds the operands of convolutions and matrix products to bfloat16, and computes these by dot products.
 
     What a product reads is kept in memory as bfloat16, for all its readers; depthwise convolutions read it so too, but
-    compute in float32, as everything else, and so do those by Winograd's algorithm, where that is faster all the same.
-    Convolutions whose groups are narrower than a vector stay in float32.
+    compute in float32, as everything else. So do convolutions by Winograd's algorithm, where it is faster all the same
+    and rounding its transformed numbers would cost too much, and those whose groups are narrower than a vector.
     """
 
     def __init__(self, machine: Machine, winograd: bool) -> None:
@@ -69,14 +69,15 @@ class _Round(PyExprMutator):  # type: ignore[misc]
         if operands:
             lower = self._conv2d if op.op.name == "relax.nn.conv2d" else self._matmul
             return lower(op, low)
-        # All other readers read the rounded value too: what is in memory is there once.
-        args = [
-            self.builder_.emit(_widen(self.builder_, self._rounded[arg]))
-            if isinstance(arg, relax.Var) and arg in self._rounded
-            else self.visit_expr(arg)
-            for arg in op.args
-        ]
-        return relax.Call(op.op, args, op.attrs, op.ty_args, op.span)
+        return relax.Call(op.op, [self._read(arg) for arg in op.args], op.attrs, op.ty_args, op.span)
+
+    def _read(self, arg: relax.Expr) -> relax.Expr:
+        """What is no product reads the rounded value too: it is in memory once."""
+        if isinstance(arg, relax.Tuple):
+            return relax.Tuple([self._read(field) for field in arg.fields])
+        if isinstance(arg, relax.Var) and arg in self._rounded:
+            return self.builder_.emit(_widen(self.builder_, self._rounded[arg]))
+        return self.visit_expr(arg)
 
     def _low(self, operand: relax.Expr) -> relax.Expr:
         if isinstance(operand, relax.Var) and operand in self._rounded:
