@@ -21,11 +21,11 @@ class BuildJob(Job):
     variants: tuple[dict[str, int], ...]
 
 
-class Winograd(Record):
-    """The functions that convolve by Winograd's algorithm, and the largest of their error bounds.
+class Algorithm(Record):
+    """The functions that use an algorithm of fewer multiplications, and the largest of their error bounds.
 
-    The bound is relative to the largest output that a convolution's weights could make of inputs as large as the
-    largest one.
+    The bound of `winograd` is relative to the largest output that a convolution's weights could make of inputs as large
+    as the largest one, that of `strassen` to the largest output of operands as large as the largest in each.
     """
 
     functions: int
@@ -46,7 +46,7 @@ class BuildResult(StepResult):
     pass_timings: Artifact
     schedules: dict[str, int]
     variants: dict[str, dict[str, int]]
-    winograd: Winograd | None = None
+    algorithms: dict[str, Algorithm]
     llvm: str
 
 
@@ -74,7 +74,7 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
         (folder / "pass_timings.json").write_text(json.dumps(dict(timings), indent=1))
         if job.build.weights == "apart":
             compiler.save_params(built.params, folder / "mod.params")
-        rules, used = [rule for _, rule in built.schedules], built.winograd
+        rules = [rule for _, rule in built.schedules]
         return BuildResult(
             library=workspace.keep(folder / "mod.so"),
             ir=workspace.keep(folder / "mod.json"),
@@ -83,7 +83,9 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
             pass_timings=workspace.keep(folder / "pass_timings.json"),
             schedules={rule: rules.count(rule) for rule in sorted(set(rules))},
             variants=built.variants,
-            winograd=None if used is None else Winograd(functions=used.functions, bound=used.bound),
+            algorithms={
+                name: Algorithm(functions=used.functions, bound=used.bound) for name, used in built.algorithms.items()
+            },
             llvm=str(get_global_func("target.llvm_version_major")()),
         )
 

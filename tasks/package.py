@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.build import BuildResult, Winograd
+from tasks.build import Algorithm, BuildResult
 from tasks.export import ExportResult
 from tasks.relax_import import ImportResult
 from tasks.step import Context, Tensor, step
@@ -16,11 +16,11 @@ from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
 
 
 class PackageResult(StepResult):
-    """The bundle, its size unpacked, in bytes, and what it computes by Winograd's algorithm."""
+    """The bundle, its size unpacked, in bytes, and what it computes by Algorithm's algorithm."""
 
     bundle: Artifact
     unpacked: int
-    winograd: Winograd | None = None
+    algorithms: dict[str, Algorithm]
 
 
 @step
@@ -69,7 +69,7 @@ def package(
             bundle = folder / f"{spec.name}.tar.gz"
             complete = pack(bundle, manifest, files)
             unpacked = sum(entry.size for entry in complete.files.values())
-            return PackageResult(bundle=context.workspace.keep(bundle), unpacked=unpacked, winograd=made.winograd)
+            return PackageResult(bundle=context.workspace.keep(bundle), unpacked=unpacked, algorithms=made.algorithms)
 
     reads = {"manifest": manifest.to_json().decode(), "build": made.model_dump(mode="json", exclude={"pass_timings"})}
     return run_step(context.workspace, "package", reads, PackageResult, work, target=target.name)

@@ -133,7 +133,7 @@ def as_options(section: Build, variants: tuple[dict[str, int], ...]) -> "BuildOp
     """The compiler's options, as the release file says them."""
     from tvmflow.compiler import BuildOptions
 
-    options = {**section.model_dump(), "winograd": section.winograd == "allow"}
+    options = {**section.model_dump(), "fast_algorithms": section.fast_algorithms == "allow"}
     return BuildOptions(**options, variants=variants)
 
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tasks.build import Winograd
+from tasks.build import Algorithm
 from tasks.export import ExportResult, find_source
 from tasks.package import PackageResult
 from tasks.step import Context, Job, step
@@ -70,7 +70,7 @@ class JudgeJob(Job):
     reference: ReferenceResult | None
     bounds: Validate
     precision: Precision
-    winograd: Winograd | None
+    algorithms: dict[str, Algorithm]
     target: str
 
 
@@ -88,7 +88,7 @@ class Comparison(Record):
 class Verdict(StepResult):
     """What validation said of one bundle; `reasons` are empty when it passed.
 
-    `winograd` is None where no convolution is by that algorithm; what it costs of accuracy is in the comparisons.
+    `algorithms` are those of fewer multiplications, by name; what they cost of accuracy is in the comparisons.
     `precision` is what the bundle's products compute in, `max_relative_error` the bound that was in the place of
     tolerances for each element. `verified` is False for a target that this machine cannot run: nothing was compared
     then.
@@ -98,7 +98,7 @@ class Verdict(StepResult):
     verified: bool
     reasons: tuple[str, ...]
     precision: Precision = "fp32"
-    winograd: Winograd | None = None
+    algorithms: dict[str, Algorithm]
     max_relative_error: float | None = None
     comparisons: tuple[Comparison, ...]
     metric_name: str | None
@@ -201,7 +201,7 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         verified=True,
         reasons=tuple(f"target {job.target!r}{precision}: {reason}" for reason in reasons),
         precision=job.precision,
-        winograd=job.winograd,
+        algorithms=job.algorithms,
         max_relative_error=bounds.max_relative_error,
         comparisons=tuple(comparisons),
         metric_name=task.metric if task is not None else None,
@@ -280,7 +280,7 @@ def validate(
                 verified=False,
                 reasons=() if allowed else (reason,),
                 precision=spec.build.precision,
-                winograd=packaged.result.winograd,
+                algorithms=packaged.result.algorithms,
                 comparisons=(),
                 metric_name=None,
                 metric_original=None,
@@ -294,7 +294,7 @@ def validate(
             reference=known,
             bounds=spec.bounds,
             precision=spec.build.precision,
-            winograd=packaged.result.winograd,
+            algorithms=packaged.result.algorithms,
             target=target.name,
         )
         return context.call("tasks.validate:judge_work", judge, Verdict, target=target.name)

@@ -162,7 +162,7 @@ class Build(_Strict):
     exec_mode: Literal["bytecode", "compiled"] = "bytecode"
     weights: Literal["inside", "apart"] = "inside"
     precision: Precision = "fp32"
-    winograd: Literal["allow", "forbid"] = "allow"
+    fast_algorithms: Literal["allow", "forbid"] = "allow"
 
 
 class Tune(_Strict):
@@ -502,7 +502,7 @@ targets: [native]               # {presets}
 #   exec_mode: bytecode         # bytecode | compiled
 #   weights: inside             # inside the library | apart
 #   precision: fp32             # fp32 | bf16 | int8 (of a quantised ONNX model): of convolutions and matrix products
-#   winograd: allow             # forbid: no convolution by Winograd's algorithm, which is faster and rounds more
+#   fast_algorithms: allow      # forbid: without Winograd's and Strassen's, which multiply less and round more
 
 tune:
   trials: 0                     # total over all workloads, or minutes: 10

@@ -82,7 +82,7 @@ def test_the_error_is_a_few_times_that_of_the_usual_product(
     exact = x.astype("float64") @ weight
     errors = []
     for allowed in (True, False):
-        built = build(import_onnx(path), native, BuildOptions(winograd=allowed))
+        built = build(import_onnx(path), native, BuildOptions(fast_algorithms=allowed))
         assert (_rules(built)["strassen"] == 1) is allowed
         (actual,) = run_built(built, x)
         errors.append(np.abs(actual - exact).max() / np.abs(exact).max())

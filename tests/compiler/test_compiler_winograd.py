@@ -154,17 +154,16 @@ def test_stride_two_pays_with_enough_channels(
 
 def test_winograd_can_be_forbidden(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     path = _convolution(make_model, (64, 64, 28, 28, 1, 1, 1, 1))
-    options = BuildOptions(winograd=False)
+    options = BuildOptions(fast_algorithms=False)
     built = assert_same_as_onnxruntime(path, {"x": _normal(1, 64, 28, 28)}, options=options)
     assert "winograd" not in _rules(built)
-    assert built.winograd is None
+    assert built.algorithms == {}
 
 
 def test_a_build_says_what_is_computed_by_winograd_and_its_bound(make_model: Any, native: Any) -> None:
     built = build(import_onnx(_convolution(make_model, (64, 64, 56, 56, 1, 1, 1, 1))), native)
-    assert built.winograd is not None
-    assert built.winograd.functions == 1
-    assert built.winograd.bound == winograd.error_bound(4, 1, 64)
+    assert built.algorithms["winograd"].functions == 1
+    assert built.algorithms["winograd"].bound == winograd.error_bound(4, 1, 64)
 
 
 @pytest.mark.parametrize(("size", "stride"), [(2, 1), (4, 1), (2, 2), (3, 2), (4, 2)])

@@ -141,7 +141,7 @@ RULES: list[tuple[str, object, str]] = [
     ("targets", ["nativ"], "targets: target 'nativ' is unknown; did you mean 'native'?"),
     ("targets", [{"kind": "metal"}], "kind 'metal' is not built here"),
     ("build.exec_mode", "jit", "build.exec_mode: Input should be 'bytecode' or 'compiled'"),
-    ("build.winograd", "never", "build.winograd: Input should be 'allow' or 'forbid'"),
+    ("build.fast_algorithms", "never", "build.fast_algorithms: Input should be 'allow' or 'forbid'"),
     ("build.weights", "outside", "build.weights: Input should be 'inside' or 'apart'"),
     ("build.opt_level", 5, "build.opt_level: Input should be less than or equal to 4"),
     ("tune", {"trials": 1, "minutes": 1}, "give the budget in trials or in minutes, not both"),

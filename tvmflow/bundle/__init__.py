@@ -1,7 +1,8 @@
 """The bundle: one compiled model for one target in one deterministic file, verified before anything in it runs."""
 
-from tvmflow.bundle.archive import extract, pack, read_manifest, sha256_file
+from tvmflow.bundle.archive import extract, pack, read_manifest, sha256_file, sign, signed_by
 from tvmflow.bundle.manifest import FORMAT, FileEntry, Manifest, TensorSpec, Variant, Versions, installed_versions
+from tvmflow.bundle.signature import keygen, public_key
 
 __all__ = [
     "FORMAT",
@@ -12,7 +13,11 @@ __all__ = [
     "Versions",
     "extract",
     "installed_versions",
+    "keygen",
     "pack",
+    "public_key",
     "read_manifest",
     "sha256_file",
+    "sign",
+    "signed_by",
 ]

@@ -7,21 +7,35 @@ import hashlib
 import io
 import os
 import shutil
+import stat
+import struct
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO, NamedTuple
 
+from tvmflow.bundle import signature
 from tvmflow.bundle.manifest import FileEntry, Manifest
 from tvmflow.errors import BundleError
 
 MANIFEST = "bundle.json"
+SIGNATURE = "bundle.sig"
+WEIGHTS = "mod.params"
 # Every file a bundle may hold; weights apart add mod.params.
-MEMBERS = ("mod.json", "mod.params", "mod.so", "sample.npz")
+MEMBERS = ("mod.json", WEIGHTS, "mod.so", "sample.npz")
 _REQUIRED = ("mod.json", "mod.so", "sample.npz")
 _MANIFEST_LIMIT = 1 << 20
+_SIGNATURE_LIMIT = 1 << 10
+# Bytes; what a header of tar has digits for.
+_LARGEST_MEMBER = (8 << 30) - 1
+# What gzip writes first, without a name and a time.
+_GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x04\xff"
+# The level that `pack` compresses at makes nothing 240 times smaller; DEFLATE can, up to 1032 times.
+_MOST_COMPRESSED = 256
 _CHUNK = 1 << 20
+_READ = 1 << 17
 
 
 def sha256_file(path: Path) -> str:
@@ -30,10 +44,19 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def pack(destination: Path, manifest: Manifest, files: Mapping[str, Path]) -> Manifest:
+def pack(
+    destination: Path,
+    manifest: Manifest,
+    files: Mapping[str, Path],
+    *,
+    key: Path | None = None,
+    leave_weights_out: bool = False,
+) -> Manifest:
     """Write a bundle: `files` by member name, and the manifest completed with their digests and sizes.
 
-    The same manifest and files give the same bytes. The file appears at `destination` whole or not at all.
+    The same manifest, files and key give the same bytes. `key` is a file with the private key to sign with. A bundle
+    whose weights are left out is opened with them beside it, in a file named by their digest. The file appears at
+    `destination` whole or not at all. Raises BundleError for what no reader would take.
     """
     unknown = set(files) - set(MEMBERS)
     if unknown:
@@ -42,6 +65,15 @@ def pack(destination: Path, manifest: Manifest, files: Mapping[str, Path]) -> Ma
         manifest,
         files={name: FileEntry(sha256_file(path), path.stat().st_size) for name, path in sorted(files.items())},
     )
+    data = complete.to_json()
+    try:
+        Manifest.parse(data)
+        for name, entry in complete.files.items():
+            if entry.size > _LARGEST_MEMBER:
+                raise ValueError(f"{name} has {entry.size} bytes, more than 8 GiB")
+    except (ValueError, KeyError, TypeError) as error:
+        raise BundleError(f"bundle {manifest.name!r} cannot be packed ({error}); change that in the model") from error
+    signed = None if key is None else signature.sign(data, key)
     destination.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=destination.parent, prefix=f".{destination.name}.")
     try:
@@ -51,9 +83,12 @@ def pack(destination: Path, manifest: Manifest, files: Mapping[str, Path]) -> Ma
             gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=1, mtime=0) as stream,
             tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive,
         ):
-            data = complete.to_json()
             archive.addfile(_member(MANIFEST, len(data)), io.BytesIO(data))
+            if signed is not None:
+                archive.addfile(_member(SIGNATURE, len(signed)), io.BytesIO(signed))
             for name, path in sorted(files.items()):
+                if leave_weights_out and name == WEIGHTS:
+                    continue
                 with path.open("rb") as source:
                     archive.addfile(_member(name, complete.files[name].size), source)
         Path(partial).chmod(0o644)
@@ -65,45 +100,86 @@ def pack(destination: Path, manifest: Manifest, files: Mapping[str, Path]) -> Ma
 
 
 def read_manifest(bundle: Path) -> Manifest:
-    """The manifest of a bundle; the other files are not looked at."""
+    """The manifest of a bundle; neither its signature nor the other files are looked at."""
     with _opened(bundle) as stream:
-        return _first_manifest(_members(stream), bundle)
+        return Manifest.from_json(_first(_members(stream), bundle), str(bundle))
 
 
-def extract(bundle: Path, destination: Path) -> Manifest:
-    """Extract a bundle into an empty folder, each file checked against the manifest's digest as it is written.
+def signed_by(bundle: Path) -> str | None:
+    """The public key, in hexadecimal, that a bundle says it is signed with; None for an unsigned one.
 
-    Raises BundleError for a file that is no bundle, truncated, altered, or that holds anything but the regular files
-    its manifest names; nothing of it may be used then.
+    That the signature is right is checked by `extract`, with that key among the trusted ones.
     """
     with _opened(bundle) as stream:
         members = _members(stream)
-        manifest = _first_manifest(members, bundle)
-        absent = set(_REQUIRED) - set(manifest.files)
-        if absent or (manifest.weights == "apart") != ("mod.params" in manifest.files):
-            raise BundleError(
-                f"bundle {str(bundle)!r} lacks {', '.join(sorted(absent)) or 'its weights'}; build it again"
-            )
-        foreign = set(manifest.files) - set(MEMBERS)
-        if foreign:
-            raise BundleError(f"bundle {str(bundle)!r} names the foreign file {sorted(foreign)[0]!r}; do not trust it")
-        needed = sum(entry.size for entry in manifest.files.values())
-        free = shutil.disk_usage(destination).free
-        if needed > free:
-            raise BundleError(
-                f"bundle {str(bundle)!r} needs {needed >> 20} MiB in {str(destination)!r}, {free >> 20} MiB are free"
-            )
+        _first(members, bundle)
+        signed, _ = _signature(members, bundle)
+    return None if signed is None else signature.signer(signed, str(bundle))
+
+
+def sign(bundle: Path, key: Path, destination: Path) -> Manifest:
+    """Write the bundle again, signed with the private key in the file `key`, in the place of any former signature."""
+    with tempfile.TemporaryDirectory(prefix="tvmflow-") as scratch:
+        folder = Path(scratch)
+        manifest = extract(bundle, folder, trusted=())
+        return pack(destination, manifest, {name: folder / name for name in manifest.files}, key=key)
+
+
+def extract(bundle: Path, destination: Path, *, trusted: Sequence[Path] | None = None) -> Manifest:
+    """Extract a bundle into an empty folder, each file checked against the manifest's digest as it is written.
+
+    `trusted` are files with public keys, one of which must have signed the bundle, by default those that
+    TVMFLOW_TRUSTED_KEYS names; with none, a signature is not looked at. Weights that the bundle is without are taken
+    from the file beside it that is named by their digest. Raises BundleError for a file that is no bundle, truncated,
+    altered, not signed as it must be, or that holds anything but the regular files its manifest names, as `pack`
+    writes them; nothing of it may be used then.
+    """
+    trusted = signature.trusted_keys() if trusted is None else trusted
+    with _opened(bundle) as stream:
+        members = _members(stream)
+        data = _first(members, bundle)
+        signed, following = _signature(members, bundle)
+        signature.check(data, signed, trusted, str(bundle))
+        if signed is not None:
+            signature.signer(signed, str(bundle))
+        manifest = Manifest.from_json(data, str(bundle))
+        _check_files(manifest, bundle, destination)
         left = dict(manifest.files)
-        for info, content in members:
-            entry = left.pop(info.name, None)
-            if entry is None or info.type != tarfile.REGTYPE or info.size != entry.size:
+        while following is not None:
+            member, content = following
+            entry = left.pop(member.name, None)
+            if entry is None or not member.plain or member.size != entry.size:
                 raise BundleError(
-                    f"bundle {str(bundle)!r} holds {info.name!r}, which its manifest does not describe; do not trust it"
+                    f"bundle {str(bundle)!r} holds {member.name!r}, which its manifest does not describe; "
+                    f"do not trust it"
                 )
-            _write_checked(content, entry, destination / info.name, bundle)
-        if left:
-            raise BundleError(f"bundle {str(bundle)!r} ends before {sorted(left)[0]!r}; fetch it again")
+            _write_checked(content, entry, destination / member.name, bundle)
+            following = next(members, None)
+        stream.finish()
+        beside = {name: entry for name, entry in left.items() if name == WEIGHTS}
+        if len(left) > len(beside):
+            raise BundleError(
+                f"bundle {str(bundle)!r} ends before {min(left.keys() - beside.keys())!r}; fetch it again"
+            )
+    for name, entry in beside.items():
+        _take_weights(bundle, entry, destination / name)
     return manifest
+
+
+def _check_files(manifest: Manifest, bundle: Path, destination: Path) -> None:
+    """Raise BundleError unless the files that a manifest names are those of a bundle, and fit into `destination`."""
+    absent = set(_REQUIRED) - set(manifest.files)
+    if absent or (manifest.weights == "apart") != (WEIGHTS in manifest.files):
+        raise BundleError(f"bundle {str(bundle)!r} lacks {', '.join(sorted(absent)) or 'its weights'}; build it again")
+    foreign = set(manifest.files) - set(MEMBERS)
+    if foreign:
+        raise BundleError(f"bundle {str(bundle)!r} names the foreign file {sorted(foreign)[0]!r}; do not trust it")
+    needed = sum(entry.size for entry in manifest.files.values())
+    free = shutil.disk_usage(destination).free
+    if needed > free:
+        raise BundleError(
+            f"bundle {str(bundle)!r} needs {needed >> 20} MiB in {str(destination)!r}, {free >> 20} MiB are free"
+        )
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:
@@ -113,12 +189,15 @@ def _member(name: str, size: int) -> tarfile.TarInfo:
 
 
 @contextlib.contextmanager
-def _opened(bundle: Path) -> Iterator[gzip.GzipFile]:
+def _opened(bundle: Path) -> "Iterator[_Unzipped]":
     """The bundle's tar stream, with every way a file can be broken or unreadable turned into BundleError."""
     try:
-        with bundle.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
-            yield stream
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
+        status = bundle.stat()
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise BundleError(f"{str(bundle)!r} is no regular file, and so not a bundle; name a file")
+        with bundle.open("rb") as raw:
+            yield _Unzipped(raw, status.st_size * _MOST_COMPRESSED)
+    except (tarfile.TarError, EOFError, zlib.error, ValueError) as error:
         raise BundleError(f"{str(bundle)!r} is not a bundle or is damaged ({error}); fetch it again") from error
     except OSError as error:
         if error.filename != str(bundle):
@@ -133,42 +212,132 @@ def _opened(bundle: Path) -> Iterator[gzip.GzipFile]:
         raise BundleError(f"bundle {str(bundle)!r} cannot be read ({error.strerror})") from error
 
 
-def _members(stream: gzip.GzipFile) -> Iterator[tuple[tarfile.TarInfo, Iterator[bytes]]]:
+class _Unzipped:
+    """The content of a gzip file as `pack` writes it: that header, one compressed stream, and nothing after it.
+
+    gzip's own reader also takes names, times and comments, further streams and zeros at the end, where something can
+    hide that no digest covers.
+    """
+
+    def __init__(self, raw: IO[bytes], limit: int) -> None:
+        """`limit` is the number of bytes above which the content is refused."""
+        if raw.read(len(_GZIP_HEADER)) != _GZIP_HEADER:
+            raise ValueError("it does not begin as one")
+        self._raw, self._left = raw, limit
+        self._inflate = zlib.decompressobj(-zlib.MAX_WBITS)
+        self._sum, self._size = zlib.crc32(b""), 0
+
+    def read(self, size: int) -> bytes:
+        """The next `size` bytes, fewer only at the end."""
+        parts = []
+        while size and not self._inflate.eof:
+            given = self._inflate.unconsumed_tail or self._raw.read(_READ)
+            data = self._inflate.decompress(given, size)
+            if not data and not given:
+                break
+            parts.append(data)
+            size -= len(data)
+            self._size += len(data)
+            self._sum = zlib.crc32(data, self._sum)
+            if self._size > self._left:
+                raise ValueError("it unpacks to more than any bundle of its size")
+        return b"".join(parts)
+
+    def finish(self) -> None:
+        """Hold that all was read, that it is what was packed, and that nothing follows it."""
+        if self.read(1):
+            raise ValueError("it goes on after its end")
+        trailer = self._inflate.unused_data + self._raw.read(9)
+        if len(trailer) > 8:
+            raise ValueError("it goes on after its end")
+        if not self._inflate.eof or len(trailer) < 8:
+            raise EOFError("it ends too early")
+        if trailer != struct.pack("<LL", self._sum, self._size & 0xFFFFFFFF):
+            raise ValueError("its check sum is wrong")
+
+
+class _Member(NamedTuple):
+    """A member of the archive: its name, its size in bytes, and whether its header is the one that `pack` writes."""
+
+    name: str
+    size: int
+    plain: bool
+
+
+def _members(stream: _Unzipped) -> Iterator[tuple[_Member, Iterator[bytes]]]:
     """The archive's members in order, each with its content in chunks, to be consumed before the next is asked for.
 
     Reads what `pack` writes and no more. tarfile's own reader also follows long names, extended headers and sparse
     files, and holds in memory whatever sizes those declare.
     """
+    total = 0
     while (header := _exactly(stream, tarfile.BLOCKSIZE)) != bytes(tarfile.BLOCKSIZE):
         info = tarfile.TarInfo.frombuf(header, "ascii", "strict")
-        yield info, _content(stream, info.size)
-        _exactly(stream, -info.size % tarfile.BLOCKSIZE)
-    # To the end, so that gzip's own check sum is compared; but no further than tar pads.
-    padding = stream.read(tarfile.RECORDSIZE + 1)
-    if len(padding) > tarfile.RECORDSIZE or any(padding):
+        written = _member(info.name, info.size) if 0 <= info.size <= _LARGEST_MEMBER else None
+        plain = written is not None and header == written.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict")
+        yield _Member(info.name, info.size, plain), _content(stream, info.size)
+        padding = -info.size % tarfile.BLOCKSIZE
+        if any(_exactly(stream, padding)):
+            raise ValueError("something stands between its files")
+        total += tarfile.BLOCKSIZE + info.size + padding
+    # One block of zeros is read; tar writes two, and fills the last record.
+    rest = -(total + tarfile.BLOCKSIZE * 2) % tarfile.RECORDSIZE + tarfile.BLOCKSIZE
+    if any(_exactly(stream, rest)):
         raise ValueError("it goes on after its end")
 
 
-def _content(stream: gzip.GzipFile, size: int) -> Iterator[bytes]:
+def _content(stream: _Unzipped, size: int) -> Iterator[bytes]:
     for start in range(0, size, _CHUNK):
         yield _exactly(stream, min(_CHUNK, size - start))
 
 
-def _exactly(stream: gzip.GzipFile, size: int) -> bytes:
+def _exactly(stream: _Unzipped, size: int) -> bytes:
     data = stream.read(size)
     if len(data) != size:
         raise EOFError("it ends too early")
     return data
 
 
-def _first_manifest(members: Iterator[tuple[tarfile.TarInfo, Iterator[bytes]]], bundle: Path) -> Manifest:
+def _first(members: Iterator[tuple[_Member, Iterator[bytes]]], bundle: Path) -> bytes:
+    """The bytes of the manifest, which is the first member."""
     first = next(members, None)
-    if first is None or first[0].name != MANIFEST or first[0].type != tarfile.REGTYPE:
+    if first is None or first[0].name != MANIFEST or not first[0].plain:
         raise BundleError(f"{str(bundle)!r} is not a bundle: it does not begin with {MANIFEST}")
-    info, content = first
-    if info.size > _MANIFEST_LIMIT:
+    member, content = first
+    if member.size > _MANIFEST_LIMIT:
         raise BundleError(f"{str(bundle)!r} is not a bundle: its {MANIFEST} is larger than {_MANIFEST_LIMIT} bytes")
-    return Manifest.from_json(b"".join(content), str(bundle))
+    return b"".join(content)
+
+
+def _signature(
+    members: Iterator[tuple[_Member, Iterator[bytes]]], bundle: Path
+) -> tuple[bytes | None, tuple[_Member, Iterator[bytes]] | None]:
+    """The signature, which may follow the manifest, and the member after it."""
+    second = next(members, None)
+    if second is None or second[0].name != SIGNATURE:
+        return None, second
+    member, content = second
+    if not member.plain or member.size > _SIGNATURE_LIMIT:
+        raise BundleError(f"bundle {str(bundle)!r} has a damaged signature; fetch it again")
+    return b"".join(content), next(members, None)
+
+
+def _take_weights(bundle: Path, entry: FileEntry, path: Path) -> None:
+    """Copy the weights that a bundle is without from beside it, checked."""
+    beside = bundle.with_name(entry.sha256)
+    try:
+        with beside.open("rb") as stream:
+            if os.fstat(stream.fileno()).st_size != entry.size:
+                raise BundleError(
+                    f"the weights {str(beside)!r} of bundle {str(bundle)!r} are not what its manifest says; "
+                    f"fetch them again"
+                )
+            _write_checked(iter(lambda: stream.read(_CHUNK), b""), entry, path, bundle)
+    except OSError as error:
+        raise BundleError(
+            f"bundle {str(bundle)!r} is without its weights, and {str(beside)!r} cannot be read ({error.strerror}); "
+            f"fetch that blob of the release beside it"
+        ) from error
 
 
 def _write_checked(content: Iterator[bytes], entry: FileEntry, path: Path, bundle: Path) -> None:

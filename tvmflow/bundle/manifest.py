@@ -1,16 +1,24 @@
 """The manifest `bundle.json`: what a bundle holds, what it was built with and which machine it needs."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from tvmflow.errors import BundleError
 from tvmflow.target import host, missing_features
 
 # Raised whenever a reader of the former number could misread a bundle of the new one.
 FORMAT = 1
+_DTYPES = frozenset(
+    (
+        *("bool", "bfloat16", "float16", "float32", "float64"),
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    )
+)
+# The largest size that a tensor of TVM can say.
+_MOST = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -70,79 +78,69 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The manifest as canonical JSON: the same manifest gives the same bytes."""
-        return (json.dumps(asdict(self), indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        return _canonical(asdict(self))
 
     @classmethod
-    def from_json(cls, data: bytes, source: str) -> Self:
+    def from_json(cls, data: bytes, source: str) -> "Manifest":
         """Read a manifest; `source` names the bundle in errors. Raises BundleError for anything unexpected."""
         try:
-            document = _mapping(json.loads(data))
-            number = document["format"]
-            if number != FORMAT or not isinstance(number, int) or isinstance(number, bool):
-                raise BundleError(
-                    f"bundle {source!r} has format {number!r}, this tvmflow reads {FORMAT}; upgrade tvmflow"
-                )
-            return cls(
-                name=_text(document["name"]),
-                target=_text(document["target"]),
-                tvm_target=_mapping(document["tvm_target"]),
-                arch=_text(document["arch"]),
-                cpu_features=tuple(_text(item) for item in _list(document["cpu_features"])),
-                threads=_count(document["threads"]),
-                inputs=tuple(_tensor(item) for item in _list(document["inputs"])),
-                outputs=tuple(_tensor(item) for item in _list(document["outputs"])),
-                dimensions={
-                    name: (_count(low), None if high is None else _count(high))
-                    for name, (low, high) in _mapping(document["dimensions"]).items()
-                },
-                variants=tuple(
-                    Variant(
-                        _text(item["function"]),
-                        {name: _count(size) for name, size in _mapping(item["sizes"]).items()},
-                    )
-                    for item in _list(document["variants"])
-                ),
-                weights=_weights(document["weights"]),
-                versions=Versions(
-                    **{key: _text(document["versions"][key]) for key in ("tvmflow", "tvm", "tvm_ffi", "llvm")}
-                ),
-                provenance={key: _text(value) for key, value in _mapping(document["provenance"]).items()},
-                files={
-                    name: FileEntry(_digest(entry["sha256"]), _count(entry["size"]))
-                    for name, entry in _mapping(document["files"]).items()
-                },
-            )
-        except BundleError:
-            raise
+            return cls.parse(data)
+        except _OtherFormatError as error:
+            raise BundleError(
+                f"bundle {source!r} has format {error}, this tvmflow reads {FORMAT}; upgrade tvmflow"
+            ) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BundleError(
                 f"bundle {source!r} has a damaged manifest ({type(error).__name__}: {error}); fetch it again"
             ) from error
 
+    @staticmethod
+    def parse(data: bytes) -> "Manifest":
+        """Read a manifest. Raises ValueError, KeyError, TypeError or RecursionError for anything unexpected."""
+        document = _mapping(json.loads(data))
+        number = document["format"]
+        reader = _READERS.get(number) if type(number) is int else None
+        if reader is None:
+            raise _OtherFormatError(repr(number))
+        if _canonical(document) != data:
+            raise ValueError("it is not written as tvmflow writes it")
+        return reader(document)
+
     def check_host(self) -> None:
         """Raise BundleError, in one sentence, if this machine or the installed TVM cannot run the bundle."""
-        machine = host()
-        arch = self.arch
-        if arch == "cuda":
-            host_target = self.tvm_target.get("host")
-            arch = str(host_target.get("mtriple", "")).split("-")[0] if isinstance(host_target, dict) else ""
-        if arch and arch != machine.arch:
-            raise BundleError(
-                f"bundle {self.name!r} is built for {arch}, this machine is {machine.arch}; "
-                f"take the bundle of this machine's target"
-            )
-        missing = missing_features(self.cpu_features)
-        if missing:
-            raise BundleError(
-                f"bundle {self.name!r} for target {self.target!r} needs the CPU features {', '.join(missing)}, "
-                f"which this machine lacks; take a bundle for a lower target"
-            )
+        check_machine(self.name, self.target, self.arch, self.tvm_target, self.cpu_features)
         running = installed_versions()
         if _minor(running.tvm) != _minor(self.versions.tvm):
             raise BundleError(
                 f"bundle {self.name!r} is built with apache-tvm {self.versions.tvm}, installed is {running.tvm}; "
                 f"install apache-tvm {self.versions.tvm}"
             )
+        if _minor(running.tvm_ffi) != _minor(self.versions.tvm_ffi):
+            raise BundleError(
+                f"bundle {self.name!r} is built with apache-tvm-ffi {self.versions.tvm_ffi}, "
+                f"installed is {running.tvm_ffi}; install apache-tvm-ffi {self.versions.tvm_ffi}"
+            )
+
+
+def check_machine(
+    name: str, target: str, arch: str, tvm_target: Mapping[str, Any], cpu_features: tuple[str, ...]
+) -> None:
+    """Raise BundleError, in one sentence, if this machine's processor cannot run a bundle of these needs."""
+    machine = host()
+    if arch == "cuda":
+        host_target = tvm_target.get("host")
+        arch = str(host_target.get("mtriple", "")).split("-")[0] if isinstance(host_target, dict) else ""
+    if arch and arch != machine.arch:
+        raise BundleError(
+            f"bundle {name!r} is built for {arch}, this machine is {machine.arch}; "
+            f"take the bundle of this machine's target"
+        )
+    missing = missing_features(cpu_features)
+    if missing:
+        raise BundleError(
+            f"bundle {name!r} for target {target!r} needs the CPU features {', '.join(missing)}, "
+            f"which this machine lacks; take a bundle for a lower target"
+        )
 
 
 def installed_versions(llvm: str = "") -> Versions:
@@ -161,6 +159,44 @@ def _minor(number: str) -> list[str]:
     return number.split(".")[:2]
 
 
+class _OtherFormatError(ValueError):
+    """The manifest is of a format that has no reader here."""
+
+
+def _canonical(document: Mapping[str, Any]) -> bytes:
+    """The one spelling of a manifest. Raises ValueError for what JSON cannot say."""
+    return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _read_1(document: dict[str, Any]) -> Manifest:
+    """Read format 1. Keys that it does not know are left alone: a writer may add what no reader needs."""
+    inputs = tuple(_tensor(item) for item in _list(document["inputs"]))
+    symbols = {dim for item in inputs for dim in item.shape if isinstance(dim, str)}
+    return Manifest(
+        name=_text(document["name"]),
+        target=_text(document["target"]),
+        tvm_target=_mapping(document["tvm_target"]),
+        arch=_text(document["arch"]),
+        cpu_features=tuple(_text(item) for item in _list(document["cpu_features"])),
+        threads=_count(document["threads"], least=1),
+        inputs=inputs,
+        outputs=tuple(_tensor(item) for item in _list(document["outputs"])),
+        dimensions={_text(name): _range(item) for name, item in _mapping(document["dimensions"]).items()},
+        variants=tuple(_variant(item, symbols) for item in _list(document["variants"])),
+        weights=_weights(document["weights"]),
+        versions=Versions(**{key: _text(document["versions"][key]) for key in ("tvmflow", "tvm", "tvm_ffi", "llvm")}),
+        provenance={_text(key): _text(value) for key, value in _mapping(document["provenance"]).items()},
+        files={
+            _text(name): FileEntry(_digest(entry["sha256"]), _count(entry["size"]))
+            for name, entry in _mapping(document["files"]).items()
+        },
+    )
+
+
+# A reader for every format ever written.
+_READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read_1}
+
+
 def _mapping(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError(f"{value!r} is not a mapping")
@@ -176,13 +212,31 @@ def _list(value: object) -> list[Any]:
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a string")
+    # Names stand in messages: none may break the line or steer a terminal.
+    if not value.isprintable():
+        raise ValueError(f"{value!r} is not printable")
     return value
 
 
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+def _count(value: object, least: int = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
         raise TypeError(f"{value!r} is not a count")
     return value
+
+
+def _range(item: Any) -> tuple[int, int | None]:
+    low, high = item
+    limits = _count(low), None if high is None else _count(high)
+    if limits[1] is not None and limits[1] < limits[0]:
+        raise ValueError(f"{limits[0]} to {limits[1]} is no range")
+    return limits
+
+
+def _variant(item: Mapping[str, Any], symbols: Set[str]) -> Variant:
+    sizes = {name: _count(size) for name, size in _mapping(item["sizes"]).items()}
+    if not sizes.keys() <= symbols:
+        raise ValueError(f"{min(sizes.keys() - symbols)!r} is no dimension of an input")
+    return Variant(_text(item["function"]), sizes)
 
 
 def _digest(value: object) -> str:
@@ -201,5 +255,7 @@ def _weights(value: object) -> Literal["inside", "apart"]:
 
 
 def _tensor(item: Mapping[str, Any]) -> TensorSpec:
-    shape = tuple(dim if isinstance(dim, str) else _count(dim) for dim in _list(item["shape"]))
-    return TensorSpec(_text(item["name"]), shape, _text(item["dtype"]))
+    shape = tuple(_text(dim) if isinstance(dim, str) else _count(dim) for dim in _list(item["shape"]))
+    if item["dtype"] not in _DTYPES:
+        raise ValueError(f"{item['dtype']!r} is no dtype")
+    return TensorSpec(_text(item["name"]), shape, item["dtype"])

@@ -24,10 +24,8 @@ from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.passes import pass_names
 from tvmflow.compiler.reason import reason
-from tvmflow.compiler.schedules import schedule
-from tvmflow.compiler.schedules.winograd import winograd_of
+from tvmflow.compiler.schedules import error_bounds, schedule
 from tvmflow.compiler.serialise import ir_text
-from tvmflow.compiler.winograd import error_bound
 from tvmflow.errors import BuildError, TargetError
 from tvmflow.target import Precision, Target, without_unit
 
@@ -49,16 +47,13 @@ class BuildOptions:
     exec_mode: Literal["bytecode", "compiled"] = "bytecode"
     weights: Literal["inside", "apart"] = "inside"
     precision: Precision = "fp32"
-    winograd: bool = True
+    fast_algorithms: bool = True
     variants: tuple[Mapping[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
-class WinogradUse:
-    """How many functions convolve by Winograd's algorithm, and the largest of their error bounds.
-
-    A function's `bound` is that of `winograd.error_bound`.
-    """
+class Algorithm:
+    """How many functions use an algorithm of fewer multiplications, and the largest of their error bounds."""
 
     functions: int
     bound: float
@@ -81,7 +76,7 @@ class Built:
     pass_timings: list[tuple[str, float]]
     schedules: list[tuple[str, str]]
     variants: dict[str, dict[str, int]]
-    winograd: WinogradUse | None
+    algorithms: dict[str, Algorithm]
     threads: int
     cross_compiler: str | None
 
@@ -159,7 +154,7 @@ def lower(imported: Imported, target: Target, options: BuildOptions | None = Non
     options = options or BuildOptions()
     _check_precision(target, options)
     with _passes(options, target):
-        return lower_module(imported, target, options.variants, options.precision, options.winograd)
+        return lower_module(imported, target, options.variants, options.precision, options.fast_algorithms)
 
 
 def build(
@@ -182,7 +177,7 @@ def build(
     _check_precision(target, options)
     timings: dict[str, float] = {}
     with _passes(options, target, timings):
-        lowered = lower_module(imported, target, options.variants, options.precision, options.winograd)
+        lowered = lower_module(imported, target, options.variants, options.precision, options.fast_algorithms)
         bare, weights = hoist_weights(lowered)
         apart = options.weights == "apart"
         scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)
@@ -205,19 +200,18 @@ def build(
         pass_timings=list(timings.items()),
         schedules=schedules,
         variants={variant_name(sizes): dict(sizes) for sizes in options.variants},
-        winograd=_winograd_use(lowered),
+        algorithms=_algorithms(lowered),
         threads=target.threads,
         cross_compiler=target.cross_compiler,
     )
 
 
-def _winograd_use(lowered: tvm.IRModule) -> WinogradUse | None:
-    bounds = []
+def _algorithms(lowered: tvm.IRModule) -> dict[str, Algorithm]:
+    bounds: dict[str, list[float]] = {}
     for _, function in lowered.functions_items():
-        found = winograd_of(function) if isinstance(function, PrimFunc) else None
-        if found is not None:
-            bounds.append(error_bound(*found))
-    return WinogradUse(len(bounds), max(bounds)) if bounds else None
+        for name, bound in error_bounds(function).items() if isinstance(function, PrimFunc) else ():
+            bounds.setdefault(name, []).append(bound)
+    return {name: Algorithm(len(found), max(found)) for name, found in sorted(bounds.items())}
 
 
 def _check_precision(target: Target, options: BuildOptions) -> None:

@@ -38,7 +38,7 @@ def lower_module(
     target: Target,
     variants: Sequence[Mapping[str, int]] = (),
     precision: Precision = "fp32",
-    winograd: bool = True,
+    fast: bool = True,
 ) -> tvm.IRModule:
     """Run `lower_passes` on the imported model in the current pass context.
 
@@ -54,7 +54,7 @@ def lower_module(
         fixed = relax.utils.copy_with_new_vars(fixed).with_attr("global_symbol", name)
         mod = tvm.IRModule({**dict(mod.functions_items()), tvm.ir.GlobalVar(name): fixed}, attrs=mod.attrs)
     with tvm.target.Target(target.tvm):
-        return tvm.transform.Sequential(lower_passes(target, precision, winograd), name="lower")(mod)
+        return tvm.transform.Sequential(lower_passes(target, precision, fast), name="lower")(mod)
 
 
 def variant_name(sizes: Mapping[str, int]) -> str:

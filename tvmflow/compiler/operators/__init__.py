@@ -33,15 +33,15 @@ _OPERATORS: dict[str, _Own] = {
 }
 
 
-def legalizations(machine: Machine, winograd: bool = True) -> dict[str, Legalization]:
+def legalizations(machine: Machine, fast: bool = True) -> dict[str, Legalization]:
     """The operators that are not left to TVM's own definitions, for one machine; TVM's takes what ours does not.
 
-    `winograd` allows the algorithms of fewer multiplications: Winograd's for convolutions, Strassen's for products.
+    `fast` allows the algorithms of fewer multiplications: Winograd's for convolutions, Strassen's for products.
     """
     operators: dict[str, _Own] = {
         **_OPERATORS,
-        "relax.nn.conv2d": partial(convolution.legalize, fast=winograd),
-        "relax.matmul": partial(products.legalize, fast=winograd),
+        "relax.nn.conv2d": partial(convolution.legalize, fast=fast),
+        "relax.matmul": partial(products.legalize, fast=fast),
     }
 
     def with_default(own: _Own) -> Legalization:

@@ -71,6 +71,16 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine) -> ti
     return tile if fast < _GAIN * usual else None
 
 
+def error_bound(depth: int) -> float:
+    """A bound of a product's rounding error in float32, before anything is computed.
+
+    It is relative to `depth` times the largest magnitude in the one operand times that in the other, which bounds any
+    result. Each of the four products in the longest sum has operands that are sums of two at most, and rounds once per
+    term (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, chapter 23).
+    """
+    return 6 * (depth / 2 + 5) * float(np.finfo("float32").eps) / 2
+
+
 def pack(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
     """The sums of quarters of weights `[K][N]` as `[7][N/2/v][K/2][v]`."""
     depth, units = (size // 2 for size in weight.shape)

@@ -67,7 +67,7 @@ def pass_names() -> list[str]:
     return sorted({*others, *(str(item.info.name) for item in ours)})
 
 
-def lower_passes(target: Target, precision: Precision = "fp32", winograd: bool = True) -> list[tvm.transform.Pass]:
+def lower_passes(target: Target, precision: Precision = "fp32", fast: bool = True) -> list[tvm.transform.Pass]:
     """The passes from a Relax module whose weights are constants to `main` with calls of fused functions."""
     integers: list[tvm.transform.Pass] = []
     if target.arch == "cuda":
@@ -77,12 +77,10 @@ def lower_passes(target: Target, precision: Precision = "fp32", winograd: bool =
     else:
         laid_out = [attention.compose_attention(), *layout()]
         cpu = machine(target)
-        narrow = {"fp32": FuseBlocks(cpu), "bf16": RoundProducts(cpu, winograd), "int8": IntegerProducts(cpu)}[
-            precision
-        ]
+        narrow = {"fp32": FuseBlocks(cpu), "bf16": RoundProducts(cpu, fast), "int8": IntegerProducts(cpu)}[precision]
         fused = [narrow, attention.lower_attention(machine(target))]
         integers = [IntegerArithmetic(machine(target))] if precision == "int8" else []
-        legalize = relax.transform.LegalizeOps(legalizations(machine(target), winograd))
+        legalize = relax.transform.LegalizeOps(legalizations(machine(target), fast))
     return [
         *integers,
         *canonicalize(),

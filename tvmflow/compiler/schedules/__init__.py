@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from tvm.s_tir import Schedule
+from tvm.s_tir import Schedule, ScheduleError
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.machine import Machine
@@ -60,6 +60,15 @@ def schedule(
             scheduled = trial.mod["main"]
             return _finish(common.without_threads(scheduled) if tiny else scheduled, func), name
     return _finish(func, func), "none"
+
+
+def error_bounds(func: PrimFunc) -> dict[str, float]:
+    """The bounds of a fused function's rounding errors, by algorithm of fewer multiplications that it uses."""
+    try:
+        found = {name: rule.bound(Schedule(func)) for name, rule in (("strassen", strassen), ("winograd", winograd))}
+    except ScheduleError:  # TVM writes some functions, such as sorting, without blocks.
+        return {}
+    return {name: bound for name, bound in found.items() if bound is not None}
 
 
 def _finish(scheduled: PrimFunc, func: PrimFunc) -> PrimFunc:

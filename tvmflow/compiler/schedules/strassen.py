@@ -6,6 +6,7 @@ from tvm.s_tir import Schedule
 
 from tvmflow.compiler.annotations import CHUNK, LANES, TILE
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.strassen import error_bound
 from tvmflow.compiler.schedules import common
 
 
@@ -56,3 +57,9 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     if not in_cache:
         sch.parallel(near)
     return True
+
+
+def bound(sch: Schedule) -> float | None:
+    """The error bound of a function that uses the algorithm, None for others."""
+    product = common.kernel(sch, "strassen")
+    return None if product is None else error_bound(2 * int(sch.get(product).iter_vars[-1].dom.extent))

@@ -2,13 +2,13 @@
 
 import math
 
-from tvm.s_tir import Schedule, ScheduleError
-from tvm.tirx import PrimFunc
+from tvm.s_tir import Schedule
 
 from tvmflow.compiler.annotations import LANES, TILE, WINOGRAD
 from tvmflow.compiler.dotproduct import BF16, use
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
+from tvmflow.compiler.winograd import error_bound
 
 
 def apply(sch: Schedule, machine: Machine) -> bool:
@@ -94,15 +94,11 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     return True
 
 
-def winograd_of(func: PrimFunc) -> tuple[int, int, int] | None:
-    """The size of the output tiles, the stride and the input channels of a function that uses the algorithm."""
-    sch = Schedule(func)
-    try:
-        product = common.kernel(sch, "winograd")
-    except ScheduleError:  # TVM writes some functions, such as sorting, without blocks.
-        return None
+def bound(sch: Schedule) -> float | None:
+    """The error bound of a function that uses the algorithm in float32, None for others."""
+    product = common.kernel(sch, "winograd")
     if product is None:
         return None
     block = sch.get(product)
     size, side = int(block.annotations[WINOGRAD]), int(block.iter_vars[0].dom.extent)
-    return size, (side - 3) // (size - 1), int(block.iter_vars[-1].dom.extent)
+    return error_bound(size, (side - 3) // (size - 1), int(block.iter_vars[-1].dom.extent))
