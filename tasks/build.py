@@ -1,6 +1,8 @@
 """Build: the library for one target, with the release file's pass context and the tuning records."""
 
 import json
+from dataclasses import asdict
+from typing import Literal
 
 from tasks.relax_import import ImportResult, load_imported
 from tasks.step import Context, Job, as_options, step, variants
@@ -11,14 +13,23 @@ from tvmflow.target import Target
 from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step
 
 
+class Inspect(Record):
+    """What to keep of the build for a person to read, as `tvmflow.compiler.Inspection` has it."""
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    code: tuple[Literal["ll", "asm", "relax", "tir"], ...] = ()
+
+
 class BuildJob(Job):
-    """The imported model, the records to apply, the target and the options."""
+    """The imported model, the records to apply, the target, the options, and what to keep to read."""
 
     imported: ImportResult
     records: Artifact
     target: Target
     build: Build
     variants: tuple[dict[str, int], ...]
+    inspect: Inspect = Inspect()
 
 
 class Algorithm(Record):
@@ -36,7 +47,8 @@ class BuildResult(StepResult):
     """The library, the lowered IR, the weights when they are kept apart, and seconds per compiler pass.
 
     `schedules` counts the functions by the rule that scheduled them; `variants` are the sizes of the symbolic
-    dimensions that the library has functions of their own for, by function.
+    dimensions that the library has functions of their own for, by function; `inspected` holds what was asked to be
+    kept: `passes`, a list of when, name and text, and `code` by its form.
     """
 
     library: Artifact
@@ -48,6 +60,7 @@ class BuildResult(StepResult):
     variants: dict[str, dict[str, int]]
     algorithms: dict[str, Algorithm]
     llvm: str
+    inspected: Artifact
 
 
 def work(job: BuildJob, emit: Emit) -> BuildResult:
@@ -64,7 +77,8 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
     options = as_options(job.build, job.variants)
     # A retrained model has the same functions, and so the same code.
     cache = workspace.folder / "code"
-    built = compiler.build(imported, target, options, best_records(workspace.path(job.records)), cache)
+    inspect = compiler.Inspection(**job.inspect.model_dump())
+    built = compiler.build(imported, target, options, best_records(workspace.path(job.records)), cache, inspect)
     emit(2, 3, "linking")
     with workspace.scratch() as folder:
         built.export(folder / "mod.so")
@@ -72,6 +86,7 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
         (folder / "mod.txt").write_text(built.ir_text)
         timings = sorted(built.pass_timings, key=lambda item: -item[1])
         (folder / "pass_timings.json").write_text(json.dumps(dict(timings), indent=1))
+        (folder / "inspected.json").write_text(json.dumps(asdict(built.inspected)))
         if job.build.weights == "apart":
             compiler.save_params(built.params, folder / "mod.params")
         rules = [rule for _, rule in built.schedules]
@@ -87,12 +102,17 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
                 name: Algorithm(functions=used.functions, bound=used.bound) for name, used in built.algorithms.items()
             },
             llvm=str(get_global_func("target.llvm_version_major")()),
+            inspected=workspace.keep(folder / "inspected.json"),
         )
 
 
 @step
 def build(
-    context: Context, imported: Outcome[ImportResult], tuned: Outcome[TuneResult], target: Target
+    context: Context,
+    imported: Outcome[ImportResult],
+    tuned: Outcome[TuneResult],
+    target: Target,
+    inspect: Inspect | None = None,
 ) -> Outcome[BuildResult]:
     """Build the model for a target. Raises TargetError when that is not possible here, BuildError when it fails."""
     job = BuildJob(
@@ -102,6 +122,7 @@ def build(
         target=target,
         build=context.spec.build,
         variants=variants(context.spec, imported.result.inputs),
+        inspect=inspect or Inspect(),
     )
     return run_step(
         context.workspace,

@@ -71,7 +71,7 @@ def package(
             unpacked = sum(entry.size for entry in complete.files.values())
             return PackageResult(bundle=context.workspace.keep(bundle), unpacked=unpacked, algorithms=made.algorithms)
 
-    reads = {"manifest": manifest.to_json().decode(), "build": made.model_dump(mode="json", exclude={"pass_timings"})}
+    reads = {"manifest": manifest.to_json().decode(), "build": made.model_dump(mode="json", exclude={"pass_timings", "inspected"})}
     return run_step(context.workspace, "package", reads, PackageResult, work, target=target.name)
 
 

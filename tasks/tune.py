@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.relax_import import ImportResult, load_imported
 from tasks.step import Context, Job, as_options, step, variants
+from tvmflow.errors import InputError
 from tvmflow.process import Emit
 from tvmflow.spec import Build, Tune
 from tvmflow.target import Target, host
@@ -128,6 +129,30 @@ def tune(context: Context, imported: Outcome[ImportResult], target: Target) -> O
         lambda: context.call("tasks.tune:work", job, TuneResult, target=target.name),
         target=target.name,
     )
+
+
+def with_records(context: Context, tuned: Outcome[TuneResult], path: Path, target: Target) -> Outcome[TuneResult]:
+    """The same with the best records of a file or a folder in the place of what is known for their workloads.
+
+    Raises InputError when there is no record that this TVM can use for the target.
+    """
+    from tvmflow import tuning
+
+    workspace = context.workspace
+    known = workspace.path(tuned.result.records).read_text().splitlines()
+    lines = {str(json.loads(line)["key"]): line for line in known}
+    given = sorted(tuning.RecordStore(path).records(target), key=lambda record: -record.seconds)
+    if not given:
+        raise InputError(
+            f"{str(path)!r} holds no tuning record of this TVM for target {target.name!r}; "
+            f"name a file or folder that tuning for this target has written"
+        )
+    lines.update({record.key: json.dumps(asdict(record), sort_keys=True) for record in given})
+    with workspace.scratch() as folder:
+        merged = folder / "records.jsonl"
+        merged.write_text("".join(line + "\n" for line in sorted(lines.values())))
+        result = tuned.result.model_copy(update={"records": workspace.keep(merged)})
+    return Outcome(result, tuned.status, tuned.seconds)
 
 
 def best_records(path: Path) -> "Callable[[PrimFunc], PrimFunc | None]":

@@ -10,8 +10,10 @@
     │   └── UnsupportedOperatorError
     ├── TuneError            tuning failed as a whole
     ├── BuildError           TVM or the linker could not build the library
+    │   └── OptionError      a pass or an option of the build is unknown or has a wrong value
     ├── BundleError          a bundle is damaged, unsafe or not for this machine
     ├── InputError           an input has the wrong name, shape or dtype
+    ├── RemoteError          an RPC tracker or server is gone, refuses or does not answer
     ├── VerdictError         the release was measured and refused; the verdict says why
     ├── StoreError           the S3 endpoint is down, refuses, or holds something else
     ├── RegistryError        MLflow is down or refuses
@@ -67,12 +69,22 @@ class BuildError(TvmflowError):
     """TVM or the linker could not build the library."""
 
 
+class OptionError(BuildError):
+    """A pass or an option of the build is unknown, or has a value that it cannot have."""
+
+    exit_code = 2
+
+
 class BundleError(TvmflowError):
     """A bundle is damaged, unsafe or not for this machine."""
 
 
 class InputError(TvmflowError):
     """An input has the wrong name, shape or dtype."""
+
+
+class RemoteError(TvmflowError):
+    """An RPC tracker or server is gone, refuses or does not answer."""
 
 
 class VerdictError(TvmflowError):

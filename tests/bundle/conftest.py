@@ -24,6 +24,19 @@ CONTENT = {
 }
 
 
+def spelled(document: Mapping[str, Any]) -> bytes:
+    """A manifest as bundles spell it."""
+    return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def compressed(data: bytes) -> bytes:
+    """Compressed as bundles are."""
+    with io.BytesIO() as raw:
+        with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=1, mtime=0) as stream:
+            stream.write(data)
+        return raw.getvalue()
+
+
 @pytest.fixture
 def content() -> dict[str, bytes]:
     return dict(CONTENT)
@@ -78,6 +91,11 @@ def described(manifest: Manifest) -> dict[str, Any]:
 
 
 @pytest.fixture
+def zipped() -> Callable[[bytes], bytes]:
+    return compressed
+
+
+@pytest.fixture
 def write_archive(tmp_path: Path) -> WriteArchive:
     """Write a compressed tar of (name or header, content) pairs after a manifest."""
 
@@ -88,13 +106,16 @@ def write_archive(tmp_path: Path) -> WriteArchive:
         name: str = "crafted.tar.gz",
     ) -> Path:
         path = tmp_path / name
-        first = [] if document is None else [("bundle.json", json.dumps(document).encode())]
-        with gzip.open(path, "wb") as stream, tarfile.open(fileobj=stream, mode="w", format=form) as archive:
-            for member, data in [*first, *members]:
-                info = tarfile.TarInfo(member) if isinstance(member, str) else member
-                if info.isreg():
-                    info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
+        first = [] if document is None else [("bundle.json", spelled(document))]
+        with io.BytesIO() as stream:
+            with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+                for member, data in [*first, *members]:
+                    info = tarfile.TarInfo(member) if isinstance(member, str) else member
+                    if info.isreg():
+                        info.size = len(data)
+                    archive.addfile(info, io.BytesIO(data))
+                    archive.format = form
+            path.write_bytes(compressed(stream.getvalue()))
         return path
 
     return write

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import random
 import tarfile
 import tracemalloc
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tvmflow.bundle import FORMAT, extract, read_manifest
+from tvmflow.bundle import FORMAT, Manifest, extract, pack, read_manifest
 from tvmflow.errors import BundleError
 
 WriteArchive = Callable[..., Path]
@@ -91,11 +92,11 @@ def test_a_flipped_byte_is_refused_or_changes_nothing(bundle: Path, content: Con
 
 @pytest.mark.parametrize("place", range(0, 10240, 160))
 def test_a_flipped_byte_before_compression_is_refused_or_changes_nothing(
-    bundle: Path, content: Content, tmp_path: Path, place: int
+    bundle: Path, content: Content, tmp_path: Path, place: int, zipped: Callable[[bytes], bytes]
 ) -> None:
     data = bytearray(gzip.decompress(bundle.read_bytes()))
     data[place] ^= 0x15
-    bundle.write_bytes(gzip.compress(bytes(data)))
+    bundle.write_bytes(zipped(bytes(data)))
     (tmp_path / "out").mkdir()
     try:
         extract(bundle, tmp_path / "out")
@@ -256,24 +257,27 @@ def test_a_member_that_grows_beyond_its_manifest_is_refused_unread(
 
 
 def test_an_extended_header_that_declares_gigabytes_is_refused_unread(
-    described: Document, write_archive: WriteArchive, refusal: Refusal
+    described: Document, write_archive: WriteArchive, refusal: Refusal, zipped: Callable[[bytes], bytes]
 ) -> None:
     header = tarfile.TarInfo("header")
     header.type, header.size = tarfile.XHDTYPE, 4 << 30
     bundle = write_archive(described, [])
     manifest = gzip.decompress(bundle.read_bytes()).rstrip(b"\0")
     start = manifest + bytes(-len(manifest) % tarfile.BLOCKSIZE) + header.tobuf(tarfile.USTAR_FORMAT)
-    bundle.write_bytes(gzip.compress(start + bytes(50 << 20), compresslevel=1))
+    bundle.write_bytes(zipped(start + bytes(50 << 20)))
     with little_memory():
         assert "do not trust it" in refusal(bundle)
 
 
 def test_data_after_the_end_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+    described: Document,
+    content: Content,
+    write_archive: WriteArchive,
+    refusal: Refusal,
+    zipped: Callable[[bytes], bytes],
 ) -> None:
     bundle = write_archive(described, list(content.items()))
-    with gzip.open(bundle, "ab") as stream:
-        stream.write(bytes(1 << 20))
+    bundle.write_bytes(zipped(gzip.decompress(bundle.read_bytes()) + bytes(1 << 20)))
     assert "goes on after its end" in refusal(bundle)
 
 
@@ -289,17 +293,19 @@ WRONG: Sequence[tuple[Sequence[str | int], Sequence[object]]] = [
     *(((key,), [None, "avx2", {"a": 1}, [3]]) for key in ("cpu_features", "inputs", "outputs")),
     *(((key,), [None, "x", [], {"a": 3}]) for key in ("dimensions", "provenance", "files", "versions")),
     (("tvm_target",), [None, "llvm", [["kind", "llvm"]]]),
-    (("threads",), [None, "2", 2.0, -1, True]),
+    (("threads",), [None, "2", 2.0, -1, 0, True, 1 << 63]),
     (("versions", "tvm"), [None, 27]),
     (("format",), [None, "1", 1.0, True, [1]]),
     (("weights",), ["outside"]),
-    (("dimensions", "batch"), [[1], ["1", 8], [1, 2.5], [-1, 2], "12"]),
+    (("dimensions", "batch"), [[1], ["1", 8], [1, 2.5], [-1, 2], [3, 2], "12"]),
     (("variants",), [None, "x", {"a": 1}, [3], [{}], [{"function": 3, "sizes": {}}]]),
     (("variants",), [[{"function": "f", "sizes": []}], [{"function": "f", "sizes": {"batch": "2"}}]]),
+    (("variants",), [[{"function": "f", "sizes": {"width": 2}}]]),
     (("inputs", 0), [None, "x", [], {}]),
     (("inputs", 0, "shape"), ["abc", [1.5], [-1], [None]]),
     (("inputs", 0, "name"), [None, 3]),
-    (("outputs", 0, "dtype"), [None, 3]),
+    (("outputs", 0, "dtype"), [None, 3, "object", "U5", "float32\n"]),
+    (("name",), ["small\nbundle", "\x1b[2J"]),
     (("files", "mod.so"), [None, "abc", {}]),
     (("files", "mod.so", "sha256"), [None, "AB" * 32, "ab" * 31]),
     (("files", "mod.so", "size"), [None, -1, "12", 1.0]),
@@ -324,6 +330,91 @@ def test_a_manifest_without_any_one_of_its_keys_is_refused(
         document = copy.deepcopy(described)
         del document[key]
         assert f"KeyError: {key!r}" in refusal(write_archive(document, []))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(b'"name"', b'"name": "other",\n  "name"', 1),
+        lambda text: text.replace(b"\n", b"\r\n"),
+        lambda text: text.replace(b'"threads": 2', b'"threads": 2 '),
+        lambda text: text.replace(b'"kind": "llvm"', b'"kind": NaN'),
+        lambda text: text.replace(b'"kind": "llvm"', b'"kind": 1e999'),
+        lambda text: text.replace(b'"kind": "llvm"', b'"kind": "\\ud800"'),
+        lambda text: text.replace(b'"small"', b'"sm\\u0061ll"'),
+        lambda text: text + b" ",
+        lambda text: b"\xef\xbb\xbf" + text,
+    ],
+)
+def test_a_manifest_that_says_the_same_in_another_way_is_refused(
+    bundle: Path, write_archive: WriteArchive, refusal: Refusal, change: Callable[[bytes], bytes]
+) -> None:
+    text = read_manifest(bundle).to_json()
+    assert change(text) != text
+    assert "damaged manifest" in refusal(write_archive(None, [("bundle.json", change(text))]))
+
+
+def test_more_than_compression_of_its_size_can_hold_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+) -> None:
+    zeros = bytes(64 << 20)
+    described["files"]["mod.so"] = {"sha256": hashlib.sha256(zeros).hexdigest(), "size": len(zeros)}
+    bundle = write_archive(described, sorted((content | {"mod.so": zeros}).items()))
+    tar = gzip.decompress(bundle.read_bytes())
+    bundle.write_bytes(bundle.read_bytes()[:10] + gzip.compress(tar, compresslevel=9, mtime=0)[10:])
+    assert "unpacks to more than any bundle of its size" in refusal(bundle)
+
+
+def test_zeros_that_were_packed_come_back(
+    manifest: Manifest, write_files: Callable[[Path], dict[str, Path]], tmp_path: Path
+) -> None:
+    files = write_files(tmp_path / "files")
+    files["mod.so"].write_bytes(bytes(64 << 20))
+    pack(tmp_path / "zeros.tar.gz", manifest, files)
+    (tmp_path / "out").mkdir()
+    extract(tmp_path / "zeros.tar.gz", tmp_path / "out")
+    assert not any((tmp_path / "out" / "mod.so").read_bytes())
+
+
+@pytest.mark.parametrize("field", ["mode", "uid", "mtime", "uname"])
+def test_a_header_that_says_more_than_name_and_size_is_refused(
+    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, field: str
+) -> None:
+    member = tarfile.TarInfo("mod.so")
+    setattr(member, field, "x" if field == "uname" else 1)
+    others = [(name, data) for name, data in content.items() if name != "mod.so"]
+    bundle = write_archive(described, [(member, content["mod.so"]), *others])
+    assert "'mod.so'" in refusal(bundle)
+
+
+def test_what_stands_between_the_files_is_refused(
+    bundle: Path, refusal: Refusal, zipped: Callable[[bytes], bytes]
+) -> None:
+    data = bytearray(gzip.decompress(bundle.read_bytes()))
+    end = tarfile.BLOCKSIZE + len(read_manifest(bundle).to_json())
+    assert data[end : end + 1] == b"\0"
+    data[end] = 1
+    bundle.write_bytes(zipped(bytes(data)))
+    assert "something stands between its files" in refusal(bundle)
+
+
+@pytest.mark.parametrize("place", [3, 4, 8, 9])
+def test_a_gzip_header_of_another_writer_is_refused(bundle: Path, refusal: Refusal, place: int) -> None:
+    data = bytearray(bundle.read_bytes())
+    data[place] ^= 1
+    bundle.write_bytes(data)
+    assert "does not begin as one" in refusal(bundle)
+
+
+@pytest.mark.parametrize("more", [b"\0", b"\0" * 512, gzip.compress(b"more"), b"x"])
+def test_bytes_after_the_compressed_stream_are_refused(bundle: Path, refusal: Refusal, more: bytes) -> None:
+    bundle.write_bytes(bundle.read_bytes() + more)
+    assert "goes on after its end" in refusal(bundle)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, refusal: Refusal) -> None:
+    os.mkfifo(tmp_path / "pipe.tar.gz")
+    assert "no regular file" in refusal(tmp_path / "pipe.tar.gz")
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"3", b"{", b"\xff\xfe", b"[" * 100_000, b'{"format": ' + b"9" * 9999])

@@ -86,7 +86,7 @@ def test_bfloat16_convolutions_equal_those_of_rounded_operands(
     x, bias = _normal(1, channels, height, width), _normal(out)
     weight = _normal(out, channels // groups, kernel, kernel)
     imported = import_onnx(make_model(nodes, shape, ["y"], {"w": weight, "b": bias}))
-    built = build(imported, native, BuildOptions(precision="bf16", winograd=False))
+    built = build(imported, native, BuildOptions(precision="bf16", fast_algorithms=False))
     (actual,) = run_built(built, x)
     rounded = make_model(nodes, shape, ["y"], {"w": _rounded(weight), "b": bias}, name="rounded.onnx")
     expected = _onnxruntime(rounded, x=_rounded(x))
@@ -107,7 +107,7 @@ def test_winograd_rounds_little_more_than_the_direct_way(
     expected = _onnxruntime(path, x=x)
     errors = []
     for winograd in (False, True):
-        built = build(imported, native, BuildOptions(precision="bf16", winograd=winograd))
+        built = build(imported, native, BuildOptions(precision="bf16", fast_algorithms=winograd))
         errors.append(float(np.abs(run_built(built, x)[0] - expected).max() / np.abs(expected).max()))
         assert (_rules(built)[rule] == 1) is winograd
     assert errors[1] <= 2 * errors[0] <= 1e-2

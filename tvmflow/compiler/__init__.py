@@ -3,12 +3,16 @@
 from tvmflow.compiler.build import BuildOptions, Built, build, can_build, known_passes, lower
 from tvmflow.compiler.graph import Workload, workloads
 from tvmflow.compiler.importer import Imported, import_onnx
+from tvmflow.compiler.inspection import Inspected, Inspection, PassIR
 from tvmflow.compiler.serialise import ir_text, load_module, load_params, save_module, save_params
 
 __all__ = [
     "BuildOptions",
     "Built",
     "Imported",
+    "Inspected",
+    "Inspection",
+    "PassIR",
     "Workload",
     "build",
     "can_build",

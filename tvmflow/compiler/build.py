@@ -1,10 +1,11 @@
 """Builds an imported model into a shared library for a target, and says what was done."""
 
+import shlex
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -21,12 +22,14 @@ from tvm.tirx import PrimFunc
 from tvmflow.compiler.codegen import compile_module
 from tvmflow.compiler.graph import hoist_weights, lower_module, variant_name
 from tvmflow.compiler.importer import Imported
+from tvmflow.compiler.inspection import Inspected, Inspection, KeepIR, code_of
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.passes import pass_names
 from tvmflow.compiler.reason import reason
 from tvmflow.compiler.schedules import error_bounds, schedule
 from tvmflow.compiler.serialise import ir_text
-from tvmflow.errors import BuildError, TargetError
+from tvmflow.errors import BuildError, OptionError, TargetError
+from tvmflow.runtime.profile import RULE
 from tvmflow.target import Precision, Target, without_unit
 
 
@@ -63,10 +66,11 @@ class Algorithm:
 class Built:
     """A compiled model.
 
-    `ir_text` and `ir_json` are the lowered, unscheduled module without its weights; `params` are the packed weights
-    that `main` takes after the inputs, in order, when they are kept apart; `pass_timings` are seconds by pass, inner
-    passes not counted twice; `schedules` says which rule scheduled each function; `variants` are the sizes that the
-    library has functions of their own for, by function.
+    `ir_text` and `ir_json` are the lowered, unscheduled module without its weights, whose functions name the rule that
+    scheduled them as the attribute `schedule_rule`; `params` are the packed weights that `main` takes after the inputs,
+    in order, when they are kept apart; `pass_timings` are seconds by pass, inner passes not counted twice; `schedules`
+    says which rule scheduled each function; `variants` are the sizes that the library has functions of their own for,
+    by function; `inspected` is what was asked to be kept.
     """
 
     executable: Any
@@ -79,15 +83,16 @@ class Built:
     algorithms: dict[str, Algorithm]
     threads: int
     cross_compiler: str | None
+    inspected: Inspected
 
     def export(self, path: Path) -> None:
         """Write the shared library. Equal models, targets and options give equal bytes.
 
         Raises BuildError when the linker is missing or fails.
         """
-        compiler = self.cross_compiler
+        compiler, *options = shlex.split(self.cross_compiler or "") or [None]
         triple = cc.get_target_by_dump_machine(compiler)
-        link = cc.cross_compiler(compiler, get_target_triple=triple) if compiler else None
+        link = cc.cross_compiler(compiler, options, get_target_triple=triple) if compiler else None
         try:
             # A file that replaces another whole: writing into a library that is loaded crashes who uses it.
             with tempfile.TemporaryDirectory(prefix=".tvmflow-", dir=Path(path).parent) as folder:
@@ -102,10 +107,9 @@ class Built:
 
 def can_build(target: Target) -> None:
     """Raise TargetError, in one sentence, if this TVM or this machine's compilers cannot build for `target`."""
-    if target.cross_compiler and shutil.which(target.cross_compiler) is None:
-        raise TargetError(
-            f"target {target.name!r} needs the cross compiler {target.cross_compiler!r}, which is not installed"
-        )
+    compiler = shlex.split(target.cross_compiler or "")[:1]
+    if compiler and shutil.which(compiler[0]) is None:
+        raise TargetError(f"target {target.name!r} needs the cross compiler {compiler[0]!r}, which is not installed")
     if not target.cross_compiler and cc.get_cc() is None:
         raise TargetError(f"target {target.name!r} needs a C++ compiler to link with, install g++ or clang++")
     if target.arch == "cuda":
@@ -163,20 +167,26 @@ def build(
     options: BuildOptions | None = None,
     tuned: Callable[[PrimFunc], PrimFunc | None] | None = None,
     cache: Path | None = None,
+    inspect: Inspection | None = None,
 ) -> Built:
     """Build a model for a target.
 
     `tuned` may return a scheduled replacement, with the same parameters, for an unscheduled fused function; where it
     returns None the analytic rules schedule the function. `cache` is a folder that keeps generated code: a model with
-    the same functions, whatever its weights, then takes little more than linking.
+    the same functions, whatever its weights, then takes little more than linking. `inspect` says what to keep of the
+    build for a person to read.
 
-    Raises BuildError when a pass, the code generator or an option fails, TargetError for a target TVM does not know
-    and for a precision that its processor has no instructions for.
+    Raises BuildError when a pass or the code generator fails, OptionError for an unknown pass or a wrong option,
+    TargetError for a target TVM does not know and for a precision that its processor has no instructions for.
     """
     options = options or BuildOptions()
     _check_precision(target, options)
+    inspect = inspect or Inspection()
+    _check_passes("inspected", (*inspect.before, *inspect.after))
+    cache = None if inspect.needs_llvm else cache
     timings: dict[str, float] = {}
-    with _passes(options, target, timings):
+    inspected = Inspected()
+    with _passes(options, target, [_Timing(timings), KeepIR(inspect, inspected.passes)]):
         lowered = lower_module(imported, target, options.variants, options.precision, options.fast_algorithms)
         bare, weights = hoist_weights(lowered)
         apart = options.weights == "apart"
@@ -192,6 +202,8 @@ def build(
                 raise
             schedules = simpler
             executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache)
+        bare = _with_rules(bare, schedules)
+        inspected.code.update(code_of(inspect.code, bare, scheduled, executable))
     return Built(
         executable=executable,
         ir_text=ir_text(bare),
@@ -203,6 +215,7 @@ def build(
         algorithms=_algorithms(lowered),
         threads=target.threads,
         cross_compiler=target.cross_compiler,
+        inspected=inspected,
     )
 
 
@@ -309,18 +322,27 @@ class OrderShapeStores:
         return mod
 
 
+def _with_rules(lowered: tvm.IRModule, schedules: Sequence[tuple[str, str]]) -> tvm.IRModule:
+    """The lowered module whose functions say, as the attribute `schedule_rule`, which rule scheduled them."""
+    rules = {lowered.get_global_var(name): rule for name, rule in schedules}
+    functions = {
+        variable: function.with_attr(RULE, rules[variable]) if variable in rules else function
+        for variable, function in lowered.functions_items()
+    }
+    return tvm.IRModule(functions, attrs=lowered.attrs)
+
+
 @contextmanager
-def _passes(options: BuildOptions, target: Target, timings: dict[str, float] | None = None) -> Iterator[None]:
+def _passes(options: BuildOptions, target: Target, instruments: Sequence[Any] = ()) -> Iterator[None]:
     """TVM's pass context for the options; turns what its passes raise into BuildError."""
     _check_options(options)
-    instruments = [] if timings is None else [_Timing(timings)]
     try:
         with tvm.transform.PassContext(
             opt_level=options.opt_level,
             required_pass=list(options.required_passes),
             disabled_pass=list(options.disabled_passes),
             config=dict(options.config),
-            instruments=instruments,
+            instruments=list(instruments),
         ):
             yield
     except (BuildError, TargetError):
@@ -332,21 +354,29 @@ def _passes(options: BuildOptions, target: Target, timings: dict[str, float] | N
 
 def _check_options(options: BuildOptions) -> None:
     for kind, names in (("required", options.required_passes), ("disabled", options.disabled_passes)):
-        for name in names:
-            if name not in known_passes():
-                close = get_close_matches(name, known_passes(), n=3, cutoff=0.5)
-                hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see `known_passes` for all names"
-                raise BuildError(f"{kind} pass {name!r} is unknown to TVM {tvm.__version__}; {hint}")
+        _check_passes(kind, names)
     known_options = {str(name) for name in tvm.transform.PassContext.list_configs()}
-    for name in options.config:
+    for name, value in options.config.items():
         if name not in known_options:
             close = get_close_matches(name, known_options, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see PassContext.list_configs()"
-            raise BuildError(f"pass option {name!r} is unknown to TVM {tvm.__version__}; {hint}")
+            raise OptionError(f"pass option {name!r} is unknown to TVM {tvm.__version__}; {hint}")
+        try:
+            tvm.transform.PassContext(config={name: value})
+        except Exception as error:
+            raise OptionError(f"pass option {name!r} cannot be {value!r}: {reason(error)}") from error
     if options.exec_mode not in ("bytecode", "compiled"):
         raise BuildError(f"exec_mode must be 'bytecode' or 'compiled', not {options.exec_mode!r}")
     if options.weights not in ("inside", "apart"):
         raise BuildError(f"weights must be 'inside' or 'apart', not {options.weights!r}")
+
+
+def _check_passes(kind: str, names: Sequence[str]) -> None:
+    for name in names:
+        if name not in known_passes():
+            close = get_close_matches(name, known_passes(), n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see `known_passes` for all names"
+            raise OptionError(f"{kind} pass {name!r} is unknown to TVM {tvm.__version__}; {hint}")
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import tvm
 from tvm.tirx import PrimFunc
@@ -84,11 +84,6 @@ def code_of(forms: tuple[Code, ...], lowered: tvm.IRModule, scheduled: tvm.IRMod
                 raise BuildError(f"the library has no LLVM code to write as {form!r}; leave it out")
             kept[form] = "\n".join(str(module.inspect_source(_LLVM_FORMS[form])) for module in modules)
     return kept
-
-
-def code_forms() -> tuple[Code, ...]:
-    """All forms that code can be kept in."""
-    return get_args(Code)
 
 
 def _imported(module: Any) -> Iterator[Any]:

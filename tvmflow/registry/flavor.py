@@ -45,57 +45,204 @@ def get_default_pip_requirements() -> list[str]:
     ]
 
 
+def get_default_conda_env() -> dict[str, Any]:
+    """The conda environment of a model that is saved without one."""
+    env: dict[str, Any] = _mlflow_conda_env(additional_pip_deps=get_default_pip_requirements())
+    return env
+
+
 def save_model(
+    bundles: Bundles,
     path: str | Path,
-    bundles: Mapping[str, Path],
-    signature: ModelSignature | None = None,
-    input_example: Mapping[str, Array] | None = None,
-    pip_requirements: Sequence[str] | None = None,
-    metadata: dict[str, Any] | None = None,
+    conda_env: str | dict[str, Any] | None = None,
+    code_paths: Sequence[str] | None = None,
     mlflow_model: Model | None = None,
+    signature: ModelSignature | None = None,
+    input_example: Mapping[str, Array] | Literal[False] | None = None,
+    pip_requirements: Sequence[str] | str | None = None,
+    extra_pip_requirements: Sequence[str] | str | None = None,
+    metadata: dict[str, Any] | None = None,
 ) -> None:
     """Write an MLflow model of flavors `tvm` and `python_function` to the new or empty folder `path`.
 
-    `bundles` holds one bundle by target name. `pip_requirements` replaces the default ones. An `input_example` of
-    more than 262144 values in all is left out. Raises BundleError when one of the files is no bundle, or two targets'
-    names differ in nothing that a file name may hold.
+    `bundles` is one bundle, or one by target name for each target. The `signature` is by default theirs, the
+    `input_example` the first one's golden sample (False: none); an example of more than 262144 values in all is left
+    out. The other arguments are those of MLflow's own flavors. Raises BundleError when one of the files is no bundle,
+    is damaged, or takes other inputs than the rest, or two targets' names differ in nothing that a file name may hold.
     """
+    _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
     folder = Path(path)
     _validate_and_prepare_target_save_path(str(folder))
-    (folder / _BUNDLES).mkdir()
-    entries: list[dict[str, str]] = []
-    for target, bundle in bundles.items():
-        manifest = read_manifest(bundle)
-        file = f"{_BUNDLES}/{_file_name(target)}.tar.gz"
-        if (folder / file).exists():
-            raise BundleError(f"two targets share the file name {file!r}; rename the target {target!r}")
-        shutil.copyfile(bundle, folder / file)
-        entries.append({"target": target, "arch": manifest.arch, "file": file, "sha256": sha256_file(folder / file)})
+    code = _validate_and_copy_code_paths(code_paths, str(folder))
+    manifests, entries = _copy_bundles(_by_target(bundles), folder)
 
     model = Model() if mlflow_model is None else mlflow_model
     if signature is not None:
         model.signature = signature
+    elif model.signature is None:
+        model.signature = _signature(manifests[0])
     if metadata is not None:
         model.metadata = metadata
-    if input_example is not None and sum(array.size for array in input_example.values()) <= _EXAMPLE_VALUES:
+    if input_example is None:
+        input_example = _golden_inputs(folder / entries[0]["file"])
+    if input_example and sum(np.size(array) for array in input_example.values()) <= _EXAMPLE_VALUES:
         _save_example(model, dict(input_example), str(folder))
-    model.add_flavor(FLAVOR_NAME, tvm_version=version("apache-tvm"), bundles=entries)
+    model.add_flavor(FLAVOR_NAME, tvm_version=version("apache-tvm"), bundles=entries, code=code)
     mlflow.pyfunc.add_to_model(
-        model, loader_module=__name__, conda_env=_CONDA_ENV_FILE_NAME, python_env=_PYTHON_ENV_FILE_NAME
+        model,
+        loader_module=__name__,
+        conda_env=_CONDA_ENV_FILE_NAME,
+        python_env=_PYTHON_ENV_FILE_NAME,
+        code=code,
+        # MLflow takes at loading only what was named at saving.
+        model_config=dict.fromkeys(_CONFIG),
     )
     model.model_size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     model.save(folder / MLMODEL_FILE_NAME)
-    _save_environment(folder, pip_requirements)
+    _save_environment(folder, conda_env, pip_requirements, extra_pip_requirements)
 
 
-def _save_environment(folder: Path, pip_requirements: Sequence[str] | None) -> None:
-    given = None if pip_requirements is None else list(pip_requirements)
-    conda, requirements, constraints = _process_pip_requirements(get_default_pip_requirements(), given)
+def log_model(
+    bundles: Bundles,
+    name: str | None = None,
+    *,
+    conda_env: str | dict[str, Any] | None = None,
+    code_paths: Sequence[str] | None = None,
+    registered_model_name: str | None = None,
+    signature: ModelSignature | None = None,
+    input_example: Mapping[str, Array] | Literal[False] | None = None,
+    await_registration_for: int | None = DEFAULT_AWAIT_MAX_SLEEP_SECONDS,
+    pip_requirements: Sequence[str] | str | None = None,
+    extra_pip_requirements: Sequence[str] | str | None = None,
+    metadata: dict[str, Any] | None = None,
+    run_id: str | None = None,
+    params: Mapping[str, object] | None = None,
+    tags: Mapping[str, object] | None = None,
+    model_type: str | None = None,
+    step: int = 0,
+    model_id: str | None = None,
+) -> Any:
+    """Log bundles as a model of the active run, or of `run_id`; returns MLflow's `ModelInfo`.
+
+    `registered_model_name` makes it a version of that registered model, which is waited for
+    `await_registration_for` seconds. `bundles`, `signature`, `input_example` and the requirements are those of
+    `save_model`; the rest means what it means in MLflow's own flavors.
+    """
+    return Model.log(
+        artifact_path=None,
+        name=name,
+        flavor=sys.modules[__name__],
+        flavor_name=FLAVOR_NAME,
+        registered_model_name=registered_model_name,
+        await_registration_for=await_registration_for,
+        metadata=metadata,
+        run_id=run_id,
+        params=None if params is None else dict(params),
+        tags=None if tags is None else dict(tags),
+        model_type=model_type,
+        step=step,
+        model_id=model_id,
+        bundles=bundles,
+        conda_env=conda_env,
+        code_paths=code_paths,
+        signature=signature,
+        input_example=input_example,
+        pip_requirements=pip_requirements,
+        extra_pip_requirements=extra_pip_requirements,
+    )
+
+
+def load_model(
+    model_uri: str,
+    dst_path: str | None = None,
+    *,
+    target: str | None = None,
+    threads: int | None = None,
+    spin: int | None = None,
+) -> CompiledModel:
+    """Load the bundle of a model that this host can run, or that of the named target; verified first.
+
+    `model_uri` is any that MLflow knows, `dst_path` a folder to keep the download in; `threads` and `spin` are those
+    of `tvmflow.runtime.load`. Raises BundleError when no bundle runs here, or the one chosen is not what was logged.
+    """
+    path = _download_artifact_from_uri(artifact_uri=model_uri, output_path=dst_path)
+    return _load(path, target, threads, spin)[0]
+
+
+def _by_target(bundles: Bundles) -> Mapping[str, Path]:
+    if isinstance(bundles, str | Path):
+        return {read_manifest(Path(bundles)).target: Path(bundles)}
+    if not bundles:
+        raise BundleError("a model of no bundles is given; give one per target")
+    return {target: Path(bundle) for target, bundle in bundles.items()}
+
+
+def _copy_bundles(bundles: Mapping[str, Path], folder: Path) -> tuple[list[Manifest], list[dict[str, str]]]:
+    (folder / _BUNDLES).mkdir()
+    manifests: list[Manifest] = []
+    entries: list[dict[str, str]] = []
+    for target, bundle in bundles.items():
+        manifest = read_manifest(bundle)
+        if manifests and (manifest.inputs, manifest.outputs) != (manifests[0].inputs, manifests[0].outputs):
+            raise BundleError(
+                f"the bundles of {entries[0]['target']!r} and {target!r} have different inputs or outputs; "
+                "give bundles of one model"
+            )
+        file = f"{_BUNDLES}/{_file_name(target)}.tar.gz"
+        if (folder / file).exists():
+            raise BundleError(f"two targets share the file name {file!r}; rename the target {target!r}")
+        shutil.copyfile(bundle, folder / file)
+        manifests.append(manifest)
+        entries.append({"target": target, "arch": manifest.arch, "file": file, "sha256": sha256_file(folder / file)})
+    return manifests, entries
+
+
+def _signature(manifest: Manifest) -> ModelSignature:
+    def schema(specs: Sequence[BundleTensor]) -> Schema:
+        return Schema(
+            [
+                TensorSpec(
+                    np.dtype(spec.dtype), tuple(size if isinstance(size, int) else -1 for size in spec.shape), spec.name
+                )
+                for spec in specs
+            ]
+        )
+
+    return ModelSignature(inputs=schema(manifest.inputs), outputs=schema(manifest.outputs))
+
+
+def _golden_inputs(bundle: Path) -> dict[str, Array]:
+    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+        extract(bundle, Path(folder))
+        with np.load(Path(folder, "sample.npz"), allow_pickle=False) as archive:
+            return {
+                name.removeprefix("input:"): archive[name] for name in archive.files if name.startswith("input:")
+            }
+
+
+def _save_environment(
+    folder: Path,
+    conda_env: str | dict[str, Any] | None,
+    pip_requirements: Sequence[str] | str | None,
+    extra_pip_requirements: Sequence[str] | str | None,
+) -> None:
+    if conda_env is not None:
+        conda, requirements, constraints = _process_conda_env(conda_env)
+    else:
+        defaults = get_default_pip_requirements() if pip_requirements is None else None
+        conda, requirements, constraints = _process_pip_requirements(
+            defaults, _listed(pip_requirements), _listed(extra_pip_requirements)
+        )
     (folder / _CONDA_ENV_FILE_NAME).write_text(yaml.safe_dump(conda, default_flow_style=False))
     (folder / _REQUIREMENTS_FILE_NAME).write_text("\n".join(requirements))
     if constraints:
         (folder / _CONSTRAINTS_FILE_NAME).write_text("\n".join(constraints))
     _PythonEnv.current().to_yaml(str(folder / _PYTHON_ENV_FILE_NAME))
+
+
+def _listed(requirements: Sequence[str] | str | None) -> list[str] | str | None:
+    """Requirements as MLflow takes them: a list, or the path of a requirements file."""
+    return requirements if requirements is None or isinstance(requirements, str) else list(requirements)
 
 
 def _file_name(target: str) -> str:
@@ -106,35 +253,26 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> "T
     """Load the bundle that this host can run; called by `mlflow.pyfunc.load_model`.
 
     Of several the one that asks most of the host: CUDA before CPU, more CPU features before fewer.
-    `model_config={"target": NAME}` takes that one. Raises BundleError when no bundle runs here, or the one chosen is
-    not the file that was logged.
+    `model_config={"target": NAME}` takes that one; `threads` and `spin` there are those of `tvmflow.runtime.load`.
+    Raises BundleError when no bundle runs here, or the one chosen is not the file that was logged.
     """
+    config = model_config or {}
+    unknown = sorted(set(config) - set(_CONFIG))
+    if unknown:
+        raise InputError(f"model_config has the unknown key {unknown[0]!r}; known are {', '.join(_CONFIG)}")
+    return TvmModel(*_load(path, *(config.get(key) for key in _CONFIG)))
+
+
+def _load(path: str, wanted: str | None, threads: int | None, spin: int | None) -> tuple[CompiledModel, str]:
+    """The model and its target's name."""
     entries = _get_flavor_configuration(model_path=path, flavor_name=FLAVOR_NAME)["bundles"]
-    wanted = (model_config or {}).get("target")
     if wanted is not None:
+        known = ", ".join(repr(entry["target"]) for entry in entries)
         entries = [entry for entry in entries if entry["target"] == wanted]
         if not entries:
-            raise BundleError(f"the model has no bundle for the target {wanted!r}; leave the target out")
-    refusals: list[str] = []
-    candidates: list[tuple[Manifest, dict[str, str]]] = []
-    for entry in entries:
-        manifest = read_manifest(Path(path, entry["file"]))
-        try:
-            manifest.check_host()
-        except BundleError as error:
-            refusals.append(str(error))
-        else:
-            candidates.append((manifest, entry))
-    candidates.sort(key=lambda item: (item[0].arch == "cuda", len(item[0].cpu_features)), reverse=True)
-    for _, entry in candidates:
-        file = Path(path, entry["file"])
-        if sha256_file(file) != entry["sha256"]:
-            raise BundleError(f"{entry['file']} is not the file that was logged for {entry['target']!r}; log it again")
-        try:
-            return TvmModel(load(file), entry["target"])
-        except BundleError as error:
-            refusals.append(str(error))
-    raise BundleError(f"no bundle of the model runs on this machine: {'; '.join(refusals) or 'it holds none'}")
+            raise BundleError(f"the model has no bundle for the target {wanted!r}; it has {known}")
+    manifests = {id(manifest): entry for entry in entries for manifest in [read_manifest(Path(path, entry["file"]))]}
+    raise NotImplementedError(manifests)
 
 
 class TvmModel:

@@ -1,5 +1,5 @@
 """Load a bundle and run it: needs TVM's runtime and NumPy, nothing else."""
 
-from tvmflow.runtime.model import CompiledModel, load
+from tvmflow.runtime.model import CompiledModel, Timings, load
 
-__all__ = ["CompiledModel", "load"]
+__all__ = ["CompiledModel", "Timings", "load"]

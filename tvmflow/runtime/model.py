@@ -1,12 +1,14 @@
 """A bundle loaded into this process: a callable that knows its signature."""
 
 import operator
-import os
+import statistics
 import sys
 import tempfile
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +19,8 @@ import numpy.typing as npt
 
 from tvmflow.bundle import Manifest, TensorSpec, extract
 from tvmflow.errors import BundleError, InputError
-from tvmflow.target import host
+from tvmflow.runtime import threads as pools
+from tvmflow.runtime.uri import files
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
@@ -26,23 +29,47 @@ if TYPE_CHECKING:
 _ALIGNMENT = 64
 # Up to this many bytes, to copy an input into memory that TVM knows already is quicker than to show it the array.
 _SMALL = 1 << 14
+# DLPack's kDLCPU, kDLCUDAHost and kDLCUDAManaged: what NumPy can read.
+_HOST_MEMORY = (1, 3, 13)
 # A thread forgets its calls when they are of more different shapes than this.
 _MOST_CALLS = 64
 
 
-def load(path: Path | str, *, threads: int | None = None) -> "CompiledModel":
+def load(path_or_uri: Path | str, *, threads: int | None = None, spin: int | None = None) -> "CompiledModel":
     """Verify a bundle, load its library and return the model.
 
-    `threads` is the number of worker threads, by default the bundle's own, as far as the machine has the cores; TVM
-    fixes the number for the whole process with its first parallel call, so a later model cannot change it. Raises
-    BundleError when the file is damaged or this machine cannot run it; nothing of it is executed then.
+    A bundle is at a path, `file://`, `s3://BUCKET/KEY`, or in a release, `release://NAME@CHANNEL` or
+    `release://NAME/VERSION`: of the release's bundles the one that asks most of this machine is taken, and kept in a
+    cache.
+
+    `threads` is the number of worker threads of a call, by default TVM_NUM_THREADS, else the bundle's own as far as
+    there are cores. Each thread that calls a model gets its pool of workers at its first call, for the model with the
+    most workers loaded by then; a model loaded later for more is told by a RuntimeWarning that it has fewer.
+    `spin` is how often an idle worker looks for work before it sleeps, 300000 times by default; 0 spares the processor
+    and costs some microseconds per call. It is fixed by the first call of the process.
+
+    Raises BundleError when the file is damaged or this machine cannot run it, and nothing of it is executed then;
+    StoreError when it cannot be fetched.
     """
+    refusals: list[BundleError] = []
+    with closing(files(path_or_uri)) as found:
+        for file in found:
+            try:
+                return _open(file, threads, spin)
+            except BundleError as error:
+                refusals.append(error)
+    if len(refusals) == 1:
+        raise refusals[0]
+    raise BundleError(f"no bundle of {str(path_or_uri)!r} runs on this machine: {'; '.join(map(str, refusals))}")
+
+
+def _open(file: Path, threads: int | None, spin: int | None) -> "CompiledModel":
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
-        manifest = extract(Path(path), Path(folder))
+        manifest = extract(file, Path(folder))
         manifest.check_host()
-        os.environ.setdefault("TVM_NUM_THREADS", str(threads or min(manifest.threads, host().cores)))
+        workers = pools.settle(threads, manifest.threads, spin)
         # The library stays mapped when its file goes with the folder.
-        return CompiledModel(manifest, Path(folder))
+        return CompiledModel(manifest, Path(folder), workers, told=threads is not None)
 
 
 def load_params(path: Path) -> "dict[str, Array]":
@@ -68,25 +95,76 @@ class _PerThread(threading.local):
         self.calls: dict[tuple[tuple[int, ...], ...], _Call] = {}
 
 
+@dataclass(frozen=True)
+class Timings:
+    """How long calls took: `seconds` per run, one value per measurement, each the mean over `number` runs."""
+
+    seconds: tuple[float, ...]
+    number: int = 1
+
+    @property
+    def mean(self) -> float:
+        """The mean, in seconds."""
+        return statistics.fmean(self.seconds)
+
+    @property
+    def median(self) -> float:
+        """The median, in seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def std(self) -> float:
+        """The standard deviation of the measurements, in seconds; 0 for a single one."""
+        return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
+
+    @property
+    def min(self) -> float:
+        """The smallest, in seconds."""
+        return min(self.seconds)
+
+    @property
+    def max(self) -> float:
+        """The largest, in seconds."""
+        return max(self.seconds)
+
+    def percentile(self, percent: float) -> float:
+        """The value, in seconds, below which `percent` of the measurements are."""
+        return float(np.percentile(self.seconds, percent))
+
+
 class CompiledModel:
     """A compiled model: call it with arrays by name or in order, get the outputs by name.
 
     Safe to share between threads: each thread gets a virtual machine of its own.
     """
 
-    def __init__(self, manifest: Manifest, folder: Path) -> None:
+    def __init__(
+        self, manifest: Manifest, folder: Path, threads: int, told: bool = False, session: Any = None
+    ) -> None:
+        """Load what `extract` took out of a bundle; `session` is TVM's RPC session of another machine to run it on."""
         self.manifest = manifest
+        self.threads = threads
+        # Whether the number was asked for: who asked is told when a call has fewer.
+        self._told = told
         with _without_torch():
             import tvm_ffi
             from tvm import runtime
         self._runtime = runtime
         self._from_dlpack = tvm_ffi.from_dlpack
-        self._on_cpu = manifest.arch != "cuda"
-        self._device = runtime.device("cpu" if self._on_cpu else "cuda", 0)
+        self._remote = session is not None
+        # Of this machine: the memory of another's, as that of a GPU, cannot be shared.
+        self._on_cpu = manifest.arch != "cuda" and not self._remote
+        find = session.device if self._remote else runtime.device
+        self._device = find("cuda" if manifest.arch == "cuda" else "cpu", 0)
         if not self._on_cpu and not self._device.exist:
-            raise BundleError(f"bundle {manifest.name!r} needs an NVIDIA GPU, and this machine shows none")
+            where = "the remote machine" if self._remote else "this machine"
+            raise BundleError(f"bundle {manifest.name!r} needs an NVIDIA GPU, and {where} shows none")
         try:
-            self._library: Any = tvm_ffi.load_module(str(folder / "mod.so"))
+            if self._remote:
+                session.upload(str(folder / "mod.so"))
+            self._library: Any = (
+                session.load_module("mod.so") if self._remote else tvm_ffi.load_module(str(folder / "mod.so"))
+            )
         except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise BundleError(f"bundle {manifest.name!r}: its library cannot be loaded ({reason})") from error
@@ -129,7 +207,9 @@ class CompiledModel:
         if call is None:
             checked, sizes = self._checked(self._by_name(args, kwargs))
             arrays = tuple(checked.values())
-            call = self._prepare(arrays, sizes)
+            call = self._known(arrays) or self._prepare(arrays, sizes)
+        if pools.mixed and self._on_cpu:
+            pools.use(self.threads)
         result = call.function(*map(operator.call, call.inputs, arrays), *self._params)
         values = [result] if hasattr(result, "numpy") else result
         return dict(zip(self._output_names, map(self._array, values), strict=True))
@@ -145,6 +225,8 @@ class CompiledModel:
 
     def _prepare(self, arrays: "Sequence[Array]", sizes: Mapping[str, int]) -> _Call:
         """How this thread calls the library with inputs of these shapes, which are known to be right."""
+        if self._on_cpu:
+            self._start_pool()
         inputs = tuple(
             self._small(array) if self._on_cpu and array.nbytes <= _SMALL else self._tensor for array in arrays
         )
@@ -154,6 +236,16 @@ class CompiledModel:
             calls.clear()
         calls[tuple(array.shape for array in arrays)] = call
         return call
+
+    def _start_pool(self) -> None:
+        found = pools.use(self.threads)
+        if self._told and found < self.threads:
+            warnings.warn(
+                f"model {self.manifest.name!r} was loaded for {self.threads} threads, but the workers of this thread "
+                f"are {found} already; load the model with most threads first, or set TVM_NUM_THREADS={self.threads}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _small(self, like: "Array") -> "Callable[[Array], Any]":
         """What copies arrays of this shape and dtype into one tensor."""
@@ -191,7 +283,9 @@ class CompiledModel:
             machine = VirtualMachine(self._library, self._device)
             names = ("main", *(item.function for item in self.manifest.variants))
             try:
-                self._local.functions = {name: machine[name] for name in names}
+                # A remote function may return one tensor, not several: these are asked for one by one.
+                take = _stateful if self._remote else operator.getitem
+                self._local.functions = {name: take(machine, name) for name in names}
             except AttributeError as error:
                 raise BundleError(f"bundle {self.manifest.name!r}: {error}; build it again") from error
             self._local.machine = machine
@@ -216,10 +310,7 @@ class CompiledModel:
         for spec in self.inputs:
             if spec.name not in given:
                 raise InputError(f"input {spec.name!r} is missing; the model takes {self._signature()}")
-            try:
-                array = np.asarray(given[spec.name])
-            except ValueError as error:
-                raise InputError(f"input {spec.name!r} is not an array ({error}); give equally long rows") from error
+            array = _array_of(spec.name, given[spec.name])
             if array.dtype.name != spec.dtype:
                 raise InputError(f"input {spec.name!r} is {array.dtype.name}, expected {spec.dtype}; convert it first")
             self._check_shape(spec, array.shape, sizes)
@@ -261,6 +352,62 @@ class CompiledModel:
     def _signature(self) -> str:
         return ", ".join(f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in self.inputs)
 
+    def benchmark(
+        self,
+        inputs: "Mapping[str, npt.ArrayLike] | None" = None,
+        *,
+        repeat: int = 10,
+        number: int = 1,
+        warmup: int = 1,
+    ) -> "Timings":
+        """Time calls of the model, as they are made here: checks, copies and outputs included.
+
+        `repeat` measurements of `number` runs each, after `warmup` runs that are not counted, on `inputs` by name, by
+        default the golden sample. Raises InputError for inputs that do not fit or numbers that make no sense.
+        """
+        for name, value, least in (("repeat", repeat, 1), ("number", number, 1), ("warmup", warmup, 0)):
+            if value < least:
+                raise InputError(f"{name} is {value}, expected {least} or more")
+        arrays = self.check_inputs(self.sample[0] if inputs is None else inputs)
+        for _ in range(warmup):
+            self(**arrays)
+        seconds = []
+        for _ in range(repeat):
+            start = time.perf_counter()
+            for _ in range(number):
+                self(**arrays)
+            seconds.append((time.perf_counter() - start) / number)
+        return Timings(tuple(seconds), number)
+
+    def time_function(
+        self, inputs: "Mapping[str, npt.ArrayLike]", *, repeat: int = 10, number: int = 1, warmup: int = 1
+    ) -> "Timings":
+        """Time the library's function alone, its inputs on the device before and its outputs left there.
+
+        TVM's own evaluator on the machine that runs the model, so that an RPC connection does not count. See
+        `benchmark` for the numbers.
+        """
+        arrays, sizes = self._checked(inputs)
+        if self._on_cpu:
+            self._start_pool()
+        machine, name = self.machine, self._function_for(sizes)
+        machine.set_input(name, *map(self._tensor, arrays.values()), *self._params)
+        for _ in range(warmup):
+            machine.invoke_stateful(name)
+        evaluate = machine.time_evaluator("invoke_stateful", self._device, number=number, repeat=repeat)
+        return Timings(tuple(map(float, evaluate(name).results)), number)
+
+    @property
+    def machine(self) -> Any:
+        """This thread's virtual machine, of TVM."""
+        self._functions()
+        return self._local.machine
+
+    @property
+    def device(self) -> Any:
+        """The device that runs the model, of TVM."""
+        return self._device
+
     def close(self) -> None:
         """Let go of the library and its memory; calling the model afterwards raises ValueError."""
         self._local = _PerThread()
@@ -274,6 +421,37 @@ class CompiledModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _stateful(machine: Any, name: str) -> "Callable[..., Any]":
+    """A function of a virtual machine whose outputs stay there until they are asked for."""
+
+    def call(*tensors: Any) -> Any:
+        machine.set_input(name, *tensors)
+        machine.invoke_stateful(name)
+        return machine.get_outputs(name)
+
+    return call
+
+
+def _array_of(name: str, value: Any) -> "Array":
+    """A value as an array, not copied if it has memory of its own: an array, a tensor with DLPack, a list."""
+    if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack_device__"):
+        try:
+            kind, _ = value.__dlpack_device__()
+            if kind not in _HOST_MEMORY:
+                raise InputError(f"input {name!r} is in the memory of a device; copy it to the CPU first")
+            return np.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise InputError(f"input {name!r} cannot be read as an array ({_sentence(error)})") from error
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise InputError(f"input {name!r} is not an array ({error}); give equally long rows") from error
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _address(array: "Array") -> int:

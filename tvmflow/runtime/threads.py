@@ -25,10 +25,9 @@ class _Pool(threading.local):
 
 _lock = threading.Lock()
 _pool = _Pool()
-# What this module wrote into the environment; another value there is the user's.
+_users: str | None = None
 _written: str | None = None
 _counts: set[int] = set()
-_spinning: str | None = None
 _started = False
 
 mixed = False
@@ -36,37 +35,33 @@ mixed = False
 
 
 def settle(asked: int | None, built_for: int, spin: int | None) -> int:
-    """The number of workers for a model that is loaded now; the environment is set for pools that start later.
+    """The number of workers for a model that is loaded now; sets the environment for the pools that start later.
 
-    `asked` comes first, then TVM_NUM_THREADS, then what the bundle was built for as far as there are cores. Warns of a
-    `spin` that comes too late. Raises InputError for numbers that make no sense.
+    `asked` comes first, then the user's TVM_NUM_THREADS, then what the bundle was built for as far as there are cores.
+    Warns of a `spin` that comes too late. Raises InputError for numbers that make no sense.
     """
-    global _written, _started, mixed
+    global _users, _written, mixed
     for name, value, least in (("threads", asked, 1), ("spin", spin, 0)):
         if value is not None and value < least:
             raise InputError(f"{name} is {value}, expected {least} or more")
     with _lock:
         found = os.environ.get(_COUNT)
-        users = None if found == _written else found
-        if users is not None and not (users.isdigit() and int(users)):
-            raise InputError(f"{_COUNT} is {users!r}, expected a positive number")
-        count = asked or int(users or 0) or min(built_for, host().cores)
-        if found is None or count > int(found) or (asked is not None and not _started):
-            wanted = max(count, *_counts) if _counts else count
-            os.environ[_COUNT] = str(wanted)
-            if users is None:
-                _written = str(wanted)
+        if found != _written:
+            _users = found
+        if _users is not None and not (_users.isdigit() and int(_users)):
+            raise InputError(f"the environment variable {_COUNT} is {_users!r}, expected a positive number")
+        count = asked or int(_users or 0) or min(built_for, host().cores)
         _counts.add(count)
         mixed = len(_counts) > 1
-        if os.environ[_COUNT] == "1":
-            # TVM would bind the calling threads, every one of them, to the first core.
+        _written = os.environ[_COUNT] = str(max(_counts))
+        if _written == "1":
+            # TVM would bind every thread that calls a model to the first core.
             os.environ.setdefault(_BIND, "0")
         if spin is not None and os.environ.get(_SPIN) != str(spin):
             if _started:
-                now = _spinning or "TVM's default"
                 warnings.warn(
-                    f"spin={spin} comes too late: the workers of this process started with {now}; "
-                    f"give it with the first model, or set {_SPIN}",
+                    f"spin={spin} comes too late, this process has workers already: give it with the first model, "
+                    f"or set {_SPIN}",
                     RuntimeWarning,
                     stacklevel=3,
                 )
@@ -77,12 +72,11 @@ def settle(asked: int | None, built_for: int, spin: int | None) -> int:
 
 def use(count: int) -> int:
     """Give the calls of this thread `count` workers, or as many as its pool has; returns how many that is."""
-    global _started, _spinning
+    global _started
     if _pool.asked != count:
         from tvm_ffi import get_global_func
 
-        if not _started:
-            _started, _spinning = True, os.environ.get(_SPIN)
+        _started = True
         size = get_global_func("runtime.NumThreads")
         # The first question starts the pool.
         if size() != count:

@@ -21,8 +21,10 @@ from tvmflow.store.releases import _CLAIM_LIFETIME, _SETTLES_SECONDS, ReleaseSto
 # Raised whenever a reader of the former number could misread a pointer of the new one.
 FORMAT = 1
 _PATIENCE_SECONDS = 15.0
-# A server that serves the folder of another may hand out the new content cut to the old length for a few milliseconds.
-_LOOKS_FOR_WHOLE = 20
+# An embedded server on a folder that another one writes may for some milliseconds give the new content in the old
+# length, or say that there is nothing; a busy one overlooks for up to a second what was just written.
+_LOOKS = 20
+_LOOKS_FOR_ABSENT = 5
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,14 @@ def move(
         latest = Move(who, now, current, version, why, secrets.token_hex(8))
         after = Pointer(name, channel, version, (*(before.history if before else ()), latest))
         _write(store, key, _to_json(after), etag)
-        # Long enough for every server on the same storage to see it before another mover may look.
+        # By then every server on the same storage has seen it, and no other mover looks before.
         time.sleep(_SETTLES_SECONDS)
-        # A mover that does not know claims, or a server that lost what it confirmed.
         found = find(store, name, channel)
+        for _ in range(_LOOKS):
+            if found != before:
+                break
+            time.sleep(_SETTLES_SECONDS)
+            found = find(store, name, channel)
         if found is None or latest not in found.history:
             raise StoreError(_told(name, channel, found, expected))
         return after
@@ -170,23 +176,32 @@ def _write(store: ReleaseStore, key: str, content: bytes, etag: str | None) -> N
 
 def _found(store: ReleaseStore, name: str, channel: str) -> tuple[Pointer | None, str | None]:
     """The pointer and the entity tag of what was read, both None if there is none."""
+    from botocore.exceptions import IncompleteReadError, ResponseStreamingError
+
     key = _key(name, channel)
-    problem: Exception | None = None
-    for look in range(_LOOKS_FOR_WHOLE):
-        if look:
-            time.sleep(_SETTLES_SECONDS)
+    looks, looks_for_absent = _LOOKS, _LOOKS_FOR_ABSENT
+    while True:
+        looks -= 1
         with explained(store.config, f"reading {key}"):
             try:
                 answer = store._s3.get_object(Bucket=store.config.bucket, Key=store._key(key))
+                with contextlib.closing(answer["Body"]) as body:
+                    content = body.read()
             except store._s3.exceptions.NoSuchKey:
-                return None, None
-            with contextlib.closing(answer["Body"]) as body:
-                content = body.read()
+                looks_for_absent -= 1
+                if not looks_for_absent:
+                    return None, None
+                content = b""
+            except (IncompleteReadError, ResponseStreamingError):
+                if not looks:
+                    raise
+                content = b""
         try:
             return _from_json(content, name, channel), answer["ETag"]
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            problem = error
-    raise StoreError(f"{store._uri(key)} is damaged ({problem}): restore it from a backup.")
+            if not looks:
+                raise StoreError(f"{store._uri(key)} is damaged ({error}): restore it from a backup.") from error
+        time.sleep(_SETTLES_SECONDS)
 
 
 def _channels(store: ReleaseStore, name: str) -> list[str]:

@@ -79,7 +79,7 @@ _KINDS: dict[str, type[Record] | type[Effort]] = {"record": Record, "effort": Ef
 
 
 class RecordStore:
-    """A folder of JSON-lines files, one per run, which together are what is known.
+    """A folder of JSON-lines files, one per run, which together are what is known; to read only, one file will do.
 
     Files are only ever appended to and each run writes one of its own, so any number of processes may write at once,
     and copying files together merges two stores. A line that a crash tore is skipped.
@@ -120,7 +120,7 @@ class RecordStore:
 
     def _entries(self, target: "Target") -> Iterator[Record | Effort]:
         wanted = (target.canonical, tvm_version(), SPACE_VERSION)
-        for path in sorted(self.folder.glob("*.jsonl")):
+        for path in [self.folder] if self.folder.is_file() else sorted(self.folder.glob("*.jsonl")):
             for entry in self._read(path):
                 if (entry.target, entry.tvm_version, entry.space_version) == wanted:
                     yield entry

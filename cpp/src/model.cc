@@ -1,0 +1,233 @@
+#include "tvmflow/model.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <optional>
+
+#include "archive.h"
+#include "host.h"
+
+namespace tvmflow {
+namespace {
+
+namespace ffi = tvm::ffi;
+
+constexpr size_t kAlignment = 64;  // the library loads whole vectors
+constexpr int kPooledAllocator = 2;
+
+bool OnCpu(const DLDevice& device) { return device.device_type == kDLCPU; }
+
+// What TVM throws has lines of a stack before its message.
+template <typename Call>
+auto Naming(const std::string& what, const Call& call) {
+  try {
+    return call();
+  } catch (const ffi::Error& error) {
+    const std::string message = error.message();
+    throw Error(what + " (" + message.substr(0, message.find('\n')) + ")");
+  }
+}
+
+std::string ShapeText(const TensorSpec& spec) {
+  std::string text = "[";
+  for (const Dimension& size : spec.shape) {
+    if (text.size() > 1) text += ", ";
+    text += std::holds_alternative<int64_t>(size) ? std::to_string(std::get<int64_t>(size)) : std::get<std::string>(size);
+  }
+  return text + "]";
+}
+
+std::string ShapeText(const Tensor& tensor) {
+  TensorSpec spec;
+  for (int i = 0; i < tensor.ndim(); ++i) spec.shape.emplace_back(tensor.size(i));
+  return ShapeText(spec);
+}
+
+std::string Signature(const Manifest& manifest) {
+  std::string text;
+  for (const TensorSpec& spec : manifest.inputs) {
+    text += (text.empty() ? "" : ", ") + spec.name + " " + spec.dtype + ShapeText(spec);
+  }
+  return text;
+}
+
+// Checks one input, and adds the sizes of its symbolic dimensions to `sizes`.
+void CheckInput(const Manifest& manifest, const TensorSpec& spec, const Tensor& tensor,
+                std::map<std::string, int64_t>& sizes) {
+  const std::string name = "input '" + spec.name + "'";
+  const std::string dtype = DtypeName(tensor.dtype());
+  if (dtype != spec.dtype) throw Error(name + " is " + dtype + ", expected " + spec.dtype + "; convert it first");
+  const auto refuse = [&] {
+    throw Error(name + " has shape " + ShapeText(tensor) + ", expected " + ShapeText(spec));
+  };
+  if (static_cast<size_t>(tensor.ndim()) != spec.shape.size()) refuse();
+  for (int i = 0; i < tensor.ndim(); ++i) {
+    const int64_t size = tensor.size(i);
+    if (const int64_t* fixed = std::get_if<int64_t>(&spec.shape[i])) {
+      if (size != *fixed) refuse();
+      continue;
+    }
+    const std::string& symbol = std::get<std::string>(spec.shape[i]);
+    const auto range = manifest.dimensions.find(symbol);
+    const int64_t low = range == manifest.dimensions.end() ? 1 : range->second.first;
+    const std::optional<int64_t> high = range == manifest.dimensions.end() ? std::nullopt : range->second.second;
+    if (size < low || (high && size > *high)) {
+      throw Error(name + ": dimension '" + symbol + "' is " + std::to_string(size) + ", expected " +
+                  std::to_string(low) + " to " + (high ? std::to_string(*high) : "any"));
+    }
+    const auto [known, added] = sizes.emplace(symbol, size);
+    if (!added && known->second != size) {
+      throw Error(name + ": dimension '" + symbol + "' is " + std::to_string(size) + ", but " +
+                  std::to_string(known->second) + " in another input");
+    }
+  }
+}
+
+// TVM's runtime for CUDA is a library of its own, which needs NVIDIA's driver.
+void LoadCuda(const std::string& bundle) {
+  if (dlopen("libtvm_runtime_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
+    throw Error("bundle '" + bundle + "' needs an NVIDIA GPU with its driver and CUDA's runtime (" + dlerror() + ")");
+  }
+}
+
+}  // namespace
+
+Model Model::Open(const std::string& bundle, int threads) {
+  std::optional<TemporaryFolder> unpacked;
+  std::filesystem::path folder = bundle;
+  std::error_code ignored;
+  if (!std::filesystem::is_directory(folder, ignored)) {
+    unpacked.emplace();
+    folder = unpacked->path();
+    Unpack(bundle, folder);
+  }
+  Model model;
+  model.manifest_ = Verify(folder, bundle);
+  const Manifest& manifest = model.manifest_;
+  CheckHost(manifest);
+  const int64_t fitting = std::max<int64_t>(std::min<int64_t>(manifest.threads, HostCores()), 1);
+  setenv("TVM_NUM_THREADS", std::to_string(threads > 0 ? threads : fitting).c_str(), threads > 0);
+  if (manifest.arch == "cuda") {
+    LoadCuda(manifest.name);
+    model.device_ = {kDLCUDA, 0};
+  }
+  const std::string about = "bundle '" + manifest.name + "': its library cannot be loaded";
+  Naming(about, [&] {
+    // The library stays mapped when its file goes with the folder.
+    model.library_ = ffi::Module::LoadFromFile((folder / "mod.so").string());
+    const auto load = model.library_.value()->GetFunction("vm_load_executable");
+    if (!load.has_value()) throw Error(about + " (it is no executable of Relax)");
+    model.machine_ = (*load)().cast<ffi::Module>();
+    const ffi::Function initialise = model.machine_.value()->GetFunction("vm_initialization").value();
+    if (OnCpu(model.device_)) {
+      initialise(static_cast<int>(kDLCPU), 0, kPooledAllocator);
+    } else {
+      initialise(static_cast<int>(model.device_.device_type), 0, kPooledAllocator, static_cast<int>(kDLCPU), 0,
+                 kPooledAllocator);
+    }
+  });
+  std::vector<std::string> names{"main"};
+  for (const Variant& variant : manifest.variants) names.push_back(variant.function);
+  for (const std::string& name : names) {
+    auto function = model.machine_.value()->GetFunction(name);
+    if (!function.has_value()) throw Error("bundle '" + manifest.name + "' has no function '" + name + "'");
+    model.functions_.push_back(*function);
+  }
+  if (manifest.weights_apart) {
+    for (const auto& [name, tensor] : ReadNpz((folder / "mod.params").string())) {
+      model.weights_.push_back(model.ToDevice(tensor));
+    }
+  }
+  for (auto& [name, tensor] : ReadNpz((folder / "sample.npz").string())) {
+    constexpr std::string_view kPrefix = "input:";
+    if (name.rfind(kPrefix, 0) == 0) model.sample_.emplace(name.substr(kPrefix.size()), std::move(tensor));
+  }
+  return model;
+}
+
+std::vector<Tensor> Model::CheckInputs(const std::map<std::string, Tensor>& inputs) const {
+  std::vector<Tensor> ordered;
+  std::map<std::string, int64_t> sizes;
+  for (const TensorSpec& spec : manifest_.inputs) {
+    const auto found = inputs.find(spec.name);
+    if (found == inputs.end()) {
+      throw Error("input '" + spec.name + "' is missing; the model takes " + Signature(manifest_));
+    }
+    CheckInput(manifest_, spec, found->second, sizes);
+    ordered.push_back(found->second);
+  }
+  for (const auto& [name, tensor] : inputs) {
+    const auto same = [&name = name](const TensorSpec& spec) { return spec.name == name; };
+    if (std::none_of(manifest_.inputs.begin(), manifest_.inputs.end(), same)) {
+      throw Error("model '" + manifest_.name + "' has no input '" + name + "'; it takes " + Signature(manifest_));
+    }
+  }
+  return ordered;
+}
+
+const ffi::Function& Model::FunctionFor(const std::vector<Tensor>& inputs) const {
+  if (inputs.size() != manifest_.inputs.size()) {
+    throw Error(std::to_string(inputs.size()) + " inputs are given; the model takes " + Signature(manifest_));
+  }
+  std::map<std::string, int64_t> sizes;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    CheckInput(manifest_, manifest_.inputs[i], inputs[i], sizes);
+    if (!OnCpu(inputs[i].device()) || !inputs[i].IsContiguous() || !inputs[i].IsAligned(kAlignment)) {
+      throw Error("input '" + manifest_.inputs[i].name + "' is not contiguous memory of the CPU, aligned to 64 bytes");
+    }
+  }
+  for (size_t i = 0; i < manifest_.variants.size(); ++i) {
+    const std::map<std::string, int64_t>& wanted = manifest_.variants[i].sizes;
+    const bool fits = std::all_of(wanted.begin(), wanted.end(), [&](const auto& item) {
+      const auto found = sizes.find(item.first);
+      return found != sizes.end() && found->second == item.second;
+    });
+    if (fits) return functions_[i + 1];
+  }
+  return functions_[0];
+}
+
+Tensor Model::ToDevice(const Tensor& tensor) const {
+  if (OnCpu(device_)) return tensor;
+  static const ffi::Function allocate = ffi::Function::GetGlobalRequired("runtime.TVMTensorAllocWithScope");
+  static const ffi::Function copy = ffi::Function::GetGlobalRequired("runtime.TVMTensorCopyFromTo");
+  Tensor result = allocate(ffi::Shape(tensor.shape()), tensor.dtype(), device_, nullptr).cast<Tensor>();
+  copy(tensor, result);
+  return result;
+}
+
+std::vector<Tensor> Model::Run(const std::vector<Tensor>& inputs) {
+  const ffi::Function& function = FunctionFor(inputs);
+  return Naming("model '" + manifest_.name + "' failed", [&] {
+    std::vector<Tensor> given;
+    for (const Tensor& input : inputs) given.push_back(ToDevice(input));
+    std::vector<ffi::AnyView> arguments(given.begin(), given.end());
+    arguments.insert(arguments.end(), weights_.begin(), weights_.end());
+    ffi::Any result;
+    function.CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &result);
+    std::vector<Tensor> outputs;
+    if (auto one = result.try_cast<Tensor>()) {
+      outputs.push_back(*one);
+    } else {
+      for (const ffi::Any& item : result.cast<ffi::Array<ffi::Any>>()) outputs.push_back(item.cast<Tensor>());
+    }
+    if (outputs.size() != manifest_.outputs.size()) {
+      throw Error("bundle '" + manifest_.name + "' returns " + std::to_string(outputs.size()) + " outputs, not the " +
+                  std::to_string(manifest_.outputs.size()) + " of its manifest");
+    }
+    if (!OnCpu(device_)) {
+      static const ffi::Function copy = ffi::Function::GetGlobalRequired("runtime.TVMTensorCopyToBytes");
+      for (Tensor& output : outputs) {
+        Tensor here = Allocate({output.shape().begin(), output.shape().end()}, output.dtype());
+        copy(output, here.data_ptr(), static_cast<int64_t>(ffi::GetDataSize(here)));
+        output = here;
+      }
+    }
+    return outputs;
+  });
+}
+
+}  // namespace tvmflow

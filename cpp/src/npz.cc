@@ -1,0 +1,512 @@
+#include "tvmflow/npz.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <set>
+#include <string_view>
+
+#include "tvmflow/error.h"
+
+#ifdef TVMFLOW_ZLIB
+#include <zlib.h>
+#endif
+
+namespace tvmflow {
+namespace {
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are read and written as they lie in memory");
+
+constexpr size_t kAlignment = 64;  // TVM's kAllocAlignment
+constexpr size_t kHeaderLimit = 1 << 16;
+constexpr int kMostDimensions = 32;
+
+struct DtypeEntry {
+  const char* name;
+  const char* npy;
+  DLDataType dtype;
+};
+constexpr DtypeEntry kDtypes[] = {
+    {"float16", "<f2", {kDLFloat, 16, 1}}, {"float32", "<f4", {kDLFloat, 32, 1}}, {"float64", "<f8", {kDLFloat, 64, 1}},
+    {"int8", "|i1", {kDLInt, 8, 1}},       {"int16", "<i2", {kDLInt, 16, 1}},     {"int32", "<i4", {kDLInt, 32, 1}},
+    {"int64", "<i8", {kDLInt, 64, 1}},     {"uint8", "|u1", {kDLUInt, 8, 1}},     {"uint16", "<u2", {kDLUInt, 16, 1}},
+    {"uint32", "<u4", {kDLUInt, 32, 1}},   {"uint64", "<u8", {kDLUInt, 64, 1}},   {"bool", "|b1", {kDLBool, 8, 1}},
+};
+
+const DtypeEntry& EntryOf(DLDataType dtype) {
+  for (const DtypeEntry& entry : kDtypes) {
+    if (entry.dtype.code == dtype.code && entry.dtype.bits == dtype.bits && entry.dtype.lanes == dtype.lanes) {
+      return entry;
+    }
+  }
+  throw Error("NumPy has no dtype of kind " + std::to_string(dtype.code) + " with " + std::to_string(dtype.bits) +
+              " bits");
+}
+
+// The CRC-32 of zip.
+class Crc32 {
+ public:
+  void Update(const void* data, size_t size) {
+    static const std::array<uint32_t, 256> table = Table();
+    const auto* bytes = static_cast<const uint8_t*>(data);
+    for (size_t i = 0; i < size; ++i) state_ = table[(state_ ^ bytes[i]) & 0xFF] ^ (state_ >> 8);
+  }
+  uint32_t value() const { return ~state_; }
+
+ private:
+  static std::array<uint32_t, 256> Table() {
+    std::array<uint32_t, 256> table{};
+    for (uint32_t i = 0; i < 256; ++i) {
+      uint32_t value = i;
+      for (int bit = 0; bit < 8; ++bit) value = (value >> 1) ^ (value & 1 ? 0xEDB88320 : 0);
+      table[i] = value;
+    }
+    return table;
+  }
+  uint32_t state_ = 0xFFFFFFFF;
+};
+
+struct AllocateAligned {
+  void AllocData(DLTensor* tensor) {
+    size_t size = std::max<size_t>(tvm::ffi::GetDataSize(*tensor), 1);
+    tensor->data = std::aligned_alloc(kAlignment, (size + kAlignment - 1) / kAlignment * kAlignment);
+    if (tensor->data == nullptr) throw Error("there is no memory for an array of " + std::to_string(size) + " bytes");
+  }
+  void FreeData(DLTensor* tensor) { std::free(tensor->data); }
+};
+
+// Bytes to be read in order, up to an end that is known.
+class Source {
+ public:
+  virtual ~Source() = default;
+  // Reads exactly so many bytes, of which there are not less left. Throws Error if it cannot.
+  virtual void Read(void* data, size_t size) = 0;
+  uint64_t left() const { return left_; }
+
+ protected:
+  explicit Source(uint64_t left) : left_(left) {}
+  uint64_t left_;
+};
+
+// An open file.
+class InputFile {
+ public:
+  explicit InputFile(const std::string& path) : file_(std::fopen(path.c_str(), "rb"), &std::fclose) {
+    if (!file_) throw Error("there is no file '" + path + "', or it cannot be read");
+    if (fseeko(file_.get(), 0, SEEK_END) != 0 || ftello(file_.get()) < 0) throw Error("it is not a regular file");
+    size_ = static_cast<uint64_t>(ftello(file_.get()));
+  }
+  uint64_t size() const { return size_; }
+  void Read(uint64_t offset, void* data, size_t size) {
+    if (offset > size_ || size > size_ - offset) throw Error("it ends too early");
+    if (fseeko(file_.get(), static_cast<off_t>(offset), SEEK_SET) != 0 ||
+        std::fread(data, 1, size, file_.get()) != size) {
+      throw Error("it cannot be read");
+    }
+  }
+
+ private:
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
+  uint64_t size_ = 0;
+};
+
+// A part of a file as it is.
+class Stored : public Source {
+ public:
+  Stored(InputFile& file, uint64_t offset, uint64_t size) : Source(size), file_(file), at_(offset) {}
+  void Read(void* data, size_t size) override {
+    if (size > left_) throw Error("it ends too early");
+    file_.Read(at_, data, size);
+    at_ += size, left_ -= size;
+  }
+
+ private:
+  InputFile& file_;
+  uint64_t at_;
+};
+
+#ifdef TVMFLOW_ZLIB
+
+// A part of a file that is deflated.
+class Deflated : public Source {
+ public:
+  Deflated(InputFile& file, uint64_t offset, uint64_t compressed, uint64_t size)
+      : Source(size), input_(file, offset, compressed), buffer_(1 << 16) {
+    if (inflateInit2(&stream_, -MAX_WBITS) != Z_OK) throw Error("there is no memory to inflate it");
+  }
+  ~Deflated() override { inflateEnd(&stream_); }
+  void Read(void* data, size_t size) override {
+    if (size > left_) throw Error("it ends too early");
+    left_ -= size;
+    auto* out = static_cast<Bytef*>(data);
+    while (size > 0) {
+      if (stream_.avail_in == 0) {
+        size_t count = static_cast<size_t>(std::min<uint64_t>(input_.left(), buffer_.size()));
+        if (count == 0) throw Error("it ends too early");
+        input_.Read(buffer_.data(), count);
+        stream_.next_in = buffer_.data();
+        stream_.avail_in = static_cast<uInt>(count);
+      }
+      const uInt wanted = static_cast<uInt>(std::min<size_t>(size, 1 << 30));
+      stream_.next_out = out;
+      stream_.avail_out = wanted;
+      const int status = inflate(&stream_, Z_NO_FLUSH);
+      const uInt got = wanted - stream_.avail_out;
+      out += got, size -= got;
+      if (status != Z_OK && !(status == Z_STREAM_END && size == 0)) throw Error("it cannot be inflated");
+    }
+  }
+
+ private:
+  Stored input_;
+  std::vector<Bytef> buffer_;
+  z_stream stream_{};
+};
+
+#endif
+
+template <typename T>
+T Little(const uint8_t* bytes) {
+  T value;
+  std::memcpy(&value, bytes, sizeof value);
+  return value;
+}
+
+// The header of an array: a Python dictionary of which only what NumPy writes is read.
+class Header {
+ public:
+  explicit Header(std::string_view text) : text_(text) {
+    std::set<std::string> seen;
+    Expect('{');
+    while (!Take('}')) {
+      const std::string key = String();
+      Expect(':');
+      if (!seen.insert(key).second) Fail();
+      if (key == "descr") {
+        descr = String();
+      } else if (key == "fortran_order") {
+        fortran = Boolean();
+      } else if (key == "shape") {
+        Shape();
+      } else {
+        Fail();
+      }
+      if (!Take(',') && Peek() != '}') Fail();
+    }
+    if (seen.size() != 3 || Peek() != '\0') Fail();
+  }
+
+  std::string descr;
+  bool fortran = false;
+  std::vector<int64_t> shape;
+
+ private:
+  [[noreturn]] static void Fail() { throw Error("its header is not one of NumPy's for an array of numbers"); }
+  char Peek() {
+    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n')) ++at_;
+    return at_ < text_.size() ? text_[at_] : '\0';
+  }
+  bool Take(char wanted) {
+    if (Peek() != wanted) return false;
+    ++at_;
+    return true;
+  }
+  void Expect(char wanted) {
+    if (!Take(wanted)) Fail();
+  }
+  std::string String() {
+    const char quote = Peek();
+    if (quote != '\'' && quote != '"') Fail();
+    const size_t end = text_.find(quote, at_ + 1);
+    if (end == std::string_view::npos) Fail();
+    std::string result(text_.substr(at_ + 1, end - at_ - 1));
+    at_ = end + 1;
+    return result;
+  }
+  bool Boolean() {
+    Peek();
+    for (auto [word, value] : {std::pair<std::string_view, bool>{"True", true}, {"False", false}}) {
+      if (text_.substr(at_, word.size()) == word) {
+        at_ += word.size();
+        return value;
+      }
+    }
+    Fail();
+  }
+  void Shape() {
+    Expect('(');
+    while (!Take(')')) {
+      int64_t size = 0;
+      if (Peek() < '0' || Peek() > '9') Fail();
+      for (; at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9'; ++at_) {
+        if (size > std::numeric_limits<int64_t>::max() / 16) Fail();
+        size = size * 10 + (text_[at_] - '0');
+      }
+      shape.push_back(size);
+      if (shape.size() > kMostDimensions) Fail();
+      if (!Take(',') && Peek() != ')') Fail();
+    }
+  }
+
+  std::string_view text_;
+  size_t at_ = 0;
+};
+
+// Reads one array, which must fill the source.
+Tensor ReadArray(Source& source, Crc32& crc) {
+  const auto read = [&](void* data, size_t size) {
+    source.Read(data, size);
+    crc.Update(data, size);
+  };
+  uint8_t prefix[12];
+  if (source.left() < 10) throw Error("it is no array of NumPy");
+  read(prefix, 8);
+  if (std::memcmp(prefix, "\x93NUMPY", 6) != 0 || prefix[6] < 1 || prefix[6] > 3) {
+    throw Error("it is no array of NumPy");
+  }
+  const size_t width = prefix[6] == 1 ? 2 : 4;
+  read(prefix + 8, width);
+  const size_t length = width == 2 ? Little<uint16_t>(prefix + 8) : Little<uint32_t>(prefix + 8);
+  if (length > kHeaderLimit) throw Error("its header is too long");
+  std::string text(length, '\0');
+  read(text.data(), length);
+  const Header header(text);
+  const DtypeEntry* entry = nullptr;
+  for (const DtypeEntry& item : kDtypes) {
+    if (header.descr == item.npy) entry = &item;
+  }
+  if (entry == nullptr) throw Error("its dtype '" + header.descr + "' is not one of numbers in native byte order");
+  if (header.fortran) throw Error("it is in Fortran's order; save numpy.ascontiguousarray of it");
+  // In floating point no product overflows, and one that fits the file is exact.
+  double bytes = entry->dtype.bits / 8;
+  for (int64_t size : header.shape) bytes *= static_cast<double>(size);
+  if (bytes != static_cast<double>(source.left())) throw Error("its size is not that of its shape and dtype");
+  Tensor tensor = Allocate(header.shape, entry->dtype);
+  read(tensor.data_ptr(), static_cast<size_t>(source.left()));
+  return tensor;
+}
+
+// One member of a zip archive.
+struct Member {
+  std::string name;
+  uint16_t method;
+  uint32_t crc;
+  uint64_t compressed, size, header;
+};
+
+// The members of an archive, from its central directory. Follows the format's 64-bit fields where they are used.
+std::vector<Member> Directory(InputFile& file) {
+  constexpr size_t kEnd = 22, kLocator = 20, kEnd64 = 56, kEntry = 46;
+  const size_t span = static_cast<size_t>(std::min<uint64_t>(file.size(), kEnd + 0xFFFF));
+  if (span < kEnd) throw Error("it is no zip archive");
+  std::vector<uint8_t> tail(span);
+  file.Read(file.size() - span, tail.data(), span);
+  size_t at = span - kEnd;
+  while (Little<uint32_t>(&tail[at]) != 0x06054b50) {
+    if (at-- == 0) throw Error("it is no zip archive or ends too early");
+  }
+  uint64_t count = Little<uint16_t>(&tail[at + 10]), size = Little<uint32_t>(&tail[at + 12]);
+  uint64_t offset = Little<uint32_t>(&tail[at + 16]);
+  const uint64_t end = file.size() - span + at;
+  if ((count == 0xFFFF || size == 0xFFFFFFFF || offset == 0xFFFFFFFF) && end >= kLocator) {
+    uint8_t locator[kLocator], end64[kEnd64];
+    file.Read(end - kLocator, locator, kLocator);
+    if (Little<uint32_t>(locator) == 0x07064b50) {
+      file.Read(Little<uint64_t>(locator + 8), end64, kEnd64);
+      if (Little<uint32_t>(end64) != 0x06064b50) throw Error("its directory is damaged");
+      count = Little<uint64_t>(end64 + 32), size = Little<uint64_t>(end64 + 40), offset = Little<uint64_t>(end64 + 48);
+    }
+  }
+  if (offset > file.size() || size > file.size() - offset || count > size / kEntry) {
+    throw Error("its directory is damaged");
+  }
+  std::vector<uint8_t> directory(static_cast<size_t>(size));
+  file.Read(offset, directory.data(), directory.size());
+  std::vector<Member> members;
+  size_t next = 0;
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint8_t* entry = directory.data() + next;
+    if (directory.size() - next < kEntry || Little<uint32_t>(entry) != 0x02014b50) {
+      throw Error("its directory is damaged");
+    }
+    const size_t name = Little<uint16_t>(entry + 28), extra = Little<uint16_t>(entry + 30);
+    const size_t whole = kEntry + name + extra + Little<uint16_t>(entry + 32);
+    if (directory.size() - next < whole) throw Error("its directory is damaged");
+    if (Little<uint16_t>(entry + 8) & 1) throw Error("it is encrypted");
+    Member member{std::string(reinterpret_cast<const char*>(entry) + kEntry, name),
+                  Little<uint16_t>(entry + 10),
+                  Little<uint32_t>(entry + 16),
+                  Little<uint32_t>(entry + 20),
+                  Little<uint32_t>(entry + 24),
+                  Little<uint32_t>(entry + 42)};
+    for (size_t field = kEntry + name; field + 4 <= kEntry + name + extra;) {
+      const size_t length = Little<uint16_t>(entry + field + 2), stop = field + 4 + length;
+      if (stop > kEntry + name + extra) throw Error("its directory is damaged");
+      if (Little<uint16_t>(entry + field) == 1) {
+        size_t value = field + 4;
+        for (uint64_t* wide : {&member.size, &member.compressed, &member.header}) {
+          if (*wide == 0xFFFFFFFF && value + 8 <= stop) {
+            *wide = Little<uint64_t>(entry + value);
+            value += 8;
+          }
+        }
+      }
+      field = stop;
+    }
+    members.push_back(std::move(member));
+    next += whole;
+  }
+  return members;
+}
+
+Tensor ReadMember(InputFile& file, const Member& member) {
+  uint8_t local[30];
+  file.Read(member.header, local, sizeof local);
+  if (Little<uint32_t>(local) != 0x04034b50) throw Error("its directory is damaged");
+  const uint64_t start = member.header + sizeof local + Little<uint16_t>(local + 26) + Little<uint16_t>(local + 28);
+  if (start > file.size() || member.compressed > file.size() - start) throw Error("it ends too early");
+  std::unique_ptr<Source> source;
+  if (member.method == 0 && member.size == member.compressed) {
+    source = std::make_unique<Stored>(file, start, member.size);
+#ifdef TVMFLOW_ZLIB
+  } else if (member.method == 8 && member.size / 1032 <= member.compressed) {  // deflate's highest ratio
+    source = std::make_unique<Deflated>(file, start, member.compressed, member.size);
+#endif
+  } else {
+    throw Error("it is compressed in a way that cannot be read; write it with numpy.savez");
+  }
+  Crc32 crc;
+  Tensor tensor = ReadArray(*source, crc);
+  if (crc.value() != member.crc) throw Error("its check sum is wrong");
+  return tensor;
+}
+
+// Every error of `read` with the name of the file.
+template <typename Read>
+auto Naming(const std::string& path, const Read& read) {
+  try {
+    InputFile file(path);
+    return read(file);
+  } catch (const Error& error) {
+    const std::string reason = error.what();
+    if (reason.rfind("there is no file", 0) == 0) throw;
+    throw Error("'" + path + "' cannot be read (" + reason + ")");
+  }
+}
+
+class OutputFile {
+ public:
+  explicit OutputFile(const std::string& path) : path_(path), file_(std::fopen(path.c_str(), "wb"), &std::fclose) {
+    if (!file_) Fail();
+  }
+  void Write(const void* data, size_t size) {
+    if (std::fwrite(data, 1, size, file_.get()) != size) Fail();
+  }
+  void Write(const std::string& bytes) { Write(bytes.data(), bytes.size()); }
+  void Close() {
+    if (std::fclose(file_.release()) != 0) Fail();
+  }
+
+ private:
+  [[noreturn]] void Fail() const { throw Error("'" + path_ + "' cannot be written; choose another place"); }
+  std::string path_;
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
+};
+
+std::string NpyHeader(const Tensor& tensor) {
+  std::string text = std::string("{'descr': '") + EntryOf(tensor.dtype()).npy + "', 'fortran_order': False, 'shape': (";
+  for (int i = 0; i < tensor.ndim(); ++i) text += std::to_string(tensor.size(i)) + (i + 1 < tensor.ndim() ? ", " : "");
+  text += tensor.ndim() == 1 ? ",), }" : "), }";
+  // The data starts at a multiple of 64.
+  text.resize((10 + text.size() + 1 + 63) / 64 * 64 - 10 - 1, ' ');
+  text += '\n';
+  const char length[] = {static_cast<char>(text.size() & 0xFF), static_cast<char>(text.size() >> 8)};
+  return std::string("\x93NUMPY\x01\x00", 8) + std::string(length, 2) + text;
+}
+
+// Numbers of zip's headers, of two or four bytes each.
+struct Fields {
+  std::string bytes;
+  Fields& Two(uint64_t value) { return Add(value, 2); }
+  Fields& Four(uint64_t value) { return Add(value, 4); }
+  Fields& Add(uint64_t value, int count) {
+    for (int i = 0; i < count; ++i) bytes += static_cast<char>(value >> (8 * i));
+    return *this;
+  }
+};
+
+}  // namespace
+
+Tensor Allocate(const std::vector<int64_t>& shape, DLDataType dtype) {
+  return Tensor::FromNDAlloc(AllocateAligned(), tvm::ffi::ShapeView(shape.data(), shape.size()), dtype,
+                             DLDevice{kDLCPU, 0});
+}
+
+std::string DtypeName(DLDataType dtype) { return EntryOf(dtype).name; }
+
+Tensor ReadNpy(const std::string& path) {
+  return Naming(path, [](InputFile& file) {
+    Stored source(file, 0, file.size());
+    Crc32 unused;
+    return ReadArray(source, unused);
+  });
+}
+
+Arrays ReadNpz(const std::string& path) {
+  return Naming(path, [](InputFile& file) {
+    Arrays arrays;
+    std::set<std::string> seen;
+    for (const Member& member : Directory(file)) {
+      const size_t length = member.name.size();
+      if (length < 4 || member.name.compare(length - 4, 4, ".npy") != 0) {
+        throw Error("it holds '" + member.name + "', which is no array");
+      }
+      const std::string name = member.name.substr(0, length - 4);
+      if (!seen.insert(name).second) throw Error("it holds '" + name + "' twice");
+      try {
+        arrays.emplace_back(name, ReadMember(file, member));
+      } catch (const Error& error) {
+        throw Error("array '" + name + "': " + error.what());
+      }
+    }
+    return arrays;
+  });
+}
+
+void WriteNpz(const std::string& path, const Arrays& arrays) {
+  constexpr uint64_t kLargest = 0xFFFFFFFE;  // more would need the format's 64-bit fields
+  OutputFile file(path);
+  std::string directory;
+  uint64_t offset = 0;
+  for (const auto& [name, tensor] : arrays) {
+    const std::string header = NpyHeader(tensor), member = name + ".npy";
+    const size_t data = tvm::ffi::GetDataSize(tensor);
+    const uint64_t size = header.size() + data;
+    if (size > kLargest || offset > kLargest - size || member.size() > 0xFFFF || arrays.size() > 0xFFFE) {
+      throw Error("the arrays for '" + path + "' are too large for one file");
+    }
+    Crc32 crc;
+    crc.Update(header.data(), header.size());
+    crc.Update(tensor.data_ptr(), data);
+    // Version 2.0, names in UTF-8, stored, the first of January 1980; as in the local header so in the directory.
+    Fields common;
+    common.Two(20).Two(0x800).Two(0).Two(0).Two(0x21).Four(crc.value()).Four(size).Four(size).Two(member.size()).Two(0);
+    const std::string local = Fields().Four(0x04034b50).bytes + common.bytes + member;
+    directory += Fields().Four(0x02014b50).Two(20).bytes + common.bytes +
+                 Fields().Two(0).Two(0).Two(0).Four(0).Four(offset).bytes + member;
+    file.Write(local);
+    file.Write(header);
+    file.Write(tensor.data_ptr(), data);
+    offset += local.size() + size;
+  }
+  file.Write(directory);
+  file.Write(Fields().Four(0x06054b50).Two(0).Two(0).Two(arrays.size()).Two(arrays.size()).Four(directory.size())
+                 .Four(offset).Two(0).bytes);
+  file.Close();
+}
+
+}  // namespace tvmflow

@@ -1,0 +1,59 @@
+"""Prints the folder that holds the wheels' `tvm` and `tvm_ffi`: the installed ones, or those of another platform.
+
+`python cpp/wheels.py` is what CMake asks. `python cpp/wheels.py --platform manylinux_2_28_aarch64 FOLDER` downloads the
+wheels of the same versions for that platform and unpacks into FOLDER what the C++ runner is built with and needs.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+_WHEELS = ("apache-tvm", "apache-tvm-ffi")
+_NEEDED = ("tvm/lib/libtvm_runtime", "tvm_ffi/lib/libtvm_ffi.so", "tvm_ffi/include/")
+
+
+def installed() -> Path:
+    """Where the wheels are installed."""
+    spec = find_spec("tvm")
+    if spec is None or spec.origin is None:
+        raise SystemExit("apache-tvm is not installed for this Python; run `make setup` or name another Python to CMake")
+    return Path(spec.origin).parents[1]
+
+
+def fetch(platform: str, folder: Path) -> None:
+    """Download the wheels for a platform and unpack of them what is needed."""
+    with tempfile.TemporaryDirectory() as downloads:
+        names = [f"{name}=={version(name)}" for name in _WHEELS]
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            + ["--platform", platform, "--only-binary=:all:", "--dest", downloads, *names],
+            check=True,
+            stdout=sys.stderr,
+        )
+        for wheel in sorted(Path(downloads).glob("*.whl")):
+            with zipfile.ZipFile(wheel) as archive:
+                for name in archive.namelist():
+                    if name.startswith(_NEEDED) or name.endswith(".dist-info/METADATA"):
+                        archive.extract(name, folder)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", help="as pip names it, for example manylinux_2_28_aarch64")
+    parser.add_argument("folder", type=Path, nargs="?", help="where to unpack them")
+    arguments = parser.parse_args()
+    if (arguments.platform is None) != (arguments.folder is None):
+        parser.error("a platform and a folder go together")
+    if arguments.platform is not None:
+        fetch(arguments.platform, arguments.folder)
+    sys.stdout.write(f"{(arguments.folder or installed()).absolute()}\n")
+
+
+if __name__ == "__main__":
+    main()
