@@ -10,8 +10,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +23,7 @@ from rich.table import Table
 from tvmflow import process, settings
 from tvmflow.errors import TvmflowError
 from tvmflow.process import Emit
+from tvmflow.runtime.profile import function_times
 from tvmflow.target import Target, host
 from tvmflow.workspace import Record
 
@@ -65,16 +64,6 @@ class Profile(Record):
     whole: float
 
 
-@dataclass
-class _Site:
-    """One call site: the function's name, the arguments' shapes and bytes, and the smallest time in seconds."""
-
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    bytes: int
-    seconds: float = float("inf")
-
-
 def work(job: ProfileJob, emit: Emit) -> Profile:
     """Build and time, in a process of its own."""
     os.environ["TVM_NUM_THREADS"] = str(job.target.threads)
@@ -96,60 +85,20 @@ def time_functions(built: "Built", sample: Path, repeats: int) -> Profile:
         inputs = [tvm.runtime.tensor(archive[name]) for name in archive.files]
     main = machine["main"]
     whole = min(_timed(main, inputs) for _ in range(max(3, repeats)))
-    recorder = _Recorder()
-    machine.set_instrument(recorder)
-    for _ in range(repeats):
-        recorder.restart()
-        main(*inputs)
-    return Profile(functions=_grouped(recorder.sites, dict(built.schedules), flops), whole=whole * 1e6)
-
-
-class _Recorder:
-    """The instrument that the virtual machine calls before and after each function."""
-
-    def __init__(self) -> None:
-        self.sites: list[_Site] = []
-        self._position = 0
-        self._start = 0.0
-
-    def restart(self) -> None:
-        """Begin with the first call site again."""
-        self._position = 0
-
-    def __call__(self, func: Any, name: str, before: bool, _returned: Any, *args: Any) -> int:
-        if before:
-            if self._position == len(self.sites):
-                tensors = [value for value in args if hasattr(value, "shape") and hasattr(value, "dtype")]
-                shapes = tuple(tuple(int(dim) for dim in value.shape) for value in tensors)
-                moved = sum(int(np.prod(value.shape)) * np.dtype(str(value.dtype)).itemsize for value in tensors)
-                self.sites.append(_Site(str(name), shapes, moved))
-            self._start = time.perf_counter()
-            return 0
-        seconds = time.perf_counter() - self._start
-        site = self.sites[self._position]
-        site.seconds = min(site.seconds, seconds)
-        self._position += 1
-        return 0
-
-
-def _grouped(sites: Sequence[_Site], rules: dict[str, str], flops: dict[str, float]) -> tuple[Function, ...]:
-    """The call sites of each function together; what the virtual machine does itself is one entry."""
-    names = dict.fromkeys(site.name if site.name in rules else "(virtual machine)" for site in sites)
-    functions = []
-    for name in names:
-        own = [site for site in sites if (site.name if site.name in rules else "(virtual machine)") == name]
-        functions.append(
-            Function(
-                name=name,
-                rule=rules.get(name, ""),
-                calls=len(own),
-                microseconds=sum(site.seconds for site in own) * 1e6,
-                flops=flops.get(name, 0.0) * len(own),
-                bytes=sum(site.bytes for site in own) if name in rules else 0,
-                shapes=own[0].shapes if name in rules else (),
-            )
+    rules = dict(built.schedules)
+    functions = tuple(
+        Function(
+            name=item.name,
+            rule=rules.get(item.name, ""),
+            calls=item.calls,
+            microseconds=item.seconds * 1e6,
+            flops=flops.get(item.name, 0.0) * item.calls,
+            bytes=item.bytes,
+            shapes=item.shapes,
         )
-    return tuple(sorted(functions, key=lambda function: -function.microseconds))
+        for item in function_times(machine, lambda: main(*inputs), rules, repeats)
+    )
+    return Profile(functions=functions, whole=whole * 1e6)
 
 
 def _flops(func: Any) -> float:

@@ -1,5 +1,6 @@
 """Package: library, IR, weights, manifest and golden sample in one bundle, loaded from then on as a device would."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,24 @@ from tasks.relax_import import ImportResult
 from tasks.step import Context, Tensor, step
 from tasks.tune import TuneResult
 from tvmflow import samples
-from tvmflow.bundle import Manifest, TensorSpec, Variant, installed_versions, pack
+from tvmflow.bundle import Manifest, TensorSpec, Variant, installed_versions, pack, public_key
+from tvmflow.spec import Spec
 from tvmflow.target import Target
-from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
+from tvmflow.workspace import Artifact, Outcome, Record, StepResult, code_digest, run_step
+
+
+class Apart(Record):
+    """The same bundle without its weights, and the weights: what a release keeps, so that bundles share them."""
+
+    bundle: Artifact
+    weights: Artifact
 
 
 class PackageResult(StepResult):
     """The bundle, its size unpacked, in bytes, and what it computes by Algorithm's algorithm."""
 
     bundle: Artifact
+    apart: Apart | None = None
     unpacked: int
     algorithms: dict[str, Algorithm]
 
@@ -32,8 +42,8 @@ def package(
     built: Outcome[BuildResult],
     target: Target,
 ) -> Outcome[PackageResult]:
-    """Pack the bundle of one target; the same inputs give the same bytes."""
-    spec, made = context.spec, built.result
+    """Pack the bundle of one target, signed where the settings name a key; the same inputs give the same bytes."""
+    spec, made, key = context.spec, built.result, context.settings.signing_key
     manifest = Manifest(
         name=spec.name,
         target=target.name,
@@ -56,6 +66,8 @@ def package(
             "weights": imported.result.params.sha256,
             "records": tuned.result.records.sha256,
             "samples": exported.result.samples.sha256,
+            "options": options(spec),
+            "code": code_digest(),
         },
     )
 
@@ -67,12 +79,29 @@ def package(
             if made.params is not None:
                 files["mod.params"] = context.file(made.params)
             bundle = folder / f"{spec.name}.tar.gz"
-            complete = pack(bundle, manifest, files)
+            complete = pack(bundle, manifest, files, key=key)
+            apart = None
+            if made.params is not None:
+                pack(folder / "without-weights.tar.gz", manifest, files, key=key, leave_weights_out=True)
+                apart = Apart(bundle=context.workspace.keep(folder / "without-weights.tar.gz"), weights=made.params)
             unpacked = sum(entry.size for entry in complete.files.values())
-            return PackageResult(bundle=context.workspace.keep(bundle), unpacked=unpacked, algorithms=made.algorithms)
+            return PackageResult(
+                bundle=context.workspace.keep(bundle), apart=apart, unpacked=unpacked, algorithms=made.algorithms
+            )
 
-    reads = {"manifest": manifest.to_json().decode(), "build": made.model_dump(mode="json", exclude={"pass_timings", "inspected"})}
+    library = made.model_dump(mode="json", exclude={"pass_timings", "inspected"})
+    signer = None if key is None else public_key(key)
+    reads = {"manifest": manifest.to_json().decode(), "build": library, "signer": signer}
     return run_step(context.workspace, "package", reads, PackageResult, work, target=target.name)
+
+
+def options(spec: Spec) -> str:
+    """What a release file says that decides a bundle's content beside the model itself, as one line of JSON."""
+    sections = {"inputs", "dimensions", "outputs", "export", "build"}
+    said = spec.model_dump(mode="json", include=sections)
+    said["validate"] = spec.validation.model_dump(mode="json", include={"samples", "seed"})
+    said["original"] = "onnx" if spec.model.onnx is not None else "other"
+    return json.dumps(said, sort_keys=True)
 
 
 def _specs(tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:

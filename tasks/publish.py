@@ -7,7 +7,7 @@ from tasks.step import Context, step
 from tasks.track import TargetOutcomes, TrackResult, verdict_document
 from tvmflow import __version__
 from tvmflow.progress import reporter
-from tvmflow.workspace import Outcome, StepResult, run_step
+from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
 
 RELEASE_FORMAT = 1
 
@@ -35,7 +35,8 @@ def publish(
     document = release_document(context, exported.result, outcomes, known)
 
     def work() -> PublishResult:
-        total = sum(outcome.bundle.size for outcome in outcomes)
+        artifacts = {item.sha256: item for outcome in outcomes for item in blobs_of(outcome).values()}
+        total = sum(item.size for item in artifacts.values())
         sent = 0
 
         def progressed(count: int) -> None:
@@ -43,14 +44,15 @@ def publish(
             sent += count
             reporter().progressed("publish", None, min(sent, total), total, "sending")
 
-        blobs = [(context.file(outcome.bundle), outcome.bundle.sha256) for outcome in outcomes]
+        blobs = [(context.file(item), digest) for digest, item in artifacts.items()]
         uri = store.publish(spec.name, version, document, blobs, progressed)
         context.registry.set_version_tag(known.model, version, "tvmflow.status", "published")
         context.registry.set_version_tag(known.model, version, "tvmflow.release_uri", uri)
         return PublishResult(
             release_uri=uri,
             bundle_uris={
-                outcome.target.name: f"{store.config.uri}/blobs/sha256/{outcome.bundle.sha256}" for outcome in outcomes
+                outcome.target.name: f"{store.config.uri}/blobs/sha256/{blobs_of(outcome)['bundle'].sha256}"
+                for outcome in outcomes
             },
         )
 
@@ -62,6 +64,12 @@ def publish(
         work,
         valid=lambda _: store.has_release(spec.name, version),
     )
+
+
+def blobs_of(outcome: TargetOutcomes) -> dict[str, Artifact]:
+    """What the store keeps of a target: the bundle, or the bundle without its weights and the weights, to share them."""
+    apart = outcome.packaged.result.apart
+    return {"bundle": outcome.bundle} if apart is None else {"bundle": apart.bundle, "weights": apart.weights}
 
 
 def release_document(
@@ -85,7 +93,7 @@ def release_document(
                 "tvm_target": outcome.target.tvm,
                 "arch": outcome.target.arch,
                 "cpu_features": list(outcome.target.features),
-                "bundle": {"sha256": outcome.bundle.sha256, "size": outcome.bundle.size},
+                **{name: {"sha256": item.sha256, "size": item.size} for name, item in blobs_of(outcome).items()},
                 "verdict": verdict_document(outcome),
                 "measurements": outcome.measured
                 and outcome.measured.result.model_dump(mode="json", exclude={"sources"}),

@@ -4,20 +4,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
 
 from tvmflow import settings
-from tvmflow.bundle import sha256_file
-from tvmflow.bundle.manifest import check_machine
-from tvmflow.errors import BundleError, StoreError
-from tvmflow.runtime.choose import best_first
+from tvmflow.errors import StoreError
 from tvmflow.services import BUCKET, open_store
 from tvmflow.settings import Settings
-from tvmflow.store import ReleaseStore, StoreConfig, channels, parse_uri
+from tvmflow.store import ReleaseStore, StoreConfig, channels, parse_uri, resolve
 from tvmflow.store.client import code_of, connect, explained
 
 _BLOB = re.compile(r"(?:(?P<prefix>.+)/)?blobs/sha256/(?P<digest>[0-9a-f]{64})")
@@ -34,43 +30,6 @@ def bundles(uri: str) -> Iterator[Path]:
     yield from _of_release(known, uri) if uri.startswith("release://") else _of_object(known, uri)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A target of a release: what its bundle asks of a machine, and the bundle's digest."""
-
-    name: str
-    target: str
-    arch: str
-    tvm_target: Mapping[str, Any]
-    cpu_features: tuple[str, ...]
-    sha256: str
-
-    @classmethod
-    def of(cls, release: Mapping[str, Any]) -> list[Self]:
-        """The targets of a release's document. Raises StoreError for a document that is damaged."""
-        try:
-            return [
-                cls(
-                    release["name"],
-                    item["target"],
-                    item["arch"],
-                    item["tvm_target"],
-                    tuple(item["cpu_features"]),
-                    item["bundle"]["sha256"],
-                )
-                for item in release["targets"]
-            ]
-        except (KeyError, TypeError) as error:
-            raise StoreError(
-                f"The release {release.get('name')} {release.get('version')} is damaged, its document lacks {error}: "
-                "publish it again."
-            ) from error
-
-    def check_host(self) -> None:
-        """Raise BundleError, in one sentence, if this machine's processor cannot run the bundle."""
-        check_machine(self.name, self.target, self.arch, self.tvm_target, self.cpu_features)
-
-
 def _of_release(known: Settings, uri: str) -> Iterator[Path]:
     found = _RELEASE.fullmatch(uri)
     if found is None:
@@ -83,26 +42,7 @@ def _of_release(known: Settings, uri: str) -> Iterator[Path]:
     with open_store(known) as store:
         if version is None:
             version = channels.read(store, name, found["channel"]).version
-        fitting, refusals = best_first(Entry.of(store.get_release(name, version)))
-        if not fitting:
-            reasons = "; ".join(refusals) or "it holds none"
-            raise BundleError(f"no bundle of release {name} {version} runs on this machine: {reasons}")
-        for entry in fitting:
-            yield cached(store, entry.sha256, known)
-
-
-def cached(store: ReleaseStore, sha256: str, known: Settings) -> Path:
-    """The blob of a digest in the cache: its digest is checked again, and it is fetched if it is missing or damaged."""
-    return _cached(sha256, lambda path: store.get_blob(sha256, path), known)
-
-
-def _cached(sha256: str, fetch: Callable[[Path], None], known: Settings) -> Path:
-    path = cache_folder(known) / f"{sha256}.tar.gz"
-    with suppress(OSError):
-        if sha256_file(path) == sha256:
-            return path
-    fetch(path)
-    return path
+        yield from resolve.bundles(store, name, version, cache_folder(known))
 
 
 def cache_folder(known: Settings) -> Path:
@@ -118,7 +58,7 @@ def _of_object(known: Settings, uri: str) -> Iterator[Path]:
         blob = _BLOB.fullmatch(place.key)
         if blob:
             store = ReleaseStore(replace(config, prefix=blob["prefix"] or ""))
-            yield cached(store, blob["digest"], known)
+            yield resolve.cached(store, blob["digest"], cache_folder(known))
             return
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
             path = Path(folder, "bundle.tar.gz")

@@ -14,12 +14,15 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
 from tvmflow.errors import SettingsError
 
 _PREFIX = "TVMFLOW_"
 _FILE_VARIABLE = "TVMFLOW_SETTINGS"
 # What the processes of one run tell each other.
 _INTERNAL = {"TVMFLOW_CHILD", "TVMFLOW_EVENTS_FD"}
+# What also a device obeys that reads no settings file, and so is said in the environment only.
+_DEVICE = {TRUSTED_KEYS_VARIABLE}
 
 
 def settings_file() -> Path:
@@ -51,6 +54,7 @@ class Settings(BaseSettings):
         default=None, validation_alias=AliasChoices("TVMFLOW_PREFECT_API_URL", "prefect_api_url", "PREFECT_API_URL")
     )
     parallel_targets: Annotated[int, Field(ge=1)] | None = None
+    signing_key: Path | None = None
     step_timeout_minutes: Annotated[float, Field(gt=0)] = 120.0
 
     @classmethod
@@ -76,7 +80,9 @@ def load() -> Settings:
     path = settings_file()
     if _FILE_VARIABLE in os.environ and not path.is_file():
         raise SettingsError(f"settings file {str(path)!r}, named by {_FILE_VARIABLE}, does not exist")
-    known_variables = {_PREFIX + name.upper() for name in Settings.model_fields} | {_FILE_VARIABLE} | _INTERNAL
+    known_variables = (
+        {_PREFIX + name.upper() for name in Settings.model_fields} | {_FILE_VARIABLE} | _INTERNAL | _DEVICE
+    )
     for variable in sorted(os.environ):
         if variable.startswith(_PREFIX) and variable not in known_variables:
             close = get_close_matches(variable, known_variables, n=1)

@@ -23,10 +23,14 @@ class TemporaryFolder {
 };
 
 // Extracts a `.tar.gz` bundle into an empty folder: the regular files that its manifest names and nothing else. What
-// they hold is not checked.
+// they hold is not checked, nor is a signature.
 void Unpack(const std::string& bundle, const std::filesystem::path& folder);
 
-// Checks an unpacked bundle: that each file is what the manifest says. `source` names the bundle in errors.
-Manifest Verify(const std::filesystem::path& folder, const std::string& source);
+// Checks that each file of a bundle unpacked into `folder` is what its manifest says.
+Manifest Verify(const std::filesystem::path& folder, const std::string& bundle);
+
+// The file with the weights of a bundle that keeps them apart: in its folder, else beside the bundle by their digest.
+std::filesystem::path WeightsPath(const Manifest& manifest, const std::filesystem::path& folder,
+                                  const std::string& bundle);
 
 }  // namespace tvmflow

@@ -83,7 +83,7 @@ class Parser {
       if (Peek() != '"') Fail("a name");
       Member member{String(), Json()};
       for (const Member& other : members) {
-        if (other.name == member.name) Fail("another name than '" + member.name + "' again");
+        if (other.name == member.name) Fail("a name that is not there already");
       }
       Expect(':');
       member.value = Value(depth + 1);

@@ -12,12 +12,20 @@ namespace {
 // The version of the format that this library reads.
 constexpr int64_t kFormat = 1;
 
+// Text that may stand in messages: nothing in it breaks the line or steers a terminal.
+const std::string& Printable(const Json& value) {
+  for (char byte : value.Text()) {
+    if (static_cast<unsigned char>(byte) < 0x20 || byte == 0x7F) throw Error("a name is not printable");
+  }
+  return value.Text();
+}
+
 std::vector<TensorSpec> Tensors(const Json& list) {
   std::vector<TensorSpec> result;
   for (const Json& item : list.List()) {
-    TensorSpec spec{item.At("name").Text(), {}, item.At("dtype").Text()};
+    TensorSpec spec{Printable(item.At("name")), {}, Printable(item.At("dtype"))};
     for (const Json& size : item.At("shape").List()) {
-      spec.shape.push_back(size.IsText() ? Dimension(size.Text()) : Dimension(size.Count()));
+      spec.shape.push_back(size.IsText() ? Dimension(Printable(size)) : Dimension(size.Count()));
     }
     result.push_back(std::move(spec));
   }
@@ -25,7 +33,7 @@ std::vector<TensorSpec> Tensors(const Json& list) {
 }
 
 std::string Digest(const Json& value) {
-  const std::string& text = value.Text();
+  const std::string& text = Printable(value);
   if (text.size() != 64 || text.find_first_not_of("0123456789abcdef") != std::string::npos) {
     throw Error("'" + text + "' is not a SHA-256");
   }
@@ -36,7 +44,7 @@ std::string Word(const Json& value, std::initializer_list<const char*> allowed) 
   for (const char* word : allowed) {
     if (value.Text() == word) return word;
   }
-  throw Error("'" + value.Text() + "' is unknown");
+  throw Error("'" + Printable(value) + "' is unknown");
 }
 
 // The architecture of the code that the CPU runs.
@@ -44,34 +52,35 @@ std::string HostArchOf(const std::string& arch, const Json& target) {
   if (arch != "cuda") return arch;
   const Json* host = target.Find("host");
   const Json* triple = host == nullptr || host->IsText() ? nullptr : host->Find("mtriple");
-  return triple == nullptr ? "" : triple->Text().substr(0, triple->Text().find('-'));
+  return triple == nullptr ? "" : Printable(*triple).substr(0, triple->Text().find('-'));
 }
 
 Manifest Read(const Json& document) {
   Manifest result;
-  result.name = document.At("name").Text();
-  result.target = document.At("target").Text();
-  result.arch = document.At("arch").Text();
+  result.name = Printable(document.At("name"));
+  result.target = Printable(document.At("target"));
+  result.arch = Printable(document.At("arch"));
   result.host_arch = HostArchOf(result.arch, document.At("tvm_target"));
-  for (const Json& item : document.At("cpu_features").List()) result.cpu_features.push_back(item.Text());
+  for (const Json& item : document.At("cpu_features").List()) result.cpu_features.push_back(Printable(item));
   result.threads = document.At("threads").Count();
+  if (result.threads < 1) throw Error("it is for no threads");
   result.inputs = Tensors(document.At("inputs"));
   result.outputs = Tensors(document.At("outputs"));
   for (const Member& item : document.At("dimensions").Members()) {
     const std::vector<Json>& range = item.value.List();
-    if (range.size() != 2) throw Error("the range of '" + item.name + "' is not a pair");
+    if (range.size() != 2) throw Error("a dimension has no range");
     std::optional<int64_t> high;
     if (!range[1].IsNull()) high = range[1].Count();
     result.dimensions[item.name] = {range[0].Count(), high};
   }
   for (const Json& item : document.At("variants").List()) {
-    Variant variant{item.At("function").Text(), {}};
+    Variant variant{Printable(item.At("function")), {}};
     for (const Member& size : item.At("sizes").Members()) variant.sizes[size.name] = size.value.Count();
     result.variants.push_back(std::move(variant));
   }
   result.weights_apart = Word(document.At("weights"), {"inside", "apart"}) == "apart";
-  result.tvm_version = document.At("versions").At("tvm").Text();
-  result.tvm_ffi_version = document.At("versions").At("tvm_ffi").Text();
+  result.tvm_version = Printable(document.At("versions").At("tvm"));
+  result.tvm_ffi_version = Printable(document.At("versions").At("tvm_ffi"));
   for (const Member& item : document.At("files").Members()) {
     result.files[Word(Json(item.name), {"mod.json", "mod.params", "mod.so", "sample.npz"})] = {
         Digest(item.value.At("sha256")), item.value.At("size").Count()};
@@ -96,17 +105,12 @@ void CheckVersion(const Manifest& manifest, const char* package, const std::stri
 
 }  // namespace
 
-Manifest ParseManifest(std::string_view json, const std::string& source) {
-  int64_t format = 0;
-  try {
-    Json document = Json::Parse(json);
-    format = document.At("format").Count();
-    if (format == kFormat) return Read(document);
-  } catch (const Error& error) {
-    throw Error("bundle '" + source + "' has a damaged manifest (" + error.what() + "); fetch it again");
-  }
-  throw Error("bundle '" + source + "' has format " + std::to_string(format) + ", this program reads " +
-              std::to_string(kFormat) + "; take a newer one");
+Manifest ParseManifest(std::string_view json) {
+  const Json document = Json::Parse(json);
+  const int64_t format = document.At("format").Count();
+  if (format == kFormat) return Read(document);
+  throw Unusable("its format is " + std::to_string(format) + ", this program reads " + std::to_string(kFormat) +
+                 "; take a newer program");
 }
 
 void CheckHost(const Manifest& manifest) {

@@ -86,6 +86,23 @@ void CheckInput(const Manifest& manifest, const TensorSpec& spec, const Tensor& 
   }
 }
 
+// Sets the environment that TVM's pool of workers starts by.
+void SettleThreads(int asked, int64_t built_for) {
+  const char* found = std::getenv("TVM_NUM_THREADS");
+  int64_t count = std::min<int64_t>(built_for, HostCores());
+  if (asked > 0) {
+    count = asked;
+  } else if (found != nullptr) {
+    count = std::atoi(found);
+    if (count < 1) {
+      throw Error("the environment variable TVM_NUM_THREADS is '" + std::string(found) + "', expected a positive number");
+    }
+  }
+  setenv("TVM_NUM_THREADS", std::to_string(count).c_str(), 1);
+  // With one worker TVM would bind the thread that calls to the first core.
+  if (count == 1) setenv("TVM_BIND_THREADS", "0", 0);
+}
+
 // TVM's runtime for CUDA is a library of its own, which needs NVIDIA's driver.
 void LoadCuda(const std::string& bundle) {
   if (dlopen("libtvm_runtime_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
@@ -96,9 +113,14 @@ void LoadCuda(const std::string& bundle) {
 }  // namespace
 
 Model Model::Open(const std::string& bundle, int threads) {
+  const char* trusted = std::getenv("TVMFLOW_TRUSTED_KEYS");
+  if (trusted != nullptr && *trusted != '\0') {
+    throw Error("TVMFLOW_TRUSTED_KEYS is set and this program checks no signatures; check it with `tvmflow verify`");
+  }
   std::optional<TemporaryFolder> unpacked;
   std::filesystem::path folder = bundle;
   std::error_code ignored;
+  if (!std::filesystem::exists(folder, ignored)) throw Error("there is no bundle '" + bundle + "'");
   if (!std::filesystem::is_directory(folder, ignored)) {
     unpacked.emplace();
     folder = unpacked->path();
@@ -108,8 +130,7 @@ Model Model::Open(const std::string& bundle, int threads) {
   model.manifest_ = Verify(folder, bundle);
   const Manifest& manifest = model.manifest_;
   CheckHost(manifest);
-  const int64_t fitting = std::max<int64_t>(std::min<int64_t>(manifest.threads, HostCores()), 1);
-  setenv("TVM_NUM_THREADS", std::to_string(threads > 0 ? threads : fitting).c_str(), threads > 0);
+  SettleThreads(threads, manifest.threads);
   if (manifest.arch == "cuda") {
     LoadCuda(manifest.name);
     model.device_ = {kDLCUDA, 0};
@@ -137,7 +158,7 @@ Model Model::Open(const std::string& bundle, int threads) {
     model.functions_.push_back(*function);
   }
   if (manifest.weights_apart) {
-    for (const auto& [name, tensor] : ReadNpz((folder / "mod.params").string())) {
+    for (const auto& [name, tensor] : ReadNpz(WeightsPath(manifest, folder, bundle).string())) {
       model.weights_.push_back(model.ToDevice(tensor));
     }
   }

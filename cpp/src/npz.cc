@@ -1,8 +1,6 @@
 #include "tvmflow/npz.h"
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -10,16 +8,11 @@
 #include <set>
 #include <string_view>
 
+#include "bytes.h"
 #include "tvmflow/error.h"
-
-#ifdef TVMFLOW_ZLIB
-#include <zlib.h>
-#endif
 
 namespace tvmflow {
 namespace {
-
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are read and written as they lie in memory");
 
 constexpr size_t kAlignment = 64;  // TVM's kAllocAlignment
 constexpr size_t kHeaderLimit = 1 << 16;
@@ -47,29 +40,6 @@ const DtypeEntry& EntryOf(DLDataType dtype) {
               " bits");
 }
 
-// The CRC-32 of zip.
-class Crc32 {
- public:
-  void Update(const void* data, size_t size) {
-    static const std::array<uint32_t, 256> table = Table();
-    const auto* bytes = static_cast<const uint8_t*>(data);
-    for (size_t i = 0; i < size; ++i) state_ = table[(state_ ^ bytes[i]) & 0xFF] ^ (state_ >> 8);
-  }
-  uint32_t value() const { return ~state_; }
-
- private:
-  static std::array<uint32_t, 256> Table() {
-    std::array<uint32_t, 256> table{};
-    for (uint32_t i = 0; i < 256; ++i) {
-      uint32_t value = i;
-      for (int bit = 0; bit < 8; ++bit) value = (value >> 1) ^ (value & 1 ? 0xEDB88320 : 0);
-      table[i] = value;
-    }
-    return table;
-  }
-  uint32_t state_ = 0xFFFFFFFF;
-};
-
 struct AllocateAligned {
   void AllocData(DLTensor* tensor) {
     size_t size = std::max<size_t>(tvm::ffi::GetDataSize(*tensor), 1);
@@ -78,103 +48,6 @@ struct AllocateAligned {
   }
   void FreeData(DLTensor* tensor) { std::free(tensor->data); }
 };
-
-// Bytes to be read in order, up to an end that is known.
-class Source {
- public:
-  virtual ~Source() = default;
-  // Reads exactly so many bytes, of which there are not less left. Throws Error if it cannot.
-  virtual void Read(void* data, size_t size) = 0;
-  uint64_t left() const { return left_; }
-
- protected:
-  explicit Source(uint64_t left) : left_(left) {}
-  uint64_t left_;
-};
-
-// An open file.
-class InputFile {
- public:
-  explicit InputFile(const std::string& path) : file_(std::fopen(path.c_str(), "rb"), &std::fclose) {
-    if (!file_) throw Error("there is no file '" + path + "', or it cannot be read");
-    if (fseeko(file_.get(), 0, SEEK_END) != 0 || ftello(file_.get()) < 0) throw Error("it is not a regular file");
-    size_ = static_cast<uint64_t>(ftello(file_.get()));
-  }
-  uint64_t size() const { return size_; }
-  void Read(uint64_t offset, void* data, size_t size) {
-    if (offset > size_ || size > size_ - offset) throw Error("it ends too early");
-    if (fseeko(file_.get(), static_cast<off_t>(offset), SEEK_SET) != 0 ||
-        std::fread(data, 1, size, file_.get()) != size) {
-      throw Error("it cannot be read");
-    }
-  }
-
- private:
-  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
-  uint64_t size_ = 0;
-};
-
-// A part of a file as it is.
-class Stored : public Source {
- public:
-  Stored(InputFile& file, uint64_t offset, uint64_t size) : Source(size), file_(file), at_(offset) {}
-  void Read(void* data, size_t size) override {
-    if (size > left_) throw Error("it ends too early");
-    file_.Read(at_, data, size);
-    at_ += size, left_ -= size;
-  }
-
- private:
-  InputFile& file_;
-  uint64_t at_;
-};
-
-#ifdef TVMFLOW_ZLIB
-
-// A part of a file that is deflated.
-class Deflated : public Source {
- public:
-  Deflated(InputFile& file, uint64_t offset, uint64_t compressed, uint64_t size)
-      : Source(size), input_(file, offset, compressed), buffer_(1 << 16) {
-    if (inflateInit2(&stream_, -MAX_WBITS) != Z_OK) throw Error("there is no memory to inflate it");
-  }
-  ~Deflated() override { inflateEnd(&stream_); }
-  void Read(void* data, size_t size) override {
-    if (size > left_) throw Error("it ends too early");
-    left_ -= size;
-    auto* out = static_cast<Bytef*>(data);
-    while (size > 0) {
-      if (stream_.avail_in == 0) {
-        size_t count = static_cast<size_t>(std::min<uint64_t>(input_.left(), buffer_.size()));
-        if (count == 0) throw Error("it ends too early");
-        input_.Read(buffer_.data(), count);
-        stream_.next_in = buffer_.data();
-        stream_.avail_in = static_cast<uInt>(count);
-      }
-      const uInt wanted = static_cast<uInt>(std::min<size_t>(size, 1 << 30));
-      stream_.next_out = out;
-      stream_.avail_out = wanted;
-      const int status = inflate(&stream_, Z_NO_FLUSH);
-      const uInt got = wanted - stream_.avail_out;
-      out += got, size -= got;
-      if (status != Z_OK && !(status == Z_STREAM_END && size == 0)) throw Error("it cannot be inflated");
-    }
-  }
-
- private:
-  Stored input_;
-  std::vector<Bytef> buffer_;
-  z_stream stream_{};
-};
-
-#endif
-
-template <typename T>
-T Little(const uint8_t* bytes) {
-  T value;
-  std::memcpy(&value, bytes, sizeof value);
-  return value;
-}
 
 // The header of an array: a Python dictionary of which only what NumPy writes is read.
 class Header {
@@ -392,30 +265,9 @@ auto Naming(const std::string& path, const Read& read) {
     InputFile file(path);
     return read(file);
   } catch (const Error& error) {
-    const std::string reason = error.what();
-    if (reason.rfind("there is no file", 0) == 0) throw;
-    throw Error("'" + path + "' cannot be read (" + reason + ")");
+    throw Error("'" + path + "' cannot be read (" + error.what() + ")");
   }
 }
-
-class OutputFile {
- public:
-  explicit OutputFile(const std::string& path) : path_(path), file_(std::fopen(path.c_str(), "wb"), &std::fclose) {
-    if (!file_) Fail();
-  }
-  void Write(const void* data, size_t size) {
-    if (std::fwrite(data, 1, size, file_.get()) != size) Fail();
-  }
-  void Write(const std::string& bytes) { Write(bytes.data(), bytes.size()); }
-  void Close() {
-    if (std::fclose(file_.release()) != 0) Fail();
-  }
-
- private:
-  [[noreturn]] void Fail() const { throw Error("'" + path_ + "' cannot be written; choose another place"); }
-  std::string path_;
-  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
-};
 
 std::string NpyHeader(const Tensor& tensor) {
   std::string text = std::string("{'descr': '") + EntryOf(tensor.dtype()).npy + "', 'fortran_order': False, 'shape': (";

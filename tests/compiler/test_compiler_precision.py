@@ -96,7 +96,7 @@ def test_bfloat16_convolutions_equal_those_of_rounded_operands(
 
 @bfloat16
 @pytest.mark.parametrize(
-    ("channels", "size", "rule"), [(64, 56, "dot_winograd"), (96, 14, "dot_winograd"), (45, 56, "winograd")]
+    ("channels", "size", "rule"), [(128, 28, "dot_winograd"), (96, 14, "dot_winograd"), (45, 56, "winograd")]
 )
 def test_winograd_rounds_little_more_than_the_direct_way(
     channels: int, size: int, rule: str, make_model: MakeModel, run_built: RunBuilt, native: Target

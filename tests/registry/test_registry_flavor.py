@@ -38,7 +38,7 @@ def test_a_registered_model_loads_and_answers(
 def test_a_model_of_two_outputs_returns_them_by_name(build_bundle: BuildBundle, tmp_path: Path) -> None:
     from tvmflow.registry import flavor
 
-    flavor.save_model(tmp_path / "model", {"native": build_bundle(outputs=2)})
+    flavor.save_model({"native": build_bundle(outputs=2)}, tmp_path / "model")
     outputs = flavor._load_pyfunc(str(tmp_path / "model")).predict(X)
     assert isinstance(outputs, dict)
     assert {name: array.tolist() for name, array in outputs.items()} == {
@@ -50,7 +50,7 @@ def test_a_model_of_two_outputs_returns_them_by_name(build_bundle: BuildBundle, 
 def test_a_frame_without_a_signature_is_shaped_by_the_bundle(build_bundle: BuildBundle, tmp_path: Path) -> None:
     from tvmflow.registry import flavor
 
-    flavor.save_model(tmp_path / "model", {"native": build_bundle()})
+    flavor.save_model({"native": build_bundle()}, tmp_path / "model")
     model = flavor._load_pyfunc(str(tmp_path / "model"))
     doubled = model.predict(pd.DataFrame({"x": [row.tolist() for row in X]}))
     assert isinstance(doubled, np.ndarray)
@@ -68,7 +68,7 @@ def test_the_bundle_that_asks_most_of_the_host_is_taken_unless_one_is_named(
         "better": build_bundle(cpu_features=(feature,)),
         "foreign": build_bundle(cpu_features=(feature, "a-feature-of-tomorrow")),
     }
-    flavor.save_model(tmp_path / "model", bundles)
+    flavor.save_model(bundles, tmp_path / "model")
     assert flavor._load_pyfunc(str(tmp_path / "model")).target == "better"
     assert flavor._load_pyfunc(str(tmp_path / "model"), {"target": "plain"}).target == "plain"
 
@@ -76,7 +76,7 @@ def test_the_bundle_that_asks_most_of_the_host_is_taken_unless_one_is_named(
 def test_a_model_without_a_bundle_for_this_host_says_what_it_lacks(build_bundle: BuildBundle, tmp_path: Path) -> None:
     from tvmflow.registry import flavor
 
-    flavor.save_model(tmp_path / "model", {"other": build_bundle(arch=OTHER_ARCH)})
+    flavor.save_model({"other": build_bundle(arch=OTHER_ARCH)}, tmp_path / "model")
     with pytest.raises(BundleError, match=f"no bundle of the model runs on this machine: .*built for {OTHER_ARCH}"):
         flavor._load_pyfunc(str(tmp_path / "model"))
 
@@ -84,7 +84,7 @@ def test_a_model_without_a_bundle_for_this_host_says_what_it_lacks(build_bundle:
 def test_a_bundle_that_was_exchanged_is_not_loaded(build_bundle: BuildBundle, tmp_path: Path) -> None:
     from tvmflow.registry import flavor
 
-    flavor.save_model(tmp_path / "model", {"native": build_bundle()})
+    flavor.save_model({"native": build_bundle()}, tmp_path / "model")
     (tmp_path / "model" / "bundles" / "native.tar.gz").write_bytes(build_bundle(outputs=2).read_bytes())
     with pytest.raises(BundleError, match="is not the file that was logged for 'native'"):
         flavor._load_pyfunc(str(tmp_path / "model"))
@@ -94,10 +94,10 @@ def test_targets_named_by_tvm_options_get_file_names(build_bundle: BuildBundle, 
     from tvmflow.registry import flavor
 
     target = '{"kind": "llvm", "mcpu": "a/b"}'
-    flavor.save_model(tmp_path / "model", {target: build_bundle()})
+    flavor.save_model({target: build_bundle()}, tmp_path / "model")
     assert flavor._load_pyfunc(str(tmp_path / "model")).target == target
     with pytest.raises(BundleError, match="share the file name"):
-        flavor.save_model(tmp_path / "second", {"a b": build_bundle(), "a/b": build_bundle()})
+        flavor.save_model({"a b": build_bundle(), "a/b": build_bundle()}, tmp_path / "second")
 
 
 def test_an_example_too_large_for_text_is_left_out(build_bundle: BuildBundle, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_an_example_too_large_for_text_is_left_out(build_bundle: BuildBundle, tm
 
     for name, rows in (("small", 1 << 16), ("large", (1 << 16) + 1)):
         example = {"x": np.zeros((rows, 4), np.float32)}
-        flavor.save_model(tmp_path / name, {"native": build_bundle()}, input_example=example)
+        flavor.save_model({"native": build_bundle()}, tmp_path / name, input_example=example)
     stored = [path.parent.name for path in sorted(tmp_path.glob("*/input_example.json"))]
     assert stored == ["small"]
 
@@ -113,7 +113,7 @@ def test_an_example_too_large_for_text_is_left_out(build_bundle: BuildBundle, tm
 def test_an_input_of_the_wrong_name_is_refused(build_bundle: BuildBundle, tmp_path: Path) -> None:
     from tvmflow.registry import flavor
 
-    flavor.save_model(tmp_path / "model", {"native": build_bundle()})
+    flavor.save_model({"native": build_bundle()}, tmp_path / "model")
     with pytest.raises(InputError, match="no input 'y'"):
         flavor._load_pyfunc(str(tmp_path / "model")).predict({"y": X})
 
@@ -123,7 +123,7 @@ def test_a_host_is_told_to_install_the_versions_that_built_the_model(build_bundl
     from tvmflow.bundle import installed_versions
     from tvmflow.registry import flavor
 
-    flavor.save_model(tmp_path / "model", {"native": build_bundle()})
+    flavor.save_model({"native": build_bundle()}, tmp_path / "model")
     requirements = (tmp_path / "model" / "requirements.txt").read_text().splitlines()
     versions = installed_versions()
     assert {

@@ -1,5 +1,7 @@
 """A small model with two outputs and a symbolic batch, compiled once by the real steps."""
 
+import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from tvmflow import runtime
+from tvmflow.bundle import extract, pack
 from tvmflow.runtime import CompiledModel
 
 Arrays = dict[str, npt.NDArray[Any]]
 MakeInputs = Callable[[int], Arrays]
+Repack = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -113,3 +117,19 @@ def reference(onnx_file: Path) -> Callable[[Arrays], Arrays]:
         return dict(zip(("sum", "positive"), session.run(["sum", "positive"], arrays), strict=True))
 
     return run
+
+
+@pytest.fixture
+def repack(bundle: Path, tmp_path: Path) -> Repack:
+    """The bundle with other values in its manifest, or other bytes for its library."""
+
+    def change(library: bytes | None = None, **values: object) -> Path:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        manifest = extract(bundle, folder)
+        if library is not None:
+            (folder / "mod.so").write_bytes(library)
+        path = folder.with_suffix(".tar.gz")
+        pack(path, dataclasses.replace(manifest, **values), {item.name: item for item in folder.iterdir()})  # type: ignore[arg-type]
+        return path
+
+    return change

@@ -85,3 +85,53 @@ def test_the_model_runs_on_after_a_refused_input(model: CompiledModel, inputs: M
     with pytest.raises(InputError):
         model(**inputs(9))
     assert model(**inputs(2))["sum"].shape == (2, 4)
+
+
+def test_torch_tensors_are_taken_like_arrays(model: CompiledModel, inputs: MakeInputs) -> None:
+    torch = pytest.importorskip("torch")
+    given = inputs(3)
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in given.items()}
+    expected = model(**given)
+    for result in (model(**tensors), model(tensors["x"].T.contiguous().T, given["y"], tensors["scale"])):
+        assert result["sum"].tolist() == expected["sum"].tolist()
+
+
+def test_an_aligned_tensor_is_not_copied(model: CompiledModel) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(8, 8)
+    assert tensor.data_ptr() % 64 == 0
+    array = model.check_inputs({"x": tensor, "y": torch.zeros(8, 4), "scale": torch.tensor(1.0)})["x"]
+    assert array.ctypes.data == tensor.data_ptr()
+    assert np.from_dlpack(model._tensor(array)).ctypes.data == tensor.data_ptr()
+
+
+def test_an_array_of_another_library_is_taken_by_dlpack(model: CompiledModel, inputs: MakeInputs) -> None:
+    import tvm_ffi
+
+    given = inputs(3)
+    foreign = {name: tvm_ffi.from_dlpack(array) for name, array in given.items()}
+    assert not hasattr(foreign["x"], "__array__")
+    assert model(**foreign)["sum"].tolist() == model(**given)["sum"].tolist()
+
+
+def test_a_tensor_that_needs_gradients_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InputError, match=r"^input 'x' cannot be read as an array \(.*detach\(\)\)$"):
+        model(**{**inputs(2), "x": torch.zeros(2, 8, requires_grad=True)})
+
+
+def test_a_tensor_of_another_dtype_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InputError, match=r"^input 'x' is float64, expected float32; convert it first$"):
+        model(**{**inputs(2), "x": torch.zeros(2, 8, dtype=torch.float64)})
+
+
+def test_memory_of_a_device_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
+    class OnDevice:
+        """What any library's tensor on the first NVIDIA GPU says of itself."""
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+    with pytest.raises(InputError, match=r"^input 'x' is in the memory of a device; copy it to the CPU first$"):
+        model(**{**inputs(2), "x": OnDevice()})

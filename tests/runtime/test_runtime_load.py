@@ -1,6 +1,5 @@
 """Loading: what is imported, what is refused before anything of a bundle runs, and what is left on disk."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tvmflow import runtime
-from tvmflow.bundle import extract, pack, read_manifest
+from tvmflow.bundle import read_manifest
 from tvmflow.errors import BundleError
 
 Repack = Callable[..., Path]
@@ -29,23 +28,6 @@ from tvmflow import runtime
 runtime.load(sys.argv[1])
 print(os.environ["TVM_NUM_THREADS"])
 """
-
-
-@pytest.fixture
-def repack(bundle: Path, tmp_path: Path) -> Repack:
-    """The bundle with other values in its manifest, or other bytes for its library."""
-
-    def change(library: bytes | None = None, **values: object) -> Path:
-        folder = tmp_path / "files"
-        folder.mkdir()
-        manifest = extract(bundle, folder)
-        if library is not None:
-            (folder / "mod.so").write_bytes(library)
-        path = tmp_path / "changed.tar.gz"
-        pack(path, dataclasses.replace(manifest, **values), {item.name: item for item in folder.iterdir()})  # type: ignore[arg-type]
-        return path
-
-    return change
 
 
 def python(code: str, *arguments: object, **environment: str) -> str:

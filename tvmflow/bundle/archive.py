@@ -105,6 +105,21 @@ def read_manifest(bundle: Path) -> Manifest:
         return Manifest.from_json(_first(_members(stream), bundle), str(bundle))
 
 
+def missing_weights(bundle: Path) -> FileEntry | None:
+    """What a bundle without its weights needs beside it, in a file named by the digest; None for a complete one."""
+    with _opened(bundle) as stream:
+        members = _members(stream)
+        entry = Manifest.from_json(_first(members, bundle), str(bundle)).files.get(WEIGHTS)
+        if entry is None:
+            return None
+        for member, content in members:
+            if member.name == WEIGHTS:
+                return None
+            for _ in content:
+                pass
+    return entry
+
+
 def signed_by(bundle: Path) -> str | None:
     """The public key, in hexadecimal, that a bundle says it is signed with; None for an unsigned one.
 

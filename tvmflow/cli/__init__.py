@@ -14,6 +14,8 @@ from tvmflow.cli.init import init_command
 from tvmflow.cli.list import list_command
 from tvmflow.cli.release import release_command
 from tvmflow.cli.run import run_command
+from tvmflow.cli.serve import serve_command
+from tvmflow.cli.sign import keygen_command, sign_command
 from tvmflow.cli.verify import verify_command
 from tvmflow.errors import TvmflowError
 
@@ -28,7 +30,17 @@ def cli() -> None:
     """Ship trained models: PyTorch or ONNX to verified Apache TVM bundles, measured and released."""
 
 
-for command in (release_command, compile_command, run_command, verify_command, init_command, list_command):
+for command in (
+    release_command,
+    compile_command,
+    run_command,
+    verify_command,
+    serve_command,
+    keygen_command,
+    sign_command,
+    init_command,
+    list_command,
+):
     cli.add_command(command)
 
 

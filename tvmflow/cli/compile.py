@@ -1,12 +1,14 @@
 """`tvmflow compile`: one ONNX file to one bundle, without registry and store."""
 
+import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
@@ -16,6 +18,56 @@ if TYPE_CHECKING:
     from tvmflow.spec import Spec
 
 _SHAPE = re.compile(r"\s*(?P<name>[^\[\]]+?)\s*:\s*\[(?P<dims>[^\[\]]*)\]\s*,?")
+Code = Literal["ll", "asm", "relax", "tir"]
+_CODE: tuple[Code, ...] = get_args(Code)
+
+
+class _Names(click.ParamType[tuple[str, ...]]):
+    """Names separated by commas."""
+
+    name = "names"
+
+    def convert(
+        self, value: str | tuple[str, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(name for part in value.strip("[]").split(",") if (name := part.strip()))
+
+
+class _Forms(click.ParamType[tuple[Code, ...]]):
+    """Forms of code separated by commas."""
+
+    name = "forms"
+
+    def convert(
+        self, value: str | tuple[Code, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Code, ...]:
+        names = value if isinstance(value, tuple) else _Names().convert(value, param, ctx)
+        for name in names:
+            if name not in _CODE:
+                self.fail(f"{name!r} is not one of {', '.join(_CODE)}", param, ctx)
+        return tuple(form for form in _CODE if form in names)
+
+
+class _Setting(click.ParamType[tuple[str, Any]]):
+    """NAME=VALUE; a value that is JSON, as numbers and true or false, is read as such."""
+
+    name = "name=value"
+
+    def convert(
+        self, value: str | tuple[str, Any], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Any]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = value.partition("=")
+        if not equals or not name.strip():
+            self.fail(f"{value!r} is not of the form NAME=VALUE", param, ctx)
+        text = text.strip()
+        try:
+            return name.strip(), json.loads(text.lower() if text in ("True", "False") else text)
+        except ValueError:
+            return name.strip(), text
 
 
 @click.command("compile")
@@ -34,15 +86,63 @@ _SHAPE = re.compile(r"\s*(?P<name>[^\[\]]+?)\s*:\s*\[(?P<dims>[^\[\]]*)\]\s*,?")
     show_default=True,
     help="What convolutions and matrix products compute in; int8 is for quantised models.",
 )
+@click.option(
+    "--desired-layout",
+    type=click.Choice(["NHWC", "NCHW"]),
+    default="NHWC",
+    show_default=True,
+    help="Of convolutions. NCHW has no fast schedules here: tens of times slower.",
+)
+@click.option("--opt-level", type=click.IntRange(0, 4), default=3, show_default=True, help="TVM's optimisation level.")
+@click.option("--pass-config", type=_Setting(), multiple=True, help="An option of TVM's pass context. Repeatable.")
+@click.option("--disabled-pass", type=_Names(), default=(), help="Passes to leave out, separated by commas.")
+@click.option("--required-pass", type=_Names(), default=(), help="Passes to run whatever the level, likewise.")
+@click.option("--cross-compiler", metavar="COMMAND", help="What links the library, in place of the target's own.")
+@click.option("--cross-compiler-options", default="", metavar="OPTIONS", help="Its further options, in one argument.")
 @click.option("--trials", type=click.IntRange(min=0), default=0, show_default=True, help="Tuning trials in total.")
+@click.option(
+    "--tuning-records",
+    type=click.Path(exists=True, path_type=Path),
+    help="A file or folder of records to use before those that are known.",
+)
+@click.option("--print-pass-times", is_flag=True, help="Print the seconds of each compiler pass.")
+@click.option("--print-ir-before", type=_Names(), default=(), metavar="PASSES", help="Print the module before passes.")
+@click.option("--print-ir-after", type=_Names(), default=(), metavar="PASSES", help="Print the module after passes.")
+@click.option(
+    "--dump-code",
+    type=_Forms(),
+    default=(),
+    help=f"Write the code beside the output: {','.join(_CODE)}, separated by commas.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def compile_command(
-    model: Path, output: Path, target: str, input_shapes: str | None, precision: str, trials: int, as_json: bool
+    model: Path,
+    output: Path,
+    target: str,
+    input_shapes: str | None,
+    precision: str,
+    desired_layout: str,
+    opt_level: int,
+    pass_config: tuple[tuple[str, Any], ...],
+    disabled_pass: tuple[str, ...],
+    required_pass: tuple[str, ...],
+    cross_compiler: str | None,
+    cross_compiler_options: str,
+    trials: int,
+    tuning_records: Path | None,
+    print_pass_times: bool,
+    print_ir_before: tuple[str, ...],
+    print_ir_after: tuple[str, ...],
+    dump_code: tuple[Code, ...],
+    as_json: bool,
 ) -> None:
     """Compile the ONNX file MODEL to a bundle, compared with ONNX Runtime before it is written.
 
-    Exit code 3: the outputs differ, nothing was written.
+    Exit code 3: the outputs differ, no bundle was written.
     """
+    if cross_compiler_options and not cross_compiler:
+        raise click.UsageError("--cross-compiler-options needs --cross-compiler")
+    linker = _linker(cross_compiler, cross_compiler_options)
     from rich.console import Console
 
     from tasks import build, export, package, relax_import, tune, validate
@@ -52,16 +152,36 @@ def compile_command(
     from tvmflow.workspace import Workspace
 
     settings = machine.load()
-    spec = _spec(model, target, parse_shapes(input_shapes or ""), precision, trials)
+    section = {
+        "precision": precision,
+        "opt_level": opt_level,
+        "config": dict(pass_config),
+        # Without this pass a convolution keeps the model's own layout.
+        "disabled_passes": (*disabled_pass, *(["ChannelsLast"] if desired_layout == "NCHW" else [])),
+        "required_passes": required_pass,
+    }
+    spec = _spec(model, target, parse_shapes(input_shapes or ""), section, trials)
     context = Context(spec, settings, Workspace(settings.state))
     (resolved,) = spec.resolved_targets()
+    if linker is not None:
+        resolved = dataclasses.replace(resolved, cross_compiler=linker)
+    inspect = build.Inspect(before=print_ir_before, after=print_ir_after, code=dump_code)
     with RichReporter(Console(stderr=True)).live():
         exported = export.export.fn(context)
         imported = relax_import.relax_import.fn(context, exported)
         tuned = tune.tune.fn(context, imported, resolved)
-        built = build.build.fn(context, imported, tuned, resolved)
+        if tuning_records is not None:
+            tuned = tune.with_records(context, tuned, tuning_records, resolved)
+        built = build.build.fn(context, imported, tuned, resolved, inspect)
         packaged = package.package.fn(context, exported, imported, tuned, built, resolved)
         verdict = validate.validate.fn(context, exported, packaged, resolved).result
+    # A build that is judged wrong is the one to look at: this comes before the verdict.
+    inspected = json.loads(context.file(built.result.inspected).read_text())
+    dumped = _dump(inspected["code"], output, model.stem)
+    times: dict[str, float] = json.loads(context.file(built.result.pass_timings).read_text())
+    if not as_json:
+        _show(inspected["passes"], times if print_pass_times else {})
+    _tell_unrun((*print_ir_before, *print_ir_after), inspected["passes"])
     if not verdict.passed:
         raise VerdictError(f"{model} is not written to {output}: {verdict.reasons[0]}")
     _copy(context.file(packaged.result.bundle), output)
@@ -70,8 +190,14 @@ def compile_command(
         bundle = packaged.result.bundle
         document = {"bundle": str(output), "sha256": bundle.sha256, "size": bundle.size, "max_abs_error": error}
         document |= {"target": resolved.name, "precision": precision, "verified": verdict.verified}
+        document |= {"schedules": built.result.schedules, "code": [str(path) for path in dumped]}
+        document |= {"passes": inspected["passes"]} if print_ir_before or print_ir_after else {}
+        document |= {"pass_seconds": times} if print_pass_times else {}
         click.echo(json.dumps(document))
-    elif error is not None:
+        return
+    for path in dumped:
+        click.echo(f"{path}: code")
+    if error is not None:
         narrow = "" if precision == "fp32" else f" in {precision}"
         click.echo(f"{output}: {resolved.name}{narrow}, largest difference from ONNX Runtime {error:.1e}")
     else:
@@ -92,7 +218,23 @@ def parse_shapes(text: str) -> dict[str, tuple[int | str, ...]]:
     return shapes
 
 
-def _spec(model: Path, target: str, shapes: dict[str, tuple[int | str, ...]], precision: str, trials: int) -> "Spec":
+def _linker(command: str | None, options: str) -> str | None:
+    """The linker's command line; None for the target's own."""
+    if command is None:
+        return None
+    for text, hint in ((command, "--cross-compiler"), (options, "--cross-compiler-options")):
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise click.BadParameter(f"{text!r} cannot be read ({error})", param_hint=hint) from error
+        if text is command and not words:
+            raise click.BadParameter("it names no command", param_hint=hint)
+    return f"{command} {options}".strip()
+
+
+def _spec(
+    model: Path, target: str, shapes: dict[str, tuple[int | str, ...]], build: dict[str, object], trials: int
+) -> "Spec":
     from tasks.export import described_by, read_onnx
     from tvmflow import spec as release_file
 
@@ -100,7 +242,7 @@ def _spec(model: Path, target: str, shapes: dict[str, tuple[int | str, ...]], pr
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", model.stem).lstrip("-._") or "model",
         "model": {"onnx": str(model.absolute())},
         "targets": [target],
-        "build": {"precision": precision},
+        "build": build,
         "tune": {"trials": trials},
         "validate": {"top1_agreement": None},
         "gates": {"unverified_targets": "allow"},
@@ -116,6 +258,35 @@ def _spec(model: Path, target: str, shapes: dict[str, tuple[int | str, ...]], pr
             {**item.model_dump(mode="json"), "shape": list(shapes.get(item.name, item.shape))} for item in inputs
         ]
     return release_file.parse(document, Path.cwd(), str(model))
+
+
+def _dump(code: dict[str, str], output: Path, stem: str) -> list[Path]:
+    """Write the forms of the code beside the output."""
+    written = []
+    for form, text in code.items():
+        path = output.parent / f"{stem}.{form}"
+        try:
+            path.write_text(text)
+        except OSError as error:
+            raise StepError(f"{str(path)!r} cannot be written ({error.strerror}); choose another output") from error
+        written.append(path)
+    return written
+
+
+def _show(passes: list[dict[str, str]], times: dict[str, float]) -> None:
+    for item in passes:
+        click.echo(f"# {item['when']} {item['name']}\n{item['text']}")
+    if times:
+        width = max(map(len, times))
+        click.echo(f"{'pass':<{width}}  {'ms':>9}")
+        for name, seconds in times.items():
+            click.echo(f"{name:<{width}}  {seconds * 1e3:>9.3f}")
+        click.echo(f"{'all':<{width}}  {sum(times.values()) * 1e3:>9.3f}")
+
+
+def _tell_unrun(names: tuple[str, ...], passes: list[dict[str, str]]) -> None:
+    for name in sorted(set(names) - {item["name"] for item in passes}):
+        click.echo(f"pass {name!r} did not run; see --print-pass-times for those that do", err=True)
 
 
 def _copy(bundle: Path, output: Path) -> None:

@@ -1,9 +1,11 @@
-"""`tvmflow run`: run a bundle on arrays of an .npz file."""
+"""`tvmflow run`: run a bundle on arrays of an .npz file, time it, and see where the time goes."""
 
 import json
+import math
 import os
-import statistics
-import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,46 +16,267 @@ from tvmflow.errors import InputError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from tvmflow.runtime import CompiledModel, Timings
+    from tvmflow.runtime.profile import FunctionTime
+
     Array = npt.NDArray[Any]
 
 
 @click.command("run")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle")
 @click.option("--inputs", type=click.Path(path_type=Path), help="An .npz by input name; without it, the golden sample.")
 @click.option("-o", "--output", "--outputs", "output", type=click.Path(path_type=Path), help="The .npz to write.")
-@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Timed runs.")
+@click.option(
+    "--fill-mode",
+    type=click.Choice(["zeros", "ones", "random"]),
+    help="Inputs made here; random ones are uniform within the golden sample's range.",
+)
+@click.option(
+    "--size", "sizes", multiple=True, help="With --fill-mode, a symbolic dimension's size: batch=4. Repeatable."
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Refuse a bundle that is not built for it.")
+@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Measurements.")
+@click.option("--number", type=click.IntRange(min=1), default=1, show_default=True, help="Runs per measurement.")
+@click.option("--warmup", type=click.IntRange(min=0), default=0, show_default=True, help="Untimed runs before them.")
+@click.option("--end-to-end", is_flag=True, help="Time the whole call: inputs checked and copied, outputs fetched.")
+@click.option("--print-time", is_flag=True, help="Print mean, median, max, min and standard deviation.")
+@click.option("--print-top", type=click.IntRange(min=1), metavar="N", help="Print the N largest values of each output.")
+@click.option("--profile", is_flag=True, help="Print the time of each compiled function.")
+@click.option("--rpc-tracker", metavar="HOST:PORT", help="Run on a server of TVM's RPC, found through this tracker.")
+@click.option("--rpc-key", metavar="KEY", help="The server's key at the tracker.")
+@click.option(
+    "--rpc-timeout", type=click.FloatRange(min=1), default=300, show_default=True, help="Seconds before it is given up."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def run_command(bundle: Path, inputs: Path | None, output: Path | None, repeat: int, as_json: bool) -> None:
-    """Run BUNDLE, verified first, and write its outputs by name and as output_0, output_1, ..."""
-    # The compiler is not needed to run: TVM's runtime alone loads in a fraction of the time.
-    os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
-    from tvmflow import runtime
+def run_command(
+    bundle: str,
+    inputs: Path | None,
+    output: Path | None,
+    fill_mode: str | None,
+    sizes: tuple[str, ...],
+    device: str | None,
+    repeat: int,
+    number: int,
+    warmup: int,
+    end_to_end: bool,
+    print_time: bool,
+    print_top: int | None,
+    profile: bool,
+    rpc_tracker: str | None,
+    rpc_key: str | None,
+    rpc_timeout: float,
+    as_json: bool,
+) -> None:
+    """Run BUNDLE, a path or URI, verified first, and write its outputs by name and as output_0, output_1, ..."""
+    if fill_mode is not None and inputs is not None:
+        raise click.UsageError("--inputs and --fill-mode both say what to run on; give one")
+    if sizes and fill_mode is None:
+        raise click.UsageError("--size needs --fill-mode: other inputs have sizes of their own")
+    if (rpc_tracker is None) != (rpc_key is None):
+        raise click.UsageError("--rpc-tracker and --rpc-key go together")
+    if rpc_tracker is not None and profile:
+        raise click.UsageError("--profile works on this machine only; leave out --rpc-tracker")
+    if not profile:
+        # The compiler is not needed to run: TVM's runtime alone loads in a fraction of the time.
+        os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
+    given = None if inputs is None else _read(inputs)
 
-    with runtime.load(bundle) as model:
-        given = model.sample[0] if inputs is None else _read(inputs)
-        arrays = model.check_inputs(given)
-        results, seconds = {}, []
-        for _ in range(repeat):
-            start = time.perf_counter()
-            results = model(**arrays)
-            seconds.append(time.perf_counter() - start)
-        if output is not None:
-            _write(output, results)
-    milliseconds = [value * 1e3 for value in seconds]
-    times = {"mean": statistics.mean(milliseconds), "p50": statistics.median(milliseconds), "min": min(milliseconds)}
+    def work(model: "CompiledModel") -> _Ran:
+        if device is not None and device != (built_for := "cuda" if model.manifest.arch == "cuda" else "cpu"):
+            raise click.BadParameter(
+                f"{bundle!r} is built for {built_for}; compile for another target", param_hint="--device"
+            )
+        made = filled(model, fill_mode, _sizes(model, sizes)) if fill_mode is not None else None
+        arrays = model.check_inputs(given or made or model.sample[0])
+        results = model(**arrays)
+        measure = model.benchmark if end_to_end else model.time_function
+        times = measure(arrays, repeat=repeat, number=number, warmup=warmup)
+        return _Ran(results, times, _profile(bundle, model, arrays, repeat) if profile else None)
+
+    if rpc_tracker is None or rpc_key is None:
+        from tvmflow import runtime
+
+        with runtime.load(bundle) as model:
+            ran = work(model)
+    else:
+        from tvmflow.runtime import remote
+
+        ran = remote.run(_path(bundle), *_address(rpc_tracker), rpc_key, rpc_timeout, work)
+    if output is not None:
+        _write(output, ran.outputs)
     if as_json:
-        shapes = {name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in results.items()}
-        document = {"outputs": shapes, "output": output and str(output), "runs": repeat, "latency_ms": times}
-        click.echo(json.dumps(document))
+        click.echo(json.dumps(_document(ran, output, end_to_end, print_top)))
         return
-    for name, array in results.items():
+    for name, array in ran.outputs.items():
         click.echo(f"{name}: {array.dtype.name}{list(array.shape)}")
-    click.echo(
-        f"{repeat} run{'s' * (repeat > 1)}: mean {times['mean']:.3f} ms, "
-        f"median {times['p50']:.3f} ms, min {times['min']:.3f} ms"
-    )
+    for name, values in _top(ran.outputs, print_top).items():
+        click.echo(
+            f"{name}, largest of the last axis: {', '.join(f'[{index}] {value:.6g}' for index, value in values)}"
+        )
+    _show_times(ran.times, table=print_time, end_to_end=end_to_end)
+    if ran.profile is not None:
+        _show_profile(ran.profile)
     if output is not None:
         click.echo(f"written to {output}")
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function of the profile: the rule that scheduled it, empty for the virtual machine, its calls and time."""
+
+    rule: str
+    time: "FunctionTime"
+    share: float
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What running a bundle gave."""
+
+    outputs: "dict[str, Array]"
+    times: "Timings"
+    profile: list[_Function] | None
+
+
+def filled(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> "dict[str, Array]":
+    """Inputs of zeros, ones or random values, by name, for sizes of the symbolic dimensions.
+
+    Random values lie between the smallest and largest that the golden sample has for the input, so that an index stays
+    one; where these are equal, a floating-point input is between 0 and 1.
+    """
+    import numpy as np
+
+    sample = model.sample[0]
+    generator = np.random.default_rng(0)
+    arrays: dict[str, Array] = {}
+    for spec in model.inputs:
+        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
+        known = sample[spec.name]
+        if mode != "random":
+            arrays[spec.name] = np.full(shape, mode == "ones", spec.dtype)
+        elif known.dtype == bool:
+            arrays[spec.name] = generator.integers(0, 2, shape).astype(bool)
+        elif np.issubdtype(known.dtype, np.integer):
+            arrays[spec.name] = generator.integers(known.min(), known.max(), shape, spec.dtype, endpoint=True)
+        else:
+            low, high = float(known.min()), float(known.max())
+            low, high = (low, high) if low < high else (0.0, 1.0)
+            arrays[spec.name] = generator.uniform(low, high, shape).astype(spec.dtype)
+    return arrays
+
+
+def _sizes(model: "CompiledModel", given: Sequence[str]) -> dict[str, int]:
+    """The sizes of the symbolic dimensions: those given as NAME=SIZE, else the golden sample's."""
+    sizes: dict[str, int] = {}
+    for spec in model.inputs:
+        for dim, size in zip(spec.shape, model.sample[0][spec.name].shape, strict=True):
+            if isinstance(dim, str):
+                sizes[dim] = size
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not value.strip().isdigit():
+            raise click.BadParameter(f"{text!r} is not of the form NAME=SIZE, as batch=4", param_hint="--size")
+        if name not in sizes:
+            close = get_close_matches(name, sizes, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"its names are {', '.join(sizes) or 'none'}"
+            raise click.BadParameter(f"the bundle has no symbolic dimension {name!r}; {hint}", param_hint="--size")
+        low, high = model.manifest.dimensions.get(name, (1, None))
+        if int(value) < low or (high is not None and int(value) > high):
+            raise click.BadParameter(
+                f"{name} is {value}, expected {low} to {'any' if high is None else high}", param_hint="--size"
+            )
+        sizes[name] = int(value)
+    return sizes
+
+
+def _profile(bundle: str, model: "CompiledModel", arrays: "Mapping[str, Array]", repeats: int) -> list[_Function]:
+    from tvmflow.runtime.profile import function_times, rules
+
+    known = rules(bundle, model.manifest)
+    times = function_times(model.machine, lambda: model(**arrays), known, repeats, model.device.sync)
+    total = sum(item.seconds for item in times)
+    return [_Function(known.get(item.name, ""), item, item.seconds / total) for item in times]
+
+
+def _top(outputs: "Mapping[str, Array]", count: int | None) -> dict[str, list[tuple[int, float]]]:
+    """The largest values in the first row of each output, with their indices along the last axis."""
+    import numpy as np
+
+    if count is None:
+        return {}
+    found = {}
+    for name, array in outputs.items():
+        if array.size:
+            row = array.reshape(-1, array.shape[-1] if array.ndim else 1)[0].astype(np.float64)
+            found[name] = [(int(index), float(row[index])) for index in np.argsort(-row, kind="stable")[:count]]
+    return found
+
+
+def _document(ran: _Ran, output: Path | None, end_to_end: bool, print_top: int | None) -> dict[str, object]:
+    times = ran.times
+    figures = {"mean": times.mean, "p50": times.median, "max": times.max, "min": times.min, "std": times.std}
+    document: dict[str, object] = {
+        "outputs": {
+            name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in ran.outputs.items()
+        },
+        "output": output and str(output),
+        "runs": len(times.seconds) * times.number,
+        "end_to_end": end_to_end,
+        "latency_ms": {name: seconds * 1e3 for name, seconds in figures.items()},
+    }
+    if print_top is not None:
+        document["top"] = {
+            name: [{"index": index, "value": value if math.isfinite(value) else None} for index, value in values]
+            for name, values in _top(ran.outputs, print_top).items()
+        }
+    if ran.profile is not None:
+        document["profile"] = [
+            {
+                "name": item.time.name,
+                "rule": item.rule,
+                "calls": item.time.calls,
+                "microseconds": item.time.seconds * 1e6,
+                "share": item.share,
+            }
+            for item in ran.profile
+        ]
+    return document
+
+
+def _show_times(times: "Timings", *, table: bool, end_to_end: bool) -> None:
+    count = len(times.seconds) * times.number
+    runs = f"{count} run{'s' * (count > 1)}{', end to end' if end_to_end else ''}"
+    if not table:
+        click.echo(
+            f"{runs}: mean {times.mean * 1e3:.3f} ms, median {times.median * 1e3:.3f} ms, min {times.min * 1e3:.3f} ms"
+        )
+        return
+    click.echo(f"{runs}, in ms:")
+    click.echo("".join(f"{heading:>10}" for heading in ("mean", "median", "max", "min", "std")))
+    figures = (times.mean, times.median, times.max, times.min, times.std)
+    click.echo("".join(f"{seconds * 1e3:>10.3f}" for seconds in figures))
+
+
+def _show_profile(functions: Sequence[_Function]) -> None:
+    names = max(len("function"), *(len(item.time.name) for item in functions))
+    rules = max(len("rule"), *(len(item.rule) for item in functions))
+    click.echo(f"{'function':<{names}}  {'rule':<{rules}}  {'calls':>5}  {'us':>9}  {'share':>6}")
+    for item in functions:
+        name, calls, micro = item.time.name, item.time.calls, item.time.seconds * 1e6
+        click.echo(f"{name:<{names}}  {item.rule:<{rules}}  {calls:>5}  {micro:>9.1f}  {item.share:>6.1%}")
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise click.BadParameter(f"{text!r} is not of the form HOST:PORT", param_hint="--rpc-tracker")
+    return host.strip("[]"), int(port)
+
+
+def _path(bundle: str) -> Path:
+    if "://" in bundle:
+        raise click.BadParameter(f"{bundle!r} is sent from here to the server: give a file", param_hint="BUNDLE")
+    return Path(bundle)
 
 
 def _read(path: Path) -> "dict[str, Array]":

@@ -90,7 +90,8 @@ class Built:
 
         Raises BuildError when the linker is missing or fails.
         """
-        compiler, *options = shlex.split(self.cross_compiler or "") or [None]
+        words = shlex.split(self.cross_compiler or "")
+        compiler, options = (words[0], words[1:]) if words else (None, [])
         triple = cc.get_target_by_dump_machine(compiler)
         link = cc.cross_compiler(compiler, options, get_target_triple=triple) if compiler else None
         try:

@@ -69,7 +69,9 @@ class KeepIR:
             self._kept.append(PassIR("after", str(info.name), ir_text(mod)))
 
 
-def code_of(forms: tuple[Code, ...], lowered: tvm.IRModule, scheduled: tvm.IRModule, executable: Any) -> dict[Code, str]:
+def code_of(
+    forms: tuple[Code, ...], lowered: tvm.IRModule, scheduled: tvm.IRModule, executable: Any
+) -> dict[Code, str]:
     """The code in the given forms; see Inspection. Raises BuildError when the library has no code of a form."""
     kept: dict[Code, str] = {}
     for form in dict.fromkeys(forms):

@@ -183,10 +183,10 @@ class Registry:
             try:
                 with tempfile.TemporaryDirectory() as folder:
                     flavor.save_model(
-                        folder,
                         bundles,
-                        signature,
-                        input_example,
+                        folder,
+                        signature=signature,
+                        input_example=input_example or False,
                         mlflow_model=Model(
                             artifact_path=logged.artifact_location,
                             run_id=run_id,

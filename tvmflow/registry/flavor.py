@@ -2,10 +2,12 @@
 
 import re
 import shutil
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import mlflow.pyfunc
 import numpy as np
@@ -14,25 +16,40 @@ import yaml
 from mlflow.models import Model, ModelSignature
 from mlflow.models.model import MLMODEL_FILE_NAME
 from mlflow.models.utils import _save_example
+from mlflow.tracking._model_registry import DEFAULT_AWAIT_MAX_SLEEP_SECONDS
+from mlflow.tracking.artifact_utils import _download_artifact_from_uri
+from mlflow.types import Schema, TensorSpec
 from mlflow.utils.environment import (
     _CONDA_ENV_FILE_NAME,
     _CONSTRAINTS_FILE_NAME,
     _PYTHON_ENV_FILE_NAME,
     _REQUIREMENTS_FILE_NAME,
+    _mlflow_conda_env,
+    _process_conda_env,
     _process_pip_requirements,
     _PythonEnv,
+    _validate_env_arguments,
 )
-from mlflow.utils.model_utils import _get_flavor_configuration, _validate_and_prepare_target_save_path
+from mlflow.utils.model_utils import (
+    _get_flavor_configuration,
+    _validate_and_copy_code_paths,
+    _validate_and_prepare_target_save_path,
+)
 
 import tvmflow
-from tvmflow.bundle import Manifest, read_manifest, sha256_file
+from tvmflow.bundle import Manifest, extract, read_manifest, sha256_file
+from tvmflow.bundle import TensorSpec as BundleTensor
 from tvmflow.errors import BundleError, InputError
 from tvmflow.runtime import CompiledModel, load
+from tvmflow.runtime.choose import best_first
 
 Array = npt.NDArray[Any]
+Bundles: TypeAlias = str | Path | Mapping[str, Path]
 
 FLAVOR_NAME = "tvm"
 _BUNDLES = "bundles"
+# What `mlflow.pyfunc.load_model(..., model_config=...)` may say.
+_CONFIG = ("target", "threads", "spin")
 # MLflow writes an example as text, twice, and reads it with every load: a batch of 32 images takes 250 MB and 10 s.
 _EXAMPLE_VALUES = 1 << 18
 
@@ -67,8 +84,8 @@ def save_model(
 
     `bundles` is one bundle, or one by target name for each target. The `signature` is by default theirs, the
     `input_example` the first one's golden sample (False: none); an example of more than 262144 values in all is left
-    out. The other arguments are those of MLflow's own flavors. Raises BundleError when one of the files is no bundle,
-    is damaged, or takes other inputs than the rest, or two targets' names differ in nothing that a file name may hold.
+    out. The other arguments are those of MLflow's own flavors. Raises BundleError when one of the files is no bundle
+    or takes other inputs than the rest, or two targets' names differ in nothing that a file name may hold.
     """
     _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
     folder = Path(path)
@@ -215,9 +232,7 @@ def _golden_inputs(bundle: Path) -> dict[str, Array]:
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
         extract(bundle, Path(folder))
         with np.load(Path(folder, "sample.npz"), allow_pickle=False) as archive:
-            return {
-                name.removeprefix("input:"): archive[name] for name in archive.files if name.startswith("input:")
-            }
+            return {name.removeprefix("input:"): archive[name] for name in archive.files if name.startswith("input:")}
 
 
 def _save_environment(
@@ -271,8 +286,16 @@ def _load(path: str, wanted: str | None, threads: int | None, spin: int | None) 
         entries = [entry for entry in entries if entry["target"] == wanted]
         if not entries:
             raise BundleError(f"the model has no bundle for the target {wanted!r}; it has {known}")
-    manifests = {id(manifest): entry for entry in entries for manifest in [read_manifest(Path(path, entry["file"]))]}
-    raise NotImplementedError(manifests)
+    fitting, refusals = best_first((read_manifest(Path(path, entry["file"])), entry) for entry in entries)
+    for entry in fitting:
+        file = Path(path, entry["file"])
+        if sha256_file(file) != entry["sha256"]:
+            raise BundleError(f"{entry['file']} is not the file that was logged for {entry['target']!r}; log it again")
+        try:
+            return load(file, threads=threads, spin=spin), entry["target"]
+        except BundleError as error:
+            refusals.append(str(error))
+    raise BundleError(f"no bundle of the model runs on this machine: {'; '.join(refusals) or 'it holds none'}")
 
 
 class TvmModel:
@@ -287,28 +310,45 @@ class TvmModel:
         return self._model
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> dict[str, Array] | Array:
-        """Run the model once on arrays by name, on one array if it has one input, or on a pandas frame's columns.
+        """Run the model once on arrays by name, on one array if it has one input, or on a pandas frame.
 
-        A column holds one sample per row: numbers, or the sample's values in C order. Returns the outputs by name; the
-        array itself when there is one. Raises InputError for an input of the wrong name, shape or dtype.
+        A frame's column holds an input, one sample per row: numbers, or the sample's values in C order. A frame without
+        such a column is, to a model of one input, the rows of that input. Returns the outputs by name; the array itself
+        when there is one. The model takes no `params`; MLflow passes none without a schema for them. Raises InputError
+        for an input of the wrong name, shape or dtype.
         """
         outputs = self._model(**self._by_name(model_input))
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
-    def _by_name(self, given: Any) -> dict[str, Array]:
+    def _by_name(self, given: Any) -> dict[str, Any]:
         if isinstance(given, Mapping):
             return {str(name): array for name, array in given.items()}
-        if isinstance(given, np.ndarray):
-            if len(self._model.inputs) != 1:
-                names = ", ".join(spec.name for spec in self._model.inputs)
-                raise InputError(f"one array is given, the model takes {names}; pass a dictionary of arrays")
-            return {self._model.inputs[0].name: given}
+        names = [spec.name for spec in self._model.inputs]
+        if not hasattr(given, "columns"):
+            # An array, a tensor, nested lists.
+            if len(names) != 1:
+                raise InputError(f"one array is given, the model takes {', '.join(names)}; pass a dictionary of arrays")
+            return {names[0]: given}
+        if len(names) == 1 and names[0] not in given.columns:
+            return {names[0]: self._rows(names[0], given.to_numpy(), len(given))}
         return {str(name): self._column(str(name), column) for name, column in given.items()}
 
     def _column(self, name: str, column: Any) -> Array:
-        rows = np.stack([np.asarray(row) for row in column])
+        values = column.to_numpy()
+        if values.dtype == object:
+            try:
+                values = np.stack([np.asarray(row) for row in values])
+            except ValueError as error:
+                raise InputError(f"column {name!r} has rows of different sizes ({error})") from error
+        return self._rows(name, values, len(column))
+
+    def _rows(self, name: str, values: Array, count: int) -> Array:
+        """Values, a sample per row, in the dtype and shape of the input of that name."""
         for spec in self._model.inputs:
             sample = spec.shape[1:]
             if spec.name == name and all(isinstance(size, int) for size in sample):
-                return rows.astype(spec.dtype, copy=False).reshape(len(column), *(int(size) for size in sample))
-        return rows
+                try:
+                    return values.astype(spec.dtype, copy=False).reshape(count, *(int(size) for size in sample))
+                except ValueError as error:
+                    raise InputError(f"input {name!r}: rows of {list(sample)} are expected ({error})") from error
+        return values

@@ -21,22 +21,23 @@ class Offer(Protocol):
         """Raise BundleError if this machine lacks something."""
 
 
-Offered = TypeVar("Offered", bound=Offer)
+T = TypeVar("T")
 
 
-def best_first(offers: Iterable[Offered]) -> tuple[list[Offered], list[str]]:
-    """Those that this machine can run, the one that asks most of it first, and why it cannot run the others.
+def best_first(offers: Iterable[tuple[Offer, T]]) -> tuple[list[T], list[str]]:
+    """Of pairs the second ones whose offer this machine can run, and why it cannot run the others.
 
-    CUDA comes before CPU, more CPU features before fewer; equals keep their order.
+    The one that asks most of the machine comes first: CUDA before CPU, more CPU features before fewer; equals keep
+    their order.
     """
-    fitting: list[Offered] = []
+    fitting: list[tuple[Offer, T]] = []
     refusals: list[str] = []
-    for offer in offers:
+    for offer, item in offers:
         try:
             offer.check_host()
         except BundleError as error:
             refusals.append(str(error))
         else:
-            fitting.append(offer)
-    fitting.sort(key=lambda offer: (offer.arch == "cuda", len(offer.cpu_features)), reverse=True)
-    return fitting, refusals
+            fitting.append((offer, item))
+    fitting.sort(key=lambda pair: (pair[0].arch == "cuda", len(pair[0].cpu_features)), reverse=True)
+    return [item for _, item in fitting], refusals

@@ -138,15 +138,13 @@ class CompiledModel:
     Safe to share between threads: each thread gets a virtual machine of its own.
     """
 
-    def __init__(
-        self, manifest: Manifest, folder: Path, threads: int, told: bool = False, session: Any = None
-    ) -> None:
+    def __init__(self, manifest: Manifest, folder: Path, threads: int, told: bool = False, session: Any = None) -> None:
         """Load what `extract` took out of a bundle; `session` is TVM's RPC session of another machine to run it on."""
         self.manifest = manifest
         self.threads = threads
         # Whether the number was asked for: who asked is told when a call has fewer.
         self._told = told
-        with _without_torch():
+        with without_torch():
             import tvm_ffi
             from tvm import runtime
         self._runtime = runtime
@@ -468,7 +466,7 @@ def _aligned_copy(array: "Array") -> "Array":
 
 
 @contextmanager
-def _without_torch() -> Iterator[None]:
+def without_torch() -> Iterator[None]:
     """Keep `tvm_ffi` from importing torch, which it does wherever torch is installed and which costs seconds."""
     if "torch" in sys.modules:
         yield

@@ -1,11 +1,16 @@
 """Where the time of a run goes: the functions that TVM's virtual machine calls, timed by its instrument."""
 
+import tempfile
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tvmflow.bundle import Manifest, extract, read_manifest
+from tvmflow.runtime.uri import files
 
 RULE = "schedule_rule"
 """The attribute that names, in a bundle's `mod.json`, the rule that scheduled a function."""
@@ -48,6 +53,22 @@ def function_times(
     finally:
         machine.set_instrument(None)
     return _grouped(recorder.sites, names)
+
+
+def rules(path_or_uri: Path | str, manifest: Manifest) -> dict[str, str]:
+    """The compiled functions of a bundle, and the rule that scheduled each; needs all of TVM, not its runtime alone."""
+    import tvm
+
+    found = files(path_or_uri)
+    file = next(file for file in found if read_manifest(file) == manifest)
+    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+        extract(file, Path(folder))
+        lowered = tvm.ir.load_json((Path(folder) / "mod.json").read_text())
+    return {
+        str(variable.name_hint): str((function.attrs or {}).get(RULE, ""))
+        for variable, function in lowered.functions_items()
+        if isinstance(function, tvm.tirx.PrimFunc)
+    }
 
 
 @dataclass

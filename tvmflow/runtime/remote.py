@@ -11,16 +11,13 @@ from typing import Any, TypeVar
 from tvmflow.bundle import extract
 from tvmflow.errors import RemoteError, TvmflowError
 from tvmflow.runtime.model import CompiledModel, without_torch
-from tvmflow.runtime.uri import files
 
 T = TypeVar("T")
 # Seconds in which a tracker must accept a connection.
 _CONNECT = 5.0
 
 
-def run(
-    path_or_uri: Path | str, host: str, port: int, key: str, timeout: float, work: Callable[[CompiledModel], T]
-) -> T:
+def run(bundle: Path, host: str, port: int, key: str, timeout: float, work: Callable[[CompiledModel], T]) -> T:
     """Load a bundle on a server with `key` of the tracker at `host` and `port`, and do `work` with the model.
 
     The bundle is checked here, save that the machine is the server's and not asked for its CPU's features. All of it
@@ -29,10 +26,10 @@ def run(
     """
 
     def there() -> T:
-        # At this end nothing is executed, so whichever bundle of a release comes first may be the other machine's.
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
-            manifest = extract(next(iter(files(path_or_uri))), Path(folder))
-            with CompiledModel(manifest, Path(folder), manifest.threads, session=_session(host, port, key, timeout)) as model:
+            manifest = extract(bundle, Path(folder))
+            session = _session(host, port, key, timeout)
+            with CompiledModel(manifest, Path(folder), manifest.threads, session=session) as model:
                 return work(model)
 
     where = f"the RPC server with key {key!r} of tracker {host}:{port}"

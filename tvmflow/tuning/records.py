@@ -131,12 +131,15 @@ class RecordStore:
         known = self._parsed.get(path)
         if known is not None and known[0] == stamp:
             return known[1]
-        entries = []
+        entries, bad = [], []
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
                 entries.append(_parse(line))
             except (ValueError, KeyError, TypeError):
-                logger.warning("%s, line %d, is torn or not a tuning record; it is skipped", path, number)
+                bad.append(number)
+        if bad:
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            logger.warning("%s, line %d%s, is torn or not a tuning record; it is skipped", path, bad[0], more)
         self._parsed[path] = (stamp, entries)
         return entries
 

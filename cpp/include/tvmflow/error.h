@@ -11,4 +11,10 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A bundle that may be sound and cannot be used here all the same.
+class Unusable : public Error {
+ public:
+  using Error::Error;
+};
+
 }  // namespace tvmflow

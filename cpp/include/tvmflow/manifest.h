@@ -53,8 +53,8 @@ struct Manifest {
   std::map<std::string, FileEntry> files;
 };
 
-// Reads a manifest; `source` names the bundle in errors. Throws Error for anything unexpected.
-Manifest ParseManifest(std::string_view json, const std::string& source);
+// Reads a manifest. Throws Error for anything unexpected.
+Manifest ParseManifest(std::string_view json);
 
 // Throws Error if this machine, or the TVM that this library is built with, cannot run the bundle.
 void CheckHost(const Manifest& manifest);

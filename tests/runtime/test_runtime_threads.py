@@ -1,0 +1,154 @@
+"""How many workers calls use, whether they spin, and many threads on one model."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tvmflow import runtime
+from tvmflow.errors import InputError
+from tvmflow.runtime import CompiledModel
+
+Arrays = dict[str, npt.NDArray[Any]]
+PRELUDE = """
+import os, sys, threading, warnings
+from concurrent.futures import ThreadPoolExecutor
+from tvmflow import runtime
+import tvm_ffi
+def run(model):
+    model(**model.sample[0])
+    return tvm_ffi.get_global_func("runtime.NumThreads")()
+"""
+
+
+def python(code: str, bundle: Path, **environment: str) -> list[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")}
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code, str(bundle)],
+        env={**inherited, "TVM_USE_RUNTIME_LIB": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_each_model_of_a_process_gets_the_workers_it_was_loaded_for(bundle: Path) -> None:
+    code = """
+two, one, three = (runtime.load(sys.argv[1], threads=count) for count in (2, 1, 3))
+print([run(model) for model in (one, three, two, one, two)])
+with ThreadPoolExecutor(1) as pool:
+    print([pool.submit(run, model).result() for model in (two, three)])
+"""
+    assert python(code, bundle) == ["[1, 3, 2, 1, 2]", "[2, 3]"]
+
+
+def test_more_workers_than_the_pool_has_is_a_warning_that_says_what_to_do(bundle: Path) -> None:
+    code = """
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    print(run(runtime.load(sys.argv[1], threads=1)), len(told))
+    late = runtime.load(sys.argv[1], threads=2)
+    print(run(late), told[0].category.__name__, told[0].message)
+    with ThreadPoolExecutor(1) as pool:
+        print(pool.submit(run, late).result(), len(told))
+"""
+    first, second, third = python(code, bundle)
+    assert first == "1 0"
+    assert second.startswith("1 RuntimeWarning model 'small' was loaded for 2 threads, but the workers of this thread")
+    assert second.endswith("set TVM_NUM_THREADS=2")
+    assert third == "2 1"
+
+
+def test_what_is_asked_for_comes_before_the_environment(bundle: Path) -> None:
+    code = """
+print(runtime.load(sys.argv[1]).threads, run(runtime.load(sys.argv[1], threads=1)))
+"""
+    assert python(code, bundle, TVM_NUM_THREADS="2") == ["2 1"]
+
+
+def test_one_worker_leaves_its_thread_free_to_move(bundle: Path) -> None:
+    code = """
+before = os.sched_getaffinity(0)
+run(runtime.load(sys.argv[1], threads=1))
+print(os.sched_getaffinity(0) == before)
+"""
+    assert python(code, bundle) == ["True"]
+
+
+def test_spin_reaches_the_workers_only_before_they_start(bundle: Path) -> None:
+    code = """
+model = runtime.load(sys.argv[1], threads=2, spin=0)
+print(os.environ["TVM_THREAD_POOL_SPIN_COUNT"], run(model))
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    runtime.load(sys.argv[1], spin=0)
+    runtime.load(sys.argv[1], spin=7)
+    print(*(item.message for item in told))
+"""
+    first, second = python(code, bundle)
+    assert first == "0 2"
+    assert second.startswith("spin=7 comes too late, this process has workers already")
+
+
+@pytest.mark.parametrize(("name", "value"), [("threads", 0), ("threads", -1), ("spin", -1)])
+def test_numbers_that_make_no_sense_are_refused(bundle: Path, name: str, value: int) -> None:
+    with pytest.raises(InputError, match=rf"^{name} is {value}, expected [01] or more$"):
+        runtime.load(bundle, **{name: value})
+
+
+def test_a_number_in_the_environment_that_is_none_is_refused(bundle: Path) -> None:
+    code = """
+from tvmflow.errors import InputError
+try:
+    runtime.load(sys.argv[1])
+except InputError as error:
+    print(error)
+"""
+    said = python(code, bundle, TVM_NUM_THREADS="many")
+    assert said == ["the environment variable TVM_NUM_THREADS is 'many', expected a positive number"]
+
+
+def test_sixteen_threads_with_shapes_of_their_own_get_right_results(
+    model: CompiledModel, inputs: Callable[[int], Arrays], reference: Callable[[Arrays], Arrays]
+) -> None:
+    expected = {batch: reference(inputs(batch)) for batch in range(1, 9)}
+
+    def work(seed: int) -> float:
+        generator = np.random.default_rng(seed)
+        worst = 0.0
+        for batch in generator.integers(1, 9, 40).tolist():
+            outputs = model(**inputs(batch))
+            worst = max(worst, *(float(np.abs(outputs[name] - expected[batch][name]).max()) for name in outputs))
+        return worst
+
+    with ThreadPoolExecutor(16) as pool:
+        assert max(pool.map(work, range(16))) < 1e-5
+
+
+def test_a_benchmark_has_a_value_per_measurement(model: CompiledModel, inputs: Callable[[int], Arrays]) -> None:
+    times = model.benchmark(inputs(2), repeat=5, number=3, warmup=2)
+    assert (len(times.seconds), times.number) == (5, 3)
+    assert 0 < times.min <= times.median <= times.max
+    assert times.min <= times.mean <= times.max
+    assert times.percentile(0) == times.min
+    assert times.std == pytest.approx(np.std(times.seconds, ddof=1))
+
+
+def test_a_benchmark_takes_the_golden_sample_where_it_is_given_nothing(model: CompiledModel) -> None:
+    once = model.benchmark(repeat=1)
+    assert (len(once.seconds), once.std) == (1, 0.0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("repeat", 0), ("number", 0), ("warmup", -1)])
+def test_a_benchmark_of_nothing_is_refused(model: CompiledModel, name: str, value: int) -> None:
+    with pytest.raises(InputError, match=rf"^{name} is {value}, expected"):
+        model.benchmark(**{name: value})

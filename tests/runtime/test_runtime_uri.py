@@ -1,0 +1,210 @@
+"""Bundles by address: files, objects on S3, and releases, of which the bundle for this machine is taken and kept."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tvmflow import runtime
+from tvmflow.bundle import read_manifest, sha256_file
+from tvmflow.errors import BundleError, StoreError
+from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store.embedded import embedded_s3
+from tvmflow.target import host
+
+Repack = Callable[..., Path]
+Publish = Callable[..., None]
+OTHER_ARCH = "aarch64" if host().arch == "x86_64" else "x86_64"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConfig]:
+    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="models") as config:
+        yield config
+
+
+@pytest.fixture
+def store(server: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReleaseStore:
+    """A release store that the environment names, and a cache of this test alone."""
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "TVMFLOW_HOME": str(tmp_path / "home"),
+        "TVMFLOW_S3_ENDPOINT": server.endpoint,
+        "TVMFLOW_S3_BUCKET": server.bucket,
+        "TVMFLOW_S3_ACCESS_KEY": server.access_key,
+        "TVMFLOW_S3_SECRET_KEY": server.secret_key,
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value or "")
+    return ReleaseStore(server)
+
+
+@pytest.fixture
+def publish(store: ReleaseStore, request: pytest.FixtureRequest) -> Publish:
+    """Publish bundles, by target, as a version of the release that is named like the test."""
+
+    def write(version: str, bundles: dict[str, Path]) -> None:
+        targets: list[dict[str, Any]] = []
+        for target, path in bundles.items():
+            manifest = read_manifest(path)
+            targets.append(
+                {
+                    "target": target,
+                    "tvm_target": manifest.tvm_target,
+                    "arch": manifest.arch,
+                    "cpu_features": list(manifest.cpu_features),
+                    "bundle": {"sha256": sha256_file(path), "size": path.stat().st_size},
+                }
+            )
+        name = request.node.name
+        document = {"format": 1, "name": name, "version": version, "targets": targets}
+        store.publish(name, version, document, [(path, sha256_file(path)) for path in bundles.values()])
+
+    return write
+
+
+def runs(place: str) -> str:
+    """Load, run the golden sample, and say which target it was."""
+    with runtime.load(place) as model:
+        inputs, expected = model.sample
+        assert {name: array.shape for name, array in model(**inputs).items()} == {
+            name: array.shape for name, array in expected.items()
+        }
+        return model.manifest.target
+
+
+def test_a_file_address_is_a_path(bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a name.tar.gz"
+    path.write_bytes(bundle.read_bytes())
+    assert runs(path.as_uri()) == "native"
+    with pytest.raises(BundleError, match="three slashes"):
+        runtime.load("file://elsewhere/bundle.tar.gz")
+
+
+def test_an_address_of_another_kind_is_refused() -> None:
+    with pytest.raises(BundleError, match=r"^'ftp://host/b' is no address of a bundle; give a path, or one of file://"):
+        runtime.load("ftp://host/b")
+
+
+def test_a_blob_on_s3_is_kept_and_any_other_object_is_not(
+    store: ReleaseStore, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    digest = sha256_file(bundle)
+    assert runs(store.put_blob(bundle, digest)) == "native"
+    assert [path.name for path in (tmp_path / "home" / "bundles").iterdir()] == [f"{digest}.tar.gz"]
+    store._s3.upload_file(str(bundle), "models", "by-hand/model.tar.gz")
+    assert runs("s3://models/by-hand/model.tar.gz") == "native"
+    assert len(list((tmp_path / "home" / "bundles").iterdir())) == 1
+    assert not list(scratch.iterdir())
+
+
+def test_a_missing_object_is_one_sentence(store: ReleaseStore) -> None:
+    with pytest.raises(StoreError, match=r"^There is no object s3://models/nothing\.tar\.gz: correct the address\.$"):
+        runtime.load("s3://models/nothing.tar.gz")
+
+
+def test_of_a_release_the_bundle_that_asks_most_of_this_machine_is_taken(
+    publish: Publish, bundle: Path, repack: Repack, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    feature = sorted(host().features)[0]
+    better = repack(target="better", cpu_features=(feature,))
+    bundles = {
+        "plain": repack(target="plain", cpu_features=()),
+        "better": better,
+        "tomorrow": repack(target="tomorrow", cpu_features=(feature, "a-feature-of-tomorrow")),
+        "elsewhere": repack(target="elsewhere", arch=OTHER_ARCH, cpu_features=()),
+    }
+    publish("1", bundles)
+    assert runs(f"release://{request.node.name}/1") == "better"
+    # The others were not even fetched.
+    assert [path.name for path in (tmp_path / "home" / "bundles").iterdir()] == [f"{sha256_file(better)}.tar.gz"]
+
+
+def test_a_channel_is_followed_where_it_moves(
+    publish: Publish, store: ReleaseStore, repack: Repack, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.name
+    for version in ("1", "2"):
+        publish(version, {"native": repack(target=f"of-{version}")})
+    channels.move(store, name, "production", "1", who="test", why="first", expected=None)
+    assert runs(f"release://{name}@production") == "of-1"
+    channels.move(store, name, "production", "2", who="test", why="better", expected="1")
+    assert runs(f"release://{name}@production") == "of-2"
+    assert runs(f"release://{name}/1") == "of-1"
+
+
+def test_a_kept_bundle_that_was_damaged_is_fetched_again(
+    publish: Publish, store: ReleaseStore, bundle: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    publish("1", {"native": bundle})
+    address = f"release://{request.node.name}/1"
+    runs(address)
+    (kept,) = (tmp_path / "home" / "bundles").iterdir()
+    kept.write_bytes(bundle.read_bytes()[:-100])
+    assert runs(address) == "native"
+    assert kept.read_bytes() == bundle.read_bytes()
+
+
+def test_what_cannot_be_found_is_one_sentence(
+    publish: Publish, bundle: Path, repack: Repack, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.name
+    publish("1", {"other": repack(target="other", arch=OTHER_ARCH)})
+    for address, said in {
+        f"release://{name}/2": "There is no release .* 2 in .*; published versions: 1",
+        f"release://{name}@nowhere": "There is no channel 'nowhere'",
+        "release://name": "expected release://NAME@CHANNEL or release://NAME/VERSION",
+    }.items():
+        with pytest.raises(StoreError, match=said):
+            runtime.load(address)
+    with pytest.raises(BundleError, match=f"no bundle of release {name} 1 runs on this machine: .* for {OTHER_ARCH}"):
+        runtime.load(f"release://{name}/1")
+
+
+def test_without_a_store_the_settings_are_named_and_nothing_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("TVMFLOW_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(StoreError, match="set TVMFLOW_S3_ENDPOINT, or TVMFLOW_S3_BUCKET"):
+        runtime.load("release://digits@production")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_home_bundles_are_kept_with_the_users_caches(
+    store: ReleaseStore, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TVMFLOW_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    digest = sha256_file(bundle)
+    runs(store.put_blob(bundle, digest))
+    assert (tmp_path / "cache" / "tvmflow" / "bundles" / f"{digest}.tar.gz").is_file()
+
+
+@pytest.mark.parametrize("missing", ["boto3", "botocore", "pydantic_settings"])
+def test_without_the_extra_it_is_named(store: ReleaseStore, missing: str) -> None:
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None
+from tvmflow import errors, runtime
+try:
+    runtime.load("release://digits/1")
+except errors.StoreError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TVM_USE_RUNTIME_LIB": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "tvmflow[" in done.stdout, done.stdout + done.stderr

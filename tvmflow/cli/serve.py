@@ -1,0 +1,98 @@
+"""`tvmflow serve`: answer inference requests over HTTP."""
+
+import json
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tvmflow.errors import SettingsError
+
+if TYPE_CHECKING:
+    from tvmflow.serving import Source
+    from tvmflow.serving.source import Served
+
+
+@click.command("serve")
+@click.argument("model", metavar="NAME@CHANNEL|NAME/VERSION|BUNDLE")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on; 0.0.0.0 for all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
+@click.option("--threads", type=click.IntRange(min=1), help="TVM's worker threads; by default the bundle's.")
+@click.option(
+    "--max-batch", type=click.IntRange(min=1), default=64, show_default=True, help="Rows that run together at most."
+)
+@click.option(
+    "--max-delay-ms",
+    type=click.FloatRange(min=0),
+    default=0,
+    show_default=True,
+    help="How long a request waits for others to run with, while nothing else runs.",
+)
+@click.option(
+    "--max-body-mb", type=click.FloatRange(min=0, min_open=True), default=64, show_default=True, help="Largest request."
+)
+@click.option(
+    "--poll",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5,
+    show_default=True,
+    help="Seconds between two looks at the channel.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the address as a JSON document.")
+def serve_command(
+    model: str,
+    host: str,
+    port: int,
+    threads: int | None,
+    max_batch: int,
+    max_delay_ms: float,
+    max_body_mb: float,
+    poll: float,
+    as_json: bool,
+) -> None:
+    """Serve what a channel points at, a release or a bundle, over the Open Inference Protocol (REST, version 2).
+
+    Every bundle is verified before it is loaded. When the channel moves, the new version takes over without a request
+    being dropped; one that fails verification is refused, and the former served on. SIGTERM: what was accepted is
+    answered, then the server ends.
+    """
+    os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
+    try:
+        from tvmflow.serving import Options, serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("tvmflow", "tvm"):
+            raise
+        raise SettingsError(f"serving needs {error.name!r}; install it with `pip install tvmflow[serve]`") from error
+
+    def announce(address: str, served: "Served") -> None:
+        if as_json:
+            click.echo(json.dumps({"address": address, "name": served.name, "version": served.version}))
+        else:
+            click.echo(f"serving {served.name} {served.version} at {address}")
+
+    logging.basicConfig(level=logging.WARNING, format="tvmflow: %(message)s")
+    logging.getLogger("tvmflow.serving").setLevel(logging.INFO)
+    options = Options(host, port, threads, max_batch, max_delay_ms / 1e3, int(max_body_mb * 2**20), poll)
+    with ExitStack() as stack:
+        serve(_source(model, stack), options, announce)
+
+
+def _source(model: str, stack: ExitStack) -> "Source":
+    """What the argument names; a store that it needs stays open as long as the stack."""
+    from tvmflow import fetch, settings
+    from tvmflow.services import open_store
+    from tvmflow.serving import bundle_source, channel_source, release_source
+
+    path = Path(model)
+    if model.endswith(".tar.gz") or path.is_file():
+        return bundle_source(path)
+    name, at, channel = model.partition("@")
+    name, slash, version = (name, "", "") if at else model.partition("/")
+    if not name or "/" in name or not (channel if at else version) or not (at or slash):
+        raise SettingsError(f"{model!r} is nothing to serve; give NAME@CHANNEL, NAME/VERSION or a bundle's path")
+    known = settings.load()
+    store, cache = stack.enter_context(open_store(known)), fetch.cache_folder(known)
+    return channel_source(store, name, channel, cache) if at else release_source(store, name, version, cache)

@@ -1,0 +1,178 @@
+"""The server's endpoints: the Open Inference Protocol's and `/metrics`."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tvmflow import __version__
+from tvmflow.errors import InputError
+from tvmflow.serving import protocol
+from tvmflow.serving.batching import Batcher, OverloadedError
+from tvmflow.serving.metrics import Metrics
+from tvmflow.serving.source import Served
+
+
+class Service:
+    """What the endpoints share: the version that is served now, and how it runs.
+
+    `served` changes in the event loop's thread only: between taking it and queueing a request for it nothing happens.
+    """
+
+    def __init__(self, served: Served, batcher: Batcher, metrics: Metrics, most_bytes: int) -> None:
+        self.served = served
+        self.batcher = batcher
+        self.metrics = metrics
+        self.most_bytes = most_bytes
+        self.draining = False
+        self.problem: str | None = None
+        """Why the version that is wanted is not the one that is served."""
+        metrics.model.labels(served.name, served.version).set(1)
+
+    def swap(self, following: Served) -> None:
+        """Let another version, loaded and warm, take the requests that come from now on."""
+        before, self.served, self.problem = self.served, following, None
+        self.metrics.model.remove(before.name, before.version)
+        self.metrics.model.labels(following.name, following.version).set(1)
+        self.metrics.swaps.inc()
+        # Behind the last request for it.
+        self.batcher.call(before.model.close)
+
+
+def application(service: Service) -> Starlette:
+    """The endpoints of a service, as an ASGI application."""
+    model = "/v2/models/{name}"
+    version = model + "/versions/{version}"
+    endpoints = _Endpoints(service)
+    return Starlette(
+        routes=[
+            Route("/v2", endpoints.server),
+            Route("/v2/health/live", endpoints.live),
+            Route("/v2/health/ready", endpoints.ready),
+            *(Route(path, endpoints.metadata) for path in (model, version)),
+            *(Route(f"{path}/ready", endpoints.model_ready) for path in (model, version)),
+            *(Route(f"{path}/infer", endpoints.infer, methods=["POST"]) for path in (model, version)),
+            Route("/metrics", endpoints.metrics),
+        ],
+        middleware=[Middleware(_Counting, metrics=service.metrics)],
+        exception_handlers={HTTPException: _told, Exception: _failed},
+    )
+
+
+class _Endpoints:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def server(self, request: Request) -> Response:
+        return JSONResponse({"name": "tvmflow", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+    async def live(self, request: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def ready(self, request: Request) -> Response:
+        return self._readiness({})
+
+    async def model_ready(self, request: Request) -> Response:
+        served = self._asked_for(request)
+        return self._readiness({"name": served.name, "version": served.version})
+
+    async def metadata(self, request: Request) -> Response:
+        served = self._asked_for(request)
+        return JSONResponse(
+            {
+                "name": served.name,
+                "versions": [served.version],
+                "platform": "tvm",
+                "inputs": protocol.describe(served.model.inputs),
+                "outputs": protocol.describe(served.model.outputs),
+            }
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        text = generate_latest(self._service.metrics.registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    async def infer(self, request: Request) -> Response:
+        metrics, start = self._service.metrics, time.perf_counter()
+        self._asked_for(request)
+        with metrics.in_flight.track_inprogress():
+            response = await self._infer(request)
+        metrics.seconds.observe(time.perf_counter() - start)
+        return response
+
+    async def _infer(self, request: Request) -> Response:
+        body = await self._body(request)
+        # Only now: from here to the queue there is no pause in which another version could take over.
+        served = self._asked_for(request)
+        try:
+            asked = protocol.parse(body, request.headers.get(protocol.HEADER_LENGTH), served.model.outputs)
+            running = self._service.batcher.submit(served.model, served.model.check_inputs(asked.inputs))
+            results = await asyncio.wrap_future(running)
+            answer = protocol.render(asked, served.name, served.version, results)
+        except InputError as error:
+            raise HTTPException(400, str(error)) from error
+        except OverloadedError as error:
+            raise HTTPException(503, "too many requests wait; try again later", {"retry-after": "1"}) from error
+        return Response(answer.body, headers=answer.headers)
+
+    async def _body(self, request: Request) -> bytes:
+        chunks, size, most = [], 0, self._service.most_bytes
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > most:
+                # The rest is not read: the connection cannot be used for another request.
+                raise HTTPException(413, f"the request is larger than {most} bytes", {"connection": "close"})
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _asked_for(self, request: Request) -> Served:
+        """What is served, if it is what the path names."""
+        served = self._service.served
+        name, version = request.path_params["name"], request.path_params.get("version", served.version)
+        if name != served.name:
+            raise HTTPException(404, f"there is no model {name!r} here; served is {served.name!r}")
+        if version != served.version:
+            raise HTTPException(404, f"version {version!r} of {name!r} is not served; served is {served.version!r}")
+        return served
+
+    def _readiness(self, document: dict[str, Any]) -> Response:
+        ready = not self._service.draining
+        document["ready"] = ready
+        if self._service.problem is not None:
+            document["problem"] = self._service.problem
+        return JSONResponse(document, 200 if ready else 503)
+
+
+class _Counting:
+    """Counts answers by their status code."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._requests = metrics.requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._requests.labels(str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counting)
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101 - what it is registered for
+    headers: Mapping[str, str] | None = error.headers
+    return JSONResponse({"error": error.detail}, error.status_code, headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": "the model could not be run; the server's log says why"}, 500)

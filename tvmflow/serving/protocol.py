@@ -1,0 +1,202 @@
+"""The Open Inference Protocol, version 2, over REST: requests to arrays, arrays to responses.
+
+Tensors are JSON, or follow the JSON as raw bytes (the binary tensor data extension).
+https://github.com/kserve/open-inference-protocol
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tvmflow.bundle import TensorSpec
+from tvmflow.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+HEADER_LENGTH = "inference-header-content-length"
+# NumPy's names and the protocol's.
+DATATYPES = {
+    "bool": "BOOL",
+    **{f"{kind}{bits}": f"{kind.upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
+}
+_NUMPY = {datatype: np.dtype(name) for name, datatype in DATATYPES.items()}
+# The kinds of numbers in JSON (of numpy.asarray) that a tensor of each kind takes without loss.
+_TAKES = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """An output that a request asks for, as JSON or as bytes."""
+
+    name: str
+    binary: bool
+
+
+@dataclass(frozen=True)
+class InferRequest:
+    """An inference request: its inputs by name, and the outputs that it asks for."""
+
+    id: str | None
+    inputs: "dict[str, Array]"
+    outputs: tuple[Wish, ...]
+
+
+@dataclass(frozen=True)
+class InferResponse:
+    """The body of a response and the headers that go with it."""
+
+    body: bytes
+    headers: dict[str, str]
+
+
+def describe(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+    """Inputs or outputs in a model's metadata: a symbolic dimension is -1."""
+    return [
+        {
+            "name": spec.name,
+            "datatype": DATATYPES.get(spec.dtype, spec.dtype.upper()),
+            "shape": [size if isinstance(size, int) else -1 for size in spec.shape],
+        }
+        for spec in specs
+    ]
+
+
+def parse(body: bytes, header_length: str | None, outputs: Sequence[TensorSpec]) -> InferRequest:
+    """Read a request. Raises InputError, in one sentence, for anything that the protocol does not allow."""
+    length = len(body)
+    if header_length is not None:
+        if not header_length.isascii() or not header_length.isdigit() or int(header_length) > len(body):
+            raise InputError(f"{HEADER_LENGTH} is {header_length!r}, expected the length in bytes of the JSON")
+        length = int(header_length)
+    try:
+        document = json.loads(body[:length])
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the request is not JSON ({error})") from error
+    document = _mapping(document, "the request")
+    identity = document.get("id")
+    if not isinstance(identity, str | None):
+        raise InputError("'id' is not a string")
+    inputs: dict[str, Array] = {}
+    rest = memoryview(body)[length:]
+    for entry in _list(document.get("inputs"), "'inputs'"):
+        name, array, rest = _tensor(_mapping(entry, "an input"), rest)
+        if name in inputs:
+            raise InputError(f"input {name!r} is given twice")
+        inputs[name] = array
+    if rest:
+        raise InputError(f"{len(rest)} bytes follow that no input's 'binary_data_size' describes")
+    return InferRequest(identity, inputs, _wishes(document, [spec.name for spec in outputs]))
+
+
+def render(request: InferRequest, name: str, version: str, results: "Mapping[str, Array]") -> InferResponse:
+    """The response to a request. Raises InputError when an output holds what JSON cannot carry."""
+    outputs: list[dict[str, Any]] = []
+    binary: list[bytes] = []
+    for wish in request.outputs:
+        array = results[wish.name]
+        entry = {"name": wish.name, "datatype": DATATYPES[array.dtype.name], "shape": list(array.shape)}
+        if wish.binary:
+            binary.append(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+            outputs.append({**entry, "parameters": {"binary_data_size": len(binary[-1])}})
+        else:
+            outputs.append({**entry, "data": array.ravel().tolist()})
+    document = {"model_name": name, "model_version": version, "outputs": outputs}
+    if request.id is not None:
+        document["id"] = request.id
+    try:
+        head = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError as error:
+        raise InputError("an output holds NaN or infinity, which JSON cannot carry: ask for binary_data") from error
+    if not binary:
+        return InferResponse(head, {"content-type": "application/json"})
+    headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
+    return InferResponse(b"".join([head, *binary]), headers)
+
+
+def _tensor(entry: Mapping[str, Any], rest: memoryview) -> "tuple[str, Array, memoryview]":
+    """One input, and the bytes that are left for the others."""
+    name, datatype, shape = entry.get("name"), entry.get("datatype"), entry.get("shape")
+    if not isinstance(name, str):
+        raise InputError("an input has no 'name'")
+    dtype = _NUMPY.get(datatype) if isinstance(datatype, str) else None
+    if dtype is None:
+        raise InputError(f"input {name!r} has the datatype {datatype!r}, expected one of {', '.join(_NUMPY)}")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise InputError(f"input {name!r}: 'shape' is not a list of sizes")
+    count = math.prod(shape)
+    size = _parameters(entry).get("binary_data_size")
+    if size is None:
+        array = _from_json(name, entry.get("data"), dtype)
+    elif size != count * dtype.itemsize or type(size) is not int or "data" in entry:
+        raise InputError(
+            f"input {name!r}: 'binary_data_size' is {size!r}, expected {count * dtype.itemsize}, no 'data'"
+        )
+    elif size > len(rest):
+        raise InputError(f"the request ends before the bytes of input {name!r}")
+    else:
+        array = np.frombuffer(rest[:size], dtype.newbyteorder("<")).astype(dtype, copy=False)
+        rest = rest[size:]
+    if array.size != count:
+        raise InputError(f"input {name!r} has {array.size} values, its shape {shape} asks for {count}")
+    return name, array.reshape(shape), rest
+
+
+def _from_json(name: str, data: Any, dtype: "np.dtype[Any]") -> "Array":
+    """Flat or nested numbers as an array of exactly this dtype: nothing is rounded to an integer or cut off."""
+    try:
+        given = np.asarray(_list(data, f"'data' of input {name!r}"))
+    except ValueError as error:
+        raise InputError(f"input {name!r}: the rows of 'data' are not equally long") from error
+    if given.size == 0:
+        return np.empty(given.shape, dtype)
+    if given.dtype.kind not in _TAKES[dtype.kind]:
+        raise InputError(f"input {name!r}: 'data' does not hold {DATATYPES[dtype.name]} values only")
+    if dtype.kind in "iu":
+        bounds = np.iinfo(dtype)
+        inside = int(given.min()) >= bounds.min and int(given.max()) <= bounds.max
+        array = given.astype(dtype)
+    else:
+        with np.errstate(over="ignore"):
+            array = given.astype(dtype)
+        inside = dtype.kind == "b" or bool((np.isinf(array) <= np.isinf(given)).all())
+    if not inside:
+        raise InputError(f"input {name!r}: 'data' holds values outside the range of {DATATYPES[dtype.name]}")
+    return array
+
+
+def _wishes(document: Mapping[str, Any], names: Sequence[str]) -> tuple[Wish, ...]:
+    everything_binary = _parameters(document).get("binary_data_output") is True
+    if "outputs" not in document:
+        return tuple(Wish(name, everything_binary) for name in names)
+    wishes = []
+    for entry in _list(document["outputs"], "'outputs'"):
+        name = _mapping(entry, "an output").get("name")
+        if not isinstance(name, str) or name not in names:
+            raise InputError(f"the model has no output {name!r}; it returns {', '.join(names)}")
+        binary = _parameters(entry).get("binary_data", everything_binary)
+        wishes.append(Wish(name, binary is True))
+    return tuple(wishes)
+
+
+def _parameters(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _mapping(entry.get("parameters", {}), "'parameters'")
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{what} is not a JSON object")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InputError(f"{what} is not a list")
+    return value

@@ -1,0 +1,74 @@
+"""The bundles of a release that a machine can run, kept in a folder by their digests."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from tvmflow.bundle import sha256_file
+from tvmflow.bundle.manifest import check_machine
+from tvmflow.errors import BundleError, StoreError
+from tvmflow.runtime.choose import best_first
+from tvmflow.store.releases import ReleaseStore
+
+
+def bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> Iterator[Path]:
+    """The bundles of a release that this machine can run, the one that asks most of it first.
+
+    Each is fetched into `cache` when it is asked for. Raises StoreError when the store cannot be read, BundleError when
+    none of them is for this machine.
+    """
+    fitting, refusals = best_first((entry, entry) for entry in Entry.of(store.get_release(name, version)))
+    if not fitting:
+        reasons = "; ".join(refusals) or "it holds none"
+        raise BundleError(f"no bundle of release {name} {version} runs on this machine: {reasons}")
+    for entry in fitting:
+        yield cached(store, entry.sha256, cache)
+
+
+def cached(store: ReleaseStore, sha256: str, cache: Path) -> Path:
+    """The blob of a digest in the folder: the digest is checked anew, and it is fetched when missing or damaged."""
+    path = cache / f"{sha256}.tar.gz"
+    with suppress(OSError):
+        if sha256_file(path) == sha256:
+            return path
+    store.get_blob(sha256, path)
+    return path
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A target of a release: what its bundle asks of a machine, and the bundle's digest."""
+
+    name: str
+    target: str
+    arch: str
+    tvm_target: Mapping[str, Any]
+    cpu_features: tuple[str, ...]
+    sha256: str
+
+    @classmethod
+    def of(cls, release: Mapping[str, Any]) -> list[Self]:
+        """The targets of a release's document. Raises StoreError for a document that is damaged."""
+        try:
+            return [
+                cls(
+                    release["name"],
+                    item["target"],
+                    item["arch"],
+                    item["tvm_target"],
+                    tuple(item["cpu_features"]),
+                    item["bundle"]["sha256"],
+                )
+                for item in release["targets"]
+            ]
+        except (KeyError, TypeError) as error:
+            raise StoreError(
+                f"The release {release.get('name')} {release.get('version')} is damaged, its document lacks {error}: "
+                "publish it again."
+            ) from error
+
+    def check_host(self) -> None:
+        """Raise BundleError, in one sentence, if this machine's processor cannot run the bundle."""
+        check_machine(self.name, self.target, self.arch, self.tvm_target, self.cpu_features)
