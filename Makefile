@@ -16,7 +16,7 @@ setup: .venv/ready
 	@echo "Setting up .venv (once; later runs start at once) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv -c constraints.txt
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode $(TORCH) -c constraints.txt -e '.[pipeline,dev]'
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode $(TORCH) -c constraints.txt -e '.[pipeline,serve,dev]'
 	@touch $@
 
 demo: setup
@@ -26,11 +26,11 @@ demo: setup
 	@tvmflow list digits
 
 test: setup
-	@pytest
+	@pytest -n 2 --dist loadfile
 
 # OpenVINO is a peer of the benchmarks and nothing else: 60 MB that `make setup` leaves out.
 bench: setup
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) -c constraints.txt -e '.[pipeline,dev,bench]'
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) -c constraints.txt -e '.[pipeline,serve,dev,bench]'
 	@python benchmarks/speed.py
 
 check: setup

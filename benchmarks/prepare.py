@@ -21,7 +21,7 @@ from tvmflow import spec as release_file
 from tvmflow.bundle import Manifest, installed_versions, pack, sha256_file
 from tvmflow.process import Emit
 from tvmflow.source import Source, load_module
-from tvmflow.target import Target, resolve
+from tvmflow.target import Precision, Target, resolve
 from tvmflow.workspace import Record, code_digest
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class BuildJob(Record):
     sample: Path
     target: Target
     trials: int
+    precision: Precision = "fp32"
     state: Path
     output: Path
 
@@ -98,18 +99,21 @@ def source(model: Model) -> Source:
     return Source(kind="factory", model=described)
 
 
-def build(name: str, onnx: Path, sample: Path, target: Target, state: Path, trials: int = 0) -> Path:
+def build(
+    name: str, onnx: Path, sample: Path, target: Target, state: Path, trials: int = 0, precision: Precision = "fp32"
+) -> Path:
     """An ONNX file as a bundle for `target`, which must be this machine; built again when the compiler has changed.
 
     The newest of a name is kept.
     """
-    key = [sha256_file(onnx), target.canonical, trials, code_digest()]
+    key = [sha256_file(onnx), target.canonical, trials, precision, code_digest()]
     job = BuildJob(
         name=name,
         onnx=onnx,
         sample=sample,
         target=target,
         trials=trials,
+        precision=precision,
         state=state,
         output=state / f"{name}-{_digest(key)}.tar.gz",
     )
@@ -160,7 +164,7 @@ def build_bundle(job: BuildJob) -> "Built":
 
     imported = compiler.import_onnx(job.onnx)
     tuned = _tuned(imported, job) if job.trials else None
-    built = compiler.build(imported, job.target, None, tuned)
+    built = compiler.build(imported, job.target, compiler.BuildOptions(precision=job.precision), tuned)
     manifest = Manifest(
         name=job.name,
         target=job.target.name,

@@ -82,7 +82,7 @@ std::string HeaderBlock(const Header& header) {
   add(100, "0000644"), add(108, "0000000"), add(116, "0000000"), add(124, size), add(136, "00000000000");
   add(148, "        0");
   add(257, std::string("ustar\00000", 8));
-  add(329, "0000000"), add(337, "0000000"), add(kBlock, "");
+  add(kBlock, "");
   unsigned sum = 0;
   for (char byte : block) sum += static_cast<unsigned char>(byte);
   char digits[8];

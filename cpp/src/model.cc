@@ -72,8 +72,8 @@ void CheckInput(const Manifest& manifest, const TensorSpec& spec, const Tensor& 
     }
     const std::string& symbol = std::get<std::string>(spec.shape[i]);
     const auto range = manifest.dimensions.find(symbol);
-    const int64_t low = range == manifest.dimensions.end() ? 1 : range->second.first;
-    const std::optional<int64_t> high = range == manifest.dimensions.end() ? std::nullopt : range->second.second;
+    static const std::pair<int64_t, std::optional<int64_t>> any{1, std::nullopt};
+    const auto& [low, high] = range == manifest.dimensions.end() ? any : range->second;
     if (size < low || (high && size > *high)) {
       throw Error(name + ": dimension '" + symbol + "' is " + std::to_string(size) + ", expected " +
                   std::to_string(low) + " to " + (high ? std::to_string(*high) : "any"));

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.cli.compile import parse_shapes
@@ -194,3 +195,214 @@ def test_int8_without_a_quantised_model_says_how_to_make_one(tvmflow: Command, m
     assert ended.code != 0
     assert "needs a quantised model" in ended.err
     assert "onnxruntime.quantization.quantize_static" in ended.err
+
+
+@pytest.fixture(scope="module")
+def convolution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """conv.onnx: a convolution of 16 channels by 3x3 weights, and its ReLU."""
+    weights = np.random.default_rng(0).normal(size=(16, 16, 3, 3)).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("Conv", ["x", "weights"], ["convolved"], pads=[1, 1, 1, 1]),
+            helper.make_node("Relu", ["convolved"], ["y"]),
+        ],
+        "conv",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16, 9, 9])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 16, 9, 9])],
+        [numpy_helper.from_array(weights, "weights")],
+    )
+    path = tmp_path_factory.mktemp("conv") / "conv.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+def _compiled(tvmflow: Command, model: Path, *options: object) -> dict[str, Any]:
+    ended = tvmflow("compile", model, "-o", "b.tar.gz", "--json", *options)
+    assert ended.code == 0, ended.err
+    document: dict[str, Any] = json.loads(ended.out)
+    return document
+
+
+def test_the_code_is_written_beside_the_bundle_which_stays_the_same(
+    tvmflow: Command, bundle: Path, models: Path
+) -> None:
+    Path("out").mkdir()
+    ended = tvmflow("compile", models / "small.onnx", "-o", "out/b.tar.gz", "--dump-code", "ll,asm,relax,tir")
+    assert ended.code == 0
+    assert ended.out.startswith("out/small.ll: code\nout/small.asm: code\n")
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "b.tar.gz",
+        "small.asm",
+        "small.ll",
+        "small.relax",
+        "small.tir",
+    ]
+    assert re.search(r"^define .*fused_dense_add", Path("out/small.ll").read_text(), re.MULTILINE)
+    assert ".text" in Path("out/small.asm").read_text()
+    assert "R.call_tir(cls.fused_dense_add" in Path("out/small.relax").read_text()
+    assert '"schedule_rule": "rows"' in Path("out/small.relax").read_text()
+    tir = Path("out/small.tir").read_text()
+    assert "def fused_dense_add(" in tir
+    assert '"tirx.is_scheduled": True' in tir
+    assert "R.function" not in tir
+    assert Path("out/b.tar.gz").read_bytes() == bundle.read_bytes()
+
+
+def test_a_form_of_code_is_written_only_when_asked_for(tvmflow: Command, models: Path) -> None:
+    assert _compiled(tvmflow, models / "small.onnx", "--dump-code", "tir")["code"] == ["small.tir"]
+    assert sorted(path.name for path in Path().iterdir()) == ["b.tar.gz", "small.tir"]
+
+
+def test_the_module_is_printed_before_and_after_a_pass(tvmflow: Command, models: Path) -> None:
+    options = ("--print-ir-before", "FuseOps", "--print-ir-after", "FuseOps,ConvertLayout")
+    ended = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *options)
+    assert ended.code == 0
+    before, after = ended.out.removeprefix("# before FuseOps\n").split("# after FuseOps\n")
+    assert "def fused_dense_add" not in before
+    assert "def fused_dense_add" in after
+    assert ended.err.endswith("pass 'ConvertLayout' did not run; see --print-pass-times for those that do\n")
+
+
+def test_what_is_printed_of_the_passes_is_data_for_programs(tvmflow: Command, models: Path) -> None:
+    document = _compiled(tvmflow, models / "small.onnx", "--print-ir-after", "FuseOps", "--print-pass-times")
+    assert [(item["when"], item["name"]) for item in document["passes"]] == [("after", "FuseOps")]
+    assert document["pass_seconds"]["FuseOps"] > 0
+
+
+def test_the_times_of_the_passes_are_printed_the_longest_first(tvmflow: Command, models: Path) -> None:
+    ended = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", "--print-pass-times")
+    heading, *lines, total, _ = ended.out.splitlines()
+    assert heading.split() == ["pass", "ms"]
+    times = [float(line.split()[1]) for line in lines]
+    assert times == sorted(times, reverse=True)
+    assert float(total.split()[1]) == pytest.approx(sum(times), abs=1e-3 * len(times))
+    assert any(line.startswith("FuseOps ") for line in lines)
+
+
+def test_a_disabled_pass_does_not_run(tvmflow: Command, models: Path) -> None:
+    fused = _compiled(tvmflow, models / "small.onnx")["schedules"]
+    apart = _compiled(tvmflow, models / "small.onnx", "--disabled-pass", "FuseOps,FuseTIR")["schedules"]
+    assert sum(apart.values()) == sum(fused.values()) + 1
+
+
+def test_a_required_pass_runs_below_its_level(tvmflow: Command, models: Path) -> None:
+    options = ("--opt-level", "0", "--print-pass-times")
+    assert "EliminateCommonSubexpr" not in _compiled(tvmflow, models / "small.onnx", *options)["pass_seconds"]
+    options += ("--required-pass", "EliminateCommonSubexpr")
+    assert "EliminateCommonSubexpr" in _compiled(tvmflow, models / "small.onnx", *options)["pass_seconds"]
+
+
+def test_an_option_of_the_pass_context_reaches_the_code(tvmflow: Command, models: Path) -> None:
+    vectors = {}
+    for value in ("false", "True"):
+        option = ("--pass-config", f"tirx.disable_vectorize={value}")
+        _compiled(tvmflow, models / "small.onnx", "--dump-code", "ll", "--target", "x86-64-v3", *option)
+        vectors[value] = Path("small.ll").read_text().count("x float>")
+    assert vectors["True"] < vectors["false"] / 2
+
+
+def test_a_model_may_keep_its_layout(tvmflow: Command, convolution: Path) -> None:
+    ours = _compiled(tvmflow, convolution, "--desired-layout", "NHWC", "--dump-code", "relax")
+    assert "transpose" in Path("conv.relax").read_text()
+    kept = _compiled(tvmflow, convolution, "--desired-layout", "NCHW", "--dump-code", "relax")
+    assert "transpose" not in Path("conv.relax").read_text()
+    assert kept["schedules"] == {"fallback": 1}
+    assert ours["schedules"] != kept["schedules"]
+
+
+def test_another_compiler_links_the_library_with_its_options(tvmflow: Command, models: Path, tmp_path: Path) -> None:
+    linker = tmp_path / "linker"
+    linker.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\nexec c++ "$@"\n')
+    linker.chmod(0o755)
+    _compiled(
+        tvmflow, models / "small.onnx", "--cross-compiler", linker, "--cross-compiler-options", "-Wl,--build-id=none -s"
+    )
+    assert "-shared" in (tmp_path / "log").read_text()
+    assert "-Wl,--build-id=none -s" in (tmp_path / "log").read_text()
+    assert tvmflow("verify", "b.tar.gz").code == 0
+
+
+def _write_record(models: Path, path: Path) -> None:
+    """A record for the model's ReLU whose schedule is none at all."""
+    from tvmflow import compiler
+    from tvmflow.target import resolve
+    from tvmflow.tuning import Record, workload_key
+    from tvmflow.tuning.records import SPACE_VERSION, RecordStore, now, tvm_version
+
+    target = resolve("native")
+    lowered = compiler.lower(compiler.import_onnx(models / "small.onnx"), target)
+    (relu,) = (item.func for item in compiler.workloads(lowered) if item.name == "relu")
+    RecordStore(path).append(
+        Record(
+            key=workload_key(relu),
+            workload="",
+            trace="[[], []]",
+            seconds=1e-9,
+            baseline_seconds=None,
+            target=target.canonical,
+            tvm_version=tvm_version(),
+            space_version=SPACE_VERSION,
+            tuner="xgb",
+            trial=1,
+            created_at=now(),
+        )
+    )
+
+
+def test_given_tuning_records_are_used_for_this_build_only(tvmflow: Command, models: Path, tmp_path: Path) -> None:
+    _write_record(models, tmp_path / "records")
+    (file,) = (tmp_path / "records").iterdir()
+    for place in (tmp_path / "records", file):
+        assert _compiled(tvmflow, models / "small.onnx", "--tuning-records", place)["schedules"]["tuned"] == 1
+    assert "tuned" not in _compiled(tvmflow, models / "small.onnx")["schedules"]
+
+
+def test_a_file_without_a_fitting_record_is_one_sentence(tvmflow: Command, models: Path) -> None:
+    Path("none.jsonl").write_text("")
+    assert "'none.jsonl' holds no tuning record of this TVM for target 'native'" in _refused(
+        tvmflow, models / "small.onnx", "--tuning-records", "none.jsonl"
+    )
+
+
+WRONG_OPTIONS = [
+    (("--disabled-pass", "ChanelsLast"), "disabled pass 'ChanelsLast' is unknown", "'ChannelsLast'"),
+    (("--required-pass", "FuseOp"), "required pass 'FuseOp' is unknown", "'FuseOps'"),
+    (("--print-ir-before", "FusOps"), "inspected pass 'FusOps' is unknown", "'FuseOps'"),
+    (("--pass-config", "tir.disable_vectorize=1"), "pass option 'tir.disable_vectorize'", "'tirx.disable_vectorize'"),
+    (("--pass-config", "tirx.disable_vectorize=maybe"), "'tirx.disable_vectorize' cannot be 'maybe'", "bool"),
+]
+
+
+@pytest.mark.parametrize(("options", "said", "meant"), WRONG_OPTIONS)
+def test_an_option_that_tvm_does_not_know_is_one_sentence(
+    tvmflow: Command, models: Path, options: tuple[str, str], said: str, meant: str
+) -> None:
+    ended = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *options)
+    assert ended.code == 2
+    assert said in ended.sentence
+    assert meant in ended.sentence
+    assert not Path("b.tar.gz").exists()
+
+
+WRONG_VALUES = [
+    (("--dump-code", "ll,llvm"), "'llvm' is not one of ll, asm, relax, tir"),
+    (("--pass-config", "tirx.noalias"), "'tirx.noalias' is not of the form NAME=VALUE"),
+    (("--opt-level", "5"), "5 is not in the range 0<=x<=4"),
+    (("--desired-layout", "NCWH"), "'NCWH' is not one of 'NHWC', 'NCHW'"),
+    (("--tuning-records", "absent"), "'absent' does not exist"),
+    (("--cross-compiler", ""), "it names no command"),
+    (("--cross-compiler", "c++ '"), "cannot be read (No closing quotation)"),
+    (("--cross-compiler-options", "-s"), "--cross-compiler-options needs --cross-compiler"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG_VALUES)
+def test_a_wrong_value_exits_with_two(tvmflow: Command, options: tuple[str, str], said: str) -> None:
+    ended = tvmflow("compile", "model.onnx", "-o", "b.tar.gz", *options)
+    assert ended.code == 2
+    assert said in ended.err
+
+
+def test_a_cross_compiler_that_is_not_installed_is_named(tvmflow: Command, models: Path) -> None:
+    said = _refused(tvmflow, models / "small.onnx", "--cross-compiler", "nonesuch-g++")
+    assert "needs the cross compiler 'nonesuch-g++', which is not installed" in said

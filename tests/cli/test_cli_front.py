@@ -14,7 +14,7 @@ import pytest
 
 Command = Callable[..., Any]
 
-COMMANDS = ("release", "compile", "run", "verify", "init", "list")
+COMMANDS = ("release", "compile", "run", "verify", "init", "list", "serve")
 LIST_MODULES = """
 import sys
 from tvmflow.cli import main

@@ -257,7 +257,10 @@ def test_the_claim_of_a_mover_that_died_long_ago_is_void(rclone: StoreConfig, rc
 @pytest.mark.parametrize(
     "content", [b"{", b"[1]", b"{}", b'{"format": 1, "history": []}'], ids=["cut", "list", "empty", "bare"]
 )
-def test_a_damaged_pointer_is_refused(rclone: StoreConfig, damage: Damage, content: bytes) -> None:
+def test_a_damaged_pointer_is_refused(
+    rclone: StoreConfig, damage: Damage, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "_LOOKS", 2)
     store = ReleaseStore(rclone)
     _publish(store, "1")
     _move(store, "1", None)

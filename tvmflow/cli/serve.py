@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from tvmflow.errors import SettingsError
 if TYPE_CHECKING:
     from tvmflow.serving import Source
     from tvmflow.serving.source import Served
+
+_RELEASE = re.compile(r"([^/@]+)(?:@([^/@]+)|/([^/@]+))")
 
 
 @click.command("serve")
@@ -89,10 +92,10 @@ def _source(model: str, stack: ExitStack) -> "Source":
     path = Path(model)
     if model.endswith(".tar.gz") or path.is_file():
         return bundle_source(path)
-    name, at, channel = model.partition("@")
-    name, slash, version = (name, "", "") if at else model.partition("/")
-    if not name or "/" in name or not (channel if at else version) or not (at or slash):
+    named = _RELEASE.fullmatch(model)
+    if named is None:
         raise SettingsError(f"{model!r} is nothing to serve; give NAME@CHANNEL, NAME/VERSION or a bundle's path")
+    name, channel, version = named.groups()
     known = settings.load()
     store, cache = stack.enter_context(open_store(known)), fetch.cache_folder(known)
-    return channel_source(store, name, channel, cache) if at else release_source(store, name, version, cache)
+    return channel_source(store, name, channel, cache) if channel else release_source(store, name, version, cache)

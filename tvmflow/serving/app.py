@@ -8,7 +8,6 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -48,12 +47,12 @@ class Service:
         self.batcher.call(before.model.close)
 
 
-def application(service: Service) -> Starlette:
+def application(service: Service) -> ASGIApp:
     """The endpoints of a service, as an ASGI application."""
     model = "/v2/models/{name}"
     version = model + "/versions/{version}"
     endpoints = _Endpoints(service)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v2", endpoints.server),
             Route("/v2/health/live", endpoints.live),
@@ -63,9 +62,10 @@ def application(service: Service) -> Starlette:
             *(Route(f"{path}/infer", endpoints.infer, methods=["POST"]) for path in (model, version)),
             Route("/metrics", endpoints.metrics),
         ],
-        middleware=[Middleware(_Counting, metrics=service.metrics)],
         exception_handlers={HTTPException: _told, Exception: _failed},
     )
+    # Around everything, also what answers when an endpoint fails.
+    return _Counting(app, service.metrics)
 
 
 class _Endpoints:

@@ -157,12 +157,18 @@ def _from_json(name: str, data: Any, dtype: "np.dtype[Any]") -> "Array":
         raise InputError(f"input {name!r}: the rows of 'data' are not equally long") from error
     if given.size == 0:
         return np.empty(given.shape, dtype)
-    if given.dtype.kind not in _TAKES[dtype.kind]:
+    kind = given.dtype.kind
+    if dtype.kind in "iu" and kind in "fO":
+        # NumPy has no integer for numbers of which some need the 64th bit.
+        exact = np.asarray(data, dtype=object)
+        if all(type(value) is int for value in exact.flat):
+            given, kind = exact, dtype.kind
+    if kind not in _TAKES[dtype.kind]:
         raise InputError(f"input {name!r}: 'data' does not hold {DATATYPES[dtype.name]} values only")
     if dtype.kind in "iu":
         bounds = np.iinfo(dtype)
         inside = int(given.min()) >= bounds.min and int(given.max()) <= bounds.max
-        array = given.astype(dtype)
+        array = given.astype(dtype) if inside else given
     else:
         with np.errstate(over="ignore"):
             array = given.astype(dtype)

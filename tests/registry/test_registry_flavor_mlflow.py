@@ -1,0 +1,254 @@
+"""The flavor as MLflow's users know flavors: log, load, evaluate and serve, through MLflow's own commands."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
+import pytest
+import requests
+
+from tvmflow.errors import BundleError, InputError
+from tvmflow.registry import Registry, RegistryConfig, TensorField
+from tvmflow.runtime import CompiledModel
+from tvmflow.target import host
+
+BuildBundle = Callable[..., Path]
+OTHER_ARCH = "aarch64" if host().arch == "x86_64" else "x86_64"
+X = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+
+@pytest.fixture
+def tracking(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """MLflow's global address is that of the registry while the test runs."""
+    import mlflow
+
+    uri = registry.config.tracking_uri
+    before = mlflow.get_tracking_uri()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_experiment("flavor")
+    yield uri
+    mlflow.set_tracking_uri(before)
+
+
+def test_a_model_is_logged_registered_and_loaded_by_alias(
+    tracking: str, build_bundle: BuildBundle, request: pytest.FixtureRequest
+) -> None:
+    import mlflow
+    from mlflow import MlflowClient
+    from mlflow.types import TensorSpec
+
+    from tvmflow.registry import flavor
+
+    name = f"logged-{request.node.callspec.id}"
+    feature = sorted(host().features)[0]
+    bundles = {
+        "plain": build_bundle(),
+        "best": build_bundle(cpu_features=(feature,)),
+        "other": build_bundle(arch=OTHER_ARCH),
+    }
+    with mlflow.start_run() as run:
+        info = flavor.log_model(
+            bundles,
+            "model",
+            registered_model_name=name,
+            metadata={"made": "here"},
+            tags={"kind": "tiny"},
+            extra_pip_requirements=["pandas"],
+        )
+    MlflowClient().set_registered_model_alias(name, "production", info.registered_model_version)
+
+    model = mlflow.pyfunc.load_model(f"models:/{name}@production")
+    assert model.metadata.run_id == run.info.run_id
+    assert model.metadata.metadata == {"made": "here"}
+    assert model.metadata.signature.inputs.inputs == [TensorSpec(np.dtype("float32"), (-1, 4), "x")]
+    assert model.metadata.signature.outputs.inputs == [TensorSpec(np.dtype("float32"), (-1, 4), "double")]
+    assert model.unwrap_python_model().target == "best" if hasattr(model, "_model_impl") else False
+    assert np.array_equal(model.predict({"x": X}), 2 * X)
+    assert np.array_equal(model.predict(model.input_example), 2 * X)
+    plain = mlflow.pyfunc.load_model(f"models:/{name}@production", model_config={"target": "plain"})
+    assert plain._model_impl.target == "plain"
+
+    loaded = flavor.load_model(f"models:/{name}/{info.registered_model_version}", target="plain", threads=1)
+    assert isinstance(loaded, CompiledModel)
+    assert np.array_equal(loaded(X)["double"], 2 * X)
+    requirements = mlflow.pyfunc.get_model_dependencies(f"models:/{name}@production")
+    assert {"pandas", f"numpy=={np.__version__}"} <= set(Path(requirements).read_text().split())
+
+
+def test_one_bundle_needs_no_target(build_bundle: BuildBundle, tmp_path: Path) -> None:
+    from tvmflow.registry import flavor
+
+    flavor.save_model(build_bundle(), tmp_path / "model")
+    assert flavor._load_pyfunc(str(tmp_path / "model")).target == "native"
+
+
+def test_bundles_of_different_models_are_refused(build_bundle: BuildBundle, tmp_path: Path) -> None:
+    from tvmflow.registry import flavor
+
+    with pytest.raises(BundleError, match="the bundles of 'a' and 'b' have different inputs or outputs"):
+        flavor.save_model({"a": build_bundle(), "b": build_bundle(outputs=2)}, tmp_path / "model")
+
+
+def test_a_key_that_model_config_does_not_have_is_refused(build_bundle: BuildBundle, tmp_path: Path) -> None:
+    from tvmflow.registry import flavor
+
+    flavor.save_model(build_bundle(), tmp_path / "model")
+    with pytest.raises(InputError, match="unknown key 'device'; known are target, threads, spin"):
+        flavor._load_pyfunc(str(tmp_path / "model"), {"device": "gpu"})
+    with pytest.raises(BundleError, match="no bundle for the target 'gpu'; it has 'native'"):
+        flavor.load_model(str(tmp_path / "model"), target="gpu")
+
+
+def test_code_and_a_conda_environment_travel_with_the_model(build_bundle: BuildBundle, tmp_path: Path) -> None:
+    import mlflow
+    import yaml
+
+    from tvmflow.registry import flavor
+
+    (tmp_path / "beside_the_model.py").write_text("ANSWER = 42\n")
+    environment = {"name": "mine", "dependencies": ["python=3.11", {"pip": ["tvmflow"]}]}
+    flavor.save_model(
+        build_bundle(),
+        tmp_path / "model",
+        code_paths=[str(tmp_path / "beside_the_model.py")],
+        conda_env=environment,
+        input_example=False,
+    )
+    assert yaml.safe_load((tmp_path / "model" / "conda.yaml").read_text())["name"] == "mine"
+    assert not (tmp_path / "model" / "input_example.json").exists()
+    mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    import beside_the_model  # type: ignore[import-not-found]
+
+    assert beside_the_model.ANSWER == 42
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(X, id="array"),
+        pytest.param({"x": X}, id="by name"),
+        pytest.param({"x": X.tolist()}, id="lists"),
+        pytest.param(X.tolist(), id="list"),
+        pytest.param(pd.DataFrame({"x": [row.tolist() for row in X]}), id="a column of rows"),
+        pytest.param(pd.DataFrame(X.astype(np.float64), columns=list("abcd")), id="a column per value"),
+    ],
+)
+def test_inputs_of_many_kinds_give_the_same(build_bundle: BuildBundle, tmp_path: Path, given: Any) -> None:
+    from mlflow.pyfunc import load_model
+
+    from tvmflow.registry import flavor
+
+    flavor.save_model(build_bundle(), tmp_path / "model", input_example=False)
+    impl = flavor._load_pyfunc(str(tmp_path / "model"))
+    if isinstance(given, list | dict):
+        given = np.asarray(given, np.float32) if isinstance(given, list) else {"x": np.asarray(given["x"], np.float32)}
+    outputs = impl.predict(given)
+    assert isinstance(outputs, np.ndarray)
+    assert np.array_equal(outputs, 2 * X)
+    if not isinstance(given, pd.DataFrame) or "x" in given:
+        assert np.array_equal(load_model(str(tmp_path / "model")).predict(given), 2 * X)
+
+
+def test_a_torch_tensor_is_taken(build_bundle: BuildBundle, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from tvmflow.registry import flavor
+
+    flavor.save_model(build_bundle(), tmp_path / "model", input_example=False)
+    impl = flavor._load_pyfunc(str(tmp_path / "model"))
+    assert np.array_equal(impl.predict(torch.from_numpy(X.copy())), 2 * X)
+    assert np.array_equal(impl.predict({"x": torch.from_numpy(X.copy())}), 2 * X)
+
+
+def test_rows_of_different_sizes_are_refused(build_bundle: BuildBundle, tmp_path: Path) -> None:
+    from tvmflow.registry import flavor
+
+    flavor.save_model(build_bundle(), tmp_path / "model")
+    impl = flavor._load_pyfunc(str(tmp_path / "model"))
+    with pytest.raises(InputError, match="column 'x' has rows of different sizes"):
+        impl.predict(pd.DataFrame({"x": [[1.0] * 4, [1.0] * 3]}))
+    with pytest.raises(InputError, match=r"input 'x': rows of \[4\] are expected"):
+        impl.predict(pd.DataFrame({"x": [[1.0] * 3, [1.0] * 3]}))
+
+
+def test_evaluate_measures_the_model(embedded: Registry, build_bundle: BuildBundle, tmp_path: Path) -> None:
+    import mlflow
+    from mlflow.models import make_metric
+
+    from tvmflow.registry import flavor
+
+    def largest_error(predictions: Any, targets: Any, metrics: Any) -> float:
+        return float(np.max(np.abs(np.stack(list(predictions)) - np.stack(list(targets)))))
+
+    flavor.save_model(build_bundle(), tmp_path / "model")
+    data = pd.DataFrame({"x": [row.tolist() for row in X], "y": [(2 * row + 1).tolist() for row in X]})
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(embedded.config.tracking_uri)
+    try:
+        mlflow.set_experiment("evaluate")
+        with mlflow.start_run():
+            result = mlflow.models.evaluate(
+                str(tmp_path / "model"),
+                data,
+                targets="y",
+                extra_metrics=[make_metric(eval_fn=largest_error, greater_is_better=False, name="largest_error")],
+            )
+    finally:
+        mlflow.set_tracking_uri(before)
+    assert result.metrics["largest_error"] == 1.0
+
+
+def test_mlflow_serves_the_model(server: str, build_bundle: BuildBundle, tmp_path: Path) -> None:
+    registry = Registry(RegistryConfig(server))
+    run_id = registry.start_release("demo", {}, {})
+    bundles = {"other": build_bundle(arch=OTHER_ARCH, outputs=2), "native": build_bundle(outputs=2)}
+    fields = [TensorField("x", (-1, 4), "float32")]
+    outputs = [TensorField(name, (-1, 4), "float32") for name in ("double", "square")]
+    ref = registry.log_model(run_id, "model", bundles, fields, outputs, {"x": X})
+    registry.register("served", ref, run_id, {}, aliases=("production",))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["models", "serve", "-m", "models:/served@production", "--env-manager", "local", "--workers", "1"]
+    with (tmp_path / "serve.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", *command, "--host", "127.0.0.1", "--port", str(port)],
+            env={**os.environ, "MLFLOW_TRACKING_URI": server},
+            cwd=tmp_path,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        _await(f"{address}/ping", process, tmp_path / "serve.log")
+        frame = {"columns": ["x"], "data": [[row] for row in X.tolist()]}
+        for body in ({"inputs": {"x": X.tolist()}}, {"dataframe_split": frame}):
+            answer = requests.post(f"{address}/invocations", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["predictions"] == {"double": (2 * X).tolist(), "square": (X * X).tolist()}
+        refused = requests.post(f"{address}/invocations", json={"inputs": {"x": [[1.0, 2.0]]}}, timeout=60)
+        assert refused.status_code == 400
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()
+        try:
+            if requests.get(url, timeout=5).status_code == 200:
+                return
+        except requests.ConnectionError:
+            time.sleep(0.1)
+    pytest.fail(f"no answer from {url}: {log.read_text()}")

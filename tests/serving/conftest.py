@@ -1,0 +1,235 @@
+"""Three releases of a small model, in a real store, and servers in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from tvmflow.bundle import extract, pack
+from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store.embedded import embedded_s3
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+NAME = "small"
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server, and a client for it."""
+
+    process: "subprocess.Popen[str]"
+    client: httpx.Client
+    address: str
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples of this name, over its labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        values = [line.rpartition(" ")[2] for line in lines if line.partition("{")[0].partition(" ")[0] == name]
+        assert values, f"no metric {name}"
+        return sum(map(float, values))
+
+
+Serve = Callable[..., AbstractContextManager[Running]]
+
+
+def _save(path: Path, seed: int) -> None:
+    """sum = x @ weights + y, doubled = rounded = 2 * count; weights by seed."""
+    weights = np.random.default_rng(seed).normal(size=(8, 4)).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "weights"], ["product"]),
+            helper.make_node("Add", ["product", "y"], ["sum"]),
+            helper.make_node("Mul", ["count", "two"], ["doubled"]),
+        ],
+        NAME,
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8]),
+            helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4]),
+            helper.make_tensor_value_info("count", TensorProto.INT64, ["batch"]),
+        ],
+        [
+            helper.make_tensor_value_info("sum", TensorProto.FLOAT, ["batch", 4]),
+            helper.make_tensor_value_info("doubled", TensorProto.INT64, ["batch"]),
+        ],
+        [numpy_helper.from_array(weights, "weights"), numpy_helper.from_array(np.array([2], np.int64), "two")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The ONNX files of versions 1 and 2."""
+    folder = tmp_path_factory.mktemp("models")
+    for version in ("1", "2"):
+        _save(folder / f"{version}.onnx", int(version))
+    return {version: folder / f"{version}.onnx" for version in ("1", "2")}
+
+
+@pytest.fixture(scope="session")
+def bundles(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> dict[str, Path]:
+    """The bundles of versions 1 and 2, built by the real steps, and of 3, whose golden sample is another model's."""
+    from tasks import build, export, package, relax_import, tune
+    from tasks.step import Context
+    from tvmflow import spec
+    from tvmflow.settings import Settings
+    from tvmflow.workspace import Workspace
+
+    workspace = Workspace(tmp_path_factory.mktemp("state"))
+    found = {}
+    for version, model in models.items():
+        document = {"name": NAME, "model": {"onnx": str(model)}, "dimensions": {"batch": {"min": 1, "max": 64}}}
+        context = Context(spec.parse(document, model.parent), Settings(), workspace)
+        (target,) = context.spec.resolved_targets()
+        exported = export.export.fn(context)
+        imported = relax_import.relax_import.fn(context, exported)
+        tuned = tune.tune.fn(context, imported, target)
+        built = build.build.fn(context, imported, tuned, target)
+        found[version] = context.file(
+            package.package.fn(context, exported, imported, tuned, built, target).result.bundle
+        )
+
+    first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
+    manifest = extract(found["1"], first)
+    extract(found["2"], second)
+    members = {path.name: path for path in first.iterdir()}
+    found["3"] = tmp_path_factory.mktemp("wrong") / "wrong.tar.gz"
+    pack(found["3"], manifest, {**members, "sample.npz": second / "sample.npz"})
+    return found
+
+
+@pytest.fixture(scope="session")
+def bundle(bundles: dict[str, Path]) -> Path:
+    return bundles["1"]
+
+
+@pytest.fixture
+def inputs() -> Callable[[int, int], Arrays]:
+    """Inputs of a batch size, different for each seed."""
+
+    def make(batch: int, seed: int = 0) -> Arrays:
+        generator = np.random.default_rng(seed)
+        return {
+            "x": generator.normal(size=(batch, 8)).astype(np.float32),
+            "y": generator.normal(size=(batch, 4)).astype(np.float32),
+            "count": generator.integers(-(2**40), 2**40, size=batch),
+        }
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(models: dict[str, Path]) -> Callable[[str, Arrays], Arrays]:
+    """ONNX Runtime's outputs of a version, by name."""
+    import onnxruntime
+
+    sessions = {
+        version: onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        for version, path in models.items()
+    }
+    names = ["sum", "doubled"]
+    return lambda version, arrays: dict(zip(names, sessions[version].run(names, arrays), strict=True))
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory, bundles: dict[str, Path]) -> Iterator[StoreConfig]:
+    """A store with the three releases."""
+    from tvmflow.bundle import read_manifest, sha256_file
+
+    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="releases") as config:
+        store = ReleaseStore(config)
+        for version, path in bundles.items():
+            manifest, digest = read_manifest(path), sha256_file(path)
+            target = {
+                "target": manifest.target,
+                "tvm_target": manifest.tvm_target,
+                "arch": manifest.arch,
+                "cpu_features": list(manifest.cpu_features),
+                "bundle": {"sha256": digest, "size": path.stat().st_size},
+            }
+            document = {"format": 1, "name": NAME, "version": version, "targets": [target]}
+            store.publish(NAME, version, document, [(path, digest)])
+        yield config
+
+
+@pytest.fixture
+def store(s3: StoreConfig) -> ReleaseStore:
+    return ReleaseStore(s3)
+
+
+@pytest.fixture
+def point(store: ReleaseStore) -> Callable[[str, str], None]:
+    """Move a channel of the model to a version, from wherever it is."""
+
+    def move(channel: str, version: str) -> None:
+        before = channels.find(store, NAME, channel)
+        expected = before.version if before else None
+        channels.move(store, NAME, channel, version, who="test", why="test", expected=expected)
+
+    return move
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory: pytest.TempPathFactory, s3: StoreConfig) -> Callable[..., "subprocess.Popen[str]"]:
+    """Start `tvmflow serve` in a process of its own, with nothing in its environment but the store."""
+    foreign = ("TVMFLOW_", "TVM_", "MLFLOW_", "PREFECT_")
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(foreign)},
+        "TVMFLOW_HOME": str(tmp_path_factory.mktemp("home")),
+        "TVMFLOW_S3_ENDPOINT": str(s3.endpoint),
+        "TVMFLOW_S3_BUCKET": s3.bucket,
+        "TVMFLOW_S3_ACCESS_KEY": str(s3.access_key),
+        "TVMFLOW_S3_SECRET_KEY": str(s3.secret_key),
+    }
+    executable = Path(sys.executable).parent / "tvmflow"
+
+    def start(*arguments: object) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [str(executable), "serve", *map(str, arguments)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def serve(command: Callable[..., "subprocess.Popen[str]"]) -> Serve:
+    """Serve something at a free port until the body ends."""
+
+    @contextmanager
+    def serving(model: object, *arguments: object) -> Iterator[Running]:
+        with command(model, "--port", 0, "--json", *arguments) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stderr is not None
+                line = process.stdout.readline()
+                assert line, process.stderr.read()
+                address = json.loads(line)["address"]
+                with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+                    yield Running(process, client, address)
+            finally:
+                process.kill()
+
+    return serving
+
+
+@pytest.fixture(scope="session")
+def server(serve: Serve, bundle: Path) -> Iterator[Running]:
+    """One server of version 1's bundle for the tests that only ask it."""
+    with serve(bundle, "--max-body-mb", 1) as running:
+        yield running

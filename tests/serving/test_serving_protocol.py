@@ -1,0 +1,151 @@
+"""The Open Inference Protocol: what a request may say, and that no number is changed on the way."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tvmflow.bundle import TensorSpec
+from tvmflow.errors import InputError
+from tvmflow.serving import protocol
+
+OUTPUTS = (TensorSpec("a", ("batch",), "float32"), TensorSpec("b", (2, 3), "int64"))
+
+
+def _parse(document: Any, tail: bytes = b"", outputs: Any = OUTPUTS) -> protocol.InferRequest:
+    head = json.dumps(document).encode()
+    return protocol.parse(head + tail, str(len(head)) if tail else None, outputs)
+
+
+def _tensor(datatype: str, shape: list[int], data: Any) -> dict[str, Any]:
+    return {"inputs": [{"name": "x", "datatype": datatype, "shape": shape, "data": data}]}
+
+
+@pytest.mark.parametrize("dtype", list(protocol.DATATYPES))
+@pytest.mark.parametrize("binary", [False, True], ids=["json", "binary"])
+def test_every_dtype_comes_through_as_it_was(dtype: str, binary: bool) -> None:
+    bits = np.random.default_rng(0).integers(0, 256, 6 * np.dtype(dtype).itemsize).astype(np.uint8)
+    array = (bits % 2).astype(bool) if dtype == "bool" else np.nan_to_num(bits.view(dtype)).reshape(-1)
+    array = array[:6].reshape(2, 3)
+    spec = TensorSpec("x", (2, 3), dtype)
+    asked = protocol.InferRequest(None, {}, (protocol.Wish("x", binary),))
+    answer = protocol.render(asked, "m", "1", {"x": array})
+    length = answer.headers.get(protocol.HEADER_LENGTH)
+    document = json.loads(answer.body[: int(length)] if length else answer.body)
+    tail = answer.body[int(length) :] if length else b""
+    parsed = _parse({"inputs": document["outputs"]}, tail, [spec])
+    assert parsed.inputs["x"].dtype == array.dtype
+    np.testing.assert_array_equal(parsed.inputs["x"], array)
+
+
+def test_data_may_be_nested_or_flat() -> None:
+    for data in ([1, 2, 3, 4, 5, 6], [[1, 2, 3], [4, 5, 6]]):
+        found = _parse(_tensor("FP32", [2, 3], data)).inputs["x"]
+        np.testing.assert_array_equal(found, np.arange(1, 7, dtype=np.float32).reshape(2, 3))
+
+
+def test_a_scalar_and_an_empty_tensor_have_their_shapes() -> None:
+    assert _parse(_tensor("INT8", [], [7])).inputs["x"].shape == ()
+    assert _parse(_tensor("FP64", [0, 4], [])).inputs["x"].shape == (0, 4)
+
+
+def test_several_binary_inputs_follow_each_other() -> None:
+    first, second = np.arange(3, dtype=np.int16), np.array([[1.5]], np.float64)
+    entries = [
+        {
+            "name": name,
+            "datatype": datatype,
+            "shape": list(array.shape),
+            "parameters": {"binary_data_size": array.nbytes},
+        }
+        for name, datatype, array in (("x", "INT16", first), ("y", "FP64", second))
+    ]
+    found = _parse({"inputs": entries}, first.tobytes() + second.tobytes()).inputs
+    np.testing.assert_array_equal(found["x"], first)
+    np.testing.assert_array_equal(found["y"], second)
+
+
+def test_all_outputs_are_given_unless_some_are_asked_for() -> None:
+    assert _parse({"inputs": []}).outputs == (protocol.Wish("a", False), protocol.Wish("b", False))
+    asked = {"inputs": [], "outputs": [{"name": "b", "parameters": {"binary_data": True}}]}
+    assert _parse(asked).outputs == (protocol.Wish("b", True),)
+    asked = {"inputs": [], "parameters": {"binary_data_output": True}}
+    assert _parse(asked).outputs == (protocol.Wish("a", True), protocol.Wish("b", True))
+
+
+def test_metadata_names_symbolic_sizes_minus_one() -> None:
+    assert protocol.describe(OUTPUTS) == [
+        {"name": "a", "datatype": "FP32", "shape": [-1]},
+        {"name": "b", "datatype": "INT64", "shape": [2, 3]},
+    ]
+
+
+REFUSED = {
+    "no object": ([], "the request is not a JSON object"),
+    "no inputs": ({}, "'inputs' is not a list"),
+    "id": ({"id": 7, "inputs": []}, "'id' is not a string"),
+    "input": ({"inputs": [3]}, "an input is not a JSON object"),
+    "name": ({"inputs": [{"datatype": "FP32"}]}, "has no 'name'"),
+    "datatype": (_tensor("FLOAT", [1], [1]), "datatype 'FLOAT', expected one of BOOL, INT8"),
+    "bytes": (_tensor("BYTES", [1], ["a"]), "datatype 'BYTES'"),
+    "shape": (_tensor("FP32", [-1], [1]), "'shape' is not a list of sizes"),
+    "shape of booleans": (_tensor("FP32", [True], [1]), "'shape' is not a list of sizes"),
+    "count": (_tensor("FP32", [3], [1, 2]), "has 2 values, its shape [3] asks for 3"),
+    "huge shape": (_tensor("FP32", [10**30], [1, 2]), "has 2 values"),
+    "no data": ({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1]}]}, "'data' of input 'x' is not a list"),
+    "ragged": (_tensor("FP32", [3], [[1, 2], [3]]), "not equally long"),
+    "text": (_tensor("FP32", [1], ["1.5"]), "does not hold FP32 values only"),
+    "null": (_tensor("FP32", [1], [None]), "does not hold FP32 values only"),
+    "fraction": (_tensor("INT64", [1], [1.5]), "does not hold INT64 values only"),
+    "number for boolean": (_tensor("BOOL", [1], [1]), "does not hold BOOL values only"),
+    "negative": (_tensor("UINT8", [1], [-1]), "outside the range of UINT8"),
+    "too large": (_tensor("INT8", [1], [128]), "outside the range of INT8"),
+    "larger than any": (_tensor("UINT64", [1], [2**64]), "outside the range of UINT64"),
+    "overflow": (_tensor("FP16", [1], [1e6]), "outside the range of FP16"),
+    "twice": ({"inputs": _tensor("INT8", [1], [1])["inputs"] * 2}, "'x' is given twice"),
+    "output": ({"inputs": [], "outputs": [{"name": "c"}]}, "no output 'c'; it returns a, b"),
+    "parameters": ({"inputs": [], "parameters": 3}, "'parameters' is not a JSON object"),
+    "binary size": (
+        {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "parameters": {"binary_data_size": 7}}]},
+        "'binary_data_size' is 7, expected 8",
+    ),
+    "binary is not there": (
+        {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "parameters": {"binary_data_size": 8}}]},
+        "ends before the bytes of input 'x'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("document", "complaint"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_the_protocol_does_not_allow_is_refused(document: Any, complaint: str) -> None:
+    with pytest.raises(InputError) as refused:
+        _parse(document)
+    assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000], ids=["empty", "cut", "no text", "deep"])
+def test_what_is_not_json_is_refused(body: bytes) -> None:
+    with pytest.raises(InputError, match="the request is not JSON"):
+        protocol.parse(body, None, OUTPUTS)
+
+
+@pytest.mark.parametrize("length", ["", "-1", "x", "99", "²"])
+def test_a_wrong_length_of_the_json_is_refused(length: str) -> None:
+    with pytest.raises(InputError, match="expected the length in bytes of the JSON"):
+        protocol.parse(b'{"inputs": []}', length, OUTPUTS)
+
+
+def test_bytes_that_belong_to_no_input_are_refused() -> None:
+    with pytest.raises(InputError, match="3 bytes follow that no input"):
+        _parse({"inputs": []}, b"abc")
+
+
+def test_infinity_is_given_as_bytes_and_not_as_json() -> None:
+    results = {"a": np.array([np.inf], np.float32)}
+    with pytest.raises(InputError, match="ask for binary_data"):
+        protocol.render(protocol.InferRequest(None, {}, (protocol.Wish("a", False),)), "m", "1", results)
+    answer = protocol.render(protocol.InferRequest("7", {}, (protocol.Wish("a", True),)), "m", "1", results)
+    length = int(answer.headers[protocol.HEADER_LENGTH])
+    assert json.loads(answer.body[:length])["id"] == "7"
+    assert np.frombuffer(answer.body[length:], "<f4")[0] == np.inf

@@ -1,0 +1,281 @@
+"""The server: a real process, asked by a real client."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tvmflow import runtime
+from tvmflow.bundle import sha256_file
+from tvmflow.serving.app import Service, application
+from tvmflow.serving.batching import Batcher
+from tvmflow.serving.metrics import Metrics
+from tvmflow.serving.source import Served
+
+Running = Any
+Serve = Callable[..., Any]
+MakeInputs = Callable[..., dict[str, Any]]
+Reference = Callable[..., dict[str, Any]]
+Start = Callable[..., "subprocess.Popen[str]"]
+DATATYPES = {"float32": "FP32", "int64": "INT64"}
+
+
+def _body(arrays: dict[str, Any], **more: Any) -> dict[str, Any]:
+    tensors = [
+        {
+            "name": name,
+            "datatype": DATATYPES[array.dtype.name],
+            "shape": list(array.shape),
+            "data": array.ravel().tolist(),
+        }
+        for name, array in arrays.items()
+    ]
+    return {"inputs": tensors, **more}
+
+
+def _outputs(document: dict[str, Any]) -> dict[str, Any]:
+    return {item["name"]: np.array(item["data"]).reshape(item["shape"]) for item in document["outputs"]}
+
+
+def _said(response: httpx.Response) -> str:
+    document = response.json()
+    assert document.keys() == {"error"}
+    return str(document["error"])
+
+
+def test_it_tells_what_it_is(server: Running) -> None:
+    document = server.client.get("/v2").json()
+    assert document["name"] == "tvmflow"
+    assert document["extensions"] == ["binary_tensor_data"]
+    assert server.client.get("/v2/health/live").json() == {"live": True}
+    assert server.client.get("/v2/health/ready").json() == {"ready": True}
+
+
+def test_it_tells_what_the_model_takes(server: Running, bundle: Path) -> None:
+    version = sha256_file(bundle)[:12]
+    document = server.client.get("/v2/models/small").json()
+    assert (document["name"], document["versions"], document["platform"]) == ("small", [version], "tvm")
+    assert document["inputs"] == [
+        {"name": "x", "datatype": "FP32", "shape": [-1, 8]},
+        {"name": "y", "datatype": "FP32", "shape": [-1, 4]},
+        {"name": "count", "datatype": "INT64", "shape": [-1]},
+    ]
+    assert server.client.get(f"/v2/models/small/versions/{version}").json() == document
+    ready = {"name": "small", "version": version, "ready": True}
+    for path in ("/v2/models/small/ready", f"/v2/models/small/versions/{version}/ready"):
+        assert server.client.get(path).json() == ready
+
+
+def test_inference_gives_the_original_models_numbers(
+    server: Running, inputs: MakeInputs, reference: Reference, bundle: Path
+) -> None:
+    arrays = inputs(3)
+    version = sha256_file(bundle)[:12]
+    for path in ("/v2/models/small/infer", f"/v2/models/small/versions/{version}/infer"):
+        response = server.client.post(path, json=_body(arrays, id="seven"))
+        document = response.json()
+        assert response.status_code == 200
+        assert (document["model_name"], document["model_version"], document["id"]) == ("small", version, "seven")
+        assert [item["datatype"] for item in document["outputs"]] == ["FP32", "INT64"]
+        found, expected = _outputs(document), reference("1", arrays)
+        np.testing.assert_allclose(found["sum"], expected["sum"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(found["doubled"], expected["doubled"])
+
+
+def test_tensors_go_both_ways_as_bytes(server: Running, inputs: MakeInputs, reference: Reference) -> None:
+    arrays = inputs(3)
+    entries = [
+        {
+            "name": name,
+            "datatype": DATATYPES[array.dtype.name],
+            "shape": list(array.shape),
+            "parameters": {"binary_data_size": array.nbytes},
+        }
+        for name, array in arrays.items()
+    ]
+    head = json.dumps({"inputs": entries, "parameters": {"binary_data_output": True}}).encode()
+    response = server.client.post(
+        "/v2/models/small/infer",
+        content=head + b"".join(array.tobytes() for array in arrays.values()),
+        headers={"Inference-Header-Content-Length": str(len(head))},
+    )
+    assert response.status_code == 200
+    length = int(response.headers["Inference-Header-Content-Length"])
+    document, rest = json.loads(response.content[:length]), response.content[length:]
+    assert [item["parameters"]["binary_data_size"] for item in document["outputs"]] == [3 * 4 * 4, 3 * 8]
+    expected = reference("1", arrays)
+    np.testing.assert_allclose(np.frombuffer(rest[:48], "<f4").reshape(3, 4), expected["sum"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(np.frombuffer(rest[48:], "<i8"), expected["doubled"])
+
+
+def test_another_model_or_version_is_not_found(server: Running) -> None:
+    assert "served is 'small'" in _said(server.client.get("/v2/models/large"))
+    for path in ("/v2/models/large/ready", "/v2/models/small/versions/9", "/v2/models/small/versions/9/ready", "/v3"):
+        response = server.client.get(path)
+        assert response.status_code == 404
+        assert _said(response)
+    response = server.client.post("/v2/models/small/versions/9/infer", json={})
+    assert response.status_code == 404
+    assert server.client.get("/v2/models/small/infer").status_code == 405
+
+
+def _without(arrays: dict[str, Any], name: str) -> dict[str, Any]:
+    return {other: array for other, array in arrays.items() if other != name}
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "missing": (lambda arrays: _body(_without(arrays, "y")), "input 'y' is missing"),
+    "unknown": (lambda arrays: _body({**arrays, "z": arrays["y"]}), "has no input 'z'"),
+    "dtype": (lambda arrays: _body({**arrays, "y": arrays["y"].astype(np.int64)}), "is int64, expected float32"),
+    "shape": (lambda arrays: _body({**arrays, "y": arrays["y"][:, :3]}), "expected [batch, 4]"),
+    "sizes": (lambda arrays: _body({**arrays, "y": arrays["y"][:2]}), "'batch' is 2, but 3 in another input"),
+    "output": (lambda arrays: _body(arrays, outputs=[{"name": "no"}]), "no output 'no'"),
+    "document": (lambda arrays: [arrays["count"].tolist()], "not a JSON object"),
+}
+
+
+@pytest.mark.parametrize(("make", "complaint"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_request_is_told_why(server: Running, inputs: MakeInputs, make: Any, complaint: str) -> None:
+    response = server.client.post("/v2/models/small/infer", json=make(inputs(3)))
+    assert response.status_code == 400
+    assert complaint in _said(response)
+
+
+def test_a_batch_beyond_the_models_range_is_refused(server: Running, inputs: MakeInputs) -> None:
+    response = server.client.post("/v2/models/small/infer", json=_body(inputs(65)))
+    assert response.status_code == 400
+    assert "dimension 'batch' is 65, expected 1 to 64" in _said(response)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["told", "chunked"])
+def test_a_body_that_is_too_large_is_refused_and_the_server_goes_on(server: Running, chunked: bool) -> None:
+    content: Any = b"x" * (2**20 + 1)
+    response = server.client.post("/v2/models/small/infer", content=iter([content]) if chunked else content)
+    assert response.status_code == 413
+    assert "larger than 1048576 bytes" in _said(response)
+    assert server.client.get("/v2/health/ready").status_code == 200
+
+
+def test_metrics_count_what_happened(server: Running, inputs: MakeInputs) -> None:
+    before = {name: server.metric(name) for name in ("tvmflow_inference_seconds_count", "tvmflow_batch_rows_sum")}
+    for _ in range(3):
+        assert server.client.post("/v2/models/small/infer", json=_body(inputs(2))).status_code == 200
+    assert server.metric("tvmflow_inference_seconds_count") == before["tvmflow_inference_seconds_count"] + 3
+    assert server.metric("tvmflow_batch_rows_sum") == before["tvmflow_batch_rows_sum"] + 6
+    text = server.client.get("/metrics").text
+    assert 'tvmflow_requests_total{code="200"}' in text
+    assert 'tvmflow_model_info{name="small",version="' in text
+    assert "process_resident_memory_bytes" in text
+
+
+def test_requests_at_a_time_run_as_one_batch_with_the_same_numbers(
+    serve: Serve, bundle: Path, inputs: MakeInputs, reference: Reference
+) -> None:
+    clients = 8
+    with (
+        serve(bundle, "--max-batch", clients, "--max-delay-ms", 60_000, "--threads", 1) as running,
+        ThreadPoolExecutor(clients) as pool,
+    ):
+        asked = [inputs(1, seed) for seed in range(clients)]
+        url = f"{running.address}/v2/models/small/infer"
+        answers = list(pool.map(lambda arrays: httpx.post(url, json=_body(arrays), timeout=60, trust_env=False), asked))
+        for arrays, answer in zip(asked, answers, strict=True):
+            assert answer.status_code == 200
+            found, expected = _outputs(answer.json()), reference("1", arrays)
+            np.testing.assert_allclose(found["sum"], expected["sum"], rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(found["doubled"], expected["doubled"])
+        assert running.metric("tvmflow_batch_rows_count") == 1
+        assert running.metric("tvmflow_batch_rows_sum") == clients
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_was_accepted_is_answered_after_a_signal(
+    serve: Serve, bundle: Path, inputs: MakeInputs, number: int
+) -> None:
+    with (
+        serve(bundle, "--max-batch", 64, "--max-delay-ms", 300_000) as running,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        url = f"{running.address}/v2/models/small/infer"
+        waiting = [pool.submit(httpx.post, url, json=_body(inputs(1)), timeout=60, trust_env=False) for _ in range(4)]
+        while running.metric("tvmflow_inferences_in_flight") < 4:
+            pass
+        running.process.send_signal(number)
+        assert [each.result().status_code for each in waiting] == [200] * 4
+        assert running.process.wait(30) == 0
+        assert running.process.stderr.read() == ""
+        with pytest.raises(httpx.ConnectError):
+            running.client.get("/v2/health/ready")
+
+
+def _sentence(process: "subprocess.Popen[str]") -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert out == ""
+    assert err.startswith("tvmflow: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(command: Start, bundle: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = _sentence(command(bundle, "--port", port))
+    assert f"port {port} of 127.0.0.1 cannot be taken" in said
+    assert "choose another with --port" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        ("absent.tar.gz", "there is no bundle 'absent.tar.gz'"),
+        ("small@nowhere", "There is no channel 'nowhere' of small"),
+        ("small/9", "There is no release small 9"),
+        ("small/3", "differs from the original's"),
+        ("small", "give NAME@CHANNEL, NAME/VERSION or a bundle's path"),
+        ("@production", "give NAME@CHANNEL, NAME/VERSION or a bundle's path"),
+        ("a/b/c", "give NAME@CHANNEL, NAME/VERSION or a bundle's path"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence(command: Start, model: str, complaint: str) -> None:
+    assert complaint in _sentence(command(model, "--port", 0))
+
+
+def test_an_address_that_is_none_is_one_sentence(command: Start, bundle: Path) -> None:
+    assert "correct --host" in _sentence(command(bundle, "--host", "256.0.0.1"))
+
+
+def test_a_failure_of_the_model_is_told_and_counted(bundle: Path, inputs: MakeInputs) -> None:
+    """In this process, for no request can make a sound model fail: its library is closed."""
+    model, metrics = runtime.load(bundle), Metrics()
+    batcher = Batcher(max_batch=1, max_delay=0, on_batch=metrics.batch_rows.observe)
+    app = application(Service(Served("small", "1", model), batcher, metrics, 2**20))
+    model.close()
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.post("/v2/models/small/infer", json=_body(inputs(1)))
+
+    response = asyncio.run(ask())
+    batcher.close()
+    assert response.status_code == 500
+    assert "could not be run" in _said(response)
+    assert metrics.registry.get_sample_value("tvmflow_requests_total", {"code": "500"}) == 1
+
+
+def test_a_release_is_served_by_its_version(serve: Serve, inputs: MakeInputs, reference: Reference) -> None:
+    with serve("small/2") as running:
+        arrays = inputs(2)
+        document = running.client.post("/v2/models/small/versions/2/infer", json=_body(arrays)).json()
+        assert document["model_version"] == "2"
+        np.testing.assert_allclose(_outputs(document)["sum"], reference("2", arrays)["sum"], rtol=1e-5, atol=1e-6)

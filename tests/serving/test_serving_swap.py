@@ -1,0 +1,112 @@
+"""The channel moves: the new version takes over under load, a bad one never does."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+
+CLIENTS = 8
+# Answers of the new version that each client waits for.
+ENOUGH = 5
+Serve = Callable[..., Any]
+Point = Callable[[str, str], None]
+
+
+def _body(arrays: dict[str, Any]) -> dict[str, Any]:
+    datatypes = {"float32": "FP32", "int64": "INT64"}
+    return {
+        "inputs": [
+            {"name": name, "datatype": datatypes[array.dtype.name], "shape": list(array.shape), "data": array.tolist()}
+            for name, array in arrays.items()
+        ]
+    }
+
+
+def _until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Wait for a condition; the wait ends with a failure after `seconds`."""
+    expired = threading.Event()
+    timer = threading.Timer(seconds, expired.set)
+    timer.daemon = True
+    timer.start()
+    while not condition():
+        assert not expired.is_set(), "the condition did not come about"
+    timer.cancel()
+
+
+def test_a_channel_that_moves_under_load_loses_no_request(
+    serve: Serve, point: Point, inputs: Any, reference: Any
+) -> None:
+    point("live", "1")
+    begun, moved = threading.Barrier(CLIENTS + 1), threading.Event()
+
+    def ask(client_number: int, url: str) -> list[str]:
+        """Ask on and on, and check every answer; returns the versions that answered."""
+        versions: list[str] = []
+        arrays = inputs(1 + client_number % 3, client_number)
+        expected = {version: reference(version, arrays)["sum"] for version in ("1", "2")}
+        body = _body(arrays)
+        with httpx.Client(timeout=60, trust_env=False) as client:
+            while versions[-ENOUGH:] != ["2"] * ENOUGH:
+                response = client.post(url, json=body)
+                assert response.status_code == 200, response.text
+                document = response.json()
+                version = document["model_version"]
+                found = np.array(document["outputs"][0]["data"]).reshape(-1, 4)
+                np.testing.assert_allclose(found, expected[version], rtol=1e-5, atol=1e-6)
+                versions.append(version)
+                if len(versions) == 1:
+                    begun.wait(60)
+        assert moved.is_set()
+        return versions
+
+    with serve("small@live", "--poll", 0.1) as running, ThreadPoolExecutor(CLIENTS) as pool:
+        url = f"{running.address}/v2/models/small/infer"
+        asking = [pool.submit(ask, number, url) for number in range(CLIENTS)]
+        begun.wait(60)
+        moved.set()
+        point("live", "2")
+        seen = [each.result(180) for each in asking]
+        assert all(versions == sorted(versions) for versions in seen)
+        assert all({"1", "2"} == set(versions) for versions in seen)
+        assert running.metric("tvmflow_swaps_total") == 1
+        assert running.metric("tvmflow_failed_swaps_total") == 0
+        assert running.metric("tvmflow_inference_seconds_count") == sum(map(len, seen))
+        assert 'tvmflow_model_info{name="small",version="2"} 1.0' in running.client.get("/metrics").text
+        assert 'version="1"' not in running.client.get("/metrics").text
+        assert running.client.get("/v2/models/small").json()["versions"] == ["2"]
+        assert running.client.get("/v2/models/small/versions/1").status_code == 404
+
+
+def test_a_release_that_fails_verification_does_not_take_over(
+    serve: Serve, point: Point, inputs: Any, reference: Any
+) -> None:
+    point("canary", "1")
+    arrays = inputs(2)
+    with serve("small@canary", "--poll", 0.1) as running:
+        point("canary", "3")
+        _until(lambda: running.metric("tvmflow_failed_swaps_total") == 1)
+        ready = running.client.get("/v2/health/ready")
+        assert ready.status_code == 200
+        assert "version 3 is refused" in ready.json()["problem"]
+        assert "differs from the original's" in ready.json()["problem"]
+        document = running.client.post("/v2/models/small/infer", json=_body(arrays)).json()
+        assert document["model_version"] == "1"
+        found = np.array(document["outputs"][0]["data"]).reshape(-1, 4)
+        np.testing.assert_allclose(found, reference("1", arrays)["sum"], rtol=1e-5, atol=1e-6)
+        # It is not tried again and again, and the next good version takes over.
+        point("canary", "2")
+        _until(lambda: running.client.get("/v2/models/small").json()["versions"] == ["2"])
+        assert running.metric("tvmflow_failed_swaps_total") == 1
+        assert running.client.get("/v2/health/ready").json() == {"ready": True}
+
+
+def test_a_rollback_is_a_swap_as_well(serve: Serve, point: Point) -> None:
+    point("stable", "2")
+    with serve("small@stable", "--poll", 0.1) as running:
+        for version in ("1", "2"):
+            point("stable", version)
+            _until(lambda version=version: running.client.get("/v2/models/small").json()["versions"] == [version])
+        assert running.metric("tvmflow_swaps_total") == 2
