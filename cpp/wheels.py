@@ -21,25 +21,27 @@ def installed() -> Path:
     """Where the wheels are installed."""
     spec = find_spec("tvm")
     if spec is None or spec.origin is None:
-        raise SystemExit("apache-tvm is not installed for this Python; run `make setup` or name another Python to CMake")
+        raise SystemExit("apache-tvm is not installed for this Python; give CMake another by -DPython3_EXECUTABLE")
     return Path(spec.origin).parents[1]
 
 
 def fetch(platform: str, folder: Path) -> None:
-    """Download the wheels for a platform and unpack of them what is needed."""
-    with tempfile.TemporaryDirectory() as downloads:
+    """Download the wheels for a platform; what is needed of them appears in `folder` whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         names = [f"{name}=={version(name)}" for name in _WHEELS]
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-            + ["--platform", platform, "--only-binary=:all:", "--dest", downloads, *names],
+            [*pip, "--platform", platform, "--only-binary=:all:", "--dest", scratch, *names],
             check=True,
             stdout=sys.stderr,
         )
-        for wheel in sorted(Path(downloads).glob("*.whl")):
+        for wheel in sorted(Path(scratch).glob("*.whl")):
             with zipfile.ZipFile(wheel) as archive:
                 for name in archive.namelist():
                     if name.startswith(_NEEDED) or name.endswith(".dist-info/METADATA"):
-                        archive.extract(name, folder)
+                        archive.extract(name, f"{scratch}/unpacked")
+        Path(scratch, "unpacked").rename(folder)
 
 
 def main() -> None:
@@ -51,7 +53,10 @@ def main() -> None:
     if (arguments.platform is None) != (arguments.folder is None):
         parser.error("a platform and a folder go together")
     if arguments.platform is not None:
-        fetch(arguments.platform, arguments.folder)
+        try:
+            fetch(arguments.platform, arguments.folder)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(f"the wheels for {arguments.platform} cannot be fetched; pip says above why") from error
     sys.stdout.write(f"{(arguments.folder or installed()).absolute()}\n")
 
 

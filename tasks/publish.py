@@ -67,7 +67,7 @@ def publish(
 
 
 def blobs_of(outcome: TargetOutcomes) -> dict[str, Artifact]:
-    """What the store keeps of a target: the bundle, or the bundle without its weights and these, so that they are shared."""
+    """What the store keeps of a target: the bundle; or, to share the weights, the bundle without them, and them."""
     apart = outcome.packaged.result.apart
     return {"bundle": outcome.bundle} if apart is None else {"bundle": apart.bundle, "weights": apart.weights}
 

@@ -91,7 +91,8 @@ def _said(bundle: Path, manifest: Manifest) -> dict[str, Any]:
             raise TypeError("not a mapping")
     except (KeyError, ValueError, TypeError) as error:
         raise BundleError(
-            f"bundle {str(bundle)!r} does not say with which options it was built, as older ones do not; compile it anew to have one that does"
+            f"bundle {str(bundle)!r} does not say with which options it was built, as older ones do not; "
+            f"compile it anew to have one that does"
         ) from error
     if code != code_digest():
         raise BundleError(

@@ -209,7 +209,9 @@ void Unpack(const std::string& bundle, const fs::path& folder) {
   Naming(bundle, [&] {
     Archive archive(bundle);
     Header header;
-    if (!archive.Next(header) || header.name != kManifest) throw Error(std::string("it does not begin with ") + kManifest);
+    if (!archive.Next(header) || header.name != kManifest) {
+      throw Error(std::string("it does not begin with ") + kManifest);
+    }
     if (header.size > kManifestLimit) throw Error(std::string("its ") + kManifest + " is too large");
     archive.Extract(header, folder / kManifest);
     const Manifest manifest = ParseManifest(ReadManifest(folder, bundle));

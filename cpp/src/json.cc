@@ -212,7 +212,10 @@ const T& As(const Variant& value, const char* kind) {
 
 }  // namespace
 
-Json Json::Parse(std::string_view text) { return Parser(text).Document(); }
+Json Json::Parse(std::string_view text) {
+  if (!IsUtf8(text)) throw Error("it is not JSON: it is not UTF-8");
+  return Parser(text).Document();
+}
 
 const std::string& Json::Text() const { return As<std::string>(value_, "a string"); }
 
@@ -236,6 +239,27 @@ const Json* Json::Find(std::string_view name) const {
 const Json& Json::At(std::string_view name) const {
   if (const Json* found = Find(name)) return *found;
   throw Error("it lacks '" + std::string(name) + "'");
+}
+
+bool IsUtf8(std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    const auto first = static_cast<unsigned char>(text[i]);
+    const size_t length = first < 0x80 ? 1 : first >= 0xC2 && first < 0xE0 ? 2 : first >= 0xE0 && first < 0xF0 ? 3 : 4;
+    if (first >= 0xF5 || (first >= 0x80 && first < 0xC2) || length > text.size() - i) return false;
+    uint32_t code = length == 1 ? first : first & (0x7F >> length);
+    for (size_t j = 1; j < length; ++j) {
+      const auto next = static_cast<unsigned char>(text[i + j]);
+      if ((next & 0xC0) != 0x80) return false;
+      code = code << 6 | (next & 0x3F);
+    }
+    // Overlong forms, halves of surrogate pairs, and what is beyond Unicode.
+    if ((length == 3 && code < 0x800) || (code >= 0xD800 && code < 0xE000) ||
+        (length == 4 && (code < 0x10000 || code > 0x10FFFF))) {
+      return false;
+    }
+    i += length;
+  }
+  return true;
 }
 
 std::string Quoted(std::string_view text) {

@@ -14,8 +14,8 @@ struct Member;
 // A value of a document. What asks for a kind throws Error if the value is of another.
 class Json {
  public:
-  // Reads a whole document. Throws Error for anything that is not JSON, for repeated names and integers of more than
-  // 64 bits.
+  // Reads a whole document. Throws Error for anything that is not JSON in UTF-8, for repeated names and integers of
+  // more than 64 bits.
   static Json Parse(std::string_view text);
 
   Json() = default;
@@ -43,6 +43,8 @@ struct Member {
   std::string name;
   Json value;
 };
+
+bool IsUtf8(std::string_view text);
 
 // A string as JSON writes it, with its quotes.
 std::string Quoted(std::string_view text);

@@ -35,7 +35,8 @@ std::string ShapeText(const TensorSpec& spec) {
   std::string text = "[";
   for (const Dimension& size : spec.shape) {
     if (text.size() > 1) text += ", ";
-    text += std::holds_alternative<int64_t>(size) ? std::to_string(std::get<int64_t>(size)) : std::get<std::string>(size);
+    const int64_t* fixed = std::get_if<int64_t>(&size);
+    text += fixed != nullptr ? std::to_string(*fixed) : std::get<std::string>(size);
   }
   return text + "]";
 }
@@ -95,7 +96,8 @@ void SettleThreads(int asked, int64_t built_for) {
   } else if (found != nullptr) {
     count = std::atoi(found);
     if (count < 1) {
-      throw Error("the environment variable TVM_NUM_THREADS is '" + std::string(found) + "', expected a positive number");
+      throw Error("the environment variable TVM_NUM_THREADS is '" + std::string(found) +
+                  "', expected a positive number");
     }
   }
   setenv("TVM_NUM_THREADS", std::to_string(count).c_str(), 1);

@@ -25,8 +25,8 @@ constexpr const char* kUsage =
     "usage: tvmflow-run BUNDLE [--inputs IN.npz | --inputs NAME=IN.npy ...] [--output OUT.npz]\n"
     "                   [--repeat N] [--warmup N] [--threads N] [--json]\n"
     "\n"
-    "Runs BUNDLE, a .tar.gz or the folder that it was unpacked into, verified first, and writes its outputs by name and\n"
-    "as output_0, output_1, ... Without inputs it runs on the golden sample.\n"
+    "Runs BUNDLE, a .tar.gz or the folder that it was unpacked into, verified first, and writes its outputs by name\n"
+    "and as output_0, output_1, ... Without inputs it runs on the golden sample.\n"
     "\n"
     "  --inputs   arrays by input name, or one array for one input; may be repeated\n"
     "  --output   the file to write\n"
@@ -189,6 +189,20 @@ void Run(const Options& options) {
   if (options.output) std::printf("written to %s\n", options.output->c_str());
 }
 
+// A message on one line of text, whatever a damaged file has put into it.
+void Say(const std::exception& error) {
+  const std::string message = error.what();
+  const bool utf8 = tvmflow::IsUtf8(message);
+  std::string line;
+  for (char byte : message) {
+    const auto code = static_cast<unsigned char>(byte);
+    char escape[8];
+    std::snprintf(escape, sizeof escape, "\\x%02x", code);
+    line += code < 0x20 || code == 0x7F || (code >= 0x80 && !utf8) ? escape : std::string(1, byte);
+  }
+  std::fprintf(stderr, "tvmflow-run: %s\n", line.c_str());
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -201,10 +215,10 @@ int main(int argc, char** argv) {
     Run(Parse(arguments));
     return 0;
   } catch (const UsageError& error) {
-    std::fprintf(stderr, "tvmflow-run: %s\n", error.what());
+    Say(error);
     return 2;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "tvmflow-run: %s\n", error.what());
+    Say(error);
     return 1;
   }
 }

@@ -180,7 +180,9 @@ def test_openssl_finds_the_signature_right(signed: Path, public: Path, tmp_path:
 
 def test_without_the_library_it_is_said_what_to_install(signed: Path, public: Path, folder: Path) -> None:
     code = "import sys, pathlib; sys.modules['cryptography'] = None\nfrom tvmflow.bundle import extract\n"
-    code += "try: extract(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))\nexcept Exception as error: print(error)"
+    code += (
+        "try: extract(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))\nexcept Exception as error: print(error)"
+    )
     environment = {**os.environ, "TVMFLOW_TRUSTED_KEYS": str(public)}
     arguments = [sys.executable, "-c", code, str(signed), str(folder)]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)

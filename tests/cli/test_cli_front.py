@@ -14,7 +14,7 @@ import pytest
 
 Command = Callable[..., Any]
 
-COMMANDS = ("release", "compile", "run", "verify", "init", "list", "serve")
+COMMANDS = ("release", "compile", "run", "verify", "keygen", "sign", "init", "list", "serve")
 LIST_MODULES = """
 import sys
 from tvmflow.cli import main

@@ -2,8 +2,14 @@
 
 import dataclasses
 import json
+import os
+import re
+import signal
+import socket
 import subprocess
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +85,7 @@ def test_json_describes_the_outputs_and_the_times(tvmflow: Command, bundle: Path
     document = json.loads(ended.out)
     assert document["outputs"]["above"] == {"shape": [3, 4], "dtype": "bool"}
     assert document["runs"] == 2
-    assert document["latency_ms"].keys() == {"mean", "p50", "min"}
+    assert document["latency_ms"].keys() == {"mean", "p50", "max", "min", "std"}
     assert ended.err == ""
 
 
@@ -197,3 +203,258 @@ def test_other_outputs_than_the_originals_exit_with_three(tvmflow: Command, repa
     ended = tvmflow("verify", repack(falsify))
     assert ended.code == 3
     assert f"output '{output}' differs from the original's by 1" in ended.sentence
+
+
+def _sum(path: str = "out.npz") -> Any:
+    return npz.read(Path(path))["sum"]
+
+
+def _weights(models: Path) -> Any:
+    import onnx
+    from onnx import numpy_helper
+
+    return numpy_helper.to_array(onnx.load(models / "small.onnx").graph.initializer[0])
+
+
+def test_inputs_can_be_zeros_or_ones_of_any_size(tvmflow: Command, bundle: Path, models: Path) -> None:
+    assert tvmflow("run", bundle, "--fill-mode", "zeros", "--size", "batch=3", "-o", "out.npz").code == 0
+    np.testing.assert_array_equal(_sum(), np.zeros((3, 4)))
+    assert tvmflow("run", bundle, "--fill-mode", "ones", "-o", "out.npz").code == 0
+    np.testing.assert_allclose(_sum(), _weights(models).sum(0, keepdims=True) + 1, rtol=1e-5)
+
+
+def test_random_inputs_are_the_same_each_time_and_within_the_golden_samples_range(bundle: Path) -> None:
+    from tvmflow.cli.run import filled
+    from tvmflow.runtime import load
+
+    with load(bundle) as model:
+        one, two = (filled(model, "random", {"batch": 500}) for _ in range(2))
+        for name, known in model.sample[0].items():
+            assert (one[name] == two[name]).all()
+            assert one[name].dtype == known.dtype
+            assert known.min() <= one[name].min() < one[name].max() <= known.max()
+            assert np.ptp(one[name]) > 0.9 * np.ptp(known)
+
+
+def test_random_indices_stay_where_the_golden_sample_has_them(tvmflow: Command) -> None:
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    table = np.arange(12, dtype=np.float32).reshape(3, 4)
+    graph = helper.make_graph(
+        [helper.make_node("Gather", ["table", "index"], ["row"])],
+        "gather",
+        [helper.make_tensor_value_info("index", TensorProto.INT64, ["n"])],
+        [helper.make_tensor_value_info("row", TensorProto.FLOAT, ["n", 4])],
+        [numpy_helper.from_array(table, "table")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), "gather.onnx")
+    assert tvmflow("compile", "gather.onnx", "-o", "gather.tar.gz").code == 0
+    options = ("--fill-mode", "random", "--size", "n=64", "-o", "out.npz")
+    assert tvmflow("run", "gather.tar.gz", *options).code == 0
+    assert {tuple(row) for row in npz.read(Path("out.npz"))["row"]} <= {tuple(row) for row in table}
+
+
+WRONG_RUNS = [
+    (("--inputs", "in.npz", "--fill-mode", "ones"), "--inputs and --fill-mode both say what to run on"),
+    (("--size", "batch=2"), "--size needs --fill-mode"),
+    (("--fill-mode", "ones", "--size", "batch"), "'batch' is not of the form NAME=SIZE"),
+    (("--fill-mode", "ones", "--size", "batch=-1"), "'batch=-1' is not of the form NAME=SIZE"),
+    (("--fill-mode", "ones", "--size", "bach=2"), "no symbolic dimension 'bach'; did you mean 'batch'?"),
+    (("--fill-mode", "ones", "--size", "batch=0"), "batch is 0, expected 1 to any"),
+    (("--fill-mode", "twos"), "'twos' is not one of 'zeros', 'ones', 'random'"),
+    (("--device", "cuda"), "is built for cpu; compile for another target"),
+    (("--device", "tpu"), "'tpu' is not one of 'cpu', 'cuda'"),
+    (("--number", "0"), "0 is not in the range x>=1"),
+    (("--print-top", "0"), "0 is not in the range x>=1"),
+    (("--rpc-tracker", "127.0.0.1:9190"), "--rpc-tracker and --rpc-key go together"),
+    (("--rpc-key", "board"), "--rpc-tracker and --rpc-key go together"),
+    (("--rpc-tracker", "localhost", "--rpc-key", "k"), "'localhost' is not of the form HOST:PORT"),
+    (("--rpc-tracker", "localhost:99999", "--rpc-key", "k"), "'localhost:99999' is not of the form HOST:PORT"),
+    (("--rpc-tracker", "h:1", "--rpc-key", "k", "--profile"), "--profile works on this machine only"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG_RUNS)
+def test_a_wrong_option_exits_with_two(tvmflow: Command, bundle: Path, options: tuple[str, ...], said: str) -> None:
+    ended = tvmflow("run", bundle, *options)
+    assert ended.code == 2
+    assert said in ended.err
+    assert ended.out == ""
+
+
+def test_the_device_of_the_bundle_is_accepted(tvmflow: Command, bundle: Path) -> None:
+    assert tvmflow("run", bundle, "--device", "cpu").code == 0
+
+
+def test_the_runs_are_as_many_as_asked_for(tvmflow: Command, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tvmflow.runtime import CompiledModel
+
+    calls = []
+    call = CompiledModel.__call__
+
+    def counted(model: CompiledModel, /, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return call(model, *args, **kwargs)
+
+    monkeypatch.setattr(CompiledModel, "__call__", counted)
+    numbers = ("--repeat", "2", "--number", "4", "--warmup", "3")
+    assert json.loads(tvmflow("run", bundle, *numbers, "--end-to-end", "--json").out)["runs"] == 8
+    assert len(calls) == 1 + 3 + 2 * 4  # the first gives the outputs
+    calls.clear()
+    # The function alone is called by TVM's evaluator.
+    assert json.loads(tvmflow("run", bundle, *numbers, "--json").out)["end_to_end"] is False
+    assert len(calls) == 1
+
+
+def test_the_times_are_printed_as_a_table(tvmflow: Command, bundle: Path) -> None:
+    ended = tvmflow("run", bundle, "--print-time", "--repeat", "3", "--number", "2", "--end-to-end")
+    title, headings, figures = ended.out.splitlines()[-3:]
+    assert title == "6 runs, end to end, in ms:"
+    times = dict(zip(headings.split(), map(float, figures.split()), strict=True))
+    assert times.keys() == {"mean", "median", "max", "min", "std"}
+    assert 0 < times["min"] <= times["median"] <= times["max"]
+
+
+def test_the_largest_values_are_printed(tvmflow: Command, bundle: Path, models: Path) -> None:
+    expected = _weights(models).sum(0) + 1
+    first, second = np.argsort(-expected)[:2]
+    options = ("run", bundle, "--fill-mode", "ones", "--print-top", "2")
+    line = f"sum, largest of the last axis: [{first}] {expected[first]:.6g}, [{second}] {expected[second]:.6g}"
+    assert line in tvmflow(*options).out.splitlines()
+    top = json.loads(tvmflow(*options, "--json").out)["top"]["sum"]
+    assert [item["index"] for item in top] == [first, second]
+    assert top[0]["value"] == pytest.approx(expected[first], rel=1e-5)
+
+
+def test_the_profile_says_which_rule_made_each_function(tvmflow: Command, bundle: Path) -> None:
+    profile = json.loads(tvmflow("run", bundle, "--profile", "--repeat", "3", "--json").out)["profile"]
+    functions = {item["name"]: item for item in profile}
+    assert functions.keys() == {"fused_dense_add", "relu", "greater", "(virtual machine)"}
+    assert functions["fused_dense_add"]["rule"] == "rows"
+    assert functions["(virtual machine)"]["rule"] == ""
+    assert functions["relu"]["calls"] == 1
+    assert sum(item["share"] for item in profile) == pytest.approx(1)
+    assert [item["microseconds"] for item in profile] == sorted((f["microseconds"] for f in profile), reverse=True)
+    lines = tvmflow("run", bundle, "--profile").out.splitlines()
+    assert "function           rule      calls         us   share" in lines
+    assert any(re.fullmatch(r"relu +fallback +1 +\d+\.\d +\d+\.\d%", line) for line in lines)
+
+
+def test_a_profile_leaves_the_outputs_as_they_are(
+    tvmflow: Command, bundle: Path, given: dict[str, Any], models: Path
+) -> None:
+    assert tvmflow("run", bundle, "--inputs", "in.npz", "--profile", "-o", "out.npz").code == 0
+    np.testing.assert_allclose(_sum(), given["x"] @ _weights(models) + given["y"], rtol=1e-4, atol=1e-5)
+
+
+_RPC = """
+import runpy, sys
+sys.modules["torch"] = None  # tvm_ffi would import it
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def tracker(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Iterator[str]:
+    """A tracker of TVM's RPC on loopback, with one server of key `board`; its address."""
+    folder = tmp_path_factory.mktemp("rpc")
+    started = []
+
+    def start(module: str, *arguments: str) -> Path:
+        log = folder / f"{module}.log"
+        command = [sys.executable, "-c", _RPC, f"tvm.exec.{module}", "--host", "127.0.0.1", *arguments]
+        with log.open("wb") as output:
+            started.append(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+            )
+        return log
+
+    def wait(ready: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + 120
+        while not (found := ready()):
+            assert time.monotonic() < deadline, [path.read_text() for path in folder.iterdir()]
+            assert all(process.poll() is None for process in started), [path.read_text() for path in folder.iterdir()]
+            time.sleep(0.05)
+        return found
+
+    try:
+        log = start("rpc_tracker", "--port", "9190", "--port-end", "9990")
+        address = wait(lambda: re.search(r"bind to (127\.0\.0\.1:\d+)\n", log.read_text()))[1]
+        start("rpc_server", "--port", "9090", "--port-end", "9990", "--tracker", address, "--key", "board")
+        from tvm import rpc
+
+        host, port = address.split(":")
+        session = rpc.connect_tracker(host, int(port))
+        wait(lambda: session.summary()["queue_info"].get("board", {}).get("free"))
+        session.close()
+        yield address
+    finally:
+        for process in started:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_a_bundle_is_sent_to_a_server_and_run_there(
+    tvmflow: Command, bundle: Path, given: dict[str, Any], models: Path, tracker: str
+) -> None:
+    there = ("--rpc-tracker", tracker, "--rpc-key", "board", "--rpc-timeout", "60", "--json")
+    ended = tvmflow("run", bundle, "--inputs", "in.npz", "-o", "there.npz", "--repeat", "2", "--number", "3", *there)
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["runs"] == 6
+    assert tvmflow("run", bundle, "--inputs", "in.npz", "-o", "here.npz").code == 0
+    here, remote = npz.read(Path("here.npz")), npz.read(Path("there.npz"))
+    assert here.keys() == remote.keys()
+    for name, array in here.items():
+        np.testing.assert_array_equal(array, remote[name])
+    ended = tvmflow("run", bundle, "--fill-mode", "ones", "-o", "ones.npz", "--end-to-end", *there)
+    assert ended.code == 0, ended.err
+    np.testing.assert_allclose(_sum("ones.npz"), _weights(models).sum(0, keepdims=True) + 1, rtol=1e-5)
+
+
+def test_an_input_that_does_not_fit_is_told_before_anything_runs_on_the_server(
+    tvmflow: Command, bundle: Path, tracker: str
+) -> None:
+    npz.write(Path("bad.npz"), {"x": np.zeros((3, 9), np.float32), "y": np.zeros((3, 4), np.float32)})
+    there = ("--rpc-tracker", tracker, "--rpc-key", "board", "--rpc-timeout", "60")
+    ended = tvmflow("run", bundle, "--inputs", "bad.npz", *there)
+    assert (ended.code, ended.sentence) == (1, "tvmflow: input 'x' has shape [3, 9], expected [batch, 8]")
+
+
+def test_a_key_that_no_server_has_is_told_with_those_there_are(tvmflow: Command, bundle: Path, tracker: str) -> None:
+    ended = tvmflow("run", bundle, "--rpc-tracker", tracker, "--rpc-key", "bord")
+    assert ended.code == 1
+    assert ended.sentence.endswith("has no server with key 'bord'; its keys are board")
+
+
+def test_a_tracker_that_is_not_there_is_one_sentence(tvmflow: Command, bundle: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        port = taken.getsockname()[1]
+        ended = tvmflow("run", bundle, "--rpc-tracker", f"127.0.0.1:{port}", "--rpc-key", "board")
+    assert ended.code == 1
+    assert f"there is no RPC tracker at 127.0.0.1:{port} ([Errno 111] Connection refused)" in ended.sentence
+
+
+def test_a_silent_or_busy_server_is_given_up_after_the_time_allowed(
+    executable: str, environment: dict[str, str], bundle: Path, tracker: str
+) -> None:
+    from tvm import rpc
+
+    def run(address: str) -> str:
+        options = ["--rpc-tracker", address, "--rpc-key", "board", "--rpc-timeout", "2"]
+        done = subprocess.run(
+            [executable, "run", str(bundle), *options], env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 1
+        return done.stderr
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert f"of tracker {address} gave no answer in 2 s; it is busy or hangs" in run(address)
+    host, port = tracker.split(":")
+    session = rpc.connect_tracker(host, int(port)).request("board")
+    said = f"tvmflow: the RPC server with key 'board' of tracker {tracker} gave no answer in 2 s; it is busy or hangs"
+    assert run(tracker).startswith(said)
+    del session

@@ -116,3 +116,11 @@ def test_a_mistyped_variable_is_refused_with_the_likely_one(monkeypatch: pytest.
     monkeypatch.setenv("TVMFLOW_S3_ENDPIONT", "http://127.0.0.1:9000")
     with pytest.raises(SettingsError, match="TVMFLOW_S3_ENDPIONT is no setting; did you mean TVMFLOW_S3_ENDPOINT"):
         settings.load()
+
+
+def test_what_devices_obey_is_no_key_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMFLOW_TRUSTED_KEYS", "release-key.pub")
+    settings.load()
+    write('trusted_keys = "release-key.pub"\n')
+    with pytest.raises(SettingsError, match="setting 'trusted_keys' is unknown"):
+        settings.load()

@@ -84,8 +84,10 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     if missing:
         pytest.skip(f"{' and '.join(missing)} not installed: the C++ runner cannot be built")
     command = _configure_and_build(
-        tmp_path_factory.mktemp("runner"), "-DTVMFLOW_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"
+        tmp_path_factory.mktemp("runner"), "-DTVMFLOW_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=Debug"
     )
+    if "ZLIB_INCLUDE_DIR-NOTFOUND" in (command.parent / "CMakeCache.txt").read_text():
+        pytest.skip("zlib's headers (zlib1g-dev) not installed: the C++ runner reads no archives")
     # TVM keeps what it registers until the process has ended.
     return Runner((str(command),), {**_environment(), "ASAN_OPTIONS": "detect_leaks=0"})
 
@@ -98,13 +100,10 @@ def aarch64_runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
         pytest.skip(f"{' and '.join(missing)} not installed: nothing can be built for ARM and run here")
     wheels = CACHE / f"aarch64-tvm-{version('apache-tvm')}-ffi-{version('apache-tvm-ffi')}"
     if not wheels.is_dir():
-        partial = tmp_path_factory.mktemp("wheels")
-        arguments = [sys.executable, str(CPP / "wheels.py"), "--platform", "manylinux_2_28_aarch64", str(partial)]
+        arguments = [sys.executable, str(CPP / "wheels.py"), "--platform", "manylinux_2_28_aarch64", str(wheels)]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
-        if done.returncode != 0:
-            pytest.skip(f"the wheels for ARM cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
-        CACHE.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(partial, wheels, dirs_exist_ok=True)
+        if done.returncode != 0 and not wheels.is_dir():
+            pytest.skip("the wheels of TVM for ARM cannot be fetched here")
     command = _configure_and_build(
         tmp_path_factory.mktemp("runner-aarch64"),
         f"-DCMAKE_TOOLCHAIN_FILE={CPP / 'aarch64-linux-gnu.cmake'}",
@@ -152,7 +151,7 @@ def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory, onnx_file: Path) -> Compile:
-    """Compile the model for a target, with its weights `inside` or `apart`; batch 1 and 4 have functions of their own."""
+    """Compile the model for a target, with its weights `inside` or `apart`; batch 4 has a function of its own."""
     from tasks import build, export, package, relax_import, tune
     from tasks.step import Context
     from tvmflow import spec
@@ -165,7 +164,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, onnx_file: Path) -> Compi
         document = {
             "name": "small",
             "model": {"onnx": str(onnx_file)},
-            "dimensions": {"batch": {"min": 1, "max": 8, "measure": [1, 4]}},
+            "dimensions": {"batch": {"min": 1, "max": 8, "tune": 4}},
             "build": {"weights": weights},
             "targets": [target],
         }

@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pandas as pd  # type: ignore[import-untyped]
 import pytest
 import requests
 
+from tvmflow.bundle import extract, pack
 from tvmflow.errors import BundleError, InputError
 from tvmflow.registry import Registry, RegistryConfig, TensorField
 from tvmflow.runtime import CompiledModel
@@ -26,26 +29,22 @@ X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
 @pytest.fixture
-def tracking(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """MLflow's global address is that of the registry while the test runs."""
+def experiment(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An experiment of the registry that MLflow's fluent functions use while the test runs."""
     import mlflow
 
-    uri = registry.config.tracking_uri
-    before = mlflow.get_tracking_uri()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    mlflow.set_tracking_uri(uri)
-    mlflow.set_experiment("flavor")
-    yield uri
-    mlflow.set_tracking_uri(before)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", registry.config.tracking_uri)
+    made: str = mlflow.create_experiment(f"experiment-{uuid.uuid4()}")
+    return made
 
 
 def test_a_model_is_logged_registered_and_loaded_by_alias(
-    tracking: str, build_bundle: BuildBundle, request: pytest.FixtureRequest
+    experiment: str, build_bundle: BuildBundle, request: pytest.FixtureRequest
 ) -> None:
-    import mlflow
-    from mlflow import MlflowClient
     from mlflow.types import TensorSpec
 
+    import mlflow
+    from mlflow import MlflowClient
     from tvmflow.registry import flavor
 
     name = f"logged-{request.node.callspec.id}"
@@ -55,7 +54,7 @@ def test_a_model_is_logged_registered_and_loaded_by_alias(
         "best": build_bundle(cpu_features=(feature,)),
         "other": build_bundle(arch=OTHER_ARCH),
     }
-    with mlflow.start_run() as run:
+    with mlflow.start_run(experiment_id=experiment) as run:
         info = flavor.log_model(
             bundles,
             "model",
@@ -71,7 +70,7 @@ def test_a_model_is_logged_registered_and_loaded_by_alias(
     assert model.metadata.metadata == {"made": "here"}
     assert model.metadata.signature.inputs.inputs == [TensorSpec(np.dtype("float32"), (-1, 4), "x")]
     assert model.metadata.signature.outputs.inputs == [TensorSpec(np.dtype("float32"), (-1, 4), "double")]
-    assert model.unwrap_python_model().target == "best" if hasattr(model, "_model_impl") else False
+    assert model._model_impl.target == "best"
     assert np.array_equal(model.predict({"x": X}), 2 * X)
     assert np.array_equal(model.predict(model.input_example), 2 * X)
     plain = mlflow.pyfunc.load_model(f"models:/{name}@production", model_config={"target": "plain"})
@@ -98,6 +97,22 @@ def test_bundles_of_different_models_are_refused(build_bundle: BuildBundle, tmp_
         flavor.save_model({"a": build_bundle(), "b": build_bundle(outputs=2)}, tmp_path / "model")
 
 
+def test_weights_beside_a_bundle_are_logged_with_it(build_bundle: BuildBundle, tmp_path: Path) -> None:
+    from tvmflow.registry import flavor
+
+    (tmp_path / "files").mkdir()
+    manifest = replace(extract(build_bundle(), tmp_path / "files"), weights="apart")
+    with (tmp_path / "files" / "mod.params").open("wb") as stream:
+        np.savez(stream, w=X)
+    files = {path.name: path for path in (tmp_path / "files").iterdir()}
+    complete = pack(tmp_path / "shared.tar.gz", manifest, files, leave_weights_out=True)
+    (tmp_path / complete.files["mod.params"].sha256).write_bytes(files["mod.params"].read_bytes())
+
+    flavor.save_model(tmp_path / "shared.tar.gz", tmp_path / "model")
+    (tmp_path / "again").mkdir()
+    assert extract(tmp_path / "model" / "bundles" / "native.tar.gz", tmp_path / "again") == complete
+
+
 def test_a_key_that_model_config_does_not_have_is_refused(build_bundle: BuildBundle, tmp_path: Path) -> None:
     from tvmflow.registry import flavor
 
@@ -109,9 +124,9 @@ def test_a_key_that_model_config_does_not_have_is_refused(build_bundle: BuildBun
 
 
 def test_code_and_a_conda_environment_travel_with_the_model(build_bundle: BuildBundle, tmp_path: Path) -> None:
-    import mlflow
     import yaml
 
+    import mlflow
     from tvmflow.registry import flavor
 
     (tmp_path / "beside_the_model.py").write_text("ANSWER = 42\n")
@@ -179,31 +194,26 @@ def test_rows_of_different_sizes_are_refused(build_bundle: BuildBundle, tmp_path
         impl.predict(pd.DataFrame({"x": [[1.0] * 3, [1.0] * 3]}))
 
 
-def test_evaluate_measures_the_model(embedded: Registry, build_bundle: BuildBundle, tmp_path: Path) -> None:
+@pytest.mark.parametrize("registry", ["embedded"], indirect=True)
+def test_evaluate_measures_the_model(experiment: str, build_bundle: BuildBundle, tmp_path: Path) -> None:
     import mlflow
-    from mlflow.models import make_metric
-
     from tvmflow.registry import flavor
 
-    def largest_error(predictions: Any, targets: Any, metrics: Any) -> float:
-        return float(np.max(np.abs(np.stack(list(predictions)) - np.stack(list(targets)))))
-
     flavor.save_model(build_bundle(), tmp_path / "model")
-    data = pd.DataFrame({"x": [row.tolist() for row in X], "y": [(2 * row + 1).tolist() for row in X]})
-    before = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(embedded.config.tracking_uri)
-    try:
-        mlflow.set_experiment("evaluate")
-        with mlflow.start_run():
-            result = mlflow.models.evaluate(
-                str(tmp_path / "model"),
-                data,
-                targets="y",
-                extra_metrics=[make_metric(eval_fn=largest_error, greater_is_better=False, name="largest_error")],
-            )
-    finally:
-        mlflow.set_tracking_uri(before)
-    assert result.metrics["largest_error"] == 1.0
+    model = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    rows = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+    labels = rows.argmax(axis=1)
+    labels[:10] = (labels[:10] + 1) % 4
+    data = pd.DataFrame({"x": [row.tolist() for row in rows], "label": labels})
+    with mlflow.start_run(experiment_id=experiment):
+        result = mlflow.models.evaluate(
+            lambda frame: model.predict(frame).argmax(axis=1),
+            data,
+            targets="label",
+            model_type="classifier",
+            evaluator_config={"log_explainer": False},
+        )
+    assert result.metrics["accuracy_score"] == 0.75
 
 
 def test_mlflow_serves_the_model(server: str, build_bundle: BuildBundle, tmp_path: Path) -> None:

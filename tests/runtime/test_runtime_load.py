@@ -44,7 +44,7 @@ def python(code: str, *arguments: object, **environment: str) -> str:
 def test_running_a_bundle_imports_nothing_of_the_pipeline(bundle: Path, runtime_only: str) -> None:
     outputs, modules = json.loads(python(RUN_AND_LIST, bundle, TVM_USE_RUNTIME_LIB=runtime_only))
     assert outputs == ["positive", "sum"]
-    heavy = {"torch", "prefect", "mlflow", "onnx", "onnxruntime", "pydantic", "yaml", "boto3", "rich"}
+    heavy = {"tvm", "torch", "prefect", "mlflow", "onnx", "onnxruntime", "pydantic", "yaml", "boto3", "rich"}
     assert not heavy.intersection(modules)
 
 
@@ -109,3 +109,33 @@ def test_a_library_that_is_none_is_one_sentence(repack: Repack) -> None:
 def test_a_bundle_can_be_named_by_a_string(bundle: Path) -> None:
     with runtime.load(str(bundle)) as model:
         assert model.manifest == read_manifest(bundle)
+
+
+@pytest.mark.parametrize("runtime_only", ["0", "1"])
+def test_tvm_can_be_imported_after_a_bundle_has_run(bundle: Path, runtime_only: str) -> None:
+    code = """
+import sys
+import numpy as np
+from tvmflow import runtime
+model = runtime.load(sys.argv[1])
+before = model(**model.sample[0])["sum"]
+def same(model):
+    return np.array_equal(model(**model.sample[0])["sum"], before)
+import tvm
+with runtime.load(sys.argv[1]) as again:
+    print(same(again), same(model))
+print(type(model.machine).__module__, same(model))
+"""
+    said = python(code, bundle, TVM_USE_RUNTIME_LIB=runtime_only).splitlines()
+    assert said == ["True True", "tvm.runtime.vm True"]
+
+
+def test_sorting_is_there_without_the_compiler(bundle: Path) -> None:
+    code = """
+import sys
+from tvmflow import runtime
+runtime.load(sys.argv[1])
+import tvm_ffi
+print(tvm_ffi.get_global_func("tvm.contrib.sort.argsort", allow_missing=True) is not None)
+"""
+    assert python(code, bundle) == "True\n"

@@ -19,6 +19,7 @@ from tvmflow.bundle import sha256_file
 from tvmflow.serving.app import Service, application
 from tvmflow.serving.batching import Batcher
 from tvmflow.serving.metrics import Metrics
+from tvmflow.serving.server import _bound
 from tvmflow.serving.source import Served
 
 Running = Any
@@ -215,6 +216,12 @@ def test_what_was_accepted_is_answered_after_a_signal(
         assert running.process.stderr.read() == ""
         with pytest.raises(httpx.ConnectError):
             running.client.get("/v2/health/ready")
+
+
+def test_answers_are_not_held_back_to_fill_a_packet() -> None:
+    """asyncio sets TCP_NODELAY on connections of a listener that says its protocol, and on no others."""
+    with _bound("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def _sentence(process: "subprocess.Popen[str]") -> str:

@@ -19,6 +19,8 @@ _DTYPES = frozenset(
 )
 # The largest size that a tensor of TVM can say.
 _MOST = (1 << 63) - 1
+# The most letters of a wrong value that a message shows.
+_WORDS = 200
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,11 @@ class Manifest:
             return cls.parse(data)
         except _OtherFormatError as error:
             raise BundleError(
-                f"bundle {source!r} has format {error}, this tvmflow reads {FORMAT}; upgrade tvmflow"
+                f"bundle {source!r} has format {str(error)[:_WORDS]}, this tvmflow reads {FORMAT}; upgrade tvmflow"
             ) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BundleError(
-                f"bundle {source!r} has a damaged manifest ({type(error).__name__}: {error}); fetch it again"
-            ) from error
+            words = f"{type(error).__name__}: {error}"[:_WORDS]
+            raise BundleError(f"bundle {source!r} has a damaged manifest ({words}); fetch it again") from error
 
     @staticmethod
     def parse(data: bytes) -> "Manifest":

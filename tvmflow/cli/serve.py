@@ -85,13 +85,15 @@ def serve_command(
 
 def _source(model: str, stack: ExitStack) -> "Source":
     """What the argument names; a store that it needs stays open as long as the stack."""
-    from tvmflow import fetch, settings
-    from tvmflow.services import open_store
     from tvmflow.serving import bundle_source, channel_source, release_source
 
     path = Path(model)
     if model.endswith(".tar.gz") or path.is_file():
         return bundle_source(path)
+    # Only now: to serve a bundle takes neither a store nor what reads its settings.
+    from tvmflow import fetch, settings
+    from tvmflow.services import open_store
+
     named = _RELEASE.fullmatch(model)
     if named is None:
         raise SettingsError(f"{model!r} is nothing to serve; give NAME@CHANNEL, NAME/VERSION or a bundle's path")

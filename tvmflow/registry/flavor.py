@@ -37,7 +37,7 @@ from mlflow.utils.model_utils import (
 )
 
 import tvmflow
-from tvmflow.bundle import Manifest, extract, read_manifest, sha256_file
+from tvmflow.bundle import Manifest, extract, missing_weights, read_manifest, sha256_file
 from tvmflow.bundle import TensorSpec as BundleTensor
 from tvmflow.errors import BundleError, InputError
 from tvmflow.runtime import CompiledModel, load
@@ -209,6 +209,10 @@ def _copy_bundles(bundles: Mapping[str, Path], folder: Path) -> tuple[list[Manif
         if (folder / file).exists():
             raise BundleError(f"two targets share the file name {file!r}; rename the target {target!r}")
         shutil.copyfile(bundle, folder / file)
+        weights = missing_weights(bundle)
+        if weights is not None:
+            # They are beside it, named by their digest, and may be those of several bundles.
+            shutil.copyfile(bundle.with_name(weights.sha256), folder / _BUNDLES / weights.sha256)
         manifests.append(manifest)
         entries.append({"target": target, "arch": manifest.arch, "file": file, "sha256": sha256_file(folder / file)})
     return manifests, entries

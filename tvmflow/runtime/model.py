@@ -2,14 +2,14 @@
 
 import operator
 import statistics
-import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tvmflow.bundle import Manifest, TensorSpec, extract
 from tvmflow.errors import BundleError, InputError
+from tvmflow.runtime import library
 from tvmflow.runtime import threads as pools
 from tvmflow.runtime.uri import files
 
@@ -144,17 +145,17 @@ class CompiledModel:
         self.threads = threads
         # Whether the number was asked for: who asked is told when a call has fewer.
         self._told = told
-        with without_torch():
-            import tvm_ffi
-            from tvm import runtime
-        self._runtime = runtime
+        library.load()
+        import tvm_ffi
+
         self._from_dlpack = tvm_ffi.from_dlpack
+        self._tensor_type = tvm_ffi.Tensor
         self._remote = session is not None
         # Of this machine: the memory of another's, as that of a GPU, cannot be shared.
         self._on_cpu = manifest.arch != "cuda" and not self._remote
-        find = session.device if self._remote else runtime.device
-        self._device = find("cuda" if manifest.arch == "cuda" else "cpu", 0)
-        if not self._on_cpu and not self._device.exist:
+        kind = "cuda" if manifest.arch == "cuda" else "cpu"
+        self._device = session.device(kind, 0) if self._remote else None
+        if not self._on_cpu and not self.device.exist:
             where = "the remote machine" if self._remote else "this machine"
             raise BundleError(f"bundle {manifest.name!r} needs an NVIDIA GPU, and {where} shows none")
         try:
@@ -167,7 +168,7 @@ class CompiledModel:
             reason = str(error).strip().splitlines()[-1]
             raise BundleError(f"bundle {manifest.name!r}: its library cannot be loaded ({reason})") from error
         self._params = tuple(
-            runtime.tensor(array, self._device)
+            self._tensor(array)
             for array in (load_params(folder / "mod.params").values() if manifest.weights == "apart" else ())
         )
         with np.load(folder / "sample.npz", allow_pickle=False) as archive:
@@ -209,7 +210,7 @@ class CompiledModel:
         if pools.mixed and self._on_cpu:
             pools.use(self.threads)
         result = call.function(*map(operator.call, call.inputs, arrays), *self._params)
-        values = [result] if hasattr(result, "numpy") else result
+        values = [result] if isinstance(result, self._tensor_type) else result
         return dict(zip(self._output_names, map(self._array, values), strict=True))
 
     def _known(self, values: Sequence[Any]) -> _Call | None:
@@ -259,7 +260,9 @@ class CompiledModel:
     def _tensor(self, array: "Array") -> Any:
         """An array as a tensor on the model's device; not copied on a CPU if it is aligned."""
         if not self._on_cpu:
-            return self._runtime.tensor(array, self._device)
+            from tvm import runtime
+
+            return runtime.tensor(array, self.device)
         # The library loads whole vectors: it may be given only memory that is aligned as TVM aligns its own.
         suits = _address(array) % _ALIGNMENT == 0 and array.flags.writeable and array.flags.c_contiguous
         return self._from_dlpack(array if suits else _aligned_copy(array))
@@ -274,20 +277,24 @@ class CompiledModel:
     def _functions(self) -> "dict[str, Callable[..., Any]]":
         """The functions of this thread's virtual machine."""
         if not self._local.functions:
-            from tvm.runtime.vm import VirtualMachine
-
             if self._library is None:
                 raise ValueError(f"model {self.manifest.name!r} is closed")
-            machine = VirtualMachine(self._library, self._device)
-            names = ("main", *(item.function for item in self.manifest.variants))
-            try:
-                # A remote function may return one tensor, not several: these are asked for one by one.
-                take = _stateful if self._remote else operator.getitem
-                self._local.functions = {name: take(machine, name) for name in names}
-            except AttributeError as error:
-                raise BundleError(f"bundle {self.manifest.name!r}: {error}; build it again") from error
-            self._local.machine = machine
+            if self._on_cpu:
+                self._local.functions = self._named(library.machine(self._library))
+            else:
+                self._local.functions = self._named(self._of_machine(self.machine))
         return self._local.functions
+
+    def _of_machine(self, machine: Any) -> "Callable[[str], Callable[..., Any]]":
+        # A remote function may return one tensor, not several: these are asked for one by one.
+        return partial(_stateful, machine) if self._remote else machine.__getitem__
+
+    def _named(self, find: "Callable[[str], Callable[..., Any]]") -> "dict[str, Callable[..., Any]]":
+        names = ("main", *(item.function for item in self.manifest.variants))
+        try:
+            return {name: find(name) for name in names}
+        except AttributeError as error:
+            raise BundleError(f"bundle {self.manifest.name!r}: {error}; build it again") from error
 
     def _array(self, tensor: Any) -> "Array":
         # A copy: an output may be memory of an input or a constant of the library.
@@ -392,18 +399,30 @@ class CompiledModel:
         machine.set_input(name, *map(self._tensor, arrays.values()), *self._params)
         for _ in range(warmup):
             machine.invoke_stateful(name)
-        evaluate = machine.time_evaluator("invoke_stateful", self._device, number=number, repeat=repeat)
+        evaluate = machine.time_evaluator("invoke_stateful", self.device, number=number, repeat=repeat)
         return Timings(tuple(map(float, evaluate(name).results)), number)
 
     @property
     def machine(self) -> Any:
-        """This thread's virtual machine, of TVM."""
-        self._functions()
+        """This thread's virtual machine, as TVM's own class, for its instruments; needs TVM's Python package."""
+        if self._local.machine is None:
+            if self._library is None:
+                raise ValueError(f"model {self.manifest.name!r} is closed")
+            with library.without_torch():
+                from tvm.runtime.vm import VirtualMachine
+            # TVM's package has its own class for a library, which one that was loaded before it does not have.
+            self._local.machine = VirtualMachine(library.wrapped_anew(self._library), self.device)
+            self._local.calls.clear()
+            self._local.functions = self._named(self._of_machine(self._local.machine))
         return self._local.machine
 
     @property
     def device(self) -> Any:
-        """The device that runs the model, of TVM."""
+        """The device that runs the model, as TVM's own class; needs TVM's Python package."""
+        if self._device is None:
+            with library.without_torch():
+                from tvm import runtime
+            self._device = runtime.device("cpu" if self._on_cpu else "cuda", 0)
         return self._device
 
     def close(self) -> None:
@@ -463,16 +482,3 @@ def _aligned_copy(array: "Array") -> "Array":
     copy = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
-
-
-@contextmanager
-def without_torch() -> Iterator[None]:
-    """Keep `tvm_ffi` from importing torch, which it does wherever torch is installed and which costs seconds."""
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]

@@ -1,5 +1,6 @@
 """A bundle run on another machine: sent to a server of TVM's RPC, which a tracker finds by its key."""
 
+import contextlib
 import queue
 import socket
 import tempfile
@@ -10,7 +11,8 @@ from typing import Any, TypeVar
 
 from tvmflow.bundle import extract
 from tvmflow.errors import RemoteError, TvmflowError
-from tvmflow.runtime.model import CompiledModel, without_torch
+from tvmflow.runtime.library import without_torch
+from tvmflow.runtime.model import CompiledModel
 
 T = TypeVar("T")
 # Seconds in which a tracker must accept a connection.
@@ -29,8 +31,13 @@ def run(bundle: Path, host: str, port: int, key: str, timeout: float, work: Call
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
             manifest = extract(bundle, Path(folder))
             session = _session(host, port, key, timeout)
-            with CompiledModel(manifest, Path(folder), manifest.threads, session=session) as model:
-                return work(model)
+            try:
+                with CompiledModel(manifest, Path(folder), manifest.threads, session=session) as model:
+                    return work(model)
+            finally:
+                # Else the server waits until the last object of the session is gone here.
+                with contextlib.suppress(Exception):
+                    session.get_function("CloseRPCConnection")()
 
     where = f"the RPC server with key {key!r} of tracker {host}:{port}"
     outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()

@@ -53,13 +53,14 @@ def application(service: Service) -> ASGIApp:
     version = model + "/versions/{version}"
     endpoints = _Endpoints(service)
     app = Starlette(
+        # In the order in which they are compared with a request's path.
         routes=[
+            *(Route(f"{path}/infer", endpoints.infer, methods=["POST"]) for path in (model, version)),
             Route("/v2", endpoints.server),
             Route("/v2/health/live", endpoints.live),
             Route("/v2/health/ready", endpoints.ready),
             *(Route(path, endpoints.metadata) for path in (model, version)),
             *(Route(f"{path}/ready", endpoints.model_ready) for path in (model, version)),
-            *(Route(f"{path}/infer", endpoints.infer, methods=["POST"]) for path in (model, version)),
             Route("/metrics", endpoints.metrics),
         ],
         exception_handlers={HTTPException: _told, Exception: _failed},

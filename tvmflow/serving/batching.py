@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -66,6 +67,7 @@ class Batcher:
         self._max_batch = max_batch
         self._max_delay = max_delay
         self._on_batch = on_batch
+        self._dimensions: WeakKeyDictionary[CompiledModel, str | None] = WeakKeyDictionary()
         self._waiting: deque[_Request | Callable[[], object]] = deque()
         self._changed = threading.Condition()
         self._hurried = False
@@ -76,7 +78,9 @@ class Batcher:
 
     def submit(self, model: CompiledModel, arrays: "Arrays") -> "Future[Arrays]":
         """Queue checked inputs, in the model's order; raises OverloadedError when too many wait already."""
-        request = _Request(model, arrays, batch_dimension(model.manifest))
+        if model not in self._dimensions:
+            self._dimensions[model] = batch_dimension(model.manifest)
+        request = _Request(model, arrays, self._dimensions[model])
         with self._changed:
             if len(self._waiting) >= MOST_WAITING:
                 raise OverloadedError

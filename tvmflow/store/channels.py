@@ -179,29 +179,25 @@ def _found(store: ReleaseStore, name: str, channel: str) -> tuple[Pointer | None
     from botocore.exceptions import IncompleteReadError, ResponseStreamingError
 
     key = _key(name, channel)
-    looks, looks_for_absent = _LOOKS, _LOOKS_FOR_ABSENT
-    while True:
-        looks -= 1
+    unreadable = absent = 0
+    while absent < _LOOKS_FOR_ABSENT:
         with explained(store.config, f"reading {key}"):
             try:
                 answer = store._s3.get_object(Bucket=store.config.bucket, Key=store._key(key))
                 with contextlib.closing(answer["Body"]) as body:
-                    content = body.read()
+                    return _from_json(body.read(), name, channel), answer["ETag"]
             except store._s3.exceptions.NoSuchKey:
-                looks_for_absent -= 1
-                if not looks_for_absent:
-                    return None, None
-                content = b""
+                absent += 1
             except (IncompleteReadError, ResponseStreamingError):
-                if not looks:
+                unreadable += 1
+                if unreadable == _LOOKS:
                     raise
-                content = b""
-        try:
-            return _from_json(content, name, channel), answer["ETag"]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            if not looks:
-                raise StoreError(f"{store._uri(key)} is damaged ({error}): restore it from a backup.") from error
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                unreadable += 1
+                if unreadable == _LOOKS:
+                    raise StoreError(f"{store._uri(key)} is damaged ({error}): restore it from a backup.") from error
         time.sleep(_SETTLES_SECONDS)
+    return None, None
 
 
 def _channels(store: ReleaseStore, name: str) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tvmflow.bundle import sha256_file
+from tvmflow.bundle import missing_weights, sha256_file
 from tvmflow.bundle.manifest import check_machine
 from tvmflow.errors import BundleError, StoreError
 from tvmflow.runtime.choose import best_first
@@ -28,8 +28,18 @@ def bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> Iterat
 
 
 def cached(store: ReleaseStore, sha256: str, cache: Path) -> Path:
-    """The blob of a digest in the folder: the digest is checked anew, and it is fetched when missing or damaged."""
-    path = cache / f"{sha256}.tar.gz"
+    """The bundle of a digest in the folder, and beside it the weights that it is without.
+
+    The digests are checked anew, and what is missing or damaged is fetched.
+    """
+    path = _fetched(store, sha256, cache / f"{sha256}.tar.gz")
+    weights = missing_weights(path)
+    if weights is not None:
+        _fetched(store, weights.sha256, cache / weights.sha256)
+    return path
+
+
+def _fetched(store: ReleaseStore, sha256: str, path: Path) -> Path:
     with suppress(OSError):
         if sha256_file(path) == sha256:
             return path

@@ -1,0 +1,198 @@
+"""Prints what the runtime costs beside ONNX Runtime, on one model: `python benchmarks/runtime.py [MODEL]`.
+
+Each figure is the median over the rounds, and every round of either is a new process that does nothing else; the two
+take turns. A ratio is ours over ONNX Runtime's, so below one ours is less.
+
+import       the runtime and NumPy: TVM's runtime library here, the package onnxruntime there
+load         our bundle is unpacked and each of its files checked against its digest; ONNX Runtime optimises its graph
+first call   threads start and memory is taken
+steady call  the least of many, NumPy arrays in and out, checked
+memory       the most that the process ever held
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import prepare
+from catalogue import MODELS, find
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from speed import _positive
+
+from tvmflow import settings
+from tvmflow.errors import StepError, TvmflowError
+from tvmflow.target import host
+from tvmflow.workspace import Record
+
+Name = Literal["tvmflow", "onnxruntime"]
+_TIMEOUT = 600
+# Both begin and end alike; `load` and `call` are of one of them. VmHWM belongs to this program alone, whereas the
+# maximum that getrusage tells begins with that of the process that started it.
+_PROGRAM = """
+import json, sys, time
+path, sample, threads, calls = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+start = time.perf_counter()
+{load}
+with np.load(sample) as archive:
+    inputs = {{name: archive[name] for name in archive.files}}
+start = time.perf_counter()
+{call}
+first = time.perf_counter() - start
+steady = first
+for _ in range(calls):
+    start = time.perf_counter()
+    {call}
+    steady = min(steady, time.perf_counter() - start)
+with open("/proc/self/status") as status:
+    memory = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+print(json.dumps(dict(imported=imported, load=load, first=first, steady=steady, memory=memory * 1024)))
+"""
+_PARTS: dict[Name, dict[str, str]] = {
+    "tvmflow": {
+        "load": """
+import numpy as np
+from tvmflow import runtime
+from tvmflow.runtime import library
+library.load()
+imported, start = time.perf_counter() - start, time.perf_counter()
+model = runtime.load(path, threads=threads)
+load = time.perf_counter() - start
+""",
+        "call": "model(**inputs)",
+    },
+    "onnxruntime": {
+        "load": """
+import numpy as np
+import onnxruntime
+imported, start = time.perf_counter() - start, time.perf_counter()
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads = threads
+model = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+load = time.perf_counter() - start
+""",
+        "call": "model.run(None, inputs)",
+    },
+}
+_ROWS = {
+    "imported": ("import", 1e3, "ms"),
+    "load": ("load", 1e3, "ms"),
+    "first": ("first call", 1e3, "ms"),
+    "steady": ("steady call", 1e6, "us"),
+    "memory": ("memory", 2**-20, "MiB"),
+}
+
+
+class Cost(Record):
+    """What a process took: seconds, and bytes of memory."""
+
+    imported: float
+    load: float
+    first: float
+    steady: float
+    memory: float
+
+
+class Document(Record):
+    """The medians of each, and ours over ONNX Runtime's."""
+
+    model: str
+    threads: int
+    rounds: int
+    costs: dict[Name, Cost]
+    ratios: Cost
+
+
+def measure(name: Name, path: Path, sample: Path, threads: int, calls: int) -> Cost:
+    """One process of its own. Raises StepError with the end of what it said when it fails."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM.format(**_PARTS[name]), str(path), str(sample), str(threads), str(calls)],
+        env={**environment, "TVM_USE_RUNTIME_LIB": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT,
+        check=False,
+    )
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise StepError(f"the process that measures {name} failed: {said}")
+    return Cost.model_validate(json.loads(done.stdout.splitlines()[-1]))
+
+
+def summary(model: str, threads: int, rounds: dict[Name, list[Cost]]) -> Document:
+    """Medians over the rounds, and their ratios."""
+    costs = {
+        name: Cost(**{field: statistics.median(getattr(item, field) for item in items) for field in Cost.model_fields})
+        for name, items in rounds.items()
+    }
+    ours, theirs = costs["tvmflow"], costs["onnxruntime"]
+    ratios = Cost(**{field: getattr(ours, field) / getattr(theirs, field) for field in Cost.model_fields})
+    return Document(model=model, threads=threads, rounds=len(rounds["tvmflow"]), costs=costs, ratios=ratios)
+
+
+def show(document: Document) -> Table:
+    """The figures as a table."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(document.model)
+    for title in ("", "tvmflow", "ONNX Runtime", "ratio"):
+        table.add_column(title, justify="right")
+    for field, (title, scale, unit) in _ROWS.items():
+        figures = (f"{getattr(document.costs[name], field) * scale:.1f}" for name in _PARTS)
+        table.add_row(title, unit, *figures, f"{getattr(document.ratios, field):.2f}")
+    return table
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="digits", metavar="MODEL", help=f"of {', '.join(MODELS)} (digits)")
+    parser.add_argument("--batch", type=_positive, default=1, help="size of the first dimension of every input (1)")
+    parser.add_argument("--threads", type=_positive, default=host().cores, help="of both (all cores)")
+    parser.add_argument("--rounds", type=_positive, default=7, help="processes of each (7)")
+    parser.add_argument("--calls", type=_positive, default=2000, help="steady calls of a process (2000)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--state", type=Path, help="where ONNX files and builds are kept (.tvmflow/benchmarks)")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Measure one model and print the table."""
+    arguments = parse()
+    (model,) = find([arguments.model])
+    state = (arguments.state or settings.load().state / "benchmarks").absolute()
+    state.mkdir(parents=True, exist_ok=True)
+    rounds: dict[Name, list[Cost]] = {name: [] for name in _PARTS}
+    with Console(stderr=True).status("") as status:
+        status.update(f"{model.name}: export and build")
+        sample = prepare.sample(model, arguments.batch, state)
+        onnx = prepare.export(model, arguments.batch, state)
+        bundle = prepare.build(model.name, onnx, sample, prepare.native(arguments.threads), state)
+        paths: dict[Name, Path] = {"tvmflow": bundle, "onnxruntime": onnx}
+        # The first of each only brings the files into memory.
+        for number in range(arguments.rounds + 1):
+            for name, path in paths.items():
+                status.update(f"{name}, round {number} of {arguments.rounds}")
+                cost = measure(name, path, sample, arguments.threads, arguments.calls)
+                if number:
+                    rounds[name].append(cost)
+    document = summary(model.name, arguments.threads, rounds)
+    Console().print(show(document), highlight=False)
+    print(f"batch {arguments.batch}, threads {document.threads}, medians of {document.rounds} processes each")
+    if arguments.json is not None:
+        arguments.json.write_text(document.model_dump_json(indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except TvmflowError as error:
+        sys.exit(f"error: {error}")

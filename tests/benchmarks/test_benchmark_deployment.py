@@ -1,0 +1,41 @@
+"""`benchmarks/deployment.py`: the table of the ways to run a model."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tvmflow.target import host
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed: the C++ runner cannot be built")
+def test_every_way_is_measured_or_says_why_not(command: Command, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    options = ("--rounds", "2", "--seconds", "0.01", "--threads", "1", "--runs", "40", "--json", str(figures))
+    done = command("deployment", "digits", *options)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(figures.read_text())
+    rows = document["rows"]
+    assert (document["runs"], document["rounds"], list(rows)[:3]) == (40, 2, ["onnxruntime", "pytorch", "tvmflow"])
+    for way in ("onnxruntime", "pytorch", "tvmflow", "cpp"):
+        assert 0 < rows[way]["min"] <= rows[way]["p50"]
+        assert rows[way]["error"] < 1e-4
+    # The same library on the same inputs.
+    assert rows["cpp"]["error"] == pytest.approx(rows["tvmflow"]["error"])
+    for way in ("gpu", "arm"):
+        assert (rows[way]["p50"] is None) == (rows[way]["reason"] is not None)
+    if host().arch != "aarch64":
+        assert rows["arm"]["reason"].startswith(f"this machine is {host().arch}; run the same command there")
+    assert f"{40 * rows['cpp']['p50'] / 1e3:.3f}" in done.stdout
+
+
+def test_a_model_that_does_not_exist_is_one_sentence(command: Command) -> None:
+    done = command("deployment", "digts")
+    assert done.returncode == 1
+    assert done.stderr == "error: there is no model 'digts'; did you mean 'digits'?\n"

@@ -1,0 +1,53 @@
+"""`benchmarks/runtime.py`: what the runtime costs beside ONNX Runtime."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+Import = Callable[[str], ModuleType]
+
+
+@pytest.mark.slow
+def test_a_model_is_measured_in_processes_of_its_own(command: Command, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = command("runtime", "--threads", "1", "--rounds", "1", "--calls", "5", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(figures.read_text())
+    for cost in document["costs"].values():
+        assert 0 < cost["steady"] <= cost["first"]
+        assert min(cost["imported"], cost["load"]) > 0
+        assert cost["memory"] > 1 << 20
+    ours, theirs = document["costs"]["tvmflow"], document["costs"]["onnxruntime"]
+    assert document["ratios"]["load"] == pytest.approx(ours["load"] / theirs["load"])
+    assert "steady call" in done.stdout
+
+
+def test_a_process_that_fails_says_why(module: Import, tmp_path: Path) -> None:
+    runtime = module("runtime")
+    from tvmflow.errors import StepError
+
+    with pytest.raises(StepError, match=r"measures tvmflow failed: .*there is no bundle"):
+        runtime.measure("tvmflow", tmp_path / "none.tar.gz", tmp_path / "none.npz", 1, 1)
+
+
+def test_medians_are_compared(module: Import) -> None:
+    runtime = module("runtime")
+
+    def cost(load: float) -> object:
+        return runtime.Cost(imported=1, load=load, first=1, steady=1, memory=1)
+
+    document = runtime.summary(
+        "m", 1, {"tvmflow": [cost(1), cost(9), cost(3)], "onnxruntime": [cost(2), cost(1), cost(90)]}
+    )
+    assert (document.costs["tvmflow"].load, document.ratios.load) == (3, 1.5)
+
+
+def test_a_model_that_is_unknown_is_one_sentence(command: Command) -> None:
+    done = command("runtime", "digts")
+    assert done.returncode == 1
+    assert "did you mean" in done.stderr

@@ -1,0 +1,136 @@
+"""Verifying in another process: libraries that crash, hang, leave or lie are one sentence, and this process goes on."""
+
+import dataclasses
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tvmflow import npz
+from tvmflow.bundle import extract, installed_versions, keygen, pack, read_manifest, sign
+from tvmflow.errors import BundleError, VerdictError
+from tvmflow.target import host
+from tvmflow.verification import verify
+
+GOOD = Path(__file__).parents[1] / "bundle" / "files" / "format-1.tar.gz"
+Bundle = Callable[..., Path]
+
+
+@pytest.fixture
+def bundle_of(tmp_path: Path) -> Bundle:
+    """A bundle for this machine whose library does something as it is loaded, or with another golden sample."""
+
+    def make(code: str | None = None, **sample: np.ndarray) -> Path:
+        folder = tmp_path / "files"
+        folder.mkdir()
+        manifest = extract(GOOD, folder, trusted=())
+        if code is not None:
+            source = tmp_path / "mod.cc"
+            source.write_text(
+                f"#include <signal.h>\n#include <unistd.h>\n__attribute__((constructor)) void run() {{ {code} }}"
+            )
+            compiler = shutil.which("c++") or "c++"
+            subprocess.run([compiler, "-shared", "-fPIC", "-o", str(folder / "mod.so"), str(source)], check=True)
+            manifest = dataclasses.replace(
+                manifest, arch=host().arch, cpu_features=(), versions=installed_versions("22")
+            )
+        if sample:
+            npz.write(
+                folder / "sample.npz",
+                npz.read(folder / "sample.npz") | {k.replace("_", ":"): v for k, v in sample.items()},
+            )
+        pack(tmp_path / "bundle.tar.gz", manifest, {path.name: path for path in folder.iterdir()})
+        return tmp_path / "bundle.tar.gz"
+
+    return make
+
+
+@pytest.fixture
+def runnable() -> None:
+    try:
+        read_manifest(GOOD).check_host()
+    except BundleError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise(SIGSEGV);", "was killed by SIGSEGV"),
+        ("raise(SIGILL);", "was killed by SIGILL"),
+        ("raise(SIGKILL);", "was killed by SIGKILL"),
+        ("raise(40);", "was killed by signal 40"),
+        ("_exit(0);", "ended with exit code 0"),
+        ('write(2, "far too \\033[31mred\\n", 17); _exit(7);', "ended with exit code 7 (far too [31mred)"),
+    ],
+)
+def test_a_library_that_ends_its_process_is_one_sentence(bundle_of: Bundle, code: str, said: str) -> None:
+    with pytest.raises(BundleError) as caught:
+        verify(bundle_of(code), trusted=())
+    assert str(caught.value).isprintable()
+    assert f"the process that ran its golden sample {said}" in str(caught.value)
+    assert str(caught.value).endswith("do not use it, build it again")
+
+
+def test_a_library_that_hangs_is_given_up(bundle_of: Bundle, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    # The child of a child, too, is ended.
+    code = f'if (!fork()) {{ execl("/bin/sh", "sh", "-c", "echo $$ > {pid}; exec sleep 600", 0); }} for (;;) pause();'
+    with pytest.raises(BundleError, match=r"did not finish its golden sample within 8 seconds; do not use it, or give"):
+        verify(bundle_of(code), trusted=(), timeout=8)
+    child = int(pid.read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_library_that_is_none_of_tvms_is_one_sentence(bundle_of: Bundle) -> None:
+    with pytest.raises(BundleError, match="bundle ") as caught:
+        verify(bundle_of(""), trusted=())
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.usefixtures("runnable")
+def test_a_good_bundle_is_told_with_its_error(bundle_of: Bundle) -> None:
+    path = bundle_of()
+    verified = verify(path, trusted=())
+    assert verified.manifest == read_manifest(path)
+    assert 0 <= verified.max_abs_error < 1e-5
+
+
+@pytest.mark.usefixtures("runnable")
+def test_other_outputs_than_the_originals_are_a_verdict(bundle_of: Bundle) -> None:
+    with pytest.raises(VerdictError, match="output 'y' differs from the original's by "):
+        verify(bundle_of(output_y=np.full((1, 4), 9, np.float32)), trusted=())
+
+
+@pytest.mark.usefixtures("runnable")
+def test_outputs_of_another_shape_are_a_verdict(bundle_of: Bundle) -> None:
+    with pytest.raises(VerdictError, match=r"output 'y' has shape \(1, 4\), not \(2, 4\)"):
+        verify(bundle_of(output_y=np.zeros((2, 4), np.float32)), trusted=())
+
+
+@pytest.mark.usefixtures("runnable")
+def test_a_sample_of_other_outputs_is_refused(bundle_of: Bundle) -> None:
+    with pytest.raises(BundleError, match="golden sample is not of its outputs"):
+        verify(bundle_of(output_z=np.zeros(3, np.float32)), trusted=())
+
+
+def test_only_what_the_given_keys_have_signed_is_run(bundle_of: Bundle, tmp_path: Path) -> None:
+    public, other = keygen(tmp_path / "key"), keygen(tmp_path / "other")
+    path = bundle_of("_exit(7);")
+    with pytest.raises(BundleError, match="is not signed"):
+        verify(path, trusted=[public])
+    sign(path, tmp_path / "key", path)
+    with pytest.raises(BundleError, match="which is not trusted here"):
+        verify(path, trusted=[other])
+    with pytest.raises(BundleError, match="ended with exit code 7"):
+        verify(path, trusted=[public])
+
+
+def test_a_damaged_bundle_is_refused_as_it_is_when_it_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "cut.tar.gz").write_bytes(GOOD.read_bytes()[:-100])
+    with pytest.raises(BundleError, match="it ends too early"):
+        verify(tmp_path / "cut.tar.gz")
