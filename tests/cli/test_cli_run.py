@@ -351,7 +351,9 @@ def test_a_profile_leaves_the_outputs_as_they_are(
 _RPC = """
 import runpy, sys
 sys.modules["torch"] = None  # tvm_ffi would import it
-sys.argv = sys.argv[1:]
+from tvmflow.process import die_with_parent
+die_with_parent(int(sys.argv[1]))
+sys.argv = sys.argv[2:]
 runpy.run_module(sys.argv[0], run_name="__main__")
 """
 
@@ -364,7 +366,16 @@ def tracker(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str
 
     def start(module: str, *arguments: str) -> Path:
         log = folder / f"{module}.log"
-        command = [sys.executable, "-c", _RPC, f"tvm.exec.{module}", "--host", "127.0.0.1", *arguments]
+        command = [
+            sys.executable,
+            "-c",
+            _RPC,
+            str(os.getpid()),
+            f"tvm.exec.{module}",
+            "--host",
+            "127.0.0.1",
+            *arguments,
+        ]
         with log.open("wb") as output:
             started.append(
                 subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
