@@ -80,6 +80,13 @@ def test_it_can_be_run_several_times(tvmflow: Command, bundle: Path) -> None:
     assert "\n5 runs: mean " in tvmflow("run", bundle, "--repeat", "5").out
 
 
+def test_a_bundle_with_its_weights_apart_is_timed(tvmflow: Command) -> None:
+    kept = Path(__file__).parent.parent / "bundle" / "files" / "format-1-apart.tar.gz"
+    ended = tvmflow("run", kept, "--print-time", "--repeat", "2")
+    assert (ended.code, ended.err) == (0, "")
+    assert "2 runs, in ms:" in ended.out
+
+
 def test_json_describes_the_outputs_and_the_times(tvmflow: Command, bundle: Path, given: dict[str, Any]) -> None:
     ended = tvmflow("run", bundle, "--inputs", "in.npz", "--repeat", "2", "--json")
     document = json.loads(ended.out)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from tvmflow import npz
 from tvmflow.bundle import Manifest, TensorSpec, extract
 from tvmflow.errors import BundleError, InputError
 from tvmflow.runtime import library
@@ -73,10 +74,15 @@ def _open(file: Path, threads: int | None, spin: int | None) -> "CompiledModel":
         return CompiledModel(manifest, Path(folder), workers, told=threads is not None)
 
 
-def load_params(path: Path) -> "dict[str, Array]":
-    """The weights of a bundle that keeps them apart: plain arrays by name, in the order that `main` takes them."""
-    with np.load(path, allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
+def _arrays(path: Path) -> "dict[str, Array]":
+    """A bundle's weights kept apart, in the order that `main` takes them, or its golden sample: arrays by name.
+
+    Raises BundleError when the file is none of plain arrays.
+    """
+    try:
+        return npz.read(path)
+    except ValueError as error:
+        raise BundleError(f"the bundle's {path.name} is no file of plain arrays ({error}); build it again") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +175,9 @@ class CompiledModel:
             raise BundleError(f"bundle {manifest.name!r}: its library cannot be loaded ({reason})") from error
         self._params = tuple(
             self._tensor(array)
-            for array in (load_params(folder / "mod.params").values() if manifest.weights == "apart" else ())
+            for array in (_arrays(folder / "mod.params").values() if manifest.weights == "apart" else ())
         )
-        with np.load(folder / "sample.npz", allow_pickle=False) as archive:
-            self._sample = {name: archive[name] for name in archive.files}
+        self._sample = _arrays(folder / "sample.npz")
         self._local = _PerThread()
         self._names = tuple(spec.name for spec in self.inputs)
         self._dtypes = tuple(np.dtype(spec.dtype) for spec in self.inputs)
@@ -396,7 +401,14 @@ class CompiledModel:
         if self._on_cpu:
             self._start_pool()
         machine, name = self.machine, self._function_for(sizes)
-        machine.set_input(name, *map(self._tensor, arrays.values()), *self._params)
+        with library.without_torch():
+            from tvm import runtime
+        # TVM's package takes tensors of its own class, which those made before it was imported do not have.
+        tensors = [
+            tensor if self._remote else runtime.from_dlpack(tensor)
+            for tensor in (*map(self._tensor, arrays.values()), *self._params)
+        ]
+        machine.set_input(name, *tensors)
         for _ in range(warmup):
             machine.invoke_stateful(name)
         evaluate = machine.time_evaluator("invoke_stateful", self.device, number=number, repeat=repeat)
