@@ -1,5 +1,6 @@
 """What the C++ runner refuses: one sentence, and neither a crash nor anything that the sanitisers object to."""
 
+import gzip
 import hashlib
 import io
 import json
@@ -7,6 +8,7 @@ import shutil
 import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,13 @@ def set_in(*path: str | int, value: Any) -> Change:
     return change
 
 
+def _inflated(data: bytes | bytearray) -> bytes | None:
+    try:
+        return gzip.decompress(bytes(data))
+    except (OSError, EOFError, zlib.error):
+        return None
+
+
 def test_a_flipped_byte_anywhere_in_a_bundle_is_refused(runner: Runner, bundle: Path, tmp_path: Path) -> None:
     data = bundle.read_bytes()
     generator = np.random.default_rng(0)
@@ -52,6 +61,8 @@ def test_a_flipped_byte_anywhere_in_a_bundle_is_refused(runner: Runner, bundle: 
     for position in sorted(positions):
         damaged = bytearray(data)
         damaged[position] ^= 1 << int(generator.integers(8))
+        if position > 10 and _inflated(damaged) == _inflated(data):
+            continue  # deflate can say the same in several ways, as a run of zeros at another distance
         path = tmp_path / "damaged.tar.gz"
         path.write_bytes(damaged)
         assert "damaged" in runner.refusal(path), position
