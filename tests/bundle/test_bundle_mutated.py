@@ -91,7 +91,7 @@ def gzip_trailer(chance: random.Random, zipped: Zip) -> bytes:
 
 
 def appended(chance: random.Random, zipped: Zip) -> bytes:
-    return ORIGINAL + chance.choice([b"\0", bytes(1000), ORIGINAL, b"\x1f\x8b", gzip.compress(b""), b"evil"])
+    return ORIGINAL + chance.choice([b"\0", bytes(1000), ORIGINAL, b"\x1f\x8b", gzip.compress(b"", mtime=0), b"evil"])
 
 
 def swapped_pieces(chance: random.Random, zipped: Zip) -> bytes:
