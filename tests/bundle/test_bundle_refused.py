@@ -426,7 +426,13 @@ def test_a_manifest_that_is_no_json_mapping_is_refused(
 
 @pytest.mark.parametrize(
     "data",
-    [b"not a bundle at all", b"\x1f\x8b", gzip.compress(b"", mtime=0), gzip.compress(b"no tar" * 200, mtime=0), bytes(4096)],
+    [
+        b"not a bundle at all",
+        b"\x1f\x8b",
+        gzip.compress(b"", mtime=0),
+        gzip.compress(b"no tar" * 200, mtime=0),
+        bytes(4096),
+    ],
     ids=["text", "a gzip header", "an empty gzip", "a gzip of text", "zeros"],
 )
 def test_another_file_is_refused(tmp_path: Path, refusal: Refusal, data: bytes) -> None:
