@@ -74,7 +74,7 @@ def _open(file: Path, threads: int | None, spin: int | None) -> "CompiledModel":
         return CompiledModel(manifest, Path(folder), workers, told=threads is not None)
 
 
-def _arrays(path: Path) -> "dict[str, Array]":
+def _arrays(path: Path, bundle: str) -> "dict[str, Array]":
     """A bundle's weights kept apart, in the order that `main` takes them, or its golden sample: arrays by name.
 
     Raises BundleError when the file is none of plain arrays.
@@ -82,7 +82,9 @@ def _arrays(path: Path) -> "dict[str, Array]":
     try:
         return npz.read(path)
     except ValueError as error:
-        raise BundleError(f"the bundle's {path.name} is no file of plain arrays ({error}); build it again") from error
+        raise BundleError(
+            f"bundle {bundle!r}: its {path.name} holds no plain arrays ({error}); build it again"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +177,9 @@ class CompiledModel:
             raise BundleError(f"bundle {manifest.name!r}: its library cannot be loaded ({reason})") from error
         self._params = tuple(
             self._tensor(array)
-            for array in (_arrays(folder / "mod.params").values() if manifest.weights == "apart" else ())
+            for array in (_arrays(folder / "mod.params", manifest.name).values() if manifest.weights == "apart" else ())
         )
-        self._sample = _arrays(folder / "sample.npz")
+        self._sample = _arrays(folder / "sample.npz", manifest.name)
         self._local = _PerThread()
         self._names = tuple(spec.name for spec in self.inputs)
         self._dtypes = tuple(np.dtype(spec.dtype) for spec in self.inputs)
