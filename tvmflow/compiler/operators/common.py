@@ -1,6 +1,8 @@
 """What the operators share: shapes, padding, packed weights."""
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,19 +59,65 @@ def divides(tile: int, size: Any) -> bool:
 
 
 def padded_input(
-    data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None
+    data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None, value: int = 0
 ) -> te.Tensor:
-    """The input with zeros around it, `height` by `width`; the input itself where that is the same."""
+    """The input with `value` around it, `height` by `width`; the input itself where that is the same."""
     batch, in_h, in_w, in_c = data.shape
     top, left = padding[0], padding[1]
     wide = channels is not None and channels != int(in_c)
     if not any(padding) and not wide and static(in_w) is not None and static(width) == static(in_w):
         return data
 
-    def value(n: Any, y: Any, x: Any, c: Any) -> Any:
+    def element(n: Any, y: Any, x: Any, c: Any) -> Any:
         inside = [tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left)]
         if wide:
             inside.append(c < in_c)
-        return tirx.if_then_else(tirx.all(*inside), data[n, y - top, x - left, c], tirx.const(0, data.dtype))
+        return tirx.if_then_else(tirx.all(*inside), data[n, y - top, x - left, c], tirx.const(value, data.dtype))
 
-    return te.compute((batch, height, width, channels or in_c), value, name="pad")
+    return te.compute((batch, height, width, channels or in_c), element, name="pad")
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """The leading dimensions of a dense layer's input as the rows of a matrix product over a batch.
+
+    The dimensions at the places `joined`, of the sizes `outer`, become rows; the others, `lead`, are the batch.
+    """
+
+    outer: Sequence[Any]
+    joined: Sequence[int]
+
+    @property
+    def lead(self) -> list[int]:
+        """The places of the dimensions of the batch."""
+        return [place for place in range(len(self.outer)) if place not in self.joined]
+
+    @property
+    def batch(self) -> list[Any]:
+        """The sizes of the batch."""
+        return [self.outer[place] for place in self.lead]
+
+    @property
+    def rows(self) -> Any:
+        """The number of rows."""
+        first, *others = (self.outer[place] for place in self.joined)
+        return topi.utils.simplify(math.prod(others, start=first))
+
+    def position(self, *index: Any) -> tuple[Any, ...]:
+        """Where the input holds the element of the product's index `[*batch, row, k]`."""
+        *batch, row, k = index
+        position: list[Any] = [None] * len(self.outer)
+        for place, value in zip(self.lead, batch, strict=True):
+            position[place] = value
+        for place in reversed(self.joined[1:]):
+            position[place] = row % self.outer[place]
+            row = row // self.outer[place]
+        position[self.joined[0]] = row
+        return (*position, k)
+
+    def row(self, *index: Any) -> tuple[Any, ...]:
+        """The product's index `[*batch, row, unit]` of an index `[*outer, unit]`."""
+        row = index[self.joined[0]]
+        for place in self.joined[1:]:
+            row = row * self.outer[place] + index[place]
+        return (*(index[place] for place in self.lead), row, index[-1])

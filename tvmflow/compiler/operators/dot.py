@@ -17,7 +17,7 @@ from tvmflow.compiler import tiles
 from tvmflow.compiler.annotations import DOT, KERNEL, LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.dotproduct import BF16, Dot
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import divides, output_size, round_up, static, vector
+from tvmflow.compiler.operators.common import JoinedRows, divides, output_size, padded_input, round_up, static, vector
 
 Array = np.ndarray[Any, Any]
 # Fewer lanes are no vector that has a dot product.
@@ -78,7 +78,8 @@ def conv2d(
     whole = divides(tile, out_w)
     needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(needed)
-    source = _surrounded(data, padding, height, width, round_up(int(in_c), group) if groups == 1 else int(in_c), zero)
+    whole_groups = round_up(int(in_c), group) if groups == 1 else int(in_c)
+    source = padded_input(data, padding, height, width, whole_groups, zero)
     y = te.reduce_axis((0, kernel_h), "y")
     x = te.reduce_axis((0, kernel_w), "x")
     ko = te.reduce_axis((0, steps), "ko")
@@ -102,23 +103,6 @@ def conv2d(
         attrs={KERNEL: "dot_conv2d", DOT: dot.name, TILE: tile, LANES: lanes, LEAD: 1, SHARED: 1},
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
-
-
-def _surrounded(
-    data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int, zero: int
-) -> te.Tensor:
-    """The input with `zero` around it, `height` by `width` by `channels`; the input itself where that is the same."""
-    batch, in_h, in_w, in_c = data.shape
-    top, left = padding[0], padding[1]
-    wide = channels != int(in_c)
-    if not any(padding) and not wide and static(in_w) is not None and static(width) == static(in_w):
-        return data
-
-    def value(n: Any, y: Any, x: Any, c: Any) -> Any:
-        inside = [tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left), *([c < in_c] if wide else [])]
-        return tirx.if_then_else(tirx.all(*inside), data[n, y - top, x - left, c], tirx.const(zero, data.dtype))
-
-    return te.compute((batch, height, width, channels), value, name="pad")
 
 
 def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, machine: Machine) -> te.Tensor:
@@ -150,25 +134,12 @@ def dense(
     """
     *outer, depth = data.shape
     vectors, _, lanes, _ = (int(dim) for dim in weight.shape)
-    lead = [place for place in range(len(outer)) if place not in rows]
-
-    def element(*index: Any) -> Any:
-        *batch, m, k = index
-        position: list[Any] = [None] * len(outer)
-        for place, value in zip(lead, batch, strict=True):
-            position[place] = value
-        for place in reversed(rows[1:]):
-            position[place] = m % outer[place]
-            m = m // outer[place]
-        position[rows[0]] = m
-        return data[(*position, k)]
-
-    sizes = [outer[place] for place in rows]
+    joined = JoinedRows(outer, rows)
     product = _rows_product(
-        [outer[place] for place in lead],
-        topi.utils.simplify(math.prod(sizes[1:], start=sizes[0])),
+        joined.batch,
+        joined.rows,
         int(depth),
-        element,
+        lambda *index: data[joined.position(*index)],
         lambda *index: weight[index[-2] // lanes, index[-3], index[-2] % lanes, index[-1]],
         vectors * lanes,
         lanes,
@@ -177,14 +148,7 @@ def dense(
         shared=True,
         joined=rows,
     )
-
-    def result(*index: Any) -> Any:
-        row = index[rows[0]]
-        for place in rows[1:]:
-            row = row * outer[place] + index[place]
-        return product[(*(index[place] for place in lead), row, index[-1])]
-
-    return te.compute((*outer, units), result, name="unpack")
+    return te.compute((*outer, units), lambda *index: product[joined.row(*index)], name="unpack")
 
 
 def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:

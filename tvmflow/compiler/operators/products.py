@@ -1,13 +1,12 @@
 """Matrix products: dense layers with packed weights, and products over a batch."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import tvm
-from tvm import relax, te, tirx, topi
+from tvm import relax, te, tirx
 
 from tvmflow.compiler import tiles
 from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, ROWS, SHARED, TILE
@@ -15,6 +14,7 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.common import (
     FUSABLE,
+    JoinedRows,
     constant,
     divides,
     is_float32,
@@ -109,45 +109,20 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine) -
     """
     *outer, depth = data.shape
     vectors, _, lanes = (int(dim) for dim in weight.shape)
-    joined = row_dimensions(outer)
-    lead = [position for position in range(len(outer)) if position not in joined]
-
-    def element(*index: Any) -> Any:
-        *batch, m, k = index
-        position: list[Any] = [None] * len(outer)
-        for place, value in zip(lead, batch, strict=True):
-            position[place] = value
-        for place in reversed(joined[1:]):
-            position[place] = m % outer[place]
-            m = m // outer[place]
-        position[joined[0]] = m
-        return data[(*position, k)]
-
-    def packed(*index: Any) -> Any:
-        k, c = index[-2:]
-        return weight[c // lanes, k, c % lanes]
-
-    sizes = [outer[place] for place in joined]
+    joined = JoinedRows(outer, row_dimensions(outer))
     product = rows_product(
-        [outer[place] for place in lead],
-        topi.utils.simplify(math.prod(sizes[1:], start=sizes[0])),
+        joined.batch,
+        joined.rows,
         depth,
-        element,
-        packed,
+        lambda *index: data[joined.position(*index)],
+        lambda *index: weight[index[-1] // lanes, index[-2], index[-1] % lanes],
         vectors * lanes,
         lanes,
         machine,
         shared=True,
-        joined=joined,
+        joined=joined.joined,
     )
-
-    def result(*index: Any) -> Any:
-        row = index[joined[0]]
-        for place in joined[1:]:
-            row = row * outer[place] + index[place]
-        return product[(*(index[place] for place in lead), row, index[-1])]
-
-    return te.compute((*outer, units), result, name="unpack")
+    return te.compute((*outer, units), lambda *index: product[joined.row(*index)], name="unpack")
 
 
 def row_dimensions(sizes: Sequence[Any]) -> list[int]:

@@ -1,9 +1,11 @@
 """Schedules for matrix products and dense convolutions: a register tile of rows by vectors of output channels."""
 
 import math
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.s_tir import Schedule
+from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.machine import Machine
@@ -21,17 +23,51 @@ def apply_conv2d(sch: Schedule, machine: Machine) -> bool:
 
 
 def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
+    reduced = 1 if kind == "rows" else 3
+    tile = tiled(sch, machine, kind, lead_dimensions=kind == "rows", reduced=reduced, grouped=0)
+    if tile is None:
+        return False
+    sch.reorder(*tile.reductions, *tile.spatial)
+    common.in_registers(sch, list(tile.spatial))
+    start = sch.decompose_reduction(tile.product, tile.reductions[0])
+    common.in_registers(sch, list(sch.get_loops(start))[-3:])
+    common.in_registers(sch, list(tile.written))
+    return True
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A product scheduled down to its register tile.
+
+    `task` is the loop that runs in parallel, `spatial` the loops of the tile (row, vector, lane) in the product, still
+    around its `reductions`, and `written` the same loops where its results are written.
+    """
+
+    product: SBlockRV
+    task: LoopRV
+    spatial: tuple[LoopRV, LoopRV, LoopRV]
+    reductions: tuple[LoopRV, ...]
+    written: tuple[LoopRV, LoopRV, LoopRV]
+
+
+def tiled(
+    sch: Schedule, machine: Machine, kind: str, *, lead_dimensions: bool, reduced: int, grouped: int
+) -> Tile | None:
+    """Tile the product of a kind and put it, and what it reads, into the parallel loop over the tiles of its result.
+
+    `reduced` is its number of reductions, the last `grouped` of which run within one 32-bit element of the weights.
+    With `lead_dimensions` the result is `[*batch, rows, channels]`, else an image. None where there is no such product.
+    """
     product = common.kernel(sch, kind)
     if product is None:
-        return False
+        return None
     annotations = sch.get(product).annotations
-    rows, lead_count = int(annotations[TILE]), int(annotations[LEAD])
+    rows, lead_count, lanes = (int(annotations[name]) for name in (TILE, LEAD, LANES))
     sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
-    reduced = 1 if kind == "rows" else 3
-    lanes, channels = int(annotations[LANES]), _static(sizes[-reduced - 1])
+    channels = _static(sizes[-reduced - 1])
     vectors = None if channels is None else channels // lanes
     out = common.inline_epilogue(sch, product)
-    if kind == "rows":
+    if lead_dimensions:
         last = len(sch.get_loops(out)) - 1
         common.join_dimensions(sch, out, [int(place) for place in annotations.get(ROWS, range(lead_count, last))])
     loops = list(sch.get_loops(out))
@@ -39,35 +75,26 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     count = common.widest_tile(rows, vectors, machine)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
-    if kind == "rows":
-        tiles_outer, at_inner = [*lead, far], []
-    else:
-        tiles_outer, at_inner = loops[:-2], [far]
-    weight_bytes = 4 * lanes * (vectors or 1) * math.prod(_static(size) or 1 for size in sizes[-reduced:])
+    tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions else (loops[:-2], [far])
+    weights = [_static(size) or 1 for size in sizes[-reduced : len(sizes) - grouped]]
     # Small weights stay in the cache while each core works through rows it wrote itself; large ones are read once.
     order = [*tiles_outer, outer]
-    if weight_bytes > machine.cache:
+    if 4 * lanes * (vectors or 1) * math.prod(weights) > machine.cache:
         order = [outer, *tiles_outer] if annotations[SHARED] else [*lead, outer, *tiles_outer[lead_count:]]
     sch.reorder(*order, *at_inner, near, pieces, lane)
     task = common.fuse(sch, order)
     sch.parallel(task)
-    at = at_inner[0] if at_inner else task
-    sch.compute_at(product, at, preserve_unit_loops=True)
+    sch.compute_at(product, at_inner[0] if at_inner else task, preserve_unit_loops=True)
     for name in ("pad", "panel", "pack"):
         for block in common.named(sch, name):
             sch.compute_at(block, task, preserve_unit_loops=True)
             common.vectorize_inner(sch, block, machine)
     inner = list(sch.get_loops(product))
-    spatial, reductions = inner[-reduced - 2 : -reduced], inner[-reduced:]
-    if [common.extent(sch, loop) for loop in spatial] != [rows, count * lanes]:
+    (row, column), reductions = inner[-reduced - 2 : -reduced], inner[-reduced:]
+    if [common.extent(sch, loop) for loop in (row, column)] != [rows, count * lanes]:
         raise ValueError("the tile's extents are not constant")
-    spatial = [spatial[0], *sch.split(spatial[1], [count, lanes])]
-    sch.reorder(*reductions, *spatial)
-    common.in_registers(sch, spatial)
-    start = sch.decompose_reduction(product, reductions[0])
-    common.in_registers(sch, list(sch.get_loops(start))[-3:])
-    common.in_registers(sch, [near, pieces, lane])
-    return True
+    vector, product_lane = sch.split(column, [count, lanes])
+    return Tile(product, task, (row, vector, product_lane), tuple(reductions), (near, pieces, lane))
 
 
 def _static(size: tirx.Expr) -> int | None:
