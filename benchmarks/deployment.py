@@ -26,12 +26,13 @@ import numpy as np
 import prepare
 import runners
 from catalogue import MODELS, Model, find
+from commandline import new_parser, positive, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from runners import Measured, RunnerJob
 
-from tvmflow import npz, settings
+from tvmflow import npz
 from tvmflow.errors import TvmflowError
 from tvmflow.target import Target, host, resolve
 from tvmflow.workspace import Record
@@ -288,32 +289,21 @@ def show(document: Document) -> Table:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("model", nargs="?", default="digits", metavar="MODEL", help=f"of {', '.join(MODELS)} (digits)")
-    parser.add_argument("--runs", type=_positive, default=150, help="N (150)")
-    parser.add_argument("--batch", type=_positive, default=1, help="size of the first dimension of every input (1)")
-    parser.add_argument("--threads", type=_positive, default=host().cores, help="of every row (all cores)")
-    parser.add_argument("--rounds", type=_positive, default=5, help="turns of each row (5)")
+    parser.add_argument("--runs", type=positive, default=150, help="N (150)")
+    parser.add_argument("--batch", type=positive, default=1, help="size of the first dimension of every input (1)")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of each row (5)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timed runs in a turn (0.5)")
     parser.add_argument("--emulated", action="store_true", help="add the Raspberry Pi's bundle, emulated by qemu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    parser.add_argument("--state", type=Path, help="where ONNX files and builds are kept (.tvmflow/benchmarks)")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
 
 
 def main() -> int:
     """Measure and print one table; 1 when PyTorch or TVM on this machine's CPU could not be run."""
     arguments = parse()
     (model,) = find([arguments.model])
-    state = (arguments.state or settings.load().state / "benchmarks").absolute()
-    state.mkdir(parents=True, exist_ok=True)
+    state = state_folder(arguments)
     with Console(stderr=True).status("") as status:
         document = measure(model, arguments, state, status.update)
     Console(width=max(150, Console().width)).print(show(document), highlight=False)

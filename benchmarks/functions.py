@@ -5,7 +5,6 @@ share, and what that comes to in GFLOP/s and GB/s of what it reads and writes. T
 all runs, so that other work on the machine hardly shows.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -16,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import prepare
 from catalogue import find
+from commandline import new_parser, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tvmflow import process, settings
+from tvmflow import process
 from tvmflow.errors import TvmflowError
 from tvmflow.process import Emit
 from tvmflow.runtime.profile import function_times
-from tvmflow.target import Target, host
+from tvmflow.target import Target
 from tvmflow.workspace import Record
 
 if TYPE_CHECKING:
@@ -148,17 +148,13 @@ def show(name: str, result: Profile, top: int | None) -> Table:
 
 def main() -> None:
     """Print one table per model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a name of catalogue.py, or an ONNX file")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=host().cores)
     parser.add_argument("--repeats", type=int, default=20, help="runs; each call's time is the smallest (20)")
     parser.add_argument("--top", type=int, help="print only this many functions")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    parser.add_argument("--state", type=Path, help="where exported models are kept (.tvmflow/benchmarks)")
     arguments = parser.parse_args()
-    state = arguments.state or settings.load().state / "benchmarks"
-    state.mkdir(parents=True, exist_ok=True)
+    state = state_folder(arguments)
     document: dict[str, Any] = {}
     for name in arguments.models:
         if name.endswith(".onnx"):

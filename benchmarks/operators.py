@@ -22,6 +22,7 @@ import numpy as np
 import onnx
 import prepare
 import runners
+from commandline import new_parser, state_folder
 from functions import time_functions
 from onnx import TensorProto, helper, numpy_helper
 from peaks import PeakJob, Peaks
@@ -30,10 +31,8 @@ from rich.console import Console
 from rich.table import Table
 from runners import RunnerJob, Turn, Turns
 
-from tvmflow import settings
 from tvmflow.errors import InputError, TvmflowError
 from tvmflow.process import Emit
-from tvmflow.target import host
 from tvmflow.workspace import Record
 
 Shape = tuple[int, ...]
@@ -464,20 +463,16 @@ def _wanted(kinds: Sequence[str]) -> list[Case]:
 
 def main() -> int:
     """Measure the operators and print two tables; 1 when one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("classes", nargs="*", metavar="CLASS", help=f"or its beginning, of {', '.join(KINDS)}")
-    parser.add_argument("--threads", type=int, default=host().cores, help="of every runner (all cores)")
     parser.add_argument("--cpu-time", action="store_true", help="time that the process computes; with --threads 1")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each runner (5)")
     parser.add_argument("--seconds", type=float, default=0.1, help="of timed runs in a turn (0.1)")
     parser.add_argument("--repeats", type=int, default=50, help="timed runs of an operator's functions (50)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    parser.add_argument("--state", type=Path, help="where models are kept while they run (.tvmflow/benchmarks)")
     arguments = parser.parse_args()
     cases = _wanted(arguments.classes)
     runners.clock(arguments.cpu_time, arguments.threads)
-    state = (arguments.state or settings.load().state / "benchmarks").absolute()
-    state.mkdir(parents=True, exist_ok=True)
+    state = state_folder(arguments)
     results: list[Result] = []
     with Console(stderr=True).status("measuring the peaks") as status:
         with Turns("peaks:work", state / "peaks.log") as process:

@@ -22,14 +22,12 @@ from typing import Literal
 
 import prepare
 from catalogue import MODELS, find
+from commandline import new_parser, positive, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from speed import _positive
 
-from tvmflow import settings
 from tvmflow.errors import StepError, TvmflowError
-from tvmflow.target import host
 from tvmflow.workspace import Record
 
 Name = Literal["tvmflow", "onnxruntime"]
@@ -152,14 +150,11 @@ def show(document: Document) -> Table:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("model", nargs="?", default="digits", metavar="MODEL", help=f"of {', '.join(MODELS)} (digits)")
-    parser.add_argument("--batch", type=_positive, default=1, help="size of the first dimension of every input (1)")
-    parser.add_argument("--threads", type=_positive, default=host().cores, help="of both (all cores)")
-    parser.add_argument("--rounds", type=_positive, default=7, help="processes of each (7)")
-    parser.add_argument("--calls", type=_positive, default=2000, help="steady calls of a process (2000)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    parser.add_argument("--state", type=Path, help="where ONNX files and builds are kept (.tvmflow/benchmarks)")
+    parser.add_argument("--batch", type=positive, default=1, help="size of the first dimension of every input (1)")
+    parser.add_argument("--rounds", type=positive, default=7, help="processes of each (7)")
+    parser.add_argument("--calls", type=positive, default=2000, help="steady calls of a process (2000)")
     return parser.parse_args(arguments)
 
 
@@ -167,8 +162,7 @@ def main() -> int:
     """Measure one model and print the table."""
     arguments = parse()
     (model,) = find([arguments.model])
-    state = (arguments.state or settings.load().state / "benchmarks").absolute()
-    state.mkdir(parents=True, exist_ok=True)
+    state = state_folder(arguments)
     rounds: dict[Name, list[Cost]] = {name: [] for name in _PARTS}
     with Console(stderr=True).status("") as status:
         status.update(f"{model.name}: export and build")

@@ -25,13 +25,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+from commandline import new_parser, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tvmflow import samples, settings
+from tvmflow import samples
 from tvmflow.errors import InputError, TvmflowError
-from tvmflow.target import host
 
 _START_SECONDS = 180.0
 _TITLES = {"onnxruntime": "ONNX Runtime", "mlflow": "MLflow"}
@@ -274,16 +274,13 @@ def _ratios(servers: dict[str, Server], counts: Sequence[int]) -> dict[str, dict
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="an ONNX file; without one, a network of digits' size")
-    parser.add_argument("--threads", type=int, default=host().cores, help="of every runtime (all cores)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8], help="at a time (1 8)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each server (5)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a turn (1)")
     parser.add_argument("--max-delay-ms", type=float, default=0.0, help="of ours (0)")
     parser.add_argument("--peers", nargs="*", choices=list(_TITLES), default=list(_TITLES), metavar="PEER")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the ratios to a file")
-    parser.add_argument("--state", type=Path, help="where what is built is kept (.tvmflow/benchmarks)")
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -294,8 +291,7 @@ def main() -> None:
     if arguments.peer:
         peer(arguments.model, arguments.threads)
         return
-    state = (arguments.state or settings.load().state / "benchmarks").absolute()
-    state.mkdir(parents=True, exist_ok=True)
+    state = state_folder(arguments)
     ratios = compare(arguments, state)
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("over", "clients", "rate", "p50", "p99"):

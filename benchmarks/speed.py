@@ -18,14 +18,13 @@ from pathlib import Path
 import prepare
 import runners
 from catalogue import MODELS, Model, find
+from commandline import new_parser, positive, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from runners import RUNNERS, Measured, Runner, RunnerJob
 
-from tvmflow import settings
 from tvmflow.errors import TvmflowError
-from tvmflow.target import host
 from tvmflow.workspace import Record
 
 _TITLES: dict[Runner, str] = {
@@ -184,14 +183,13 @@ def _cpu() -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all without one")
-    parser.add_argument("--batch", type=_positive, default=1, help="size of the first dimension of every input (1)")
-    parser.add_argument("--threads", type=_positive, default=host().cores, help="of every runner (all cores)")
+    parser.add_argument("--batch", type=positive, default=1, help="size of the first dimension of every input (1)")
     parser.add_argument("--trials", type=int, default=0, help="tuning trials before the build (0)")
     parser.add_argument("--precision", choices=list(_LARGEST_ERROR), default="fp32", help="of our build (fp32)")
     parser.add_argument("--cpu-time", action="store_true", help="time that the process computes; with --threads 1")
-    parser.add_argument("--rounds", type=_positive, default=7, help="turns of each runner (7)")
+    parser.add_argument("--rounds", type=positive, default=7, help="turns of each runner (7)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timed runs in a turn, at least three runs (0.5)")
     parser.add_argument(
         "--peers",
@@ -201,16 +199,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="PEER",
         help="of " + ", ".join(_TITLES),
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    parser.add_argument("--state", type=Path, help="where ONNX files and builds are kept (.tvmflow/benchmarks)")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
 
 
 def main() -> int:
@@ -220,8 +209,7 @@ def main() -> int:
     clock = runners.clock(arguments.cpu_time, arguments.threads)
     # The outputs are compared with ONNX Runtime's.
     arguments.peers = [name for name in RUNNERS if name == "onnxruntime" or name in arguments.peers]
-    state = (arguments.state or settings.load().state / "benchmarks").absolute()
-    state.mkdir(parents=True, exist_ok=True)
+    state = state_folder(arguments)
     errors, load = Console(stderr=True), os.getloadavg()[0]
     rows: dict[str, Row] = {}
     with errors.status("") as status:
