@@ -1,6 +1,18 @@
-"""Which tests share a process when `make test` runs them on two: those of a file, and all that release models."""
+"""Which tests share a process when `make test` runs them on two, and the PostgreSQL server that some of them need."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+# A shell starts what runs in the background with SIGINT ignored, and every process of the tests would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -9,3 +21,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = item.path.parent if item.path.parent.name == "flows" else item.path
         item.add_marker(pytest.mark.xdist_group(group.name))
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Callable[[str], str]]:
+    """A real PostgreSQL server on 127.0.0.1: makes an empty database and returns its address, `postgresql://...`."""
+    missing = [name for name in ("initdb", "postgres", "createdb") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"PostgreSQL's {missing[0]} is not on PATH")
+    # The server refuses to run as root, and the folders of pytest are closed to everybody else.
+    as_other = ["setpriv", "--reuid=nobody", "--clear-groups", "--regid=nogroup"] if os.geteuid() == 0 else []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with tempfile.TemporaryDirectory(prefix="postgres-") as folder:
+        if as_other:
+            shutil.chown(folder, "nobody", "nogroup")
+        data = Path(folder) / "data"
+
+        def run(*command: str) -> None:
+            subprocess.run([*as_other, *command], cwd=folder, check=True, capture_output=True, text=True, timeout=120)
+
+        run("initdb", "--pgdata", str(data), "--username", "tvmflow", "--auth", "trust", "--no-sync")
+        run("pg_ctl", "start", "--wait", "--pgdata", str(data), "--log", f"{folder}/log", "--options",
+            f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={folder} -c fsync=off")  # fmt: skip
+
+        def database(name: str) -> str:
+            run("createdb", "--host", "127.0.0.1", "--port", port, "--username", "tvmflow", name)
+            return f"postgresql://tvmflow@127.0.0.1:{port}/{name}"
+
+        try:
+            yield database
+        finally:
+            run("pg_ctl", "stop", "--mode", "immediate", "--pgdata", str(data))
