@@ -95,7 +95,7 @@ def test_the_error_is_a_few_times_that_of_the_usual_product(
     [(49, 512, 2048), (196, 32, 256), (196, 255, 256), (196, 256, 80), (2, 512, 512), (118, 512, 512)],
 )
 def test_odd_sizes_short_depths_and_few_rows_are_multiplied_as_usual(rows: int, depth: int, units: int) -> None:
-    assert strassen.choose([rows], depth, units, AVX512) is None
+    assert strassen.choose([rows], depth, units, AVX512, "") is None
 
 
 def test_the_sums_of_weights_are_exact_for_whole_numbers() -> None:

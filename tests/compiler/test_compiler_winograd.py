@@ -68,7 +68,7 @@ def test_every_tile_size_serves_every_batch(
     assert_same_as_onnxruntime: Check,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(winograd, "choose", lambda *_: size)
+    monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
     path = _convolution(make_model, (3, 21, *shape, 1, 1, 0, 1), "batch", stride)
     built = assert_same_as_onnxruntime(path, *({"x": _normal(batch, 3, *shape)} for batch in (1, 2, 5)))
     assert _rules(built)["winograd"] == 1
@@ -80,7 +80,7 @@ def test_every_tile_size_serves_every_batch(
 def test_the_error_stays_within_the_algorithms_bound(
     stride: int, size: int, bound: float, make_model: Any, native: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(winograd, "choose", lambda *_: size)
+    monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
     case = (128, 128, 16, 16, 0, 0, 0, 0)
     x, weight, bias = _normal(1, 128, 16, 16), _normal(128, 128, 3, 3), _normal(128)
     (actual,) = run_built(build(import_onnx(_convolution(make_model, case, stride=stride)), native), x)
@@ -114,12 +114,12 @@ def test_other_processors_get_winograd(name: str, make_model: Any) -> None:
     ("height", "channels", "size"), [(56, 64, 4), (28, 128, 4), (14, 4, None), (224, 3, None), (1, 256, None)]
 )
 def test_the_tile_size_follows_the_shape(machine: Machine, height: int, channels: int, size: int | None) -> None:
-    assert winograd.choose(height, height, channels, channels, machine) == size
+    assert winograd.ranked(height, height, channels, channels, machine)[0] == size
 
 
 @pytest.mark.parametrize(("height", "channels"), [(14, 256), (7, 512)])
 def test_large_weights_get_small_tiles(height: int, channels: int) -> None:
-    assert winograd.choose(height, height, channels, channels, AVX512) == 2
+    assert winograd.ranked(height, height, channels, channels, AVX512)[0] == 2
 
 
 def test_the_tuner_has_a_search_space_for_winograd(make_model: Any, native: Any) -> None:
@@ -170,7 +170,7 @@ def test_a_build_says_what_is_computed_by_winograd_and_its_bound(make_model: Any
 def test_errors_are_below_the_bound_that_is_known_before(
     size: int, stride: int, make_model: Any, native: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(winograd, "choose", lambda *_: size)
+    monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
     x, weight = _normal(1, 40, 12, 12), _normal(24, 40, 3, 3)
     nodes = [helper.make_node("Conv", ["x", "w"], ["y"], strides=[stride, stride])]
     built = build(import_onnx(make_model(nodes, [("x", x.shape)], ["y"], {"w": weight})), native)

@@ -21,3 +21,5 @@ DOT = "tvmflow.dot"
 VECTORS = "tvmflow.vectors"
 # Of a norm over groups of channels that are not the last dimension: the channels in a group.
 GROUP = "tvmflow.group"
+# What the decisions about an operator are about, which measuring may make otherwise.
+SUBJECT = "tvmflow.subject"

@@ -19,6 +19,7 @@ import tvm_ffi
 from tvm.support import cc
 from tvm.tirx import PrimFunc
 
+from tvmflow.compiler.choices import Choices, using
 from tvmflow.compiler.codegen import compile_module
 from tvmflow.compiler.graph import hoist_weights, lower_module, variant_name
 from tvmflow.compiler.importer import Imported
@@ -150,15 +151,18 @@ def _probe() -> PrimFunc:
     return tvm.te.create_prim_func([x, y]).with_attr("global_symbol", "main")
 
 
-def lower(imported: Imported, target: Target, options: BuildOptions | None = None) -> tvm.IRModule:
+def lower(
+    imported: Imported, target: Target, options: BuildOptions | None = None, choices: Choices | None = None
+) -> tvm.IRModule:
     """Canonicalise, fold, lay out and fuse: `main` calls fused, unscheduled functions and holds packed weights.
 
+    `choices` are decisions to make otherwise than the cost model, and take note of those that are met.
     The same input gives the same module in every process. Raises BuildError when a pass fails, TargetError for a
     precision that the target's processor has no instructions for.
     """
     options = options or BuildOptions()
     _check_precision(target, options)
-    with _passes(options, target):
+    with _passes(options, target), using(choices or Choices()):
         return lower_module(imported, target, options.variants, options.precision, options.fast_algorithms)
 
 
@@ -169,13 +173,14 @@ def build(
     tuned: Callable[[PrimFunc], PrimFunc | None] | None = None,
     cache: Path | None = None,
     inspect: Inspection | None = None,
+    choices: Choices | None = None,
 ) -> Built:
     """Build a model for a target.
 
     `tuned` may return a scheduled replacement, with the same parameters, for an unscheduled fused function; where it
     returns None the analytic rules schedule the function. `cache` is a folder that keeps generated code: a model with
     the same functions, whatever its weights, then takes little more than linking. `inspect` says what to keep of the
-    build for a person to read.
+    build for a person to read. `choices` are decisions to make otherwise than the cost model.
 
     Raises BuildError when a pass or the code generator fails, OptionError for an unknown pass or a wrong option,
     TargetError for a target TVM does not know and for a precision that its processor has no instructions for.
@@ -187,7 +192,8 @@ def build(
     cache = None if inspect.needs_llvm else cache
     timings: dict[str, float] = {}
     inspected = Inspected()
-    with _passes(options, target, [_Timing(timings), KeepIR(inspect, inspected.passes)]):
+    instruments = [_Timing(timings), KeepIR(inspect, inspected.passes)]
+    with _passes(options, target, instruments), using(choices or Choices()):
         lowered = lower_module(imported, target, options.variants, options.precision, options.fast_algorithms)
         bare, weights = hoist_weights(lowered)
         apart = options.weights == "apart"

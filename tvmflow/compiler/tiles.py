@@ -1,7 +1,9 @@
 """Chooses register tiles: how many rows by how many vectors of a matrix product stay in registers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tvmflow.compiler import choices
 from tvmflow.compiler.machine import Machine
 
 
@@ -15,6 +17,8 @@ class Tile:
 
 # A row count that is good for every register file, for products whose number of rows is known only at run time.
 _UNKNOWN_ROWS = 8
+# Heights of tiles that are worth measuring.
+_CHOICES = 4
 _LATENCY = 4  # cycles from one multiply-add to the next that needs its result
 _PORTS = 2  # multiply-adds and loads per cycle
 
@@ -22,7 +26,14 @@ _PORTS = 2  # multiply-adds and loads per cycle
 def choose(
     rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None, *, exact: bool = False
 ) -> Tile:
-    """The tile for a product with `rows` rows (None: symbolic) and `vectors` vectors of output channels.
+    """The fastest of `ranked`."""
+    return ranked(rows, vectors, machine, row_bytes, exact=exact)[0]
+
+
+def ranked(
+    rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None, *, exact: bool = False
+) -> list[Tile]:
+    """The tiles for a product with `rows` rows (None: symbolic) and `vectors` vectors of channels, the fastest first.
 
     With `exact` the tile's rows divide those of the product.
 
@@ -33,7 +44,7 @@ def choose(
     and needs r*v + v + 1 registers. Rows that do not divide evenly are computed in vain at the end.
     """
     most = 7 if row_bytes is not None and row_bytes % 4096 == 0 else machine.registers - 2 if exact else 28
-    best: tuple[tuple[float, int, int], Tile] | None = None
+    found: list[tuple[tuple[float, int, int], Tile]] = []
     for count in range(1, min(vectors, 8) + 1):
         if vectors % count:
             continue
@@ -50,11 +61,15 @@ def choose(
             copying = 0.0 if rows is not None and rows % height == 0 else 2 * height / machine.lanes / _PORTS
             rate = height * count * useful / (cycles + copying)
             key = (round(rate, 2), min(height * count, 20), -abs(count - 2))
-            if best is None or key > best[0]:
-                best = (key, Tile(height, count))
-    if best is None:
-        return Tile(1, 1)
-    return best[1]
+            found.append((key, Tile(height, count)))
+    # Of equals the first.
+    return [tile for _, tile in sorted(found, key=lambda item: item[0], reverse=True)] or [Tile(1, 1)]
+
+
+def rows_of(subject: str, tiles: Sequence[Tile]) -> int:
+    """The rows of the tile for a product, given the fastest tiles: a decision about `subject`."""
+    heights = list(dict.fromkeys(tile.rows for tile in tiles))[:_CHOICES]
+    return choices.choose("rows", subject, {str(height): height for height in heights})
 
 
 def _unknown(machine: Machine) -> int:

@@ -41,7 +41,7 @@ _ENOUGH = 8
 _BYTES_PER_CYCLE = 5
 
 
-def choose(
+def ranked(
     height: int,
     width: int,
     channels: int,
@@ -49,14 +49,14 @@ def choose(
     machine: Machine,
     stride: int = 1,
     group: int = 1,
-) -> int | None:
-    """The size of the output tiles that is fastest for an output of `height` by `width`; None for the direct way.
+) -> list[int | None]:
+    """The sizes of output tiles for an output of `height` by `width`, the fastest first; None for the direct way.
 
     Counts a core's cycles per image: of the products, of the transforms, and of reading weights that stay in no cache.
     `group` is how many multiply-adds of narrow numbers an instruction does in a lane, where they are accurate enough.
     """
     if min(channels, out_channels) < _FEWEST_CHANNELS or min(height, width) < 2 or stride not in _POINTS:
-        return None
+        return [None]
     vectors = -(-out_channels // machine.lanes)
     costs: dict[int | None, float] = {None: _cost(height * width, 1, 9 * channels / group, vectors, machine)}
     for size in _POINTS[stride]:
@@ -68,7 +68,7 @@ def choose(
         waiting = max(1.0, _ENOUGH / (tile.rows * tile.vectors))
         transforms = _TRANSFORM * taps * high * wide * (-(-channels // machine.lanes) + vectors)
         costs[size] = _cost(taps * high * wide * waiting, taps, depth, vectors, machine) + transforms
-    return min(costs, key=lambda size: costs[size])
+    return sorted(costs, key=lambda size: costs[size])
 
 
 def takes_narrow(size: int, stride: int, channels: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from tvm import te, tirx
 
 from tvmflow.compiler import tiles
-from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, STRIP, TILE
+from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, STRIP, SUBJECT, TILE
 from tvmflow.compiler.machine import Machine
 
 # Pixels of a strip of the depthwise convolution in registers.
@@ -75,7 +75,7 @@ class Plan:
     cycles: float
 
 
-def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machine: Machine) -> te.Tensor:
+def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machine: Machine, subject: str) -> te.Tensor:
     """A block on NHWC data; `tensors` are each convolution's packed weights followed by what its epilogue reads."""
     remaining = list(tensors)
 
@@ -85,7 +85,7 @@ def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machin
         return weight, read
 
     expanded = _expanded(data, block, plan, *take(block.first)) if block.first else _padded(data, block)
-    result = _depthwise(expanded, block, plan, machine, *take(block.depthwise))
+    result = _depthwise(expanded, block, plan, machine, subject, *take(block.depthwise))
     return _project(result, block.last, plan, *take(block.last)) if block.last else result
 
 
@@ -161,7 +161,13 @@ def _expanded(data: te.Tensor, block: Block, plan: Plan, weight: te.Tensor, read
 
 
 def _depthwise(
-    expanded: te.Tensor, block: Block, plan: Plan, machine: Machine, weight: te.Tensor, reads: Sequence[te.Tensor]
+    expanded: te.Tensor,
+    block: Block,
+    plan: Plan,
+    machine: Machine,
+    subject: str,
+    weight: te.Tensor,
+    reads: Sequence[te.Tensor],
 ) -> te.Tensor:
     convolution = block.depthwise
     batch, channels = expanded.shape[0], convolution.channels
@@ -175,7 +181,7 @@ def _depthwise(
             axis=[y, x],
         ),
         name="depthwise",
-        attrs={KERNEL: "block.depthwise", TILE: plan.pixels, STRIP: plan.lines, LANES: machine.lanes},
+        attrs={KERNEL: "block.depthwise", TILE: plan.pixels, STRIP: plan.lines, LANES: machine.lanes, SUBJECT: subject},
     )
     return te.compute(
         (batch, out_h, out_w, channels),
@@ -217,8 +223,11 @@ _REGION, _COPY = 4000, 3
 _FEWEST_ACCUMULATORS = 8
 
 
-def plan(block: Block, batch: int, machine: Machine) -> Plan | None:
-    """The fastest way to compute a block strip by strip; None where its parts one by one are not slower."""
+def plan(block: Block, batch: int, machine: Machine) -> tuple[Plan, bool] | None:
+    """The fastest way to compute a block strip by strip, and whether its parts one by one are slower.
+
+    None where it cannot be computed so.
+    """
     lanes, first, depthwise, last = machine.lanes, block.first, block.depthwise, block.last
     if depthwise.channels % lanes:
         return None
@@ -260,7 +269,7 @@ def plan(block: Block, batch: int, machine: Machine) -> Plan | None:
         cycles = share(batch * out_h // lines) * (needed * wide * middle + lines * out_w * result)
         if best is None or cycles < best.cycles:
             best = Plan(lines, first_tile, pixels, last_tile, cycles)
-    return best if best is not None and best.cycles < apart else None
+    return None if best is None else (best, best.cycles < apart)
 
 
 def _moving(size: int, machine: Machine) -> float:

@@ -9,8 +9,8 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
-from tvmflow.compiler import tiles, winograd
-from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, SHARED, TILE, WINOGRAD
+from tvmflow.compiler import choices, tiles, winograd
+from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, SHARED, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import depthwise, products
 from tvmflow.compiler.operators.common import (
@@ -42,17 +42,23 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
         "padding": [int(item) for item in attrs.padding],
         "dilation": [int(item) for item in attrs.dilation],
     }
+    subject = subject_of(call)
     if channels is not None and groups == channels == out_channels and groups > 1:
         lanes = vector(channels, machine)
         packed = depthwise.pack(builder, weight, lanes)
-        compute = partial(depthwise.depthwise, machine=machine, **geometry)
+        compute = partial(depthwise.depthwise, machine=machine, subject=subject, **geometry)
         return builder.call_te(compute, data, packed, primfunc_name_hint="depthwise_conv2d", primfunc_attrs=FUSABLE)
-    size = winograd_size(data, weight, groups, geometry, machine) if fast else None
+    size = winograd_size(data, weight, groups, geometry, machine, subject) if fast else None
     if size is not None:
         stride = geometry["strides"][0]
         packed = constant(winograd.transform_kernel(weight.value.numpy(), size, machine.lanes, stride))
         compute = partial(
-            winograd_conv2d, channels=out_channels, padding=geometry["padding"], stride=stride, machine=machine
+            winograd_conv2d,
+            channels=out_channels,
+            padding=geometry["padding"],
+            stride=stride,
+            machine=machine,
+            subject=subject,
         )
         return builder.call_te(compute, data, packed, primfunc_name_hint="winograd_conv2d", primfunc_attrs=FUSABLE)
     per_group = out_channels // groups
@@ -62,23 +68,43 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
         lanes = math.gcd(per_group, machine.lanes)
     pointwise = (kernel_h, kernel_w) == (1, 1) and groups == 1 and not any(geometry["padding"])
     if pointwise and fast and isinstance(weight, tvm.ir.GenericConst):
-        product = products.fast_product(builder, data, weight.value.numpy()[:, :, 0, 0].T, machine, geometry["strides"])
+        matrix = weight.value.numpy()[:, :, 0, 0].T
+        product = products.fast_product(builder, data, matrix, machine, subject, geometry["strides"])
         if product is not None:
             return product
     packed = _pack(builder, weight, lanes)
     if pointwise and geometry["strides"] == [1, 1]:
-        compute = partial(pointwise_conv2d, channels=out_channels, machine=machine)
+        compute = partial(pointwise_conv2d, channels=out_channels, machine=machine, subject=subject)
     else:
-        compute = partial(conv2d, channels=out_channels, groups=groups, machine=machine, **geometry)
+        compute = partial(conv2d, channels=out_channels, groups=groups, machine=machine, subject=subject, **geometry)
     return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=FUSABLE)
 
 
-def winograd_conv2d(data: te.Tensor, weight: te.Tensor, *, kind: str = "winograd", **arguments: Any) -> te.Tensor:
+def subject_of(call: relax.Call) -> str:
+    """What the decisions about a convolution are about: its shapes and its geometry."""
+    attrs = call.attrs
+    data, weight = (choices.shape_text(tensor.ty.shape.values) for tensor in call.args)
+    strides, padding, dilation = (
+        choices.shape_text(int(item) for item in items) for items in (attrs.strides, attrs.padding, attrs.dilation)
+    )
+    geometry = f"strides {strides} padding {padding} dilation {dilation} groups {int(attrs.groups)}"
+    return f"conv2d {data} by {weight} {geometry}"
+
+
+def winograd_conv2d(
+    data: te.Tensor, weight: te.Tensor, *, kind: str = "winograd", subject: str = "", **arguments: Any
+) -> te.Tensor:
     """`winograd.conv2d` with the annotations of the schedule `kind`."""
     return winograd.conv2d(
         data,
         weight,
-        annotations=lambda rows, lanes, size: {KERNEL: kind, TILE: rows, LANES: lanes, WINOGRAD: size},
+        annotations=lambda rows, lanes, size: {
+            KERNEL: kind,
+            TILE: rows,
+            LANES: lanes,
+            WINOGRAD: size,
+            SUBJECT: subject,
+        },
         **arguments,
     )
 
@@ -89,9 +115,10 @@ def winograd_size(
     groups: int,
     geometry: dict[str, Any],
     machine: Machine,
+    subject: str = "",
     group: int = 1,
 ) -> int | None:
-    """The size of Winograd's output tiles where that algorithm applies and pays."""
+    """The size of Winograd's output tiles where that algorithm applies and pays: a decision about `subject`."""
     out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
     height, width = (static(dim) for dim in data.ty.shape.values[1:3])
     stride, *others = geometry["strides"]
@@ -101,7 +128,9 @@ def winograd_size(
         return None
     top, left, bottom, right = geometry["padding"]
     high, wide = ((size - 3) // stride + 1 for size in (height + top + bottom, width + left + right))
-    return winograd.choose(high, wide, channels, out_channels, machine, stride, group)
+    sizes = winograd.ranked(high, wide, channels, out_channels, machine, stride, group)
+    named = {"direct" if size is None else f"winograd {size}": size for size in sizes}
+    return choices.choose("algorithm", subject, named) if subject else sizes[0]
 
 
 def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
@@ -136,6 +165,7 @@ def conv2d(
     channels: int,
     groups: int,
     machine: Machine,
+    subject: str,
     strides: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
@@ -146,7 +176,7 @@ def conv2d(
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
     out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
     row_bytes = 4 * strides[1] * (static(data.shape[3]) or 1)
-    tile = tiles.choose(static(out_w), vectors // groups, machine, row_bytes).rows
+    tile = tiles.rows_of(subject, tiles.ranked(static(out_w), vectors // groups, machine, row_bytes))
     tiled_w = round_up(out_w, tile)
     height = in_h + padding[0] + padding[2]
     needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
@@ -170,12 +200,12 @@ def conv2d(
             axis=[y, x, k],
         ),
         name="conv2d",
-        attrs={KERNEL: "conv2d", TILE: tile, LANES: lanes, LEAD: 1, SHARED: 1},
+        attrs={KERNEL: "conv2d", TILE: tile, LANES: lanes, LEAD: 1, SHARED: 1, SUBJECT: subject},
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
 
 
-def pointwise_conv2d(data: te.Tensor, weight: te.Tensor, *, channels: int, machine: Machine) -> te.Tensor:
+def pointwise_conv2d(data: te.Tensor, weight: te.Tensor, *, channels: int, machine: Machine, subject: str) -> te.Tensor:
     """1x1 convolution of NHWC data: the pixels of an image are the rows of a matrix product."""
     batch, height, width, depth = data.shape
     vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)
@@ -188,6 +218,7 @@ def pointwise_conv2d(data: te.Tensor, weight: te.Tensor, *, channels: int, machi
         vectors * lanes,
         lanes,
         machine,
+        subject,
         shared=True,
     )
     return te.compute(

@@ -8,7 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
-from tvmflow.compiler.annotations import KERNEL, LANES, TILE
+from tvmflow.compiler.annotations import KERNEL, LANES, SUBJECT, TILE
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import (
     constant,
@@ -55,6 +55,7 @@ def depthwise(
     weight: te.Tensor,
     *,
     machine: Machine,
+    subject: str,
     strides: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
@@ -81,7 +82,7 @@ def depthwise(
             axis=[y, x],
         ),
         name="depthwise_conv2d",
-        attrs={KERNEL: "depthwise", TILE: tile, LANES: lanes},
+        attrs={KERNEL: "depthwise", TILE: tile, LANES: lanes, SUBJECT: subject},
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
 

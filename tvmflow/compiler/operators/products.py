@@ -9,7 +9,8 @@ import tvm
 from tvm import relax, te, tirx
 
 from tvmflow.compiler import tiles
-from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, ROWS, SHARED, TILE
+from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, ROWS, SHARED, SUBJECT, TILE
+from tvmflow.compiler.choices import shape_text
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.common import (
@@ -37,19 +38,20 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
     left_shape, right_shape = list(left.ty.shape.values), list(right.ty.shape.values)
     if len(left_shape) < 2 or len(right_shape) < 2 or static(right_shape[-2]) == 0:
         return None
+    subject = f"matmul {shape_text(left_shape)} by {shape_text(right_shape)}"
     if len(right_shape) == 2 and static(right_shape[0]) and static(right_shape[1]):
         if fast and isinstance(right, tvm.ir.GenericConst):
-            product = fast_product(builder, left, right.value.numpy(), machine)
+            product = fast_product(builder, left, right.value.numpy(), machine, subject)
             if product is not None:
                 return product
         lanes = vector(int(right_shape[1]), machine)
         packed = _pack_dense(builder, right, lanes)
-        compute = partial(dense, units=int(right_shape[1]), machine=machine)
+        compute = partial(dense, units=int(right_shape[1]), machine=machine, subject=subject)
         return builder.call_te(compute, left, packed, primfunc_name_hint="dense", primfunc_attrs=FUSABLE)
     batch = list(call.ty.shape.values)[:-2] if isinstance(call.ty.shape, relax.ShapeExpr) else []
     if not batch or not all(_broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
         return None
-    compute = partial(batch_matmul, batch=batch, machine=machine)
+    compute = partial(batch_matmul, batch=batch, machine=machine, subject=subject)
     return builder.call_te(compute, left, right, primfunc_name_hint="batch_matmul", primfunc_attrs=FUSABLE)
 
 
@@ -58,11 +60,13 @@ def fast_product(
     data: relax.Expr,
     weight: np.ndarray[Any, Any],
     machine: Machine,
+    subject: str,
     strides: Sequence[int] = (),
 ) -> relax.Expr | None:
     """`data` of shape `[..., K]` times weights `[K][N]` by Strassen's algorithm; None where that does not pay.
 
-    `strides` says which elements of the second and later dimensions are taken, if not all.
+    That is a decision about `subject`. `strides` says which elements of the second and later dimensions are taken, if
+    not all.
     """
     sizes = [static(size) for size in data.ty.shape.values]
     if None in sizes:
@@ -71,11 +75,11 @@ def fast_product(
     steps = list(strides) or [1] * len(others)
     outer = [batch, *(-(-size // step) for size, step in zip(others, steps, strict=True))]
     depth, units = weight.shape
-    tile = strassen.choose(outer, depth, units, machine)
+    tile = strassen.choose(outer, depth, units, machine, subject)
     if tile is None:
         return None
     packed = constant(strassen.pack(weight, machine.lanes))
-    compute = partial(strassen.multiply, outer=outer, steps=[1, *steps], tile=tile)
+    compute = partial(strassen.multiply, outer=outer, steps=[1, *steps], tile=tile, subject=subject)
     return builder.call_te(compute, data, packed, primfunc_name_hint="strassen", primfunc_attrs=FUSABLE)
 
 
@@ -101,7 +105,7 @@ def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> 
     return builder.emit_te(pack, weight)
 
 
-def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine) -> te.Tensor:
+def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, subject: str) -> te.Tensor:
     """`data` of shape `[..., K]` times packed weights `[N/v][K][v]`; the leading dimensions are rows.
 
     All that are known become one dimension of rows. TVM cannot see through divisions by symbols: the others stay
@@ -119,6 +123,7 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine) -
         vectors * lanes,
         lanes,
         machine,
+        subject,
         shared=True,
         joined=joined.joined,
     )
@@ -149,7 +154,9 @@ def _place(index: Sequence[Any], tensor: te.Tensor) -> tuple[Any, ...]:
     return (*(0 if one else at for one, at in zip(ones, own, strict=False)), *own[-2:])
 
 
-def batch_matmul(left: te.Tensor, right: te.Tensor, *, batch: Sequence[Any], machine: Machine) -> te.Tensor:
+def batch_matmul(
+    left: te.Tensor, right: te.Tensor, *, batch: Sequence[Any], machine: Machine, subject: str
+) -> te.Tensor:
     """Matrix products over the leading dimensions `batch`, which operands that lack some of them are broadcast over."""
     rows, depth = left.shape[-2:]
     units = right.shape[-1]
@@ -179,6 +186,7 @@ def batch_matmul(left: te.Tensor, right: te.Tensor, *, batch: Sequence[Any], mac
         whole.shape[-1],
         lanes,
         machine,
+        subject,
         shared=False,
     )
     return te.compute((*batch, rows, units), lambda *index: product[index], name="unpack")
@@ -193,6 +201,7 @@ def rows_product(
     channels: Any,
     lanes: int,
     machine: Machine,
+    subject: str,
     *,
     shared: bool,
     joined: Sequence[int] | None = None,
@@ -200,12 +209,12 @@ def rows_product(
     """`[*batch, rows, channels]` of left `[*batch, row, k]` times right `[*batch, k, channel]`, in whole vectors.
 
     `shared` says that the right operand is the same for the whole batch; `joined` which dimensions of the result are
-    its rows, if not all that follow the batch. Rows come in whole tiles; where they do not
-    divide, the left operand is copied with its last row repeated.
+    its rows, if not all that follow the batch. Rows come in whole tiles; where they do not divide, the left operand is
+    copied with its last row repeated. How many rows a tile has is a decision about `subject`.
     """
     known = static(channels)
     row_bytes = 4 * int(depth) if static(depth) else None
-    tile = tiles.choose(static(rows), known // lanes if known else 2, machine, row_bytes).rows
+    tile = tiles.rows_of(subject, tiles.ranked(static(rows), known // lanes if known else 2, machine, row_bytes))
     source = left
     tiled = rows
     if not divides(tile, rows):
@@ -226,6 +235,7 @@ def rows_product(
         name="product",
         attrs={
             KERNEL: "rows",
+            SUBJECT: subject,
             TILE: tile,
             LANES: lanes,
             LEAD: len(batch),

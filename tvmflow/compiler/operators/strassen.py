@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from tvm import te
 
-from tvmflow.compiler import tiles
-from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, TILE
+from tvmflow.compiler import choices, tiles
+from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, SUBJECT, TILE
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.winograd import combine
 
@@ -49,10 +49,10 @@ _START, _COMBINE, _FINISH = 3, 10, 4
 _GAIN = 0.97
 
 
-def choose(outer: Sequence[int], depth: int, units: int, machine: Machine) -> tiles.Tile | None:
+def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, subject: str) -> tiles.Tile | None:
     """The register tile if the product of `[*outer, depth]` and `[depth, units]` is faster so; None if not.
 
-    Counts cycles per vector of four quarters of the result.
+    That is a decision about `subject`. Counts cycles per vector of four quarters of the result.
     """
     half_rows, odd = divmod(math.prod(outer), 2)
     if odd or depth % 2 or units % (2 * machine.lanes):
@@ -68,7 +68,8 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine) -> ti
     usual = 4 * (depth + _START + _FINISH)
     sums = 5 * 3 * depth / 2 / (units / 2 / machine.lanes) / machine.lanes
     fast = 7 * (depth / 2 + _START) + _COMBINE + 4 * _FINISH + sums
-    return tile if fast < _GAIN * usual else None
+    options: dict[str, tiles.Tile | None] = {"strassen": tile, "direct": None}
+    return choices.choose("algorithm", subject, options if fast < _GAIN * usual else dict(reversed(options.items())))
 
 
 def error_bound(depth: int) -> float:
@@ -91,7 +92,7 @@ def pack(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
 
 
 def multiply(
-    data: te.Tensor, weight: te.Tensor, *, outer: Sequence[int], steps: Sequence[int], tile: tiles.Tile
+    data: te.Tensor, weight: te.Tensor, *, outer: Sequence[int], steps: Sequence[int], tile: tiles.Tile, subject: str
 ) -> te.Tensor:
     """`data` of shape `[..., K]` times weights from `pack`.
 
@@ -117,7 +118,7 @@ def multiply(
         (7, half_rows, half_units),
         lambda i, p, c: te.sum(panels[i, p, k] * weight[i, c // lanes, k, c % lanes], axis=k),
         name="product",
-        attrs={KERNEL: "strassen", TILE: tile.rows, CHUNK: tile.vectors, LANES: lanes},
+        attrs={KERNEL: "strassen", TILE: tile.rows, CHUNK: tile.vectors, LANES: lanes, SUBJECT: subject},
     )
 
     quarters = te.compute(

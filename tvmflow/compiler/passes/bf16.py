@@ -103,7 +103,7 @@ class _Round(PyExprMutator):  # type: ignore[misc]
             return self._call(compute, data, packed, "depthwise_conv2d")
         size = None
         if self._winograd:
-            size = convolution.winograd_size(call.args[0], weight, groups, geometry, machine, BF16.group)
+            size = convolution.winograd_size(call.args[0], weight, groups, geometry, machine, group=BF16.group)
         if size is not None:
             stride, padding = geometry["strides"][0], geometry["padding"]
             narrow = winograd.takes_narrow(size, stride, int(weight.ty.shape.values[1]))

@@ -11,6 +11,7 @@ import tvm
 from tvm import relax, te, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.compiler import choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import blocks, convolution, depthwise, elementwise
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
@@ -46,6 +47,7 @@ class _Found:
     block: blocks.Block
     plan: blocks.Plan
     tensors: tuple[relax.Expr, ...]
+    subject: str
 
 
 @tvm.transform.module_pass(opt_level=2, name="FuseBlocks")
@@ -80,7 +82,9 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
         if found is None:
             super().visit_var_binding_(binding)
             return
-        compute = partial(blocks.block, block=found.block, plan=found.plan, machine=self._machine)
+        compute = partial(
+            blocks.block, block=found.block, plan=found.plan, machine=self._machine, subject=found.subject
+        )
         call = self.builder_.call_te(
             compute,
             self.visit_expr(found.data),
@@ -238,8 +242,14 @@ def _describe(steps: tuple[_Step | None, _Step, _Step | None], machine: Machine)
     data = next(step for step in steps if step).call.args[0]
     batch, height, width, depth = data.ty.shape.values
     block = blocks.Block(int(height), int(width), int(depth), first, middle, last)
-    plan = blocks.plan(block, static(batch) or 1, machine)
-    return None if plan is None else _Found(data, block, plan, tuple(tensors))
+    found = blocks.plan(block, static(batch) or 1, machine)
+    if found is None:
+        return None
+    parts = tuple(convolution.subject_of(step.call) for step in steps if step)
+    subject = f"block {' and '.join(parts)}"
+    options: dict[str, blocks.Plan | None] = {"whole": found[0], "apart": None}
+    plan = choices.choose("block", subject, options if found[1] else dict(reversed(options.items())), parts=parts)
+    return None if plan is None else _Found(data, block, plan, tuple(tensors), subject)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from tvm import tirx
 from tvm.s_tir import SBlock, SBlockRealize, Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler import choices
+from tvmflow.compiler.annotations import KERNEL, SUBJECT
 from tvmflow.compiler.machine import Machine
 
 # Below this many iterations a parallel region costs more than it gains.
@@ -249,9 +250,21 @@ def in_registers(sch: Schedule, loops: list[LoopRV]) -> None:
         sch.unroll(loop)
 
 
-def widest_tile(rows: int, vectors: int | None, machine: Machine) -> int:
-    """The vectors of the widest register tile of the given rows that the registers hold; None: an unknown number."""
+def widest_tile(rows: int, vectors: int | None, machine: Machine, subject: str = "") -> int:
+    """The vectors of a register tile of the given rows: the most that the registers hold; None: an unknown number.
+
+    Whether fewer are better is a decision about `subject`.
+    """
     if vectors is None:
         return 1
-    fits = [count for count in range(1, 9) if vectors % count == 0 and rows * count + count + 1 <= machine.registers]
-    return max(fits, default=1)
+    fits = [
+        count for count in range(8, 0, -1) if vectors % count == 0 and rows * count + count + 1 <= machine.registers
+    ]
+    if not fits or not subject:
+        return max(fits, default=1)
+    return choices.choose("vectors", f"{subject} rows {rows}", {str(count): count for count in fits})
+
+
+def subject_of(sch: Schedule, block: SBlockRV) -> str:
+    """What the decisions about a block are about; empty where there are none."""
+    return str(sch.get(block).annotations.get(SUBJECT, ""))

@@ -7,6 +7,7 @@ from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
@@ -72,15 +73,18 @@ def tiled(
         common.join_dimensions(sch, out, [int(place) for place in annotations.get(ROWS, range(lead_count, last))])
     loops = list(sch.get_loops(out))
     lead, channel = loops[:lead_count], loops[-1]
-    count = common.widest_tile(rows, vectors, machine)
+    subject = common.subject_of(sch, product)
+    count = common.widest_tile(rows, vectors, machine, subject)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
     tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions else (loops[:-2], [far])
     weights = [_static(size) or 1 for size in sizes[-reduced : len(sizes) - grouped]]
+    by_weights = [outer, *tiles_outer] if annotations[SHARED] else [*lead, outer, *tiles_outer[lead_count:]]
     # Small weights stay in the cache while each core works through rows it wrote itself; large ones are read once.
-    order = [*tiles_outer, outer]
+    orders = {"rows": [*tiles_outer, outer], "weights": by_weights}
     if 4 * lanes * (vectors or 1) * math.prod(weights) > machine.cache:
-        order = [outer, *tiles_outer] if annotations[SHARED] else [*lead, outer, *tiles_outer[lead_count:]]
+        orders = dict(reversed(orders.items()))
+    order = choices.choose("order", subject, orders) if subject else next(iter(orders.values()))
     sch.reorder(*order, *at_inner, near, pieces, lane)
     task = common.fuse(sch, order)
     sch.parallel(task)

@@ -4,6 +4,7 @@ import math
 
 from tvm.s_tir import Schedule
 
+from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import LANES, TILE, WINOGRAD
 from tvmflow.compiler.dotproduct import BF16, use
 from tvmflow.compiler.machine import Machine
@@ -39,7 +40,11 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     )
     out = common.inline_epilogue(sch, back)
     wide = -(-int(sch.get(out).iter_vars[2].dom.extent) // size)
-    whole = 4 * side**2 * channels * steps <= machine.cache and wide % rows == 0
+    subject = common.subject_of(sch, product)
+    stages = {"together": True, "apart": False} if wide % rows == 0 else {"apart": False}
+    if 4 * side**2 * channels * steps > machine.cache:
+        stages = dict(reversed(stages.items()))
+    whole = choices.choose("stages", f"{subject} winograd {size}", stages) if subject else next(iter(stages.values()))
     result = sch.cache_write(product, 0, "global")
 
     n, h, w, c = sch.get_loops(out)
@@ -55,7 +60,7 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     if whole:
         sch.compute_at(result, task, preserve_unit_loops=True)
     a, b, p, c = list(sch.get_loops(result))[-4:]
-    count = common.widest_tile(rows, channels // lanes, machine)
+    count = common.widest_tile(rows, channels // lanes, machine, subject and f"{subject} winograd {size}")
     line, near = sch.split(p, [None, rows])
     outer, pieces, lane = sch.split(c, [None, count, lanes])
     sch.reorder(a, b, outer, line, near, pieces, lane)
