@@ -1,33 +1,34 @@
 """The release flow: from a release file to a released, verified bundle per target."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 from prefect import flow
 
-from tasks.benchmark import BenchmarkResult, Point, benchmark, gate_failures
-from tasks.build import build
-from tasks.export import ExportResult, export
-from tasks.package import package
+from flows.make import make_here, make_on_pool, measured_here, pools_of, refuse_unverifiable
+from flows.promote import PromotionSummary, automatic
+from tasks.benchmark import Point
+from tasks.export import export
 from tasks.publish import PublishResult, publish
-from tasks.relax_import import ImportResult, relax_import
+from tasks.relax_import import relax_import
 from tasks.step import Context, slug
 from tasks.track import TargetOutcomes, TrackResult, track
 from tasks.train import TrainResult, train
-from tasks.tune import tune
-from tasks.validate import ReferenceResult, reference, unable, validate
+from tasks.validate import reference
 from tvmflow import process
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
-from tvmflow.errors import TargetError, VerdictError
-from tvmflow.services import open_services
+from tvmflow.errors import VerdictError
+from tvmflow.services import open_services, open_workspace
 from tvmflow.spec import Spec
 from tvmflow.target import Target, host
-from tvmflow.workspace import Outcome, Record, Workspace
+from tvmflow.workspace import Outcome, Record
 
 
 class StepSummary(Record):
@@ -58,7 +59,7 @@ class TargetSummary(Record):
 
 
 class ReleaseSummary(Record):
-    """What a release came to: what `tvmflow release --json` prints."""
+    """What a release came to, also on its automatic channels: what `tvmflow release --json` prints."""
 
     name: str
     version: str
@@ -66,6 +67,7 @@ class ReleaseSummary(Record):
     mlflow_run_id: str
     mlflow_model: str
     targets: tuple[TargetSummary, ...]
+    promotions: tuple[PromotionSummary, ...] = ()
 
 
 @flow(name="release", flow_run_name="release {file}", validate_parameters=True)
@@ -77,14 +79,15 @@ def release(
 ) -> dict[str, Any]:
     """Release the model that a release file describes; `targets`, `trials` and `runs` override what it says.
 
-    Returns a ReleaseSummary as JSON. Raises VerdictError when a bundle is out of bounds: nothing is published then.
+    What is released is then promoted to the file's automatic channels; a refusal there leaves the release be. Returns a
+    ReleaseSummary as JSON. Raises VerdictError when a bundle is out of bounds: nothing is published then.
     """
     spec = override(release_file.load(Path(file)), targets, trials, runs)
     settings = machine.load()
-    workspace = Workspace(settings.state)
     with open_services(settings, spec.store, spec.registry) as services:
+        workspace = open_workspace(settings, services.store, spec.store)
         context = Context(spec, settings, workspace, services)
-        return _release(context).model_dump(mode="json")
+        return release_model(context).model_dump(mode="json")
 
 
 def override(spec: Spec, targets: list[str] | None, trials: int | None, runs: int | None) -> Spec:
@@ -99,18 +102,40 @@ def override(spec: Spec, targets: list[str] | None, trials: int | None, runs: in
     return release_file.parse(document, spec.folder)
 
 
-def _release(context: Context) -> ReleaseSummary:
+def release_model(
+    context: Context, trained: Outcome[TrainResult] | None = None, source: str | None = None
+) -> ReleaseSummary:
+    """Release the model of a context's release file, and promote it to the file's automatic channels.
+
+    `trained` are weights that are known already, in the place of training; `source`, as MODEL/3, is the version of a
+    registered model that they are.
+    """
     spec = context.spec
     targets = spec.resolved_targets()
-    _refuse_unverifiable(spec, targets)
-    trained = train(context) if spec.train is not None else None
+    pools = pools_of(context.settings, targets)
+    refuse_unverifiable(spec, tuple(target for target in targets if target.name not in pools))
+    if trained is None and spec.train is not None:
+        trained = train(context)
     exported = export(context, trained)
+    if source is not None:
+        exported = replace(exported, result=exported.result.model_copy(update={"registered": source}))
     imported = relax_import(context, exported)
     held_out = reference(context, exported, trained) if spec.validation.task is not None else None
-    made = _each(context, targets, lambda target: _make(context, exported, imported, held_out, target))
+    interrupted = Event()
+
+    def make(target: Target) -> TargetOutcomes:
+        pool = pools.get(target.name)
+        if pool is None:
+            return make_here(context, exported, imported, held_out, target)
+        return make_on_pool(context, pool, exported, imported, held_out, trained, target, interrupted)
+
+    made = _each(context, targets, make, pools, interrupted)
     # One at a time and last: nothing else of this release competes for the machine while it is measured.
-    outcomes = tuple(_measured(context, exported, trained, outcome) for outcome in made)
-    tracked = track(context, exported, imported, outcomes)
+    outcomes = tuple(
+        outcome if outcome.target.name in pools else measured_here(context, exported, trained, outcome)
+        for outcome in made
+    )
+    tracked = track(context, exported, imported, outcomes, trained)
     reasons = [reason for outcome in outcomes for reason in outcome.reasons]
     if reasons:
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
@@ -127,65 +152,40 @@ def _release(context: Context) -> ReleaseSummary:
         "track": tracked,
         "publish": published,
     }
-    return _summary(context, outcomes, tracked.result, published.result, shared)
-
-
-def _refuse_unverifiable(spec: Spec, targets: tuple[Target, ...]) -> None:
-    """Say before any work is spent that a target could not pass here."""
-    for target in targets:
-        reason = unable(target)
-        if reason is not None and spec.gates.unverified_targets == "refuse":
-            raise TargetError(f"{reason}; release it where it runs, or set gates.unverified_targets to allow")
-
-
-def _make(
-    context: Context,
-    exported: Outcome[ExportResult],
-    imported: Outcome[ImportResult],
-    held_out: Outcome[ReferenceResult] | None,
-    target: Target,
-) -> TargetOutcomes:
-    """Tune, build, package and validate for one target."""
-    tuned = tune(context, imported, target)
-    built = build(context, imported, tuned, target)
-    packaged = package(context, exported, imported, tuned, built, target)
-    verdict = validate(context, exported, packaged, target, held_out)
-    return TargetOutcomes(target, tuned, built, packaged, verdict, None, ())
-
-
-def _measured(
-    context: Context,
-    exported: Outcome[ExportResult],
-    trained: Outcome[TrainResult] | None,
-    outcome: TargetOutcomes,
-) -> TargetOutcomes:
-    """The same with its measurements and what the gates say, where the bundle runs here and passed."""
-    verdict = outcome.verdict.result
-    if not (verdict.passed and verdict.verified):
-        return outcome
-    measured: Outcome[BenchmarkResult] = benchmark(context, exported, outcome.packaged, outcome.target, trained)
-    gates = tuple(gate_failures(context, measured.result, outcome.bundle, outcome.target))
-    return TargetOutcomes(
-        outcome.target, outcome.tuned, outcome.built, outcome.packaged, outcome.verdict, measured, gates
-    )
+    summary = _summary(context, outcomes, tracked.result, published.result, shared)
+    return summary.model_copy(update={"promotions": automatic(context, summary.version)})
 
 
 def _each(
-    context: Context, targets: tuple[Target, ...], make: Callable[[Target], TargetOutcomes]
+    context: Context,
+    targets: tuple[Target, ...],
+    make: Callable[[Target], TargetOutcomes],
+    pools: Mapping[str, str],
+    interrupted: Event,
 ) -> tuple[TargetOutcomes, ...]:
-    """Make every target, several at a time when there are cores for it: a build keeps about one and a half busy."""
-    workers = min(len(targets), context.settings.parallel_targets or max(1, host().cores // 2))
-    if workers == 1:
+    """Make every target, those on pools all at once, of the others several where there are cores for them.
+
+    A build keeps about one and a half cores busy. `interrupted` is set when all are to end.
+    """
+    here = sum(target.name not in pools for target in targets)
+    workers = min(here, context.settings.parallel_targets or max(1, host().cores // 2))
+    if workers == 1 and not pools:
         return tuple(make(target) for target in targets)
-    # Prefect finds the flow run of a task in context variables, which threads do not inherit.
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers or 1) as local, ThreadPoolExecutor(len(pools) or 1) as elsewhere:
+        # Prefect finds the flow run of a task in context variables, which threads do not inherit.
+        made = [
+            (elsewhere if target.name in pools else local).submit(copy_context().run, make, target)
+            for target in targets
+        ]
         try:
-            return tuple(pool.map(lambda item: item[1].run(make, item[0]), [(t, copy_context()) for t in targets]))
-        except Exception:
-            raise
-        except BaseException:
-            # An interrupt: the pool waits for its threads, and those wait for the processes of their steps.
-            process.end_all()
+            return tuple(item.result() for item in made)
+        except BaseException as error:
+            for item in made:
+                item.cancel()
+            if not isinstance(error, Exception):
+                # An interrupt: the pools wait for their threads, and those wait for processes and flow runs.
+                interrupted.set()
+                process.end_all()
             raise
 
 
@@ -243,7 +243,7 @@ def _target_summary(
         ratio={str(peer): value for peer, value in measured.typical.ratio.items()} if measured is not None else {},
         runs=measured.runs if measured is not None else None,
         measurements=measured.points if measured is not None else (),
-        tuning=outcome.tuned.result.coverage,
+        tuning=str(outcome.tuned.result.coverage),
         schedules=outcome.built.result.schedules,
         steps={
             name: StepSummary(status=step.status, seconds=round(step.seconds, 3))

@@ -111,12 +111,17 @@ def work(job: RunnerJob, emit: Emit) -> Round:
         _loaded[job.runner] = run, time.perf_counter() - start
     run, load_seconds = _loaded[job.runner]
     inputs = samples.load(job.workspace.path(job.samples))[job.point][0]
-    for _ in range(job.warmup):
-        run(inputs)
+    return timed(lambda: run(inputs), job.warmup, job.repeats, load_seconds)
+
+
+def timed(run: Callable[[], object], warmup: int, repeats: int, load_seconds: float) -> Round:
+    """One round in this process: `repeats` timed runs after `warmup` untimed ones."""
+    for _ in range(warmup):
+        run()
     seconds = []
-    for _ in range(job.repeats):
+    for _ in range(repeats):
         start = time.perf_counter()
-        run(inputs)
+        run()
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Round(seconds=tuple(seconds), load_seconds=load_seconds, peak_memory=peak)

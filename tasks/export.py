@@ -41,13 +41,14 @@ class ExportJob(Job):
     export: Export
     samples: int
     seed: int
+    registered: str | None = None
 
 
 class ExportResult(StepResult):
     """The ONNX file, its signature, and the samples with the original's outputs.
 
     `max_abs_error` is the largest absolute difference between ONNX Runtime and PyTorch on the samples; None when the
-    original is the ONNX file itself.
+    original is the ONNX file itself. `registered` is the version of a registered model that was exported, as MODEL/3.
     """
 
     onnx: Artifact
@@ -56,6 +57,7 @@ class ExportResult(StepResult):
     outputs: tuple[Tensor, ...]
     max_abs_error: float | None
     opset: int
+    registered: str | None = None
 
 
 def work(job: ExportJob, emit: Emit) -> ExportResult:
@@ -86,6 +88,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             outputs=_signature(model.graph.output, pairs[0][1]),
             max_abs_error=error,
             opset=max(item.version for item in model.opset_import if item.domain in ("", "ai.onnx")),
+            registered=job.registered,
             sources=usercode.imported_sources(job.folder),
         )
 
@@ -109,6 +112,7 @@ def export(context: Context, trained: Outcome[TrainResult] | None = None) -> Out
         export=spec.export,
         samples=spec.validation.samples,
         seed=spec.validation.seed,
+        registered=str(identity["mlflow"]).partition("@")[0] if spec.model.mlflow is not None else None,
     )
     files = {
         item.name: sha256_file(spec.path(item.samples.file)) for item in spec.inputs if item.samples.file is not None

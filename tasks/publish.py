@@ -75,7 +75,7 @@ def blobs_of(outcome: TargetOutcomes) -> dict[str, Artifact]:
 def release_document(
     context: Context, exported: ExportResult, outcomes: tuple[TargetOutcomes, ...], tracked: TrackResult
 ) -> dict[str, Any]:
-    """What release.json says: where it comes from, and per target the bundle, the verdict and the measurements."""
+    """What release.json says: where it comes from, what its channels ask for, and per target all about its bundle."""
     return {
         "format": RELEASE_FORMAT,
         "name": context.spec.name,
@@ -84,7 +84,16 @@ def release_document(
         "tvmflow": __version__,
         "mlflow_run_id": tracked.run_id,
         "model": f"models:/{tracked.model}/{tracked.version}",
-        "provenance": {"onnx": f"sha256:{exported.onnx.sha256}", "opset": exported.opset},
+        "provenance": {
+            "onnx": f"sha256:{exported.onnx.sha256}",
+            "opset": exported.opset,
+            # A version of a registered model, as MODEL/3; None for a model that comes from elsewhere.
+            "source": exported.registered,
+        },
+        "channels": {
+            name: channel.model_dump(mode="json", exclude={"automatic"})
+            for name, channel in context.spec.channels.items()
+        },
         "inputs": [item.model_dump(mode="json") for item in exported.inputs],
         "outputs": [item.model_dump(mode="json") for item in exported.outputs],
         "targets": [
@@ -97,7 +106,11 @@ def release_document(
                 "verdict": verdict_document(outcome),
                 "measurements": outcome.measured
                 and outcome.measured.result.model_dump(mode="json", exclude={"sources"}),
-                "tuning": {"trials": outcome.tuned.result.trials, "coverage": outcome.tuned.result.coverage},
+                "tuning": {
+                    "trials": outcome.tuned.result.trials,
+                    "coverage": str(outcome.tuned.result.coverage),
+                    **outcome.tuned.result.coverage.model_dump(mode="json"),
+                },
             }
             for outcome in outcomes
         ],

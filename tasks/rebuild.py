@@ -9,7 +9,7 @@ from typing import Any
 from tasks import build, export, package, relax_import, train
 from tasks.step import Context
 from tasks.train import TrainResult
-from tasks.tune import TuneResult
+from tasks.tune import NOTHING_TUNED, TuneResult
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.bundle import Manifest, extract, installed_versions, sha256_file
@@ -156,7 +156,7 @@ def _tuned(bundle: Path, manifest: Manifest, workspace: Workspace, known: Worksp
                 f"{str(known.folder)!r}; build it again where it was tuned"
             )
         records = _copied(path, workspace, "records.jsonl")
-    return Outcome(TuneResult(records=records, workloads=(), trials=0, coverage=""), "cached", 0.0)
+    return Outcome(TuneResult(records=records, workloads=(), trials=0, coverage=NOTHING_TUNED), "cached", 0.0)
 
 
 def _copied(path: Path, workspace: Workspace, name: str) -> Artifact:

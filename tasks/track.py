@@ -13,6 +13,7 @@ from tasks.export import ExportResult
 from tasks.package import PackageResult
 from tasks.relax_import import ImportResult
 from tasks.step import Context, Tensor, slug, step
+from tasks.train import TrainResult
 from tasks.tune import TuneResult
 from tasks.validate import Verdict
 from tvmflow import __version__, samples
@@ -20,6 +21,9 @@ from tvmflow.errors import RegistryError
 from tvmflow.registry import Registry, TensorField
 from tvmflow.target import Target
 from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
+
+WEIGHTS = "weights.pt"
+"""The artifact of a release's run that holds the weights which were trained for it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ def track(
     exported: Outcome[ExportResult],
     imported: Outcome[ImportResult],
     outcomes: tuple[TargetOutcomes, ...],
+    trained: Outcome[TrainResult] | None = None,
 ) -> Outcome[TrackResult]:
     """Log the release to MLflow: one run, a nested run per target, and a model version when every verdict passed.
 
@@ -82,6 +87,8 @@ def track(
         "registry": registry.config.address,
         "spec": spec,
         "onnx": exported.result.onnx,
+        # Each version of a source model has a release or a verdict of its own, also where two hold the same weights.
+        "source": exported.result.registered,
         "outcomes": [
             [outcome.bundle, outcome.verdict.result, outcome.measured and outcome.measured.result, outcome.gates]
             for outcome in outcomes
@@ -92,7 +99,7 @@ def track(
         "track",
         reads,
         TrackResult,
-        lambda: _log(context, model, passed, exported.result, imported.result, outcomes),
+        lambda: _log(context, model, passed, exported.result, imported.result, outcomes, trained),
         valid=still_there,
     )
 
@@ -104,6 +111,7 @@ def _log(
     exported: ExportResult,
     imported: ImportResult,
     outcomes: tuple[TargetOutcomes, ...],
+    trained: Outcome[TrainResult] | None,
 ) -> TrackResult:
     spec, registry = context.spec, context.registry
     params = {
@@ -114,6 +122,8 @@ def _log(
         "tvmflow": __version__,
     }
     tags = {**spec.registry.tags, "tvmflow.name": spec.name, "tvmflow.verdict": "passed" if passed else "refused"}
+    if exported.registered is not None:
+        tags["tvmflow.source"] = exported.registered
     run_id = registry.start_release(spec.name, params, tags)
     with _closing(registry, run_id):
         if exported.max_abs_error is not None:
@@ -122,6 +132,9 @@ def _log(
             "model.onnx": context.file(exported.onnx),
             "relax/imported.txt": context.file(imported.text),
         }
+        if trained is not None:
+            # What a later build of the same model starts from, wherever it runs.
+            files[WEIGHTS] = context.file(trained.result.weights)
         for outcome in outcomes:
             folder = slug(outcome.target.name)
             files[f"{folder}/lowered.txt"] = context.file(outcome.built.result.text)
@@ -157,7 +170,7 @@ def _log_target(registry: Registry, parent: str, outcome: TargetOutcomes) -> str
         "target": target.canonical,
         "threads": target.threads,
         "tuning_trials": outcome.tuned.result.trials,
-        "tuning_coverage": outcome.tuned.result.coverage,
+        "tuning_coverage": str(outcome.tuned.result.coverage),
         "bundle_sha256": outcome.bundle.sha256,
     }
     verdict = "refused" if outcome.reasons else "passed"
@@ -196,6 +209,10 @@ def _register(
 def metrics(outcome: TargetOutcomes) -> dict[str, float]:
     """The figures of one target: errors, latency in ms, ratios, sizes in bytes, seconds."""
     found: dict[str, float] = {"bundle_bytes": outcome.bundle.size, "tuning_trials": outcome.tuned.result.trials}
+    coverage = outcome.tuned.result.coverage
+    found |= {"tuned_workloads": coverage.tuned, "workloads": coverage.workloads}
+    if coverage.share_of_time is not None:
+        found["tuned_share_of_time"] = coverage.share_of_time
     compared = outcome.verdict.result.original
     if compared is not None:
         found |= {

@@ -37,8 +37,12 @@ def work(job: TrainJob, emit: Emit) -> TrainResult:
 
 
 @step
-def train(context: Context) -> Outcome[TrainResult]:
-    """Train the model as the release file says. Raises TrainError."""
+def train(context: Context, occasion: str | None = None) -> Outcome[TrainResult]:
+    """Train the model as the release file says. Raises TrainError.
+
+    What was trained before is found by the function, its arguments and the files that it is said to read. New data
+    behind the same arguments does not show in these: with another `occasion` the model is trained anew.
+    """
     section = context.spec.train
     if section is None:
         raise TrainError("the release file says nothing of training")
@@ -49,10 +53,13 @@ def train(context: Context) -> Outcome[TrainResult]:
         function=section.function,
         arguments=section.arguments,
     )
+    reads: dict[str, Any] = {"train": section, "files": files}
+    if occasion is not None:
+        reads["occasion"] = occasion
     return run_step(
         context.workspace,
         "train",
-        {"train": section, "files": files},
+        reads,
         TrainResult,
         lambda: context.call("tasks.train:work", job, TrainResult, torch=True),
         folder=context.spec.folder,

@@ -117,7 +117,7 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
     returned = usercode.call(job.task.dataset, "dataset", ExportError, **job.task.arguments)
     inputs, labels = _dataset(returned, job.task.dataset, job.inputs)
     count = len(labels)
-    chunks = _chunks(inputs, count, job.batch or job.task.batch, fixed=job.batch is not None)
+    chunks = split(inputs, count, job.batch or job.task.batch, fixed=job.batch is not None)
     session = open_session(workspace.path(job.onnx))
     module = load_module(job.source) if job.source.framework == "pytorch" else None
     original: list[tuple[Named, Named]] = []
@@ -142,7 +142,7 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
             onnxruntime=workspace.keep(folder / "onnxruntime.npz"),
             labels=workspace.keep(folder / "labels.npy"),
             count=count,
-            metric=_score(job.task, _joined([outputs for _, outputs in original], count), labels),
+            metric=score(job.task, join([outputs for _, outputs in original], count), labels),
             sources=usercode.imported_sources(job.folder),
         )
 
@@ -184,10 +184,10 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
     peers = [(run_session(session, inputs), outputs) for (inputs, _), outputs in zip(given, computed, strict=True)]
     metric: float | None = None
     if known is not None and job.device.held_out is not None and task is not None:
-        joined = _joined(outputs_of(job.device.held_out), known.count)
-        pairs.append((_joined(outputs_of(known.original), known.count), joined))
-        peers.append((_joined(outputs_of(known.onnxruntime), known.count), joined))
-        metric = _score(task, joined, np.load(workspace.path(known.labels)))
+        ours = join(outputs_of(job.device.held_out), known.count)
+        pairs.append((join(outputs_of(known.original), known.count), ours))
+        peers.append((join(outputs_of(known.onnxruntime), known.count), ours))
+        metric = score(task, ours, np.load(workspace.path(known.labels)))
     comparisons = [_compare("pytorch", pairs)] if job.exported.max_abs_error is not None else []
     comparisons.append(_compare("onnxruntime", peers))
     reasons = _reasons(bounds, comparisons[0], pairs)
@@ -434,7 +434,8 @@ def _dataset(returned: object, name: str, names: tuple[str, ...]) -> tuple[Named
     return inputs, labels
 
 
-def _chunks(inputs: Named, count: int, size: int, *, fixed: bool) -> list[Named]:
+def split(inputs: Named, count: int, size: int, *, fixed: bool) -> list[Named]:
+    """Arrays of `count` samples in chunks of `size`; with `fixed` the last chunk repeats its last sample to be full."""
     chunks = []
     for start in range(0, count, size):
         chunk = {name: array[start : start + size] for name, array in inputs.items()}
@@ -445,11 +446,13 @@ def _chunks(inputs: Named, count: int, size: int, *, fixed: bool) -> list[Named]
     return chunks
 
 
-def _joined(outputs: list[Named], count: int) -> Named:
+def join(outputs: list[Named], count: int) -> Named:
+    """The outputs of all chunks by name, without those of what filled the last one up."""
     return {name: np.concatenate([item[name] for item in outputs])[:count] for name in outputs[0]}
 
 
-def _score(task: TaskMetric, outputs: Named, labels: Array) -> float:
+def score(task: TaskMetric, outputs: Named, labels: Array) -> float:
+    """The task metric of outputs on the held-out data. Raises ExportError when the user's metric fails."""
     if task.metric == "accuracy":
         return float((next(iter(outputs.values())).argmax(-1) == labels).mean())
     return float(usercode.call(task.metric, "metric", ExportError, outputs, labels))

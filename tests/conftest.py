@@ -43,8 +43,8 @@ def postgres() -> Iterator[Callable[[str], str]]:
             subprocess.run([*as_other, *command], cwd=folder, check=True, capture_output=True, text=True, timeout=120)
 
         run("initdb", "--pgdata", str(data), "--username", "tvmflow", "--auth", "trust", "--no-sync")
-        run("pg_ctl", "start", "--wait", "--pgdata", str(data), "--log", f"{folder}/log", "--options",
-            f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={folder} -c fsync=off")  # fmt: skip
+        said = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={folder} -c fsync=off"
+        run("pg_ctl", "start", "--wait", "--pgdata", str(data), "--log", f"{folder}/log", "--options", said)
 
         def database(name: str) -> str:
             run("createdb", "--host", "127.0.0.1", "--port", port, "--username", "tvmflow", name)

@@ -17,6 +17,8 @@
     ├── VerdictError         the release was measured and refused; the verdict says why
     ├── StoreError           the S3 endpoint is down, refuses, or holds something else
     ├── RegistryError        MLflow is down or refuses
+    ├── PrefectError         Prefect is down or refuses, or a deployment is not registered
+    ├── StackError           a server of the local stack does not start
     └── StepError            a step's process was killed, crashed or ran out of time
 
 Every message is one sentence that names the file or value, what was expected, and what to do next.
@@ -99,6 +101,14 @@ class StoreError(TvmflowError):
 
 class RegistryError(TvmflowError):
     """MLflow is down or refuses."""
+
+
+class PrefectError(TvmflowError):
+    """Prefect's server is down or refuses, or has no such deployment."""
+
+
+class StackError(TvmflowError):
+    """A server of the local stack does not start."""
 
 
 class StepError(TvmflowError):

@@ -6,11 +6,15 @@ from dataclasses import dataclass, replace
 
 from pydantic import SecretStr
 
+from tvmflow.errors import SettingsError
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
 from tvmflow.settings import Settings
 from tvmflow.spec import RegistrySection, Store
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store.embedded import embedded_s3
+from tvmflow.store.records import RecordObjects
+from tvmflow.store.work import WorkStore
+from tvmflow.workspace import Workspace
 
 BUCKET = "tvmflow"
 
@@ -68,6 +72,26 @@ def open_services(settings: Settings, store: Store, registry: RegistrySection) -
         releases.check()
         opened.check()
         yield Services(releases, opened)
+
+
+def open_workspace(settings: Settings, store: ReleaseStore, section: Store | None = None) -> Workspace:
+    """This machine's workspace, shared through the release store where the settings say so.
+
+    Raises SettingsError when it is to be shared through an embedded store, which no other machine can reach.
+    """
+    if not settings.shared_workspace:
+        return Workspace(settings.state)
+    if settings.s3_endpoint is None and settings.s3_bucket is None and (section is None or section.endpoint is None):
+        raise SettingsError(
+            "setting shared_workspace needs an S3 server that the other machines reach; set s3_endpoint and s3_bucket"
+        )
+    return Workspace(settings.state, WorkStore(store))
+
+
+def open_records(settings: Settings, store: ReleaseStore, section: Store | None = None) -> RecordObjects | None:
+    """Where machines share their tuning records: beside the releases on a named S3 server; None where they do not."""
+    named = (settings.s3_endpoint, settings.s3_bucket, section.endpoint if section is not None else None)
+    return RecordObjects(store) if settings.share_records and any(named) else None
 
 
 def _secret(value: SecretStr | None) -> str | None:

@@ -4,9 +4,10 @@ import os
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -16,8 +17,11 @@ from pydantic_settings import (
 
 from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
 from tvmflow.errors import SettingsError
+from tvmflow.stack import record
 
 _PREFIX = "TVMFLOW_"
+# An address and the credentials for it come from one place: half of each would fit neither server.
+_STORE = {"s3_endpoint", "s3_bucket", "s3_access_key", "s3_secret_key", "s3_session_token"}
 _FILE_VARIABLE = "TVMFLOW_SETTINGS"
 # What the processes of one run tell each other.
 _INTERNAL = {"TVMFLOW_CHILD", "TVMFLOW_EVENTS_FD"}
@@ -30,8 +34,23 @@ def settings_file() -> Path:
     return Path(os.environ.get(_FILE_VARIABLE, "tvmflow.toml"))
 
 
+class _RunningStack(PydanticBaseSettingsSource):
+    """Addresses and credentials of the local stack of the state folder, for as long as it runs."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """The stack is asked as a whole."""
+        raise NotImplementedError
+
+    def __call__(self) -> dict[str, Any]:
+        """What the stack says about what nobody else has said."""
+        said = self.current_state
+        home = said.get("home", self.settings_cls.model_fields["home"].default)
+        found = record.settings(Path(str(home)).expanduser().absolute())
+        return {name: value for name, value in found.items() if name not in _STORE or _STORE.isdisjoint(said)}
+
+
 class Settings(BaseSettings):
-    """The environment (`TVMFLOW_...`) first, then the settings file, then embedded defaults."""
+    """The environment (`TVMFLOW_...`), the settings file, the running local stack, and then embedded defaults."""
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, populate_by_name=True)
 
@@ -53,6 +72,13 @@ class Settings(BaseSettings):
     prefect_api_url: str | None = Field(
         default=None, validation_alias=AliasChoices("TVMFLOW_PREFECT_API_URL", "prefect_api_url", "PREFECT_API_URL")
     )
+    models: tuple[Path, ...] = ()
+    webhook_secret: SecretStr | None = None
+    database_url: SecretStr | None = None
+    work_pool: str = "tvmflow"
+    target_pools: dict[str, str] = {}
+    shared_workspace: bool = False
+    share_records: bool = True
     parallel_targets: Annotated[int, Field(ge=1)] | None = None
     signing_key: Path | None = None
     step_timeout_minutes: Annotated[float, Field(gt=0)] = 120.0
@@ -66,8 +92,9 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Explicit arguments, the environment, the settings file: the first that says something wins."""
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, settings_file())
+        """Explicit arguments, the environment, the settings file, a running stack: the first that speaks wins."""
+        file = TomlConfigSettingsSource(settings_cls, settings_file())
+        return init_settings, env_settings, file, _RunningStack(settings_cls)
 
     @cached_property
     def state(self) -> Path:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Hashable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -238,6 +238,43 @@ class Gates(_Strict):
     unverified_targets: Literal["refuse", "allow"] = "refuse"
 
 
+class ChannelGates(_Strict):
+    """Bounds a release must keep to be promoted to a channel; unset bounds are not checked.
+
+    `max_ratio_current` is its median latency over that of the release which the channel holds, measured side by side
+    on the machine that promotes; `max_metric_drop` is how much lower than that release's the task metric may be;
+    `max_latency_ms` and `min_metric` bound what was measured when it was released.
+    """
+
+    max_ratio_current: Annotated[float, Field(gt=0)] | None = None
+    max_latency_ms: Annotated[float, Field(gt=0)] | None = None
+    max_metric_drop: Annotated[float, Field(ge=0)] | None = None
+    min_metric: float | None = None
+
+
+class Channel(_Strict):
+    """What it takes to reach a channel; `after` names another channel that must have held the release before."""
+
+    automatic: bool = False
+    approval: Literal["none", "required"] = "none"
+    signature: Literal["optional", "required"] = "optional"
+    after: str | None = None
+    gates: ChannelGates = ChannelGates()
+
+
+class Retrain(_Strict):
+    """When a retrained model is good enough to be released.
+
+    The champion is what `channel` holds; the challenger's task metric on the same held-out data must be at least the
+    champion's plus `min_gain`, which may be negative. It is registered in MLflow as the model `source`, by default
+    NAME-source.
+    """
+
+    channel: str = "production"
+    min_gain: float = 0.0
+    source: str | None = None
+
+
 class RegistrySection(_Strict):
     """Names in MLflow."""
 
@@ -270,6 +307,8 @@ class Spec(_Strict):
     validation: Validate = Field(default=Validate(), alias="validate")
     benchmark: Benchmark = Benchmark()
     gates: Gates = Gates()
+    channels: dict[str, Channel] = {}
+    retrain: Retrain | None = None
     registry: RegistrySection = RegistrySection()
     store: Store = Store()
 
@@ -304,6 +343,20 @@ class Spec(_Strict):
                 raise ValueError(
                     "gates.max_ratio_pytorch cannot be checked for an ONNX file; use max_ratio_onnxruntime"
                 )
+        for name, channel in self.channels.items():
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"channel {name!r} must consist of letters, digits, dots, dashes and underscores")
+            if name == "latest" or re.fullmatch(r"v[0-9]+", name):
+                raise ValueError(f"channel {name!r} has a name that MLflow keeps for itself; take another")
+            if channel.after is not None and (channel.after == name or channel.after not in self.channels):
+                raise ValueError(f"channels.{name}.after: {channel.after!r} is no other channel of this file")
+        for name in self.channels:
+            if self._follows(name, name):
+                raise ValueError(f"channels.{name}.after: a release would have to reach {name!r} before itself")
+        if self.retrain is not None and (self.train is None or self.validation.task is None):
+            raise ValueError("retrain needs train, which makes the weights, and validate.task, which judges them")
+        if self.retrain is not None and self.channels and self.retrain.channel not in self.channels:
+            raise ValueError(f"retrain.channel: {self.retrain.channel!r} is not among channels")
         if self.train is not None and (self.model.factory is None or self.model.weights is not None):
             raise ValueError("train makes the weights of a factory's model: give factory, and no weights file")
         return self
@@ -324,6 +377,24 @@ class Spec(_Strict):
     def path(self, path: Path) -> Path:
         """A path of the release file, made absolute."""
         return path if path.is_absolute() else self._folder / path
+
+    def _follows(self, name: str, other: str) -> bool:
+        """Whether a release reaches the channel `name` only after `other`."""
+        before, seen = self.channels[name].after, {name}
+        while before is not None and before != other and before not in seen:
+            seen.add(before)
+            before = self.channels[before].after
+        return before == other
+
+    def automatic_channels(self) -> tuple[str, ...]:
+        """The channels that every release is promoted to, in the file's order, each after those it comes after."""
+        found: list[str] = []
+        wanted = [name for name, channel in self.channels.items() if channel.automatic]
+        while wanted:
+            name = next(name for name in wanted if not any(self._follows(name, other) for other in wanted))
+            wanted.remove(name)
+            found.append(name)
+        return tuple(found)
 
     def dimension(self, name: str) -> Dimension:
         """The range of a symbolic dimension; one that the file does not describe may be anything from 1."""
@@ -422,15 +493,19 @@ def _explain(error: ValidationError) -> str:
 def _known_keys(location: tuple[int | str, ...]) -> set[str]:
     """The keys that the release file knows at a place."""
     model: type[BaseModel] = Spec
+    named = False  # whether the next part is a name that the user gave: a dimension's, a channel's
     for part in location:
-        if isinstance(part, int) or (model is Dimension):
+        if isinstance(part, int) or named:
+            named = False
             continue
         fields = {(info.alias or name): info for name, info in model.model_fields.items()}
         if part not in fields:
-            continue  # a dimension's own name
-        candidates = [item for item in _flatten(fields[str(part)].annotation) if issubclass(item, BaseModel)]
+            continue
+        annotation = fields[part].annotation
+        candidates = [item for item in _flatten(annotation) if issubclass(item, BaseModel)]
         if candidates:
             model = candidates[0]
+            named = get_origin(annotation) is dict
     return {(info.alias or name) for name, info in model.model_fields.items()}
 
 
@@ -536,6 +611,24 @@ validate:
 #   max_ratio_pytorch: 0.5
 #   max_bundle_mb: 200
 #   unverified_targets: refuse  # targets this machine cannot run: refuse | allow
+
+# channels:                     # pointers that devices follow, and what it takes to move each; none: any, freely
+#   staging: {{automatic: true}}  # every release is promoted to it
+#   production:
+#     automatic: false
+#     approval: none            # required: a person says yes
+#     signature: optional       # required: every bundle is signed with a key that is trusted where it is promoted
+#     after: staging            # the channel that must have held the release before
+#     gates:                    # a release out of bounds is not promoted
+#       max_ratio_current: 1.1  # latency over that of the release which the channel holds, measured side by side
+#       max_latency_ms: 20
+#       max_metric_drop: 0.01   # how much lower than that release's the task metric may be
+#       min_metric: 0.9
+
+# retrain:                      # when a retrained model is released: needs train and validate.task
+#   channel: production         # what it holds is the champion
+#   min_gain: 0.0               # how much better on the held-out data the new model must be; may be negative
+#   source: {name}-source       # the model of the MLflow registry that it becomes a version of
 
 # registry: {{experiment: tvmflow, model: {name}, tags: {{}}}}
 # store: {{endpoint: null, bucket: tvmflow, prefix: ""}}   # the machine's settings (TVMFLOW_S3_...) come first

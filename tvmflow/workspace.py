@@ -3,21 +3,28 @@
 import contextlib
 import hashlib
 import json
+import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from tvmflow.bundle import sha256_file
 from tvmflow.errors import StepError, TvmflowError
 from tvmflow.progress import reporter
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_RECORDS = re.compile(r"[\w-]+\.jsonl")
+
+Progress = Callable[[float, float, str], None]
+"""Called with the bytes moved so far, of how many, and a word on what is moved."""
 
 
 class Record(BaseModel):
@@ -70,15 +77,46 @@ class Outcome(Generic[R]):
     seconds: float
 
 
+class Shared(Protocol):
+    """Where workspaces of several machines meet. What is read there is data of others: records are validated, artifacts
+    taken by their digest. A store that fails raises StoreError."""
+
+    def has_record(self, step: str, key: str) -> bool:
+        """Whether there is a record of the step."""
+
+    def read_record(self, step: str, key: str) -> bytes | None:
+        """The record of a step, None if there is none."""
+
+    def write_record(self, step: str, key: str, record: bytes) -> None:
+        """Write the record of a step, whose artifacts are all there."""
+
+    def fetch(self, sha256: str, place: Path) -> bool:
+        """Write an artifact into the new file `place`; False when it is missing or damaged."""
+
+    def send(self, path: Path, sha256: str, on_progress: Callable[[int], None]) -> None:
+        """Send an artifact unless it is there; `on_progress` hears of bytes sent since its last call."""
+
+    def tuning_records(self) -> dict[str, int]:
+        """The files of tuning records and their sizes in bytes."""
+
+    def read_tuning_records(self, name: str) -> bytes | None:
+        """One of them, None if it is gone."""
+
+    def write_tuning_records(self, name: str, content: bytes) -> None:
+        """Write one; a file of records only grows."""
+
+
 class Workspace:
-    """Artifacts and step records below one folder, which several processes and machines may share.
+    """Artifacts and step records below one folder, which several processes may share.
 
     Artifacts are written whole under their digest and never changed; a record is written last, so that a crash at any
-    point leaves either a step that is done or one that is not.
+    point leaves either a step that is done or one that is not. With `shared`, what other machines did is found as well,
+    and they find what is done here.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shared: Shared | None = None) -> None:
         self.folder = folder
+        self.shared = shared
         try:
             for name in ("artifacts", "steps", "tmp", "logs"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
@@ -113,26 +151,113 @@ class Workspace:
         with tempfile.TemporaryDirectory(dir=self.folder / "tmp", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
 
-    def find(self, step: str, key: str, kind: type[R], folder: Path = Path()) -> R | None:
+    def find(
+        self, step: str, key: str, kind: type[R], folder: Path = Path(), progress: Progress | None = None
+    ) -> R | None:
         """What a step made of the same input before, if every artifact and source of it is still there unchanged.
 
-        `folder` is where the user's own modules are.
+        `folder` is where the user's own modules are. What another machine made is brought here first, and what is
+        only here is shared. Raises StoreError when the shared workspace cannot be used.
         """
-        try:
-            record = json.loads(self._record(step, key).read_text())
-            result = kind.model_validate(record["result"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        intact = all(self.holds(artifact) for artifact in result.artifacts()) and result.sources.unchanged(folder)
-        return result if intact else None
-
-    def remember(self, step: str, key: str, result: StepResult, seconds: float) -> None:
-        """Record what a step made; only successes are recorded."""
         place = self._record(step, key)
-        place.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            known = place.read_bytes()
+            result = _parsed(known, kind)
+            if result is not None and self._intact(result, folder):
+                if self.shared is not None and not self.shared.has_record(step, key):
+                    self._share_record(step, key, known, result, progress)
+                return result
+        record = None if self.shared is None else self.shared.read_record(step, key)
+        result = None if record is None else _parsed(record, kind)
+        if record is None or result is None or not result.sources.unchanged(folder):
+            return None
+        if not self.fetch(result.artifacts(), progress):
+            return None
+        self._write(place, record)
+        return result
+
+    def remember(
+        self, step: str, key: str, result: StepResult, seconds: float, progress: Progress | None = None
+    ) -> None:
+        """Record what a step made; only successes are recorded.
+
+        Raises StoreError when it cannot be shared; it is recorded here all the same.
+        """
         document = {"step": step, "seconds": seconds, "result": result.model_dump(mode="json")}
+        record = json.dumps(document).encode()
+        self._write(self._record(step, key), record)
+        if self.shared is not None:
+            self._share_record(step, key, record, result, progress)
+
+    def share(self, artifacts: Iterable[Artifact], progress: Progress | None = None) -> None:
+        """Send artifacts to the shared workspace. Raises StoreError."""
+        wanted = {artifact.sha256: artifact for artifact in artifacts}
+        total, sent = sum(artifact.size for artifact in wanted.values()), 0
+
+        def moved(count: int) -> None:
+            nonlocal sent
+            sent += count
+            if progress is not None:
+                progress(min(sent, total), total, "sharing")
+
+        if self.shared is not None:
+            for artifact in wanted.values():
+                self.shared.send(self.path(artifact), artifact.sha256, moved)
+
+    def fetch(self, artifacts: Iterable[Artifact], progress: Progress | None = None) -> bool:
+        """Bring artifacts here that are not; False when the shared workspace lacks one or holds a damaged one."""
+        wanted = {artifact.sha256: artifact for artifact in artifacts}
+        if not all(_is_safe(artifact) for artifact in wanted.values()):
+            return False
+        missing = [artifact for artifact in wanted.values() if not self.holds(artifact)]
+        total, done = sum(artifact.size for artifact in missing), 0
+        for artifact in missing:
+            if progress is not None:
+                progress(done, total, "fetching")
+            with self.scratch() as scratch:
+                fetched = scratch / "artifact"
+                if self.shared is None or not self.shared.fetch(artifact.sha256, fetched):
+                    return False
+                if fetched.stat().st_size != artifact.size:
+                    return False
+                self.path(artifact).parent.mkdir(parents=True, exist_ok=True)
+                fetched.replace(self.path(artifact))
+            done += artifact.size
+        return True
+
+    @property
+    def records(self) -> Path:
+        """The folder of the tuning records."""
+        return self.folder / "records"
+
+    def share_records(self) -> None:
+        """Make the tuning records here and in the shared workspace the same, by union. Raises StoreError."""
+        if self.shared is None:
+            return
+        there = self.shared.tuning_records()
+        here = {path.name: path.stat().st_size for path in self.records.glob("*.jsonl")}
+        for name, size in there.items():
+            # The file of one run only grows, and only where it runs: the longer one is the whole one.
+            if _RECORDS.fullmatch(name) and here.get(name, -1) < size:
+                content = self.shared.read_tuning_records(name)
+                if content is not None:
+                    self._write(self.records / name, content)
+        for name, size in here.items():
+            if there.get(name, -1) < size:
+                self.shared.write_tuning_records(name, (self.records / name).read_bytes())
+
+    def _intact(self, result: StepResult, folder: Path) -> bool:
+        return all(self.holds(artifact) for artifact in result.artifacts()) and result.sources.unchanged(folder)
+
+    def _share_record(self, step: str, key: str, record: bytes, result: StepResult, progress: Progress | None) -> None:
+        self.share(result.artifacts(), progress)
+        if self.shared is not None:
+            self.shared.write_record(step, key, record)
+
+    def _write(self, place: Path, content: bytes) -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
         with self.scratch() as folder:
-            (folder / place.name).write_text(json.dumps(document))
+            (folder / place.name).write_bytes(content)
             (folder / place.name).replace(place)
 
     def _record(self, step: str, key: str) -> Path:
@@ -163,15 +288,26 @@ def run_step(
     """
     start = time.perf_counter()
     key = step_key(step, reads)
-    found = workspace.find(step, key, kind, folder)
-    if found is not None and valid(found):
-        seconds = time.perf_counter() - start
-        reporter().ended(step, target, "cached", seconds)
-        return Outcome(found, "cached", seconds)
-    reporter().started(step, target)
+    started = False
+
+    def progressed(done: float, total: float, message: str) -> None:
+        nonlocal started
+        if not started:
+            started = True
+            reporter().started(step, target)
+        reporter().progressed(step, target, done, total, message)
+
     try:
+        found = workspace.find(step, key, kind, folder, progressed)
+        if found is not None and valid(found):
+            seconds = time.perf_counter() - start
+            reporter().ended(step, target, "cached", seconds)
+            return Outcome(found, "cached", seconds)
+        if not started:
+            started = True
+            reporter().started(step, target)
         result = work()
-        workspace.remember(step, key, result, time.perf_counter() - start)
+        workspace.remember(step, key, result, time.perf_counter() - start, progressed)
     except BaseException as error:
         reporter().ended(step, target, "failed", time.perf_counter() - start)
         if isinstance(error, OSError) and not isinstance(error, TvmflowError):
@@ -196,6 +332,18 @@ def code_digest() -> str:
             if path.parent != package / "cli":
                 digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def _parsed(record: bytes, kind: type[R]) -> R | None:
+    try:
+        return kind.model_validate(json.loads(record)["result"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_safe(artifact: Artifact) -> bool:
+    """Whether nothing in it leads out of the workspace: another machine's record may say anything."""
+    return _SHA256.fullmatch(artifact.sha256) is not None and Path(artifact.name).name == artifact.name
 
 
 def _plain(value: object) -> object:

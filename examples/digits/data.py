@@ -26,6 +26,13 @@ def splits(seed: int = 0) -> tuple[Split, Split]:
     return Split(images[train], labels[train]), Split(images[held_out], labels[held_out])
 
 
+def with_noise(split: Split, share: float, seed: int) -> Split:
+    """The split with a share of its labels, 0 to 1, drawn anew at random."""
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(0, 10, len(split.labels))
+    return Split(split.images, np.where(generator.random(len(split.labels)) < share, drawn, split.labels))
+
+
 def held_out() -> tuple[dict[str, NDArray[np.float32]], NDArray[np.int64]]:
     """The held-out images by input name, and their labels: what training never saw."""
     _, split = splits()

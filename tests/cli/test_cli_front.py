@@ -14,7 +14,10 @@ import pytest
 
 Command = Callable[..., Any]
 
-COMMANDS = ("release", "compile", "run", "verify", "keygen", "sign", "init", "list", "serve")
+COMMANDS = (
+    "release", "compile", "run", "verify", "keygen", "sign", "init", "list", "serve", "promote", "rollback", "history",
+    "approve", "up", "down",
+)  # fmt: skip
 LIST_MODULES = """
 import sys
 from tvmflow.cli import main

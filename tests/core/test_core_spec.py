@@ -78,6 +78,10 @@ UNKNOWN = [
     ("registry.experimet", "registry.experimet", "experiment"),
     ("store.buket", "store.buket", "bucket"),
     ("export.opst", "export.opst", "opset"),
+    ("channels.staging.automatc", "channels.staging.automatc", "automatic"),
+    ("channels.gates.aprovals", "channels.gates.aprovals", "approval"),
+    ("channels.staging.gates.max_ratio", "channels.staging.gates.max_ratio", "max_ratio_current"),
+    ("retrain.min_gains", "retrain.min_gains", "min_gain"),
     ("train.functon", "train.functon", "function"),
 ]
 
@@ -155,6 +159,15 @@ RULES: list[tuple[str, object, str]] = [
     ("gates.max_latency_ms", 0, "gates.max_latency_ms: Input should be greater than 0"),
     ("gates.unverified_targets", "skip", "Input should be 'refuse' or 'allow'"),
     ("train", {"function": "train"}, "train.function: 'train' is not of the form"),
+    ("channels", {"two words": {}}, "channel 'two words' must consist of letters"),
+    ("channels", {"latest": {}}, "channel 'latest' has a name that MLflow keeps for itself"),
+    ("channels", {"v2": {}}, "channel 'v2' has a name that MLflow keeps for itself"),
+    ("channels", {"a": {"after": "b"}}, "channels.a.after: 'b' is no other channel of this file"),
+    ("channels", {"a": {"after": "a"}}, "channels.a.after: 'a' is no other channel of this file"),
+    ("channels", {"a": {"after": "b"}, "b": {"after": "a"}}, "a release would have to reach 'a' before itself"),
+    ("channels.a.approval", "maybe", "channels.a.approval: Input should be 'none' or 'required'"),
+    ("channels.a.gates", {"max_ratio_current": 0}, "channels.a.gates.max_ratio_current: Input should be greater"),
+    ("retrain", {}, "retrain needs train, which makes the weights, and validate.task, which judges them"),
 ]
 
 
@@ -296,7 +309,7 @@ def uncommented(text: str, wanted: Callable[[str], bool]) -> str:
 
 
 SECTIONS = [
-    "train", "outputs", "export", "build", "tune", "validate", "benchmark", "gates", "registry", "store",
+    "train", "outputs", "export", "build", "tune", "validate", "benchmark", "gates", "channels", "registry", "store",
 ]  # fmt: skip
 
 
@@ -318,8 +331,9 @@ def test_every_commented_section_of_the_template_can_be_taken_in(files: Path, se
 
 
 def test_all_commented_sections_of_the_template_can_be_taken_in_together(files: Path) -> None:
-    document = yaml.safe_load(uncommented(template("digits"), lambda name: name in SECTIONS))
-    assert set(document) >= set(SECTIONS)
+    sections = {*SECTIONS, "retrain"}
+    document = yaml.safe_load(uncommented(template("digits"), lambda name: name in sections))
+    assert set(document) >= sections
     parse(document, files)
 
 
@@ -332,6 +346,29 @@ def test_what_is_commented_out_shows_the_defaults(files: Path) -> None:
     assert taken.tune == plain.tune
     assert taken.validation.model_copy(update={"task": None}) == plain.validation
     assert taken.benchmark.model_copy(update={"threads": None}) == plain.benchmark
+
+
+def test_retraining_can_be_taken_in_with_what_it_needs(files: Path) -> None:
+    sections = ("train", "validate", "retrain")
+    taken = parse(yaml.safe_load(uncommented(template("m"), lambda name: name in sections)), files)
+    assert taken.retrain is not None
+    assert (taken.retrain.channel, taken.retrain.source) == ("production", "m-source")
+
+
+def test_a_channel_of_retraining_must_be_among_the_channels(files: Path) -> None:
+    document = yaml.safe_load(uncommented(template("m"), lambda name: name in ("train", "validate", "retrain")))
+    assert "retrain.channel: 'production' is not among channels" in refusal({**document, "channels": {"a": {}}}, files)
+
+
+def test_automatic_channels_come_in_the_files_order_after_those_they_follow(tmp_path: Path) -> None:
+    channels = {
+        "production": {"automatic": True, "after": "canary"},
+        "beta": {"automatic": True},
+        "canary": {"after": "staging"},
+        "staging": {"automatic": True},
+    }
+    spec = parse({**GOOD, "channels": channels}, tmp_path)
+    assert spec.automatic_channels() == ("beta", "staging", "production")
 
 
 @pytest.mark.parametrize("key", ["arguments", "weights"])

@@ -1,16 +1,21 @@
 """The workspace: what was done is found again, and whatever went wrong in between is done again."""
 
 import hashlib
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tvmflow.bundle import sha256_file
-from tvmflow.errors import BuildError, StepError
+from tvmflow.errors import BuildError, StepError, StoreError
 from tvmflow.progress import Status, reporting_to
+from tvmflow.store import ReleaseStore
+from tvmflow.store.embedded import embedded_s3
+from tvmflow.store.work import WorkStore
 from tvmflow.workspace import Artifact, Outcome, Record, Sources, StepResult, Workspace, run_step, step_key
 
 
@@ -29,6 +34,9 @@ Run = Callable[..., Outcome[Made]]
 SCRIPT = """
 import os, pathlib, signal, sys
 from tvmflow.errors import StepError
+from tvmflow.store import ReleaseStore
+from tvmflow.store.embedded import embedded_s3
+from tvmflow.store.work import WorkStore
 from tvmflow.workspace import Artifact, StepResult, Workspace, run_step
 
 class Made(StepResult):
@@ -302,3 +310,165 @@ def test_scratch_is_gone_after_an_error(workspace: Workspace) -> None:
     with pytest.raises(BuildError):
         fail()
     assert not list((workspace.folder / "tmp").iterdir())
+
+
+# -- Shared by several machines ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReleaseStore]:
+    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="tvmflow") as config:
+        yield ReleaseStore(config)
+
+
+@pytest.fixture
+def store(server: ReleaseStore, request: pytest.FixtureRequest) -> WorkStore:
+    name = hashlib.sha256(request.node.name.encode()).hexdigest()
+    return WorkStore(ReleaseStore(replace(server.config, prefix=name)))
+
+
+@pytest.fixture
+def machines(tmp_path: Path, store: WorkStore) -> tuple[Workspace, Workspace]:
+    return Workspace(tmp_path / "one", store), Workspace(tmp_path / "home" / "of" / "another", store)
+
+
+def build(workspace: Workspace, content: bytes = b"library", folder: Path = Path(), read: Path | None = None) -> str:
+    """Run or find the step that keeps a library: the status."""
+
+    def work() -> Made:
+        with workspace.scratch() as scratch:
+            (scratch / "mod.so").write_bytes(content)
+            sources = Sources(files={} if read is None else {read.name: sha256_file(read)})
+            return Made(library=workspace.keep(scratch / "mod.so"), sources=sources)
+
+    return run_step(workspace, "build", {"onnx": "ab"}, Made, work, folder=folder).status
+
+
+def test_what_one_machine_did_is_found_by_another(machines: tuple[Workspace, Workspace]) -> None:
+    one, other = machines
+    assert (build(one), build(other), build(other)) == ("ran", "cached", "cached")
+    (kept,) = (path for path in (other.folder / "artifacts").rglob("*") if path.is_file())
+    assert kept.read_bytes() == b"library"
+
+
+def test_what_was_done_before_it_was_shared_is_shared_when_it_is_found(tmp_path: Path, store: WorkStore) -> None:
+    alone = tmp_path / "alone"
+    assert build(Workspace(alone)) == "ran"
+    assert build(Workspace(alone, store)) == "cached"
+    assert build(Workspace(tmp_path / "other", store)) == "cached"
+
+
+def test_the_users_own_modules_must_be_the_same_on_both_machines(
+    machines: tuple[Workspace, Workspace], tmp_path: Path
+) -> None:
+    for name, text in (("a", "width = 1"), ("b", "width = 1"), ("c", "width = 2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.py").write_text(text)
+    one, other = machines
+    assert build(one, folder=tmp_path / "a", read=tmp_path / "a" / "model.py") == "ran"
+    assert build(other, folder=tmp_path / "b") == "cached"
+    assert build(Workspace(tmp_path / "third", other.shared), folder=tmp_path / "c") == "ran"
+
+
+@pytest.mark.parametrize("damage", [b"LIBRARY", b"", b"library and more", None])
+def test_a_shared_artifact_that_is_not_whole_is_made_again_and_repaired(
+    machines: tuple[Workspace, Workspace], store: WorkStore, tmp_path: Path, damage: bytes | None
+) -> None:
+    one, other = machines
+    build(one)
+    key = f"blobs/sha256/{hashlib.sha256(b'library').hexdigest()}"
+    if damage is None:
+        store._store._withdraw([key])
+    else:
+        store._store._put(key, damage, "damaging an artifact")
+    assert build(other) == "ran"
+    assert build(Workspace(tmp_path / "third", store)) == "cached"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"result": 3}', '{"result": {"other": 1}}'])
+def test_a_damaged_shared_record_runs_the_step(
+    machines: tuple[Workspace, Workspace], store: WorkStore, text: str
+) -> None:
+    one, other = machines
+    build(one)
+    store.write_record("build", step_key("build", {"onnx": "ab"}), text.encode())
+    assert build(other) == "ran"
+
+
+@pytest.mark.parametrize(
+    "field", [{"sha256": "../../../outside"}, {"sha256": "/etc/hostname"}, {"name": "../../outside"}]
+)
+def test_a_shared_record_that_leads_out_of_the_workspace_is_not_followed(
+    machines: tuple[Workspace, Workspace], store: WorkStore, field: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "outside").write_bytes(b"private")
+    made = Made(library=Artifact(sha256="0" * 64, size=7, name="mod.so").model_copy(update=field))
+    record = json.dumps({"result": made.model_dump(mode="json")}).encode()
+    store.write_record("build", step_key("build", {"onnx": "ab"}), record)
+    assert build(machines[1]) == "ran"
+    assert (tmp_path / "outside").read_bytes() == b"private"
+
+
+def test_a_store_that_is_away_is_one_sentence_and_the_work_is_kept(tmp_path: Path, store: WorkStore) -> None:
+    away = Workspace(
+        tmp_path / "state", WorkStore(ReleaseStore(replace(store._store.config, endpoint="http://127.0.0.1:1")))
+    )
+    with pytest.raises(StoreError, match="Cannot reach"):
+        away.remember("build", step_key("build", {"onnx": "ab"}), Made(library=_kept(away)), 1.0)
+    assert build(Workspace(tmp_path / "state")) == "cached"
+
+
+def test_who_watches_sees_what_is_shared_and_fetched(machines: tuple[Workspace, Workspace]) -> None:
+    heard: list[tuple[str, str]] = []
+
+    class Listener:
+        def started(self, step: str, target: str | None) -> None:
+            heard.append(("started", step))
+
+        def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+            heard.append((message, f"{done:g} of {total:g}"))
+
+        def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+            heard.append((status, step))
+
+    with reporting_to(Listener()):
+        for machine in machines:
+            build(machine)
+    assert heard == [
+        ("started", "build"),
+        ("sharing", "7 of 7"),
+        ("ran", "build"),
+        ("started", "build"),
+        ("fetching", "0 of 7"),
+        ("cached", "build"),
+    ]
+
+
+def test_tuning_records_are_the_union_of_what_all_machines_recorded(machines: tuple[Workspace, Workspace]) -> None:
+    one, other = machines
+    for machine, name in ((one, "a.jsonl"), (other, "b.jsonl")):
+        machine.records.mkdir()
+        (machine.records / name).write_text("1\n")
+    for machine in (one, other, one):
+        machine.share_records()
+    (one.records / "a.jsonl").write_text("1\n2\n")
+    for machine in (one, other):
+        machine.share_records()
+    for machine in machines:
+        found = {path.name: path.read_text() for path in machine.records.iterdir()}
+        assert found == {"a.jsonl": "1\n2\n", "b.jsonl": "1\n"}
+
+
+def test_files_of_records_with_other_names_are_left_alone(
+    machines: tuple[Workspace, Workspace], store: WorkStore
+) -> None:
+    for name in ("sub/inside.jsonl", "records.txt", ".hidden.jsonl"):
+        store._store._put(f"records/{name}", b"1\n", "planting records")
+    machines[0].share_records()
+    assert not machines[0].records.exists()
+
+
+def _kept(workspace: Workspace) -> Artifact:
+    with workspace.scratch() as folder:
+        (folder / "mod.so").write_bytes(b"library")
+        return workspace.keep(folder / "mod.so")

@@ -23,7 +23,7 @@ import yaml
 
 from tvmflow.services import open_registry, open_store
 from tvmflow.settings import Settings
-from tvmflow.store import ReleaseStore
+from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.embedded import embedded_s3
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -117,6 +117,11 @@ class Machine:
     def versions(self, name: str) -> list[Any]:
         """The versions of a registered model, newest first."""
         return open_registry(self._loaded).versions(name)
+
+    def channel(self, name: str, channel: str) -> Any:
+        """Where a channel points, None if it was never moved."""
+        with open_store(self._loaded) as store:
+            return channels.find(store, name, channel)
 
     def nothing_is_published(self) -> bool:
         """Whether the embedded store holds no release and no blob."""

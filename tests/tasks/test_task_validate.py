@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.validate import _compare, _dataset, _reasons, _score
+from tasks.validate import _compare, _dataset, _reasons, score
 from tvmflow.errors import ExportError
 from tvmflow.spec import TaskMetric, Validate, parse
 
@@ -124,7 +124,7 @@ def test_another_shape_is_out_of_bounds() -> None:
 def test_accuracy_is_the_share_of_right_classes() -> None:
     task = TaskMetric(dataset="data:held_out")
     outputs = {"logits": np.array([[0, 1], [1, 0], [0, 1], [1, 0]])}
-    assert _score(task, outputs, np.array([1, 0, 0, 0])) == 0.75
+    assert score(task, outputs, np.array([1, 0, 0, 0])) == 0.75
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Records, the folder they are kept in, and how they are applied."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -7,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tvm import ir, script
 from tvm.tirx import PrimFunc
 
 from tvmflow.target import Target, resolve
-from tvmflow.tuning import Record, RecordStore, apply, workload_key
-from tvmflow.tuning.records import SPACE_VERSION, tvm_version
+from tvmflow.tuning import Record, RecordStore, Trial, apply, workload_key
+from tvmflow.tuning.records import SPACE_VERSION, Effort, normalize, tvm_version
+from tvmflow.tuning.space import make_search
 
 
 def make_record(key: str, target: Target, seconds: float = 1.0) -> Record:
@@ -32,6 +35,61 @@ def make_record(key: str, target: Target, seconds: float = 1.0) -> Record:
 
 def test_the_key_of_a_workload_does_not_depend_on_its_name(matmul: PrimFunc) -> None:
     assert workload_key(matmul.with_attr("global_symbol", "fused_matmul7")) == workload_key(matmul)
+
+
+NAMES = {
+    "a": "a",
+    "b": "b",
+    "c": "c",
+    "t": "t",
+    "i": "i",
+    "j": "j",
+    "k": "k",
+    "block": "mm",
+    "x": "x",
+    "attr": "p",
+}
+
+
+def _product(names: dict[str, str]) -> PrimFunc:
+    """A product with a ReLU of 64 x 64, by these names."""
+    text = """
+@T.prim_func(s_tir=True, private=True)
+def main({a}: T.Buffer((64, 64), "float32"), {b}: T.Buffer((64, 64), "float32"), {c}: T.Buffer((64, 64), "float32")):
+    T.func_attr({{"{attr}": 4}})
+    {t} = T.alloc_buffer((64, 64), "float32")
+    for {i}, {j}, {k} in T.grid(64, 64, 64):
+        with T.sblock("{block}"):
+            {x}, y, z = T.axis.remap("SSR", [{i}, {j}, {k}])
+            with T.init():
+                {t}[{x}, y] = T.float32(0)
+            {t}[{x}, y] = {t}[{x}, y] + {a}[{x}, z] * {b}[z, y]
+    for {i}, {j} in T.grid(64, 64):
+        with T.sblock("{block}_relu"):
+            {x}, y = T.axis.remap("SS", [{i}, {j}])
+            {c}[{x}, y] = T.max({t}[{x}, y], T.float32(0))
+"""
+    return script.from_source(text.format(**names))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_name_of_a_variable_buffer_axis_block_or_attribute_matters_to_the_key(name: str) -> None:
+    assert workload_key(_product(NAMES | {name: "renamed"})) == workload_key(_product(NAMES))
+
+
+def test_a_record_applies_to_the_same_workload_by_other_names(native: Target, store: RecordStore) -> None:
+    func, renamed = _product(NAMES), _product({name: f"new_{name}" for name in NAMES})
+    search = make_search(normalize(func), native.canonical, "random", batch=4, seed=1, cost_model=None)
+    proposals = search.propose()
+    assert proposals
+    for proposal in proposals:
+        record = replace(make_record(workload_key(func), native), trace=proposal.trace)
+        store.append(replace(record, workload=ir.save_json(normalize(func))))
+        here, there = (apply(found, item) for item in (func, renamed) if (found := store.records(native)[-1]))
+        assert here is not None
+        assert there is not None
+        assert workload_key(here) == workload_key(there) != workload_key(func)
+        assert not {"mm", "mm_init"} & set(there.script().split('"'))
 
 
 def test_different_workloads_have_different_keys(matmul: PrimFunc, conv: PrimFunc) -> None:
@@ -130,3 +188,104 @@ def test_a_scheduled_function_keeps_its_name_and_says_that_it_is_scheduled(matmu
     assert scheduled is not None
     assert scheduled.attrs["global_symbol"] == "fused_matmul7"
     assert scheduled.attrs["tirx.is_scheduled"]
+
+
+def make_effort(key: str, target: Target, trials: int) -> Effort:
+    return Effort(key, target.canonical, tvm_version(), SPACE_VERSION, trials, 1.0, "2026-11-21T00:00:00+00:00")
+
+
+def test_a_workload_is_written_once_in_a_file_and_found_with_each_record(store: RecordStore, native: Target) -> None:
+    for seconds in (2.0, 1.0):
+        store.append(replace(make_record("a", native, seconds), workload="the function"))
+    (path,) = store.folder.glob("*.jsonl")
+    assert path.read_text().count("the function") == 1
+    assert {record.workload for record in RecordStore(store.folder).records(native)} == {"the function"}
+
+
+def test_a_run_begins_another_file_when_one_is_large(store: RecordStore, native: Target) -> None:
+    for trial in range(30):
+        store.append(replace(make_record("a", native), trial=trial, trace="x" * 100_000, workload="the function"))
+    assert 2 < len(list(store.folder.glob("*.jsonl"))) < 6
+    found = RecordStore(store.folder).records(native)
+    assert sorted(record.trial for record in found) == list(range(30))
+    assert {record.workload for record in found} == {"the function"}
+
+
+def test_a_cost_model_can_learn_from_all_that_was_measured(store: RecordStore, native: Target) -> None:
+    record = replace(make_record("a", native), workload="the function")
+    store.append(record)
+    store.append(replace(record, space_version="another", trial=2))
+    store.append(replace(record, tvm_version="another", trial=3))
+    store.append(Trial("b", "other", "[]", None, native.canonical, tvm_version(), SPACE_VERSION, "xgb", "now"))
+    assert {(item.key, item.seconds) for item in store.measured(native)} == {("a", 1.0), ("b", None)}
+    assert len(store.measured(native)) == 3
+    assert [item.key for item in store.records(native)] == ["a"]
+
+
+def test_efforts_of_a_file_that_was_copied_in_twice_count_once(store: RecordStore, native: Target) -> None:
+    for _ in range(2):
+        store.append(make_effort("a", native, 4))
+    (path,) = store.folder.glob("*.jsonl")
+    path.with_name("copy.jsonl").write_bytes(path.read_bytes())
+    assert [effort.trials for effort in store.efforts(native)] == [4, 4]
+
+
+def test_pruning_keeps_the_fastest_and_the_trials_spent(store: RecordStore, native: Target) -> None:
+    for seconds in (3.0, 1.0, 2.0):
+        store.append(replace(make_record("a", native, seconds), workload="the function"))
+        store.append(make_effort("a", native, 8))
+    store.append(replace(make_record("a", native, 0.5), tvm_version="another"))
+    done = store.prune(2)
+    assert (done.before, done.after) == (7, 3)
+    assert sorted(record.seconds for record in store.records(native)) == [1.0, 2.0]
+    assert {record.workload for record in store.records(native)} == {"the function"}
+    assert [effort.trials for effort in store.efforts(native)] == [24]
+    assert len(list(store.entries())) == 3
+    assert store.prune(2).files == 0
+
+
+def test_a_run_that_is_writing_while_others_are_pruned_loses_nothing(store: RecordStore, native: Target) -> None:
+    running = RecordStore(store.folder)
+    running.append(make_record("a", native, 3.0))
+    store.append(make_record("a", native, 2.0))
+    store.append(make_record("a", native, 1.0))
+    store.prune(1)
+    running.append(make_record("b", native))
+    assert sorted((item.key, item.seconds) for item in store.records(native)) == [("a", 1.0), ("a", 3.0), ("b", 1.0)]
+
+
+def test_what_was_appended_to_a_pruned_file_still_counts(store: RecordStore, native: Target) -> None:
+    store.append(make_record("a", native, 2.0))
+    store.append(make_record("a", native, 1.0))
+    (path,) = store.folder.glob("*.jsonl")
+    content = path.read_bytes()
+    store.prune(1)
+    assert not path.exists()
+    # As another machine sends it that had gone on writing.
+    (store.folder / "fetched").mkdir()
+    late = json.dumps({"kind": "record", **vars(make_record("b", native))}).encode()
+    (store.folder / "fetched" / path.name).write_bytes(content + late + b"\n")
+    assert sorted((item.key, item.seconds) for item in store.records(native)) == [("a", 1.0), ("b", 1.0)]
+
+
+KILLED = WRITER.replace("range(50)", "range(10**9)") + "    print(trial, flush=True)\n"
+
+
+def test_what_writers_had_recorded_before_they_were_killed_is_there(store: RecordStore, native: Target) -> None:
+    root = str(Path(__file__).parents[2])
+    writers = {
+        key: subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(store.folder), key, native.canonical], cwd=root, stdout=subprocess.PIPE
+        )
+        for key in ("first", "second", "third")
+    }
+    said = {}
+    for (key, writer), number in zip(writers.items(), (1, 170, 60), strict=True):
+        assert writer.stdout is not None
+        lines = [int(writer.stdout.readline()) for _ in range(number)]
+        writer.kill()
+        said[key] = {*lines, *map(int, writer.stdout.read().split())}
+        writer.wait(30)
+        writer.stdout.close()
+    found = {key: {record.trial for record in store.records(native) if record.key == key} for key in writers}
+    assert all(found[key] >= said[key] for key in writers)

@@ -9,13 +9,27 @@ from typing import Any
 import click
 
 from tvmflow import __version__
+from tvmflow.cli.approve import approve_command
 from tvmflow.cli.compile import compile_command
+from tvmflow.cli.deploy import deploy_command
+from tvmflow.cli.devices import devices_command
+from tvmflow.cli.down import down_command
+from tvmflow.cli.history import history_command
 from tvmflow.cli.init import init_command
 from tvmflow.cli.list import list_command
+from tvmflow.cli.promote import promote_command
+from tvmflow.cli.receive import receive_command
+from tvmflow.cli.reconcile import reconcile_command
+from tvmflow.cli.records import records_command
 from tvmflow.cli.release import release_command
+from tvmflow.cli.retrain import notify_command, retrain_command
+from tvmflow.cli.retune import retune_command
+from tvmflow.cli.rollback import rollback_command
 from tvmflow.cli.run import run_command
 from tvmflow.cli.serve import serve_command
 from tvmflow.cli.sign import keygen_command, sign_command
+from tvmflow.cli.tune import tune_command
+from tvmflow.cli.up import up_command
 from tvmflow.cli.verify import verify_command
 from tvmflow.errors import TvmflowError
 
@@ -32,6 +46,8 @@ def cli() -> None:
 
 for command in (
     release_command,
+    tune_command,
+    devices_command,
     compile_command,
     run_command,
     verify_command,
@@ -40,6 +56,19 @@ for command in (
     sign_command,
     init_command,
     list_command,
+    up_command,
+    down_command,
+    deploy_command,
+    receive_command,
+    reconcile_command,
+    retrain_command,
+    notify_command,
+    retune_command,
+    records_command,
+    promote_command,
+    rollback_command,
+    history_command,
+    approve_command,
 ):
     cli.add_command(command)
 

@@ -27,6 +27,21 @@ _ENVIRONMENT = {
 }
 
 
+def point_at_server(settings: "Settings") -> None:
+    """Point Prefect at the server that settings name, be it up or not; called before Prefect is imported.
+
+    Raises SettingsError when they name none.
+    """
+    if settings.prefect_api_url is None:
+        raise SettingsError(
+            "this command needs a Prefect server that stays; start one with `tvmflow up`, or set prefect_api_url "
+            "(TVMFLOW_PREFECT_API_URL, an address that ends in /api)"
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["PREFECT_API_URL"] = settings.prefect_api_url
+
+
 @contextmanager
 def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
     """Point Prefect at its server while the body runs; entered before Prefect is imported.
@@ -39,7 +54,7 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
         os.environ.setdefault(name, value)
     if settings.prefect_api_url is not None:
         os.environ["PREFECT_API_URL"] = settings.prefect_api_url
-        if not _answers(settings.prefect_api_url, 10.0):
+        if not answers(settings.prefect_api_url, 10.0):
             raise SettingsError(
                 f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
                 "prefect_api_url (an address that ends in /api)"
@@ -85,7 +100,7 @@ def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
             )
 
     def await_start() -> None:
-        if not _answers(address, _START_SECONDS):
+        if not answers(address, _START_SECONDS):
             raise StepError(f"Prefect's embedded server does not start; its log is {log}")
 
     try:
@@ -98,7 +113,7 @@ def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
         server.wait()
 
 
-def _answers(address: str, seconds: float) -> bool:
+def answers(address: str, seconds: float) -> bool:
     """Whether a Prefect server answers at the address within that time."""
     try:
         with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=seconds) as response:  # noqa: S310

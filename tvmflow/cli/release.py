@@ -105,6 +105,7 @@ def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") ->
     where.append(("release", f"{summary.name} {summary.version}, {summary.release_uri}"))
     if settings.s3_endpoint is None and settings.s3_bucket is None:
         where.append(("state", f"all of it is kept in {os.path.relpath(settings.state)}"))
+    where += [("channel", item.told) for item in summary.promotions]
     for what, place in where:
         # Never wrapped: these are copied.
         console.print(f"{what:<8} {place}", highlight=False, soft_wrap=True)
@@ -113,6 +114,7 @@ def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") ->
 def _lines(item: "TargetSummary") -> "Iterator[str]":
     if item.metric is not None:
         yield f"task metric {item.metric['bundle']:.4f}, the original's {item.metric['original']:.4f}"
+    yield item.tuning
     if not item.measurements:
         return
     typical = item.measurements[0]

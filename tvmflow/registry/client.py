@@ -26,15 +26,18 @@ Array = npt.NDArray[Any]
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 _PARENT_RUN = "mlflow.parentRunId"
+_FLOW_RUN = "tvmflow.flow_run"
 _PROBE_SECONDS = 5
 _PROBES = ("mlflow/experiments/search", "mlflow/registered-models/search")
 _MODEL_URI = re.compile(r"models:/(?P<name>[^/:@]+)(?:/(?P<version>[1-9][0-9]*)|@(?P<alias>[^/:@]+))")
 # What MLflow reads of its environment when it is imported or asks a server. A user's own value stands: no telemetry,
-# no links on standard output, and half a minute of retries for a server that restarts instead of four.
+# no links on standard output, no bars beside ours, and half a minute of retries for a server that restarts instead of
+# four.
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 
 
@@ -108,6 +111,33 @@ class Registry:
         """Open the run of one target inside a release's run and return its id."""
         return self._start_run(target_name, params, {**tags, _PARENT_RUN: parent_run_id})
 
+    def promotion_run(self, release_run: str, name: str, tags: Mapping[str, str], flow_run: str | None = None) -> str:
+        """Open the run of a promotion, inside that of its release if it is still there, and return its id.
+
+        A flow run that was suspended and begins again is given the run that it opened before, with the tags set anew.
+        """
+        with self._reported(f"open the run {name!r}"):
+            client = self._client()
+            release = _or_none(client.get_run, release_run)
+            experiment = self._experiment() if release is None else str(release.info.experiment_id)
+            if flow_run is not None:
+                query = f"tags.`{_FLOW_RUN}` = '{_plain(flow_run)}'"
+                for run in client.search_runs([experiment], query, max_results=1):
+                    for key, value in tags.items():
+                        client.set_tag(run.info.run_id, key, value)
+                    return str(run.info.run_id)
+            known = dict(tags)
+            if release is not None:
+                known[_PARENT_RUN] = release_run
+            if flow_run is not None:
+                known[_FLOW_RUN] = flow_run
+            return str(client.create_run(experiment, tags=known, run_name=name).info.run_id)
+
+    def set_run_tag(self, run_id: str, key: str, value: str) -> None:
+        """Set a tag of a run."""
+        with self._reported(f"tag the run {run_id}"):
+            self._client().set_tag(run_id, key, value)
+
     def finish(self, run_id: str, status: RunStatus) -> None:
         """Close a run."""
         with self._reported(f"close the run {run_id}"):
@@ -147,6 +177,18 @@ class Registry:
                     shutil.copyfile(path, local)
                 folder = str(place.parent)
                 self._client().log_artifact(run_id, str(local), None if folder == "." else folder)
+
+    def fetch_artifact(self, run_id: str, artifact_path: str, folder: Path) -> Path | None:
+        """Fetch a file of a run into `folder`; None when there is no such run, or the run holds no such file."""
+        with self._reported(f"read {artifact_path!r} of the run {run_id}"):
+            client = self._client()
+            if _or_none(client.get_run, run_id) is None:
+                return None
+            above = str(PurePosixPath(artifact_path).parent)
+            beside = client.list_artifacts(run_id, None if above == "." else above)
+            if all(item.path != artifact_path for item in beside):
+                return None
+            return Path(client.download_artifacts(run_id, artifact_path, str(folder)))
 
     def log_model(
         self,
@@ -198,6 +240,41 @@ class Registry:
                 client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
                 points = ((key, value, 0) for key, value in (metrics or {}).items())
                 self._log_metrics(run_id, points, logged.model_id)
+            except BaseException:
+                with suppress(Exception):
+                    client.finalize_logged_model(logged.model_id, "FAILED")
+                raise
+            client.finalize_logged_model(logged.model_id, "READY")
+            return LoggedModelRef(logged.model_id, f"models:/{logged.model_id}")
+
+    def log_saved_model(
+        self, run_id: str, name: str, folder: Path, metrics: Mapping[str, float], params: Mapping[str, object]
+    ) -> LoggedModelRef:
+        """Log a model that one of MLflow's own flavors has saved in a folder, as made by the run.
+
+        `metrics` are recorded on both the model and the run, `params` on the model. The folder's `MLmodel` is told run
+        and model. A model that could not be stored whole stays behind marked as failed.
+        """
+        with self._reported(f"log the model {name!r}"):
+            from mlflow.entities import LoggedModelOutput
+            from mlflow.models import Model
+
+            client = self._client()
+            saved = Model.load(str(folder))
+            logged = client.create_logged_model(
+                self._experiment(),
+                name=name,
+                source_run_id=run_id,
+                params={key: str(value) for key, value in params.items()},
+                model_type=next((flavor for flavor in saved.flavors if flavor != "python_function"), None),
+            )
+            try:
+                saved.run_id, saved.model_id = run_id, logged.model_id
+                saved.artifact_path = logged.artifact_location
+                saved.save(str(folder / "MLmodel"))
+                client.log_model_artifacts(logged.model_id, str(folder))
+                client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
+                self._log_metrics(run_id, [(key, value, 0) for key, value in metrics.items()], logged.model_id)
             except BaseException:
                 with suppress(Exception):
                     client.finalize_logged_model(logged.model_id, "FAILED")
@@ -272,6 +349,17 @@ class Registry:
         with self._reported(f"tag version {version} of {name!r}"):
             self._client().set_model_version_tag(name, version, key, value)
 
+    def version_tags(self, name: str, version: str) -> dict[str, str]:
+        """The tags of a version; none when there is no such version."""
+        with self._reported(f"read version {version} of {name!r}"):
+            found = _or_none(self._client().get_model_version, name, version)
+        return {} if found is None else dict(found.tags)
+
+    def delete_version_tag(self, name: str, version: str, key: str) -> None:
+        """Take a tag of a version away; it is no error when there is none."""
+        with self._reported(f"tag version {version} of {name!r}"):
+            self._client().delete_model_version_tag(name, version, key)
+
     def set_alias(self, name: str, alias: str, version: str) -> None:
         """Point an alias at a version."""
         with self._reported(f"set the alias {alias!r} of {name!r}"):
@@ -284,10 +372,49 @@ class Registry:
         version = None if model is None else model.aliases.get(alias)
         return None if version is None else str(version)
 
+    def aliases(self, name: str) -> dict[str, str]:
+        """All aliases of a registered model and the versions that they point at; none when there is no such model."""
+        with self._reported(f"read the aliases of {name!r}"):
+            model = _or_none(self._client().get_registered_model, name)
+        return {} if model is None else {alias: str(version) for alias, version in model.aliases.items()}
+
     def delete_alias(self, name: str, alias: str) -> None:
         """Take an alias away; it is no error when there is none."""
         with self._reported(f"delete the alias {alias!r} of {name!r}"):
             self._client().delete_registered_model_alias(name, alias)
+
+    def connect_webhook(self, name: str, url: str, secret: str) -> bool:
+        """Have the server tell `url` of every alias that is set, signed with `secret`; return whether that is new.
+
+        The webhook of that name is changed where there is one. Raises RegistryError for a registry without a server.
+        """
+        uri = self.config.uris[-1]
+        if sqlite_file(uri) is not None:
+            raise RegistryError(
+                f"the registry {uri} has no server that could tell of its aliases; use an MLflow server"
+            )
+        events = ["model_version_alias.created"]
+        with self._reported(f"create the webhook to {url}"):
+            client = self._client()
+            token = None
+            while True:
+                page = client.list_webhooks(page_token=token)
+                for found in page:
+                    if found.name == name:
+                        client.update_webhook(found.webhook_id, url=url, events=events, secret=secret, status="ACTIVE")
+                        return False
+                token = page.token
+                if not token:
+                    break
+            client.create_webhook(name, url, events, description="tvmflow receive", secret=secret)
+            return True
+
+    def find_runs(self, tags: Mapping[str, str]) -> list[str]:
+        """The finished runs of this registry's experiment that have all of these tags, newest first."""
+        with self._reported("search its runs"):
+            query = " and ".join(f"tags.`{key}` = '{_plain(value)}'" for key, value in tags.items())
+            found = self._client().search_runs([self._experiment()], f"attributes.status = 'FINISHED' and {query}")
+            return [str(run.info.run_id) for run in found]
 
     def resolve_source(self, uri: str) -> ModelSource:
         """What is registered under `models:/NAME/VERSION` or `models:/NAME@ALIAS`."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import queue
-import socket
 import tempfile
 import threading
 from collections.abc import Callable
@@ -13,10 +12,9 @@ from tvmflow.bundle import extract
 from tvmflow.errors import RemoteError, TvmflowError
 from tvmflow.runtime.library import without_torch
 from tvmflow.runtime.model import CompiledModel
+from tvmflow.runtime.tracker import Address, Tracker
 
 T = TypeVar("T")
-# Seconds in which a tracker must accept a connection.
-_CONNECT = 5.0
 
 
 def run(bundle: Path, host: str, port: int, key: str, timeout: float, work: Callable[[CompiledModel], T]) -> T:
@@ -64,23 +62,16 @@ def run(bundle: Path, host: str, port: int, key: str, timeout: float, work: Call
 
 
 def _session(host: str, port: int, key: str, timeout: float) -> Any:
-    with without_torch():
-        from tvm import rpc
-    try:
-        # TVM itself would try for a minute.
-        socket.create_connection((host, port), _CONNECT).close()
-        tracker = rpc.connect_tracker(host, port)
-        summary = tracker.summary()
-    except (OSError, RuntimeError) as error:
-        raise RemoteError(
-            f"there is no RPC tracker at {host}:{port} ({_words(error)}); "
-            f"start one with `python -m tvm.exec.rpc_tracker`"
-        ) from error
-    keys = sorted({str(server["key"]).partition(":")[2] for server in summary["server_info"]})
+    tracker = Tracker(Address(host, port))
+    keys = tracker.summary().keys
     if key not in keys:
         known = f"its keys are {', '.join(keys)}" if keys else "it has no server at all"
         raise RemoteError(f"the RPC tracker at {host}:{port} has no server with key {key!r}; {known}")
-    return tracker.request(key, session_timeout=timeout)
+    while (place := tracker.request(key, timeout)) is None:
+        pass  # Whoever waits for us has given up by then.
+    with without_torch():
+        from tvm import rpc
+    return rpc.connect(place.address.host, place.address.port, place.word, session_timeout=timeout)
 
 
 def _words(error: BaseException) -> str:

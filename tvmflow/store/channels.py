@@ -7,11 +7,13 @@ claims/<name>/@<channel>/<nonce>      who is about to move it; short-lived
 import contextlib
 import datetime
 import json
+import os
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tvmflow.errors import StoreError
@@ -38,6 +40,8 @@ class Move:
     why: str
     id: str
     """Random, so that no two moves are the same."""
+    rollback: bool = False
+    """Whether it went back to what the channel held before."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,22 @@ class Pointer:
     def last(self) -> Move:
         """The move that brought it here."""
         return self.history[-1]
+
+    def held(self, version: str) -> bool:
+        """Whether the channel points at a version or ever did."""
+        return any(move.to_version == version for move in self.history)
+
+    @property
+    def stack(self) -> tuple[str, ...]:
+        """The versions that rollbacks go back through, the present one last: after 1, 2, 3 and one rollback 1, 2."""
+        versions: list[str] = []
+        for move in self.history:
+            if move.rollback and move.to_version in versions:
+                while versions[-1] != move.to_version:
+                    versions.pop()
+            else:
+                versions.append(move.to_version)
+        return tuple(versions)
 
 
 def read(store: ReleaseStore, name: str, channel: str) -> Pointer:
@@ -75,27 +95,38 @@ def list_all(store: ReleaseStore, name: str) -> list[Pointer]:
 
 
 def move(
-    store: ReleaseStore, name: str, channel: str, version: str, *, who: str, why: str, expected: str | None
+    store: ReleaseStore,
+    name: str,
+    channel: str,
+    version: str,
+    *,
+    who: str,
+    why: str,
+    expected: str | None,
+    rollback: bool = False,
+    prepare: Callable[[], None] = lambda: None,
 ) -> Pointer:
     """Point a channel at a published version; return the new pointer.
 
     `expected` is the version that the mover saw there, None for a channel that does not exist yet. When the channel
     points elsewhere by now nothing is written, and the `StoreError` says who moved it: of several movers that saw the
     same, exactly one wins. Readers see the old pointer or the new one. To move it where it is expected to be already
-    writes nothing.
+    writes nothing. `prepare` is called once it is certain that the mover is the only one and saw right, before the
+    pointer is written.
     """
     key = _key(name, channel)
     if not store.has_release(name, version):
         store.get_release(name, version)  # says which versions there are
-    with _claimed(store, name, channel, who):
+    with claimed(store, name, channel, who):
         before, etag = _found(store, name, channel)
         current = before.version if before else None
         if current != expected:
             raise StoreError(_told(name, channel, before, expected))
+        prepare()
         if before is not None and current == version:
             return before
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        latest = Move(who, now, current, version, why, secrets.token_hex(8))
+        latest = Move(who, now, current, version, why, secrets.token_hex(8), rollback)
         after = Pointer(name, channel, version, (*(before.history if before else ()), latest))
         _write(store, key, _to_json(after), etag)
         # By then every server on the same storage has seen it, and no other mover looks before.
@@ -112,12 +143,12 @@ def move(
 
 
 @contextlib.contextmanager
-def _claimed(store: ReleaseStore, name: str, channel: str, who: str) -> Iterator[None]:
+def claimed(store: ReleaseStore, name: str, channel: str, who: str) -> Iterator[None]:
     """Be the only mover of a channel while the body runs: the protocol of `ReleaseStore._write_once`.
 
     `IfMatch` alone would do, but some servers ignore it. So each mover leaves a claim and then looks for those of
     others: the later of two is bound to see the other's. Whoever sees one withdraws and tries again after a random
-    pause. A claim left behind by a crash is void after fifteen minutes.
+    pause. A claim left behind by a crash is void after fifteen minutes, on the machine of the crash at once.
     """
     prefix = f"claims/{name}/@{channel}/"
     deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -126,13 +157,16 @@ def _claimed(store: ReleaseStore, name: str, channel: str, who: str) -> Iterator
         while True:
             claim = f"{prefix}{secrets.token_hex(8)}"
             mine.add(claim)
-            store._put(claim, f"{who}\n".encode(), "claiming the channel")
+            store._put(claim, f"{who}\n{_process(os.getpid())}\n".encode(), "claiming the channel")
             time.sleep(_SETTLES_SECONDS)
             rivals = [other for other in store._live_claims(prefix) if other not in mine]
-            if not rivals:
+            dead = [other for other in rivals if _abandoned(store._get(other) or b"")]
+            store._withdraw(dead)
+            if len(dead) == len(rivals):
                 break
+            rivals = [other for other in rivals if other not in dead]
             if time.monotonic() > deadline:
-                rival = (store._get(rivals[0]) or b"somebody else").decode(errors="replace").strip()
+                rival = (store._get(rivals[0]) or b"somebody else").decode(errors="replace").partition("\n")[0]
                 raise StoreError(
                     f"The channel {name}@{channel} is being moved by {rival} ({store._uri(rivals[0])}): try again, at "
                     f"the latest in {_CLAIM_LIFETIME.seconds // 60} minutes if that mover was killed."
@@ -143,6 +177,24 @@ def _claimed(store: ReleaseStore, name: str, channel: str, who: str) -> Iterator
         yield
     finally:
         store._withdraw(mine)
+
+
+def _process(number: int) -> str:
+    """A process of this machine, in words that no other process ever has; empty when there is none of that number."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        numbers = Path("/proc/self/ns/pid").readlink()
+        state, *rest = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else f"{machine} {numbers} {number} {rest[18]}"
+
+
+def _abandoned(claim: bytes) -> bool:
+    """Whether a claim is of a process of this machine that is gone."""
+    _, _, claimant = claim.decode(errors="replace").strip().rpartition("\n")
+    parts, mine = claimant.split(), _process(os.getpid()).split()
+    return len(parts) == 4 and parts[:2] == mine[:2] and parts[2].isdecimal() and _process(int(parts[2])) != claimant
 
 
 def _write(store: ReleaseStore, key: str, content: bytes, etag: str | None) -> None:
@@ -238,6 +290,7 @@ def _to_json(pointer: Pointer) -> bytes:
                 "to": move.to_version,
                 "why": move.why,
                 "id": move.id,
+                **({"rollback": True} if move.rollback else {}),
             }
             for move in pointer.history
         ],
@@ -253,7 +306,7 @@ def _from_json(content: bytes, name: str, channel: str) -> Pointer:
             "upgrade tvmflow."
         )
     history = tuple(
-        Move(item["who"], item["when"], item["from"], item["to"], item["why"], item["id"])
+        Move(item["who"], item["when"], item["from"], item["to"], item["why"], item["id"], item.get("rollback", False))
         for item in document["history"]
     )
     pointer = Pointer(document["name"], document["channel"], document["version"], history)

@@ -50,15 +50,15 @@ def embedded_s3(data: Path, *, bucket: str) -> Iterator[StoreConfig]:
 
     Raises `StoreError` when rclone is missing or does not start.
     """
-    credentials = StoreConfig(bucket, access_key=secrets.token_hex(10), secret_key=secrets.token_hex(20))
-    rclone = _find_rclone()
+    access_key, secret_key = secrets.token_hex(10), secrets.token_hex(20)
+    credentials = StoreConfig(bucket, access_key=access_key, secret_key=secret_key)
     try:
         data = data.resolve()
         (data / bucket).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"The folder {data} cannot hold the embedded S3 store: {error.strerror or error}.") from error
     with tempfile.TemporaryFile() as log:
-        server = _start(rclone, data, credentials, log)
+        server = _start(data, access_key, secret_key, log)
         try:
             config = replace(credentials, endpoint=_await_address(server, log))
             with explained(config, "waiting for the embedded server"):
@@ -68,11 +68,14 @@ def embedded_s3(data: Path, *, bucket: str) -> Iterator[StoreConfig]:
             _stop(server)
 
 
-def _start(rclone: Path, data: Path, config: StoreConfig, log: BinaryIO) -> "subprocess.Popen[bytes]":
-    command = [
-        *(sys.executable, "-I", "-S", "-c", _TIED_TO_PARENT, str(os.getpid())),
-        *(str(rclone), "serve", "s3", str(data)),
-        *("--addr", "127.0.0.1:0"),
+def server_command(data: Path, address: str) -> list[str]:
+    """What serves the folder `data` over S3 at `address`, HOST:PORT; each folder in it is a bucket.
+
+    Raises `StoreError` when rclone is missing.
+    """
+    return [
+        *(str(_find_rclone()), "serve", "s3", str(data)),
+        *("--addr", address),
         # No file: neither the user's own remotes nor a password prompt.
         *("--config", ""),
         # How late other servers' objects are seen. Not less: at 0 rclone 1.75 soon spins in the timers of this cache
@@ -81,13 +84,24 @@ def _start(rclone: Path, data: Path, config: StoreConfig, log: BinaryIO) -> "sub
         # Removing a folder that has become empty would race with a writer that is about to use it.
         "--no-cleanup",
     ]
+
+
+def server_environment(access_key: str, secret_key: str) -> dict[str, str]:
+    """The whole environment of that server, which takes only these credentials."""
     # Nothing but this: the user's RCLONE_* variables would change the server. A secret in the environment is readable
     # by this user alone, one on the command line by everybody. The inner quotes are rclone's CSV: one pair, not two.
-    environment = {"RCLONE_AUTH_KEY": f'"{config.access_key},{config.secret_key}"'}
+    return {"RCLONE_AUTH_KEY": f'"{access_key},{secret_key}"'}
+
+
+def _start(data: Path, access_key: str, secret_key: str, log: BinaryIO) -> "subprocess.Popen[bytes]":
+    command = [
+        *(sys.executable, "-I", "-S", "-c", _TIED_TO_PARENT, str(os.getpid())),
+        *server_command(data, "127.0.0.1:0"),
+    ]
     try:
         return subprocess.Popen(
             command,
-            env=environment,
+            env=server_environment(access_key, secret_key),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,

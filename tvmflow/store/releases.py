@@ -265,13 +265,16 @@ class ReleaseStore:
     def verify_release(self, name: str, version: str) -> dict[str, Any]:
         """Read every blob of a release back and compare size and digest; return the release's document."""
         release = self.get_release(name, version)
+        if fault := self.fault(release):
+            raise StoreError(f"The release {name} {version} is not whole: {fault}")
+        return release
+
+    def fault(self, release: Mapping[str, Any]) -> str | None:
+        """What is wrong with the blobs of a release's document, each read in full, in words; None if nothing is."""
         for sha256, sizes in _references(release).items():
             if fault := self._blob_fault(sha256, sizes):
-                raise StoreError(
-                    f"The release {name} {version} is not whole: {self._uri(_blob_key(sha256))} {fault}; publish it "
-                    "again from where it was built."
-                )
-        return release
+                return f"{self._uri(_blob_key(sha256))} {fault}; publish it again from where it was built."
+        return None
 
     def names(self) -> list[str]:
         """The names that have a release, sorted."""

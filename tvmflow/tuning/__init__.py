@@ -1,19 +1,23 @@
 """Tuning: schedules that were searched, measured and checked, and the records they are kept in."""
 
-from tvmflow.tuning.records import Record, RecordStore, apply, workload_key
+from tvmflow.tuning.measure import Device
+from tvmflow.tuning.records import Record, RecordStore, Trial, apply, current, workload_key
 from tvmflow.tuning.space import TunerName
 from tvmflow.tuning.tuner import Budget, Progress, Task, TaskReport, TuneReport, tune
 
 __all__ = [
     "Budget",
+    "Device",
     "Progress",
     "Record",
     "RecordStore",
     "Task",
     "TaskReport",
+    "Trial",
     "TuneReport",
     "TunerName",
     "apply",
+    "current",
     "tune",
     "workload_key",
 ]

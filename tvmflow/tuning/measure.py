@@ -1,51 +1,25 @@
-"""The tuner's side of measuring: worker processes that are started, asked, timed out and restarted."""
+"""The tuner's side of measuring: candidates built side by side, then checked and timed here or on devices."""
 
-import contextlib
 import itertools
-import json
-import os
 import queue
-import select
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
-import tvmflow
-from tvmflow.errors import TuneError
+from tvmflow.tuning.process import TrialError, WorkerProcess
+from tvmflow.tuning.runner import Device, DeviceRunner, Devices, LocalRunner, Runner
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
-_START_SECONDS = 120.0
-_START_ATTEMPTS = 2
-
-
-def read_frame(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next message from a pipe, or None where the other side has closed it."""
-    header = stream.read(8)
-    if len(header) < 8:
-        return None
-    return cast(dict[str, Any], json.loads(stream.read(int.from_bytes(header, "big"))))
-
-
-def write_frame(stream: BinaryIO, message: dict[str, Any]) -> None:
-    """Send `message` at once: a JSON text behind its length in eight bytes."""
-    text = json.dumps(message).encode()
-    stream.write(len(text).to_bytes(8, "big") + text)
-    stream.flush()
-
-
-class TrialError(Exception):
-    """One build or run failed, crashed or ran out of time; the next one is not affected."""
+__all__ = ["Argument", "Candidate", "Device", "Library", "MeasurePool", "TrialError", "arguments_of"]
 
 
 @dataclass(frozen=True)
@@ -87,27 +61,62 @@ def arguments_of(func: "PrimFunc") -> tuple[Argument, ...] | None:
 
 
 class MeasurePool:
-    """Workers that build candidates side by side, and one that runs them one at a time.
+    """Workers that build candidates side by side on this machine, and runners that check and time them.
+
+    There is one runner here, which measures one candidate at a time; or, with `device`, one for each device, and so
+    many candidates are measured at once, each alone on its device. Whatever one request does, it does on one device.
 
     `target` is the canonical TVM target as JSON; `builders` their number; `threads` those a candidate runs with;
-    `timeout` the seconds that a single build or run may take before its worker is killed. No request outlives
-    `deadline` (of `time.monotonic`) by more than it takes to kill a process.
+    `timeout` the seconds that a single build or run may take before its worker is killed; `cross_compiler` links for
+    another architecture. No request outlives `deadline` (of `time.monotonic`) by more than it takes to kill a process.
+
+    Raises RemoteError when the devices' tracker is not there or has none of their key. Any request raises TuneError
+    when all devices are lost and none comes back.
     """
 
-    def __init__(self, target: str, *, builders: int, threads: int, timeout: float, deadline: float) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        builders: int,
+        threads: int,
+        timeout: float,
+        deadline: float,
+        device: Device | None = None,
+        cross_compiler: str | None = None,
+    ) -> None:
         self._target = target
         self._timeout = timeout
         self._deadline = deadline
+        self._cross_compiler = cross_compiler
+        self._devices = None if device is None else Devices(device, deadline)
         self._scratch = Path(tempfile.mkdtemp(prefix="tvmflow-tune-"))
         self._names = itertools.count()
-        self._runner = _Worker(self._scratch / "runner.log", threads)
-        self._builders = [_Worker(self._scratch / f"builder{index}.log", threads) for index in range(builders)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        environment = {"TVM_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
+        # Without the compiler TVM loads in a fraction of the time, which a candidate that crashes costs again.
+        runtime = {**environment, "TVM_USE_RUNTIME_LIB": "1"}
+        self._builders = [
+            WorkerProcess(self._scratch / f"builder{index}.log", environment) for index in range(builders)
+        ]
+        measurers = [
+            WorkerProcess(self._scratch / f"runner{index}.log", runtime)
+            for index in range(1 if self._devices is None else self._devices.count)
+        ]
+        self._workers = (*measurers, *self._builders)
+        self._runners: list[Runner] = [
+            LocalRunner(worker) if self._devices is None else DeviceRunner(worker, self._devices, threads)
+            for worker in measurers
+        ]
+        self._idle_builders: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
+        self._idle_runners: queue.SimpleQueue[Runner] = queue.SimpleQueue()
         for builder in self._builders:
-            self._idle.put(builder)
-        for worker in (self._runner, *self._builders):
+            self._idle_builders.put(builder)
+        for runner in self._runners:
+            self._idle_runners.put(runner)
+        for worker in self._workers:
             worker.start()
-        self._executor = ThreadPoolExecutor(builders, "tvmflow-builder")
+        self._building = ThreadPoolExecutor(builders, "tvmflow-builder")
+        self._running = ThreadPoolExecutor(len(self._runners), "tvmflow-runner")
 
     def __enter__(self) -> Self:
         return self
@@ -119,25 +128,54 @@ class MeasurePool:
 
     def close(self) -> None:
         """End every worker and remove what they built."""
-        workers = (self._runner, *self._builders)
-        for worker in workers:
+        if self._devices is not None:
+            self._devices.stop()
+        for worker in self._workers:
             worker.stop()
-        self._executor.shutdown(cancel_futures=True)
-        for worker in workers:
+        self._building.shutdown(cancel_futures=True)
+        self._running.shutdown(cancel_futures=True)
+        for worker in self._workers:
             worker.end()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def build(self, candidates: Sequence[Candidate]) -> list[Library | TrialError]:
         """Build all `candidates`; in the place of one that cannot be built stands the reason."""
-        return list(self._executor.map(self._build, candidates))
+        return list(self._building.map(self._build, candidates))
 
     def time(self, library: Library, limit: float = 1e9) -> float:
         """Median seconds of a call; above `limit` it is measured roughly. Raises TrialError."""
         arguments = _plain(library.arguments)
         return float(self._run("time", library=str(library.path), arguments=arguments, limit=limit))
 
+    def times(
+        self, libraries: Sequence[Library | TrialError], limit: Callable[[], float]
+    ) -> Generator[float | TrialError]:
+        """`time` of each in their order, on several devices side by side; what failed stands in its own place.
+
+        `limit` is asked when a library's turn comes. Here, none is measured before it is asked for.
+        """
+
+        def one(library: Library | TrialError) -> float | TrialError:
+            if isinstance(library, TrialError):
+                return library
+            try:
+                return self.time(library, limit())
+            except TrialError as error:
+                return error
+
+        if len(self._runners) == 1:
+            yield from map(one, libraries)
+            return
+        futures = [self._running.submit(one, library) for library in libraries]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
     def compare(self, *libraries: Library) -> list[float]:
-        """Median seconds of a call of each, measured in turn. Raises TrialError."""
+        """Median seconds of a call of each, measured in turn on one device. Raises TrialError."""
         arguments = [_plain(library.arguments) for library in libraries]
         seconds = self._run("compare", libraries=[str(library.path) for library in libraries], arguments=arguments)
         return [float(value) for value in seconds]
@@ -155,24 +193,33 @@ class MeasurePool:
 
     def _build(self, candidate: Candidate) -> Library | TrialError:
         path = self._scratch / f"{next(self._names)}.so"
-        builder = self._idle.get()
+        builder = self._idle_builders.get()
         try:
-            builder.request(
-                "build",
-                self._allowed(),
-                func=candidate.func,
-                trace=candidate.trace,
-                target=self._target,
-                library=str(path),
-            )
+            work = {
+                "func": candidate.func,
+                "trace": candidate.trace,
+                "target": self._target,
+                "library": str(path),
+                "cross_compiler": self._cross_compiler,
+            }
+            builder.request("build", work, self._allowed())
         except TrialError as error:
             return error
         finally:
-            self._idle.put(builder)
+            self._idle_builders.put(builder)
         return Library(path, candidate.arguments)
 
     def _run(self, operation: str, **arguments: object) -> Any:
-        return self._runner.request(operation, self._allowed(), **arguments)
+        with self._runner() as runner:
+            return runner.run(operation, arguments, self._allowed)
+
+    @contextmanager
+    def _runner(self) -> Iterator[Runner]:
+        runner = self._idle_runners.get()
+        try:
+            yield runner
+        finally:
+            self._idle_runners.put(runner)
 
     def _allowed(self) -> float:
         return min(self._timeout, self._deadline - time.monotonic())
@@ -180,134 +227,3 @@ class MeasurePool:
 
 def _plain(arguments: Sequence[Argument]) -> list[tuple[tuple[int, ...], str]]:
     return [(argument.shape, argument.dtype) for argument in arguments]
-
-
-class _Worker:
-    """One worker process, started again when a request finds it dead."""
-
-    def __init__(self, log: Path, threads: int) -> None:
-        self._log = log
-        self._threads = threads
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ready = False
-        self._failed_starts = 0
-        self._stopped = False
-
-    def request(self, operation: str, timeout: float, **arguments: object) -> Any:
-        """Ask for `operation`. Raises TrialError if it fails, crashes the worker or takes over `timeout` seconds.
-
-        A worker that dies is asked once more, in a new process: it may have been killed from outside.
-        """
-        if timeout <= 0:
-            raise TrialError("the budget's time is over")
-        try:
-            try:
-                reply = self._exchange({"operation": operation, **arguments}, timeout)
-            except (BrokenPipeError, EOFError):
-                reply = self._exchange({"operation": operation, **arguments}, timeout)
-        except (BrokenPipeError, EOFError) as error:
-            raise TrialError(f"{operation} crashed") from error
-        except TimeoutError as error:
-            raise TrialError(f"{operation} took more than {timeout:.0f} s") from error
-        if "error" in reply:
-            raise TrialError(str(reply["error"]))
-        return reply["value"]
-
-    def stop(self) -> None:
-        """Kill the process, from any thread; it is not started again."""
-        self._stopped = True
-        _kill(self._process)
-
-    def end(self) -> None:
-        """Kill the process and forget it; the next request starts another."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        _kill(process)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                _open(pipe).close()
-
-    def _exchange(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        process = self._running()
-        try:
-            write_frame(_open(process.stdin), request)
-            return _reply(process, time.monotonic() + timeout)
-        except BaseException:
-            self.end()  # Also after Ctrl-C: a late reply must not answer the next request.
-            raise
-
-    def start(self) -> None:
-        """Start the process without waiting until it is ready."""
-        root = str(Path(tvmflow.__file__).resolve().parents[1])
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
-            "TVM_NUM_THREADS": str(self._threads),
-            "OMP_NUM_THREADS": str(self._threads),
-        }
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tvmflow.tuning.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is the tuner's to handle, and linkers end with their worker.
-            )
-        self._ready = False
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            self.start()
-        if self._stopped:
-            self.end()
-        if self._process is None:
-            raise TrialError("tuning has ended")
-        if not self._ready:
-            try:
-                _reply(self._process, time.monotonic() + _START_SECONDS)
-            except (EOFError, TimeoutError) as error:
-                self.end()
-                self._failed_starts += 1
-                if self._failed_starts < _START_ATTEMPTS:
-                    raise EOFError from error
-                lines = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-                raise TuneError(
-                    f"The tuner's worker process does not start ({lines[-1]}); check that TVM imports in this Python."
-                ) from error
-            self._ready, self._failed_starts = True, 0
-        return self._process
-
-
-def _reply(process: subprocess.Popen[bytes], deadline: float) -> dict[str, Any]:
-    pipe = _open(process.stdout)
-    size = int.from_bytes(_read(pipe, 8, deadline), "big")
-    return cast(dict[str, Any], json.loads(_read(pipe, size, deadline)))
-
-
-def _kill(process: subprocess.Popen[bytes] | None) -> None:
-    if process is not None and process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _open(pipe: IO[bytes] | None) -> BinaryIO:
-    assert pipe is not None  # noqa: S101 -- the process was started with pipes
-    return cast(BinaryIO, pipe)
-
-
-def _read(pipe: BinaryIO, size: int, deadline: float) -> bytes:
-    """Exactly `size` bytes. Raises EOFError if the other side closed, TimeoutError after `deadline`."""
-    data = b""
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    while len(data) < size:
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError
-        chunk = os.read(pipe.fileno(), size - len(data))
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return data

@@ -1,12 +1,18 @@
 """Tuning records: what they hold, the folder they are kept in, and how one is applied to a function."""
 
+import contextlib
+import errno
+import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
+import re
 import secrets
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
@@ -75,40 +81,134 @@ class Effort:
     created_at: str
 
 
-_KINDS: dict[str, type[Record] | type[Effort]] = {"record": Record, "effort": Effort}
+@dataclass(frozen=True)
+class Trial:
+    """A schedule that was measured and did not become a record: what a cost model learns from beside the records.
+
+    The fields are those of `Record`; `seconds` is the median time of one call, None where the schedule failed.
+    """
+
+    key: str
+    workload: str
+    trace: str
+    seconds: float | None
+    target: str
+    tvm_version: str
+    space_version: str
+    tuner: str
+    created_at: str
+
+
+Entry = Record | Effort | Trial
+_KINDS: dict[str, type[Entry]] = {"record": Record, "effort": Effort, "trial": Trial}
+
+# A run begins another file beyond this size: a shared store is sent whole files, again and again as they grow.
+_FILE_BYTES = 2**20
+_NAME = re.compile(r"([0-9a-f]{16})-[\w.-]+\.jsonl")
+FETCHED = "fetched"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a record is only good for: a target (`Target.canonical`), a TVM version and a search space's version."""
+
+    target: str
+    tvm_version: str
+    space_version: str
+
+    @property
+    def digest(self) -> str:
+        """What the names of its files begin with."""
+        text = json.dumps([self.target, self.tvm_version, self.space_version])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this TVM and this search space can use it."""
+        return (self.tvm_version, self.space_version) == (tvm_version(), SPACE_VERSION)
+
+
+def context_of(entry: Entry) -> Context:
+    """What `entry` is good for."""
+    return Context(entry.target, entry.tvm_version, entry.space_version)
+
+
+def current(target: "Target") -> Context:
+    """What this TVM and this search space can use for `target`."""
+    return Context(target.canonical, tvm_version(), SPACE_VERSION)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What a store held before and after it was pruned: records, trials and efforts; and the files that went."""
+
+    before: int
+    after: int
+    files: int
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """A file: its whole lines' bytes, entries with the offset behind each, and what it replaces."""
+
+    size: int
+    entries: list[tuple[int, Entry]]
+    replaces: dict[str, int]
 
 
 class RecordStore:
-    """A folder of JSON-lines files, one per run, which together are what is known; to read only, one file will do.
+    """A folder of JSON-lines files, a few for each run, which together are what is known; one file will do to read.
 
-    Files are only ever appended to and each run writes one of its own, so any number of processes may write at once,
-    and copying files together merges two stores. A line that a crash tore is skipped.
+    Files are only ever appended to and each run writes its own, so any number of processes may write at once, and
+    copying files together merges two stores. A line that a crash tore is skipped. A file's name begins with the digest
+    of its `Context`; the function of a workload is written once in each file. What other machines wrote is in the
+    folder `fetched`. A file may say of others that it replaces them up to a size (`prune`): what was appended to them
+    afterwards still counts, and so nothing is lost to a run that is writing meanwhile.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self._own = self.folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
-        self._parsed: dict[Path, tuple[tuple[int, int], list[Record | Effort]]] = {}
+        self._run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._numbers = itertools.count(1)
+        self._writers: dict[str, _Writer] = {}
+        self._known: dict[Path, tuple[tuple[int, int], _Parsed]] = {}
 
-    def append(self, entry: Record | Effort) -> None:
+    def append(self, entry: Entry) -> None:
         """Add `entry` and wait until it is on disk."""
-        kind = "record" if isinstance(entry, Record) else "effort"
-        line = json.dumps({"kind": kind, **asdict(entry)}, sort_keys=True) + "\n"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self._own.open("ab", buffering=0) as file:
-            file.write(line.encode())
-            os.fsync(file.fileno())
+        context = context_of(entry).digest
+        writer = self._writers.get(context)
+        if writer is None or writer.size >= _FILE_BYTES:
+            if writer is not None:
+                writer.close()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            writer = _Writer(self.folder / f"{context}-{self._run}-{next(self._numbers)}.jsonl")
+            self._writers[context] = writer
+        writer.write(entry)
+
+    def close(self) -> None:
+        """End the files that were appended to; what is appended next goes to others."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
 
     def records(self, target: "Target") -> list[Record]:
         """Every record for `target` that this TVM and this search space can use."""
-        return [entry for entry in self._entries(target) if isinstance(entry, Record)]
+        return [entry for entry in self.entries(current(target)) if isinstance(entry, Record)]
 
     def efforts(self, target: "Target") -> list[Effort]:
         """What earlier runs spent on the workloads of `target`, with or without success."""
-        return [entry for entry in self._entries(target) if isinstance(entry, Effort)]
+        return [entry for entry in self.entries(current(target)) if isinstance(entry, Effort)]
+
+    def measured(self, target: "Target") -> list[Record | Trial]:
+        """All schedules measured for `target` with this TVM, of any model and space: what a cost model starts from.
+
+        Each has its workload, trace and seconds; those of another space's version may no longer replay.
+        """
+        found = (entry for entry in self.entries() if not isinstance(entry, Effort) and entry.workload)
+        return [entry for entry in found if (entry.target, entry.tvm_version) == (target.canonical, tvm_version())]
 
     def best(self, func: "PrimFunc", target: "Target") -> Record | None:
-        """The fastest record of the workload that `func` is, or None; the name of `func` does not matter."""
+        """The fastest record of the workload that `func` is, or None; no name in `func` matters."""
         key = workload_key(func)
         found = [record for record in self.records(target) if record.key == key]
         return min(found, key=lambda record: record.seconds, default=None)
@@ -118,36 +218,241 @@ class RecordStore:
         lines = sorted({json.dumps(asdict(record), sort_keys=True) for record in self.records(target)})
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def _entries(self, target: "Target") -> Iterator[Record | Effort]:
-        wanted = (target.canonical, tvm_version(), SPACE_VERSION)
-        for path in [self.folder] if self.folder.is_file() else sorted(self.folder.glob("*.jsonl")):
-            for entry in self._read(path):
-                if (entry.target, entry.tvm_version, entry.space_version) == wanted:
-                    yield entry
+    def contexts(self) -> list[Context]:
+        """The targets and versions of which something is known, sorted."""
+        return sorted({context_of(entry) for entry in self.entries()}, key=astuple)
 
-    def _read(self, path: Path) -> list[Record | Effort]:
-        status = path.stat()
-        stamp = (status.st_size, status.st_mtime_ns)
-        known = self._parsed.get(path)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        entries, bad = [], []
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    def entries(self, context: Context | None = None) -> Iterator[Entry]:
+        """All that is known, or what is known for a target and versions; what two files both hold, once."""
+        files = {path.name: self._read(path) for path in self._files(None if context is None else context.digest)}
+        yield from (entry for entry in _union(files) if context is None or context_of(entry) == context)
+
+    def own_files(self) -> list[Path]:
+        """The files that were written here, and are named as `append` names them."""
+        return [path for path in sorted(self.folder.glob("*.jsonl")) if context_digest(path.name) is not None]
+
+    def replaced(self) -> dict[str, int]:
+        """The files that others replace, and up to which size in bytes."""
+        return _replaced(self._read(path) for path in self._files(None))
+
+    def prune(self, keep: int) -> Pruned:
+        """Keep the fastest `keep` records of each workload for this TVM and search space, and drop all else.
+
+        What was spent on a workload stays known, in one line. For each target and versions one new file appears that
+        replaces the others up to the size that was read; then those go. What a run of this machine is writing is left.
+        """
+        self.close()
+        with locked(self.folder / ".prune"):
+            found = {path: self._read(path) for path in self._files(None)}
+            # Only after it was read: a run locks its file before it writes the first line.
+            paths = {path.name: path for path, parsed in found.items() if parsed.size and not _is_live(path)}
+            files = {name: found[path] for name, path in paths.items()}
+            replaced = self.replaced()
+            groups: dict[str, list[Entry]] = {}
+            for entry in _union(files, replaced):
+                groups.setdefault(context_of(entry).digest, []).append(entry)
+            sizes = replaced | {name: max(parsed.size, replaced.get(name, 0)) for name, parsed in files.items()}
+            after = 0
+            for digest in sorted({*groups, *filter(None, map(context_digest, sizes))}):
+                known = groups.get(digest, [])
+                survivors = _survivors(known, keep)
+                after += len(survivors)
+                counting = [
+                    name
+                    for name, parsed in files.items()
+                    if context_digest(name) == digest and parsed.size > replaced.get(name, 0)
+                ]
+                if len(counting) == 1 and set(survivors) == set(known) and len(survivors) == len(known):
+                    del sizes[counting[0]]  # It is pruned already.
+                    continue
+                gone = {name: size for name, size in sizes.items() if context_digest(name) == digest}
+                write_entries(self.folder / f"{digest}-{self._run}-{next(self._numbers)}.jsonl", survivors, gone)
+            removed = sum(_remove(path, sizes.get(name, -1)) for name, path in paths.items())
+            return Pruned(sum(map(len, groups.values())), after, removed)
+
+    def _files(self, digest: str | None) -> list[Path]:
+        """The files that may hold something of a context, by name; here before fetched where both are."""
+        if self.folder.is_file():
+            return [self.folder]
+        found = {path.name: path for place in (self.folder / FETCHED, self.folder) for path in place.glob("*.jsonl")}
+        return [found[name] for name in sorted(found) if digest is None or context_digest(name) in (None, digest)]
+
+    def _read(self, path: Path) -> _Parsed:
+        try:
+            status = path.stat()
+            stamp = (status.st_size, status.st_mtime_ns)
+            known = self._known.get(path)
+            if known is not None and known[0] == stamp:
+                return known[1]
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return _Parsed(0, [], {})  # Pruned since the folder was listed: what counted of it is in another file.
+        entries: list[tuple[int, Entry]] = []
+        workloads: dict[str, str] = {}
+        replaces: dict[str, int] = {}
+        bad: list[int] = []
+        end = 0
+        for number, line in enumerate(content.splitlines(keepends=True), 1):
+            end += len(line)
+            if not line.strip():
+                continue
             try:
-                entries.append(_parse(line))
-            except (ValueError, KeyError, TypeError):
+                obj: dict[str, Any] = json.loads(line)
+                # A line that says no kind is a record as `tune` hands it on to `build`.
+                kind = obj.get("kind", "record")
+                if kind == "workload":
+                    workloads[str(obj["key"])] = str(obj["workload"])
+                elif kind == "replaces":
+                    replaces |= {str(name): int(size) for name, size in obj["files"].items()}
+                else:
+                    entries.append((end, _entry(_KINDS[kind], obj, workloads)))
+            except (ValueError, KeyError, TypeError, AttributeError):
                 bad.append(number)
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             logger.warning("%s, line %d%s, is torn or not a tuning record; it is skipped", path, bad[0], more)
-        self._parsed[path] = (stamp, entries)
-        return entries
+        parsed = _Parsed(len(whole_lines(content)), entries, replaces)
+        self._known[path] = (stamp, parsed)
+        return parsed
 
 
-def _parse(line: bytes) -> Record | Effort:
-    obj: dict[str, Any] = json.loads(line)
-    entry_type = _KINDS[obj["kind"]]
-    return entry_type(**{field.name: obj[field.name] for field in fields(entry_type)})
+class _Writer:
+    """A new file that one run appends to; its lock tells `prune` that the run is alive."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+        self.close = weakref.finalize(self, os.close, self._file)
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+        self._workloads: set[str] = set()
+        self.size = 0
+
+    def write(self, entry: Entry) -> None:
+        lines = _lines(entry, self._workloads)
+        # In one call, so that no reader and no crash finds more than the last line torn.
+        if os.write(self._file, lines) != len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.size += len(lines)
+        os.fsync(self._file)
+
+
+def write_entries(path: Path, entries: Iterable[Entry], replaces: Mapping[str, int] | None = None) -> None:
+    """Write a whole file of records, which appears or is replaced at once; `replaces` says which others it replaces."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    with partial.open("wb") as file:
+        if replaces:
+            file.write(_line({"kind": "replaces", "files": dict(replaces)}))
+        written: set[str] = set()
+        for entry in entries:
+            file.write(_lines(entry, written))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Be the only process of this machine that holds the lock file `path` while the body runs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def context_digest(name: str) -> str | None:
+    """The digest of the context that a file's name says, None where it says none."""
+    found = _NAME.fullmatch(name)
+    return found[1] if found else None
+
+
+def whole_lines(content: bytes) -> bytes:
+    """`content` without a line at its end that is not whole: torn, or still being written."""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _line(obj: Mapping[str, Any]) -> bytes:
+    return json.dumps(obj, sort_keys=True).encode() + b"\n"
+
+
+def _lines(entry: Entry, written: set[str]) -> bytes:
+    """`entry` as a line, before it that of its workload unless the file has it already."""
+    kind = next(kind for kind, entry_type in _KINDS.items() if isinstance(entry, entry_type))
+    obj = {"kind": kind, **asdict(entry)}
+    before = b""
+    if (workload := obj.pop("workload", None)) and entry.key not in written:
+        before = _line({"kind": "workload", "key": entry.key, "workload": workload})
+        written.add(entry.key)
+    return before + _line(obj)
+
+
+def _entry(kind: type[Entry], obj: Mapping[str, Any], workloads: Mapping[str, str]) -> Entry:
+    values = {field.name: obj[field.name] for field in fields(kind) if field.name != "workload"}
+    if kind is not Effort:
+        values["workload"] = obj.get("workload") or workloads.get(obj["key"], "")
+    return kind(**values)
+
+
+def _replaced(files: Iterable[_Parsed]) -> dict[str, int]:
+    replaced: dict[str, int] = {}
+    for parsed in files:
+        for name, size in parsed.replaces.items():
+            replaced[name] = max(size, replaced.get(name, 0))
+    return replaced
+
+
+def _union(files: Mapping[str, _Parsed], replaced: Mapping[str, int] | None = None) -> Iterator[Entry]:
+    """The entries of all files by name, less what is replaced; what two files both hold, once."""
+    replaced = _replaced(files.values()) if replaced is None else replaced
+    before: set[Entry] = set()
+    for name, parsed in files.items():
+        entries = [entry for end, entry in parsed.entries if end > replaced.get(name, 0)]
+        # Within one file two equal lines are two events, as efforts that were spent in the same second.
+        yield from (entry for entry in entries if entry not in before)
+        before.update(entries)
+
+
+def _survivors(entries: Iterable[Entry], keep: int) -> list[Entry]:
+    """The best `keep` records of each workload, and what was spent on each in one line; nothing of other versions."""
+    records: dict[str, list[Record]] = {}
+    efforts: dict[str, list[Effort]] = {}
+    for entry in entries:
+        if not context_of(entry).is_current:
+            continue
+        if isinstance(entry, Record):
+            records.setdefault(entry.key, []).append(entry)
+        elif isinstance(entry, Effort):
+            efforts.setdefault(entry.key, []).append(entry)
+    best = [r for key in sorted(records) for r in sorted(records[key], key=lambda record: record.seconds)[:keep]]
+    return [*best, *(merged(efforts[key]) for key in sorted(efforts))]
+
+
+def merged(efforts: Sequence[Effort]) -> Effort:
+    """One effort in the place of several on one workload: all their trials, and the newest baseline that is known."""
+    ordered = sorted(efforts, key=lambda effort: effort.created_at)
+    timed = [effort.baseline_seconds for effort in ordered if effort.baseline_seconds is not None]
+    return replace(
+        ordered[-1],
+        trials=sum(effort.trials for effort in efforts),
+        baseline_seconds=timed[-1] if timed else None,
+    )
+
+
+def _is_live(path: Path) -> bool:
+    """Whether a run of this machine is writing the file."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _remove(path: Path, size: int) -> bool:
+    """Remove a file if its whole lines have `size` bytes; whether it went."""
+    with contextlib.suppress(FileNotFoundError):
+        if len(whole_lines(path.read_bytes())) == size:
+            path.unlink()
+            return True
+    return False
 
 
 def workload_key(func: "PrimFunc") -> str:
@@ -171,16 +476,75 @@ def replay(trace: str, func: "PrimFunc") -> "PrimFunc":
 
     Whatever TVM raises when the trace does not fit is passed on.
     """
+    scheduled = _scheduled(json.loads(trace), normalize(func)).mod["main"].without_attr("global_symbol")
+    for name, value in (func.attrs or {}).items():
+        scheduled = scheduled.with_attr(name, value)
+    return scheduled.with_attr("tirx.is_scheduled", True)
+
+
+def fitted(record: Record, func: "PrimFunc") -> Record:
+    """`record` with its trace in the names of `func`, which is the same workload by other names.
+
+    A trace finds blocks by name, and those that it makes itself get names derived from those of blocks and buffers.
+    Whatever TVM raises when the trace does not fit is passed on.
+    """
+    from tvm import ir
+
+    instructions, decisions = json.loads(record.trace)
+    if not record.workload or not any(kind == "GetSBlock" for kind, *_ in instructions):
+        return record
+    known, wanted = ir.load_json(record.workload), normalize(func)
+    if _names(known) == _names(wanted):
+        return record
+    renamed: list[Any] = []
+    for index, (kind, inputs, attributes, outputs) in enumerate(instructions):
+        if kind == "GetSBlock":
+            # At this point of the trace both functions have the same blocks, in the same order.
+            made = [decision for decision in decisions if decision[0] < index]
+            old = [block.name_hint for block in _blocks(_scheduled([instructions[:index], made], known))]
+            new = [block.name_hint for block in _blocks(_scheduled([renamed, made], wanted))]
+            attributes = [new[old.index(attributes[0])], *attributes[1:]]
+        renamed.append([kind, inputs, attributes, outputs])
+    return replace(record, workload=ir.save_json(wanted), trace=json.dumps([renamed, decisions]))
+
+
+def _scheduled(trace: Any, func: "PrimFunc") -> Any:
+    """TVM's schedule of a normalized function after the steps of a trace (JSON, parsed)."""
     from tvm import IRModule
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import Trace
 
-    schedule = Schedule(IRModule({"main": normalize(func)}))
-    Trace.apply_json_to_schedule(json.loads(trace), schedule)
-    scheduled = schedule.mod["main"].without_attr("global_symbol")
-    for name, value in (func.attrs or {}).items():
-        scheduled = scheduled.with_attr(name, value)
-    return scheduled.with_attr("tirx.is_scheduled", True)
+    schedule = Schedule(IRModule({"main": func}))
+    Trace.apply_json_to_schedule(trace, schedule)
+    return schedule
+
+
+def steps(record: Record) -> str:
+    """The schedule of a record as the steps that make it, in Python. TVM raises whatever it likes for a bad trace."""
+    from tvm import ir
+
+    return str(_scheduled(json.loads(record.trace), ir.load_json(record.workload)).trace)
+
+
+def _blocks(schedule: Any) -> list[Any]:
+    """The blocks of a schedule's function, in the order of the program, outer ones first."""
+    found: list[Any] = []
+
+    def visit(block: Any) -> None:
+        found.append(schedule.get(block))
+        for child in schedule.get_child_blocks(block):
+            visit(child)
+
+    visit(schedule.get_sblock("root"))
+    return found
+
+
+def _names(func: "PrimFunc") -> list[str]:
+    """The names that a trace may depend on: of blocks, and of the buffers that they read and write."""
+    names: list[str] = []
+    for block in _blocks(_scheduled([[], []], func)):
+        names += [block.name_hint, *(str(region.source.name) for region in (*block.writes, *block.reads))]
+    return names
 
 
 def apply(record: Record, func: "PrimFunc") -> "PrimFunc | None":
@@ -190,7 +554,7 @@ def apply(record: Record, func: "PrimFunc") -> "PrimFunc | None":
     not replay is no error: a warning is logged and None returned, and the caller goes on with the next best schedule.
     """
     try:
-        return replay(record.trace, func)
+        return replay(fitted(record, func).trace, func)
     except Exception as error:  # TVM raises whatever it likes for a trace that does not fit.
         reason = str(error).strip().splitlines()
         logger.warning("record %s (%s) does not replay: %s", record.key, record.created_at, reason[-1:] or error)

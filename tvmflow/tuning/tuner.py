@@ -5,18 +5,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tvmflow.errors import TuneError
 from tvmflow.target import Target, host, missing_features
-from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
+from tvmflow.tuning.measure import Candidate, Device, Library, MeasurePool, TrialError, arguments_of
 from tvmflow.tuning.records import (
     SPACE_VERSION,
     Effort,
     Record,
     RecordStore,
+    fitted,
     normalize,
     now,
     tvm_version,
@@ -124,8 +125,9 @@ def tune(
     on_progress: Callable[[Progress], None] | None = None,
     threads: int | None = None,
     timeout: float = 20.0,
+    device: Device | None = None,
 ) -> TuneReport:
-    """Search faster schedules for `tasks` on this machine and add them to `store`.
+    """Search faster schedules for `tasks` on this machine, or on `device`, and add them to `store`.
 
     `baseline` gives the compiler's own schedule of a function. It is measured first, and a candidate becomes a record
     only if it computes what the unscheduled function does and, measured in turn with the best so far, is faster: a
@@ -138,19 +140,26 @@ def tune(
     `threads` is the number a candidate runs with (default: the target's, at most this machine's cores); a build or
     run of one candidate is given up after `timeout` seconds. What was found is on disk at once, so an interrupt
     (passed on after the worker processes have ended) loses nothing. Functions that cannot be tuned (symbolic shapes,
-    a target that this machine cannot run) are reported as skipped. Raises TuneError if nothing can be measured.
+    a target that this machine cannot run) are reported as skipped. Raises TuneError if nothing can be measured, or when
+    all devices are lost; RemoteError if there are none at first.
     """
     if tuner not in TUNERS:
         raise TuneError(f"`{tuner}` is no tuner; expected one of {', '.join(TUNERS)}.")
-    run = _Run(target, budget, store, tuner, seed, on_progress)
+    run = _Run(target, budget, store, tuner, seed, on_progress, device)
     functions = run.load(tasks)
     trials = run.trials_to_spend(functions)
     open_functions = [function for function in functions if function.reason is None]
     if open_functions and (trials is None or trials > 0):
         cores = host().cores
-        threads = threads or min(target.threads, cores)
+        threads = threads or (min(target.threads, cores) if device is None else target.threads)
         with MeasurePool(
-            target.canonical, builders=cores, threads=threads, timeout=timeout, deadline=run.deadline
+            target.canonical,
+            builders=cores,
+            threads=threads,
+            timeout=timeout,
+            deadline=run.deadline,
+            device=device,
+            cross_compiler=target.cross_compiler,
         ) as pool:
             run.spend(pool, open_functions, trials, baseline, threads)
     return TuneReport(tuple(function.report() for function in functions), run.trials, time.monotonic() - run.started)
@@ -219,6 +228,7 @@ class _Run:
         tuner: TunerName,
         seed: int,
         on_progress: Callable[[Progress], None] | None,
+        device: Device | None,
     ) -> None:
         self.started = time.monotonic()
         self.deadline = math.inf if budget.minutes is None else self.started + 60.0 * budget.minutes
@@ -229,11 +239,12 @@ class _Run:
         self._tuner = tuner
         self._seed = seed
         self._on_progress = on_progress
+        self._device = device
         self._total_trials: int | None = None
 
     def load(self, tasks: Sequence[Task]) -> list[_Function]:
         """The workloads of `tasks`, equal ones together, with what the store knows of them."""
-        elsewhere = _why_not_here(self._target)
+        elsewhere = _why_not_here(self._target) if self._device is None else _why_not_there(self._target)
         best: dict[str, Record] = {}
         for record in sorted(self._store.records(self._target), key=lambda record: -record.seconds):
             best[record.key] = record
@@ -247,7 +258,7 @@ class _Run:
             if same is not None:
                 same.task = replace(same.task, weight=same.task.weight + task.weight)
                 continue
-            function = functions[key] = _Function(task, key, best.get(key), efforts.get(key, []), elsewhere)
+            function = functions[key] = _Function(task, key, _known(best, key, task), efforts.get(key, []), elsewhere)
             if arguments_of(task.func) is None:
                 function.reason = "its shapes are symbolic, and MetaSchedule needs static ones"
             elif task.func.attrs and task.func.attrs.get("tirx.is_scheduled", False):
@@ -377,24 +388,29 @@ class _Run:
         before = contest.best
         with suppress(TrialError):
             contest.best_seconds = pool.time(contest.best)  # Other work on this machine comes and goes between rounds.
-        with self._counted(contest.function):
+        times = pool.times(built, lambda: contest.best_seconds * _HOPELESS)
+        with self._counted(contest.function), closing(times):
             for proposal, library in zip(proposals, built, strict=True):
                 if self._over() or contest.function.reason is not None:
                     break
-                seconds.append(self._trial(pool, contest, proposal, library))
+                seconds.append(self._trial(pool, contest, proposal, library, next(times)))
         search.tell(proposals[: len(seconds)], seconds)
         contest.stale_rounds = 0 if contest.best is not before else contest.stale_rounds + 1
 
     def _trial(
-        self, pool: MeasurePool, contest: _Contest, proposal: Proposal, built: Library | TrialError
+        self,
+        pool: MeasurePool,
+        contest: _Contest,
+        proposal: Proposal,
+        built: Library | TrialError,
+        measured: float | TrialError,
     ) -> float | None:
         """The seconds of a candidate, None if it fails or is wrong."""
         self.trials += 1
         contest.function.trials += 1
         seconds = None
         try:
-            library = _library(built)
-            seconds = pool.time(library, contest.best_seconds * _HOPELESS)
+            library, seconds = _library(built), _seconds(measured)
             if seconds < contest.best_seconds:
                 self._challenge(pool, contest, proposal, library)
             if contest.best is not library:
@@ -485,6 +501,15 @@ class _Run:
         )
 
 
+def _known(best: dict[str, Record], key: str, task: Task) -> Record | None:
+    """The best record of a task's workload in the names that its function has."""
+    try:
+        return fitted(best[key], task.func) if key in best else None
+    except Exception as error:  # TVM raises whatever it likes for a trace that does not fit.
+        logger.warning("%s: the best record does not replay: %s", task.name, _last_line(error))
+        return None
+
+
 def _why_not_here(target: Target) -> str | None:
     """Why candidates for `target` cannot be measured on this machine, or None if they can."""
     if target.tvm.get("kind") != "llvm":
@@ -493,6 +518,13 @@ def _why_not_here(target: Target) -> str | None:
         return f"it needs a machine of {target.arch}, and this one is {host().arch}"
     missing = missing_features(target.features)
     return f"this machine's CPU lacks {', '.join(missing)}" if missing else None
+
+
+def _why_not_there(target: Target) -> str | None:
+    """Why candidates for `target` cannot be measured on a device, or None if they can."""
+    if target.tvm.get("kind") != "llvm":
+        return f"candidates are measured on a device's CPU, which cannot run {target.name}"
+    return None
 
 
 def _schedule(baseline: "Callable[[PrimFunc], PrimFunc]", task: Task) -> "PrimFunc | None":
@@ -507,6 +539,12 @@ def _library(built: Library | TrialError) -> Library:
     if isinstance(built, TrialError):
         raise built
     return built
+
+
+def _seconds(measured: float | TrialError) -> float:
+    if isinstance(measured, TrialError):
+        raise measured
+    return measured
 
 
 def _last_line(error: Exception) -> str:

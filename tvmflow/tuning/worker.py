@@ -1,16 +1,23 @@
-"""The process that builds, checks and times candidates for the tuner; it may crash or hang without harm to others."""
+"""The process that builds, checks and times candidates for the tuner; it may crash or hang without harm to others.
 
+It runs them itself, or on a device: between `connect` and `disconnect` everything that is loaded is loaded there.
+"""
+
+import contextlib
 import ctypes
 import json
 import os
+import shlex
 import signal
 import statistics
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from tvmflow.tuning.measure import read_frame, write_frame
+from tvmflow.runtime import library
+from tvmflow.tuning.process import read_frame, write_frame
 
 _PR_SET_PDEATHSIG = 1
 # One timed sample lasts about this long, so that the clock and the first cache misses do not matter.
@@ -27,8 +34,9 @@ class _Operations:
     def __init__(self) -> None:
         self._inputs: tuple[list[Any], list[Any]] = ([], [])
         self._expected: tuple[str, list[Any], list[Any]] = ("", [], [])
+        self._place: _Place = _Place()
 
-    def build(self, func: str, trace: str | None, target: str, library: str) -> None:
+    def build(self, func: str, trace: str | None, target: str, library: str, cross_compiler: str | None) -> None:
         """Replay `trace` on `func` (JSON both), compile for `target` (JSON) and link to `library`."""
         import tvm
 
@@ -39,11 +47,30 @@ class _Operations:
             prim_func = replay(trace, prim_func)
         prim_func = prim_func.with_attr("global_symbol", "main").with_attr("tirx.is_scheduled", True)
         module = tvm.IRModule({"main": prim_func})
-        tvm.compile(module, tvm.target.Target(json.loads(target))).export_library(library)
+        built = tvm.compile(module, tvm.target.Target(json.loads(target)))
+        built.export_library(library, **({"fcompile": _linker(cross_compiler)} if cross_compiler else {}))
+
+    def connect(self, host: str, port: int, word: str, seconds: float, threads: int) -> None:
+        """Open a session on the device's server, which ends it after `seconds`; calls use at most `threads` threads."""
+        self.disconnect()
+        self._place = _Remote(host, port, word, seconds)
+        self._place.limit_threads(threads)
+
+    def disconnect(self) -> None:
+        """Close the session, if there is one."""
+        place, self._place, self._inputs = self._place, _Place(), ([], [])
+        place.close()
+
+    def _lost(self) -> bool:
+        """Whether the session's device is gone, which is closed then."""
+        if self._place.answers():
+            return False
+        self.disconnect()
+        return True
 
     def time(self, library: str, arguments: list[Any], limit: float) -> float:
         """Median seconds of a call; one that is slower than `limit` is measured only once."""
-        call = _Call(library, self._tensors(arguments))
+        call = _Call(self._place, library, self._tensors(arguments))
         (estimate,) = call.seconds(1)
         if estimate > min(limit, _SLOW_SECONDS):
             return estimate
@@ -51,7 +78,8 @@ class _Operations:
 
     def compare(self, libraries: list[str], arguments: list[list[Any]]) -> list[float]:
         """Median seconds of a call of each library, measured in turn so that all meet the same machine."""
-        calls = [_Call(library, self._tensors(shapes)) for library, shapes in zip(libraries, arguments, strict=True)]
+        pairs = zip(libraries, arguments, strict=True)
+        calls = [_Call(self._place, library, self._tensors(shapes)) for library, shapes in pairs]
         estimates = [call.seconds(1)[0] for call in calls]
         rounds = _ROUNDS if max(estimates) < _SLOW_SECONDS else 1
         numbers = [_calls_per_sample(estimate) for estimate in estimates]
@@ -65,11 +93,11 @@ class _Operations:
         import numpy as np
 
         inputs = _random_inputs(arguments, signed=True)
-        expected = _run(reference, inputs)
+        expected = _run(self._place, reference, inputs)
         if not all(np.isfinite(array).all() for array in expected):
             # A logarithm or a root: outside its domain both sides would agree on nothing but NaN.
             inputs = _random_inputs(arguments, signed=False)
-            expected = _run(reference, inputs)
+            expected = _run(self._place, reference, inputs)
         self._expected = (reference, inputs, expected)
 
     def check(self, library: str, reference: str, arguments: list[Any]) -> str | None:
@@ -79,7 +107,7 @@ class _Operations:
         if self._expected[0] != reference:
             self.expect(reference, arguments)
         _, inputs, expected = self._expected
-        for index, (got, want) in enumerate(zip(_run(library, inputs), expected, strict=True)):
+        for index, (got, want) in enumerate(zip(_run(self._place, library, inputs), expected, strict=True)):
             if not np.issubdtype(want.dtype, np.floating):
                 agree = np.array_equal(got, want)
             else:
@@ -91,27 +119,109 @@ class _Operations:
         return None
 
     def _tensors(self, arguments: list[Any]) -> list[Any]:
+        if self._inputs[0] != arguments:
+            self._inputs = (arguments, [self._place.random(shape, dtype) for shape, dtype in arguments])
+        return self._inputs[1]
+
+
+class _Place:
+    """This machine, where libraries are loaded and tensors live."""
+
+    def load(self, library: str) -> Any:
+        """The library's module."""
         import tvm
 
-        if self._inputs[0] != arguments:
-            self._inputs = (arguments, [tvm.runtime.tensor(array) for array in _random_inputs(arguments, signed=True)])
-        return self._inputs[1]
+        return tvm.runtime.load_module(library)
+
+    def tensor(self, array: Any) -> Any:
+        """A tensor with the values of `array`."""
+        import tvm
+
+        return tvm.runtime.tensor(array, device=self.device())
+
+    def random(self, shape: list[int], dtype: str) -> Any:
+        """A tensor of values to time with."""
+        (array,) = _random_inputs([(shape, dtype)], signed=True)
+        return self.tensor(array)
+
+    def device(self) -> Any:
+        """Its CPU."""
+        import tvm
+
+        return tvm.cpu()
+
+    def answers(self) -> bool:
+        """Whether it is still there."""
+        return True
+
+    def close(self) -> None:
+        """Leave it."""
+
+
+class _Remote(_Place):
+    """A device, seen through a session with its RPC server."""
+
+    def __init__(self, host: str, port: int, word: str, seconds: float) -> None:
+        from tvm import rpc
+
+        self._session = rpc.connect(host, port, word, session_timeout=seconds)
+        self._loaded: dict[str, Any] = {}
+
+    def load(self, library: str) -> Any:
+        """The library's module, after sending it there, once: to overwrite a library that is loaded is to crash it."""
+        if library not in self._loaded:
+            self._session.upload(library)
+            self._loaded[library] = self._session.load_module(Path(library).name)
+        return self._loaded[library]
+
+    def random(self, shape: list[int], dtype: str) -> Any:
+        """A tensor of values to time with, made there where they are not to be an index: sending them takes longer."""
+        import tvm
+
+        if not dtype.startswith("float"):
+            return super().random(shape, dtype)
+        try:
+            fill = self._session.get_function("tvm.contrib.random.random_fill_for_measure")
+        except AttributeError:  # A server whose runtime is a small one.
+            return super().random(shape, dtype)
+        tensor = tvm.runtime.empty(shape, dtype, self.device())
+        fill(tensor)
+        return tensor
+
+    def device(self) -> Any:
+        """Its CPU."""
+        return self._session.cpu()
+
+    def limit_threads(self, threads: int) -> None:
+        """Let calls use at most `threads`; the server's own number stays where it is lower."""
+        self._session.get_function("runtime.config_threadpool")(0, threads)
+
+    def answers(self) -> bool:
+        """Whether the session still does."""
+        try:
+            self._session.get_function("runtime.NumThreads")()
+        except Exception:  # TVM has many words for a closed connection.
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the session; else the server waits until its last object is gone here."""
+        self._loaded.clear()
+        with contextlib.suppress(Exception):
+            self._session.get_function("CloseRPCConnection")()
 
 
 class _Call:
     """A loaded library together with its arguments."""
 
-    def __init__(self, library: str, tensors: list[Any]) -> None:
-        import tvm
-
-        self._module = tvm.runtime.load_module(library)
+    def __init__(self, place: _Place, library: str, tensors: list[Any]) -> None:
+        self._module = place.load(library)
+        self._device = place.device()
         self._tensors = tensors
 
     def seconds(self, number: int, repeat: int = 1) -> list[float]:
         """Mean seconds of `number` calls in a row, `repeat` times, after one call that does not count."""
-        import tvm
-
-        evaluator = self._module.time_evaluator("main", tvm.cpu(), number=number, repeat=repeat)
+        evaluator = self._module.time_evaluator("main", self._device, number=number, repeat=repeat)
         return [float(seconds) for seconds in evaluator(*self._tensors).results]
 
 
@@ -138,13 +248,19 @@ def _random_inputs(arguments: list[Any], *, signed: bool) -> list[Any]:
     return arrays
 
 
-def _run(library: str, inputs: list[Any]) -> list[Any]:
+def _run(place: _Place, library: str, inputs: list[Any]) -> list[Any]:
     """Every argument after a call; comparing all of them needs no knowledge of which are outputs."""
-    import tvm
-
-    tensors = [tvm.runtime.tensor(array) for array in inputs]
-    tvm.runtime.load_module(library)["main"](*tensors)
+    tensors = [place.tensor(array) for array in inputs]
+    place.load(library)["main"](*tensors)
     return [tensor.numpy() for tensor in tensors]
+
+
+def _linker(command: str) -> Any:
+    """What links a library with the cross compiler that `command` names, followed by its options."""
+    from tvm.support import cc
+
+    compiler, *options = shlex.split(command)
+    return cc.cross_compiler(compiler, options, get_target_triple=cc.get_target_by_dump_machine(compiler))
 
 
 def main() -> None:
@@ -158,6 +274,8 @@ def main() -> None:
     with os.fdopen(os.dup(1), "wb") as replies:
         os.dup2(2, 1)  # Whatever a library prints must not land between two replies.
         operations = _Operations()
+        if os.environ.get("TVM_USE_RUNTIME_LIB"):
+            library.load()  # With its extras, which candidates may call.
         import tvm  # noqa: F401 -- so that the first request does not pay for it
 
         write_frame(replies, {"ready": True})
@@ -168,7 +286,8 @@ def main() -> None:
             except Exception as error:
                 traceback.print_exc()
                 lines = str(error).strip().splitlines() or [type(error).__name__]
-                write_frame(replies, {"error": f"{type(error).__name__}: {lines[-1].strip()}"})
+                told = f"{type(error).__name__}: {lines[-1].strip()}"
+                write_frame(replies, {"error": told, "lost": operations._lost()})
 
 
 if __name__ == "__main__":

@@ -62,6 +62,16 @@ def schedule(
     return _finish(func, func), "none"
 
 
+def subject(func: PrimFunc) -> str:
+    """What the decisions about a fused function are about; empty where there are none."""
+    try:
+        sch = Schedule(func)
+        found = (common.subject_of(sch, block) for block in common.blocks(sch))
+        return next(filter(None, found), "")
+    except ScheduleError:  # TVM writes some functions, such as sorting, without blocks.
+        return ""
+
+
 def error_bounds(func: PrimFunc) -> dict[str, float]:
     """The bounds of a fused function's rounding errors, by algorithm of fewer multiplications that it uses."""
     try:

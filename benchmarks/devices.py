@@ -1,0 +1,210 @@
+"""Kills devices in mid-run of a tuning and counts what is lost: `python benchmarks/devices.py --kills 20`.
+
+Starts a tracker and RPC servers on this machine and tunes a convolution on them. Meanwhile servers are killed, one
+after another, each while it measures, and sessions and the tracker now and then as well. Exit code 1 when a record that
+was reported is not in the store afterwards, when the run does not go on to its end, or when a process is left behind.
+"""
+
+import json
+import logging
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from commandline import new_parser, positive
+
+from tvmflow.runtime.tracker import Address
+from tvmflow.target import resolve
+from tvmflow.tuning import Budget, Device, Progress, RecordStore, Task, devices, tune
+
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
+
+_KEY = "benchmark"
+_ROUND_TRIALS = 32
+_LOOK_SECONDS = 0.02
+# What is killed had time to measure something, and a server that had none is given up by its supervisor.
+_PAUSE_SECONDS, _LIFE_SECONDS = 0.5, 2.0
+
+
+@dataclass
+class Outcome:
+    """What was killed, what the run came to, and what is missing."""
+
+    servers_killed: int = 0
+    sessions_killed: int = 0
+    trackers_killed: int = 0
+    trials: int = 0
+    records_reported: int = 0
+    records_lost: int = 0
+    processes_left: int = 0
+    seconds: float = 0.0
+
+
+def convolution() -> "PrimFunc":
+    """relu(conv2d(x, w)) of 3 x 3 over 14 x 14 x 32."""
+    from tvm import relax, tirx
+
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((1, 14, 14, 32), "float32"))
+    w = relax.Var("w", relax.TensorType((3, 3, 32, 32), "float32"))
+    with builder.function("main", [x, w]):
+        with builder.dataflow():
+            product = relax.op.nn.conv2d(x, w, padding=1, data_layout="NHWC", kernel_layout="HWIO")
+            result = builder.emit_output(relax.op.nn.relu(product))
+        builder.emit_func_output(result)
+    module = relax.get_pipeline("zero")(builder.get())
+    (func,) = [func for func in module.functions.values() if isinstance(func, tirx.PrimFunc)]
+    return func
+
+
+class Killer(threading.Thread):
+    """Kills `kills` servers while they measure; every fifth time a session, every tenth the tracker instead as well."""
+
+    def __init__(self, state: Path, kills: int, seed: int, outcome: Outcome) -> None:
+        super().__init__(daemon=True)
+        self._state = state
+        self._kills = kills
+        self._random = random.Random(seed)  # noqa: S311 -- the same run each time, no secret
+        self._outcome = outcome
+        self.over = threading.Event()
+        self.seen: dict[int, psutil.Process] = {}
+        self._since: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Kill one after another until enough are killed."""
+        while self._outcome.servers_killed < self._kills and not self.over.wait(_LOOK_SECONDS):
+            status = devices.status(self._state)
+            if status is None:
+                return
+            self.look(status)
+            busy = [process for process in self._servers(status) if _lives(process) and _sessions(process)]
+            if not busy:
+                continue
+            chosen, turn = self._random.choice(busy), self._outcome.servers_killed + 1
+            if turn % 5 == 0 and self._outcome.sessions_killed < turn // 5:
+                with suppress(psutil.NoSuchProcess, IndexError):
+                    _sessions(chosen)[0].kill()
+                    self._outcome.sessions_killed += 1
+            elif turn % 10 == 0 and self._outcome.trackers_killed < turn // 10 and status.own is not None:
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(status.own.pid).kill()
+                    self._outcome.trackers_killed += 1
+            else:
+                with suppress(psutil.NoSuchProcess):
+                    chosen.kill()
+                    self._outcome.servers_killed += 1
+            self.over.wait(_PAUSE_SECONDS)
+
+    def look(self, status: devices.Status) -> None:
+        """Remember every process of the devices."""
+        with suppress(psutil.NoSuchProcess):
+            supervisor = psutil.Process(status.pid)
+            self.seen.update({process.pid: process for process in (supervisor, *supervisor.children(recursive=True))})
+
+    def _servers(self, status: devices.Status) -> list[psutil.Process]:
+        found = []
+        for server in status.servers:
+            if server.state != "up" or server.pid is None:
+                continue
+            if time.monotonic() > self._since.setdefault(server.pid, time.monotonic()) + _LIFE_SECONDS:
+                with suppress(psutil.NoSuchProcess):
+                    found.append(psutil.Process(server.pid))
+        return found
+
+
+def _sessions(server: psutil.Process) -> list[psutil.Process]:
+    try:
+        found: list[psutil.Process] = server.children()
+        return found
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def run(state: Path, kills: int, count: int, threads: int, seed: int) -> Outcome:
+    """Tune until enough servers were killed, and once more without disturbance."""
+    outcome, start = Outcome(), time.monotonic()
+    target = resolve("native")
+    store = RecordStore(state / "records")
+    reported: set[tuple[str, str]] = set()
+    status = devices.up(state, devices.Wanted(_KEY, count, max(1, threads // count)))
+    killer = Killer(state, kills, seed, outcome)
+
+    def report(progress: Progress) -> None:
+        reported.update((record.key, record.trace) for record in store.records(target))
+
+    try:
+        tasks = [Task("conv", convolution(), 1)]
+        device = Device(_KEY, Address.parse(status.tracker or ""))
+        killer.start()
+        allowed = 0
+        while killer.is_alive() or allowed == 0:
+            allowed += _ROUND_TRIALS
+            report_of = tune(
+                tasks,
+                target,
+                Budget(trials=allowed),
+                store,
+                tuner="random",
+                seed=seed + allowed,
+                device=device,
+                on_progress=report,
+                threads=max(1, threads // count),
+            )
+            outcome.trials += report_of.trials
+            print(
+                f"{outcome.servers_killed} servers, {outcome.sessions_killed} sessions, {outcome.trackers_killed} "
+                f"trackers killed; {outcome.trials} trials, {len(reported)} records",
+                file=sys.stderr,
+            )
+    finally:
+        killer.over.set()
+        killer.join()
+        if (last := devices.status(state)) is not None:
+            killer.look(last)
+        devices.down(state)
+    kept = {(record.key, record.trace) for record in RecordStore(store.folder).records(target)}
+    outcome.records_reported, outcome.records_lost = len(reported), len(reported - kept)
+    outcome.processes_left = sum(map(_lives, killer.seen.values()))
+    outcome.seconds = time.monotonic() - start
+    return outcome
+
+
+def main() -> int:
+    """Run and print the outcome."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--kills", type=positive, default=20, help="servers to kill (20)")
+    parser.add_argument("--devices", type=positive, default=2, help="servers to start (2)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is killed and proposed (0)")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    logging.getLogger("tvmflow").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="tvmflow-devices-") as folder:
+        outcome = run(Path(folder), given.kills, given.devices, given.threads, given.seed)
+    print(
+        f"{outcome.servers_killed} servers, {outcome.sessions_killed} sessions and {outcome.trackers_killed} trackers "
+        f"killed in {outcome.trials} trials: {outcome.records_lost} of {outcome.records_reported} records lost, "
+        f"{outcome.processes_left} processes left"
+    )
+    if given.json:
+        given.json.write_text(json.dumps(asdict(outcome), indent=1) + "\n")
+    return 1 if outcome.records_lost or outcome.processes_left or outcome.servers_killed < given.kills else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""Promotion: alias and pointer move together, one of several movers wins, what was half-done is completed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from moto.server import ThreadedMotoServer
+
+from tvmflow import promotion
+from tvmflow.errors import SpecError, StoreError
+from tvmflow.registry import Registry, embedded_registry
+from tvmflow.services import Services
+from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store.embedded import embedded_s3
+
+LIMIT_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Registry:
+    return Registry(embedded_registry(tmp_path_factory.mktemp("mlflow")))
+
+
+@pytest.fixture(scope="module")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConfig]:
+    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="releases") as config:
+        yield config
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[StoreConfig]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    config = StoreConfig("releases", endpoint=f"http://{host}:{port}", access_key="test", secret_key="test-secret")
+    ReleaseStore(config).check()
+    yield config
+    server.stop()
+
+
+@pytest.fixture(params=["rclone", "moto"])
+def services(request: pytest.FixtureRequest, registry: Registry) -> Services:
+    return Services(ReleaseStore(request.getfixturevalue(request.param)), registry)
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A name for releases of the test's own, so that all share the servers."""
+    return f"{'-'.join(request.node.name.replace('[', '-').replace(']', '').split('_'))}"
+
+
+@pytest.fixture
+def release(services: Services, name: str) -> Callable[..., None]:
+    """Makes releases of these versions, and the versions of the registered model that they are."""
+
+    def make(*versions: str, **sections: Any) -> None:
+        from mlflow import MlflowClient
+
+        uri = services.registry.config.tracking_uri
+        client = MlflowClient(uri, registry_uri=uri)
+        client.create_registered_model(name)
+        for version in versions:
+            assert str(client.create_model_version(name, "file:///nowhere").version) == version
+            document = {"name": name, "version": version, "model": f"models:/{name}/{version}", **sections}
+            services.store.publish(name, version, document, [])
+
+    return make
+
+
+def _move(services: Services, name: str, version: str, expected: str | None, **said: Any) -> channels.Pointer:
+    return promotion.move(
+        services, name, version, "production", **{"who": "ann", "why": "test", **said}, expected=expected
+    )
+
+
+def _where(services: Services, name: str) -> tuple[str | None, str | None]:
+    """The version of alias and of pointer."""
+    found = promotion.state(services, name, "production", name)
+    return found.wanted, found.held
+
+
+def _rollback(services: Services, name: str, to: str | None = None) -> str:
+    return promotion.rollback(services, name, "production", who="bert", why="bad", to=to)[1].version
+
+
+def test_alias_and_pointer_move_together(services: Services, name: str, release: Callable[..., None]) -> None:
+    release("1", "2")
+    assert _where(services, name) == (None, None)
+    _move(services, name, "1", None)
+    assert _where(services, name) == ("1", "1")
+    _move(services, name, "2", "1")
+    assert _where(services, name) == ("2", "2")
+    assert promotion.state(services, name, "production") == promotion.state(services, name, "production", name)
+
+
+def test_a_mover_who_saw_something_else_touches_neither(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2", "3")
+    _move(services, name, "1", None)
+    _move(services, name, "2", "1", who="carla")
+    with pytest.raises(StoreError, match="but carla moved it to 2"):
+        _move(services, name, "3", "1")
+    assert _where(services, name) == ("2", "2")
+
+
+def test_moving_to_where_it_is_repairs_the_alias_and_writes_nothing(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2")
+    before = _move(services, name, "1", None)
+    services.registry.set_alias(name, "production", "2")
+    assert _move(services, name, "1", "1") == before
+    assert _where(services, name) == ("1", "1")
+
+
+_MOVER = """
+import json, sys
+from tvmflow import promotion
+from tvmflow.errors import StoreError
+from tvmflow.registry import Registry, RegistryConfig
+from tvmflow.services import Services
+from tvmflow.store import ReleaseStore, StoreConfig
+
+job = json.loads(sys.argv[1])
+
+class Watched(Registry):
+    def set_alias(self, name, alias, version):
+        print("alias", version)
+        super().set_alias(name, alias, version)
+
+services = Services(ReleaseStore(StoreConfig(**job["store"])), Watched(RegistryConfig(**job["registry"])))
+services.registry.get_alias(job["name"], "production")
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    promotion.move(services, job["name"], job["version"], "production", who=job["who"], why="race", expected="1")
+    print("won")
+except StoreError as error:
+    print(error)
+"""
+
+
+def _mover(services: Services, name: str, version: str, who: str) -> "subprocess.Popen[str]":
+    job = {
+        "store": asdict(services.store.config),
+        "registry": vars(services.registry.config),
+        "name": name,
+        "version": version,
+        "who": who,
+    }
+    command = [sys.executable, "-c", _MOVER, json.dumps(job)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _ready(mover: "subprocess.Popen[str]") -> None:
+    assert mover.stdout is not None
+    assert mover.stdout.readline() == "ready\n"
+
+
+def test_of_two_racing_processes_one_wins_and_the_other_never_touches_the_alias(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2", "3")
+    _move(services, name, "1", None)
+    movers = {version: _mover(services, name, version, f"mover {version}") for version in ("2", "3")}
+    for mover in movers.values():
+        _ready(mover)
+    told = {version: mover.communicate("\n", LIMIT_SECONDS)[0].splitlines() for version, mover in movers.items()}
+    (winner,) = [version for version, lines in told.items() if lines[-1] == "won"]
+    (loser,) = set(told) - {winner}
+    assert told[winner] == [f"alias {winner}", "won"]
+    assert len(told[loser]) == 1
+    assert f"but mover {winner} moved it to {winner}" in told[loser][0]
+    assert _where(services, name) == (winner, winner)
+    assert len(channels.read(services.store, name, "production").history) == 2
+
+
+def test_a_move_that_is_killed_between_alias_and_pointer_is_completed_at_once(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2")
+    _move(services, name, "1", None)
+    with _killing_at(b"PUT /releases/channels/", services.store.config.endpoint or "") as (endpoint, victim):
+        behind = Services(ReleaseStore(replace(services.store.config, endpoint=endpoint)), services.registry)
+        mover = _mover(behind, name, "2", "killed")
+        victim.append(mover.pid)
+        _ready(mover)
+        mover.communicate("\n", LIMIT_SECONDS)
+    assert mover.returncode == -signal.SIGKILL
+    found = promotion.state(services, name, "production")
+    assert (found.wanted, found.held, found.refused, found.settled) == ("2", "1", None, False)
+
+    _move(services, name, "2", "1", who="dora")
+    assert promotion.state(services, name, "production").settled
+    assert [move.who for move in channels.read(services.store, name, "production").history] == ["ann", "dora"]
+
+
+@contextmanager
+def _killing_at(request: bytes, endpoint: str) -> Iterator[tuple[str, list[int]]]:
+    """A server that passes everything on to `endpoint`, until it sees the request: it kills the process in the list."""
+    place = urlsplit(endpoint)
+    listening = socket.create_server(("127.0.0.1", 0))
+    victim: list[int] = []
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if request in data:
+                    os.kill(victim[0], signal.SIGKILL)
+                    break
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listening.accept()
+                server = socket.create_connection((place.hostname or "", place.port or 0))
+                for pair in ((client, server), (server, client)):
+                    threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", victim
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+
+
+def test_rollbacks_go_back_one_release_after_another(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2", "3", "4")
+    before = None
+    for version in ("1", "2", "3"):
+        _move(services, name, version, before)
+        before = version
+    assert [_rollback(services, name), _rollback(services, name)] == ["2", "1"]
+    assert _where(services, name) == ("1", "1")
+    with pytest.raises(StoreError, match="has held nothing before 1"):
+        _rollback(services, name)
+    _move(services, name, "4", "1")
+    assert _rollback(services, name) == "1"
+    last = channels.read(services.store, name, "production").last
+    assert (last.who, last.from_version, last.to_version, last.why, last.rollback) == ("bert", "4", "1", "bad", True)
+
+
+def test_a_rollback_after_promoting_an_older_release_gives_the_newer_one(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2")
+    for version, before in (("1", None), ("2", "1"), ("1", "2")):
+        _move(services, name, version, before)
+    assert _rollback(services, name) == "2"
+
+
+def test_a_rollback_to_a_named_release_goes_to_one_that_was_held(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2", "3", "4")
+    for version, before in (("1", None), ("2", "1"), ("3", "2")):
+        _move(services, name, version, before)
+    with pytest.raises(StoreError, match="has never held 4, only 1, 2, 3"):
+        _rollback(services, name, to="4")
+    assert _rollback(services, name, to="1") == "1"
+    assert _where(services, name) == ("1", "1")
+
+
+def test_a_rollback_does_not_go_to_a_release_that_is_not_whole(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2")
+    for version, before in (("1", None), ("2", "1")):
+        _move(services, name, version, before)
+    key = f"releases/{name}/1/release.json"
+    document = {**services.store.get_release(name, "1"), "report": {"sha256": "f" * 64}}
+    services.store._put(key, json.dumps(document).encode(), "damaging it")
+    with pytest.raises(StoreError, match=r"is not whole: .* is missing"):
+        _rollback(services, name)
+    assert _where(services, name) == ("2", "2")
+
+
+def test_a_refused_release_is_marked_and_its_alias_put_back(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2")
+    second = services.store.get_release(name, "2")
+    services.registry.set_alias(name, "production", "2")
+    promotion.refuse(services, second, "production", who="ann", reason="too slow")
+    assert _where(services, name) == (None, None)
+    _move(services, name, "1", None)
+    services.registry.set_alias(name, "production", "2")
+    assert promotion.state(services, name, "production").refused == "too slow"
+    promotion.put_back_alias(services, second, "production", who="ann")
+    assert _where(services, name) == ("1", "1")
+
+
+def test_an_alias_that_is_wanted_elsewhere_by_now_stays(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2", "3")
+    _move(services, name, "1", None)
+    services.registry.set_alias(name, "production", "3")
+    promotion.refuse(services, services.store.get_release(name, "2"), "production", who="ann", reason="too slow")
+    assert _where(services, name) == ("3", "1")
+
+
+def test_a_release_that_passes_is_no_longer_marked_as_refused(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1")
+    promotion.refuse(services, services.store.get_release(name, "1"), "production", who="ann", reason="too slow")
+    _move(services, name, "1", None)
+    assert services.registry.version_tags(name, "1") == {}
+
+
+def test_a_release_without_channels_may_go_anywhere() -> None:
+    policy = promotion.policy({"name": "m", "version": "1"}, "anything")
+    assert (policy.approval, policy.after, policy.gates.max_latency_ms) == ("none", None, None)
+
+
+def test_a_channel_that_the_release_file_does_not_name_is_refused_with_the_likely_one() -> None:
+    release = {"name": "m", "version": "1", "channels": {"staging": {}, "production": {"after": "staging"}}}
+    assert promotion.policy(release, "production").after == "staging"
+    with pytest.raises(SpecError, match=r"the channels production, staging: 'prod' is not .*; did you mean 'product"):
+        promotion.policy(release, "prod")
+
+
+def test_what_a_newer_tvmflow_asks_of_a_channel_is_refused() -> None:
+    release = {"name": "m", "version": "1", "channels": {"staging": {"moon": "full"}}}
+    with pytest.raises(StoreError, match="that this tvmflow does not know: upgrade"):
+        promotion.policy(release, "staging")
+
+
+@pytest.mark.parametrize("model", [None, "models:/m@production", "m"])
+def test_a_release_that_names_no_registered_model_is_damaged(model: str | None) -> None:
+    with pytest.raises(StoreError, match="names no registered model"):
+        promotion.registered({"name": "m", "version": "1", "model": model})

@@ -1,0 +1,123 @@
+"""Reconciling without a deployment or a webhook: what the aliases ask for is done in the command itself."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tvmflow.services import open_store
+from tvmflow.settings import Settings
+from tvmflow.store import channels
+
+pytestmark = pytest.mark.slow
+
+Findings = list[tuple[str, str, str]]
+
+# A source model in the embedded registry, as a user's own training leaves one.
+_REGISTER = """
+import sys
+
+import mlflow
+import mlflow.onnx
+import onnx
+
+mlflow.set_experiment("training")
+mlflow.onnx.log_model(onnx.load(sys.argv[1]), name="graph", registered_model_name="net", pip_requirements=["onnx"])
+"""
+
+
+@dataclass(frozen=True)
+class House:
+    """A machine that manages one release file, of a registered model with an alias."""
+
+    machine: Any
+    file: Path
+
+    def reconcile(self) -> Findings:
+        """What it finds: alias, version and what was done."""
+        ended = self.machine.run("reconcile", "--json")
+        assert ended.code == 0, ended.stderr
+        return [(item["alias"], item["version"], item["done"]) for item in ended.document["findings"]]
+
+    def channel(self, name: str = "staging") -> str | None:
+        """The version that a channel of its releases holds."""
+        with open_store(Settings(home=self.machine.home)) as store:
+            pointer = channels.find(store, "house", name)
+        return None if pointer is None else str(pointer.version)
+
+
+@pytest.fixture(scope="module")
+def house(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> House:
+    folder = tmp_path_factory.mktemp("house")
+    model = make.onnx(folder)
+    file = make.file(folder, name="house", model={"mlflow": "models:/net@candidate"}, channels={"staging": {}})
+    known = replace(machine, settings={**machine.settings, "TVMFLOW_MODELS": json.dumps([str(file)])})
+    assert known.versions("net") == []  # which makes the registry's file as tvmflow does
+    address = f"sqlite:///{machine.home}/mlflow/mlflow.db"
+    environment = {**known.environment, "MLFLOW_TRACKING_URI": address, "GIT_PYTHON_REFRESH": "quiet"}
+    for _ in range(2):
+        made = subprocess.run(
+            [sys.executable, "-c", _REGISTER, str(model)],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert made.returncode == 0, made.stderr
+    return House(known, file)
+
+
+def test_an_installation_without_release_files_is_told_so(machine: Any) -> None:
+    ended = machine.run("reconcile")
+    assert ended.code == 2
+    assert "TVMFLOW_MODELS" in ended.sentence
+
+
+@pytest.fixture(scope="module")
+def found(house: House) -> list[Findings]:
+    """What is found before and after wishes: two source versions to release, then a release to promote."""
+    client, found = house.machine.mlflow, [house.reconcile()]
+    client.set_registered_model_alias("net", "candidate", "1")
+    found.append(house.reconcile())
+    # The same weights under another version are another wish.
+    client.set_registered_model_alias("net", "candidate", "2")
+    client.set_registered_model_alias("house", "staging", "1")
+    found.append(house.reconcile())
+    return [*found, house.reconcile()]
+
+
+def test_what_aliases_ask_for_is_done_once(house: House, found: list[Findings]) -> None:
+    assert found == [
+        [],
+        [("net@candidate", "1", "ran")],
+        [("house@staging", "1", "ran"), ("net@candidate", "2", "ran")],
+        [],
+    ]
+    assert house.channel() is not None
+
+
+def test_a_release_says_which_source_version_it_is_of(house: House, found: list[Findings]) -> None:
+    assert [item["provenance"]["source"] for item in house.machine.releases("house")] == ["net/1", "net/2"]
+    client = house.machine.mlflow
+    experiment = client.get_experiment_by_name("tvmflow").experiment_id
+    runs = client.search_runs([experiment], "tags.`tvmflow.source` = 'net/2'")
+    assert [run.data.tags["tvmflow.verdict"] for run in runs] == ["passed"]
+
+
+def test_aliases_that_cannot_be_followed_are_put_back(house: House, found: list[Findings]) -> None:
+    client = house.machine.mlflow
+    client.delete_registered_model_alias("house", "staging")
+    assert house.reconcile() == [("house@staging", "1", "alias set")]
+    assert str(client.get_model_version_by_alias("house", "staging").version) == "1"
+    # Refused on this channel before.
+    client.set_model_version_tag("house", "2", "tvmflow.refused.staging", "too slow")
+    client.set_registered_model_alias("house", "staging", "2")
+    assert house.reconcile() == [("house@staging", "2", "alias put back")]
+    assert str(client.get_model_version_by_alias("house", "staging").version) == "1"
+    assert house.channel() == "1"

@@ -1,0 +1,111 @@
+"""Retuning: a faster build of what is in production becomes a release, anything else leaves records and a verdict."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+_NETWORK = """
+import torch
+from torch import nn
+
+
+def create(seed=0):
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
+    for _ in range(3):
+        layers += [nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 12 * 12, 10)).eval()
+"""
+
+
+@dataclass(frozen=True)
+class Story:
+    """A model in production that was built without fusion, retuned with it, and retuned again."""
+
+    machine: Any
+    folder: Path
+    first: Any
+    second: Any
+
+
+@pytest.fixture(scope="module")
+def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("convolutions")
+    (folder / "network.py").write_text(_NETWORK)
+    sections = {
+        "name": "convolutions",
+        "model": {"factory": "network:create"},
+        "inputs": [{"name": "x", "shape": [1, 16, 12, 12]}],
+        "channels": {"production": {"automatic": True}},
+    }
+    released = machine.release(make.file(folder, **sections, build={"opt_level": 0}))
+    assert released.code == 0, released.stderr
+    file = make.file(folder, **sections)
+    # So little time that nothing is found: what there is to gain is in the build.
+    runs = [machine.run("retune", file, "--minutes", "0.001", "--json") for _ in range(2)]
+    assert [ended.code for ended in runs] == [0, 0], [ended.stderr for ended in runs]
+    return Story(machine, folder, *runs)
+
+
+def _verdict(story: Story, ended: Any) -> tuple[Any, dict[str, Any]]:
+    client = story.machine.mlflow
+    run = client.get_run(ended.document["mlflow_run_id"])
+    return run.data, json.loads(Path(client.download_artifacts(run.info.run_id, "verdict.json")).read_text())
+
+
+def test_a_build_that_is_measured_faster_becomes_a_release(story: Story) -> None:
+    document = story.first.document
+    assert (document["version"], document["verdict"], document["release"]["version"]) == ("1", "better", "2")
+    gain = document["targets"][0]["gain"]
+    assert len(gain["ratios"]) == 15
+    assert gain["ratio"] == sorted(gain["ratios"])[7] < 0.98
+    assert sum(ratio < 1 for ratio in gain["ratios"]) >= 12
+    pointer = json.loads((story.machine.home / "s3/tvmflow/channels/convolutions/production.json").read_text())
+    assert [move["to"] for move in pointer["history"]] == ["1", "2"]
+    data, verdict = _verdict(story, story.first)
+    assert (data.tags["tvmflow.kind"], data.tags["tvmflow.verdict"]) == ("retune", "better")
+    assert data.metrics["native.ratio"] == gain["ratio"]
+    assert verdict["targets"][0]["gain"]["ratios"] == gain["ratios"]
+
+
+def test_a_build_that_is_no_faster_is_no_release(story: Story) -> None:
+    document = story.second.document
+    assert (document["version"], document["verdict"], document["release"]) == ("2", "no gain", None)
+    assert [release["version"] for release in story.machine.releases("convolutions")] == ["1", "2"]
+    data, verdict = _verdict(story, story.second)
+    assert (data.tags["tvmflow.kind"], data.tags["tvmflow.verdict"]) == ("retune", "no gain")
+    assert verdict["reason"].startswith("no gain: ")
+
+
+def test_the_time_goes_to_what_costs_most_in_production(story: Story) -> None:
+    costliest = story.second.document["targets"][0]["functions"]
+    assert "conv2d" in costliest[0]
+    records = [json.loads(path.read_text()) for path in (story.machine.home / "steps" / "retune").glob("*.json")]
+    tuned = [{item["name"] for item in record["result"]["workloads"]} for record in records]
+    assert set(costliest) in tuned
+    everything = json.loads(next((story.machine.home / "steps" / "tune").glob("*.json")).read_text())
+    assert len(costliest) < len(everything["result"]["workloads"])
+
+
+def test_another_model_than_that_in_production_is_not_retuned(story: Story, make: Any) -> None:
+    file = make.file(
+        story.folder,
+        name="convolutions",
+        model={"factory": "network:create", "arguments": {"seed": 1}},
+        inputs=[{"name": "x", "shape": [1, 16, 12, 12]}],
+    )
+    ended = story.machine.run("retune", file, "--minutes", "0.001", "--json")
+    assert ended.code == 1
+    assert "describes another model than convolutions 2, which production holds" in ended.sentence
+
+
+def test_a_channel_that_holds_nothing_is_one_sentence(machine: Any, make: Any, tmp_path: Path) -> None:
+    make.onnx(tmp_path)
+    ended = machine.run("retune", make.file(tmp_path), "--json")
+    assert ended.code == 1
+    assert "'production' of tiny holds nothing to retune" in ended.sentence

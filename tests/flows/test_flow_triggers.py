@@ -1,0 +1,255 @@
+"""Deployments and triggers on real servers: aliases set in MLflow become flow runs, at once or by reconciling."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import yaml
+
+from tvmflow.store import ReleaseStore
+from tvmflow.triggers.webhook import DELIVERY_HEADER, PATH, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
+
+pytestmark = pytest.mark.slow
+
+SECRET = "a secret of this test"
+WAIT_SECONDS = 60.0
+_PREFECT_FILE = Path(__file__).parents[2] / "infra" / "prefect.yaml"
+
+
+@dataclass(frozen=True)
+class House:
+    """A machine with a Prefect, an MLflow and an S3 server, and the receiver's address."""
+
+    machine: Any
+    api: str
+    client: Any
+    receiver: str
+    receiving: Callable[[], AbstractContextManager[str]]
+
+    def runs(self, deployment: str, tag: str) -> list[dict[str, Any]]:
+        """The flow runs of a deployment with a tag."""
+        found = self.ask("flow_runs/filter", {"flow_runs": {"tags": {"all_": [tag]}}})
+        named = requests.get(f"{self.api}/deployments/name/{deployment}", timeout=30).json()
+        return [run for run in found if run["deployment_id"] == named["id"]]
+
+    def awaited(self, deployment: str, tag: str) -> list[dict[str, Any]]:
+        """The same, once there is one."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (found := self.runs(deployment, tag)):
+            assert time.monotonic() < deadline, f"no run of {deployment} with {tag}"
+            time.sleep(0.1)
+        return found
+
+    def ask(self, what: str, body: dict[str, Any]) -> Any:
+        """Post to Prefect's API."""
+        answer = requests.post(f"{self.api}/{what}", json=body, timeout=30)
+        assert answer.ok, answer.text
+        return answer.json() if answer.content else None
+
+    def reconcile(self) -> list[dict[str, Any]]:
+        """What `tvmflow reconcile` finds and does."""
+        ended = self.machine.run("reconcile", "--json")
+        assert ended.code == 0, ended.stderr
+        return list(ended.document["findings"])
+
+
+@pytest.fixture(scope="module")
+def house(
+    machine: Any, make: Any, prefect_server: str, s3: ReleaseStore, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("house")
+    make.onnx(folder)
+    channels = {"staging": {}, "production": {"after": "staging"}}
+    file = make.file(folder, name="house", model={"mlflow": "models:/graph@candidate"}, channels=channels)
+    mlflow_port, port = make.free_port(), make.free_port()
+    settings = {
+        **machine.settings,
+        "TVMFLOW_S3_ENDPOINT": s3.config.endpoint,
+        "TVMFLOW_S3_BUCKET": s3.config.bucket,
+        "TVMFLOW_S3_ACCESS_KEY": s3.config.access_key,
+        "TVMFLOW_S3_SECRET_KEY": s3.config.secret_key,
+        "TVMFLOW_MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
+        "TVMFLOW_MODELS": json.dumps([str(file)]),
+        "TVMFLOW_WEBHOOK_SECRET": SECRET,
+        "PREFECT_HOME": str(folder / "prefect"),
+    }
+    known = replace(machine, settings=settings)
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(mlflow_port)]
+    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"]
+    command += ["--artifacts-destination", f"{folder / 'files'}"]
+    server = {
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=",
+        "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
+        "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
+        # A server looks for webhooks anew after a minute.
+        "MLFLOW_WEBHOOK_CACHE_TTL": "1",
+    }
+
+    def receiving() -> AbstractContextManager[str]:
+        start = [str(Path(sys.executable).with_name("tvmflow")), "receive", "--port", str(port)]
+        served: AbstractContextManager[str] = make.serving(start, port, "/health", folder / "receiver.log", settings)
+        return served
+
+    with make.serving(command, mlflow_port, "/health", folder / "mlflow.log", server):
+        client = known.mlflow
+        for name in ("graph", "house"):
+            client.create_registered_model(name)
+            for _ in range(3):
+                client.create_model_version(name, "s3://nothing/there")
+        yield House(known, prefect_server, client, f"http://127.0.0.1:{port}", receiving)
+
+
+@pytest.fixture(scope="module")
+def deployed(house: House) -> dict[str, Any]:
+    """What `tvmflow deploy` says it registered."""
+    ended = house.machine.run("deploy", "--receiver", house.receiver, "--json")
+    assert ended.code == 0, ended.stderr
+    return dict(ended.document)
+
+
+def test_deploying_registers_what_a_release_file_needs(house: House, deployed: dict[str, Any]) -> None:
+    names = {item["name"] for item in deployed["deployments"]}
+    assert names == {"release/house", "promote/house", "retune/house", "reconcile/all"}
+    assert deployed["pool"] == {"name": "tvmflow", "created": True}
+    assert deployed["webhook"] == {"url": house.receiver + PATH, "status": "created"}
+    release = requests.get(f"{house.api}/deployments/name/release/house", timeout=30).json()
+    assert release["parameters"] == {"file": json.loads(house.machine.settings["TVMFLOW_MODELS"])[0]}
+    assert release["schedules"][0]["schedule"]["cron"]
+    limit = release["global_concurrency_limit"]["limit"], release["concurrency_options"]["collision_strategy"]
+    assert limit == (1, "ENQUEUE")
+    # Else Prefect copies the folder in which the worker runs, for every run.
+    assert release["pull_steps"]
+
+
+def test_deploying_again_changes_nothing_and_leaves_what_is_paused(house: House, deployed: dict[str, Any]) -> None:
+    release = requests.get(f"{house.api}/deployments/name/release/house", timeout=30).json()
+    schedule = f"{house.api}/deployments/{release['id']}/schedules/{release['schedules'][0]['id']}"
+    assert requests.patch(schedule, json={"active": False}, timeout=30).ok
+    ended = house.machine.run("deploy", "--receiver", house.receiver, "--json")
+    assert ended.code == 0, ended.stderr
+    again = ended.document
+    assert again["pool"]["created"] is False
+    assert again["webhook"]["status"] == "updated"
+    assert len(house.client.list_webhooks()) == 1
+    assert [item["name"] for item in again["deployments"]] == [item["name"] for item in deployed["deployments"]]
+    after = requests.get(f"{house.api}/deployments/name/release/house", timeout=30).json()
+    assert after["id"] == release["id"]
+    assert [item["active"] for item in after["schedules"]] == [False]
+
+
+def test_a_pool_of_another_type_is_not_taken(house: House, deployed: dict[str, Any]) -> None:
+    ended = house.machine.run("deploy", "--pool-type", "docker", "--image", "tvmflow:1")
+    assert ended.code == 2
+    assert "'tvmflow' is of type process, not docker" in ended.sentence
+
+
+@pytest.mark.parametrize("kind", ["docker", "kubernetes"])
+def test_pools_of_containers_run_the_image_that_is_named(house: House, deployed: dict[str, Any], kind: str) -> None:
+    ended = house.machine.run("deploy", "--pool", kind, "--pool-type", kind)
+    assert ended.code == 2
+    assert "--image" in ended.sentence
+    script = (
+        "import os, sys\n"
+        "os.environ['PREFECT_API_URL'] = os.environ['TVMFLOW_PREFECT_API_URL']\n"
+        "from flows.deployments import ensure_pool\n"
+        f"assert ensure_pool('{kind}', '{kind}', 'tvmflow:1')\n"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", script], env=house.machine.environment, capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    pool = requests.get(f"{house.api}/work_pools/{kind}", timeout=30).json()
+    assert pool["type"] == kind
+    assert pool["base_job_template"]["variables"]["properties"]["image"]["default"] == "tvmflow:1"
+
+
+def test_an_alias_that_is_set_in_mlflow_starts_the_release_once(house: House, deployed: dict[str, Any]) -> None:
+    with house.receiving():
+        house.client.set_registered_model_alias("graph", "candidate", "1")
+        (run,) = house.awaited("release/house", "source:graph/1")
+        assert run["parameters"] == {"file": json.loads(house.machine.settings["TVMFLOW_MODELS"])[0]}
+        house.client.set_registered_model_alias("graph", "other", "1")
+        house.client.set_registered_model_alias("house", "production", "2")
+        (run,) = house.awaited("promote/house", "promote:production/2")
+    wanted = {"name": "house", "version": "2", "channel": "production"}
+    assert {key: run["parameters"][key] for key in wanted} == wanted
+    assert len(house.runs("release/house", "source:graph/1")) == 1
+
+
+def test_a_delivery_counts_once_also_when_the_receiver_restarts(house: House, deployed: dict[str, Any]) -> None:
+    data = {"name": "graph", "alias": "candidate", "version": "2"}
+    body = json.dumps({"entity": "model_version_alias", "action": "created", "timestamp": "", "data": data}).encode()
+    now = str(int(time.time()))
+    headers = {DELIVERY_HEADER: "d1", TIMESTAMP_HEADER: now, SIGNATURE_HEADER: sign(SECRET, "d1", now, body)}
+    answers = []
+    for _ in range(2):
+        with house.receiving() as address:
+            answers.append(requests.post(address + PATH, data=body, headers=headers, timeout=60))
+    assert [answer.status_code for answer in answers] == [202, 202]
+    assert answers[0].json() == answers[1].json()
+    assert len(house.runs("release/house", "source:graph/2")) == 1
+
+
+def test_without_prefect_the_receiver_asks_mlflow_to_try_again(house: House, make: Any, tmp_path: Path) -> None:
+    port, dead = make.free_port(), make.free_port()
+    settings = {**house.machine.settings, "TVMFLOW_PREFECT_API_URL": f"http://127.0.0.1:{dead}/api"}
+    command = [str(Path(sys.executable).with_name("tvmflow")), "receive", "--port", str(port)]
+    data = {"name": "graph", "alias": "candidate", "version": "1"}
+    body = json.dumps({"entity": "model_version_alias", "action": "created", "timestamp": "", "data": data}).encode()
+    now = str(int(time.time()))
+    headers = {DELIVERY_HEADER: "d2", TIMESTAMP_HEADER: now, SIGNATURE_HEADER: sign(SECRET, "d2", now, body)}
+    with make.serving(command, port, "/health", tmp_path / "log", settings) as address:
+        answer = requests.post(address + PATH, data=body, headers=headers, timeout=60)
+    assert answer.status_code == 503
+    assert "does not answer" in answer.json()["reason"]
+
+
+def test_what_the_receiver_missed_is_started_by_reconciling_and_given_up_after_three_failures(
+    house: House, deployed: dict[str, Any]
+) -> None:
+    house.client.set_registered_model_alias("graph", "candidate", "3")
+
+    def found() -> dict[str, Any]:
+        (finding,) = [item for item in house.reconcile() if item["alias"] == "graph@candidate"]
+        return dict(finding)
+
+    def crash(run: str) -> None:
+        house.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CRASHED", "name": "Crashed"}, "force": True})
+
+    release = requests.get(f"{house.api}/deployments/name/release/house", timeout=30).json()
+    for _ in range(2):
+        crash(house.ask(f"deployments/{release['id']}/create_flow_run", {"tags": ["source:graph/3"]})["id"])
+    started = found()
+    assert started["done"] == "started"
+    assert started["flow_run"] in [run["id"] for run in house.runs("release/house", "source:graph/3")]
+    assert found()["done"] == "waiting"
+    crash(started["flow_run"])
+    assert found()["done"] == "given up"
+
+
+def test_the_project_file_is_one_that_prefect_takes(house: House, deployed: dict[str, Any], tmp_path: Path) -> None:
+    from prefect.flows import load_flow_from_entrypoint
+
+    document = yaml.safe_load(_PREFECT_FILE.read_text())
+    for item in document["deployments"]:
+        loaded = load_flow_from_entrypoint(item["entrypoint"], use_placeholder_flow=False)
+        for given in (item, *item.get("schedules", ()), *item.get("triggers", ())):
+            assert set(given.get("parameters", {})) <= set(loaded.parameters.properties)
+    environment = {**house.machine.environment, "PREFECT_API_URL": house.api, "PWD": "/somewhere"}
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(_PREFECT_FILE)]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    retrain = requests.get(f"{house.api}/deployments/name/retrain/digits", timeout=30).json()
+    assert retrain["parameters"] == {"file": "/somewhere/examples/digits/release.yaml"}

@@ -1,0 +1,323 @@
+"""Work spread over workers: targets made on work pools, found by the machine that releases, reused after a crash."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import requests
+from onnx import helper
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.make import pools_of
+from tvmflow.errors import SettingsError
+from tvmflow.services import open_workspace
+from tvmflow.settings import Settings
+from tvmflow.store import ReleaseStore
+from tvmflow.target import resolve
+
+pytestmark = pytest.mark.slow
+
+_DEPLOY = """
+import sys
+from flows.deployments import register
+register([], sys.argv[1], sys.argv[1:])
+"""
+
+# A metric that is scored first where the release is made, and then on a worker, where it waits until somebody says go.
+_WAITING = """
+import time
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path({here!r})
+
+
+def data():
+    return {{"x": np.eye(4, dtype=np.float32)}}, np.zeros(4, np.int64)
+
+
+def score(outputs, labels):
+    if (HERE / "scored").exists():
+        (HERE / "reached").touch()
+        while not (HERE / "go").exists():
+            time.sleep(0.01)
+    (HERE / "scored").touch()
+    return 1.0
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Prefect server on PostgreSQL, an S3 store, and the machines that share them."""
+
+    api: str
+    store: ReleaseStore
+    folder: Path
+    machine: Any
+
+    def named(self, home: str, **settings: str) -> Any:
+        """A machine with a state folder of its own."""
+        return replace(self.machine, home=self.folder / home, settings={**self.machine.settings, **settings})
+
+    def releasing(self, pools: dict[str, str], home: str = "releasing") -> Any:
+        """A machine that has these targets made on pools."""
+        return self.named(home, TVMFLOW_TARGET_POOLS=json.dumps(pools))
+
+    def ask(self, path: str, **body: Any) -> Any:
+        """What the Prefect server answers."""
+        answer = requests.post(f"{self.api}{path}", json=body, timeout=30)
+        answer.raise_for_status()
+        return answer.json()
+
+    def runs(self, name: str) -> list[dict[str, Any]]:
+        """The runs on pools of a release's targets."""
+        return list(self.ask("/flow_runs/filter", flow_runs={"tags": {"all_": [name]}}))
+
+    def online(self, pool: str) -> list[str]:
+        """The workers of a pool that are up."""
+        workers = self.ask(f"/work_pools/{pool}/workers/filter")
+        return [worker["name"] for worker in workers if worker["status"] == "ONLINE"]
+
+
+@contextmanager
+def working(cluster: Cluster, make: Any, pool: str, home: str) -> Iterator["subprocess.Popen[str]"]:
+    """A process worker of a pool with a state folder of its own; it and all that it started end with the body."""
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", home]
+    with (cluster.folder / f"{home}.log").open("w") as log:
+        worker = subprocess.Popen(
+            command,
+            env=cluster.named(home).environment,
+            cwd=cluster.folder,
+            stdout=log,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        make.wait_until(lambda: home in cluster.online(pool), worker, f"the worker {home} is online")
+        yield worker
+    finally:
+        kill(worker)
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    """As when the machine is lost: the process and all that it started are gone at once."""
+    if process.poll() is None:
+        for each in (*psutil.Process(process.pid).children(recursive=True), process):
+            each.kill()
+    process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, postgres: Callable[[str], str], s3: ReleaseStore, machine: Any, make: Any
+) -> Iterator[Cluster]:
+    """The servers, and work pools with their deployments; `bare` has none."""
+    folder, port = tmp_path_factory.mktemp("cluster"), make.free_port()
+    settings = {
+        "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_API_DATABASE_CONNECTION_URL": postgres("workers").replace("postgresql:", "postgresql+asyncpg:"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+    }
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with make.serving(command, port, "/api/health", folder / "server.log", settings) as address:
+        shared = {
+            "TVMFLOW_PREFECT_API_URL": f"{address}/api",
+            "PREFECT_API_URL": f"{address}/api",
+            "PREFECT_HOME": str(folder / "prefect"),
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "TVMFLOW_SHARED_WORKSPACE": "true",
+            "TVMFLOW_S3_ENDPOINT": s3.config.endpoint,
+            "TVMFLOW_S3_BUCKET": s3.config.bucket,
+            "TVMFLOW_S3_PREFIX": "workers",
+            "TVMFLOW_S3_ACCESS_KEY": s3.config.access_key,
+            "TVMFLOW_S3_SECRET_KEY": s3.config.secret_key,
+            "TVMFLOW_MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
+        }
+        store = ReleaseStore(replace(s3.config, prefix="workers"))
+        made = Cluster(f"{address}/api", store, folder, replace(machine, home=folder / "nobody", settings=shared))
+        for pool in ("first", "second", "third", "idle", "bare"):
+            made.ask("/work_pools/", name=pool, type="process")
+        subprocess.run(
+            [sys.executable, "-c", _DEPLOY, "first", "second", "third", "idle"],
+            env=made.machine.environment,
+            cwd=folder,
+            check=True,
+            timeout=120,
+        )
+        yield made
+
+
+@pytest.fixture(scope="module")
+def first(cluster: Cluster, make: Any) -> Iterator["subprocess.Popen[str]"]:
+    with working(cluster, make, "first", "worker-a") as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def second(cluster: Cluster, make: Any) -> Iterator["subprocess.Popen[str]"]:
+    with working(cluster, make, "second", "worker-b") as worker:
+        yield worker
+
+
+@pytest.mark.usefixtures("first", "second")
+def test_a_release_is_fanned_out_over_two_workers_and_found_by_every_machine(
+    cluster: Cluster, make: Any, tmp_path: Path
+) -> None:
+    make.onnx(tmp_path)
+    file = make.file(tmp_path, name="fanned", targets=["x86-64-v3", "native"])
+    machine = cluster.releasing({"x86-64-v3": "first", "native": "second"})
+    ended = machine.release(file)
+    assert ended.code == 0, ended.stderr
+    assert "fanned-build-x86-64-v3" in logs(cluster.folder / "worker-a")
+    assert "fanned-build-native" in logs(cluster.folder / "worker-b")
+    assert not [name for name in logs(machine.home) if "-build-" in name]
+    pools = {run["name"]: run["work_pool_name"] for run in cluster.runs("fanned")}
+    assert pools == {"make fanned for x86-64-v3": "first", "make fanned for native": "second"}
+    released = {item["target"]: item for item in cluster.store.verify_release("fanned", "1")["targets"]}
+    assert set(released) == {"x86-64-v3", "native"}
+    for item in ended.document["targets"]:
+        assert item["bundle_sha256"] == released[item["target"]]["bundle"]["sha256"]
+        assert item["measurements"]
+        assert machine.run("verify", cluster.folder / item["bundle_path"]).code == 0
+
+    # A machine that makes everything itself, with another copy of the folder, finds all of it done.
+    copied = shutil.copytree(tmp_path, tmp_path / "copied", ignore=shutil.ignore_patterns("copied"))
+    other = cluster.named("other").release(copied / file.name)
+    assert other.code == 0, other.stderr
+    assert {step["status"] for item in other.document["targets"] for step in item["steps"].values()} == {"cached"}
+    assert [item["bundle_sha256"] for item in other.document["targets"]] == [
+        item["bundle_sha256"] for item in ended.document["targets"]
+    ]
+    # And the first starts no more runs.
+    assert machine.release(file).document["version"] == "1"
+    assert len(cluster.runs("fanned")) == 2
+
+
+def test_what_a_killed_worker_had_done_is_reused_by_another(cluster: Cluster, make: Any, tmp_path: Path) -> None:
+    file = waiting(make, tmp_path, "killed")
+    machine = cluster.releasing({"native": "third"})
+    with working(cluster, make, "third", "worker-c") as worker:
+        process = machine.start("release", file, "--json")
+        make.wait_until((tmp_path / "reached").exists, process, "the worker scores the bundle")
+        kill(worker)
+        ended = machine.finish(process)
+    assert ended.code == 1
+    assert "the worker of pool 'third' that made target 'native' has said nothing for 30 seconds" in ended.sentence
+    assert [run["state_type"] for run in cluster.runs("killed")] == ["CRASHED"]
+    assert cluster.store.versions("killed") == []
+
+    (tmp_path / "go").touch()
+    with working(cluster, make, "third", "worker-d"):
+        again = machine.release(file)
+    assert again.code == 0, again.stderr
+    assert {name: again.steps[name] for name in ("tune", "build", "package", "validate")} == {
+        "tune": "cached",
+        "build": "cached",
+        "package": "cached",
+        "validate": "ran",
+    }
+    assert "killed-build-native" in logs(cluster.folder / "worker-c")
+    assert "killed-build-native" not in logs(cluster.folder / "worker-d")
+
+
+def test_an_interrupt_of_the_release_cancels_its_runs(
+    cluster: Cluster, second: "subprocess.Popen[str]", make: Any, tmp_path: Path
+) -> None:
+    file = waiting(make, tmp_path, "cancelled")
+    process = cluster.releasing({"native": "second"}).start("release", file, "--json")
+    make.wait_until((tmp_path / "reached").exists, process, "the worker scores the bundle")
+    scoring = psutil.Process(second.pid).children(recursive=True)
+    assert scoring
+    os.kill(process.pid, signal.SIGINT)
+    assert cluster.machine.finish(process).code == 130
+    make.wait_until(
+        lambda: [run["state_type"] for run in cluster.runs("cancelled")] == ["CANCELLED"], second, "it is cancelled"
+    )
+    _, alive = psutil.wait_procs(scoring, timeout=30)
+    assert not [child.cmdline() for child in alive]
+
+
+@pytest.mark.usefixtures("first")
+def test_what_a_worker_says_arrives(cluster: Cluster, make: Any, tmp_path: Path) -> None:
+    make.onnx(tmp_path)
+    file = make.file(tmp_path, name="refused", targets=["aarch64-generic"])
+    ended = cluster.releasing({"aarch64-generic": "first"}).release(file)
+    assert ended.code == 1
+    assert ended.sentence.startswith("target 'aarch64-generic' is aarch64, this machine is x86_64: not verified")
+    assert ended.sentence.endswith("(on a worker of pool 'first')")
+
+
+def test_a_pool_without_workers_is_told_before_any_work(cluster: Cluster, make: Any, tmp_path: Path) -> None:
+    make.onnx(tmp_path)
+    ended = cluster.releasing({"native": "idle"}, home="to-idle").release(make.file(tmp_path))
+    assert ended.code == 2
+    assert ended.sentence == (
+        "target 'native' is made on the work pool 'idle', which has no running worker; start one with "
+        "`prefect worker start --pool idle`"
+    )
+    assert "export" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("pool", "said"),
+    [
+        ("none", "the work pool 'none' for 'native', which Prefect does not know; create it"),
+        ("bare", "which has no deployment make/bare; register it with `tvmflow deploy`"),
+    ],
+)
+def test_a_pool_that_cannot_take_its_target_is_told(cluster: Cluster, pool: str, said: str) -> None:
+    with (
+        temporary_settings({PREFECT_API_URL: cluster.api}),
+        pytest.raises(SettingsError, match=re.escape(said)),
+    ):
+        pools_of(settings(prefect_api_url=cluster.api, target_pools={"native": pool}), (resolve("native"),))
+
+
+@pytest.mark.parametrize(
+    ("without", "said"),
+    [
+        ({"shared_workspace": False, "prefect_api_url": "http://127.0.0.1:1/api"}, "set shared_workspace = true"),
+        ({"prefect_api_url": None}, "set prefect_api_url"),
+    ],
+)
+def test_a_setting_that_pools_need_is_told(without: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        pools_of(settings(target_pools={"native": "first"}, **without), (resolve("native"),))
+
+
+def test_a_workspace_is_not_shared_through_a_store_that_no_other_machine_reaches(s3: ReleaseStore) -> None:
+    with pytest.raises(SettingsError, match="set s3_endpoint and s3_bucket"):
+        open_workspace(settings(), s3)
+
+
+def settings(**said: Any) -> Settings:
+    """Settings of a machine that shares its workspace, whatever the environment says."""
+    return Settings.model_construct(**{**Settings.model_construct().__dict__, "shared_workspace": True, **said})
+
+
+def logs(home: Path) -> set[str]:
+    """The steps with targets whose processes ran on the machine with this state folder."""
+    return {path.stem for path in (home / "logs").glob("*.log")}
+
+
+def waiting(make: Any, folder: Path, name: str) -> Path:
+    """A release whose bundle is scored for as long as the test wants, of a model that no other test has built."""
+    weights = {"w": np.full((4, 3), len(name), np.float32)}
+    make.onnx(folder, [helper.make_node("MatMul", ["x", "w"], ["y"])], weights)
+    (folder / "waiting.py").write_text(_WAITING.format(here=str(folder)))
+    return Path(make.file(folder, name=name, validate={"task": {"dataset": "waiting:data", "metric": "waiting:score"}}))

@@ -1,0 +1,109 @@
+"""The Dockerfile: hadolint finds nothing, users have no rights, and the build sees no more than it copies."""
+
+import re
+import subprocess
+from pathlib import Path
+from shutil import which
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "Dockerfile"
+IMAGES = ("runtime", "serve", "mlflow", "worker")
+
+
+def _stages() -> dict[str, str]:
+    """The text of each stage by its name, behind that of the stage it starts from."""
+    stages: dict[str, str] = {}
+    for part in re.split(r"^(?=FROM )", FILE.read_text(), flags=re.MULTILINE)[1:]:
+        named = re.match(r"FROM (\S+) AS (\S+)\n", part)
+        assert named is not None, part.splitlines()[0]
+        stages[named[2]] = stages.get(named[1], "") + part
+    return stages
+
+
+def _lint(path: Path) -> "subprocess.CompletedProcess[str]":
+    program = which("hadolint")
+    assert program is not None, "the extra `dev` brings hadolint"
+    return subprocess.run([program, "--no-color", str(path)], capture_output=True, text=True, check=False)
+
+
+def test_hadolint_finds_nothing() -> None:
+    done = _lint(FILE)
+
+    assert done.returncode == 0, done.stdout
+
+
+def test_hadolint_finds_an_unpinned_base_image(tmp_path: Path) -> None:
+    wrong = tmp_path / "Dockerfile"
+    wrong.write_text(FILE.read_text().replace("FROM ${PYTHON_IMAGE} AS base", "FROM python:latest AS base"))
+
+    assert "DL3007" in _lint(wrong).stdout
+
+
+def test_the_base_image_is_pinned_to_a_patch_release_of_the_tested_python() -> None:
+    assert re.search(r"^ARG PYTHON_IMAGE=python:3\.11\.\d+-slim-bookworm$", FILE.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_runs_as_a_user_without_rights(image: str) -> None:
+    assert re.findall(r"^USER (\S+)$", _stages()[image], re.MULTILINE) == ["10001:10001"]
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_starts_its_program_itself_and_tells_what_it_is(image: str) -> None:
+    """Exec form: the program gets the signals."""
+    text = _stages()[image]
+
+    for words in re.findall(r"^(?:ENTRYPOINT|CMD|    CMD) (.*)$", text, re.MULTILINE):
+        assert re.fullmatch(r"\[.*\]", words), words
+    for label in ("title", "description", "licenses"):
+        assert f"org.opencontainers.image.{label}=" in text
+
+
+def test_servers_have_health_checks() -> None:
+    stages = _stages()
+
+    assert [image for image in IMAGES if "HEALTHCHECK" in stages[image]] == ["serve", "mlflow", "worker"]
+
+
+def test_the_runtime_has_neither_compiler_nor_training() -> None:
+    text = _stages()["install-runtime"] + _stages()["runtime"]
+
+    assert "rm -r /opt/tvmflow/lib/python3*/site-packages/tvm/lib/libtvm_compiler.so" in text
+    assert "pipeline" not in text
+    assert "apt-get" not in text
+
+
+def test_variables_of_images_are_ones_that_programs_read(known_variables: set[str]) -> None:
+    joined = FILE.read_text().replace("\\\n", " ")
+    names = {
+        name for line in re.findall(r"^ENV (.*)$", joined, re.MULTILINE) for name in re.findall(r"([A-Z_0-9]+)=", line)
+    }
+
+    assert names
+    assert names <= known_variables, names - known_variables
+
+
+def test_the_build_sees_exactly_what_it_copies() -> None:
+    copied = {
+        source
+        for line in re.findall(r"^COPY (?!--from)(.*)$", FILE.read_text(), re.MULTILINE)
+        for source in line.split()[:-1]
+    }
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    seen = {line[1:] for line in ignored if line.startswith("!")}
+
+    assert "*" in ignored
+    assert seen == copied
+    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_extras_are_those_of_the_package() -> None:
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    used = set(re.findall(r"--extra (\w+)", FILE.read_text()))
+    assert used
+    assert used <= set(extras)

@@ -1,0 +1,218 @@
+"""Local stacks as a user starts them: the command in a process of its own, a state folder each, free ports."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+LIMIT_SECONDS = 240.0
+SERVERS = ("s3", "prefect", "mlflow", "receiver", "worker")
+# What a developer's own shell says must not decide what these tests talk to.
+_FOREIGN = ("TVMFLOW_", "MLFLOW_", "PREFECT_", "AWS_", "RCLONE_")
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """The one JSON document that it printed."""
+        return json.loads(self.out)
+
+    @property
+    def sentence(self) -> str:
+        """The one sentence of a failed command."""
+        assert "Traceback" not in self.err, self.err
+        (said,) = [line for line in self.err.splitlines() if line.startswith("tvmflow: ")]
+        return said.removeprefix("tvmflow: ")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with a state folder, and the ports that its stack is to have."""
+
+    folder: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
+    ports: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def state(self) -> Path:
+        """The state folder."""
+        return self.folder / "state"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of its commands."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+        return {**kept, "TVMFLOW_HOME": str(self.state), **self.settings}
+
+    def start(self, *arguments: str | Path) -> "subprocess.Popen[str]":
+        """Start `tvmflow` with these arguments."""
+        return subprocess.Popen(
+            [Path(sys.executable).with_name("tvmflow"), *arguments],
+            env=self.environment,
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str | Path) -> Ended:
+        """Run `tvmflow` with these arguments to its end."""
+        with self.start(*arguments) as process:
+            try:
+                out, err = process.communicate(timeout=LIMIT_SECONDS)
+            except BaseException:
+                process.kill()
+                raise
+        return Ended(process.returncode, out, err)
+
+    def up(self, *arguments: str | Path) -> Ended:
+        """Run `tvmflow up --json` with this machine's ports."""
+        ports = [f"--{name}-port={port}" for name, port in self.ports.items()]
+        return self.run("up", *ports, *arguments, "--json")
+
+    def status(self) -> tuple[int, dict[str, Document]]:
+        """The exit code of `tvmflow up --status`, and what it says of each server."""
+        ended = self.run("up", "--status", "--json")
+        return ended.code, {server["name"]: server for server in ended.document}
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes, of whatever server, that have this machine's state folder or ports in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = " ".join([*process.cmdline(), *process.environ().values()])
+                if str(self.folder) in words and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def prefect(self, path: str, body: Document | None = None) -> Any:
+        """What the API of the stack's Prefect answers."""
+        data = None if body is None else json.dumps(body).encode()
+        address = f"http://127.0.0.1:{self.ports['prefect']}/api/{path}"
+        asked = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=30) as answer:  # noqa: S310
+            return json.load(answer)
+
+    def state_of(self, run: str) -> str:
+        """The state of a flow run, e.g. `RUNNING`."""
+        return str(self.prefect(f"flow_runs/{run}")["state_type"])
+
+    def start_endless_run(self) -> str:
+        """Have the worker begin a flow run that never ends by itself; return its id once it runs."""
+        (self.folder / "endless.py").write_text(ENDLESS)
+        flow = self.prefect("flows/", {"name": "endless"})["id"]
+        deployment = {
+            "name": "endless",
+            "flow_id": flow,
+            "work_pool_name": "tvmflow",
+            "path": str(self.folder),
+            "entrypoint": "endless.py:endless",
+        }
+        found = self.prefect("deployments/", deployment)["id"]
+        run = self.prefect(f"deployments/{found}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
+        wait_until(lambda: self.state_of(run) == "RUNNING", f"the run is {self.state_of(run)}")
+        return str(run)
+
+
+ENDLESS = """
+import signal
+from prefect import flow
+
+@flow
+def endless():
+    signal.pause()
+"""
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until something has happened."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {LIMIT_SECONDS:.0f} s: {what}")
+        time.sleep(0.05)
+
+
+def free_ports() -> dict[str, int]:
+    """A free port of 127.0.0.1 for each server that has one."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return dict(zip(("s3", "prefect", "mlflow", "receiver"), ports, strict=True))
+
+
+def kill_all(machine: Machine) -> None:
+    """End what a failed test may have left."""
+    machine.run("down")
+    for process in machine.processes():
+        process.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    """A machine without a stack yet."""
+    made = Machine(tmp_path, ports=free_ports())
+    yield made
+    kill_all(made)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """A machine whose stack was started with the release file of a tiny model."""
+    made = Machine(tmp_path_factory.mktemp("stack"), ports=free_ports())
+    ended = made.up(make_release_file(made.folder))
+    try:
+        assert ended.code == 0, ended.err
+        assert [server["state"] for server in ended.document] == ["healthy"] * 5, ended.out
+        yield made
+    finally:
+        kill_all(made)
+
+
+@pytest.fixture(scope="session")
+def release_file() -> Callable[[Path], Path]:
+    """What writes a release file into a folder."""
+    return make_release_file
+
+
+def make_release_file(folder: Path) -> Path:
+    """The release file of a dense layer of 4 x 3 weights, measured hardly at all."""
+    import onnx
+    from onnx import parser
+
+    model = parser.parse_model("""
+        <ir_version: 9, opset_import: ["" : 18]>
+        tiny (float[batch, 4] x) => (float[batch, 3] y)
+        <float[4, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}> { y = MatMul(x, w) }
+    """)
+    onnx.save(model, folder / "tiny.onnx")
+    path = folder / "tiny.yaml"
+    path.write_text("""
+name: tiny
+model: {onnx: tiny.onnx}
+benchmark: {repeats: 2, rounds: 1, warmup: 0, peers: []}
+""")
+    return path

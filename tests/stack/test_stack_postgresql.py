@@ -1,0 +1,76 @@
+"""The local stack with its state in PostgreSQL."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.slow
+def test_prefect_and_mlflow_keep_their_state_in_postgresql(machine: Any, postgres: Callable[[str], str]) -> None:
+    # A password, for which this server does not ask, is to be seen nowhere.
+    url = postgres("stack").replace("tvmflow@", "tvmflow:hush-hush@")
+    stack = replace(machine, settings={"TVMFLOW_DATABASE_URL": url})
+    started = stack.up()
+    assert started.code == 0, started.err
+    assert {item["name"] for item in started.document if item["state"] == "healthy"} == {
+        "s3",
+        "prefect",
+        "mlflow",
+        "worker",
+    }
+    assert not (stack.state / "prefect" / "prefect.db").exists()
+    assert not (stack.state / "mlflow" / "mlflow.db").exists()
+    shown = [" ".join(process.cmdline()) for process in stack.processes()]
+    shown += [path.read_text(errors="replace") for path in (stack.state / "stack").iterdir()]
+    assert not [text for text in shown if "hush-hush" in text]
+
+    from mlflow import MlflowClient
+
+    address = f"http://127.0.0.1:{stack.ports['mlflow']}"
+    MlflowClient(address, registry_uri=address).create_registered_model("kept")
+    pool = stack.prefect("work_pools/tvmflow")["id"]
+
+    assert stack.run("down").code == 0
+    assert stack.processes() == []
+    # Without the setting the stack would begin anew, and nobody would see why.
+    forgetful = machine.up()
+    assert forgetful.code == 2
+    place = url.rpartition("@")[2].rpartition("/")[0]
+    assert f"keeps its state in PostgreSQL at {place}; set database_url" in forgetful.sentence
+
+    again = stack.up()
+    assert again.code == 0, again.err
+    assert [model.name for model in MlflowClient(address, registry_uri=address).search_registered_models()] == ["kept"]
+    assert stack.prefect("work_pools/tvmflow")["id"] == pool
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("mysql://u:hush-hush@127.0.0.1/x", "setting database_url is no address of a PostgreSQL server: give it as"),
+        ("postgresql://u:hush-hush@127.0.0.1:1/x", "PostgreSQL at 127.0.0.1:1 cannot be used ("),
+    ],
+)
+def test_a_wrong_address_is_one_sentence_without_its_password(machine: Any, url: str, told: str) -> None:
+    ended = replace(machine, settings={"TVMFLOW_DATABASE_URL": url}).up()
+    assert ended.code == 2
+    assert ended.sentence.startswith(told)
+    assert "hush-hush" not in ended.out + ended.err
+    assert machine.processes() == []
+
+
+def test_a_user_who_may_not_create_databases_is_told_what_to_do(machine: Any, postgres: Callable[[str], str]) -> None:
+    import psycopg
+
+    url = postgres("limited")
+    with psycopg.connect(url, autocommit=True) as connection:
+        for name in ("prefect", "mlflow"):
+            connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")  # type: ignore[arg-type]
+        connection.execute("CREATE ROLE limited LOGIN")
+    ended = replace(machine, settings={"TVMFLOW_DATABASE_URL": url.replace("tvmflow@", "limited@")}).up()
+    assert ended.code == 2
+    assert (
+        "may not create the databases prefect and mlflow; create them with this user as their owner" in ended.sentence
+    )

@@ -1,0 +1,145 @@
+"""What the local stack refuses, and that nothing is left of one that does not come up."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tvmflow import settings
+from tvmflow.stack import record
+from tvmflow.stack.record import Record, Started
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that has nothing to do with any stack."""
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_port_that_somebody_else_has_is_named_with_its_user(machine: Any) -> None:
+    with socket.create_server(("127.0.0.1", machine.ports["mlflow"])) as taken:
+        ended = machine.up()
+        port = taken.getsockname()[1]
+    assert ended.code == 2
+    user = f"process {psutil.Process().pid} ({psutil.Process().name()})"
+    assert ended.sentence == (
+        f"port {port}, which MLflow is to have, is in use by {user}; end that, or choose another with --mlflow-port"
+    )
+    assert machine.processes() == []
+    # Nor is it remembered.
+    assert record.read(machine.state) == Record()
+
+
+def test_two_servers_are_not_given_one_port(machine: Any) -> None:
+    ended = machine.run("up", "--s3-port", "4200")
+    assert ended.code == 2
+    assert ended.sentence == "S3 and Prefect are both given the port 4200; choose another for one"
+
+
+def test_a_mistake_in_a_release_file_is_said_before_anything_starts(machine: Any) -> None:
+    (machine.folder / "bad.yaml").write_text("name: m\nmodle: {}\n")
+    ended = machine.up("bad.yaml")
+    assert ended.code == 2
+    assert "did you mean 'model'?" in ended.sentence
+    assert not (machine.state / "stack").exists()
+
+
+def test_without_a_stack_there_is_nothing_to_show_or_to_end(machine: Any) -> None:
+    shown = machine.run("up", "--status")
+    assert (shown.code, shown.out) == (
+        1,
+        "no stack was started in this state folder; start one with `tvmflow up`\n",
+    )
+    assert machine.run("down", "--json").document == {"ended": []}
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start_is_named_and_the_others_are_ended(machine: Any) -> None:
+    database = machine.state / "prefect" / "prefect.db"
+    database.parent.mkdir(parents=True)
+    database.write_bytes(b"no database" * 1000)
+    ended = machine.up()
+    assert ended.code == 1
+    log = machine.state / "stack" / "prefect.log"
+    assert ended.sentence.startswith("Prefect ended while it was starting: ")
+    assert ended.sentence.endswith(f"; its log is {log}")
+    assert log.read_text()
+    assert machine.processes() == []
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_nothing_and_two_do_not_start_one_stack(machine: Any) -> None:
+    with machine.start("up", *(f"--{name}-port={port}" for name, port in machine.ports.items())) as starting:
+        assert "S3" in starting.stderr.readline()
+        other = machine.run("down")
+        assert other.code == 2
+        assert other.sentence.startswith("another tvmflow up or down is at work on the stack in ")
+        assert machine.processes()
+        starting.send_signal(signal.SIGINT)
+        said = starting.communicate(timeout=60)[1]
+    assert starting.returncode == 130
+    assert "Traceback" not in said
+    assert machine.processes() == []
+
+
+def test_a_process_that_only_has_the_id_of_a_server_is_not_ended(machine: Any, sleeper: Any) -> None:
+    born = record.birth(sleeper.pid)
+    assert born is not None
+    ports = dict.fromkeys(("s3", "prefect", "mlflow", "receiver"), 1)
+    other = Started(sleeper.pid, f"{born}0", "mark")
+    record.write(machine.state, Record({"mlflow": other}, ports, settings={"work_pool": "tvmflow"}))
+    code, servers = machine.status()
+    assert (code, servers["mlflow"]["state"]) == (1, "down")
+    assert machine.run("down", "--json").document == {"ended": []}
+    assert sleeper.poll() is None
+    assert record.read(machine.state).servers == {}
+
+
+def test_settings_come_from_a_stack_only_while_it_runs_and_last(
+    tmp_path: Path, sleeper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "state"))
+    born = record.birth(sleeper.pid) or ""
+    said = {"s3_endpoint": "http://127.0.0.1:1", "s3_bucket": "b", "mlflow_tracking_uri": "http://127.0.0.1:2"}
+    running = Record({"s3": Started(sleeper.pid, born, "mark")}, {"s3": 1}, settings=said)
+    record.write(tmp_path / "state", running)
+    made = record.make_secrets(tmp_path / "state")
+
+    found = settings.load()
+    assert (found.s3_endpoint, found.mlflow_tracking_uri) == ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    assert found.s3_secret_key is not None
+    assert found.s3_secret_key.get_secret_value() == made.s3_secret_key
+
+    Path("tvmflow.toml").write_text('s3_endpoint = "http://127.0.0.1:3"\n')
+    found = settings.load()
+    # Another server's address does not get this one's credentials.
+    assert (found.s3_endpoint, found.s3_bucket, found.s3_secret_key) == ("http://127.0.0.1:3", None, None)
+    assert found.mlflow_tracking_uri == "http://127.0.0.1:2"
+
+    Path("tvmflow.toml").unlink()
+    sleeper.kill()
+    sleeper.wait()
+    found = settings.load()
+    assert (found.s3_endpoint, found.mlflow_tracking_uri, found.webhook_secret) == (None, None, None)
+
+
+def test_a_damaged_record_is_one_sentence(machine: Any) -> None:
+    place = machine.state / "stack"
+    place.mkdir(parents=True)
+    (place / "stack.json").write_text(json.dumps({"servers": {"s3": {"pid": 1}}}))
+    for command in (("up", "--status"), ("down",), ("list",)):
+        ended = machine.run(*command)
+        assert ended.code == 2
+        assert "stack.json' is damaged; end the servers it names and remove it" in ended.sentence

@@ -1,0 +1,72 @@
+"""The gates on a release's figures: what is compared, and what cannot be."""
+
+from typing import Any
+
+import pytest
+
+from tasks.gate import Candidate, Check, figures
+from tvmflow.spec import Channel
+from tvmflow.store.channels import Move, Pointer
+
+HELD = Pointer("m", "production", "1", (Move("ann", "", None, "1", "", "0"),))
+
+
+def release(version: str, *metrics: float | None, p50: float | None = None) -> dict[str, Any]:
+    """A release's document with the task metric of each target, and a p50 latency in ms where they were measured."""
+    measured = p50 and {"points": [{"runners": {"tvm": {"latency_ms": {"p50": p50}}}}]}
+    targets = [
+        {"target": f"t{index}", "verdict": {"metric_bundle": metric}, "measurements": measured}
+        for index, metric in enumerate(metrics)
+    ]
+    return {"name": "m", "version": version, "targets": targets}
+
+
+def judged(new: dict[str, Any], held: dict[str, Any] | None, pointer: Pointer | None = None, **gates: float) -> Check:
+    """The one gate's check of a release on its way to production."""
+    nothing: Any = None
+    policy = Channel.model_validate({"gates": gates})
+    (check,) = figures(Candidate(nothing, nothing, nothing, new, "production", policy, pointer, held))
+    return check
+
+
+@pytest.mark.parametrize(("metric", "passes"), [(0.9, True), (0.85, True), (0.84, False)])
+def test_a_metric_may_drop_by_as_much_as_the_gate_allows(metric: float, passes: bool) -> None:
+    check = judged(release("2", metric), release("1", 0.95), HELD, max_metric_drop=0.1)
+    assert (check.passed, check.value) == (passes, metric)
+
+
+def test_the_target_that_scores_least_is_compared() -> None:
+    check = judged(release("2", 0.95, 0.8), release("1", 0.9), HELD, max_metric_drop=0.05)
+    assert (check.passed, check.value) == (False, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("held", "pointer", "why"),
+    [
+        (None, None, "production holds nothing"),
+        (None, HELD, "1, which production holds, is gone from the store"),
+        (release("1", None), HELD, "1 on production has none"),
+    ],
+)
+def test_without_anything_to_compare_with_a_drop_passes_and_says_so(held: Any, pointer: Any, why: str) -> None:
+    check = judged(release("2", 0.1), held, pointer, max_metric_drop=0.0)
+    assert check.passed
+    assert check.told == f"there is no task metric to compare with: {why}"
+
+
+@pytest.mark.parametrize("gates", [{"min_metric": 0.5}, {"max_metric_drop": 0.5}])
+def test_a_release_without_a_metric_does_not_pass_a_gate_on_it(gates: dict[str, float]) -> None:
+    check = judged(release("2", None), release("1", 0.9), HELD, **gates)
+    assert not check.passed
+    assert "cannot be checked: the release has no task metric; add validate.task" in check.told
+
+
+@pytest.mark.parametrize(("bound", "passes"), [(3.0, True), (2.9, False)])
+def test_a_latency_is_that_of_the_release(bound: float, passes: bool) -> None:
+    assert judged(release("2", None, p50=3.0), None, max_latency_ms=bound).passed == passes
+
+
+def test_a_latency_that_was_never_measured_does_not_pass() -> None:
+    check = judged(release("2", 0.9), None, max_latency_ms=1e9)
+    assert not check.passed
+    assert "no target was measured" in check.told

@@ -1,0 +1,86 @@
+"""What an alias that is set in MLflow asks for, as the release files of the catalogue say."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tvmflow.errors import SettingsError, SpecError
+from tvmflow.triggers import Alias, load
+
+Write = Callable[..., Path]
+
+
+def test_the_alias_that_a_release_file_names_asks_for_a_release(write: Write) -> None:
+    file = write("digits")
+    wish = load([file]).wish(Alias("net", "candidate"), "7")
+    assert wish is not None
+    assert (wish.deployment, wish.parameters) == ("release/digits", {"file": str(file)})
+    assert wish.tag == "source:net/7"
+
+
+def test_a_channel_of_the_compiled_model_asks_for_a_promotion(write: Write) -> None:
+    catalogue = load([write("digits", channels={"staging": {}, "production": {}})])
+    wish = catalogue.wish(Alias("digits", "production"), "3")
+    assert wish is not None
+    assert wish.deployment == "promote/digits"
+    wanted = {"name": "digits", "version": "3", "channel": "production"}
+    assert {key: wish.parameters[key] for key in wanted} == wanted
+    assert catalogue.wish(Alias("digits", "champion"), "3") is None
+
+
+def test_a_file_without_channels_promotes_to_any(write: Write) -> None:
+    wish = load([write("digits")]).wish(Alias("digits", "anything"), "1")
+    assert wish is not None
+    assert wish.parameters["channel"] == "anything"
+
+
+def test_the_compiled_model_may_have_another_name_than_the_releases(write: Write) -> None:
+    catalogue = load([write("digits", registry={"model": "digits-tvm"})])
+    wish = catalogue.wish(Alias("digits-tvm", "production"), "3")
+    assert wish is not None
+    assert wish.parameters["name"] == "digits"
+    assert catalogue.wish(Alias("digits", "production"), "3") is None
+
+
+@pytest.mark.parametrize("alias", [Alias("net", "production"), Alias("other", "candidate")])
+def test_other_aliases_and_models_are_not_managed(write: Write, alias: Alias) -> None:
+    assert load([write("digits")]).wish(alias, "1") is None
+
+
+def test_a_model_that_is_named_by_version_or_built_here_has_no_alias_that_releases_it(write: Write) -> None:
+    catalogue = load([write("pinned", "models:/net/3"), write("built", None)])
+    assert [entry.source for entry in catalogue.entries] == [None, None]
+    assert catalogue.wish(Alias("net", "3"), "3") is None
+
+
+@pytest.mark.parametrize(
+    ("second", "claimed"),
+    [
+        ({"name": "digits", "source": "models:/b@x"}, "name 'digits'"),
+        ({"name": "b", "source": "models:/b@x", "registry": {"model": "digits"}}, "registered model 'digits'"),
+        ({"name": "b"}, "source 'net@candidate'"),
+    ],
+)
+def test_two_files_that_claim_the_same_are_refused_by_name(write: Write, second: dict, claimed: str) -> None:
+    first, other = write("digits"), write(**second, file="second")
+    with pytest.raises(SettingsError) as refused:
+        load([first, other])
+    assert claimed in str(refused.value)
+    assert str(first) in str(refused.value)
+    assert str(other) in str(refused.value)
+
+
+def test_what_one_file_releases_is_no_source_of_another(write: Write) -> None:
+    with pytest.raises(SettingsError, match="whose versions are the releases of"):
+        load([write("digits"), write("b", "models:/digits@production")])
+
+
+def test_the_same_file_twice_is_one(write: Write) -> None:
+    file = write("digits")
+    assert len(load([file, file]).entries) == 1
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"gone\.yaml"):
+        load([tmp_path / "gone.yaml"])

@@ -1,0 +1,349 @@
+"""Devices: kept running by their supervisor, measured on in parallel, and lost at any moment without harm to a run."""
+
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import psutil
+import pytest
+import tvm
+from tvm import script
+from tvm.tirx import PrimFunc
+
+from tvmflow.errors import RemoteError, SettingsError, StackError, TuneError
+from tvmflow.runtime.tracker import Address, Tracker
+from tvmflow.target import Target
+from tvmflow.tuning import Budget, Device, Progress, RecordStore, Task, devices, tune
+from tvmflow.tuning.devices import Status, Wanted
+from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
+from tvmflow.tuning.records import normalize
+
+TRIALS = 24
+
+
+def wait(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.02)
+
+
+def build(pool: MeasurePool, func: PrimFunc) -> Library:
+    (built,) = pool.build([Candidate(tvm.ir.save_json(normalize(func)), arguments_of(func) or ())])
+    assert isinstance(built, Library)
+    return built
+
+
+def running(state: Path) -> Status:
+    status = devices.status(state)
+    assert status is not None
+    return status
+
+
+def processes(status: Status) -> list[psutil.Process]:
+    """The supervisor, the tracker, the servers and their sessions."""
+    supervisor = psutil.Process(status.pid)
+    return [supervisor, *supervisor.children(recursive=True)]
+
+
+def sessions(status: Status) -> list[psutil.Process]:
+    found = []
+    for server in status.servers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += psutil.Process(server.pid).children()
+    return found
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def kill(pid: int | None) -> None:
+    assert pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The state folder of two devices with key `lab`."""
+    state = tmp_path_factory.mktemp("lab")
+    devices.up(state, Wanted("lab", 2, 1))
+    yield state
+    devices.down(state)
+
+
+@pytest.fixture
+def device(lab: Path) -> Device:
+    wait(lambda: all(server.state == "up" for server in running(lab).servers))
+    return Device("lab", Address.parse(running(lab).tracker or ""))
+
+
+@pytest.fixture
+def pool(native: Target, device: Device) -> Iterator[MeasurePool]:
+    with MeasurePool(native.canonical, builders=1, threads=1, timeout=10, deadline=math.inf, device=device) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def naps() -> PrimFunc:
+    """A function that takes two seconds."""
+    body = 'a[0] = T.cast(T.call_extern("int32", "sleep", 2), "float32")'
+    return script.from_source(
+        f'@T.prim_func(s_tir=True, private=True)\ndef main(a: T.Buffer((1,), "float32")):\n    {body}\n'
+    )
+
+
+def test_candidates_are_timed_and_checked_on_a_device(
+    pool: MeasurePool, adds_one: PrimFunc, adds_one_but_once: PrimFunc, aborts: PrimFunc
+) -> None:
+    right, wrong, reference, crashes = (build(pool, func) for func in (adds_one, adds_one_but_once, adds_one, aborts))
+    pool.check(right, reference)
+    with pytest.raises(TrialError, match="wrong result: argument 1 differs"):
+        pool.check(wrong, reference)
+    with pytest.raises(TrialError, match="ended its session on 3 devices"):
+        pool.time(crashes)
+    assert all(seconds > 0 for seconds in (pool.time(right), *pool.compare(right, reference, right)))
+
+
+def test_a_candidate_that_hangs_on_a_device_costs_its_time_out_and_not_the_device(
+    native: Target, device: Device, sleeps: PrimFunc, adds_one: PrimFunc
+) -> None:
+    with MeasurePool(native.canonical, builders=1, threads=1, timeout=2, deadline=math.inf, device=device) as pool:
+        hangs, returns = build(pool, sleeps), build(pool, adds_one)
+        with pytest.raises(TrialError, match="more than 2 s"):
+            pool.time(hangs)
+        assert pool.time(returns) > 0
+    # The session of what hangs is ended there, too.
+    tracker = Tracker(device.tracker)
+    wait(lambda: tracker.summary().queues["lab"].free == 2)
+
+
+def test_two_devices_of_a_key_work_at_the_same_time(
+    pool: MeasurePool, device: Device, naps: PrimFunc, adds_one: PrimFunc
+) -> None:
+    libraries = [build(pool, naps), build(pool, naps), build(pool, adds_one)]
+    measured: list[float | TrialError] = []
+    thread = threading.Thread(target=lambda: measured.extend(pool.times(libraries, lambda: 1e-9)))
+    thread.start()
+    tracker = Tracker(device.tracker)
+    wait(lambda: tracker.summary().queues["lab"].free == 0)
+    thread.join(60)
+    first, second, third = measured
+    assert isinstance(first, float)
+    assert isinstance(second, float)
+    assert isinstance(third, float)
+    assert min(first, second) >= 2 > third
+
+
+def test_a_trial_whose_session_is_killed_is_made_again(lab: Path, pool: MeasurePool, naps: PrimFunc) -> None:
+    library = build(pool, naps)
+    measured: list[float] = []
+    thread = threading.Thread(target=lambda: measured.append(pool.time(library, 1e-9)))
+    thread.start()
+    wait(lambda: sessions(running(lab)))
+    for session in sessions(running(lab)):
+        kill(session.pid)
+    thread.join(60)
+    assert measured[0] >= 2
+
+
+def test_a_server_that_dies_is_started_again_with_a_message(lab: Path, device: Device) -> None:
+    before = running(lab).servers[0]
+    kill(before.pid)
+    wait(lambda: running(lab).servers[0].deaths > before.deaths and running(lab).servers[0].state == "up")
+    after = running(lab).servers[0]
+    assert after.told == f"server0 (pid {before.pid}) was killed by SIGKILL and is started again"
+    tracker = Tracker(device.tracker)
+    assert tracker.request("lab", 30) is not None
+
+
+def test_a_server_that_never_starts_is_given_up(tmp_path: Path, device: Device) -> None:
+    with pytest.raises(StackError, match=r"server0 .* ended with exit code 1 and is dropped after 5 early deaths"):
+        devices.up(tmp_path, Wanted("lab", 1, 1, host="192.0.2.1", tracker=str(device.tracker)))
+    assert devices.status(tmp_path) is None
+
+
+def test_devices_that_run_are_left_alone_and_others_refused(lab: Path) -> None:
+    status = running(lab)
+    assert devices.up(lab, Wanted("lab", 2, 1)).pid == status.pid
+    with pytest.raises(SettingsError, match="2 with key 'lab'"):
+        devices.up(lab, Wanted("other", 1, 1))
+
+
+def test_a_key_that_no_device_has_is_told_with_those_there_are(native: Target, device: Device) -> None:
+    with pytest.raises(RemoteError, match="no device with key 'bal'; its keys are lab"):
+        MeasurePool(
+            native.canonical, builders=1, threads=1, timeout=9, deadline=math.inf, device=Device("bal", device.tracker)
+        )
+
+
+@pytest.mark.slow
+def test_a_run_outlives_servers_sessions_and_the_tracker_and_keeps_every_record(
+    lab: Path, device: Device, conv: PrimFunc, matmul: PrimFunc, native: Target, store: RecordStore
+) -> None:
+    chance = random.Random(20)  # noqa: S311 -- what it is for must be the same each time
+    ended = threading.Event()
+    killed = {"server": 0, "session": 0, "tracker": 0}
+    reported: set[tuple[str, str]] = set()
+
+    def harass() -> None:
+        while not ended.wait(chance.uniform(0.3, 2)):
+            status = running(lab)
+            what = chance.choices(("server", "session", "tracker"), (3, 6, 1))[0]
+            if what == "server":
+                pids = [server.pid for server in status.servers if server.state == "up"]
+            elif what == "session":
+                pids = [session.pid for session in sessions(status)]
+            else:
+                pids = [status.own.pid] if status.own is not None and status.own.state == "up" else []
+            if pids:
+                kill(chance.choice(pids))
+                killed[what] += 1
+
+    def report(progress: Progress) -> None:
+        reported.update((record.key, record.trace) for record in store.records(native))
+
+    thread = threading.Thread(target=harass)
+    tasks = [Task("conv", conv, 3), Task("matmul", matmul, 1)]
+    thread.start()
+    try:
+        done = tune(
+            tasks, native, Budget(trials=TRIALS), store, tuner="random", seed=1, device=device, on_progress=report
+        )
+    finally:
+        ended.set()
+        thread.join()
+    assert sum(killed.values()) >= 3, killed
+    assert done.trials == TRIALS
+    assert done.tasks[0].status == "tuned"
+    assert [task.reason for task in done.tasks] == [None, None]
+    kept = {(record.key, record.trace) for record in RecordStore(store.folder).records(native)}
+    assert reported
+    assert reported <= kept
+
+
+def test_a_run_whose_devices_do_not_come_back_ends_with_a_sentence_and_its_records(
+    tmp_path: Path, conv: PrimFunc, native: Target, store: RecordStore
+) -> None:
+    status = devices.up(tmp_path, Wanted("lone", 1, 1))
+    everything = processes(status)
+    known: list[str] = []
+
+    def end_devices(progress: Progress) -> None:
+        if store.records(native) and not known:
+            known.extend(record.trace for record in store.records(native))
+            devices.down(tmp_path)
+
+    device = Device("lone", Address.parse(status.tracker or ""), patience=1)
+    told = "no device with key 'lone' at the RPC tracker .* has answered for 1 s .the tracker does not answer either"
+    try:
+        with pytest.raises(TuneError, match=told):
+            tune(
+                [Task("conv", conv, 1)],
+                native,
+                Budget(trials=64),
+                store,
+                tuner="random",
+                seed=1,
+                device=device,
+                on_progress=end_devices,
+            )
+    finally:
+        devices.down(tmp_path)
+    assert known
+    assert known == [record.trace for record in RecordStore(store.folder).records(native)]
+    wait(lambda: all(gone(process) for process in everything))
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, native: Target, naps: PrimFunc) -> None:
+    status = devices.up(tmp_path, Wanted("lone", 1, 1))
+    device = Device("lone", Address.parse(status.tracker or ""), patience=1)
+
+    def measure(pool: MeasurePool, library: Library) -> None:
+        with pytest.raises(TuneError, match="no device with key 'lone'"):
+            pool.time(library, 1e-9)
+
+    try:
+        with MeasurePool(native.canonical, builders=1, threads=1, timeout=9, deadline=math.inf, device=device) as pool:
+            thread = threading.Thread(target=measure, args=(pool, build(pool, naps)))
+            thread.start()
+            wait(lambda: sessions(running(tmp_path)))
+            everything = processes(running(tmp_path))
+            kill(status.pid)
+            wait(lambda: all(gone(process) for process in everything))
+            thread.join(60)
+    finally:
+        devices.down(tmp_path)
+    assert len(everything) == 4
+    assert devices.status(tmp_path) is None
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., Any]:
+    """Runs `tvmflow` with a state folder of its own."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(Path(sys.executable).with_name("tvmflow")), *map(str, arguments)],
+            cwd=tmp_path,
+            env={**os.environ, "TVMFLOW_HOME": str(tmp_path / "state")},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run
+
+
+def test_the_command_line_starts_lists_and_ends_devices(command: Callable[..., Any]) -> None:
+    assert command("devices", "list").stderr.startswith("tvmflow: no devices were started in this state folder")
+    started = command("devices", "up", "--key", "board", "--json")
+    try:
+        assert started.returncode == 0, started.stderr
+        listed = json.loads(command("devices", "list", "--json").stdout)
+        assert [server["state"] for server in listed["own"]] == ["up"]
+        assert (listed["keys"]["board"]["free"], len(listed["keys"]["board"]["servers"])) == (1, 1)
+    finally:
+        ended = command("devices", "down")
+    assert ended.stdout == "the devices are ended\n"
+    assert command("devices", "down").stdout == "no devices were running\n"
+
+
+@pytest.mark.slow
+def test_a_model_is_tuned_on_devices_and_what_is_found_is_known_afterwards(
+    command: Callable[..., Any], tmp_path: Path, device: Device
+) -> None:
+    value = onnx.helper.make_tensor_value_info
+    weights = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["m"]), onnx.helper.make_node("Relu", ["m"], ["y"])],
+        "dense",
+        [value("x", onnx.TensorProto.FLOAT, [8, 64])],
+        [value("y", onnx.TensorProto.FLOAT, [8, 64])],
+        [onnx.numpy_helper.from_array(weights, "w")],
+    )
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)]), tmp_path / "m.onnx")
+    (tmp_path / "release.yaml").write_text("name: dense\nmodel: {onnx: m.onnx}\ntargets: [native]\n")
+    there = ("--device", "lab", "--tracker", device.tracker)
+    assert "give --minutes or --trials" in command("tune", "release.yaml", *there).stderr
+    done = command("tune", "release.yaml", "--trials", 4, *there, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["targets"]["native"]["trials"] == 4
+    again = command("tune", "release.yaml", "--trials", 4, *there, "--json")
+    assert json.loads(again.stdout)["targets"]["native"]["trials"] == 0

@@ -1,0 +1,93 @@
+"""A model that was trained again finds every record, and nothing is measured for it."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from tasks.relax_import import ImportJob
+from tasks.relax_import import work as import_model
+from tasks.tune import TuneJob, TuneResult, work
+from tvmflow.spec import Build, Tune
+from tvmflow.target import Target
+from tvmflow.workspace import Workspace
+
+
+def _trained(path: Path, seed: int) -> Path:
+    """A small network of convolutions as for the digits, with the weights of a seed."""
+    chance = np.random.default_rng(seed)
+    weights = {
+        "w1": chance.normal(size=(16, 1, 3, 3)),
+        "b1": chance.normal(size=16),
+        "w2": chance.normal(size=(16, 16, 3, 3)),
+        "b2": chance.normal(size=16),
+        "w3": chance.normal(size=(16 * 4 * 4, 10)),
+        "b3": chance.normal(size=10),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w1", "b1"], ["c1"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c1"], ["r1"]),
+        helper.make_node("Conv", ["r1", "w2", "b2"], ["c2"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c2"], ["r2"]),
+        helper.make_node("MaxPool", ["r2"], ["p"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Flatten", ["p"], ["f"]),
+        helper.make_node("Gemm", ["f", "w3", "b3"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "digits",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 1, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 10])],
+        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+def _tuned(workspace: Workspace, path: Path, target: Target) -> TuneResult:
+    def emit(done: float, total: float, message: str) -> None:
+        """Nobody watches."""
+
+    shapes: dict[str, tuple[int | str, ...]] = {"x": (1, 1, 8, 8)}
+    imported = import_model(ImportJob(home=workspace.folder, onnx=workspace.keep(path), shapes=shapes), emit)
+    budget = Tune(trials=6, tuner="random", seed=1)
+    return work(
+        TuneJob(
+            home=workspace.folder,
+            imported=imported,
+            target=target,
+            build=Build(),
+            variants=(),
+            tune=budget,
+            threads=target.threads,
+        ),
+        emit,
+    )
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, native: Target) -> tuple[TuneResult, TuneResult]:
+    """What tuning did for a model, and then for the same one with other weights."""
+    folder = tmp_path_factory.mktemp("retrained")
+    workspace = Workspace(folder / "state")
+    first, second = (_tuned(workspace, _trained(folder / f"{seed}.onnx", seed), native) for seed in (0, 1))
+    return first, second
+
+
+def test_a_retrained_model_finds_every_record_and_measures_nothing(both: tuple[TuneResult, TuneResult]) -> None:
+    first, second = both
+    assert (first.trials, second.trials) == (6, 0)
+    assert second.records == first.records
+    assert [item.name for item in second.workloads] == [item.name for item in first.workloads]
+    assert second.coverage.tuned == first.coverage.tuned > 0
+
+
+def test_the_coverage_counts_workloads_and_their_share_of_the_time(both: tuple[TuneResult, TuneResult]) -> None:
+    coverage = both[0].coverage
+    seconds = {item.name: item.calls * (item.best_seconds or 0.0) for item in both[0].workloads}
+    tried = {item.name for item in both[0].workloads if item.trials or item.status == "tuned"}
+    assert (coverage.tuned, coverage.workloads) == (len(tried), len(both[0].workloads))
+    assert coverage.share_of_time == pytest.approx(sum(seconds[name] for name in tried) / sum(seconds.values()))
+    assert str(coverage).startswith(f"{len(tried)} of {len(seconds)} workloads tuned, ")

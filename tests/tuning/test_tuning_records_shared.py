@@ -1,0 +1,185 @@
+"""Records that machines share through the release store's bucket."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tvmflow.errors import StoreError
+from tvmflow.store import ReleaseStore, StoreConfig
+from tvmflow.store.embedded import embedded_s3
+from tvmflow.store.records import RecordObjects
+from tvmflow.target import Target
+from tvmflow.tuning import Record, RecordStore, current
+from tvmflow.tuning.records import SPACE_VERSION, tvm_version
+from tvmflow.tuning.sharing import Sharing, sharing
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConfig]:
+    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="releases") as config:
+        yield config
+
+
+@pytest.fixture
+def config(server: StoreConfig, request: pytest.FixtureRequest) -> StoreConfig:
+    return replace(server, prefix=request.node.name.replace("_", "-"))
+
+
+@pytest.fixture
+def shared(config: StoreConfig) -> RecordObjects:
+    return RecordObjects(ReleaseStore(config))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[[str], RecordStore]:
+    """The folder of a machine's records."""
+    return lambda name: RecordStore(tmp_path / name)
+
+
+def make_record(key: str, target: Target, trial: int = 1, seconds: float = 1.0) -> Record:
+    versions = (tvm_version(), SPACE_VERSION)
+    return Record(key, "the function", "[[], []]", seconds, None, target.canonical, *versions, "xgb", trial, "")
+
+
+def test_a_machine_finds_what_another_recorded(
+    machine: Callable[[str], RecordStore], shared: RecordObjects, native: Target
+) -> None:
+    here, there = machine("here"), machine("there")
+    with sharing(here, shared, current(native).digest):
+        here.append(make_record("a", native))
+    with sharing(there, shared, current(native).digest):
+        assert there.records(native) == [make_record("a", native)]
+
+
+def test_only_what_is_new_or_has_grown_is_fetched_and_sent(
+    machine: Callable[[str], RecordStore], shared: RecordObjects, native: Target
+) -> None:
+    here, there = machine("here"), machine("there")
+    sender, reader = Sharing(here, shared), Sharing(there, shared)
+    here.append(make_record("a", native))
+    assert (sender.send(), sender.send(), reader.fetch(), reader.fetch(), sender.fetch()) == (1, 0, 1, 0, 0)
+    here.append(make_record("b", native))
+    assert (sender.send(), reader.fetch(), reader.send()) == (1, 1, 0)
+    assert [record.key for record in there.records(native)] == ["a", "b"]
+
+
+def test_what_is_recorded_is_sent_while_the_run_goes_on(
+    machine: Callable[[str], RecordStore], shared: RecordObjects, native: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tvmflow.tuning.sharing._INTERVAL", 0.01)
+    here = machine("here")
+    with sharing(here, shared, current(native).digest):
+        here.append(make_record("a", native))
+        while not shared.sizes(current(native).digest):
+            pass
+
+
+def test_a_dead_store_costs_one_warning_and_no_record(
+    machine: Callable[[str], RecordStore],
+    config: StoreConfig,
+    shared: RecordObjects,
+    native: Target,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here, there = machine("here"), machine("there")
+    dead = RecordObjects(ReleaseStore(replace(config, endpoint="http://127.0.0.1:9", attempts=1)))
+    with caplog.at_level(logging.WARNING), sharing(here, dead, current(native).digest):
+        here.append(make_record("a", native))
+    assert len(caplog.records) == 1
+    assert "until the next run" in caplog.text
+    with pytest.raises(StoreError):
+        dead.sizes()
+    # The next run sends what this one could not.
+    with sharing(machine("here"), shared, current(native).digest):
+        pass
+    assert Sharing(there, shared).fetch() == 1
+    assert len(there.records(native)) == 1
+
+
+def test_pruned_records_do_not_come_back_from_the_machine_that_wrote_them(
+    machine: Callable[[str], RecordStore], shared: RecordObjects, native: Target
+) -> None:
+    writer, other, third = machine("writer"), machine("other"), machine("third")
+    for seconds in (2.0, 1.0):
+        writer.append(make_record("a", native, seconds=seconds))
+    Sharing(writer, shared).send()
+    pruning = Sharing(other, shared)
+    pruning.fetch()
+    other.prune(1)
+    assert (pruning.send(), pruning.clear()) == (1, 1)
+    writing = Sharing(writer, shared)
+    assert (writing.fetch(), writing.send()) == (1, 0)
+    assert [record.seconds for record in writer.records(native)] == [1.0]
+    # What the writer, alive all the time, measures next is found by everybody.
+    writer.append(make_record("b", native))
+    assert writing.send() == 1
+    Sharing(third, shared).fetch()
+    assert sorted(record.key for record in third.records(native)) == ["a", "b"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tvmflow.store import ReleaseStore, StoreConfig
+from tvmflow.store.records import RecordObjects
+from tvmflow.tuning import Record, RecordStore
+from tvmflow.tuning import sharing
+from tvmflow.tuning.records import SPACE_VERSION, tvm_version, Context
+sharing._INTERVAL = 0.02
+folder, key, target, trials, endpoint, prefix, access, secret = sys.argv[1:]
+config = StoreConfig("releases", prefix, endpoint, access_key=access, secret_key=secret)
+store = RecordStore(Path(folder))
+context = Context(target, tvm_version(), SPACE_VERSION)
+with sharing.sharing(store, RecordObjects(ReleaseStore(config)), context.digest):
+    for trial in range(int(trials)):
+        store.append(Record(key, "f", "[[], []]", 1.0, None, target, *(tvm_version(), SPACE_VERSION), "", trial, ""))
+        print(trial, flush=True)
+"""
+
+
+def _start(folder: Path, key: str, native: Target, trials: int, config: StoreConfig) -> "subprocess.Popen[bytes]":
+    address = (config.endpoint or "", config.prefix, config.access_key or "", config.secret_key or "")
+    arguments = [str(folder), key, native.canonical, str(trials), *address]
+    command = [sys.executable, "-c", WRITER, *arguments]
+    return subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE)
+
+
+def test_two_tuners_writing_to_one_store_at_once_lose_nothing(
+    machine: Callable[[str], RecordStore], config: StoreConfig, shared: RecordObjects, native: Target
+) -> None:
+    # The first two are one machine, the third is another.
+    folders = {"first": "one", "second": "one", "third": "two"}
+    writers = [_start(machine(folder).folder, key, native, 40, config) for key, folder in folders.items()]
+    for writer in writers:
+        writer.communicate(timeout=120)
+        assert writer.returncode == 0
+    reader = machine("reader")
+    Sharing(reader, shared).fetch()
+    found = {(record.key, record.trial) for record in reader.records(native)}
+    assert found == {(key, trial) for key in folders for trial in range(40)}
+
+
+def test_tuners_killed_in_mid_run_lose_nothing(
+    machine: Callable[[str], RecordStore], config: StoreConfig, shared: RecordObjects, native: Target
+) -> None:
+    said = set()
+    folders = {"first": "one", "second": "one", "third": "two"}
+    writers = {key: _start(machine(name).folder, key, native, 10**9, config) for key, name in folders.items()}
+    for (key, writer), number in zip(writers.items(), (30, 90, 7), strict=True):
+        assert writer.stdout is not None
+        lines = [writer.stdout.readline() for _ in range(number)]
+        writer.kill()
+        said |= {(key, int(line)) for line in (*lines, *writer.stdout.read().split())}
+        writer.wait(30)
+        writer.stdout.close()
+    for name in set(folders.values()):
+        with sharing(machine(name), shared, current(native).digest):
+            pass  # The next run on that machine.
+    reader = machine("reader")
+    Sharing(reader, shared).fetch()
+    assert {(record.key, record.trial) for record in reader.records(native)} >= said

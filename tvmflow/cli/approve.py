@@ -1,0 +1,68 @@
+"""`tvmflow approve`: answer a promotion that waits for a person."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from tvmflow.settings import Settings
+
+
+@click.command("approve")
+@click.argument("run", required=False)
+@click.option("--reject", is_flag=True, help="Say no instead of yes.")
+@click.option("--why", default="", help="Kept with the verdict and in the channel's history.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> None:
+    """Approve the promotion that waits in the flow run RUN, an id or its beginning; without RUN, list what waits."""
+    from tvmflow import promotion
+    from tvmflow import settings as machine
+    from tvmflow.cli.prefect import prefect_server
+    from tvmflow.errors import SettingsError
+
+    settings = machine.load()
+    if settings.prefect_api_url is None:
+        raise SettingsError(
+            "nothing waits where there is no Prefect server: set TVMFLOW_PREFECT_API_URL, or start one by `tvmflow up`"
+        )
+    with prefect_server(settings):
+        from flows.approvals import answer, waiting
+
+        if run is None:
+            found = waiting()
+            if as_json:
+                click.echo(json.dumps(found))
+            else:
+                _show(found, settings)
+            return
+        answered = answer(run, approve=not reject, who=promotion.person(), why=why)
+    document = {**answered, "approved": not reject}
+    if as_json:
+        click.echo(json.dumps(document))
+    else:
+        said = "rejected" if reject else "approved"
+        click.echo(f"{said}: {answered['name']} {answered['version']} to {answered['channel']}, run {answered['run']}")
+
+
+def _show(found: list[dict[str, Any]], settings: "Settings") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markdown import Markdown
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if not found:
+        console.print(f"nothing waits for approval at {settings.prefect_api_url}", highlight=False, soft_wrap=True)
+        return
+    for item in found:
+        if item["report"]:
+            console.print(Markdown(item["report"]))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("run", "name", "version", "channel", "asked by", "since (UTC)"):
+        table.add_column(column, no_wrap=True)
+    for item in found:
+        since = item["since"][:19].replace("T", " ")
+        table.add_row(item["run"][:8], item["name"], item["version"], item["channel"], item["who"], since)
+    console.print(table)

@@ -1,0 +1,122 @@
+"""`tvmflow deploy`: the deployments of release files, and MLflow's webhook."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tvmflow.errors import PrefectError, SettingsError
+
+if TYPE_CHECKING:
+    from flows.deployments import Deployed, PoolType
+    from tvmflow.settings import Settings
+
+_WEBHOOK = "tvmflow"
+
+
+@click.command("deploy")
+@click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--pool", help="The work pool; by default that of the setting work_pool.")
+@click.option(
+    "--pool-type",
+    "kind",
+    type=click.Choice(["process", "docker", "kubernetes"]),
+    help="What the work pool is created as where there is none; by default process.",
+)
+@click.option("--image", help="The image that the containers of a new docker or kubernetes pool run.")
+@click.option(
+    "--receiver", metavar="URL", help="Have MLflow tell the receiver at this address of aliases that are set."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def deploy_command(
+    files: tuple[Path, ...],
+    pool: str | None,
+    kind: "PoolType | None",
+    image: str | None,
+    receiver: str | None,
+    as_json: bool,
+) -> None:
+    """Register the deployments of each release FILE, by default of those in the setting models.
+
+    They are release/NAME, promote/NAME, retune/NAME and, where the file has a section retrain, retrain/NAME; then
+    reconcile/all, and make/POOL for the setting target_pools. They can be registered again at any time; paused
+    schedules stay paused.
+    """
+    from tvmflow import settings as machine
+    from tvmflow.cli.prefect import answers, point_at_server
+    from tvmflow.triggers import load
+
+    settings = machine.load()
+    chosen = files or settings.models
+    if not chosen:
+        raise SettingsError("name release files, or set models (TVMFLOW_MODELS='[\"release.yaml\"]') to them")
+    # All that are managed as well: no two may have the same names.
+    managed = load(path.absolute() for path in (*settings.models, *chosen))
+    entries = [entry for entry in managed.entries if entry.file in {path.absolute() for path in chosen}]
+    point_at_server(settings)
+    if not answers(settings.prefect_api_url or "", 10.0):
+        raise PrefectError(
+            f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
+            "prefect_api_url (an address that ends in /api)"
+        )
+    from flows.deployments import ensure_pool, register
+
+    name = pool or settings.work_pool
+    created = ensure_pool(name, kind, image)
+    targets = tuple(dict.fromkeys(settings.target_pools.values()))
+    for target in targets:
+        ensure_pool(target)
+    deployed = register(entries, name, targets)
+    connected = _connect(settings, receiver) if receiver is not None else None
+    unmanaged = [entry.name for entry in entries if entry.file not in {path.absolute() for path in settings.models}]
+    if as_json:
+        document = {
+            "pool": {"name": name, "created": created},
+            "deployments": [vars(item) for item in deployed],
+            "webhook": connected,
+            "unmanaged": unmanaged,
+        }
+        click.echo(json.dumps(document))
+    else:
+        _show(deployed, name, created, connected, unmanaged)
+
+
+def _connect(settings: "Settings", receiver: str) -> dict[str, str]:
+    """Create or change MLflow's webhook."""
+    from tvmflow.services import open_registry
+    from tvmflow.triggers.webhook import PATH
+
+    if settings.webhook_secret is None or not settings.webhook_secret.get_secret_value():
+        raise SettingsError("set webhook_secret (TVMFLOW_WEBHOOK_SECRET): MLflow signs with it what it tells")
+    url = receiver.rstrip("/").removesuffix(PATH) + PATH
+    new = open_registry(settings).connect_webhook(_WEBHOOK, url, settings.webhook_secret.get_secret_value())
+    return {"url": url, "status": "created" if new else "updated"}
+
+
+def _show(
+    deployed: "list[Deployed]", pool: str, created: bool, connected: dict[str, str] | None, unmanaged: list[str]
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("deployment", "schedule", "event"):
+        table.add_column(column, no_wrap=True)
+    for item in deployed:
+        table.add_row(item.name, ", ".join(item.schedules) or "-", ", ".join(item.events) or "-")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    lines = [
+        f"work pool {pool}{' was created' if created else ''}: `prefect worker start --pool {pool}` runs what is due"
+    ]
+    if connected is not None:
+        lines.append(f"MLflow tells {connected['url']} of aliases that are set, within a minute from now on")
+    if unmanaged:
+        lines.append(
+            f"{', '.join(unmanaged)}: not in the setting models, so that neither aliases nor reconcile start anything"
+        )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)

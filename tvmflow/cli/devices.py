@@ -1,0 +1,150 @@
+"""`tvmflow devices`: this machine as devices to tune on, and what a tracker knows of devices anywhere."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from tvmflow.runtime.tracker import Address
+    from tvmflow.tuning.devices import Status
+
+_MARKS = {"up": "green", "starting": "yellow", "dropped": "red"}
+
+
+def tracker_address(text: str) -> "Address":
+    """The address that --tracker says."""
+    from tvmflow.runtime.tracker import Address
+
+    try:
+        return Address.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--tracker") from error
+
+
+def own_tracker(state: Path) -> str:
+    """The tracker of the devices that run in a state folder. Raises RemoteError when none run."""
+    from tvmflow.errors import RemoteError
+    from tvmflow.tuning import devices
+
+    running = devices.status(state)
+    if running is None or running.tracker is None:
+        raise RemoteError(
+            "no devices were started in this state folder; start some with `tvmflow devices up`, or name a tracker "
+            "with --tracker HOST:PORT"
+        )
+    return running.tracker
+
+
+@click.group("devices")
+def devices_command() -> None:
+    """Devices to tune on: RPC servers of TVM that a tracker finds by their key."""
+
+
+@devices_command.command("up")
+@click.option("--key", default="local", show_default=True, help="The key by which the tracker finds the devices.")
+@click.option("--count", type=click.IntRange(1, 64), default=1, show_default=True, help="Servers to start.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of each; the machine's cores shared among them.")
+@click.option("--tracker", metavar="HOST:PORT", help="Join this tracker instead of starting one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where tracker and servers listen.")
+@click.option("--port", type=click.IntRange(1, 65535), help="The port of the tracker; the first free from 9190 on.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def up_command(
+    key: str, count: int, threads: int | None, tracker: str | None, host: str, port: int | None, as_json: bool
+) -> None:
+    """Start RPC servers and their tracker on this machine, and keep them running until `tvmflow devices down`.
+
+    A server that dies or leaves the tracker is started again. Whoever reaches a server can run any code on this
+    machine: listen elsewhere than on 127.0.0.1 only in a network where everybody may.
+    """
+    from tvmflow import settings as machine
+    from tvmflow.tuning import devices
+
+    if tracker is not None:
+        if port is not None:
+            raise click.UsageError("--port is that of a tracker to start; leave it out with --tracker")
+        if host == devices.LOOPBACK and tracker_address(tracker).host not in (devices.LOOPBACK, "localhost"):
+            raise click.UsageError(
+                f"nobody at the tracker {tracker} could reach servers that listen at {host}; say with --host where to "
+                "listen"
+            )
+    if not key.strip() or any(letter.isspace() or letter == ":" for letter in key):
+        raise click.BadParameter("a key has neither spaces nor colons", param_hint="--key")
+    share = max(1, len(os.sched_getaffinity(0)) // count)
+    wanted = devices.Wanted(key, count, threads or share, host, port, tracker)
+    status = devices.up(machine.load().state, wanted)
+    _show(status.tracker or "", status, as_json)
+
+
+@devices_command.command("down")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def down_command(as_json: bool) -> None:
+    """End the devices that `tvmflow devices up` started, with their tracker and every session."""
+    from tvmflow import settings as machine
+    from tvmflow.tuning import devices
+
+    ended = devices.down(machine.load().state)
+    if as_json:
+        click.echo(json.dumps({"ended": ended}))
+    else:
+        click.echo("the devices are ended" if ended else "no devices were running")
+
+
+@devices_command.command("list")
+@click.option("--tracker", metavar="HOST:PORT", help="The tracker to ask, by default that of `tvmflow devices up`.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def list_command(tracker: str | None, as_json: bool) -> None:
+    """List the keys and servers that a tracker knows, and how the servers of this machine are."""
+    from tvmflow import settings as machine
+    from tvmflow.tuning import devices
+
+    state = machine.load().state
+    address = tracker or own_tracker(state)
+    status = devices.status(state)
+    _show(address, status if status is not None and status.tracker == address else None, as_json)
+
+
+def _show(address: str, status: "Status | None", as_json: bool) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from tvmflow.runtime.tracker import Tracker
+
+    summary = Tracker(tracker_address(address)).summary()
+    own = status.servers if status is not None else ()
+    keys = {
+        key: {
+            "servers": [str(place) for name, place in summary.servers if name == key],
+            "free": summary.queues[key].free if key in summary.queues else 0,
+            "pending": summary.queues[key].pending if key in summary.queues else 0,
+        }
+        for key in summary.keys
+    }
+    if as_json:
+        click.echo(json.dumps({"tracker": address, "keys": keys, "own": [asdict(server) for server in own]}))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("key", "servers", "free", "waiting", "at"):
+        table.add_column(column, no_wrap=True, justify="left" if column in ("key", "at") else "right")
+    for key in summary.keys:
+        places = [str(place) for name, place in summary.servers if name == key]
+        queue = summary.queues.get(key)
+        free, pending = (queue.free, queue.pending) if queue is not None else (0, 0)
+        table.add_row(key, str(len(places)), str(free), str(pending), " ".join(places))
+    console.print(f"tracker {address}", highlight=False)
+    console.print(table)
+    if own and status is not None:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("server", "state", "port", "pid", "deaths", "last"):
+            table.add_column(column, no_wrap=True)
+        named = [(f"server{number}", server) for number, server in enumerate(own)]
+        for name, server in [*([("tracker", status.own)] if status.own else []), *named]:
+            mark = f"[{_MARKS[server.state]}]{server.state}[/]"
+            table.add_row(name, mark, str(server.port or ""), str(server.pid or ""), str(server.deaths), server.told)
+        console.print(table)

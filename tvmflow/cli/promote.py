@@ -1,0 +1,108 @@
+"""`tvmflow promote`: move a channel to a release."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from tvmflow.settings import Settings
+
+
+@click.command("promote")
+@click.argument("name")
+@click.argument("version")
+@click.option("--channel", required=True, help="The channel to move, e.g. production.")
+@click.option("--why", default="", help="Kept in the channel's history.")
+@click.option("--approve", is_flag=True, help="Approve of it yourself, where the channel requires a person to.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def promote_command(name: str, version: str, channel: str, why: str, approve: bool, as_json: bool) -> None:
+    """Promote release VERSION of NAME: check that it is whole, run the channel's gates, move alias and pointer.
+
+    A channel that requires approval is asked for it by the deployment promote/NAME, or take --approve. Exit code 3: it
+    was refused, and the channel is where it was.
+    """
+    from rich.console import Console
+
+    from tvmflow import promotion
+    from tvmflow import settings as machine
+    from tvmflow.cli.display import RichReporter
+    from tvmflow.cli.prefect import prefect_server
+
+    settings = machine.load()
+    waits = not approve and _waits_for_approval(settings, name, version, channel)
+    console = Console(stderr=True)
+    if not as_json and not waits:
+        console.print(f"Promoting [bold]{name} {version}[/] to [bold]{channel}[/]", highlight=False)
+    reporter = RichReporter(console)
+    with prefect_server(settings) as await_server, reporter.live():
+        from flows.promote import promote
+
+        await_server()
+        if waits:
+            summary = _ask(settings, name, version, channel, why)
+        else:
+            summary = promote(name, version, channel, who=promotion.person(), why=why, approved=approve)
+    if as_json:
+        click.echo(json.dumps(summary))
+    else:
+        show(summary)
+
+
+def _waits_for_approval(settings: "Settings", name: str, version: str, channel: str) -> bool:
+    """Whether somebody has to approve of the move first. Raises StoreError or SpecError for what does not exist."""
+    from tvmflow import promotion
+    from tvmflow.services import open_store
+    from tvmflow.store import channels
+
+    with open_store(settings) as store:
+        policy = promotion.policy(store.get_release(name, version), channel)
+        pointer = channels.find(store, name, channel)
+    return policy.approval == "required" and (pointer is None or pointer.version != version)
+
+
+def _ask(settings: "Settings", name: str, version: str, channel: str, why: str) -> dict[str, Any]:
+    """Start the deployment that asks for approval, where there is one."""
+    from flows.deployments import registered
+    from flows.promote import PromotionSummary, ask_for_approval
+    from tvmflow import promotion
+    from tvmflow.errors import VerdictError
+
+    if settings.prefect_api_url is None or not registered(f"promote/{name}"):
+        raise VerdictError(
+            f"{name}@{channel} needs a person's approval: add --approve to give yours, or register the deployment "
+            f"promote/{name} with `tvmflow deploy`, which asks for it"
+        )
+    run = ask_for_approval(name, version, channel, who=promotion.person(), why=why)
+    summary = PromotionSummary(
+        name=name,
+        version=version,
+        channel=channel,
+        from_version=None,
+        status="waiting",
+        told=f"{channel} needs a person's approval: when its checks are done, `tvmflow approve {run}`",
+        who=promotion.person(),
+        why=why,
+        flow_run_id=run,
+    )
+    return summary.model_dump(mode="json")
+
+
+def show(summary: dict[str, Any]) -> None:
+    """Print what was looked at and what a promotion came to."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if summary["checks"]:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("check", no_wrap=True)
+        table.add_column("what was found")
+        for check in summary["checks"]:
+            table.add_row(check["name"], check["told"])
+        console.print(table)
+    console.print(f"{summary['name']}: {summary['told']}", highlight=False, soft_wrap=True)
+    if summary["mlflow_run_id"]:
+        console.print(f"MLflow   run {summary['mlflow_run_id']}", highlight=False, soft_wrap=True)

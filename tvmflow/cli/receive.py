@@ -1,0 +1,68 @@
+"""`tvmflow receive`: the receiver of MLflow's webhooks."""
+
+import json
+import logging
+import os
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import click
+
+from tvmflow.errors import SettingsError
+
+if TYPE_CHECKING:
+    from tvmflow.triggers import Wish
+
+
+@click.command("receive")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on; 0.0.0.0 for all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8085, show_default=True, help="0 takes a free one.")
+@click.option("--json", "as_json", is_flag=True, help="Print the address as a JSON document.")
+def receive_command(host: str, port: int, as_json: bool) -> None:
+    """Receive MLflow's webhooks: an alias that is set starts the release or the promotion that it asks for.
+
+    Taken are deliveries that are signed with the setting webhook_secret and not older than five minutes, about models
+    of the release files in the setting models. What is lost while this is down, `tvmflow reconcile` finds.
+    """
+    from tvmflow import settings as machine
+    from tvmflow.cli.prefect import point_at_server
+    from tvmflow.triggers import load
+
+    settings = machine.load()
+    secret = settings.webhook_secret.get_secret_value() if settings.webhook_secret else ""
+    if not secret:
+        raise SettingsError("set webhook_secret (TVMFLOW_WEBHOOK_SECRET) to the secret of MLflow's webhook")
+    if not settings.models:
+        raise SettingsError("set models (TVMFLOW_MODELS='[\"release.yaml\"]') to the release files that are managed")
+    point_at_server(settings)
+    # MLflow waits for half a minute and then asks again itself.
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")
+    load(settings.models)
+
+    import uvicorn
+
+    from flows.deployments import start
+    from tvmflow.triggers.receiver import application
+    from tvmflow.triggers.webhook import PATH
+
+    def submit(wish: "Wish", key: str) -> str:
+        return start(wish.deployment, wish.parameters, key=key, tags=(wish.tag,))
+
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        reason = error.strerror or error
+        raise SettingsError(
+            f"port {port} of {host} cannot be listened on ({reason}); choose with --host and --port"
+        ) from error
+    logging.basicConfig(level=logging.WARNING, format="tvmflow: %(message)s")
+    logging.getLogger("tvmflow.triggers").setLevel(logging.INFO)
+    app = application(secret, lambda: load(settings.models), submit)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, server_header=False))
+    bound = f"[{host}]" if ":" in host else host
+    address = f"http://{bound}:{listener.getsockname()[1]}{PATH}"
+    click.echo(json.dumps({"address": address}) if as_json else f"receiving MLflow's webhooks at {address}")
+    # uvicorn answers what it has begun, and then hands on the signal that ended it.
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])

@@ -1,0 +1,53 @@
+"""`tvmflow reconcile`: do what aliases ask for and nobody has done yet."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tvmflow.errors import SettingsError
+
+if TYPE_CHECKING:
+    from flows.reconcile import ReconcileSummary
+
+
+@click.command("reconcile")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def reconcile_command(as_json: bool) -> None:
+    """Make channels and releases agree with MLflow's aliases, for every release file in the setting models.
+
+    What a lost webhook would have started is started; moves of channels that were left half-done are completed; an
+    alias that points at what was refused or never released is put back. Exit code 1: something could not be looked at,
+    everything else was done.
+    """
+    from tvmflow import settings as machine
+    from tvmflow.cli.prefect import prefect_server
+    from tvmflow.triggers import load
+
+    settings = machine.load()
+    if not settings.models:
+        raise SettingsError("set models (TVMFLOW_MODELS='[\"release.yaml\"]') to the release files that are managed")
+    load(settings.models)
+    with prefect_server(settings) as await_server:
+        from flows.reconcile import ReconcileSummary, reconcile
+
+        await_server()
+        ended: Any = reconcile(return_state=True)
+        summary = ReconcileSummary.model_validate(ended.result(raise_on_failure=False))
+    if as_json:
+        click.echo(json.dumps(summary.model_dump(mode="json")))
+    else:
+        _show(summary)
+    for problem in summary.problems:
+        click.echo(f"tvmflow: {problem}", err=True)
+    if summary.problems:
+        sys.exit(1)
+
+
+def _show(summary: "ReconcileSummary") -> None:
+    if not summary.findings:
+        click.echo(f"{', '.join(summary.models)}: everything agrees" if not summary.problems else "nothing was done")
+    for found in summary.findings:
+        run = f", flow run {found.flow_run}" if found.flow_run else ""
+        click.echo(f"{found.alias} {found.version}: {found.what}: {found.done}{run}")

@@ -1,0 +1,354 @@
+"""`tvmflow records`: what tuning has found, shown, moved and tidied."""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tvmflow.tuning.records import Context, Entry, Record, RecordStore
+    from tvmflow.tuning.sharing import Sharing
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+_TARGET = click.option("--target", help="Only this target, e.g. native.")
+
+
+@click.group("records")
+def records_command() -> None:
+    """List, show, export, import and prune tuning records, here and in the release store."""
+
+
+@records_command.command("list")
+@_TARGET
+@click.option("--workloads", is_flag=True, help="One line for each workload, with its key.")
+@_JSON
+def list_records(target: str | None, workloads: bool, as_json: bool) -> None:
+    """List what is known for each target, TVM version and search space."""
+    with _opened() as (store, sharing):
+        _fetch(sharing)
+        rows = [
+            row
+            for context in store.contexts()
+            if _is_wanted(context, target)
+            for row in (_by_workload(store, context) if workloads else [_summary(store, context)])
+        ]
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    if not rows:
+        click.echo(f"There are no tuning records in {str(store.folder)!r}; tune a model with `tvmflow tune`.")
+        return
+    if workloads:
+        table = _table(
+            "workload", "target", "TVM", "space", "records", "trials", "best us", "/ untuned", "newest (UTC)"
+        )
+        for row in rows:
+            table.add_row(
+                row["key"],
+                _short(row["target"]),
+                row["tvm_version"],
+                row["space_version"],
+                str(row["records"]),
+                str(row["trials"]),
+                _us(row["best_seconds"]),
+                _ratio(row["ratio"]),
+                _when(row["newest"]),
+            )
+    else:
+        table = _table("target", "TVM", "space", "workloads", "records", "trials", "best / untuned", "newest (UTC)")
+        for row in rows:
+            table.add_row(
+                _short(row["target"]),
+                row["tvm_version"],
+                row["space_version"],
+                str(row["workloads"]),
+                str(row["records"]),
+                str(row["trials"]),
+                _ratio(row["ratio"]),
+                _when(row["newest"]),
+            )
+    _print(table)
+
+
+@records_command.command("show")
+@click.argument("key")
+@_TARGET
+@_JSON
+def show_record(key: str, target: str | None, as_json: bool) -> None:
+    """Show what is known of the workload KEY, or a beginning of it: its function, history, and its best schedule."""
+    from tvmflow.errors import InputError
+    from tvmflow.tuning.records import Effort, Record, context_of
+
+    with _opened() as (store, sharing):
+        _fetch(sharing)
+        entries = [entry for entry in store.entries() if entry.key.startswith(key)]
+        entries = [entry for entry in entries if _is_wanted(context_of(entry), target)]
+    keys = sorted({entry.key for entry in entries})
+    if len(keys) != 1:
+        told = f"is the beginning of {len(keys)} keys: {', '.join(keys[:5])}" if keys else "is no key of a record"
+        raise InputError(f"{key!r} {told}; `tvmflow records list --workloads` lists them")
+    records = sorted((e for e in entries if isinstance(e, Record)), key=lambda record: record.created_at)
+    efforts = [entry for entry in entries if isinstance(entry, Effort)]
+    workload = next((e.workload for e in entries if not isinstance(e, Effort) and e.workload), "")
+    best = min((r for r in records if context_of(r).is_current), key=lambda record: record.seconds, default=None)
+    function, schedule = _function(workload), None if best is None else _schedule(best)
+    if as_json:
+        history = [
+            {name: value for name, value in vars(record).items() if name not in ("workload", "trace")}
+            for record in records
+        ]
+        document = {"key": keys[0], "function": function, "history": history, "schedule": schedule}
+        click.echo(json.dumps({**document, "trials": sum(effort.trials for effort in efforts)}))
+        return
+    click.echo(f"workload {keys[0]}, {sum(effort.trials for effort in efforts)} trials")
+    if function is not None:
+        click.echo(f"\n{function.rstrip()}")
+    if records:
+        table = _table("when (UTC)", "target", "TVM", "space", "tuner", "trial", "us", "/ untuned")
+        for record in records:
+            ratio = record.seconds / record.baseline_seconds if record.baseline_seconds else None
+            table.add_row(
+                _when(record.created_at),
+                _short(record.target),
+                record.tvm_version,
+                record.space_version,
+                record.tuner,
+                str(record.trial),
+                _us(record.seconds),
+                _ratio(ratio),
+            )
+        _print(table)
+    if schedule is not None:
+        click.echo(f"The best for this TVM and search space:\n\n{schedule.rstrip()}")
+
+
+@records_command.command("export")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--all", "everything", is_flag=True, help="Everything, not only the best record of each workload.")
+@_TARGET
+@_JSON
+def export(file: Path, everything: bool, target: str | None, as_json: bool) -> None:
+    """Write the best record of each workload, and the trials spent on it, to FILE as JSON lines."""
+    from tvmflow.tuning.imports import export_records
+    from tvmflow.tuning.records import Effort, context_of, write_entries
+
+    with _opened() as (store, sharing):
+        _fetch(sharing)
+        entries = [entry for entry in export_records(store, everything) if _is_wanted(context_of(entry), target)]
+    write_entries(file, entries)
+    number = sum(not isinstance(entry, Effort) for entry in entries)
+    if as_json:
+        click.echo(json.dumps({"file": str(file), "records": number}))
+    else:
+        click.echo(f"{number} records written to {file}")
+
+
+@records_command.command("import")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@click.option("--target", help="What MetaSchedule's records were measured on, e.g. native; by default what they say.")
+@_JSON
+def import_(files: tuple[Path, ...], target: str | None, as_json: bool) -> None:
+    """Take over the records in FILES: our own files and folders, or MetaSchedule's JSON databases.
+
+    Of a database those are taken that replay on their workload and, where this machine can run them, are right.
+    """
+    from tvmflow.target import resolve
+    from tvmflow.tuning.imports import import_metaschedule, import_records, is_database
+
+    place = None if target is None else resolve(target)
+    documents = []
+    with _opened() as (store, sharing):
+        _fetch(sharing)
+        for file in files:
+            done = import_metaschedule(store, file, place) if is_database(file) else import_records(store, file)
+            documents.append({"file": str(file), "read": done.read, "taken": done.taken, "refused": done.refused})
+            if not as_json:
+                why = "".join(f"; {number} not: {reason}" for reason, number in done.refused.items())
+                click.echo(f"{file}: {done.taken} of {done.read} records taken{why}")
+        store.close()
+        if sharing is not None:
+            _attempt(sharing.send)
+    if as_json:
+        click.echo(json.dumps(documents))
+
+
+@records_command.command("prune")
+@click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Records kept per workload.")
+@_JSON
+def prune(keep: int, as_json: bool) -> None:
+    """Keep the fastest records of each workload for this TVM and search space, and drop all others.
+
+    What a run is writing meanwhile is not lost: it is left for the next time.
+    """
+    with _opened() as (store, sharing):
+        # What was not fetched must not be removed.
+        reached = _fetch(sharing)
+        done = store.prune(keep)
+        removed = 0
+        if sharing is not None and reached and _attempt(sharing.send) is not None:
+            removed = _attempt(sharing.clear) or 0
+    if as_json:
+        click.echo(json.dumps({"before": done.before, "after": done.after, "files": done.files, "objects": removed}))
+    else:
+        there = f" and {removed} in the release store" if removed else ""
+        click.echo(f"{done.after} of {done.before} entries kept, {done.files} files{there} removed")
+
+
+@contextmanager
+def _opened() -> "Iterator[tuple[RecordStore, Sharing | None]]":
+    """The records of the state folder, and the release store's where the settings name one."""
+    from tvmflow import settings as machine
+    from tvmflow.tuning.records import RecordStore
+    from tvmflow.tuning.sharing import Sharing
+
+    settings = machine.load()
+    store = RecordStore(settings.state / "records")
+    if not settings.share_records or not (settings.s3_endpoint or settings.s3_bucket):
+        yield store, None
+        return
+    from tvmflow.services import open_records, open_store
+
+    with open_store(settings) as releases:
+        shared = open_records(settings, releases)
+        yield store, None if shared is None else Sharing(store, shared)
+
+
+def _fetch(sharing: "Sharing | None") -> bool:
+    """Bring what the release store knows here; False where that failed."""
+    return sharing is None or _attempt(sharing.fetch) is not None
+
+
+def _attempt(action: Callable[[], int]) -> int | None:
+    """Do something with the release store; one that fails is told, and what is here goes on."""
+    from tvmflow.errors import StoreError
+
+    try:
+        return action()
+    except StoreError as error:
+        click.echo(f"only the records of this machine: {error}", err=True)
+        return None
+
+
+def _is_wanted(context: "Context", target: str | None) -> bool:
+    from tvmflow.target import resolve
+
+    return target is None or context.target == resolve(target).canonical
+
+
+def _summary(store: "RecordStore", context: "Context") -> dict[str, Any]:
+    """One target and versions: how much is known, and the geometric mean of best over untuned times."""
+    rows = _by_workload(store, context)
+    ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+    return {
+        **asdict(context),
+        "workloads": len(rows),
+        "records": sum(row["records"] for row in rows),
+        "trials": sum(row["trials"] for row in rows),
+        "ratio": statistics.geometric_mean(ratios) if ratios else None,
+        "newest": max(row["newest"] for row in rows),
+    }
+
+
+def _by_workload(store: "RecordStore", context: "Context") -> list[dict[str, Any]]:
+    """Each workload of a target and versions, the slowest first; a workload without a record counts as not faster."""
+    from tvmflow.tuning.records import Effort, Record
+
+    groups: dict[str, list[Entry]] = {}
+    for entry in store.entries(context):
+        groups.setdefault(entry.key, []).append(entry)
+    rows = []
+    for key, entries in groups.items():
+        best = min((e for e in entries if isinstance(e, Record)), key=lambda record: record.seconds, default=None)
+        efforts = [entry for entry in entries if isinstance(entry, Effort)]
+        untuned = [effort.baseline_seconds for effort in efforts if effort.baseline_seconds]
+        seconds = best.seconds if best is not None else (untuned[-1] if untuned else None)
+        ratio = None
+        if best is None:
+            ratio = 1.0 if untuned else None
+        elif best.baseline_seconds:
+            ratio = best.seconds / best.baseline_seconds
+        rows.append(
+            {
+                "key": key,
+                **asdict(context),
+                "records": sum(isinstance(entry, Record) for entry in entries),
+                "trials": sum(effort.trials for effort in efforts),
+                "best_seconds": seconds,
+                "ratio": ratio,
+                "newest": max(entry.created_at for entry in entries),
+            }
+        )
+    return sorted(rows, key=lambda row: -(row["best_seconds"] or 0.0))
+
+
+def _function(workload: str) -> str | None:
+    """A workload as TVMScript, None where it is not known or this TVM cannot read it."""
+    from tvm import ir
+
+    try:
+        return str(ir.load_json(workload).script()) if workload else None
+    except Exception:  # Written by another TVM, which raises whatever it likes.
+        return None
+
+
+def _schedule(record: "Record") -> str:
+    """A record's trace as the steps that it stands for; as it is where it does not replay."""
+    from tvmflow.tuning.records import steps
+
+    try:
+        return steps(record)
+    except Exception:  # TVM raises whatever it likes for a trace that does not fit.
+        return record.trace
+
+
+def _table(*columns: str) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        left = column in ("workload", "target", "TVM", "space", "tuner", "newest (UTC)", "when (UTC)")
+        table.add_column(column, no_wrap=True, justify="left" if left else "right")
+    return table
+
+
+def _print(table: "Table") -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _short(target: str) -> str:
+    """A target for people: its name where a preset has it, else what tells CPUs apart."""
+    from tvmflow.errors import TargetError
+    from tvmflow.target import presets, resolve
+
+    for name in presets():
+        try:
+            if resolve(name).canonical == target:
+                return name
+        except TargetError:
+            continue
+    tvm = json.loads(target)
+    words = [tvm.get("mcpu") or tvm.get("arch") or tvm.get("mtriple"), f"{tvm.get('num-cores', 1)} cores"]
+    return " ".join(str(word) for word in (tvm.get("kind"), *words) if word)
+
+
+def _us(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:.1f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _when(text: str) -> str:
+    return text[:19].replace("T", " ")

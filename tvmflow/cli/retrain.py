@@ -1,0 +1,122 @@
+"""`tvmflow retrain` and `tvmflow notify`: a model trained anew, now, or when its deployment hears of new data."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_EVENT = "tvmflow.data.arrived"
+_RESOURCE = "tvmflow.model."
+
+
+@click.command("retrain")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--set", "chosen", multiple=True, metavar="KEY=VALUE", help="An argument of the training; repeatable.")
+@click.option("--why", default="", help="A word on the occasion, kept with the verdict.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def retrain_command(file: Path, chosen: tuple[str, ...], why: str, as_json: bool) -> None:
+    """Train the model of FILE anew and release it if it is at least as good as what production holds.
+
+    Both are judged by validate.task on the same held-out data. Exit code 3: it is not, and production is as it was.
+    """
+    from rich.console import Console
+
+    from tvmflow import promotion
+    from tvmflow import settings as machine
+    from tvmflow import spec as release_file
+    from tvmflow.cli.display import RichReporter
+    from tvmflow.cli.prefect import prefect_server
+    from tvmflow.cli.release import show
+
+    arguments = _arguments(chosen)
+    release_file.load(file)
+    settings = machine.load()
+    console = Console(stderr=True)
+    if not as_json:
+        console.print(f"Retraining [bold]{file}[/]", highlight=False)
+    with prefect_server(settings) as await_server, RichReporter(console).live():
+        import mlflow  # noqa: F401
+        from flows.retrain import RetrainSummary, retrain
+
+        await_server()
+        summary = RetrainSummary.model_validate(retrain(str(file), arguments, why=why, who=promotion.person()))
+    if as_json:
+        click.echo(json.dumps(summary.model_dump(mode="json")))
+        return
+    output = Console(width=None if sys.stdout.isatty() else 120)
+    show(summary.release, settings, output)
+    output.print(f"verdict  passed: {summary.evaluation.reason}", highlight=False, soft_wrap=True)
+    output.print(f"source   models:/{summary.source}, run {summary.mlflow_run_id}", highlight=False, soft_wrap=True)
+
+
+@click.command("notify")
+@click.argument("name")
+@click.option("--set", "chosen", multiple=True, metavar="KEY=VALUE", help="An argument of the training; repeatable.")
+@click.option("--why", default="", help="A word on the occasion, kept with the verdict.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def notify_command(name: str, chosen: tuple[str, ...], why: str, as_json: bool) -> None:
+    """Say that there is new data for the model NAME: its deployment retrain/NAME starts.
+
+    It emits Prefect's event tvmflow.data.arrived, as any program may; `tvmflow deploy` registers what listens to it.
+    """
+    from tvmflow import settings as machine
+    from tvmflow.cli.prefect import answers, point_at_server
+    from tvmflow.errors import PrefectError
+
+    arguments = _arguments(chosen)
+    settings = machine.load()
+    point_at_server(settings)
+    if not answers(settings.prefect_api_url or "", 10.0):
+        raise PrefectError(
+            f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
+            "prefect_api_url"
+        )
+    event = _emit(name, {"arguments": arguments, "why": why or "new data"})
+    if as_json:
+        click.echo(json.dumps({"event": _EVENT, "id": event, "resource": f"{_RESOURCE}{name}"}))
+    else:
+        click.echo(f"event {_EVENT} of {_RESOURCE}{name} is with Prefect at {settings.prefect_api_url}")
+
+
+def _emit(name: str, payload: dict[str, Any]) -> str:
+    """Emit the event and return its id once the server has it."""
+    import asyncio
+
+    from prefect.events import Event
+    from prefect.events.clients import get_events_client
+
+    from tvmflow.errors import PrefectError
+    from tvmflow.usercode import describe
+
+    event = Event(event=_EVENT, resource={"prefect.resource.id": f"{_RESOURCE}{name}"}, payload=payload)  # type: ignore[arg-type]
+
+    async def send() -> None:
+        async with get_events_client() as client:
+            await client.emit(event)
+
+    try:
+        asyncio.run(send())
+    except Exception as error:  # Whatever a websocket or Prefect raises: the event is not there.
+        raise PrefectError(f"Prefect did not take the event ({describe(error)}); look at its server's log") from error
+    return str(event.id)
+
+
+def _arguments(chosen: "Sequence[str]") -> dict[str, Any]:
+    """The arguments of `--set`: values are read as YAML, as in a release file."""
+    import yaml
+
+    arguments = {}
+    for item in chosen:
+        key, separator, value = item.partition("=")
+        if not separator or not key.isidentifier():
+            raise click.BadParameter(f"{item!r} is not of the form KEY=VALUE", param_hint="--set")
+        try:
+            arguments[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise click.BadParameter(f"the value of {key!r} is not valid YAML; quote it", param_hint="--set") from error
+    return arguments

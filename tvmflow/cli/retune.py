@@ -1,0 +1,55 @@
+"""`tvmflow retune`: spend time on what costs most in production; a faster build becomes a release."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command("retune")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="The time to spend on tuning, of all targets together.",
+)
+@click.option("--channel", default="production", show_default=True, help="The channel that holds what to make faster.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def retune_command(file: Path, minutes: float, channel: str, as_json: bool) -> None:
+    """Tune the workloads that cost most in what production holds of FILE's model, and release a faster build.
+
+    A build that is not measured faster, beside the one in production, is no release; what was found is kept as records.
+    """
+    from rich.console import Console
+
+    from tvmflow import settings as machine
+    from tvmflow import spec as release_file
+    from tvmflow.cli.display import RichReporter
+    from tvmflow.cli.prefect import prefect_server
+    from tvmflow.cli.release import show
+
+    release_file.load(file)
+    settings = machine.load()
+    console = Console(stderr=True)
+    if not as_json:
+        console.print(f"Retuning [bold]{file}[/]", highlight=False)
+    with prefect_server(settings) as await_server, RichReporter(console).live():
+        import mlflow  # noqa: F401
+        from flows.retune import RetuneSummary, retune
+
+        await_server()
+        summary = RetuneSummary.model_validate(retune(str(file), minutes=minutes, channel=channel))
+    if as_json:
+        click.echo(json.dumps(summary.model_dump(mode="json")))
+        return
+    output = Console(width=None if sys.stdout.isatty() else 120)
+    if summary.release is not None:
+        show(summary.release, settings, output)
+    for item in summary.targets:
+        output.print(
+            f"{item.target}: {item.trials} trials on {', '.join(item.functions)}", highlight=False, soft_wrap=True
+        )
+    output.print(f"verdict  {summary.reason}, run {summary.mlflow_run_id}", highlight=False, soft_wrap=True)

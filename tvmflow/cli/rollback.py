@@ -1,0 +1,35 @@
+"""`tvmflow rollback`: move a channel back."""
+
+import dataclasses
+import json
+
+import click
+
+
+@click.command("rollback")
+@click.argument("name")
+@click.option("--channel", required=True, help="The channel to move back, e.g. production.")
+@click.option("--to", metavar="VERSION", help="A version that the channel has held; by default the one before.")
+@click.option("--why", default="", help="Kept in the channel's history.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def rollback_command(name: str, channel: str, to: str | None, why: str, as_json: bool) -> None:
+    """Move a channel of NAME back to the release that it held before: alias and pointer, its digests checked.
+
+    Again, it goes one further back. No gates are run.
+    """
+    from tvmflow import promotion
+    from tvmflow import settings as machine
+    from tvmflow.services import open_services
+    from tvmflow.spec import RegistrySection, Store
+
+    with open_services(machine.load(), Store(), RegistrySection()) as services:
+        before, after = promotion.rollback(services, name, channel, who=promotion.person(), why=why, to=to)
+    moved = before != after
+    if as_json:
+        last = dataclasses.asdict(after.last)
+        document = {"name": name, "channel": channel, "version": after.version, "from_version": before.version}
+        click.echo(json.dumps({**document, "moved": moved, "move": last}))
+    elif moved:
+        click.echo(f"{name}: {channel} moved back from {before.version} to {after.version}")
+    else:
+        click.echo(f"{name}: {channel} holds {after.version} already")

@@ -1,0 +1,119 @@
+"""`tvmflow tune`: spend a budget on a model's workloads; what is found serves every later release."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tasks.tune import TuneResult
+    from tvmflow.spec import Tune
+    from tvmflow.workspace import Outcome
+
+
+@click.command("tune")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="The time to spend, for each target.")
+@click.option("--trials", type=click.IntRange(min=0), help="Trials to measure in all, earlier ones included.")
+@click.option("--device", metavar="KEY", help="Measure on the devices with this key, not here.")
+@click.option("--tracker", metavar="HOST:PORT", help="The devices' tracker, by default that of `tvmflow devices up`.")
+@click.option("--target", "targets", multiple=True, help="Tune for this target instead of the file's; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def tune_command(
+    file: Path,
+    minutes: float | None,
+    trials: int | None,
+    device: str | None,
+    tracker: str | None,
+    targets: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Tune the model that FILE describes, for --minutes or --trials, here or on devices; nothing is released.
+
+    The budget is the file's own where none is given. What is faster becomes a record at once: an interrupt loses
+    nothing, the next run goes on, and the next release uses it.
+    """
+    if minutes is not None and trials is not None:
+        raise click.UsageError("--minutes and --trials are two budgets; give one")
+    if tracker is not None and device is None:
+        raise click.UsageError("--tracker says where devices are found; name their key with --device")
+    from rich.console import Console
+
+    from tvmflow import settings as machine
+    from tvmflow import spec as release_file
+    from tvmflow.cli.devices import own_tracker, tracker_address
+    from tvmflow.cli.display import RichReporter
+
+    spec = release_file.load(file)
+    settings = machine.load()
+    if targets:
+        document = spec.model_dump(mode="json", by_alias=True)
+        spec = release_file.parse({**document, "targets": list(targets)}, spec.folder)
+    budget = _budget(spec.tune, minutes, trials)
+    address = None
+    if device is not None:
+        address = str(tracker_address(tracker or own_tracker(settings.state)))
+    from tasks import export, relax_import, train, tune
+    from tasks.step import Context
+    from tvmflow.services import open_services, open_workspace
+
+    measured_on = None if device is None or address is None else tune.MeasuredOn(key=device, tracker=address)
+    console = Console(stderr=True)
+    if not as_json:
+        console.print(f"Tuning [bold]{file}[/]", highlight=False)
+    with (
+        open_services(settings, spec.store, spec.registry) as services,
+        RichReporter(console).live(),
+    ):
+        context = Context(spec, settings, open_workspace(settings, services.store, spec.store), services)
+        trained = train.train.fn(context) if spec.train is not None else None
+        exported = export.export.fn(context, trained)
+        imported = relax_import.relax_import.fn(context, exported)
+        tuned = {
+            target.name: tune.tune_more.fn(context, imported, target, budget, measured_on)
+            for target in spec.resolved_targets()
+        }
+    if as_json:
+        found = {name: outcome.result.model_dump(mode="json", exclude={"sources"}) for name, outcome in tuned.items()}
+        click.echo(json.dumps({"name": spec.name, "device": device, "targets": found}))
+        return
+    output = Console(width=None if sys.stdout.isatty() else 120)
+    for name, outcome in tuned.items():
+        _show(name, outcome, output)
+
+
+def _budget(own: "Tune", minutes: float | None, trials: int | None) -> "Tune":
+    """The budget of this run: what was given, else the release file's. Raises UsageError when neither says any."""
+    if minutes is None and trials is None:
+        if not own.minutes and not own.trials:
+            raise click.UsageError("the release file has no tuning budget; give --minutes or --trials")
+        return own
+    return own.model_copy(update={"minutes": minutes, "trials": trials})
+
+
+def _show(target: str, outcome: "Outcome[TuneResult]", console: "Console") -> None:
+    """Print the workloads, the costliest first: microseconds of a call before and after."""
+    from rich import box
+    from rich.table import Table
+
+    result = outcome.result
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("workload", "calls", "before us", "now us", "now / before", "trials", ""):
+        table.add_column(column, no_wrap=column != "", justify="left" if column in ("workload", "") else "right")
+    for item in sorted(result.workloads, key=lambda item: -item.calls * (item.best_seconds or 0.0)):
+        before, now = item.baseline_seconds, item.best_seconds
+        table.add_row(
+            item.name,
+            str(item.calls),
+            "-" if before is None else f"{before * 1e6:.1f}",
+            "-" if now is None else f"{now * 1e6:.1f}",
+            "-" if before is None or now is None else f"{now / before:.2f}",
+            str(item.trials),
+            item.reason or item.status,
+        )
+    console.print(f"{target}: {result.coverage}, {result.trials} trials in {outcome.seconds:.0f} s")
+    console.print(table)

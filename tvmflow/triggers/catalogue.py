@@ -1,0 +1,120 @@
+"""The catalogue: the release files that an installation manages, and what an alias in MLflow means to it."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tvmflow import spec as release_file
+from tvmflow.errors import SettingsError
+from tvmflow.spec import Spec
+
+_SOURCE = re.compile(r"models:/(?P<model>[^/@]+)@(?P<alias>[^/@]+)")
+
+
+@dataclass(frozen=True)
+class Alias:
+    """An alias of a registered model in MLflow, e.g. `production` of `digits`."""
+
+    model: str
+    alias: str
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.alias}"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A run of a deployment that is wanted; the tag says what for, so that the runs of one wish can be found."""
+
+    deployment: str
+    parameters: dict[str, Any]
+    tag: str
+
+
+@dataclass(frozen=True)
+class Managed:
+    """A release file of the catalogue, by its absolute path."""
+
+    file: Path
+    spec: Spec
+
+    @property
+    def name(self) -> str:
+        """The name of its releases."""
+        return self.spec.name
+
+    @property
+    def compiled(self) -> str:
+        """The registered model whose versions are its releases."""
+        return self.spec.registry.model or self.spec.name
+
+    @property
+    def source(self) -> Alias | None:
+        """The alias in MLflow that names the model to release; None when the model is not named by one."""
+        named = _SOURCE.fullmatch(self.spec.model.mlflow or "")
+        return Alias(named["model"], named["alias"]) if named else None
+
+    def has_channel(self, alias: str) -> bool:
+        """Whether the alias is a channel: one of those that the file names, any when it names none."""
+        return not self.spec.channels or alias in self.spec.channels
+
+    def release(self, version: str) -> Wish:
+        """To release that version of the source model.
+
+        The flow releases what the alias names when it starts: where it has moved on by then, the latest wish wins.
+        """
+        tag = f"source:{self.source.model if self.source else ''}/{version}"
+        return Wish(f"release/{self.name}", {"file": str(self.file)}, tag)
+
+    def promote(self, channel: str, version: str, *, who: str, why: str) -> Wish:
+        """To promote that release to a channel."""
+        parameters = {"name": self.name, "version": version, "channel": channel, "who": who, "why": why}
+        return Wish(f"promote/{self.name}", parameters, f"promote:{channel}/{version}")
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The release files that are managed, each with names of its own."""
+
+    entries: tuple[Managed, ...]
+
+    def wish(self, alias: Alias, version: str) -> Wish | None:
+        """What setting the alias to that version asks for; None when it is not managed here."""
+        for entry in self.entries:
+            if alias == entry.source:
+                return entry.release(version)
+            if alias.model == entry.compiled and entry.has_channel(alias.alias):
+                why = f"the alias {alias} was set to {version} in MLflow"
+                return entry.promote(alias.alias, version, who="mlflow", why=why)
+        return None
+
+
+def load(files: Iterable[Path]) -> Catalogue:
+    """Read the release files.
+
+    Raises SpecError for one that is missing or wrong, SettingsError naming both when two claim the same names.
+    """
+    entries = tuple(Managed(file.absolute(), release_file.load(file)) for file in dict.fromkeys(files))
+    claimed: dict[tuple[str, str], Managed] = {}
+    for entry in entries:
+        for kind, name in (
+            ("name", entry.name),
+            ("registered model", entry.compiled),
+            *((("source", str(entry.source)),) if entry.source else ()),
+        ):
+            other = claimed.setdefault((kind, name), entry)
+            if other is not entry:
+                raise SettingsError(
+                    f"{str(other.file)!r} and {str(entry.file)!r} both have the {kind} {name!r}; "
+                    "rename one, or leave one out of the setting models"
+                )
+    for entry in entries:
+        released = claimed.get(("registered model", entry.source.model)) if entry.source else None
+        if released is not None:
+            raise SettingsError(
+                f"{str(entry.file)!r} releases the registered model {released.compiled!r}, whose versions are the "
+                f"releases of {str(released.file)!r}; name a PyTorch or ONNX model in model.mlflow"
+            )
+    return Catalogue(entries)

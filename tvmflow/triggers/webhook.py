@@ -1,0 +1,93 @@
+"""MLflow's webhooks: who sent a delivery, how old it is, and what it says.
+
+Signed as Standard Webhooks are: base64(HMAC-SHA256(secret, "{delivery id}.{timestamp}.{body}")) after `v1,`.
+"""
+
+import base64
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+PATH = "/webhooks/mlflow"
+SIGNATURE_HEADER = "X-MLflow-Signature"
+DELIVERY_HEADER = "X-MLflow-Delivery-Id"
+TIMESTAMP_HEADER = "X-MLflow-Timestamp"
+# MLflow signs once and repeats what it signed for some seconds; clocks differ.
+MAX_AGE_SECONDS = 300
+_VERSION = "v1"
+_MAX_ID = 100
+_SECONDS = re.compile(r"[0-9]{1,12}")
+
+
+class Refused(Exception):
+    """A delivery that is not taken: the HTTP status and the reason to answer with."""
+
+    def __init__(self, status: Literal[401, 422], reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+class _Set(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: str = Field(min_length=1)
+    alias: str = Field(min_length=1)
+    version: str = Field(pattern=r"^[1-9][0-9]*$")
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    entity: str
+    action: str
+    data: dict[str, object]
+
+
+@dataclass(frozen=True)
+class AliasSet:
+    """The delivery that says: the alias of a registered model was set to a version."""
+
+    delivery: str
+    name: str
+    alias: str
+    version: str
+
+
+def sign(secret: str, delivery: str, timestamp: str, body: bytes) -> str:
+    """The signature of a delivery, as MLflow makes it."""
+    content = f"{delivery}.{timestamp}.".encode() + body
+    digest = hmac.new(secret.encode(), content, hashlib.sha256).digest()
+    return f"{_VERSION},{base64.b64encode(digest).decode()}"
+
+
+def read(secret: str, headers: Mapping[str, str], body: bytes, now: float) -> AliasSet | None:
+    """What a delivery says; None for an event of another kind. `now` is in seconds since 1970.
+
+    Raises Refused: 401 for a wrong signature or one that is older or newer than five minutes, 422 for what MLflow
+    does not send. Nothing of the body is looked at before the signature is found right.
+    """
+    delivery, timestamp = headers.get(DELIVERY_HEADER, ""), headers.get(TIMESTAMP_HEADER, "")
+    signature = headers.get(SIGNATURE_HEADER, "")
+    # As bytes: a header may hold what is not ASCII, which strings are not compared with in constant time.
+    if not hmac.compare_digest(sign(secret, delivery, timestamp, body).encode(), signature.encode()):
+        raise Refused(401, "the signature is wrong")
+    if not _SECONDS.fullmatch(timestamp) or abs(now - int(timestamp)) > MAX_AGE_SECONDS:
+        raise Refused(401, f"the delivery is not of the last {MAX_AGE_SECONDS} seconds")
+    if not 0 < len(delivery) <= _MAX_ID:
+        raise Refused(422, "the delivery has no usable id")
+    try:
+        event = _Body.model_validate_json(body)
+        if (event.entity, event.action) != ("model_version_alias", "created"):
+            return None
+        said = _Set.model_validate(event.data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise Refused(422, f"{where}: {first['msg']}") from error
+    return AliasSet(delivery, said.name, said.alias, said.version)
