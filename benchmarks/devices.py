@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from commandline import new_parser, positive
+from commandline import new_parser, positive, state_folder
 
 from tvmflow.runtime.tracker import Address
 from tvmflow.target import resolve
@@ -194,7 +194,7 @@ def main() -> int:
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.getLogger("tvmflow").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="tvmflow-devices-") as folder:
+    with tempfile.TemporaryDirectory(prefix="devices-", dir=state_folder(given)) as folder:
         outcome = run(Path(folder), given.kills, given.devices, given.threads, given.seed)
     print(
         f"{outcome.servers_killed} servers, {outcome.sessions_killed} sessions and {outcome.trackers_killed} trackers "

@@ -1,9 +1,8 @@
 """Promotions that wait for a person: which there are, and answering one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from flows.deployments import connected
 from tvmflow.errors import PrefectError
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ def waiting() -> list[dict[str, Any]]:
     Of each `run`, the flow run's id; `name`, `version`, `channel`, `who` asked and `why`; `since` (UTC, ISO 8601); and
     `report`, what was found, in Markdown. Raises PrefectError.
     """
-    with _client() as client:
+    with connected("look for promotions that wait") as client:
         return [_told(client, run) for run in _suspended(client)]
 
 
@@ -26,7 +25,7 @@ def answer(run: str, *, approve: bool, who: str, why: str) -> dict[str, Any]:
 
     The run goes on from there: it moves the channel, or keeps the refusal. Raises PrefectError when none waits there.
     """
-    with _client() as client:
+    with connected("answer the promotion") as client:
         runs = _suspended(client)
         found = [item for item in runs if str(item.id).startswith(run.lower())]
         if len(found) != 1:
@@ -70,19 +69,3 @@ def _told(client: "SyncPrefectClient", run: "FlowRun") -> dict[str, Any]:
     parameters = {key: str(run.parameters.get(key, "")) for key in ("name", "version", "channel", "who", "why")}
     since = run.state.timestamp.isoformat(timespec="seconds") if run.state is not None else ""
     return {"run": str(run.id), **parameters, "since": since, "report": str(reports[0].data) if reports else ""}
-
-
-@contextmanager
-def _client() -> "Iterator[SyncPrefectClient]":
-    """Prefect's client; what goes wrong becomes one sentence."""
-    import httpx
-    from prefect.client.orchestration import get_client
-
-    try:
-        with get_client(sync_client=True) as client:
-            yield client
-    except httpx.HTTPError as error:
-        raise PrefectError(
-            f"Prefect's server does not answer as it should ({str(error) or type(error).__name__}); start it, or "
-            "correct the setting prefect_api_url"
-        ) from error

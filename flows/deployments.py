@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ def start(deployment: str, parameters: Mapping[str, Any], *, key: str | None = N
     `parameters` come over those of the deployment. The same `key` again gives the run that it started before.
     Raises PrefectError when the server does not answer, refuses, or has no such deployment.
     """
-    with _client(f"start {deployment}") as client:
+    with connected(f"start {deployment}") as client:
         found = _deployment(client, deployment)
         if found is None:
             raise PrefectError(f"There is no deployment {deployment!r}; register it with `tvmflow deploy`.")
@@ -66,7 +66,7 @@ def start(deployment: str, parameters: Mapping[str, Any], *, key: str | None = N
 
 def registered(deployment: str) -> bool:
     """Whether the server has the deployment `FLOW/NAME`. Raises PrefectError."""
-    with _client(f"look for {deployment}") as client:
+    with connected(f"look for {deployment}") as client:
         return _deployment(client, deployment) is not None
 
 
@@ -75,16 +75,40 @@ def active(deployment: str, tags: Sequence[str] = ()) -> list[Run]:
 
     Those that a schedule foresees for later are not among them. Raises PrefectError.
     """
-    with _client(f"look for runs of {deployment}") as client:
+    with connected(f"look for runs of {deployment}") as client:
         runs = _runs(client, deployment, tags, _ACTIVE)
     return [_run(run, deployment) for run in runs if not _foreseen(run)]
 
 
 def ended(deployment: str, tags: Sequence[str] = ()) -> list[Run]:
     """The runs of a deployment that came to an end, well or not, with all of these tags; the oldest first."""
-    with _client(f"look for runs of {deployment}") as client:
+    with connected(f"look for runs of {deployment}") as client:
         runs = _runs(client, deployment, tags, _ENDED)
     return [_run(run, deployment) for run in runs]
+
+
+@contextmanager
+def one_at_a_time(name: str) -> Iterator[None]:
+    """Wait until no other flow run releases, retrains or retunes this model, and keep others waiting.
+
+    So it is on a server where `register` was called for the model; elsewhere nobody waits. Prefect takes the place of a
+    run that died back within five minutes.
+    """
+    from prefect.concurrency.sync import concurrency
+    from prefect.exceptions import ObjectNotFound
+
+    limit = _limit(name)
+    with connected("look for the limit of its runs") as client:
+        try:
+            client.read_global_concurrency_limit_by_name(limit)
+        except ObjectNotFound:
+            limit = ""
+    with concurrency(limit) if limit else nullcontext():
+        yield
+
+
+def _limit(name: str) -> str:
+    return f"{_TAG}-{name}"
 
 
 @dataclass(frozen=True)
@@ -142,7 +166,9 @@ def register(entries: Sequence[Managed], pool: str, targets: Sequence[str] = ())
         said = " ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-1:])
         raise PrefectError(f"`prefect deploy` failed ({said[:300]}); correct what it names and run again.")
     wanted = {f"{_flow(deployment)}/{deployment['name']}": deployment for deployment in document["deployments"]}
-    with _client("read the deployments") as client:
+    with connected("read the deployments") as client:
+        for entry in entries:
+            client.upsert_global_concurrency_limit_by_name(_limit(entry.name), 1)
         _remove_others(client, {entry.name for entry in entries}, set(wanted))
         found = {name: _deployment(client, name) for name in wanted}
     return [
@@ -168,7 +194,7 @@ def ensure_pool(name: str, kind: PoolType | None = None, image: str | None = Non
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectNotFound
 
-    with _client(f"create the work pool {name!r}") as client:
+    with connected(f"create the work pool {name!r}") as client:
         try:
             found = client.read_work_pool(name)
         except ObjectNotFound:
@@ -296,7 +322,7 @@ def _deployment(client: "SyncPrefectClient", deployment: str) -> "DeploymentResp
 
 
 @contextmanager
-def _client(action: str) -> "Iterator[SyncPrefectClient]":
+def connected(action: str) -> "Iterator[SyncPrefectClient]":
     """Prefect's client of the server that its own settings name; what goes wrong becomes one sentence."""
     import httpx
     from prefect.client.orchestration import get_client

@@ -308,7 +308,7 @@ def pools_of(settings: Settings, targets: tuple[Target, ...]) -> dict[str, str]:
 def _check_pool(target: str, pool: str) -> None:
     from prefect.exceptions import ObjectNotFound
 
-    with deployments._client(f"look for the work pool {pool}") as client:
+    with deployments.connected(f"look for the work pool {pool}") as client:
         try:
             found = client.read_work_pool(pool)
         except ObjectNotFound as error:
@@ -487,7 +487,7 @@ def _ended(run_id: UUID, job: MakeJob, progressed: Progress, interrupted: thread
     beat, heard = None, time.monotonic()
     looked = heard
     while not interrupted.wait(_POLL_SECONDS):
-        with deployments._client(f"follow the run that makes {job.target}") as client:
+        with deployments.connected(f"follow the run that makes {job.target}") as client:
             run = client.read_flow_run(run_id)
             if run.state is not None and run.state.is_final():
                 return run
@@ -515,7 +515,7 @@ def _ended(run_id: UUID, job: MakeJob, progressed: Progress, interrupted: thread
 
 def _end(run_id: UUID, job: MakeJob, state: "State[Any]") -> None:
     try:
-        with deployments._client(f"end the run that makes {job.target}") as client:
+        with deployments.connected(f"end the run that makes {job.target}") as client:
             client.set_flow_run_state(run_id, state, force=state.is_crashed())
     except TvmflowError as error:
         _log.warning("%s", error)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from prefect import flow
 
+from flows.deployments import one_at_a_time
 from flows.make import make_here, make_on_pool, measured_here, pools_of, refuse_unverifiable
 from flows.promote import PromotionSummary, automatic
 from tasks.benchmark import Point
@@ -76,21 +77,26 @@ def release(
     targets: list[str] | None = None,
     trials: int | None = None,
     runs: int | None = None,
+    source: str | None = None,
 ) -> dict[str, Any]:
     """Release the model that a release file describes; `targets`, `trials` and `runs` override what it says.
+
+    `source` is a version of a registered PyTorch or ONNX model, as MODEL/3, to release in the place of the file's.
 
     What is released is then promoted to the file's automatic channels; a refusal there leaves the release be. Returns a
     ReleaseSummary as JSON. Raises VerdictError when a bundle is out of bounds: nothing is published then.
     """
-    spec = override(release_file.load(Path(file)), targets, trials, runs)
+    spec = override(release_file.load(Path(file)), targets, trials, runs, source)
     settings = machine.load()
-    with open_services(settings, spec.store, spec.registry) as services:
+    with one_at_a_time(spec.name), open_services(settings, spec.store, spec.registry) as services:
         workspace = open_workspace(settings, services.store, spec.store)
         context = Context(spec, settings, workspace, services)
         return release_model(context).model_dump(mode="json")
 
 
-def override(spec: Spec, targets: list[str] | None, trials: int | None, runs: int | None) -> Spec:
+def override(
+    spec: Spec, targets: list[str] | None, trials: int | None, runs: int | None, source: str | None = None
+) -> Spec:
     """The release file with the overrides of one run; `runs` is the number of timed runs of each runner in all."""
     document = spec.model_dump(mode="json", by_alias=True)
     if targets:
@@ -99,6 +105,8 @@ def override(spec: Spec, targets: list[str] | None, trials: int | None, runs: in
         document["tune"] |= {"trials": trials, "minutes": None}
     if runs is not None:
         document["benchmark"]["repeats"] = max(1, -(-runs // spec.benchmark.rounds))
+    if source is not None:
+        document |= {"model": {"mlflow": f"models:/{source}"}, "train": None, "retrain": None}
     return release_file.parse(document, spec.folder)
 
 

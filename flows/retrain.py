@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
+from flows.deployments import one_at_a_time
 from flows.release import ReleaseSummary, release_model
 from tasks.evaluate import Evaluation, evaluate, keep_verdict
 from tasks.export import export
@@ -46,7 +47,7 @@ def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", w
     """
     spec = with_arguments(release_file.load(Path(file)), arguments or {}, file)
     settings = machine.load()
-    with open_services(settings, spec.store, spec.registry) as services:
+    with one_at_a_time(spec.name), open_services(settings, spec.store, spec.registry) as services:
         workspace = open_workspace(settings, services.store, spec.store)
         return _retrain(Context(spec, settings, workspace, services), why, who).model_dump(mode="json")
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from prefect import flow
 
+from flows.deployments import one_at_a_time
 from flows.release import ReleaseSummary, override, release_model
 from tasks.build import build
 from tasks.evaluate import keep_verdict
@@ -22,11 +23,12 @@ from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.errors import StoreError, TargetError, TuneError
 from tvmflow.fetch import cache_folder
+from tvmflow.registry import Registry
 from tvmflow.services import open_services, open_workspace
 from tvmflow.store import channels
 from tvmflow.store.resolve import Entry, cached
 from tvmflow.target import Target
-from tvmflow.workspace import Outcome, Record
+from tvmflow.workspace import Outcome, Record, Workspace
 
 
 class Retuned(Record):
@@ -68,7 +70,7 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
         raise TuneError(f"a budget of {minutes:g} minutes was given; give more than 0")
     spec = override(release_file.load(Path(file)), None, 0, None)
     settings = machine.load()
-    with open_services(settings, spec.store, spec.registry) as services:
+    with one_at_a_time(spec.name), open_services(settings, spec.store, spec.registry) as services:
         pointer = channels.find(services.store, spec.name, channel)
         if pointer is None:
             raise StoreError(
@@ -76,20 +78,21 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
             )
         held = services.store.get_release(spec.name, pointer.version)
         source = held.get("provenance", {}).get("source")
-        if spec.model.mlflow is not None and source is not None:
-            # The version that production was made of, wherever the alias has moved since.
-            pinned = spec.model_dump(mode="json", by_alias=True)
-            pinned["model"]["mlflow"] = f"models:/{source}"
-            spec = release_file.parse(pinned, spec.folder)
         workspace = open_workspace(settings, services.store, spec.store)
+        weights = _weights(services.registry, workspace, held) if spec.train is not None else None
+        if source is not None and weights is None:
+            # The version that production was made of, wherever the alias has moved since.
+            spec = override(spec, None, None, None, source)
         context = Context(spec, settings, workspace, services)
-        return _retune(context, held, channel, minutes).model_dump(mode="json")
+        return _retune(context, held, channel, minutes, weights).model_dump(mode="json")
 
 
-def _retune(context: Context, held: Mapping[str, Any], channel: str, minutes: float) -> RetuneSummary:
+def _retune(
+    context: Context, held: Mapping[str, Any], channel: str, minutes: float, weights: Outcome[TrainResult] | None
+) -> RetuneSummary:
     spec, version = context.spec, str(held["version"])
     bundles = _bundles(context, held)
-    trained = _trained(context, held) if spec.train is not None else None
+    trained = weights or (train(context) if spec.train is not None else None)
     exported = export(context, trained)
     if held.get("provenance", {}).get("onnx") != f"sha256:{exported.result.onnx.sha256}":
         raise TuneError(
@@ -135,13 +138,11 @@ def _bundles(context: Context, held: Mapping[str, Any]) -> tuple[tuple[Target, P
     return tuple(found)
 
 
-def _trained(context: Context, held: Mapping[str, Any]) -> Outcome[TrainResult]:
-    """The weights of the release in production, from its MLflow run; trained as the file says where that has none."""
-    with context.workspace.scratch() as folder:
-        path = context.registry.fetch_artifact(str(held["mlflow_run_id"]), WEIGHTS, folder)
-        if path is not None:
-            return Outcome(TrainResult(weights=context.workspace.keep(path)), "cached", 0.0)
-    return train(context)
+def _weights(registry: Registry, workspace: Workspace, held: Mapping[str, Any]) -> Outcome[TrainResult] | None:
+    """The weights of the release in production, from its MLflow run, if it was made of trained ones."""
+    with workspace.scratch() as folder:
+        path = registry.fetch_artifact(str(held["mlflow_run_id"]), WEIGHTS, folder)
+        return None if path is None else Outcome(TrainResult(weights=workspace.keep(path)), "cached", 0.0)
 
 
 def _target(

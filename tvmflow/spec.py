@@ -400,6 +400,11 @@ class Spec(_Strict):
         """The range of a symbolic dimension; one that the file does not describe may be anything from 1."""
         return self.dimensions.get(name, Dimension())
 
+    @property
+    def retrained(self) -> tuple[str, str] | None:
+        """The registered model that retraining makes versions of, and the alias that asks to release one of them."""
+        return None if self.retrain is None else (self.retrain.source or f"{self.name}-source", self.retrain.channel)
+
     def resolved_targets(self) -> tuple[Target, ...]:
         """The targets to build for, each once."""
         found = {target.name: target for target in (resolve(item) for item in self.targets)}

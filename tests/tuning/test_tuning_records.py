@@ -254,6 +254,23 @@ def test_a_run_that_is_writing_while_others_are_pruned_loses_nothing(store: Reco
     assert sorted((item.key, item.seconds) for item in store.records(native)) == [("a", 1.0), ("a", 3.0), ("b", 1.0)]
 
 
+def test_pruning_again_and_again_while_others_write_loses_nothing(store: RecordStore, native: Target) -> None:
+    root = str(Path(__file__).parents[2])
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(store.folder), key, native.canonical], cwd=root)
+        for key in ("first", "second", "third")
+    ]
+    while any(writer.poll() is None for writer in writers):
+        RecordStore(store.folder).prune(1000)
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    written = {(key, trial) for key in ("first", "second", "third") for trial in range(50)}
+    for _ in range(2):
+        assert {(record.key, record.trial) for record in store.records(native)} == written
+        assert len(store.records(native)) == len(written)
+        store.prune(1000)
+    assert len(list(store.folder.glob("*.jsonl"))) == 1
+
+
 def test_what_was_appended_to_a_pruned_file_still_counts(store: RecordStore, native: Target) -> None:
     store.append(make_record("a", native, 2.0))
     store.append(make_record("a", native, 1.0))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,8 +104,9 @@ def _show(target: str, outcome: "Outcome[TuneResult]", console: "Console") -> No
     result = outcome.result
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("workload", "calls", "before us", "now us", "now / before", "trials", ""):
-        table.add_column(column, no_wrap=column != "", justify="left" if column in ("workload", "") else "right")
-    for item in sorted(result.workloads, key=lambda item: -item.calls * (item.best_seconds or 0.0)):
+        table.add_column(column, no_wrap=True, justify="left" if column in ("workload", "") else "right")
+    measured = [item for item in result.workloads if item.status != "skipped"]
+    for item in sorted(measured, key=lambda item: -item.calls * (item.best_seconds or item.baseline_seconds or 0.0)):
         before, now = item.baseline_seconds, item.best_seconds
         table.add_row(
             item.name,
@@ -113,7 +115,10 @@ def _show(target: str, outcome: "Outcome[TuneResult]", console: "Console") -> No
             "-" if now is None else f"{now * 1e6:.1f}",
             "-" if before is None or now is None else f"{now / before:.2f}",
             str(item.trials),
-            item.reason or item.status,
+            item.status,
         )
-    console.print(f"{target}: {result.coverage}, {result.trials} trials in {outcome.seconds:.0f} s")
+    console.print(f"{target}: {result.coverage}, {result.trials} trials in {outcome.seconds:.0f} s", highlight=False)
     console.print(table)
+    skipped = Counter(item.reason for item in result.workloads if item.status == "skipped")
+    for reason, count in skipped.items():
+        console.print(f"{count} not tuned: {reason}", highlight=False, soft_wrap=True)

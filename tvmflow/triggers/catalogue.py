@@ -52,9 +52,15 @@ class Managed:
 
     @property
     def source(self) -> Alias | None:
-        """The alias in MLflow that names the model to release; None when the model is not named by one."""
+        """The alias in MLflow that names the model to release, if there is one.
+
+        It is what `model.mlflow` says; of a model that is retrained, the alias of the channel's name on the model that
+        retraining registers.
+        """
         named = _SOURCE.fullmatch(self.spec.model.mlflow or "")
-        return Alias(named["model"], named["alias"]) if named else None
+        if named is not None:
+            return Alias(named["model"], named["alias"])
+        return Alias(*retrained) if (retrained := self.spec.retrained) is not None else None
 
     def has_channel(self, alias: str) -> bool:
         """Whether the alias is a channel: one of those that the file names, any when it names none."""
@@ -63,10 +69,12 @@ class Managed:
     def release(self, version: str) -> Wish:
         """To release that version of the source model.
 
-        The flow releases what the alias names when it starts: where it has moved on by then, the latest wish wins.
+        The flow releases what `model.mlflow` names when it starts: where the alias has moved on by then, the latest
+        wish wins. Of a model that is retrained it releases this version.
         """
-        tag = f"source:{self.source.model if self.source else ''}/{version}"
-        return Wish(f"release/{self.name}", {"file": str(self.file)}, tag)
+        source = f"{self.source.model if self.source else ''}/{version}"
+        parameters = {"file": str(self.file), **({"source": source} if self.spec.retrained else {})}
+        return Wish(f"release/{self.name}", parameters, f"source:{source}")
 
     def promote(self, channel: str, version: str, *, who: str, why: str) -> Wish:
         """To promote that release to a channel."""
