@@ -17,10 +17,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests by file, those of `flows` together: they share a Prefect server and a trained model."""
+    """Group the tests by file, those of releases together: they share a Prefect server and a trained model.
+
+    Those that wait for servers come first: at the end one process would wait for them alone.
+    """
     for item in items:
-        group = item.path.parent if item.path.parent.name == "flows" else item.path
-        item.add_marker(pytest.mark.xdist_group(group.name))
+        together = item.path.name.startswith(("test_flow_release", "test_flow_bad"))
+        item.add_marker(pytest.mark.xdist_group("releases" if together else item.path.name))
+    items.sort(key=lambda item: item.path.parent.name not in ("flows", "stack"))
 
 
 @pytest.fixture(scope="session")

@@ -193,6 +193,24 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 
 @pytest.fixture(scope="session")
+def new_machine() -> Callable[[Path], Machine]:
+    """What makes a machine in a folder, with ports of its own."""
+    return lambda folder: Machine(folder, ports=free_ports())
+
+
+@pytest.fixture(scope="session")
+def end_all() -> Callable[[Machine], None]:
+    """What ends whatever a machine has running."""
+    return kill_all
+
+
+@pytest.fixture(scope="session", name="wait_until")
+def _wait_until() -> Callable[[Callable[[], bool], str], None]:
+    """What waits until something has happened."""
+    return wait_until
+
+
+@pytest.fixture(scope="session")
 def release_file() -> Callable[[Path], Path]:
     """What writes a release file into a folder."""
     return make_release_file

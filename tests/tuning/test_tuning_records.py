@@ -244,6 +244,18 @@ def test_pruning_keeps_the_fastest_and_the_trials_spent(store: RecordStore, nati
     assert store.prune(2).files == 0
 
 
+def test_pruning_keeps_what_is_in_a_file_that_was_copied_in(store: RecordStore, native: Target) -> None:
+    store.append(make_record("a", native))
+    (path,) = store.folder.glob("*.jsonl")
+    store.prune(1)
+    copied = (path if path.exists() else next(store.folder.glob("*.jsonl"))).read_text().replace('"a"', '"b"')
+    (store.folder / "copied.jsonl").write_text(copied)
+    for _ in range(2):
+        store.prune(1)
+        assert sorted(record.key for record in store.records(native)) == ["a", "b"]
+    assert len(list(store.folder.glob("*.jsonl"))) == 1
+
+
 def test_a_run_that_is_writing_while_others_are_pruned_loses_nothing(store: RecordStore, native: Target) -> None:
     running = RecordStore(store.folder)
     running.append(make_record("a", native, 3.0))

@@ -11,7 +11,7 @@ from typing import Any
 from tvmflow.errors import RemoteError
 
 # TVM's protocol (tvm/rpc/tracker.py): a magic number both ways, then JSON texts behind their lengths.
-_MAGIC = 0x2F271
+_MAGIC, _SERVER_MAGIC = 0x2F271, 0xFF271
 _REQUEST, _SUMMARY = 4, 6
 _SUCCESS = 0
 # The protocol's own bound: a longer text comes from something that is no tracker.
@@ -124,6 +124,17 @@ class Tracker:
 
     def _gone(self, error: Exception) -> RemoteError:
         return RemoteError(f"there is no RPC tracker at {self.address} ({error}); start one with `tvmflow devices up`")
+
+
+def answers(server: Address, timeout: float) -> bool:
+    """Whether a server that has no session answers within `timeout` seconds; it is asked with a wrong word."""
+    word = b"client:nobody"
+    try:
+        with socket.create_connection((server.host, server.port), timeout) as connection:
+            connection.sendall(struct.pack("<ii", _SERVER_MAGIC, len(word)) + word)
+            return bool(_receive(connection, 4, time.monotonic() + timeout))
+    except OSError:
+        return False
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:

@@ -19,9 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 import tvmflow
 from tvmflow.errors import RemoteError, SettingsError, StackError
-from tvmflow.runtime.tracker import Address, Tracker
+from tvmflow.runtime.tracker import Address, Tracker, answers
 from tvmflow.stack.record import birth
 
 LOOPBACK = "127.0.0.1"
@@ -29,9 +31,11 @@ FIRST_PORT, _LAST_PORT = 9190, 9290
 _START_SECONDS = 120.0
 _STOP_SECONDS = 10.0
 _LOOK_SECONDS = 0.1
-# How often the supervisor asks the tracker which servers it has, and how long one may be missing there: a server looks
-# for a tracker that was away every five seconds.
+# How often the supervisor asks the tracker which servers it has, and how long one may be missing there: servers take
+# their time to notice that it was away.
 _ASK_SECONDS, _ASK_TIMEOUT, _MISSING_SECONDS = 0.5, 2.0, 15.0
+# How often a server without a session is asked whether it answers, and how many answers in a row it may fail to give.
+_PROBE_SECONDS, _PROBE_TIMEOUT, _PROBES = 2.0, 1.0, 5
 # A server that lives no longer than this after it was ready has died early; one that did so this often is given up.
 _EARLY_SECONDS, _EARLY_DEATHS = 1.0, 5
 
@@ -270,6 +274,13 @@ class _Process:
             return f"ended with exit code {result.si_status}"
         return f"was killed by {signal.Signals(result.si_status).name}"
 
+    def has_session(self) -> bool:
+        """Whether a child of it works."""
+        try:
+            return any(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(self.pid).children())
+        except psutil.NoSuchProcess:
+            return False
+
     def kill(self) -> None:
         """Kill the group and wait for it."""
         with contextlib.suppress(ProcessLookupError):
@@ -290,6 +301,7 @@ class _Kept:
         self._process: _Process | None = None
         self._ready_since: float | None = None
         self._last_listed = 0.0
+        self._probed, self._unanswered = 0.0, 0
         self._early = 0
 
     def look(self, arguments: list[str], threads: int) -> None:
@@ -301,6 +313,7 @@ class _Kept:
                 return
             self._process = _Process(self.name, self._state, arguments, threads, self._cores)
             self._ready_since = None
+            self._unanswered = 0
             self.seen = replace(self.seen, state="starting", port=None, pid=self._process.pid)
         self.seen = replace(self.seen, port=self._process.port())
         if self._ready_since is None and time.monotonic() > self._process.begun + _START_SECONDS:
@@ -319,6 +332,20 @@ class _Kept:
         lost = time.monotonic() - max(since, self._last_listed)
         if self._ready_since is not None and lost > _MISSING_SECONDS:
             self.died(f"had left the tracker for {lost:.0f} s")
+
+    def probe(self, host: str) -> None:
+        """See whether it answers, where it has nothing else to do."""
+        if self._process is None or self._ready_since is None or self.seen.port is None:
+            return
+        if time.monotonic() < self._probed + _PROBE_SECONDS:
+            return
+        self._probed = time.monotonic()
+        if self._process.has_session() or answers(Address(host, self.seen.port), _PROBE_TIMEOUT):
+            self._unanswered = 0
+            return
+        self._unanswered += 1
+        if self._unanswered >= _PROBES and self._process.ended() is None:
+            self.died("did not answer any more")
 
     def died(self, how: str) -> None:
         """Kill what is left of it, and give it up when that happened too often."""
@@ -419,6 +446,7 @@ class _Supervisor:
                 server.ready()
             else:
                 server.missing(self._answers_since)
+            server.probe(_reachable(self._wanted.host))
 
     def _write(self) -> None:
         found = Status(

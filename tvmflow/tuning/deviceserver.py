@@ -19,6 +19,8 @@ from tvmflow.process import die_with_parent
 from tvmflow.runtime import library
 
 _BACKLOG = 64
+# How soon a server looks again for a tracker that is away; TVM's own looks every five seconds.
+_RETRY_SECONDS = 0.5
 # So that a loop that fails at once does not keep a core busy.
 _PAUSE_SECONDS = 0.2
 
@@ -38,7 +40,15 @@ def serve(host: str, tracker: tuple[str, int], key: str) -> None:
     library.load()  # With its extras, which candidates may call.
     from tvm.rpc import server
 
-    server.logger.setLevel(logging.WARNING)
+    server.logger.setLevel(logging.ERROR)  # Every look of the supervisor would be a warning.
+    connect = server.base.connect_with_retry
+
+    def connect_soon(address: tuple[str, int]) -> socket.socket:
+        connection: socket.socket = connect(address, retry_period=_RETRY_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    server.base.connect_with_retry = connect_soon
     # Each session is a fork of this process; a fork does not inherit that it dies with its parent.
     os.register_at_fork(after_in_child=functools.partial(_die_with, os.getpid()))
     folder = os.getcwd()  # noqa: PTH109 -- the session that dies has left the process in its own
@@ -62,6 +72,8 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Of what it accepts as well: lengths and texts are sent apart, and each pair would take 40 ms.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listening.bind((host, port))
     listening.listen(_BACKLOG)
     print(listening.getsockname()[1], flush=True)  # noqa: T201 -- whoever started this process reads it

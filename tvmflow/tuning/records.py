@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -224,7 +225,7 @@ class RecordStore:
 
     def entries(self, context: Context | None = None) -> Iterator[Entry]:
         """All that is known, or what is known for a target and versions; what two files both hold, once."""
-        files = {path.name: self._read(path) for path in self._files(None if context is None else context.digest)}
+        files = self._load(None if context is None else context.digest)
         yield from (entry for entry in _union(files) if context is None or context_of(entry) == context)
 
     def own_files(self) -> list[Path]:
@@ -233,7 +234,7 @@ class RecordStore:
 
     def replaced(self) -> dict[str, int]:
         """The files that others replace, and up to which size in bytes."""
-        return _replaced(self._read(path) for path in self._files(None))
+        return _replaced(self._load(None).values())
 
     def prune(self, keep: int) -> Pruned:
         """Keep the fastest `keep` records of each workload for this TVM and search space, and drop all else.
@@ -260,15 +261,24 @@ class RecordStore:
                 counting = [
                     name
                     for name, parsed in files.items()
-                    if context_digest(name) == digest and parsed.size > replaced.get(name, 0)
+                    if parsed.size > replaced.get(name, 0) and digest in _digests(name, parsed)
                 ]
-                if len(counting) == 1 and set(survivors) == set(known) and len(survivors) == len(known):
+                if [context_digest(name) for name in counting] == [digest] and Counter(survivors) == Counter(known):
                     del sizes[counting[0]]  # It is pruned already.
                     continue
                 gone = {name: size for name, size in sizes.items() if context_digest(name) == digest}
                 write_entries(self.folder / f"{digest}-{self._run}-{next(self._numbers)}.jsonl", survivors, gone)
             removed = sum(_remove(path, sizes.get(name, -1)) for name, path in paths.items())
             return Pruned(sum(map(len, groups.values())), after, removed)
+
+    def _load(self, digest: str | None) -> dict[str, _Parsed]:
+        """The files that may hold something of a context, by name."""
+        while True:
+            paths = self._files(digest)
+            files = {path.name: self._read(path) for path in paths}
+            # Otherwise one was pruned meanwhile, and what counted of it is in a file that was not listed yet.
+            if all(path.exists() for path in paths):
+                return files
 
     def _files(self, digest: str | None) -> list[Path]:
         """The files that may hold something of a context, by name; here before fetched where both are."""
@@ -286,7 +296,7 @@ class RecordStore:
                 return known[1]
             content = path.read_bytes()
         except FileNotFoundError:
-            return _Parsed(0, [], {})  # Pruned since the folder was listed: what counted of it is in another file.
+            return _Parsed(0, [], {})  # It was pruned since the folder was listed.
         entries: list[tuple[int, Entry]] = []
         workloads: dict[str, str] = {}
         replaces: dict[str, int] = {}
@@ -389,6 +399,12 @@ def _entry(kind: type[Entry], obj: Mapping[str, Any], workloads: Mapping[str, st
     if kind is not Effort:
         values["workload"] = obj.get("workload") or workloads.get(obj["key"], "")
     return kind(**values)
+
+
+def _digests(name: str, parsed: _Parsed) -> set[str]:
+    """The contexts of a file: that of its name, or of what it holds where somebody else has named it."""
+    digest = context_digest(name)
+    return {context_of(entry).digest for _, entry in parsed.entries} if digest is None else {digest}
 
 
 def _replaced(files: Iterable[_Parsed]) -> dict[str, int]:

@@ -1,0 +1,21 @@
+"""`benchmarks/devices.py`: what is lost when devices are killed."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_with_a_device(command: Command, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = command("devices", "--kills", "2", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(figures.read_text())
+    assert outcome["servers_killed"] == 2
+    assert outcome["records_reported"] > 0
+    assert (outcome["records_lost"], outcome["processes_left"]) == (0, 0)
