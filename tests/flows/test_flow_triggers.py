@@ -147,6 +147,38 @@ def test_deploying_again_changes_nothing_and_leaves_what_is_paused(house: House,
     assert [item["active"] for item in after["schedules"]] == [False]
 
 
+def test_two_runs_of_one_model_take_turns(house: House, deployed: dict[str, Any], make: Any, tmp_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "os.environ['PREFECT_API_URL'] = os.environ['TVMFLOW_PREFECT_API_URL']\n"
+        "from flows.deployments import one_at_a_time\n"
+        "mine, go = Path(sys.argv[1]), Path(sys.argv[2])\n"
+        "with one_at_a_time(sys.argv[3]):\n"
+        "    mine.touch()\n"
+        "    import time\n"
+        "    while not go.exists():\n"
+        "        time.sleep(0.05)\n"
+    )
+
+    def start(name: str, model: str) -> "subprocess.Popen[bytes]":
+        arguments = [str(tmp_path / name), str(tmp_path / "go"), model]
+        return subprocess.Popen([sys.executable, "-c", script, *arguments], env=house.machine.environment)
+
+    def begun(name: str) -> bool:
+        return (tmp_path / name).exists()
+
+    with start("first", "house") as first:
+        make.wait_until(lambda: begun("first"), first, "the first has its turn")
+        with start("second", "house") as second, start("other", "another") as other:
+            make.wait_until(lambda: begun("other"), other, "a run of another model has its turn")
+            waits = not begun("second")
+            (tmp_path / "go").touch()
+            make.wait_until(lambda: begun("second"), second, "the second has its turn")
+    assert waits
+    assert [item.returncode for item in (first, second, other)] == [0, 0, 0]
+
+
 def test_a_pool_of_another_type_is_not_taken(house: House, deployed: dict[str, Any]) -> None:
     ended = house.machine.run("deploy", "--pool-type", "docker", "--image", "tvmflow:1")
     assert ended.code == 2

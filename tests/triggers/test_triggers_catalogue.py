@@ -43,6 +43,16 @@ def test_the_compiled_model_may_have_another_name_than_the_releases(write: Write
     assert catalogue.wish(Alias("digits", "production"), "3") is None
 
 
+def test_a_version_that_retraining_registered_is_released_by_an_alias_of_the_channels_name(write: Write) -> None:
+    task = {"dataset": "data:held_out"}
+    file = write("digits", None, train={"function": "train:train"}, retrain={}, validate={"task": task})
+    wish = load([file]).wish(Alias("digits-source", "production"), "7")
+    assert wish is not None
+    assert wish.parameters == {"file": str(file), "source": "digits-source/7"}
+    assert (wish.deployment, wish.tag) == ("release/digits", "source:digits-source/7")
+    assert load([file]).wish(Alias("digits-source", "staging"), "7") is None
+
+
 @pytest.mark.parametrize("alias", [Alias("net", "production"), Alias("other", "candidate")])
 def test_other_aliases_and_models_are_not_managed(write: Write, alias: Alias) -> None:
     assert load([write("digits")]).wish(alias, "1") is None
