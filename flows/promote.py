@@ -30,8 +30,8 @@ class PromotionSummary(Record):
     """What a promotion came to: what `tvmflow promote --json` prints.
 
     `status` is `moved`, `unchanged` (the channel holds the release already), `waiting` for a person's approval in the
-    flow run `flow_run_id`, or, of an automatic channel, `refused` or `left`; `told` says so in words. `checks` is what
-    was looked at, `mlflow_run_id` where that is kept.
+    flow run `flow_run_id`, `left` as it was, or, of an automatic channel, `refused`; `told` says so in words. `checks`
+    is what was looked at, `mlflow_run_id` where that is kept.
     """
 
     name: str
@@ -51,13 +51,20 @@ class PromotionSummary(Record):
 
 @flow(name="promote", flow_run_name="promote {name} {version} to {channel}", validate_parameters=True)
 def promote(
-    name: str, version: str, channel: str, who: str = "", why: str = "", approved: bool = False
+    name: str,
+    version: str,
+    channel: str,
+    who: str = "",
+    why: str = "",
+    approved: bool = False,
+    while_wanted: bool = False,
 ) -> dict[str, Any]:
     """Promote a release to a channel when it is whole and keeps the channel's gates.
 
     `approved` says that `who` approves of it; without it, a channel that requires approval suspends a run of a
-    deployment until somebody answers. Returns a PromotionSummary as JSON. Raises VerdictError when it is refused: the
-    channel stays, and an alias that was set to the release is put back.
+    deployment until somebody answers. With `while_wanted`, a channel whose alias names another version by the time this
+    runs is left as it is: what an alias asked for is no longer asked for. Returns a PromotionSummary as JSON. Raises
+    VerdictError when it is refused: the channel stays, and an alias that was set to the release is put back.
     """
     from prefect.runtime import deployment, flow_run
 
@@ -71,6 +78,7 @@ def promote(
             who=who or (f"flow run {flow_run.name}" if deployment.id else promotion.person()),
             why=why,
             approved=approved,
+            while_wanted=while_wanted,
             flow_run_id=flow_run.id if deployment.id else None,
         )
         return summary.model_dump(mode="json")
@@ -85,6 +93,7 @@ def promoted(
     who: str,
     why: str,
     approved: bool = False,
+    while_wanted: bool = False,
     flow_run_id: str | None = None,
 ) -> PromotionSummary:
     """Promote `wanted`, a release's name and version and a channel, within a flow.
@@ -97,6 +106,10 @@ def promoted(
     summary = PromotionSummary(
         name=name, version=version, channel=channel, from_version=before, status="unchanged", told="", who=who, why=why
     )
+    model, number = promotion.registered(item.release)
+    if while_wanted and (wanted_now := services.registry.get_alias(model, channel)) != number:
+        now = f"names {wanted_now}" if wanted_now else "is gone"
+        return summary.model_copy(update={"status": "left", "told": f"the alias {model}@{channel} {now} by now"})
     if before == version:
         promotion.move(services, name, version, channel, who=who, why=why, expected=before)
         return summary.model_copy(update={"told": f"{channel} holds {version} already"})

@@ -6,7 +6,7 @@ from typing import Literal
 
 from tasks.relax_import import ImportResult, load_imported
 from tasks.step import Context, Job, as_options, step, variants
-from tasks.tune import TuneResult, best_records
+from tasks.tune import TuneResult, best_records, decisions
 from tvmflow.process import Emit
 from tvmflow.spec import Build
 from tvmflow.target import Target
@@ -78,7 +78,9 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
     # A retrained model has the same functions, and so the same code.
     cache = workspace.folder / "code"
     inspect = compiler.Inspection(**job.inspect.model_dump())
-    built = compiler.build(imported, target, options, best_records(workspace.path(job.records)), cache, inspect)
+    records = workspace.path(job.records)
+    choices = compiler.Choices(decisions(records))
+    built = compiler.build(imported, target, options, best_records(records), cache, inspect, choices)
     emit(2, 3, "linking")
     with workspace.scratch() as folder:
         built.export(folder / "mod.so")

@@ -3,7 +3,8 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,20 @@ from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step, step_key
 
 if TYPE_CHECKING:
+    from tvm import IRModule
     from tvm.tirx import PrimFunc
 
+    from tvmflow.compiler import Choices
+    from tvmflow.compiler.choices import Site
     from tvmflow.tuning import Progress, RecordStore, Task, TuneReport
+    from tvmflow.tuning.decisions import Function, Spent
+
+# Which decisions change the functions of a model, and the part of a budget that goes to all of them.
+LOWERED = ("block", "algorithm", "rows")
+_FOR_DECISIONS = 0.5
+_DECISION = "decision"
+# Minutes of a budget that are left for functions at least.
+_LEAST = 0.01
 
 
 class MeasuredOn(Record):
@@ -85,44 +97,53 @@ NOTHING_TUNED = Coverage(tuned=0, workloads=0, share_of_time=None, untimed=0)
 
 
 class TuneResult(StepResult):
-    """The best known record of each workload, as lines of JSON, and what was measured for them."""
+    """The best known record of each workload, as lines of JSON, and what was measured for them.
+
+    Behind the records stand the `decisions` of the compiler that measuring has found to be better otherwise.
+    """
 
     records: Artifact
     workloads: tuple[WorkloadTuned, ...]
     trials: int
     coverage: Coverage
+    decisions: int = 0
 
 
 def work(job: TuneJob, emit: Emit) -> TuneResult:
     """Tune, in a process of its own."""
     from tvmflow import compiler, tuning
-    from tvmflow.compiler.machine import machine
-    from tvmflow.compiler.schedules import schedule
 
-    workspace, target = job.workspace, job.target
-    options = as_options(job.build, job.variants)
-    lowered = compiler.lower(load_imported(workspace, job.imported), target, options)
+    workspace, target, started = job.workspace, job.target, time.monotonic()
+    model = _Model(job)
+    store = tuning.RecordStore(workspace.records)
+    trials = None if job.tune.minutes is not None else job.tune.trials or 0
+    decided = _decide(job, model, store, trials, emit)
+    known = {key: item.option for key, item in store.decisions(target).items()}
+    lowered, choices = model.lowered(known)
     tasks = [tuning.Task(item.name, item.func, item.calls) for item in compiler.workloads(lowered)]
     tasks = [item for item in tasks if item.name in job.only] or tasks
-    store = tuning.RecordStore(workspace.records)
-    cpu = machine(target)
-    trials = None if job.tune.minutes is not None else job.tune.trials or 0
+    left = None if job.tune.minutes is None else max(job.tune.minutes - (time.monotonic() - started) / 60, _LEAST)
     report = tuning.tune(
         tasks,
         target,
-        tuning.Budget(trials=trials, minutes=job.tune.minutes),
+        tuning.Budget(trials=None if trials is None else trials - decided.trials - decided.before, minutes=left),
         store,
         tuner=job.tune.tuner,
         seed=job.tune.seed,
-        baseline=lambda func: schedule(func, cpu)[0],
+        baseline=lambda func: model.scheduled(func, choices),
         on_progress=lambda progress: emit(*_fraction(progress)),
         threads=job.threads,
         device=None if job.device is None else tuning.Device(job.device.key, Address.parse(job.device.tracker)),
     )
     best = [record for item in tasks if (record := store.best(item.func, target)) is not None]
+    if any(key.partition(":")[0] not in LOWERED for key in known):
+        for item in tasks:
+            model.scheduled(item.func, choices)  # Takes note of what its schedule decides.
+    otherwise = [item for key, item in store.decisions(target).items() if choices.otherwise(key)]
     with workspace.scratch() as folder:
         path = folder / "records.jsonl"
         lines = sorted(json.dumps(asdict(record), sort_keys=True) for record in best)
+        lines += sorted(json.dumps({"kind": _DECISION, **asdict(item)}, sort_keys=True) for item in otherwise)
         path.write_text("".join(line + "\n" for line in lines))
         return TuneResult(
             records=workspace.keep(path),
@@ -138,9 +159,78 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
                 )
                 for item in report.tasks
             ),
-            trials=report.trials,
+            trials=report.trials + decided.trials,
+            decisions=len(otherwise),
             coverage=_coverage(report, tasks, store, target),
         )
+
+
+class _Model:
+    """The model as the compiler lowers and schedules it, decision by decision."""
+
+    def __init__(self, job: TuneJob) -> None:
+        self._imported = load_imported(job.workspace, job.imported)
+        self._target = job.target
+        self._options = as_options(job.build, job.variants)
+        self._lowered: dict[frozenset[tuple[str, str]], tuple[IRModule, dict[str, Site]]] = {}
+
+    def lowered(self, made: "Mapping[str, str]") -> "tuple[IRModule, Choices]":
+        """The lowered module, and the choices with all that were met, once its functions are scheduled by them."""
+        from tvmflow import compiler
+
+        choices = compiler.Choices(made)
+        # What only schedules depend on leaves the functions as they are.
+        key = frozenset(item for item in made.items() if item[0].partition(":")[0] in LOWERED)
+        if key not in self._lowered:
+            module = compiler.lower(self._imported, self._target, self._options, choices)
+            self._lowered[key] = module, dict(choices.met)
+        module, met = self._lowered[key]
+        choices.met |= met
+        return module, choices
+
+    def scheduled(self, func: "PrimFunc", choices: "Choices") -> "PrimFunc":
+        """A function as the rules schedule it."""
+        from tvmflow.compiler.choices import using
+        from tvmflow.compiler.machine import machine
+        from tvmflow.compiler.schedules import schedule
+
+        with using(choices):
+            return schedule(func, machine(self._target))[0]
+
+    def functions(self, made: "Mapping[str, str]") -> "tuple[Mapping[str, Site], Sequence[Function]]":
+        """What `Decider` measures: the static functions, and the decisions that were met."""
+        from tvmflow import compiler
+        from tvmflow.compiler.schedules import subject
+        from tvmflow.tuning.decisions import Function
+        from tvmflow.tuning.measure import arguments_of
+
+        module, choices = self.lowered(made)
+        found = [
+            Function(item.name, item.func, self.scheduled(item.func, choices), subject(item.func), item.calls)
+            for item in compiler.workloads(module)
+            if arguments_of(item.func) is not None
+        ]
+        return choices.met, found
+
+
+def _decide(job: TuneJob, model: _Model, store: "RecordStore", trials: int | None, emit: Emit) -> "Spent":
+    """Spend the first part of the budget on the compiler's own decisions."""
+    from tvmflow.tuning.decisions import Spent, decide
+
+    if job.device is not None or job.target.arch == "cuda":
+        return Spent(0, 0)
+
+    seconds = None if job.tune.minutes is None else 60 * _FOR_DECISIONS * job.tune.minutes
+    started = time.monotonic()
+    return decide(
+        model.functions,
+        job.target,
+        store,
+        trials=None if trials is None else round(_FOR_DECISIONS * trials),
+        seconds=seconds,
+        threads=job.threads,
+        on_progress=lambda told: emit(time.monotonic() - started, seconds or 1e9, told),
+    )
 
 
 def _coverage(report: "TuneReport", tasks: "Sequence[Task]", store: "RecordStore", target: Target) -> Coverage:
@@ -264,6 +354,12 @@ def with_records(context: Context, tuned: Outcome[TuneResult], path: Path, targe
             f"name a file or folder that tuning for this target has written"
         )
     lines.update({record.key: json.dumps(asdict(record), sort_keys=True) for record in given})
+    lines.update(
+        {
+            key: json.dumps({"kind": _DECISION, **asdict(item)}, sort_keys=True)
+            for key, item in tuning.RecordStore(path).decisions(target).items()
+        }
+    )
     with workspace.scratch() as folder:
         merged = folder / "records.jsonl"
         merged.write_text("".join(line + "\n" for line in sorted(lines.values())))
@@ -271,14 +367,20 @@ def with_records(context: Context, tuned: Outcome[TuneResult], path: Path, targe
     return Outcome(result, tuned.status, tuned.seconds)
 
 
+def decisions(path: Path) -> dict[str, str]:
+    """The decisions of the compiler that measuring has found to be better otherwise, by their keys."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return {str(line["key"]): str(line["option"]) for line in lines if line.get("kind") == _DECISION}
+
+
 def best_records(path: Path) -> "Callable[[PrimFunc], PrimFunc | None]":
     """What schedules a function by its best record, or returns None where there is none that still replays."""
     from tvmflow import tuning
 
     known: dict[str, Any] = {}
-    for line in path.read_text().splitlines():
-        record = tuning.Record(**json.loads(line))
-        known[record.key] = record
+    for line in map(json.loads, path.read_text().splitlines()):
+        if "kind" not in line:
+            known[line["key"]] = tuning.Record(**line)
 
     def scheduled(func: "PrimFunc") -> "PrimFunc | None":
         record = known.get(tuning.workload_key(func)) if known else None
@@ -300,6 +402,10 @@ def _known(folder: Path, target: Target) -> str:
     from tvmflow import tuning
 
     store = tuning.RecordStore(folder)
-    records, efforts = (asdict(entry) for entry in store.records(target)), (asdict(e) for e in store.efforts(target))
-    lines = sorted({json.dumps(entry, sort_keys=True) for entry in (*records, *efforts)})
+    entries = [
+        *map(asdict, store.records(target)),
+        *map(asdict, store.efforts(target)),
+        *map(asdict, store.decisions(target).values()),
+    ]
+    lines = sorted({json.dumps(entry, sort_keys=True) for entry in entries})
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

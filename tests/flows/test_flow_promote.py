@@ -198,6 +198,16 @@ def test_promoting_again_repairs_an_alias_that_is_elsewhere(shipped: Shipped) ->
     assert shipped.held("any") == ("1", "1")
 
 
+def test_what_an_alias_asked_for_is_left_once_it_asks_for_something_else(shipped: Shipped) -> None:
+    shipped.promoted("1", "any")
+    left = shipped.promoted("2", "any", while_wanted=True)
+    assert (left["moved"], left["status"], left["told"]) == (False, "left", "the alias tiny@any names 1 by now")
+    assert shipped.held("any") == ("1", "1")
+    shipped.machine.mlflow.set_registered_model_alias("tiny", "any", "2")
+    assert shipped.promoted("2", "any", while_wanted=True)["moved"]
+    assert shipped.held("any") == ("2", "2")
+
+
 def test_a_slower_release_is_refused_with_the_ratio_and_its_alias_is_put_back(shipped: Shipped) -> None:
     first = shipped.promoted("1", "beside")
     assert first["checks"][-1]["told"] == "there is no latency to compare with: beside holds nothing"

@@ -63,7 +63,9 @@ def list_records(target: str | None, workloads: bool, as_json: bool) -> None:
                 _when(row["newest"]),
             )
     else:
-        table = _table("target", "TVM", "space", "workloads", "records", "trials", "best / untuned", "newest (UTC)")
+        table = _table(
+            "target", "TVM", "space", "workloads", "records", "decisions", "trials", "best / untuned", "newest (UTC)"
+        )
         for row in rows:
             table.add_row(
                 _short(row["target"]),
@@ -71,6 +73,7 @@ def list_records(target: str | None, workloads: bool, as_json: bool) -> None:
                 row["space_version"],
                 str(row["workloads"]),
                 str(row["records"]),
+                str(row["decisions"]),
                 str(row["trials"]),
                 _ratio(row["ratio"]),
                 _when(row["newest"]),
@@ -85,11 +88,11 @@ def list_records(target: str | None, workloads: bool, as_json: bool) -> None:
 def show_record(key: str, target: str | None, as_json: bool) -> None:
     """Show what is known of the workload KEY, or a beginning of it: its function, history, and its best schedule."""
     from tvmflow.errors import InputError
-    from tvmflow.tuning.records import Effort, Record, context_of
+    from tvmflow.tuning.records import Decision, Effort, Record, context_of
 
     with _opened() as (store, sharing):
         _fetch(sharing)
-        entries = [entry for entry in store.entries() if entry.key.startswith(key)]
+        entries = [e for e in store.entries() if e.key.startswith(key) and not isinstance(e, Decision)]
         entries = [entry for entry in entries if _is_wanted(context_of(entry), target)]
     keys = sorted({entry.key for entry in entries})
     if len(keys) != 1:
@@ -97,7 +100,7 @@ def show_record(key: str, target: str | None, as_json: bool) -> None:
         raise InputError(f"{key!r} {told}; `tvmflow records list --workloads` lists them")
     records = sorted((e for e in entries if isinstance(e, Record)), key=lambda record: record.created_at)
     efforts = [entry for entry in entries if isinstance(entry, Effort)]
-    workload = next((e.workload for e in entries if not isinstance(e, Effort) and e.workload), "")
+    workload = next((e.workload for e in entries if not isinstance(e, Effort | Decision) and e.workload), "")
     best = min((r for r in records if context_of(r).is_current), key=lambda record: record.seconds, default=None)
     function, schedule = _function(workload), None if best is None else _schedule(best)
     if as_json:
@@ -245,24 +248,32 @@ def _is_wanted(context: "Context", target: str | None) -> bool:
 
 def _summary(store: "RecordStore", context: "Context") -> dict[str, Any]:
     """One target and versions: how much is known, and the geometric mean of best over untuned times."""
+    from tvmflow.tuning.records import Decision, Effort
+
     rows = _by_workload(store, context)
+    entries = store.entries(context)
+    decisions = [entry for entry in entries if isinstance(entry, Decision)]
+    spent = sum(entry.trials for entry in entries if isinstance(entry, Effort) and entry.on_decisions)
     ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
     return {
         **asdict(context),
         "workloads": len(rows),
         "records": sum(row["records"] for row in rows),
-        "trials": sum(row["trials"] for row in rows),
+        "trials": spent + sum(row["trials"] for row in rows),
         "ratio": statistics.geometric_mean(ratios) if ratios else None,
-        "newest": max(row["newest"] for row in rows),
+        "decisions": len({entry.key for entry in decisions}),
+        "newest": max([*(row["newest"] for row in rows), *(entry.created_at for entry in decisions)]),
     }
 
 
 def _by_workload(store: "RecordStore", context: "Context") -> list[dict[str, Any]]:
     """Each workload of a target and versions, the slowest first; a workload without a record counts as not faster."""
-    from tvmflow.tuning.records import Effort, Record
+    from tvmflow.tuning.records import Decision, Effort, Record
 
     groups: dict[str, list[Entry]] = {}
     for entry in store.entries(context):
+        if isinstance(entry, Decision) or (isinstance(entry, Effort) and entry.on_decisions):
+            continue
         groups.setdefault(entry.key, []).append(entry)
     rows = []
     for key, entries in groups.items():

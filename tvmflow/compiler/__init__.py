@@ -1,6 +1,7 @@
 """Turns ONNX models into compiled libraries: import into Relax, lowering, CPU schedules, build."""
 
 from tvmflow.compiler.build import BuildOptions, Built, build, can_build, known_passes, lower
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.graph import Workload, workloads
 from tvmflow.compiler.importer import Imported, import_onnx
 from tvmflow.compiler.inspection import Inspected, Inspection, PassIR
@@ -9,6 +10,7 @@ from tvmflow.compiler.serialise import ir_text, load_module, load_params, save_m
 __all__ = [
     "BuildOptions",
     "Built",
+    "Choices",
     "Imported",
     "Inspected",
     "Inspection",

@@ -44,6 +44,11 @@ class Choices:
     made: Mapping[str, str] = field(default_factory=dict)
     met: dict[str, Site] = field(default_factory=dict)
 
+    def otherwise(self, key: str) -> bool:
+        """Whether a decision was met and made otherwise than the cost model takes it."""
+        site, wanted = self.met.get(key), self.made.get(key)
+        return site is not None and wanted in site.options[1:]
+
 
 _active: ContextVar[Choices | None] = ContextVar("choices", default=None)
 

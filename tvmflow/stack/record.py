@@ -78,7 +78,7 @@ def read(state: Path) -> Record:
         document = json.loads(path.read_text())
         servers = {name: Started(**server) for name, server in document.pop("servers").items()}
         return Record(servers, **document)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Record()
     except PermissionError:
         # Somebody else's stack, whose secrets are not ours either.

@@ -77,8 +77,9 @@ class Managed:
         return Wish(f"release/{self.name}", parameters, f"source:{source}")
 
     def promote(self, channel: str, version: str, *, who: str, why: str) -> Wish:
-        """To promote that release to a channel."""
-        parameters = {"name": self.name, "version": version, "channel": channel, "who": who, "why": why}
+        """To promote that release to a channel, if its alias still names that version by then."""
+        asked = {"who": who, "why": why, "while_wanted": True}
+        parameters = {"name": self.name, "version": version, "channel": channel, **asked}
         return Wish(f"promote/{self.name}", parameters, f"promote:{channel}/{version}")
 
 

@@ -9,11 +9,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from tvmflow.target import Target, host
 from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
-from tvmflow.tuning.records import normalize, workload_key
+from tvmflow.tuning.records import Decision, Effort, RecordStore, current, decisions_key, normalize, now, workload_key
+from tvmflow.tuning.tuner import why_not_here
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
@@ -76,8 +78,59 @@ class Decided:
     default_seconds: float
 
 
+@dataclass(frozen=True)
+class Spent:
+    """How many functions were measured: in this run, and in those before it on the same decisions."""
+
+    trials: int
+    before: int
+
+
 Lower = Callable[[Mapping[str, str]], tuple[Mapping[str, Site], Sequence[Function]]]
 """Lowers and schedules the model as decisions, by their keys, say: the decisions that were met, and the functions."""
+
+
+def decide(
+    lower: "Lower",
+    target: Target,
+    store: RecordStore,
+    *,
+    trials: int | None,
+    seconds: float | None,
+    threads: int,
+    on_progress: Callable[[str], None],
+    timeout: float = 20.0,
+) -> Spent:
+    """Measure the decisions that are still open and add what is found to `store`.
+
+    `trials` bounds that number, together with those of earlier runs on the same decisions, and `seconds` the time.
+    Where this machine cannot run the target nothing is decided.
+    """
+    if trials == 0 or why_not_here(target) is not None:
+        return Spent(0, 0)
+    key = decisions_key(lower({})[0])
+    before = sum(effort.trials for effort in store.efforts(target) if effort.key == key)
+    if trials is not None and before >= trials:
+        return Spent(0, before)
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+
+    def record(decided: Decided) -> None:
+        context = current(target)
+        store.append(Decision(**asdict(decided), **asdict(context), created_at=now()))
+
+    with MeasurePool(
+        target.canonical, builders=host().cores, threads=threads, timeout=timeout, deadline=deadline
+    ) as pool:
+        decider = Decider(lower, pool, deadline=deadline, trials=None if trials is None else trials - before)
+        try:
+            decider.decide({name: item.option for name, item in store.decisions(target).items()}, record, on_progress)
+        finally:
+            if decider.trials:
+                effort = Effort(
+                    key, **asdict(current(target)), trials=decider.trials, baseline_seconds=None, created_at=now()
+                )
+                store.append(effort)
+        return Spent(decider.trials, before)
 
 
 class Decider:

@@ -413,10 +413,15 @@ class _Supervisor:
         wanted = self._wanted
         if self._tracker is not None:
             if not self._port:
-                self._port = _free_port(wanted.host)
+                self._port = _free_port(wanted.host, FIRST_PORT)
             self._tracker.look(["tracker", wanted.host, str(self._port)], 1)
             if self._tracker.seen.state == "dropped":
-                raise SystemExit(f"the tracker cannot listen at {wanted.host}:{self._port}; choose another --port")
+                if wanted.port:
+                    raise SystemExit(f"the tracker cannot listen at {wanted.host}:{self._port}; choose another --port")
+                # Somebody else took it after it was found free.
+                self._port = _free_port(wanted.host, self._port + 1)
+                self._tracker = _Kept("tracker", self._state, None)
+                return
             if self._tracker.seen.port is None:
                 self._answers_since = None
                 return
@@ -467,10 +472,10 @@ class _Supervisor:
         Path(partial).replace(place)
 
 
-def _free_port(host: str) -> int:
+def _free_port(host: str, first: int) -> int:
     import socket
 
-    for port in range(FIRST_PORT, _LAST_PORT):
+    for port in range(first, _LAST_PORT):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))

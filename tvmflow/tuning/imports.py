@@ -17,6 +17,7 @@ from tvmflow.target import Target, host, missing_features, resolve
 from tvmflow.tuning.measure import Candidate, MeasurePool, TrialError, arguments_of
 from tvmflow.tuning.records import (
     SPACE_VERSION,
+    Decision,
     Effort,
     Entry,
     Record,
@@ -78,7 +79,7 @@ def import_records(store: RecordStore, path: Path) -> Imported:
 
 def export_records(store: RecordStore, everything: bool) -> list[Entry]:
     """The best record of each workload, for every target and versions, and what was spent on it; or all there is."""
-    entries = list(store.entries())
+    entries = sorted(store.entries(), key=lambda entry: entry.created_at)
     if everything:
         return entries
     best: dict[tuple[object, str], Record] = {}
@@ -86,7 +87,8 @@ def export_records(store: RecordStore, everything: bool) -> list[Entry]:
         place = (context_of(entry), entry.key)
         if isinstance(entry, Record) and (place not in best or entry.seconds < best[place].seconds):
             best[place] = entry
-    return [*best.values(), *(merged(efforts) for efforts in _efforts(entries).values())]
+    decided = {(context_of(entry), entry.key): entry for entry in entries if isinstance(entry, Decision)}
+    return [*best.values(), *(merged(efforts) for efforts in _efforts(entries).values()), *decided.values()]
 
 
 def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -> Imported:
@@ -100,7 +102,7 @@ def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -
     refused: Counter[str] = Counter()
     workloads = _workloads(folder / WORKLOADS)
     lines = list(_lines(folder / RECORDS))
-    known = {(entry.key, entry.trace, entry.target) for entry in store.entries() if not isinstance(entry, Effort)}
+    known = {(entry.key, entry.trace, entry.target) for entry in store.entries() if isinstance(entry, Record | Trial)}
     # A record is as old as the file: the database says no more.
     written = datetime.fromtimestamp((folder / RECORDS).stat().st_mtime, UTC).isoformat(timespec="seconds")
     found: dict[tuple[str, str], list[Record]] = {}

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from tvmflow.target import Target
 
 # Raise it when the rules of `space.py` change so that old traces no longer say what is best, or no longer replay.
-SPACE_VERSION = "1"
+SPACE_VERSION = "2"
+_ON_DECISIONS = "decisions-"
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ class Effort:
     """How many trials a run spent on a workload, whether or not they led to a record.
 
     It is what lets a second run know that a workload was tuned and its analytic schedule was not beaten.
-    `baseline_seconds` is the time of what needs no tuning, in seconds.
+    `baseline_seconds` is the time of what needs no tuning, in seconds. What was spent on decisions counts for all that
+    a model meets together: their `key` is that of `decisions_key`.
     """
 
     key: str
@@ -80,6 +82,11 @@ class Effort:
     trials: int
     baseline_seconds: float | None
     created_at: str
+
+    @property
+    def on_decisions(self) -> bool:
+        """Whether it was spent on decisions."""
+        return self.key.startswith(_ON_DECISIONS)
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,27 @@ class Trial:
     created_at: str
 
 
-Entry = Record | Effort | Trial
-_KINDS: dict[str, type[Entry]] = {"record": Record, "effort": Effort, "trial": Trial}
+@dataclass(frozen=True)
+class Decision:
+    """What measuring made of a decision that the compiler's cost model takes otherwise.
+
+    `key` says which (`tvmflow.compiler.choices.Site.key`), `option` what was found to be fastest, `default` what the
+    cost model takes; `seconds` and `default_seconds` are those of all calls of the functions that it is about.
+    """
+
+    key: str
+    option: str
+    default: str
+    seconds: float
+    default_seconds: float
+    target: str
+    tvm_version: str
+    space_version: str
+    created_at: str
+
+
+Entry = Record | Effort | Trial | Decision
+_KINDS: dict[str, type[Entry]] = {"record": Record, "effort": Effort, "trial": Trial, "decision": Decision}
 
 # A run begins another file beyond this size: a shared store is sent whole files, again and again as they grow.
 _FILE_BYTES = 2**20
@@ -200,12 +226,17 @@ class RecordStore:
         """What earlier runs spent on the workloads of `target`, with or without success."""
         return [entry for entry in self.entries(current(target)) if isinstance(entry, Effort)]
 
+    def decisions(self, target: "Target") -> dict[str, Decision]:
+        """The newest word on each decision for `target`, by its key."""
+        found = (entry for entry in self.entries(current(target)) if isinstance(entry, Decision))
+        return {entry.key: entry for entry in sorted(found, key=lambda entry: entry.created_at)}
+
     def measured(self, target: "Target") -> list[Record | Trial]:
         """All schedules measured for `target` with this TVM, of any model and space: what a cost model starts from.
 
         Each has its workload, trace and seconds; those of another space's version may no longer replay.
         """
-        found = (entry for entry in self.entries() if not isinstance(entry, Effort) and entry.workload)
+        found = (entry for entry in self.entries() if isinstance(entry, Record | Trial) and entry.workload)
         return [entry for entry in found if (entry.target, entry.tvm_version) == (target.canonical, tvm_version())]
 
     def best(self, func: "PrimFunc", target: "Target") -> Record | None:
@@ -396,7 +427,7 @@ def _lines(entry: Entry, written: set[str]) -> bytes:
 
 def _entry(kind: type[Entry], obj: Mapping[str, Any], workloads: Mapping[str, str]) -> Entry:
     values = {field.name: obj[field.name] for field in fields(kind) if field.name != "workload"}
-    if kind is not Effort:
+    if kind in (Record, Trial):
         values["workload"] = obj.get("workload") or workloads.get(obj["key"], "")
     return kind(**values)
 
@@ -427,18 +458,24 @@ def _union(files: Mapping[str, _Parsed], replaced: Mapping[str, int] | None = No
 
 
 def _survivors(entries: Iterable[Entry], keep: int) -> list[Entry]:
-    """The best `keep` records of each workload, and what was spent on each in one line; nothing of other versions."""
+    """The best `keep` records of each workload, what was spent on each in one line, and the newest decisions.
+
+    Nothing of other versions.
+    """
     records: dict[str, list[Record]] = {}
     efforts: dict[str, list[Effort]] = {}
-    for entry in entries:
+    decisions: dict[tuple[Context, str], Decision] = {}
+    for entry in sorted(entries, key=lambda entry: entry.created_at):
         if not context_of(entry).is_current:
             continue
         if isinstance(entry, Record):
             records.setdefault(entry.key, []).append(entry)
         elif isinstance(entry, Effort):
             efforts.setdefault(entry.key, []).append(entry)
+        elif isinstance(entry, Decision):
+            decisions[context_of(entry), entry.key] = entry
     best = [r for key in sorted(records) for r in sorted(records[key], key=lambda record: record.seconds)[:keep]]
-    return [*best, *(merged(efforts[key]) for key in sorted(efforts))]
+    return [*best, *(merged(efforts[key]) for key in sorted(efforts)), *decisions.values()]
 
 
 def merged(efforts: Sequence[Effort]) -> Effort:
@@ -476,6 +513,11 @@ def workload_key(func: "PrimFunc") -> str:
     import tvm_ffi
 
     return f"{tvm_ffi.structural_hash(normalize(func), map_free_vars=True):016x}"
+
+
+def decisions_key(met: Iterable[str]) -> str:
+    """What identifies the decisions that a model meets, by their keys."""
+    return _ON_DECISIONS + hashlib.sha256("\n".join(sorted(met)).encode()).hexdigest()[:32]
 
 
 def normalize(func: "PrimFunc") -> "PrimFunc":

@@ -244,7 +244,7 @@ class _Run:
 
     def load(self, tasks: Sequence[Task]) -> list[_Function]:
         """The workloads of `tasks`, equal ones together, with what the store knows of them."""
-        elsewhere = _why_not_here(self._target) if self._device is None else _why_not_there(self._target)
+        elsewhere = why_not_here(self._target) if self._device is None else _why_not_there(self._target)
         best: dict[str, Record] = {}
         for record in sorted(self._store.records(self._target), key=lambda record: -record.seconds):
             best[record.key] = record
@@ -510,7 +510,7 @@ def _known(best: dict[str, Record], key: str, task: Task) -> Record | None:
         return None
 
 
-def _why_not_here(target: Target) -> str | None:
+def why_not_here(target: Target) -> str | None:
     """Why candidates for `target` cannot be measured on this machine, or None if they can."""
     if target.tvm.get("kind") != "llvm":
         return f"candidates are measured on this machine's CPU, which cannot run {target.name}"

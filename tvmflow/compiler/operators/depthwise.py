@@ -55,7 +55,7 @@ def depthwise(
     weight: te.Tensor,
     *,
     machine: Machine,
-    subject: str,
+    subject: str = "",
     strides: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
