@@ -26,7 +26,7 @@ demo: setup
 	@tvmflow list digits
 
 test: setup
-	@pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	@pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 # OpenVINO is a peer of the benchmarks and nothing else: 60 MB that `make setup` leaves out.
 bench: setup

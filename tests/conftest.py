@@ -8,22 +8,30 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # A shell starts what runs in the background with SIGINT ignored, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests by file, those of releases together: they share a Prefect server and a trained model.
+class _ByFile(LoadScopeScheduling):
+    """Gives a process whole files of tests, which share fixtures; those of releases together, as they share more."""
 
-    Those that wait for servers come first: at the end one process would wait for them alone.
-    """
-    for item in items:
-        together = item.path.name.startswith(("test_flow_release", "test_flow_bad"))
-        item.add_marker(pytest.mark.xdist_group("releases" if together else item.path.name))
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0].rpartition("/")[2]
+        return "releases" if file.startswith(("test_flow_release", "test_flow_bad")) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Distribute the tests as `_ByFile` does."""
+    return _ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run those first that wait for servers: at the end one process would wait for them alone."""
     items.sort(key=lambda item: item.path.parent.name not in ("flows", "stack"))
 
 
