@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
@@ -16,6 +17,7 @@ from prefect import flow
 from flows import deployments
 from tasks.benchmark import BenchmarkResult, benchmark, gate_failures
 from tasks.build import BuildResult, build
+from tasks.choose import Candidate, Choice, better, choose, distinct, to_build
 from tasks.export import ExportResult
 from tasks.package import PackageResult, package
 from tasks.relax_import import ImportResult
@@ -94,9 +96,19 @@ class MakeResult(StepResult):
     built: BuildResult
     packaged: PackageResult
     verdict: Verdict
+    choice: Choice | None
     measured: BenchmarkResult | None
     gates: tuple[str, ...]
     steps: dict[str, Step]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was made for one target: the build that may be shipped, or the tuned and the untuned one, in this order."""
+
+    target: Target
+    tuned: Outcome[TuneResult]
+    candidates: tuple[Candidate, ...]
 
 
 def make_here(
@@ -105,30 +117,43 @@ def make_here(
     imported: Outcome[ImportResult],
     held_out: Outcome[ReferenceResult] | None,
     target: Target,
-) -> TargetOutcomes:
-    """Tune, build, package and validate for one target on this machine."""
+) -> Made:
+    """Tune, build, package and validate for one target on this machine; twice where tuning changes what is built."""
     tuned = tune(context, imported, target)
-    built = build(context, imported, tuned, target)
-    packaged = package(context, exported, imported, tuned, built, target)
-    verdict = validate(context, exported, packaged, target, held_out)
-    return TargetOutcomes(target, tuned, built, packaged, verdict, None, ())
+    builds = [(known, build(context, imported, known, target)) for known in to_build(context.workspace, tuned)]
+    candidates = []
+    for known, built in distinct(builds):
+        packaged = package(context, exported, imported, known, built, target)
+        candidates.append(Candidate(known, built, packaged, validate(context, exported, packaged, target, held_out)))
+    return Made(target, tuned, tuple(candidates))
+
+
+def chosen_here(context: Context, made: Made) -> TargetOutcomes:
+    """The better of what was made, which is measured on this machine where there are two."""
+    shipped, choice = better(made.candidates, lambda tuned, untuned: choose(context, tuned, untuned, made.target))
+    return TargetOutcomes(
+        target=made.target,
+        tuned=made.tuned,
+        built=shipped.built,
+        packaged=shipped.packaged,
+        verdict=shipped.verdict,
+        choice=choice,
+        measured=None,
+        gates=(),
+    )
 
 
 def measured_here(
-    context: Context,
-    exported: Outcome[ExportResult],
-    trained: Outcome[TrainResult] | None,
-    outcome: TargetOutcomes,
+    context: Context, exported: Outcome[ExportResult], trained: Outcome[TrainResult] | None, made: Made
 ) -> TargetOutcomes:
-    """The same with its measurements and what the gates say, where the bundle runs here and passed."""
+    """The better of what was made, with its measurements and what the gates say, where it runs here and passed."""
+    outcome = chosen_here(context, made)
     verdict = outcome.verdict.result
     if not (verdict.passed and verdict.verified):
         return outcome
     measured: Outcome[BenchmarkResult] = benchmark(context, exported, outcome.packaged, outcome.target, trained)
     gates = tuple(gate_failures(context, measured.result, outcome.bundle, outcome.target))
-    return TargetOutcomes(
-        outcome.target, outcome.tuned, outcome.built, outcome.packaged, outcome.verdict, measured, gates
-    )
+    return replace(outcome, measured=measured, gates=gates)
 
 
 def refuse_unverifiable(spec: Spec, targets: tuple[Target, ...]) -> None:
@@ -189,6 +214,7 @@ def _made(context: Context, job: MakeJob) -> MakeResult:
         "build": made.built,
         "package": made.packaged,
         "validate": made.verdict,
+        "choose": made.choice,
         "benchmark": made.measured,
     }
     return MakeResult(
@@ -197,6 +223,7 @@ def _made(context: Context, job: MakeJob) -> MakeResult:
         built=made.built.result,
         packaged=made.packaged.result,
         verdict=made.verdict.result,
+        choice=made.choice.result if made.choice is not None else None,
         measured=made.measured.result if made.measured is not None else None,
         gates=made.gates,
         steps={
@@ -386,13 +413,14 @@ def _outcomes(made: MakeResult, status: Literal["cached"] | None) -> TargetOutco
         return Outcome(result, status or step.status, 0.0 if status else step.seconds)
 
     return TargetOutcomes(
-        made.target,
-        outcome("tune", made.tuned),
-        outcome("build", made.built),
-        outcome("package", made.packaged),
-        outcome("validate", made.verdict),
-        outcome("benchmark", made.measured) if made.measured is not None else None,
-        made.gates,
+        target=made.target,
+        tuned=outcome("tune", made.tuned),
+        built=outcome("build", made.built),
+        packaged=outcome("package", made.packaged),
+        verdict=outcome("validate", made.verdict),
+        choice=outcome("choose", made.choice) if made.choice is not None else None,
+        measured=outcome("benchmark", made.measured) if made.measured is not None else None,
+        gates=made.gates,
     )
 
 
@@ -415,7 +443,7 @@ def _job(
         source = context.registry.resolve_source(spec.model.mlflow)
         document["model"]["mlflow"] = f"models:/{source.name}/{source.version}"
     known: dict[str, int] = {}
-    if not spec.tune.minutes and not spec.tune.trials and context.workspace.shared is not None:
+    if not spec.tune.measures and context.workspace.shared is not None:
         context.workspace.share_records()
         known = context.workspace.shared.tuning_records()
     return MakeJob(

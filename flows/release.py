@@ -12,9 +12,10 @@ from typing import Any, Literal
 from prefect import flow
 
 from flows.deployments import one_at_a_time
-from flows.make import make_here, make_on_pool, measured_here, pools_of, refuse_unverifiable
+from flows.make import Made, make_here, make_on_pool, measured_here, pools_of, refuse_unverifiable
 from flows.promote import PromotionSummary, automatic
 from tasks.benchmark import Point
+from tasks.choose import Choice
 from tasks.export import export
 from tasks.publish import PublishResult, publish
 from tasks.relax_import import relax_import
@@ -40,7 +41,10 @@ class StepSummary(Record):
 
 
 class TargetSummary(Record):
-    """One target of a release; figures are None where this machine could not run the bundle."""
+    """One target of a release; figures are None where this machine could not run the bundle.
+
+    `choice` says which of the tuned and the untuned build is shipped, None where tuning changed nothing.
+    """
 
     target: str
     bundle_uri: str
@@ -55,6 +59,7 @@ class TargetSummary(Record):
     runs: int | None
     measurements: tuple[Point, ...]
     tuning: str
+    choice: Choice | None
     schedules: dict[str, int]
     steps: dict[str, StepSummary]
 
@@ -102,7 +107,7 @@ def override(
     if targets:
         document["targets"] = targets
     if trials is not None:
-        document["tune"] |= {"trials": trials, "minutes": None}
+        document["tune"] |= {"trials": trials, "minutes": None, "until": None}
     if runs is not None:
         document["benchmark"]["repeats"] = max(1, -(-runs // spec.benchmark.rounds))
     if source is not None:
@@ -131,7 +136,7 @@ def release_model(
     held_out = reference(context, exported, trained) if spec.validation.task is not None else None
     interrupted = Event()
 
-    def make(target: Target) -> TargetOutcomes:
+    def make(target: Target) -> Made | TargetOutcomes:
         pool = pools.get(target.name)
         if pool is None:
             return make_here(context, exported, imported, held_out, target)
@@ -140,8 +145,7 @@ def release_model(
     made = _each(context, targets, make, pools, interrupted)
     # One at a time and last: nothing else of this release competes for the machine while it is measured.
     outcomes = tuple(
-        outcome if outcome.target.name in pools else measured_here(context, exported, trained, outcome)
-        for outcome in made
+        measured_here(context, exported, trained, item) if isinstance(item, Made) else item for item in made
     )
     tracked = track(context, exported, imported, outcomes, trained)
     reasons = [reason for outcome in outcomes for reason in outcome.reasons]
@@ -167,10 +171,10 @@ def release_model(
 def _each(
     context: Context,
     targets: tuple[Target, ...],
-    make: Callable[[Target], TargetOutcomes],
+    make: Callable[[Target], Made | TargetOutcomes],
     pools: Mapping[str, str],
     interrupted: Event,
-) -> tuple[TargetOutcomes, ...]:
+) -> tuple[Made | TargetOutcomes, ...]:
     """Make every target, those on pools all at once, of the others several where there are cores for them.
 
     A build keeps about one and a half cores busy. `interrupted` is set when all are to end.
@@ -234,6 +238,7 @@ def _target_summary(
         "build": outcome.built,
         "package": outcome.packaged,
         "validate": outcome.verdict,
+        "choose": outcome.choice,
         "benchmark": outcome.measured,
     }
     before = {name: shared[name] for name in ("train", "export", "relax_import", "reference")}
@@ -252,6 +257,7 @@ def _target_summary(
         runs=measured.runs if measured is not None else None,
         measurements=measured.points if measured is not None else (),
         tuning=str(outcome.tuned.result.coverage),
+        choice=outcome.choice.result if outcome.choice is not None else None,
         schedules=outcome.built.result.schedules,
         steps={
             name: StepSummary(status=step.status, seconds=round(step.seconds, 3))

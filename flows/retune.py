@@ -7,17 +7,15 @@ from typing import Any, Literal
 from prefect import flow
 
 from flows.deployments import one_at_a_time
+from flows.make import chosen_here, make_here
 from flows.release import ReleaseSummary, override, release_model
-from tasks.build import build
 from tasks.evaluate import keep_verdict
 from tasks.export import ExportResult, export
-from tasks.package import package
 from tasks.relax_import import ImportResult, relax_import
 from tasks.retune import Gain, compare, profile, tune_costliest
 from tasks.step import Context
 from tasks.track import WEIGHTS
 from tasks.train import TrainResult, train
-from tasks.tune import tune
 from tasks.validate import unable
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
@@ -156,10 +154,9 @@ def _target(
     """Tune what costs most in a bundle, and measure a build with all that is known beside it."""
     known = profile(context, bundle, target).result
     spent = tune_costliest(context, imported, known, minutes, target).result
-    tuned = tune(context, imported, target)
-    built = build(context, imported, tuned, target)
-    packaged = package(context, exported, imported, tuned, built, target)
-    gain = compare(context, bundle, built, packaged, target).result
+    # What a release would ship: it finds the same builds and the same choice done.
+    made = chosen_here(context, make_here(context, exported, imported, None, target))
+    gain = compare(context, bundle, made.built, made.packaged, target).result
     return Retuned(target=target.name, functions=known.costliest(), trials=spent.trials, gain=gain)
 
 

@@ -110,6 +110,8 @@ def release_document(
                     "trials": outcome.tuned.result.trials,
                     "coverage": str(outcome.tuned.result.coverage),
                     **outcome.tuned.result.coverage.model_dump(mode="json"),
+                    "shipped": outcome.shipped,
+                    "ratio_untuned": outcome.choice and outcome.choice.result.ratio,
                 },
             }
             for outcome in outcomes

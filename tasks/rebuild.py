@@ -3,13 +3,15 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tasks import build, export, package, relax_import, train
+from tasks.choose import untuned
 from tasks.step import Context
 from tasks.train import TrainResult
-from tasks.tune import NOTHING_TUNED, TuneResult
+from tasks.tune import TuneResult
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.bundle import Manifest, extract, installed_versions, sha256_file
@@ -145,18 +147,16 @@ def _tuned(bundle: Path, manifest: Manifest, workspace: Workspace, known: Worksp
     """The tuning records that the bundle was built with."""
     digest = manifest.provenance.get("records", "")
     path = known.path(Artifact(sha256=digest, size=0, name="records.jsonl"))
-    with workspace.scratch() as folder:
-        nothing = folder / "records.jsonl"
-        nothing.touch()
-        if sha256_file(nothing) == digest:
-            path = nothing
-        if not path.is_file() or sha256_file(path) != digest:
-            raise BundleError(
-                f"bundle {str(bundle)!r} was built with the tuning records {digest[:16]}, which are not in "
-                f"{str(known.folder)!r}; build it again where it was tuned"
-            )
-        records = _copied(path, workspace, "records.jsonl")
-    return Outcome(TuneResult(records=records, workloads=(), trials=0, coverage=NOTHING_TUNED), "cached", 0.0)
+    nothing = untuned(workspace)
+    if nothing.result.records.sha256 == digest:
+        return nothing
+    if not path.is_file() or sha256_file(path) != digest:
+        raise BundleError(
+            f"bundle {str(bundle)!r} was built with the tuning records {digest[:16]}, which are not in "
+            f"{str(known.folder)!r}; build it again where it was tuned"
+        )
+    records = _copied(path, workspace, "records.jsonl")
+    return replace(nothing, result=nothing.result.model_copy(update={"records": records}))
 
 
 def _copied(path: Path, workspace: Workspace, name: str) -> Artifact:

@@ -8,7 +8,7 @@ from tasks.package import PackageResult
 from tasks.relax_import import ImportResult
 from tasks.sidebyside import side_by_side
 from tasks.step import Context, Job, slug, step
-from tasks.tune import TuneResult, shared_records, tune_job
+from tasks.tune import TuneResult, run_job, shared_records, tune_job
 from tvmflow.bundle import read_manifest
 from tvmflow.process import Emit
 from tvmflow.progress import reporter
@@ -19,10 +19,9 @@ from tvmflow.workspace import Outcome, StepResult, run_step
 # The share of the time in compiled functions that is tuned: the rest is spread over many that cost little.
 _SHARE = 0.9
 _REPEATS = 20
-# What a new build must gain, and in how many of the pairs it must be the faster one. Of two equal builds one is by
-# chance faster in 12 of 15 pairs once in 57 times, and hardly ever by two per cent in the median as well.
+# What a new build must gain to be worth a release.
 _GAIN = 0.98
-_PAIRS, _LEAST_FASTER = 15, 12
+_PAIRS = 15
 
 
 class Profile(StepResult):
@@ -104,7 +103,7 @@ def tune_costliest(
             "retune",
             {"tune": budget, "only": job.only, "imported": imported.result.ir.sha256},
             TuneResult,
-            lambda: context.call("tasks.tune:work", job, TuneResult, target=target.name),
+            lambda: run_job(context, job),
             target=target.name,
             valid=lambda _: False,
         )
@@ -137,15 +136,19 @@ def compare(
             progress=lambda done, total: reporter().progressed("compare", target.name, done, total, "in turn"),
             pairs=_PAIRS,
         )
-        ratios, ratio = beside.ratios, beside.ratio
-        faster, slower = sum(value < 1 for value in ratios), sum(value > 1 for value in ratios)
         told = (
-            f"target {target.name!r}: the new build's latency is {ratio:.3f} of that in production "
-            f"({beside.candidate_ms:.3f} ms beside {beside.held_ms:.3f} ms), lower in {faster} of {len(ratios)} pairs"
+            f"target {target.name!r}: the new build's latency is {beside.ratio:.3f} of that in production "
+            f"({beside.candidate_ms:.3f} ms beside {beside.held_ms:.3f} ms), "
+            f"lower in {beside.lower} of {len(beside.ratios)} pairs"
         )
-        better = ratio < _GAIN and faster >= _LEAST_FASTER
-        worse = 1 / ratio < _GAIN and slower >= _LEAST_FASTER
-        return Gain(target=target.name, better=better, worse=worse, told=told, ratio=ratio, ratios=ratios)
+        return Gain(
+            target=target.name,
+            better=beside.is_faster(_GAIN),
+            worse=beside.reversed.is_faster(_GAIN),
+            told=told,
+            ratio=beside.ratio,
+            ratios=beside.ratios,
+        )
 
     return run_step(
         context.workspace,

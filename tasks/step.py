@@ -1,6 +1,6 @@
 """What every step shares: its place in a run, and how its function becomes a Prefect task."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -78,7 +78,16 @@ class Context:
         parts = [self.spec.name, step, *([slug(target)] if target else [])]
         return self.workspace.folder / "logs" / f"{'-'.join(parts)}.log"
 
-    def call(self, function: str, job: Job, kind: type[T], *, target: str | None = None, torch: bool = False) -> T:
+    def call(
+        self,
+        function: str,
+        job: Job,
+        kind: type[T],
+        *,
+        target: str | None = None,
+        torch: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> T:
         """Run `module:function` in a process of its own that can import what stands beside the release file."""
         name = function.partition(":")[0].rpartition(".")[2]
         return process.call(
@@ -89,6 +98,7 @@ class Context:
             timeout=self.timeout,
             emit=lambda done, total, message: reporter().progressed(name, target, done, total, message),
             paths=(self.spec.folder,),
+            environment=environment,
             torch=torch,
         )
 

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from tasks.benchmark import BenchmarkResult
 from tasks.build import BuildResult
+from tasks.choose import Choice
+from tasks.curve import PICTURE, latencies, log_curve, picture
 from tasks.export import ExportResult
 from tasks.package import PackageResult
 from tasks.relax_import import ImportResult
@@ -28,13 +30,18 @@ WEIGHTS = "weights.pt"
 
 @dataclass(frozen=True)
 class TargetOutcomes:
-    """All that was made and measured for one target; `measured` is None where this machine cannot run it."""
+    """All that was made and measured for one target; `measured` is None where this machine cannot run it.
+
+    `built`, `packaged` and `verdict` are of the build that is shipped; `choice` says why it is this one, None where
+    tuning has changed nothing.
+    """
 
     target: Target
     tuned: Outcome[TuneResult]
     built: Outcome[BuildResult]
     packaged: Outcome[PackageResult]
     verdict: Outcome[Verdict]
+    choice: Outcome[Choice] | None
     measured: Outcome[BenchmarkResult] | None
     gates: tuple[str, ...]
 
@@ -42,6 +49,11 @@ class TargetOutcomes:
     def bundle(self) -> Artifact:
         """The bundle."""
         return self.packaged.result.bundle
+
+    @property
+    def shipped(self) -> Literal["tuned", "untuned"]:
+        """Which build is shipped."""
+        return "untuned" if self.choice is None else self.choice.result.shipped
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -91,6 +103,11 @@ def track(
         "source": exported.result.registered,
         "outcomes": [
             [outcome.bundle, outcome.verdict.result, outcome.measured and outcome.measured.result, outcome.gates]
+            for outcome in outcomes
+        ],
+        # The release says so too, also where the bundle is one that was released before.
+        "tuning": [
+            [outcome.tuned.result.trials, outcome.tuned.result.coverage, outcome.choice and outcome.choice.result]
             for outcome in outcomes
         ],
     }
@@ -152,6 +169,12 @@ def _log(
             for name, document in written.items():
                 (scratch / name).write_text(json.dumps(document, indent=2))
                 files[name] = scratch / name
+            for outcome in outcomes:
+                if curve := outcome.tuned.result.curve:
+                    folder = slug(outcome.target.name)
+                    path = scratch / f"{folder}-{PICTURE}"
+                    path.write_text(picture(curve, f"{spec.name}, {outcome.target.name}"))
+                    files[f"{folder}/{PICTURE}"] = path
             registry.log_artifacts(run_id, files)
             runs = {outcome.target.name: _log_target(registry, run_id, outcome) for outcome in outcomes}
             version = _register(context, model, run_id, imported, exported, outcomes) if passed else None
@@ -173,10 +196,11 @@ def _log_target(registry: Registry, parent: str, outcome: TargetOutcomes) -> str
         "tuning_coverage": str(outcome.tuned.result.coverage),
         "bundle_sha256": outcome.bundle.sha256,
     }
-    verdict = "refused" if outcome.reasons else "passed"
-    run_id = registry.target_run(parent, target.name, params, {"tvmflow.verdict": verdict})
+    tags = {"tvmflow.verdict": "refused" if outcome.reasons else "passed", "tvmflow.shipped": outcome.shipped}
+    run_id = registry.target_run(parent, target.name, params, tags)
     with _closing(registry, run_id):
         registry.log_metrics(run_id, metrics(outcome))
+        log_curve(registry, run_id, outcome.tuned.result)
     return run_id
 
 
@@ -210,9 +234,12 @@ def metrics(outcome: TargetOutcomes) -> dict[str, float]:
     """The figures of one target: errors, latency in ms, ratios, sizes in bytes, seconds."""
     found: dict[str, float] = {"bundle_bytes": outcome.bundle.size, "tuning_trials": outcome.tuned.result.trials}
     coverage = outcome.tuned.result.coverage
-    found |= {"tuned_workloads": coverage.tuned, "workloads": coverage.workloads}
+    found |= {"tuned_workloads": coverage.tuned, "workloads": coverage.workloads, **latencies(outcome.tuned.result)}
     if coverage.share_of_time is not None:
         found["tuned_share_of_time"] = coverage.share_of_time
+    if outcome.choice is not None and outcome.choice.result.ratio is not None:
+        # Also where the untuned build is shipped: what tuning would have come to.
+        found["ratio_untuned"] = outcome.choice.result.ratio
     compared = outcome.verdict.result.original
     if compared is not None:
         found |= {
@@ -241,7 +268,8 @@ def metrics(outcome: TargetOutcomes) -> dict[str, float]:
 def verdict_document(outcome: TargetOutcomes) -> dict[str, Any]:
     """The verdict of one target as it is kept with the release."""
     document = outcome.verdict.result.model_dump(mode="json", exclude={"sources"})
-    return {**document, "passed": not outcome.reasons, "reasons": list(outcome.reasons)}
+    choice = outcome.choice and outcome.choice.result.model_dump(mode="json", exclude={"sources"})
+    return {**document, "passed": not outcome.reasons, "reasons": list(outcome.reasons), "choice": choice}
 
 
 def _fields(tensors: tuple[Tensor, ...]) -> list[TensorField]:

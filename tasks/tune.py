@@ -21,6 +21,7 @@ from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step, s
 
 if TYPE_CHECKING:
     from tvm import IRModule
+    from tvm.s_tir import Schedule
     from tvm.tirx import PrimFunc
 
     from tvmflow.compiler import Choices
@@ -28,12 +29,14 @@ if TYPE_CHECKING:
     from tvmflow.tuning import Progress, RecordStore, Task, TuneReport
     from tvmflow.tuning.decisions import Function, Spent
 
-# Which decisions change the functions of a model, and the part of a budget that goes to all of them.
-LOWERED = ("block", "algorithm", "rows")
+# The part of a budget that goes to the compiler's decisions.
 _FOR_DECISIONS = 0.5
 _DECISION = "decision"
 # Minutes of a budget that are left for functions at least.
 _LEAST = 0.01
+_LOOK_UP = {"trials": 0, "minutes": None, "until": None}
+# Of so many workloads a person who watches is told how they stand.
+_SHOWN = 8
 
 
 class MeasuredOn(Record):
@@ -100,6 +103,11 @@ class TuneResult(StepResult):
     """The best known record of each workload, as lines of JSON, and what was measured for them.
 
     Behind the records stand the `decisions` of the compiler that measuring has found to be better otherwise.
+
+    `latency_ms` is the estimated latency of the model, that is of all calls of its workloads with a time, and
+    `untuned_ms` what it is without tuning; None where no time is known. `curve` has it after some of the trials, from 0
+    to the last, at most some hundred. `known` is the SHA-256 of the best that is known of what was `looked_up`:
+    workloads and decisions by their keys.
     """
 
     records: Artifact
@@ -107,6 +115,11 @@ class TuneResult(StepResult):
     trials: int
     coverage: Coverage
     decisions: int = 0
+    untuned_ms: float | None = None
+    latency_ms: float | None = None
+    curve: tuple[tuple[int, float], ...] = ()
+    looked_up: tuple[str, ...] = ()
+    known: str = ""
 
 
 def work(job: TuneJob, emit: Emit) -> TuneResult:
@@ -116,7 +129,8 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
     workspace, target, started = job.workspace, job.target, time.monotonic()
     model = _Model(job)
     store = tuning.RecordStore(workspace.records)
-    trials = None if job.tune.minutes is not None else job.tune.trials or 0
+    trials = (job.tune.trials or 0) if not job.tune.measures else job.tune.trials
+    already = store.decisions(target)
     decided = _decide(job, model, store, trials, emit)
     known = {key: item.option for key, item in store.decisions(target).items()}
     lowered, choices = model.lowered(known)
@@ -126,20 +140,30 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
     report = tuning.tune(
         tasks,
         target,
-        tuning.Budget(trials=None if trials is None else trials - decided.trials - decided.before, minutes=left),
+        tuning.Budget(
+            trials=None if trials is None else trials - decided.trials - decided.before,
+            minutes=left,
+            until=job.tune.until,
+            early_stopping=job.tune.early_stopping,
+        ),
         store,
         tuner=job.tune.tuner,
         seed=job.tune.seed,
-        baseline=lambda func: model.scheduled(func, choices),
+        baseline=model.scheduled,
+        variants=model.variants,
         on_progress=lambda progress: emit(*_fraction(progress)),
         threads=job.threads,
         device=None if job.device is None else tuning.Device(job.device.key, Address.parse(job.device.tracker)),
     )
     best = [record for item in tasks if (record := store.best(item.func, target)) is not None]
-    if any(key.partition(":")[0] not in LOWERED for key in known):
-        for item in tasks:
-            model.scheduled(item.func, choices)  # Takes note of what its schedule decides.
     otherwise = [item for key, item in store.decisions(target).items() if choices.otherwise(key)]
+    # The functions as they were before any was decided otherwise have no times of their own.
+    saved = sum(1e3 * (item.default_seconds - item.seconds) for item in otherwise)
+    saved_now = sum(1e3 * (item.default_seconds - item.seconds) for item in otherwise if item.key not in already)
+    curve = [(decided.trials + trial, 1e3 * seconds) for trial, seconds in report.curve]
+    if curve and decided.trials:
+        curve.insert(0, (0, curve[0][1] + saved_now))
+    looked_up = tuple(sorted({*(tuning.workload_key(item.func) for item in tasks), *choices.met}))
     with workspace.scratch() as folder:
         path = folder / "records.jsonl"
         lines = sorted(json.dumps(asdict(record), sort_keys=True) for record in best)
@@ -161,6 +185,11 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
             ),
             trials=report.trials + decided.trials,
             decisions=len(otherwise),
+            untuned_ms=None if report.latency is None else 1e3 * report.latency.untuned + saved,
+            latency_ms=None if report.latency is None else 1e3 * report.latency.now,
+            curve=tuple(curve),
+            looked_up=looked_up,
+            known=_best_known(store, target, looked_up),
             coverage=_coverage(report, tasks, store, target),
         )
 
@@ -172,30 +201,32 @@ class _Model:
         self._imported = load_imported(job.workspace, job.imported)
         self._target = job.target
         self._options = as_options(job.build, job.variants)
-        self._lowered: dict[frozenset[tuple[str, str]], tuple[IRModule, dict[str, Site]]] = {}
+        self._lowered: dict[frozenset[tuple[str, str]], tuple[IRModule, Choices]] = {}
 
     def lowered(self, made: "Mapping[str, str]") -> "tuple[IRModule, Choices]":
-        """The lowered module, and the choices with all that were met, once its functions are scheduled by them."""
+        """The lowered module, and the decisions that were met."""
         from tvmflow import compiler
 
-        choices = compiler.Choices(made)
-        # What only schedules depend on leaves the functions as they are.
-        key = frozenset(item for item in made.items() if item[0].partition(":")[0] in LOWERED)
+        key = frozenset(made.items())
         if key not in self._lowered:
+            choices = compiler.Choices(made)
             module = compiler.lower(self._imported, self._target, self._options, choices)
-            self._lowered[key] = module, dict(choices.met)
-        module, met = self._lowered[key]
-        choices.met |= met
-        return module, choices
+            self._lowered[key] = module, choices
+        return self._lowered[key]
 
-    def scheduled(self, func: "PrimFunc", choices: "Choices") -> "PrimFunc":
+    def scheduled(self, func: "PrimFunc") -> "PrimFunc":
         """A function as the rules schedule it."""
-        from tvmflow.compiler.choices import using
         from tvmflow.compiler.machine import machine
         from tvmflow.compiler.schedules import schedule
 
-        with using(choices):
-            return schedule(func, machine(self._target))[0]
+        return schedule(func, machine(self._target))[0]
+
+    def variants(self, func: "PrimFunc") -> "Sequence[Schedule]":
+        """What else the rules can make of a function."""
+        from tvmflow.compiler.machine import machine
+        from tvmflow.compiler.schedules import variants
+
+        return variants(func, machine(self._target))[1:] if self._target.arch != "cuda" else []
 
     def functions(self, made: "Mapping[str, str]") -> "tuple[Mapping[str, Site], Sequence[Function]]":
         """What `Decider` measures: the static functions, and the decisions that were met."""
@@ -206,7 +237,7 @@ class _Model:
 
         module, choices = self.lowered(made)
         found = [
-            Function(item.name, item.func, self.scheduled(item.func, choices), subject(item.func), item.calls)
+            Function(item.name, item.func, self.scheduled(item.func), subject(item.func), item.calls)
             for item in compiler.workloads(module)
             if arguments_of(item.func) is not None
         ]
@@ -229,7 +260,7 @@ def _decide(job: TuneJob, model: _Model, store: "RecordStore", trials: int | Non
         trials=None if trials is None else round(_FOR_DECISIONS * trials),
         seconds=seconds,
         threads=job.threads,
-        on_progress=lambda told: emit(time.monotonic() - started, seconds or 1e9, told),
+        on_progress=lambda told: emit(time.monotonic() - started, seconds or 0.0, told),
     )
 
 
@@ -257,17 +288,27 @@ def _coverage(report: "TuneReport", tasks: "Sequence[Task]", store: "RecordStore
 def tune(context: Context, imported: Outcome[ImportResult], target: Target) -> Outcome[TuneResult]:
     """Tune the model for a target within the release file's budget; with 0 trials, look up what is known.
 
-    Raises TuneError when tuning fails as a whole; failed trials are normal.
+    Where it was tuned before and something better has become known since, that is looked up. Raises TuneError when
+    tuning fails as a whole; failed trials are normal.
     """
+    from tvmflow import tuning
+
     job = tune_job(context, imported, target)
+
+    def work_or_look_up() -> TuneResult:
+        found = context.workspace.find("tune", step_key("tune", reads), TuneResult)
+        if found is None:
+            return run_job(context, job)
+        known = run_job(context, job.model_copy(update={"tune": job.tune.model_copy(update=_LOOK_UP)}))
+        return known.model_copy(update={"trials": found.trials, "curve": found.curve})
+
+    def still_best(found: TuneResult) -> bool:
+        return _best_known(tuning.RecordStore(context.workspace.records), target, found.looked_up) == found.known
+
     with shared_records(context, target):
+        reads = _reads(context, job)
         return run_step(
-            context.workspace,
-            "tune",
-            _reads(context, job),
-            TuneResult,
-            lambda: context.call("tasks.tune:work", job, TuneResult, target=target.name),
-            target=target.name,
+            context.workspace, "tune", reads, TuneResult, work_or_look_up, target=target.name, valid=still_best
         )
 
 
@@ -290,13 +331,20 @@ def tune_more(
             "tune",
             {**_reads(context, job), "more": True},
             TuneResult,
-            lambda: context.call("tasks.tune:work", job, TuneResult, target=target.name),
+            lambda: run_job(context, job),
             target=target.name,
             valid=lambda _: False,
         )
     if context.workspace.find("tune", own, TuneResult) is not None:
         context.workspace.remember("tune", own, tuned.result, tuned.seconds)
     return tuned
+
+
+def run_job(context: Context, job: TuneJob) -> TuneResult:
+    """Tune in a process of its own; whatever ends it, what its workers built is removed."""
+    with context.workspace.scratch() as folder:
+        environment = {"TMPDIR": str(folder)}
+        return context.call("tasks.tune:work", job, TuneResult, target=job.target.name, environment=environment)
 
 
 @contextlib.contextmanager
@@ -317,7 +365,7 @@ def _reads(context: Context, job: TuneJob) -> dict[str, Any]:
     """What the step depends on; it does not matter where candidates are measured."""
     reads = job.model_dump(mode="json", exclude={"home", "imported", "device"})
     reads["imported"] = [job.imported.ir.sha256, job.imported.params.sha256]
-    if not job.tune.minutes and not job.tune.trials:
+    if not job.tune.measures:
         # Without a budget the step is a look-up: it depends on what is known, and on nothing when it measures itself.
         reads["records"] = _known(context.workspace.records, job.target)
     return reads
@@ -390,11 +438,30 @@ def best_records(path: Path) -> "Callable[[PrimFunc], PrimFunc | None]":
 
 
 def _fraction(progress: "Progress") -> tuple[float, float, str]:
-    """Trials or seconds done, of how many, and the workload with its best time."""
-    message = f"{progress.task}: {progress.best_seconds * 1e6:.0f} us"
-    if progress.total_trials is not None:
-        return progress.trials, progress.total_trials, message
-    return progress.elapsed, progress.total_seconds or progress.elapsed, message
+    """Trials or seconds done, of how many (0 if nobody knows), and how the model and its costliest workloads stand."""
+    done, total = float(progress.trials), float(progress.total_trials or 0)
+    left = f"{total - done:.0f} trials left"
+    if progress.total_trials is None:
+        done, total = progress.elapsed, progress.total_seconds or 0.0
+        left = f"{max(0.0, total - done) / 60:.1f} min left" if total else f"a minute more: -{progress.expected:.1%}"
+    latency = progress.latency
+    lines = [f"{1e3 * latency.untuned:.3f} -> {1e3 * latency.now:.3f} ms estimated, {left}"]
+    for item in progress.standings[:_SHOWN]:
+        times = [seconds and 1e6 * item.weight * seconds for seconds in (item.baseline_seconds, item.best_seconds)]
+        before, now = ("-" if value is None else f"{value:.1f}" for value in times)
+        mark = ">" if item.name == progress.task else " "
+        lines.append(f"{mark} {item.name[:48]:<48} {before:>9} -> {now:>9} us {item.trials:>5} trials")
+    return done, total, "\n".join(lines)
+
+
+def _best_known(store: "RecordStore", target: Target, keys: Sequence[str]) -> str:
+    """The SHA-256 of the best record of each workload and of each decision among `keys`."""
+    wanted, best = set(keys), {}
+    for record in sorted(store.records(target), key=lambda record: (-record.seconds, record.trace)):
+        if record.key in wanted:
+            best[record.key] = record.trace
+    decided = {key: item.option for key, item in store.decisions(target).items() if key in wanted}
+    return hashlib.sha256(json.dumps([best, decided], sort_keys=True).encode()).hexdigest()
 
 
 def _known(folder: Path, target: Target) -> str:

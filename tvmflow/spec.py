@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tvmflow.errors import SpecError, TargetError
 from tvmflow.target import Precision, Target, presets, resolve, without_unit
@@ -20,6 +20,13 @@ Dtype = Literal["float32", "float64", "float16", "int64", "int32", "int16", "int
 _REDUCED_ERROR: dict[Precision, float] = {"bf16": 5e-2, "int8": 5e-2}
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def part(value: object) -> object:
+    """A part of one that was written in per cent, as "2%"; anything else as it is. Raises ValueError."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return float(value.strip()[:-1]) / 100
+    return value
 
 
 class _Strict(BaseModel):
@@ -166,10 +173,17 @@ class Build(_Strict):
 
 
 class Tune(_Strict):
-    """The tuning budget: `trials` in total over all workloads, or `minutes`; 0 trials uses known records only."""
+    """The tuning budget: `trials` in total over all workloads, or `minutes`; 0 trials uses known records only.
+
+    `until` ends tuning when another minute is expected to save less than this part of the model's time, alone or with
+    one of the others as an upper bound; `early_stopping` leaves a workload alone after so many trials in a row that
+    were not faster.
+    """
 
     trials: Annotated[int, Field(ge=0)] | None = None
     minutes: Annotated[float, Field(gt=0)] | None = None
+    until: Annotated[float, Field(gt=0, lt=1), BeforeValidator(part)] | None = None
+    early_stopping: PositiveInt = 256
     tuner: Literal["xgb", "ga", "random", "grid"] = "xgb"
     seed: int = 0
 
@@ -178,6 +192,11 @@ class Tune(_Strict):
         if self.trials is not None and self.minutes is not None:
             raise ValueError("give the budget in trials or in minutes, not both")
         return self
+
+    @property
+    def measures(self) -> bool:
+        """Whether there is a budget to measure anything with."""
+        return self.trials != 0 and (self.trials or self.minutes or self.until) is not None
 
 
 class TaskMetric(_Strict):

@@ -1,7 +1,9 @@
 """`tvmflow compile`: an ONNX file to a bundle, or one sentence and no file."""
 
+import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,21 +324,21 @@ def test_another_compiler_links_the_library_with_its_options(tvmflow: Command, m
     assert tvmflow("verify", "b.tar.gz").code == 0
 
 
-def _write_record(models: Path, path: Path) -> None:
-    """A record for the model's ReLU whose schedule is none at all."""
+def _write_record(models: Path, path: Path, on: str = "native", trace: str = "[[], []]") -> None:
+    """A record for the model's ReLU, by default one whose schedule is none at all."""
     from tvmflow import compiler
     from tvmflow.target import resolve
     from tvmflow.tuning import Record, workload_key
     from tvmflow.tuning.records import SPACE_VERSION, RecordStore, now, tvm_version
 
-    target = resolve("native")
+    target = resolve(on)
     lowered = compiler.lower(compiler.import_onnx(models / "small.onnx"), target)
     (relu,) = (item.func for item in compiler.workloads(lowered) if item.name == "relu")
     RecordStore(path).append(
         Record(
             key=workload_key(relu),
             workload="",
-            trace="[[], []]",
+            trace=trace,
             seconds=1e-9,
             baseline_seconds=None,
             target=target.canonical,
@@ -355,6 +357,35 @@ def test_given_tuning_records_are_used_for_this_build_only(tvmflow: Command, mod
     for place in (tmp_path / "records", file):
         assert _compiled(tvmflow, models / "small.onnx", "--tuning-records", place)["schedules"]["tuned"] == 1
     assert "tuned" not in _compiled(tvmflow, models / "small.onnx")["schedules"]
+
+
+def test_a_record_that_changes_nothing_is_not_compared(
+    tvmflow: Command, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "home"))
+    _write_record(models, tmp_path / "home" / "records", trace='[[["Nonsense", [], [], []]], []]')
+    document = _compiled(tvmflow, models / "small.onnx")
+    assert (document["choice"], "tuned" in document["schedules"]) == (None, False)
+    # So that it can be built again anywhere.
+    assert read_manifest(Path("b.tar.gz")).provenance["records"] == hashlib.sha256().hexdigest()
+
+
+@pytest.mark.skipif(host().arch != "x86_64", reason="a target that this machine cannot run is meant")
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="no cross compiler for aarch64 is installed")
+def test_what_cannot_be_compared_here_is_tuned(
+    tvmflow: Command, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "home"))
+    _write_record(models, tmp_path / "home" / "records", on="aarch64-cortex-a72")
+    document = _compiled(tvmflow, models / "small.onnx", "--target", "aarch64-cortex-a72")
+    assert document["schedules"]["tuned"] == 1
+    assert document["choice"] == {
+        "shipped": "tuned",
+        "told": "the tuned build is shipped, not compared with the untuned: target 'aarch64-cortex-a72' is aarch64, "
+        "this machine is x86_64: not verified",
+        "ratio": None,
+        "spread": None,
+    }
 
 
 def test_a_file_without_a_fitting_record_is_one_sentence(tvmflow: Command, models: Path) -> None:

@@ -1,15 +1,22 @@
 """Decisions of the cost model, made otherwise: other functions, the same results."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tvm
+import tvm_ffi
 from onnx import helper
 
-from tvmflow.compiler import build, import_onnx
+from tvmflow.compiler import build, import_onnx, lower, workloads
 from tvmflow.compiler.choices import Choices
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.schedules import schedule, variants
 from tvmflow.target import Target
+from tvmflow.tuning.records import normalize, replay
 
 
 @pytest.fixture
@@ -50,12 +57,45 @@ def test_every_decision_made_otherwise_gives_the_same_results(model: Path, nativ
     usual = build(imported, native, choices=met)
     expected = _run(usual, run_built)
     open_sites = [site for site in met.met.values() if len(site.options) > 1]
-    assert {site.kind for site in open_sites} >= {"algorithm", "block", "rows", "vectors", "order"}
+    assert {site.kind for site in open_sites} >= {"algorithm", "block", "lines", "last", "rows"}
     for place in (1, 2):
         other = Choices({site.key: site.options[min(place, len(site.options) - 1)] for site in open_sites})
         built = build(imported, native, choices=other)
         assert built.ir_text != usual.ir_text
         np.testing.assert_allclose(_run(built, run_built), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_schedule_that_the_rules_can_make_of_a_function_gives_the_same_results(
+    model: Path, native: Target
+) -> None:
+    inputs = np.random.default_rng(2)
+    for workload in workloads(lower(import_onnx(model), native)):
+        func = normalize(workload.func)
+        usual, *others = variants(func, machine(native))
+        assert tvm_ffi.structural_equal(usual.mod["main"].body, schedule(func, machine(native))[0].body)
+        arrays = [inputs.standard_normal([int(size) for size in item.shape]).astype(item.dtype) for item in func.params]
+        expected = _called(usual.mod["main"], native, arrays)
+        for other in others:
+            assert not tvm_ffi.structural_equal(other.mod["main"].body, usual.mod["main"].body)
+            replayed = replay(json.dumps(other.trace.as_json(), default=lambda leaf: leaf.value), func)
+            assert tvm_ffi.structural_equal(replayed.body, other.mod["main"].body)
+        for other in (others[0], others[-1]) if others else ():
+            np.testing.assert_allclose(_called(other.mod["main"], native, arrays), expected, rtol=1e-4, atol=1e-4)
+
+
+def _called(func: Any, native: Target, arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """What a scheduled function, whose last parameter is its result, makes of arrays."""
+    marked = func.with_attr("global_symbol", "main").with_attr("tirx.is_scheduled", True)
+    library = tvm.compile(tvm.IRModule({"main": marked}), tvm.target.Target(native.tvm))
+    tensors = [tvm.runtime.tensor(array) for array in arrays]
+    library["main"](*tensors)
+    return np.asarray(tensors[-1].numpy())
+
+
+def test_a_machine_of_one_core_gets_no_parallel_loops(model: Path, native: Target) -> None:
+    one = replace(machine(native), cores=1)
+    for workload in workloads(lower(import_onnx(model), native)):
+        assert "parallel" not in schedule(workload.func, one)[0].script()
 
 
 def test_a_decision_is_met_under_the_same_name_in_every_build(model: Path, native: Target) -> None:

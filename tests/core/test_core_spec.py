@@ -149,6 +149,9 @@ RULES: list[tuple[str, object, str]] = [
     ("build.weights", "outside", "build.weights: Input should be 'inside' or 'apart'"),
     ("build.opt_level", 5, "build.opt_level: Input should be less than or equal to 4"),
     ("tune", {"trials": 1, "minutes": 1}, "give the budget in trials or in minutes, not both"),
+    ("tune.until", "200%", "tune.until: Input should be less than 1"),
+    ("tune.until", "much", "tune.until: Input should be a valid number"),
+    ("tune.early_stopping", 0, "tune.early_stopping: Input should be greater than or equal to 1"),
     ("tune.trials", -1, "tune.trials: Input should be greater than or equal to 0"),
     ("tune.tuner", "annealing", "tune.tuner: Input should be 'xgb', 'ga', 'random' or 'grid'"),
     ("validate.samples", 0, "validate.samples: Input should be greater than or equal to 1"),
@@ -335,6 +338,14 @@ def test_all_commented_sections_of_the_template_can_be_taken_in_together(files: 
     document = yaml.safe_load(uncommented(template("digits"), lambda name: name in sections))
     assert set(document) >= sections
     parse(document, files)
+
+
+def test_tuning_ends_at_a_part_that_is_written_in_per_cent_or_as_a_number(files: Path) -> None:
+    document = yaml.safe_load(template("m"))
+    written = [parse({**document, "tune": {"until": until}}, files).tune for until in ("2%", " 2 % ", 0.02)]
+    assert [tune.until for tune in written] == [0.02] * 3
+    assert all(tune.measures for tune in written)
+    assert not parse({**document, "tune": {"until": "2%", "trials": 0}}, files).tune.measures
 
 
 def test_what_is_commented_out_shows_the_defaults(files: Path) -> None:

@@ -32,10 +32,10 @@ def test_a_release_is_a_run_with_a_nested_run_per_target(registry: Registry, cli
     assert nested.info.end_time is not None
 
 
-def test_a_curve_has_a_step_per_trial_and_a_gap_for_a_failed_one(registry: Registry, client: Any) -> None:
+def test_a_curve_has_its_steps_and_a_gap_where_a_value_is_not_finite(registry: Registry, client: Any) -> None:
     run_id = registry.start_release("demo", {}, {})
-    registry.log_curve(run_id, "trial_ms", [3.0, float("inf"), float("nan"), 2.0])
-    assert [(p.step, p.value) for p in client.get_metric_history(run_id, "trial_ms")] == [(0, 3.0), (3, 2.0)]
+    registry.log_curve(run_id, "trial_ms", [(0, 3.0), (1, float("inf")), (2, float("nan")), (8, 2.0)])
+    assert [(p.step, p.value) for p in client.get_metric_history(run_id, "trial_ms")] == [(0, 3.0), (8, 2.0)]
 
 
 def test_artifacts_are_stored_under_their_paths(registry: Registry, client: Any, tmp_path: Path) -> None:

@@ -1,8 +1,16 @@
 """What the tuners propose."""
 
+import json
+
+import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from tvm.tirx import PrimFunc
 
+from tvmflow.compiler import import_onnx, lower, workloads
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.schedules import variants
 from tvmflow.target import Target
 from tvmflow.tuning import TunerName
 from tvmflow.tuning.records import normalize
@@ -45,3 +53,52 @@ def test_a_small_space_comes_to_an_end(elementwise: PrimFunc, native: Target, tu
     while search.propose():
         rounds += 1
         assert rounds < 100
+
+
+@pytest.fixture(scope="module")
+def dense(native: Target, tmp_path_factory: pytest.TempPathFactory) -> PrimFunc:
+    """A dense layer as the compiler lowers it, whose rule has many ways to schedule it."""
+    weights = numpy_helper.from_array(np.ones((256, 192), "float32"), "w")
+    shapes = {"x": [49, 256], "y": [49, 192]}
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items())
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "dense", [x], [y], [weights])
+    path = tmp_path_factory.mktemp("dense") / "dense.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    (workload,) = workloads(lower(import_onnx(path), native))
+    return normalize(workload.func)
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_what_the_compilers_rules_can_make_comes_first_and_whole(
+    dense: PrimFunc, native: Target, tuner: TunerName
+) -> None:
+    own = variants(dense, machine(native))[1:]
+    assert len(own) > 8
+
+    def proposed() -> list[list[str]]:
+        cost_model = make_cost_model(tuner, seed=3, threads=1)
+        search = make_search(dense, native.canonical, tuner, batch=4, seed=3, cost_model=cost_model, variants=list(own))
+        rounds = []
+        for _ in range(-(-len(own) // 4) + 1):
+            proposals = search.propose()
+            search.tell(proposals, [1e-3 * (place + 1) for place in range(len(proposals))])
+            rounds.append([proposal.trace for proposal in proposals])
+        return rounds
+
+    *first, then = proposed()
+    traces = {json.dumps(schedule.trace.as_json(), default=lambda leaf: leaf.value) for schedule in own}
+    assert {trace for batch in first for trace in batch} == traces
+    assert sum(map(len, first)) == len(own)
+    assert then
+    assert not traces & set(then)
+    assert proposed() == [*first, then]
+
+
+def test_a_schedule_known_from_before_is_not_proposed_again(dense: PrimFunc, native: Target) -> None:
+    own = variants(dense, machine(native))[1:]
+    search = make_search(dense, native.canonical, "grid", batch=len(own), seed=3, cost_model=None, variants=own)
+    known = json.dumps(own[2].trace.as_json(), default=lambda leaf: leaf.value)
+    search.start_from(known, 1e-3)
+    proposals = search.propose()
+    assert len(proposals) == len(own) - 1
+    assert known not in [proposal.trace for proposal in proposals]

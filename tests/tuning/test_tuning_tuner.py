@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,19 @@ from tvm.tirx import PrimFunc
 
 from tvmflow.errors import TuneError
 from tvmflow.target import Target, resolve
-from tvmflow.tuning import Budget, Progress, Record, RecordStore, Task, TuneReport, TunerName, apply, tune, workload_key
+from tvmflow.tuning import (
+    Budget,
+    Progress,
+    Record,
+    RecordStore,
+    Task,
+    Trial,
+    TuneReport,
+    TunerName,
+    apply,
+    tune,
+    workload_key,
+)
 from tvmflow.tuning.records import SPACE_VERSION, now, tvm_version
 from tvmflow.tuning.space import TUNERS
 
@@ -159,7 +172,89 @@ def test_a_target_that_this_machine_cannot_run_is_skipped(
     assert reason in task.reason
 
 
-@pytest.mark.parametrize("budget", [{}, {"trials": 4, "minutes": 1.0}, {"trials": -1}, {"minutes": 0.0}])
+def test_a_budget_until_nothing_is_to_be_gained_ends_by_itself_and_is_not_spent_again(
+    conv: PrimFunc, instant: PrimFunc, native: Target, store: RecordStore
+) -> None:
+    def run(budget: Budget) -> TuneReport:
+        return tune([Task("conv", conv, 1)], native, budget, store, tuner="random", baseline=lambda _: instant)
+
+    first = run(Budget(until=0.9, trials=1000))
+    assert 16 <= first.trials < 200
+    assert run(Budget(until=0.9)).trials == 0
+    assert run(Budget(until=0.9, minutes=1)).trials == 0
+
+
+def test_a_workload_is_left_alone_after_trials_in_vain(
+    conv: PrimFunc, instant: PrimFunc, native: Target, store: RecordStore
+) -> None:
+    def run(budget: Budget) -> TuneReport:
+        return tune([Task("conv", conv, 1)], native, budget, store, tuner="random", baseline=lambda _: instant)
+
+    assert run(Budget(trials=1000, early_stopping=8)).trials == 16
+    assert run(Budget(trials=1000, early_stopping=8)).trials == 0
+    assert run(Budget(minutes=1, early_stopping=8)).trials == 16
+
+
+def test_the_curve_begins_untuned_falls_and_ends_with_the_last_trial(
+    matmul: PrimFunc, elementwise: PrimFunc, native: Target, store: RecordStore
+) -> None:
+    seen: list[Progress] = []
+    tasks = [Task("matmul", matmul, 3), Task("elementwise", elementwise, 1)]
+    report = tune(tasks, native, Budget(trials=12), store, tuner="random", seed=1, on_progress=seen.append)
+    assert report.latency is not None
+    trials, latencies = zip(*report.curve, strict=True)
+    assert trials == tuple(range(13))
+    assert list(latencies) == sorted(latencies, reverse=True)
+    assert (latencies[0], latencies[-1]) == (
+        pytest.approx(report.latency.untuned),
+        pytest.approx(report.latency.now),
+    )
+    assert report.latency.now < report.latency.untuned
+    assert [progress.latency.now for progress in seen] == pytest.approx(list(latencies[1:]))
+    last = seen[-1].standings
+    assert sum(item.weight * (item.best_seconds or 0.0) for item in last) == pytest.approx(report.latency.now)
+    assert sum(item.trials for item in last) == 12
+
+
+def test_most_trials_go_where_the_model_spends_its_time(
+    matmul: PrimFunc, elementwise: PrimFunc, native: Target, store: RecordStore
+) -> None:
+    tasks = [Task("elementwise", elementwise, 1), Task("matmul", matmul, 1000)]
+    seen: list[Progress] = []
+    tune(tasks, native, Budget(trials=12), store, tuner="random", seed=1, on_progress=seen.append)
+    spent = {item.name: item.trials for item in seen[-1].standings}
+    assert spent["matmul"] > spent["elementwise"]
+
+
+def test_what_was_measured_and_became_no_record_is_kept_within_bounds(
+    conv: PrimFunc, native: Target, store: RecordStore
+) -> None:
+    report = tune([Task("conv", conv, 1)], native, Budget(trials=8), store, tuner="random", seed=1)
+    measured = store.measured(native)
+    records = [entry for entry in measured if isinstance(entry, Record)]
+    assert len(measured) == report.trials == 8
+    assert 0 < len(records) < len(measured)
+    assert len({entry.trace for entry in measured}) == 8
+    known = next(entry for entry in measured if isinstance(entry, Trial))
+    for number in range(48):
+        store.append(replace(known, trace=f"faster {number}", seconds=1e-12))
+    again = tune([Task("conv", conv, 1)], native, Budget(trials=12), RecordStore(store.folder), tuner="random", seed=1)
+    assert again.trials == 4
+    kept = [entry for entry in RecordStore(store.folder).measured(native) if isinstance(entry, Trial)]
+    assert len(kept) == len(measured) - len(records) + 48
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        {},
+        {"trials": 4, "minutes": 1.0},
+        {"trials": -1},
+        {"minutes": 0.0},
+        {"until": 2.0},
+        {"trials": 4, "early_stopping": 0},
+    ],
+)
 def test_a_budget_that_says_nothing_sensible_is_refused(budget: dict[str, Any]) -> None:
     with pytest.raises(TuneError, match="budget"):
         Budget(**budget)

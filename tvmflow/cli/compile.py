@@ -145,7 +145,7 @@ def compile_command(
     linker = _linker(cross_compiler, cross_compiler_options)
     from rich.console import Console
 
-    from tasks import build, export, package, relax_import, tune, validate
+    from tasks import build, choose, export, package, relax_import, tune, validate
     from tasks.step import Context
     from tvmflow import settings as machine
     from tvmflow.cli.display import RichReporter
@@ -170,11 +170,20 @@ def compile_command(
         exported = export.export.fn(context)
         imported = relax_import.relax_import.fn(context, exported)
         tuned = tune.tune.fn(context, imported, resolved)
+        known = choose.to_build(context.workspace, tuned)
         if tuning_records is not None:
-            tuned = tune.with_records(context, tuned, tuning_records, resolved)
-        built = build.build.fn(context, imported, tuned, resolved, inspect)
-        packaged = package.package.fn(context, exported, imported, tuned, built, resolved)
-        verdict = validate.validate.fn(context, exported, packaged, resolved).result
+            # They are asked for, whatever comes of them.
+            known = (tune.with_records(context, tuned, tuning_records, resolved),)
+        builds = [(item, build.build.fn(context, imported, item, resolved, inspect)) for item in known]
+        candidates = []
+        for item, built in choose.distinct(builds):
+            packaged = package.package.fn(context, exported, imported, item, built, resolved)
+            verdict = validate.validate.fn(context, exported, packaged, resolved)
+            candidates.append(choose.Candidate(item, built, packaged, verdict))
+        shipped, choice = choose.better(
+            candidates, lambda tuned, untuned: choose.choose.fn(context, tuned, untuned, resolved)
+        )
+        built, packaged, verdict = shipped.built, shipped.packaged, shipped.verdict
     # A build that is judged wrong is the one to look at: this comes before the verdict.
     inspected = json.loads(context.file(built.result.inspected).read_text())
     dumped = _dump(inspected["code"], output, model.stem)
@@ -182,21 +191,25 @@ def compile_command(
     if not as_json:
         _show(inspected["passes"], times if print_pass_times else {})
     _tell_unrun((*print_ir_before, *print_ir_after), inspected["passes"])
-    if not verdict.passed:
-        raise VerdictError(f"{model} is not written to {output}: {verdict.reasons[0]}")
+    judged = verdict.result
+    if not judged.passed:
+        raise VerdictError(f"{model} is not written to {output}: {judged.reasons[0]}")
     _copy(context.file(packaged.result.bundle), output)
-    error = verdict.original.max_abs_error if verdict.original is not None else None
+    error = judged.original.max_abs_error if judged.original is not None else None
     if as_json:
         bundle = packaged.result.bundle
         document = {"bundle": str(output), "sha256": bundle.sha256, "size": bundle.size, "max_abs_error": error}
-        document |= {"target": resolved.name, "precision": precision, "verified": verdict.verified}
+        document |= {"target": resolved.name, "precision": precision, "verified": judged.verified}
         document |= {"schedules": built.result.schedules, "code": [str(path) for path in dumped]}
+        document |= {"choice": choice and choice.result.model_dump(mode="json", exclude={"sources"})}
         document |= {"passes": inspected["passes"]} if print_ir_before or print_ir_after else {}
         document |= {"pass_seconds": times} if print_pass_times else {}
         click.echo(json.dumps(document))
         return
     for path in dumped:
         click.echo(f"{path}: code")
+    if choice is not None:
+        click.echo(f"{output}: {choice.result.told}")
     if error is not None:
         narrow = "" if precision == "fp32" else f" in {precision}"
         click.echo(f"{output}: {resolved.name}{narrow}, largest difference from ONNX Runtime {error:.1e}")

@@ -1,15 +1,27 @@
 """What a person sees while steps run: a line for each that ended, a spinner or bar for those that run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from tvmflow.progress import Status, reporting_to
 
 _MARKS = {"ran": "[green]✓[/]", "cached": "[cyan]=[/]", "failed": "[red]✗[/]"}
+
+
+class _Bars(Progress):
+    """The bars of running steps, and below them what some of them have to tell in more than a line."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bars, then the other lines of each step."""
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            if task.fields.get("more"):
+                yield Text(task.fields["more"], style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class RichReporter:
@@ -17,7 +29,7 @@ class RichReporter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = Progress(
+        self._progress = _Bars(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -42,11 +54,12 @@ class RichReporter:
             self._shown[step, target] = self._progress.add_task(_label(step, target), total=None, message="")
 
     def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
-        """Turn the spinner into a bar."""
+        """Turn the spinner into a bar; all lines of a message but the first stand below the bars."""
+        first, _, more = message.partition("\n")
         with self._lock:
             shown = self._shown.get((step, target))
             if shown is not None:
-                self._progress.update(shown, completed=done, total=total or None, message=message[:60])
+                self._progress.update(shown, completed=done, total=total or None, message=first[:60], more=more)
 
     def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
         """Replace what was shown by a line with the step's time."""

@@ -115,6 +115,8 @@ def _lines(item: "TargetSummary") -> "Iterator[str]":
     if item.metric is not None:
         yield f"task metric {item.metric['bundle']:.4f}, the original's {item.metric['original']:.4f}"
     yield item.tuning
+    if item.choice is not None:
+        yield item.choice.told
     if not item.measurements:
         return
     typical = item.measurements[0]

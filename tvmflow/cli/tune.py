@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="The time to spend, for each target.")
 @click.option("--trials", type=click.IntRange(min=0), help="Trials to measure in all, earlier ones included.")
+@click.option(
+    "--until",
+    metavar="PART",
+    help="End when another minute is expected to save less of the model's time than this, as 2%; earlier runs count.",
+)
+@click.option(
+    "--early-stopping",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Leave a workload alone after N trials in a row that were not faster, by default 256.",
+)
 @click.option("--device", metavar="KEY", help="Measure on the devices with this key, not here.")
 @click.option("--tracker", metavar="HOST:PORT", help="The devices' tracker, by default that of `tvmflow devices up`.")
 @click.option("--target", "targets", multiple=True, help="Tune for this target instead of the file's; repeatable.")
@@ -28,12 +40,14 @@ def tune_command(
     file: Path,
     minutes: float | None,
     trials: int | None,
+    until: str | None,
+    early_stopping: int | None,
     device: str | None,
     tracker: str | None,
     targets: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Tune the model that FILE describes, for --minutes or --trials, here or on devices; nothing is released.
+    """Tune the model that FILE describes, for --minutes, --trials or --until, here or on devices; nothing is released.
 
     The budget is the file's own where none is given. What is faster becomes a record at once: an interrupt loses
     nothing, the next run goes on, and the next release uses it.
@@ -54,12 +68,15 @@ def tune_command(
     if targets:
         document = spec.model_dump(mode="json", by_alias=True)
         spec = release_file.parse({**document, "targets": list(targets)}, spec.folder)
-    budget = _budget(spec.tune, minutes, trials)
+    given = {"minutes": minutes, "trials": trials, "until": until, "early_stopping": early_stopping}
+    budget = _budget(spec.tune, {key: value for key, value in given.items() if value is not None})
     address = None
     if device is not None:
         address = str(tracker_address(tracker or own_tracker(settings.state)))
     from tasks import export, relax_import, train, tune
+    from tasks.curve import keep_curve
     from tasks.step import Context
+    from tvmflow.errors import RegistryError
     from tvmflow.services import open_services, open_workspace
 
     measured_on = None if device is None or address is None else tune.MeasuredOn(key=device, tracker=address)
@@ -74,10 +91,13 @@ def tune_command(
         trained = train.train.fn(context) if spec.train is not None else None
         exported = export.export.fn(context, trained)
         imported = relax_import.relax_import.fn(context, exported)
-        tuned = {
-            target.name: tune.tune_more.fn(context, imported, target, budget, measured_on)
-            for target in spec.resolved_targets()
-        }
+        tuned = {}
+        for target in spec.resolved_targets():
+            outcome = tuned[target.name] = tune.tune_more.fn(context, imported, target, budget, measured_on)
+            try:
+                keep_curve(context, target, budget, outcome)
+            except RegistryError as error:  # What was found is kept all the same.
+                console.print(f"the curve is not in MLflow: {error}", highlight=False, soft_wrap=True)
     if as_json:
         found = {name: outcome.result.model_dump(mode="json", exclude={"sources"}) for name, outcome in tuned.items()}
         click.echo(json.dumps({"name": spec.name, "device": device, "targets": found}))
@@ -87,13 +107,21 @@ def tune_command(
         _show(name, outcome, output)
 
 
-def _budget(own: "Tune", minutes: float | None, trials: int | None) -> "Tune":
-    """The budget of this run: what was given, else the release file's. Raises UsageError when neither says any."""
-    if minutes is None and trials is None:
-        if not own.minutes and not own.trials:
-            raise click.UsageError("the release file has no tuning budget; give --minutes or --trials")
-        return own
-    return own.model_copy(update={"minutes": minutes, "trials": trials})
+def _budget(own: "Tune", given: "Mapping[str, object]") -> "Tune":
+    """The budget of this run: what was given, else the release file's. Raises UsageError where there is none."""
+    from pydantic import ValidationError
+
+    known = own.model_dump()
+    if given.keys() & {"minutes", "trials", "until"}:
+        known |= {"minutes": None, "trials": None, "until": None}
+    try:
+        budget = type(own).model_validate({**known, **given})
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        raise click.UsageError(f"--{'-'.join(map(str, first['loc']))} {first['input']}: {first['msg']}") from error
+    if not budget.measures and "trials" not in given:
+        raise click.UsageError("the release file has no tuning budget; give --minutes, --trials or --until")
+    return budget
 
 
 def _show(target: str, outcome: "Outcome[TuneResult]", console: "Console") -> None:
@@ -118,6 +146,12 @@ def _show(target: str, outcome: "Outcome[TuneResult]", console: "Console") -> No
             item.status,
         )
     console.print(f"{target}: {result.coverage}, {result.trials} trials in {outcome.seconds:.0f} s", highlight=False)
+    if result.untuned_ms is not None and result.latency_ms is not None:
+        ratio = f" ({result.latency_ms / result.untuned_ms:.2f})" if result.untuned_ms else ""
+        console.print(
+            f"estimated latency: {result.untuned_ms:.3f} ms untuned, {result.latency_ms:.3f} ms now{ratio}",
+            highlight=False,
+        )
     console.print(table)
     skipped = Counter(item.reason for item in result.workloads if item.status == "skipped")
     for reason, count in skipped.items():

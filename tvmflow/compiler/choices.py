@@ -2,7 +2,8 @@
 
 A decision is about a *subject*, such as a convolution's shape, and of a *kind*, such as the rows of its tile. It has
 options, the cost model's first. Tuning makes the same decisions differently, measures what comes of it, and keeps what
-is faster; a build is then given those.
+is faster; a build is then given those. Choices within the schedule of one function need no subject: they are known
+from its trace.
 """
 
 import contextlib

@@ -156,9 +156,9 @@ class Registry:
         with self._reported(f"record metrics of the run {run_id}"):
             self._log_metrics(run_id, ((key, value, step) for key, value in metrics.items()), model_id)
 
-    def log_curve(self, run_id: str, key: str, values: Sequence[float]) -> None:
-        """Record a metric of a run over its trials, one step each; a trial whose value is not finite leaves a gap."""
-        points = [(key, value, step) for step, value in enumerate(values) if math.isfinite(value)]
+    def log_curve(self, run_id: str, key: str, curve: Sequence[tuple[int, float]]) -> None:
+        """Record a metric of a run by step, at most 1000 steps at once; a value that is not finite leaves a gap."""
+        points = [(key, value, step) for step, value in curve if math.isfinite(value)]
         with self._reported(f"record {key!r} of the run {run_id}"):
             self._log_metrics(run_id, points, None)
 

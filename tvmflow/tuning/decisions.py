@@ -1,6 +1,6 @@
-"""Tuning the compiler's own decisions: whole blocks or their parts, algorithms, tiles, the order of loops.
+"""Tuning the compiler's own decisions: whole blocks or their parts, algorithms, the rows of tiles.
 
-Most decide which functions a model is lowered to, so that no search over one function's schedules can make them. They
+They decide which functions a model is lowered to, so that no search over one function's schedules can make them. They
 are made otherwise, the model is lowered again, and what is new is measured.
 """
 
@@ -20,9 +20,10 @@ from tvmflow.tuning.tuner import why_not_here
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
-# In the order in which they depend on each other: where a block is whole, its parts need no algorithm. The last are
-# decisions of the schedules, which leave the functions as they are.
-KINDS = ("block", "algorithm", "rows", "stages", "order", "vectors")
+# All decisions of one of these kinds are made at once.
+_TOGETHER = ("algorithm", "lines", "first", "last", "rows")
+# Last of all, whether blocks are computed whole, and then what that leaves to be decided.
+KINDS = (*_TOGETHER, "block", *_TOGETHER)
 # What another option must gain before it counts as faster: below lies the noise.
 _MARGIN = 0.97
 # Functions that together take less of the model's time than this are not worth a decision.
@@ -109,8 +110,10 @@ def decide(
     if trials == 0 or why_not_here(target) is not None:
         return Spent(0, 0)
     key = decisions_key(lower({})[0])
-    before = sum(effort.trials for effort in store.efforts(target) if effort.key == key)
-    if trials is not None and before >= trials:
+    efforts = [effort for effort in store.efforts(target) if effort.key == key]
+    before = sum(effort.trials for effort in efforts)
+    # An effort has the model's time if nothing was left to decide after it.
+    if (trials is not None and before >= trials) or any(effort.baseline_seconds is not None for effort in efforts):
         return Spent(0, before)
     deadline = math.inf if seconds is None else time.monotonic() + seconds
 
@@ -126,10 +129,8 @@ def decide(
             decider.decide({name: item.option for name, item in store.decisions(target).items()}, record, on_progress)
         finally:
             if decider.trials:
-                effort = Effort(
-                    key, **asdict(current(target)), trials=decider.trials, baseline_seconds=None, created_at=now()
-                )
-                store.append(effort)
+                context, settled = asdict(current(target)), decider.settled_seconds
+                store.append(Effort(key, **context, trials=decider.trials, baseline_seconds=settled, created_at=now()))
         return Spent(decider.trials, before)
 
 
@@ -149,6 +150,8 @@ class Decider:
         self._left = math.inf if trials is None else trials
         self._measured: dict[str, tuple[Library, float] | None] = {}
         self.trials = 0
+        self.settled_seconds: float | None = None
+        """The time of the model's functions once everything is decided, in seconds; None before."""
 
     def decide(
         self, known: Mapping[str, str], on_decided: Callable[[Decided], None], on_progress: Callable[[str], None]
@@ -162,8 +165,11 @@ class Decider:
             if self._over():
                 break
             on_progress(f"decisions: {kind}")
-            decide = self._decide_in_turn if kind == "block" else self._decide
+            decide = self._decide if kind in _TOGETHER else self._decide_in_turn
             made |= decide(kind, made, on_decided)
+        if not self._over():
+            total = sum(self._costs(self._lower(made)[1]).values())
+            self.settled_seconds = total if math.isfinite(total) else None
         return made
 
     def _decide(self, kind: str, made: Mapping[str, str], on_decided: Callable[[Decided], None]) -> dict[str, str]:

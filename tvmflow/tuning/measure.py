@@ -143,7 +143,7 @@ class MeasurePool:
         return list(self._building.map(self._build, candidates))
 
     def time(self, library: Library, limit: float = 1e9) -> float:
-        """Median seconds of a call; above `limit` it is measured roughly. Raises TrialError."""
+        """Seconds of a call, the least of a few samples; above `limit` it is measured roughly. Raises TrialError."""
         arguments = _plain(library.arguments)
         return float(self._run("time", library=str(library.path), arguments=arguments, limit=limit))
 
@@ -175,7 +175,7 @@ class MeasurePool:
                 future.cancel()
 
     def compare(self, *libraries: Library) -> list[float]:
-        """Median seconds of a call of each, measured in turn on one device. Raises TrialError."""
+        """Seconds of a call of each, the least of a few samples measured in turn on one device. Raises TrialError."""
         arguments = [_plain(library.arguments) for library in libraries]
         seconds = self._run("compare", libraries=[str(library.path) for library in libraries], arguments=arguments)
         return [float(value) for value in seconds]

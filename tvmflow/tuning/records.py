@@ -13,7 +13,7 @@ import secrets
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import MISSING, asdict, astuple, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
@@ -48,7 +48,7 @@ class Record:
     """A schedule that was measured, checked and found faster than what was known before.
 
     `key` is `workload_key` of the function; `workload` is the function as `tvm.ir.save_json` writes it; `trace` is the
-    schedule's trace in JSON; `seconds` and `baseline_seconds` are median times of one call, measured in turn on one
+    schedule's trace in JSON; `seconds` and `baseline_seconds` are the least times of one call, measured in turn on one
     machine (`baseline_seconds` is None where no analytic schedule was given); `target` is `Target.canonical`;
     `trial` counts from 1 within the run; `created_at` is UTC in ISO 8601.
     """
@@ -71,8 +71,9 @@ class Effort:
     """How many trials a run spent on a workload, whether or not they led to a record.
 
     It is what lets a second run know that a workload was tuned and its analytic schedule was not beaten.
-    `baseline_seconds` is the time of what needs no tuning, in seconds. What was spent on decisions counts for all that
-    a model meets together: their `key` is that of `decisions_key`.
+    `baseline_seconds` is the time of what needs no tuning, in seconds; `seconds` is how long the trials took in all,
+    None where that is not known. What was spent on decisions counts for all that a model meets together: their `key` is
+    that of `decisions_key`, and `baseline_seconds` the model's time if nothing was left to decide.
     """
 
     key: str
@@ -82,6 +83,7 @@ class Effort:
     trials: int
     baseline_seconds: float | None
     created_at: str
+    seconds: float | None = None
 
     @property
     def on_decisions(self) -> bool:
@@ -93,7 +95,7 @@ class Effort:
 class Trial:
     """A schedule that was measured and did not become a record: what a cost model learns from beside the records.
 
-    The fields are those of `Record`; `seconds` is the median time of one call, None where the schedule failed.
+    The fields are those of `Record`; `seconds` is the least time of one call, None where the schedule failed.
     """
 
     key: str
@@ -426,7 +428,9 @@ def _lines(entry: Entry, written: set[str]) -> bytes:
 
 
 def _entry(kind: type[Entry], obj: Mapping[str, Any], workloads: Mapping[str, str]) -> Entry:
-    values = {field.name: obj[field.name] for field in fields(kind) if field.name != "workload"}
+    wanted = [field for field in fields(kind) if field.name != "workload"]
+    # What has a default came later: lines that were written before do without it.
+    values = {field.name: obj[field.name] for field in wanted if field.name in obj or field.default is MISSING}
     if kind in (Record, Trial):
         values["workload"] = obj.get("workload") or workloads.get(obj["key"], "")
     return kind(**values)
@@ -482,9 +486,11 @@ def merged(efforts: Sequence[Effort]) -> Effort:
     """One effort in the place of several on one workload: all their trials, and the newest baseline that is known."""
     ordered = sorted(efforts, key=lambda effort: effort.created_at)
     timed = [effort.baseline_seconds for effort in ordered if effort.baseline_seconds is not None]
+    seconds = [effort.seconds for effort in efforts if effort.trials]
     return replace(
         ordered[-1],
         trials=sum(effort.trials for effort in efforts),
+        seconds=sum(map(float, filter(None, seconds))) if seconds and None not in seconds else None,
         baseline_seconds=timed[-1] if timed else None,
     )
 

@@ -5,8 +5,9 @@ import itertools
 import json
 import logging
 import math
+import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -47,18 +48,34 @@ class Search(Protocol):
 
 
 def make_search(
-    func: "PrimFunc", target: str, tuner: TunerName, *, batch: int, seed: int, cost_model: Any | None
+    func: "PrimFunc",
+    target: str,
+    tuner: TunerName,
+    *,
+    batch: int,
+    seed: int,
+    cost_model: Any | None,
+    variants: Sequence[Any] = (),
 ) -> Search:
     """A search over the schedules of `func` (normalized) for `target` (TVM target as JSON).
+
+    First come `variants`, schedules of `func` that the compiler's rules make with their choices left open, until all of
+    them are proposed; then what MetaSchedule's own rules make.
 
     `xgb` evolves schedules that a gradient-boosted model of their cost rates best, `ga` evolves the fastest measured
     ones without a model, `random` draws each decision anew, and `grid` walks through the product of all decisions in
     steps that spread evenly. The same `seed` (1 to 2**31 - 2) makes the same proposals as long as the measurements
     are the same; `random` and `grid` do not depend on measurements. `cost_model` is `make_cost_model`'s.
     """
-    if tuner == "grid":
-        return _GridSearch(func, target, batch, seed)
-    return _MetaScheduleSearch(func, target, tuner, batch, seed, cost_model)
+
+    def generic() -> Search:
+        if tuner == "grid":
+            return _GridSearch(func, target, batch, seed)
+        return _MetaScheduleSearch(func, target, tuner, batch, seed, cost_model)
+
+    if not variants:
+        return generic()
+    return _InTurn(_VariantSearch(func, target, tuner, variants, batch, seed, cost_model), generic)
 
 
 def make_cost_model(tuner: TunerName, *, seed: int, threads: int) -> Any | None:
@@ -87,7 +104,7 @@ def _import_xgboost() -> None:
 
 
 @contextlib.contextmanager
-def _without_tensor_intrinsics() -> Iterator[None]:
+def without_tensor_intrinsics() -> Iterator[None]:
     """Keep `TuneContext` from importing every GPU's tensor intrinsics: 20 seconds, and the CPU space uses none."""
     import tvm
 
@@ -120,7 +137,7 @@ def _make_context(func: "PrimFunc", target: str, seed: int, strategy: Any) -> An
         postprocs=postprocs,
         mutator_probs=ms.mutator.Mutator.create("llvm"),
     )
-    with _without_tensor_intrinsics():
+    with without_tensor_intrinsics():
         return ms.TuneContext(
             tvm.IRModule({"main": func}),
             target=tvm.target.Target(json.loads(target)),
@@ -198,12 +215,12 @@ class _MetaScheduleSearch:
             if new:
                 self._seen.update(proposals)
                 return new
-            self._context.notify_runner_results(candidates, [_runner_result(None) for _ in candidates])
+            self._context.notify_runner_results(candidates, [runner_result(None) for _ in candidates])
         return []
 
     def tell(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
         candidates = [proposal.candidate for proposal in proposals]
-        results = [_runner_result(value) for value in seconds]
+        results = [runner_result(value) for value in seconds]
         self._context.notify_runner_results(candidates, results)
         if self._cost_model is not None and candidates:
             self._cost_model.update(self._context, candidates, results)
@@ -226,7 +243,83 @@ class _MetaScheduleSearch:
         self._database.commit_tuning_record(record)
 
 
-def _runner_result(seconds: float | None) -> Any:
+class _VariantSearch:
+    """The schedules that the compiler's rules make of a function, each proposed once.
+
+    `xgb` proposes those first that the cost model rates best, `grid` those that differ least from the compiler's own
+    choice, and the others in an order that only the seed decides.
+    """
+
+    def __init__(
+        self,
+        func: "PrimFunc",
+        target: str,
+        tuner: TunerName,
+        variants: Sequence[Any],
+        batch: int,
+        seed: int,
+        cost_model: Any | None,
+    ) -> None:
+        from tvm.s_tir import meta_schedule as ms
+
+        self._context = _make_context(func, target, seed, ms.search_strategy.ReplayTrace())
+        self._cost_model = cost_model
+        self._rated = tuner == "xgb"
+        self._batch = batch
+        self._numpy = _NumpySeed(seed)
+        arguments = ms.arg_info.ArgInfo.from_entry_func(self._context.mod, remove_preproc=True)
+        self._open = [_to_proposal(ms.search_strategy.MeasureCandidate(variant, arguments)) for variant in variants]
+        if tuner in ("ga", "random"):
+            random.Random(seed).shuffle(self._open)  # noqa: S311  # No secret depends on it.
+
+    def propose(self) -> list[Proposal]:
+        if self._rated and self._cost_model is not None and len(self._open) > self._batch:
+            with self._numpy.active():
+                scores = self._cost_model.predict(self._context, [proposal.candidate for proposal in self._open])
+            order = sorted(range(len(scores)), key=lambda place: (-float(scores[place]), place))
+            self._open = [self._open[place] for place in order]
+        proposals, self._open = self._open[: self._batch], self._open[self._batch :]
+        return proposals
+
+    def tell(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
+        if self._cost_model is None or not proposals:
+            return
+        candidates = [proposal.candidate for proposal in proposals]
+        with self._numpy.active():
+            self._cost_model.update(self._context, candidates, [runner_result(value) for value in seconds])
+
+    def start_from(self, trace: str, seconds: float) -> None:
+        """Do not propose it again."""
+        self._open = [proposal for proposal in self._open if proposal.trace != trace]
+
+
+class _InTurn:
+    """A search, and another one when that has nothing left to propose."""
+
+    def __init__(self, first: Search, then: Callable[[], Search]) -> None:
+        self._search = first
+        self._then: Callable[[], Search] | None = then
+        self._parents: list[tuple[str, float]] = []
+
+    def propose(self) -> list[Proposal]:
+        proposals = self._search.propose()
+        if proposals or self._then is None:
+            return proposals
+        self._search, self._then = self._then(), None
+        for trace, seconds in self._parents:
+            self._search.start_from(trace, seconds)
+        return self._search.propose()
+
+    def tell(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
+        self._search.tell(proposals, seconds)
+
+    def start_from(self, trace: str, seconds: float) -> None:
+        self._parents.append((trace, seconds))
+        self._search.start_from(trace, seconds)
+
+
+def runner_result(seconds: float | None) -> Any:
+    """The seconds of a candidate as MetaSchedule has them; None where it failed."""
     from tvm.s_tir import meta_schedule as ms
 
     return ms.runner.RunnerResult(None, "failed") if seconds is None else ms.runner.RunnerResult([seconds], None)

@@ -4,19 +4,23 @@ import hashlib
 import logging
 import math
 import time
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from tvmflow.errors import TuneError
 from tvmflow.target import Target, host, missing_features
+from tvmflow.tuning.costmodel import warm_up
 from tvmflow.tuning.measure import Candidate, Device, Library, MeasurePool, TrialError, arguments_of
+from tvmflow.tuning.outlook import ROUND, Outlook, next_minute, remembered
 from tvmflow.tuning.records import (
     SPACE_VERSION,
     Effort,
     Record,
     RecordStore,
+    Trial,
     fitted,
     normalize,
     now,
@@ -29,29 +33,56 @@ if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
 # Proposals come in rounds: small enough to learn often, large enough to spread the cost of proposing.
-_MIN_ROUND, _MAX_ROUND = 4, 16
+_MIN_ROUND, _MAX_ROUND = 4, ROUND
 # A candidate this many times slower than the best is measured by a single call.
 _HOPELESS = 2.0
 # What a candidate must gain over the best before it counts as faster: below lies the noise of measuring in turn.
 _MARGIN = 0.98
+# A workload is left alone after so many trials in a row that were not faster.
+EARLY_STOPPING = 256
+# The first trials of a workload are all kept, later ones where they are among its fastest: cost models learn from them.
+_KEPT, _KEPT_FASTEST = 48, 32
+# The fastest of them that a search starts from, and the points of a curve at most.
+_PARENTS = 64
+_POINTS = 200
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to spend: either `trials`, in total over all workloads, or `minutes` of wall-clock time."""
+    """How much to spend: `trials`, in total over all workloads, or `minutes` of wall-clock time; or `until`.
+
+    `until` ends the run when another minute is expected to save less than this part of the model's time, alone or
+    with one of the others as an upper bound. `early_stopping` leaves a workload alone after so many trials in a row
+    that were not faster, and the run ends when none is left.
+    """
 
     trials: int | None = None
     minutes: float | None = None
+    until: float | None = None
+    early_stopping: int = EARLY_STOPPING
 
     def __post_init__(self) -> None:
-        if (self.trials is None) == (self.minutes is None):
-            raise TuneError("A tuning budget is either `trials` or `minutes`; give exactly one of them.")
+        if self.trials is not None and self.minutes is not None:
+            raise TuneError("A tuning budget is either `trials` or `minutes`; give one of them.")
+        if self.trials is None and self.minutes is None and self.until is None:
+            raise TuneError("A tuning budget is `trials`, `minutes` or `until`; none was given.")
         if self.trials is not None and self.trials < 0:
             raise TuneError(f"A tuning budget of {self.trials} trials was given; expected 0 or more.")
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise TuneError(f"A tuning budget of {self.minutes} minutes was given; expected more than 0.")
+        if self.until is not None and not 0 < self.until < 1:
+            raise TuneError(f"A tuning budget until {self.until} was given; expected a part of 1, as 0.02.")
+        if self.early_stopping < 1:
+            raise TuneError(
+                f"A tuning budget with early stopping at {self.early_stopping} was given; expected 1 or more."
+            )
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what earlier runs spent counts: minutes are spent whatever came before."""
+        return self.minutes is None or self.until is not None
 
 
 @dataclass(frozen=True)
@@ -64,8 +95,31 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """Where one function stands: seconds of a call untuned and now, None where not measured, and trials so far."""
+
+    name: str
+    weight: int
+    baseline_seconds: float | None
+    best_seconds: float | None
+    trials: int
+
+
+@dataclass(frozen=True)
+class Latency:
+    """The estimated seconds of a run of the model: of all calls of the functions that were timed, untuned and now."""
+
+    untuned: float
+    now: float
+
+
+@dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a trial; seconds are of one call, `elapsed` and `total_seconds` of the run."""
+    """Where a run stands after a trial; seconds are of one call, `elapsed` and `total_seconds` of the run.
+
+    `expected` is the part of the model's time that another minute is expected to save; `standings` are of all
+    functions, the costliest first.
+    """
 
     trials: int
     total_trials: int | None
@@ -74,6 +128,9 @@ class Progress:
     task: str
     best_seconds: float
     baseline_seconds: float | None
+    latency: Latency
+    expected: float
+    standings: tuple[Standing, ...]
 
 
 @dataclass(frozen=True)
@@ -96,11 +153,17 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What a run did: one entry per function, the trials of all, and the seconds the run took."""
+    """What a run did: one entry per function, the trials of all, and the seconds the run took.
+
+    `latency` is estimated from all functions with a time, None where there is none. `curve` is the same in seconds
+    after each of some trials, from 0 to the last: at most some hundred points; empty where nothing was measured.
+    """
 
     tasks: tuple[TaskReport, ...]
     trials: int
     seconds: float
+    latency: Latency | None = None
+    curve: tuple[tuple[int, float], ...] = ()
 
     @property
     def covered(self) -> int:
@@ -122,6 +185,7 @@ def tune(
     tuner: TunerName = "xgb",
     seed: int = 0,
     baseline: "Callable[[PrimFunc], PrimFunc] | None" = None,
+    variants: "Callable[[PrimFunc], Sequence[Any]] | None" = None,
     on_progress: Callable[[Progress], None] | None = None,
     threads: int | None = None,
     timeout: float = 20.0,
@@ -132,10 +196,12 @@ def tune(
     `baseline` gives the compiler's own schedule of a function. It is measured first, and a candidate becomes a record
     only if it computes what the unscheduled function does and, measured in turn with the best so far, is faster: a
     function with a record is never slower than one without. Without `baseline` the measure is the unscheduled
-    function. Trials go where `weight * seconds` is largest and still falling.
+    function. `variants` gives what else the compiler's rules can make of a function, TVM schedules of it, which are
+    tried before any others. Trials go where `weight * seconds` is largest and still falling.
 
     A budget of trials is what the model's functions deserve in all, so trials that `store` knows of count; a second
-    run, or the run after a retraining, returns at once. A budget of minutes is always spent.
+    run, or the run after a retraining, returns at once, and so it does where the budget says `until`. A budget of
+    minutes alone is spent whatever was before.
 
     `threads` is the number a candidate runs with (default: the target's, at most this machine's cores); a build or
     run of one candidate is given up after `timeout` seconds. What was found is on disk at once, so an interrupt
@@ -145,11 +211,11 @@ def tune(
     """
     if tuner not in TUNERS:
         raise TuneError(f"`{tuner}` is no tuner; expected one of {', '.join(TUNERS)}.")
-    run = _Run(target, budget, store, tuner, seed, on_progress, device)
+    run = _Run(target, budget, store, tuner, seed, on_progress, device, variants)
     functions = run.load(tasks)
     trials = run.trials_to_spend(functions)
-    open_functions = [function for function in functions if function.reason is None]
-    if open_functions and (trials is None or trials > 0):
+    open_functions = [function for function in functions if function.reason is None and not run.is_done(function)]
+    if open_functions and (trials is None or trials > 0) and not run.is_enough(open_functions):
         cores = host().cores
         threads = threads or (min(target.threads, cores) if device is None else target.threads)
         with MeasurePool(
@@ -162,22 +228,41 @@ def tune(
             cross_compiler=target.cross_compiler,
         ) as pool:
             run.spend(pool, open_functions, trials, baseline, threads)
-    return TuneReport(tuple(function.report() for function in functions), run.trials, time.monotonic() - run.started)
+    return TuneReport(
+        tuple(function.report() for function in functions),
+        run.trials,
+        time.monotonic() - run.started,
+        run.latency(),
+        run.curve(),
+    )
 
 
 @dataclass
 class _Function:
-    """A task, and what is reported of it."""
+    """A task, and what is reported of it.
+
+    `measured` is what earlier runs measured of it. `untuned_seconds` and `seconds` are the same function's with and
+    without tuning as if both were measured now: where they differ from others, other work on this machine does.
+    """
 
     task: Task
     key: str
     known: Record | None
     efforts: list[Effort]
+    measured: list[Record | Trial]
+    outlook: Outlook
     reason: str | None = None
     baseline_seconds: float | None = None
     best_seconds: float | None = None
+    untuned_seconds: float | None = None
+    seconds: float | None = None
     trials: int = 0
     tuned: bool = False
+
+    @property
+    def share(self) -> float:
+        """The seconds that its calls take of a run of the model; 0 where that is not known."""
+        return self.task.weight * (self.seconds or 0.0)
 
     def report(self) -> TaskReport:
         status: Literal["tuned", "record", "baseline", "skipped"]
@@ -209,12 +294,12 @@ class _Contest:
     best_seconds: float
     reference: Library | None = None
     search: Search | None = None
-    stale_rounds: int = 0
+    kept: list[float] = field(default_factory=list)
 
     @property
     def promise(self) -> float:
-        """The seconds of the model that another round may save; it halves with each round that saved none."""
-        return self.function.task.weight * self.best_seconds * 0.5**self.stale_rounds
+        """The seconds of the model that another round is expected to save; it halves with each that saved none."""
+        return self.function.share * self.function.outlook.gain
 
 
 class _Run:
@@ -229,6 +314,7 @@ class _Run:
         seed: int,
         on_progress: Callable[[Progress], None] | None,
         device: Device | None,
+        variants: "Callable[[PrimFunc], Sequence[Any]] | None",
     ) -> None:
         self.started = time.monotonic()
         self.deadline = math.inf if budget.minutes is None else self.started + 60.0 * budget.minutes
@@ -240,14 +326,23 @@ class _Run:
         self._seed = seed
         self._on_progress = on_progress
         self._device = device
+        self._variants = variants
         self._total_trials: int | None = None
+        self._functions: list[_Function] = []
+        self._latencies: list[float] = []
 
     def load(self, tasks: Sequence[Task]) -> list[_Function]:
         """The workloads of `tasks`, equal ones together, with what the store knows of them."""
         elsewhere = why_not_here(self._target) if self._device is None else _why_not_there(self._target)
         best: dict[str, Record] = {}
+        records: dict[str, list[Record]] = {}
         for record in sorted(self._store.records(self._target), key=lambda record: -record.seconds):
             best[record.key] = record
+            records.setdefault(record.key, []).append(record)
+        measured: dict[str, list[Record | Trial]] = {}
+        for entry in self._store.measured(self._target):
+            if entry.space_version == SPACE_VERSION:
+                measured.setdefault(entry.key, []).append(entry)
         efforts: dict[str, list[Effort]] = {}
         for effort in self._store.efforts(self._target):
             efforts.setdefault(effort.key, []).append(effort)
@@ -258,7 +353,16 @@ class _Run:
             if same is not None:
                 same.task = replace(same.task, weight=same.task.weight + task.weight)
                 continue
-            function = functions[key] = _Function(task, key, _known(best, key, task), efforts.get(key, []), elsewhere)
+            spent = efforts.get(key, [])
+            function = functions[key] = _Function(
+                task,
+                key,
+                _known(best, key, task),
+                spent,
+                measured.get(key, []),
+                remembered(spent, records.get(key, [])) if self._budget.remembers else Outlook(),
+                elsewhere,
+            )
             if arguments_of(task.func) is None:
                 function.reason = "its shapes are symbolic, and MetaSchedule needs static ones"
             elif task.func.attrs and task.func.attrs.get("tirx.is_scheduled", False):
@@ -268,7 +372,41 @@ class _Run:
                 function.baseline_seconds = function.known.baseline_seconds
             elif function.efforts:
                 function.baseline_seconds = max(function.efforts, key=lambda effort: effort.created_at).baseline_seconds
-        return list(functions.values())
+            function.seconds = function.best_seconds or function.baseline_seconds
+            function.untuned_seconds = function.baseline_seconds or function.best_seconds
+        self._functions = list(functions.values())
+        return self._functions
+
+    def is_done(self, function: _Function) -> bool:
+        """Whether a function's trials have been in vain for long enough."""
+        return function.outlook.stale >= self._budget.early_stopping
+
+    def is_enough(self, functions: Sequence[_Function]) -> bool:
+        """Whether another minute spent on `functions` is expected to save less than the budget asks for."""
+        if self._budget.until is None or any(function.seconds is None for function in functions):
+            return False
+        return self._expected(functions) < self._budget.until
+
+    def _expected(self, functions: Sequence[_Function]) -> float:
+        """The part of the model's time that another minute is expected to save."""
+        latency = self.latency()
+        saved = next_minute([(function.share, function.outlook) for function in functions])
+        return 0.0 if latency is None else saved / latency.now
+
+    def latency(self) -> Latency | None:
+        """The estimated seconds of a run of the model, None where no function has a time."""
+        timed = [function for function in self._functions if function.seconds]
+        if not timed:
+            return None
+        untuned = sum(function.task.weight * (function.untuned_seconds or 0.0) for function in timed)
+        return Latency(untuned, sum(function.share for function in timed))
+
+    def curve(self) -> tuple[tuple[int, float], ...]:
+        """The estimated seconds of a run of the model after some of the trials, the first and the last among them."""
+        trials = range(len(self._latencies))
+        stride = max(1, math.ceil(len(trials) / _POINTS))
+        shown = [trial for trial in trials if trial % stride == 0 or trial == trials[-1]]
+        return tuple((trial, self._latencies[trial]) for trial in shown)
 
     def trials_to_spend(self, functions: Sequence[_Function]) -> int | None:
         """The budget less what earlier runs spent on these workloads; None where the budget is time."""
@@ -301,9 +439,10 @@ class _Run:
             )
         share = _MAX_ROUND if trials is None else math.ceil(trials / max(1, len(contests)))
         size = min(max(share, _MIN_ROUND), _MAX_ROUND)
-        cost_model = make_cost_model(self._tuner, seed=self._seed, threads=threads) if contests else None
+        cost_model = self._cost_model(threads) if contests else None
         active = list(contests)
-        while active and not self._over():
+        self._latencies.append(sum(function.share for function in self._functions))
+        while active and not self._over() and not self.is_enough([contest.function for contest in active]):
             contest = max(active, key=lambda candidate: candidate.promise)
             try:
                 search = contest.search = contest.search or self._search(contest.function, size, cost_model)
@@ -316,8 +455,8 @@ class _Run:
                 active.remove(contest)
                 continue
             left = len(proposals) if trials is None else trials - self.trials
-            self._round(pool, contest, search, proposals[:left])
-            if contest.function.reason is not None:
+            self._round(pool, contest, search, proposals[:left], active)
+            if contest.function.reason is not None or self.is_done(contest.function):
                 active.remove(contest)
         for contest in contests:
             # So that the next run knows that these had their chance and were passed over.
@@ -353,7 +492,10 @@ class _Run:
         if analytic is not None:
             baseline_library, function.baseline_seconds = analytic
         function.reason, function.best_seconds = None, best_seconds
-        yield _Contest(function, unscheduled, baseline_library, best, best_seconds)
+        function.seconds, function.untuned_seconds = best_seconds, function.baseline_seconds or measured[0][1]
+        contest = _Contest(function, unscheduled, baseline_library, best, best_seconds)
+        contest.kept = sorted(_slowness(entry.seconds) for entry in function.measured)
+        yield contest
 
     def _start(
         self, pool: MeasurePool, function: _Function, built: Library | TrialError
@@ -368,34 +510,77 @@ class _Run:
             return None
 
     def _search(self, function: _Function, size: int, cost_model: object) -> Search:
-        digest = hashlib.sha256(f"{self._seed}:{function.key}".encode()).digest()
+        # What was proposed in an earlier run is not proposed again.
+        spent = sum(effort.trials for effort in function.efforts)
+        digest = hashlib.sha256(f"{self._seed}:{function.key}:{spent}".encode()).digest()
+        func = normalize(function.task.func)
         search = make_search(
-            normalize(function.task.func),
+            func,
             self._target.canonical,
             self._tuner,
             batch=size,
             seed=int.from_bytes(digest[:4], "big") % (2**31 - 2) + 1,
             cost_model=cost_model,
+            variants=self._variants(func) if self._variants is not None else (),
         )
         if function.known is not None:
             search.start_from(function.known.trace, function.known.seconds)
+        self._go_on(search, function)
         return search
 
-    def _round(self, pool: MeasurePool, contest: _Contest, search: Search, proposals: Sequence[Proposal]) -> None:
+    def _go_on(self, search: Search, function: _Function) -> None:
+        """Let the fastest of what earlier runs measured be parents of what is proposed."""
+        from tvm import ir
+
+        names = ir.save_json(normalize(function.task.func))
+        measured = {entry.trace: entry.seconds for entry in function.measured if entry.workload == names}
+        known = function.known.trace if function.known is not None else None
+        for trace, seconds in sorted(measured.items(), key=lambda item: (_slowness(item[1]), item[0]))[:_PARENTS]:
+            if seconds is not None and trace != known:
+                try:
+                    search.start_from(trace, seconds)
+                except Exception as error:  # TVM raises whatever it likes for a trace that does not fit.
+                    logger.debug("%s: a known schedule does not replay: %s", function.task.name, _last_line(error))
+
+    def _cost_model(self, threads: int) -> object:
+        """What predicts costs, with what is known of this target from all runs."""
+        cost_model = make_cost_model(self._tuner, seed=self._seed, threads=threads)
+        if self._tuner != "xgb":
+            return cost_model
+        try:
+            learnt = warm_up(cost_model, self._store.measured(self._target), self._target.canonical)
+            logger.info("the cost model starts from %d schedules", learnt)
+        except Exception as error:  # TVM raises whatever it likes for what another version recorded.
+            logger.warning("the cost model starts from nothing: %s", _last_line(error))
+            return make_cost_model(self._tuner, seed=self._seed, threads=threads)
+        return cost_model
+
+    def _round(
+        self,
+        pool: MeasurePool,
+        contest: _Contest,
+        search: Search,
+        proposals: Sequence[Proposal],
+        active: Sequence[_Contest],
+    ) -> None:
         """Measure `proposals`; each that beats the best so far becomes the best, and a record, at once."""
+        function, started = contest.function, time.monotonic()
+        before = function.seconds or contest.best_seconds
         built = pool.build([replace(contest.unscheduled, trace=proposal.trace) for proposal in proposals])
         seconds: list[float | None] = []
-        before = contest.best
         with suppress(TrialError):
             contest.best_seconds = pool.time(contest.best)  # Other work on this machine comes and goes between rounds.
         times = pool.times(built, lambda: contest.best_seconds * _HOPELESS)
-        with self._counted(contest.function), closing(times):
+        with self._counted(function, started), closing(times):
             for proposal, library in zip(proposals, built, strict=True):
-                if self._over() or contest.function.reason is not None:
+                if self._over() or function.reason is not None:
                     break
                 seconds.append(self._trial(pool, contest, proposal, library, next(times)))
+                self._latencies.append(sum(function.share for function in self._functions))
+                self._progress(contest, active)
         search.tell(proposals[: len(seconds)], seconds)
-        contest.stale_rounds = 0 if contest.best is not before else contest.stale_rounds + 1
+        saved = 1 - (function.seconds or before) / before
+        function.outlook.note(len(seconds), saved, time.monotonic() - started)
 
     def _trial(
         self,
@@ -408,7 +593,7 @@ class _Run:
         """The seconds of a candidate, None if it fails or is wrong."""
         self.trials += 1
         contest.function.trials += 1
-        seconds = None
+        seconds: float | None = None
         try:
             library, seconds = _library(built), _seconds(measured)
             if seconds < contest.best_seconds:
@@ -417,9 +602,29 @@ class _Run:
                 library.path.unlink(missing_ok=True)
         except TrialError as error:
             logger.debug("%s: trial %d failed: %s", contest.function.task.name, self.trials, error)
-            seconds = None
-        self._progress(contest)
+            seconds, library = None, None
+        if library is None or contest.best is not library:
+            self._keep(contest, proposal, seconds)
         return seconds
+
+    def _keep(self, contest: _Contest, proposal: Proposal, seconds: float | None) -> None:
+        """Note in the store what was measured and is no record, where a cost model may learn from it."""
+        kept, slowness = contest.kept, _slowness(seconds)
+        if len(kept) >= _KEPT and slowness >= kept[_KEPT_FASTEST - 1]:
+            return
+        insort(kept, slowness)
+        trial = Trial(
+            key=contest.function.key,
+            workload=contest.unscheduled.func,
+            trace=proposal.trace,
+            seconds=seconds,
+            target=self._target.canonical,
+            tvm_version=tvm_version(),
+            space_version=SPACE_VERSION,
+            tuner=self._tuner,
+            created_at=now(),
+        )
+        self._store.append(trial)
 
     def _challenge(self, pool: MeasurePool, contest: _Contest, proposal: Proposal, library: Library) -> None:
         """Make `library` the best if it is right and, measured in turn with the best, faster. Raises TrialError."""
@@ -441,6 +646,7 @@ class _Run:
             return
         if contest.baseline is not None:
             function.baseline_seconds = others[-1]
+        function.seconds = (function.seconds or seconds) * seconds / min(others)
         self._store.append(
             Record(
                 key=function.key,
@@ -461,15 +667,15 @@ class _Run:
         function.tuned = True
 
     @contextmanager
-    def _counted(self, function: _Function) -> Iterator[None]:
+    def _counted(self, function: _Function, started: float) -> Iterator[None]:
         """Note in the store the trials made meanwhile, also when they are interrupted."""
         before = function.trials
         try:
             yield
         finally:
-            self._store.append(self._effort(function, function.trials - before))
+            self._store.append(self._effort(function, function.trials - before, time.monotonic() - started))
 
-    def _effort(self, function: _Function, trials: int) -> Effort:
+    def _effort(self, function: _Function, trials: int, seconds: float | None = None) -> Effort:
         return Effort(
             key=function.key,
             target=self._target.canonical,
@@ -478,14 +684,16 @@ class _Run:
             trials=trials,
             baseline_seconds=function.baseline_seconds,
             created_at=now(),
+            seconds=seconds,
         )
 
     def _over(self) -> bool:
         spent = self._total_trials is not None and self.trials >= self._total_trials
         return spent or time.monotonic() >= self.deadline
 
-    def _progress(self, contest: _Contest) -> None:
-        if self._on_progress is None:
+    def _progress(self, contest: _Contest, active: Sequence[_Contest]) -> None:
+        latency = self.latency()
+        if self._on_progress is None or latency is None:
             return
         minutes = self._budget.minutes
         self._on_progress(
@@ -497,6 +705,12 @@ class _Run:
                 task=contest.function.task.name,
                 best_seconds=contest.best_seconds,
                 baseline_seconds=contest.function.baseline_seconds,
+                latency=latency,
+                expected=self._expected([contest.function for contest in active]),
+                standings=tuple(
+                    Standing(item.task.name, item.task.weight, item.untuned_seconds, item.seconds, item.trials)
+                    for item in sorted(self._functions, key=lambda item: -item.share)
+                ),
             )
         )
 
@@ -545,6 +759,10 @@ def _seconds(measured: float | TrialError) -> float:
     if isinstance(measured, TrialError):
         raise measured
     return measured
+
+
+def _slowness(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds
 
 
 def _last_line(error: Exception) -> str:

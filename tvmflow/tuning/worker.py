@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import signal
-import statistics
 import sys
 import traceback
 from collections.abc import Callable
@@ -69,15 +68,18 @@ class _Operations:
         return True
 
     def time(self, library: str, arguments: list[Any], limit: float) -> float:
-        """Median seconds of a call; one that is slower than `limit` is measured only once."""
+        """Seconds of a call, the least of a few samples; one that is slower than `limit` is measured only once."""
         call = _Call(self._place, library, self._tensors(arguments))
         (estimate,) = call.seconds(1)
         if estimate > min(limit, _SLOW_SECONDS):
             return estimate
-        return statistics.median(call.seconds(_calls_per_sample(estimate), _SAMPLES))
+        return min(call.seconds(_calls_per_sample(estimate), _SAMPLES))
 
     def compare(self, libraries: list[str], arguments: list[list[Any]]) -> list[float]:
-        """Median seconds of a call of each library, measured in turn so that all meet the same machine."""
+        """Seconds of a call of each library, measured in turn so that all meet the same machine: the least of each.
+
+        Whatever else the machine does makes times longer, never shorter.
+        """
         pairs = zip(libraries, arguments, strict=True)
         calls = [_Call(self._place, library, self._tensors(shapes)) for library, shapes in pairs]
         estimates = [call.seconds(1)[0] for call in calls]
@@ -86,7 +88,7 @@ class _Operations:
         samples = [
             [call.seconds(number)[0] for call, number in zip(calls, numbers, strict=True)] for _ in range(rounds)
         ]
-        return [statistics.median(column) for column in zip(*samples, strict=True)]
+        return [min(column) for column in zip(*samples, strict=True)]
 
     def expect(self, reference: str, arguments: list[Any]) -> None:
         """Run `reference` on random input and keep what it computes."""

@@ -5,12 +5,12 @@ between them is computed per strip, the lines that two strips share twice.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tvm import te, tirx
 
-from tvmflow.compiler import tiles
+from tvmflow.compiler import choices, tiles
 from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, STRIP, SUBJECT, TILE
 from tvmflow.compiler.machine import Machine
 
@@ -219,28 +219,29 @@ _EPILOGUE = 6
 _WRITTEN, _READ = 2, 5
 # Cycles to start a parallel region and to copy, per vector, what a depthwise convolution pads.
 _REGION, _COPY = 4000, 3
+# The most options of a decision.
+_CHOICES = 4
 # Fewer accumulators than these wait for their own results.
 _FEWEST_ACCUMULATORS = 8
 
 
-def plan(block: Block, batch: int, machine: Machine) -> tuple[Plan, bool] | None:
-    """The fastest way to compute a block strip by strip, and whether its parts one by one are slower.
+def plans(block: Block, batch: int, machine: Machine) -> tuple[list[Plan], bool]:
+    """The ways to compute a block strip by strip, the fastest first, and whether its parts one by one are slower.
 
-    None where it cannot be computed so.
+    There are none where it cannot be computed so.
     """
     lanes, first, depthwise, last = machine.lanes, block.first, block.depthwise, block.last
     if depthwise.channels % lanes:
-        return None
+        return [], False
     high, wide = block.middle
     out_h, out_w = depthwise.size(high, wide)
     wide += depthwise.padding[1] + depthwise.padding[3]
     vectors = depthwise.channels // lanes
     pixels = max(size for size in range(1, _MOST_PIXELS + 1) if out_w % size == 0)
-    first_tile = tiles.choose(wide, vectors, machine, exact=True) if first else None
-    last_tile = tiles.choose(out_w, -(-last.channels // lanes), machine, exact=True) if last else None
+    (first_tile, *_), (last_tile, *_) = _tiles(block, machine)
     chosen = [tile.rows * tile.vectors for tile in (first_tile, last_tile) if tile]
     if min([*chosen, pixels]) < _FEWEST_ACCUMULATORS // 2 or min(chosen, default=0) < _FEWEST_ACCUMULATORS:
-        return None
+        return [], False
 
     # Cycles per pixel of the middle and of the result.
     middle: float = (
@@ -259,7 +260,7 @@ def plan(block: Block, batch: int, machine: Machine) -> tuple[Plan, bool] | None
         apart += _moving(4 * share(batch * high) * wide * depthwise.channels, machine)
     if last:
         apart += _REGION + _moving(4 * share(batch * out_h) * out_w * depthwise.channels, machine)
-    best: Plan | None = None
+    found: list[Plan] = []
     for lines in (lines for lines in range(1, out_h + 1) if out_h % lines == 0):
         needed = (lines - 1) * depthwise.strides[0] + depthwise.dilation[0] * (depthwise.kernel[0] - 1) + 1
         chunk = lanes * first_tile.vectors if first_tile else depthwise.channels
@@ -267,9 +268,38 @@ def plan(block: Block, batch: int, machine: Machine) -> tuple[Plan, bool] | None
         if held > _STRIP_SHARE * machine.second_cache and lines > 1:
             continue
         cycles = share(batch * out_h // lines) * (needed * wide * middle + lines * out_w * result)
-        if best is None or cycles < best.cycles:
-            best = Plan(lines, first_tile, pixels, last_tile, cycles)
-    return None if best is None else (best, best.cycles < apart)
+        found.append(Plan(lines, first_tile, pixels, last_tile, cycles))
+    found.sort(key=lambda plan: plan.cycles)
+    return found, bool(found) and found[0].cycles < apart
+
+
+def decide(block: Block, ranked: Sequence[Plan], machine: Machine, subject: str) -> Plan:
+    """The first of the plans, unless decisions about `subject` take another one, or other tiles."""
+    plan = choices.choose("lines", subject, {str(plan.lines): plan for plan in ranked[:_CHOICES]})
+    first, last = (
+        choices.choose(kind, subject, {f"{tile.rows}x{tile.vectors}" if tile else "": tile for tile in found})
+        for kind, found in zip(("first", "last"), _tiles(block, machine), strict=True)
+    )
+    return replace(plan, first=first, last=last)
+
+
+def _tiles(block: Block, machine: Machine) -> tuple[Sequence[tiles.Tile | None], Sequence[tiles.Tile | None]]:
+    """The register tiles for the first convolution and for the last, the fastest first; None where it has none."""
+    first, depthwise, last = block.first, block.depthwise, block.last
+    high, wide = block.middle
+    _, out_w = depthwise.size(high, wide)
+    wide += depthwise.padding[1] + depthwise.padding[3]
+
+    def ranked(rows: int, channels: int) -> list[tiles.Tile]:
+        found = tiles.ranked(rows, -(-channels // machine.lanes), machine, exact=True)
+        return [tile for tile in found if tile is found[0] or tile.rows * tile.vectors >= _FEWEST_ACCUMULATORS][
+            :_CHOICES
+        ]
+
+    return (
+        ranked(wide, depthwise.channels) if first else [None],
+        ranked(out_w, last.channels) if last else [None],
+    )
 
 
 def _moving(size: int, machine: Machine) -> float:

@@ -242,14 +242,15 @@ def _describe(steps: tuple[_Step | None, _Step, _Step | None], machine: Machine)
     data = next(step for step in steps if step).call.args[0]
     batch, height, width, depth = data.ty.shape.values
     block = blocks.Block(int(height), int(width), int(depth), first, middle, last)
-    found = blocks.plan(block, static(batch) or 1, machine)
-    if found is None:
+    ranked, faster = blocks.plans(block, static(batch) or 1, machine)
+    if not ranked:
         return None
     parts = tuple(convolution.subject_of(step.call) for step in steps if step)
     subject = f"block {' and '.join(parts)}"
-    options: dict[str, blocks.Plan | None] = {"whole": found[0], "apart": None}
-    plan = choices.choose("block", subject, options if found[1] else dict(reversed(options.items())), parts=parts)
-    return None if plan is None else _Found(data, block, plan, tuple(tensors), subject)
+    options = {"whole": True, "apart": False}
+    if not choices.choose("block", subject, options if faster else dict(reversed(options.items())), parts=parts):
+        return None
+    return _Found(data, block, blocks.decide(block, ranked, machine, subject), tuple(tensors), subject)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,16 @@
 """The schedule of every fused function: a rule by the kind of its loops, and a fallback that takes them all."""
 
+import math
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
+import tvm_ffi
 from tvm.s_tir import Schedule, ScheduleError
 from tvm.tirx import PrimFunc
 
+from tvmflow.compiler.choices import Choices, choose, using
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import (
     attention,
@@ -21,6 +26,9 @@ from tvmflow.compiler.schedules import (
     strassen,
     winograd,
 )
+
+# A function of so many times the cycles that are worth threads may still be faster on one core.
+_CLOSE = 8
 
 Rule = Callable[[Schedule, Machine], bool]
 
@@ -49,7 +57,46 @@ def schedule(
     A rule that does not know the function steps aside, and one that fails is passed over: the fallback takes the
     rest.
     """
-    tiny = common.is_tiny(func, machine)
+    with using(Choices()):
+        scheduled, name = _scheduled(func, machine, rules)
+    return _finish(func if scheduled is None else scheduled.mod["main"], func), name
+
+
+def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule]:
+    """The ways in which the rule that takes a function may schedule it: its own choice, then the others.
+
+    Those that differ in fewer choices come first; there are at most `most`. What no rule takes has none, and neither
+    has what uses instructions that only the compiler knows.
+    """
+    found: dict[int, Schedule] = {}
+    waiting: deque[dict[str, str]] = deque([{}])
+    while waiting and len(found) < most:
+        choices = Choices(waiting.popleft())
+        with using(choices):
+            scheduled, _ = _scheduled(func, machine, RULES)
+        if scheduled is not None:
+            # Two choices may come to the same.
+            found.setdefault(tvm_ffi.structural_hash(scheduled.mod["main"]), scheduled)
+        settled = dict(choices.made)
+        for key, site in choices.met.items():
+            if key in choices.made:
+                continue
+            waiting.extend({**settled, key: option} for option in site.options[1:])
+            settled[key] = site.options[0]
+    schedules = list(found.values())
+    if any(step.kind.name == "Tensorize" for schedule in schedules[:1] for step in schedule.trace.insts):
+        return []
+    return schedules
+
+
+def _scheduled(func: PrimFunc, machine: Machine, rules: Mapping[str, Rule]) -> tuple[Schedule | None, str]:
+    threads = {"all": machine}
+    cycles = common.cycles(func, machine) if machine.cores > 1 else math.inf
+    if cycles < _CLOSE * common.WORTH_THREADS:
+        threads["one"] = replace(machine, cores=1)
+    if cycles < common.WORTH_THREADS:
+        threads = dict(reversed(threads.items()))
+    machine = choose("threads", "", threads)
     for name, rule in (*rules.items(), ("fallback", fallback.apply)):
         trial = Schedule(func)
         try:
@@ -57,9 +104,8 @@ def schedule(
         except Exception:  # noqa: S112  # A schedule primitive refuses in many ways; the next rule takes over.
             continue
         if taken:
-            scheduled = trial.mod["main"]
-            return _finish(common.without_threads(scheduled) if tiny else scheduled, func), name
-    return _finish(func, func), "none"
+            return trial, name
+    return None, "none"
 
 
 def subject(func: PrimFunc) -> str:

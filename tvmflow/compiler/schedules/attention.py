@@ -29,7 +29,7 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     outer, pieces, lane = common.split_channels(sch, channel, value_vectors, value_lanes)
     sch.reorder(batch, head, strip, outer, near, pieces, lane)
     task = sch.fuse(batch, head, strip)
-    sch.parallel(task)
+    common.parallel(sch, task, machine)
     sch.compute_at(mixed, outer, preserve_unit_loops=True)
     common.in_registers(sch, [near, pieces, lane])
     _tile(sch, mixed, rows, value_vectors, value_lanes)

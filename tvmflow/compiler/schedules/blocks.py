@@ -31,7 +31,7 @@ def apply(sch: Schedule, machine: Machine) -> bool:
         sch.reorder(n, strip, line, far, outer, near, pieces, lane)
         at = outer
     task = sch.fuse(n, strip)
-    sch.parallel(task)
+    common.parallel(sch, task, machine)
     if last is not None:
         sch.compute_at(last, at, preserve_unit_loops=True)
         _product(sch, last, rows, count, width, reduced=1)
@@ -76,9 +76,10 @@ def _product(sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: i
     if [common.extent(sch, loop) for loop in (near, channel)] != [rows, vectors * lanes]:
         raise ValueError("the tile's extents are not constant")
     piece, lane = sch.split(channel, [vectors, lanes])
-    sch.reorder(*reductions, near, piece, lane)
+    steps = [*reductions[:-1], *common.in_steps(sch, reductions[-1], sch.get(product).name_hint)]
+    sch.reorder(*steps, near, piece, lane)
     common.in_registers(sch, [near, piece, lane])
-    start = sch.decompose_reduction(product, reductions[0])
+    start = sch.decompose_reduction(product, steps[0])
     common.in_registers(sch, list(sch.get_loops(start))[-3:])
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import tvm
 from tvm import tirx
-from tvm.s_tir import SBlock, SBlockRealize, Schedule
+from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler import choices
@@ -15,8 +15,10 @@ from tvmflow.compiler.machine import Machine
 
 # Below this many iterations a parallel region costs more than it gains.
 WORTH_A_THREAD = 4096
-# The same in cycles of a whole function: a region takes two to four thousand of them to start and to end.
-_WORTH_THREADS = 8192
+# Cycles of a whole function below which one core is faster: a region takes two to four thousand to start and to end.
+WORTH_THREADS = 8192
+# Steps of a reduction that may be unrolled: rarely better, and worse where registers are short.
+_UNROLLED = (2, 4)
 # Lanes of the narrowest vector that is better than a loop in two parts.
 _NARROWEST = 4
 # Makes TVM split a loop into the iterations that need no bounds check and the rest, so that the former vectorise.
@@ -90,7 +92,7 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
     if vector is not None:
         sch.vectorize(vector)
     if total >= WORTH_A_THREAD and spatial:
-        sch.parallel(fuse(sch, spatial))
+        parallel(sch, fuse(sch, spatial), machine)
     if reduced:
         sch.decompose_reduction(block, reduced[0])
 
@@ -115,6 +117,12 @@ def inline_epilogue(sch: Schedule, block: SBlockRV) -> SBlockRV:
             (last,) = readers
             return last
         sch.compute_inline(between[0])
+
+
+def parallel(sch: Schedule, loop: LoopRV, machine: Machine) -> None:
+    """Spread a loop over the cores, where there are several."""
+    if machine.cores > 1:
+        sch.parallel(loop)
 
 
 def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
@@ -152,54 +160,17 @@ def is_static(sch: Schedule) -> bool:
     )
 
 
-def is_tiny(func: tirx.PrimFunc, machine: Machine) -> bool:
-    """Whether one core is done with an unscheduled function sooner than several could be started.
+def cycles(func: tirx.PrimFunc, machine: Machine) -> float:
+    """About how many cycles an unscheduled function takes one core; infinite where shapes are symbolic.
 
-    Counts a cycle for each operation on a vector and each number of the arguments; symbolic shapes are not tiny.
+    Counts one for each operation on a vector and each number of the arguments.
     """
     try:
         operations = float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": func})))
         numbers = sum(math.prod(int(size) for size in parameter.shape) for parameter in func.params)
     except Exception:  # TVM cannot count what it does not know, and says so in many ways.
-        return False
-    return operations / machine.lanes + numbers < _WORTH_THREADS
-
-
-def without_threads(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """A scheduled function with its parallel loops run by the caller."""
-
-    def serial(stmt: tirx.Stmt) -> tirx.Stmt:
-        match stmt:
-            case tirx.For():
-                kind = tirx.ForKind.SERIAL if stmt.kind == tirx.ForKind.PARALLEL else stmt.kind
-                return tirx.For(
-                    stmt.loop_var,
-                    stmt.min,
-                    stmt.extent,
-                    kind,
-                    serial(stmt.body),
-                    stmt.thread_binding,
-                    stmt.annotations,
-                    stmt.step,
-                )
-            case tirx.SeqStmt():
-                return tirx.SeqStmt([serial(part) for part in stmt.seq])
-            case SBlockRealize(block=block):
-                body = SBlock(
-                    block.iter_vars,
-                    block.reads,
-                    block.writes,
-                    block.name_hint,
-                    serial(block.body),
-                    block.init,
-                    block.alloc_buffers,
-                    block.match_buffers,
-                    block.annotations,
-                )
-                return SBlockRealize(stmt.iter_values, stmt.predicate, body)
-        return stmt
-
-    return func.with_body(serial(func.body))
+        return math.inf
+    return operations / machine.lanes + numbers
 
 
 def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
@@ -242,6 +213,18 @@ def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tu
     return outer, pieces, lane
 
 
+def in_steps(sch: Schedule, reduction: LoopRV, subject: str = "") -> list[LoopRV]:
+    """The loops of a reduction around a tile in registers: how many of its steps are unrolled is a choice."""
+    size = extent(sch, reduction)
+    unrolled = [count for count in _UNROLLED if size is not None and size > count and size % count == 0]
+    count = choices.choose("unroll", subject, {str(count): count for count in (1, *unrolled)})
+    if count == 1:
+        return [reduction]
+    rest, steps = sch.split(reduction, [None, count])
+    sch.unroll(steps)
+    return [rest, steps]
+
+
 def in_registers(sch: Schedule, loops: list[LoopRV]) -> None:
     """Unroll a tile's loops and make the innermost one a vector."""
     *unrolled, lane = loops
@@ -250,19 +233,17 @@ def in_registers(sch: Schedule, loops: list[LoopRV]) -> None:
         sch.unroll(loop)
 
 
-def widest_tile(rows: int, vectors: int | None, machine: Machine, subject: str = "") -> int:
+def widest_tile(rows: int, vectors: int | None, machine: Machine) -> int:
     """The vectors of a register tile of the given rows: the most that the registers hold; None: an unknown number.
 
-    Whether fewer are better is a decision about `subject`.
+    Whether fewer are better is a choice.
     """
     if vectors is None:
         return 1
     fits = [
         count for count in range(8, 0, -1) if vectors % count == 0 and rows * count + count + 1 <= machine.registers
     ]
-    if not fits or not subject:
-        return max(fits, default=1)
-    return choices.choose("vectors", f"{subject} rows {rows}", {str(count): count for count in fits})
+    return choices.choose("vectors", "", {str(count): count for count in fits or [1]})
 
 
 def subject_of(sch: Schedule, block: SBlockRV) -> str:

@@ -2,6 +2,7 @@
 
 from tvm.s_tir import Schedule
 
+from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import LANES, TILE
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
@@ -18,10 +19,10 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     n, h, w, c = sch.get_loops(out)
     far, near = sch.split(w, [None, pixels])
     outer, pieces, lane = common.split_channels(sch, c, 1, lanes)
-    strip_of, line = sch.split(h, [None, _lines(common.extent(sch, h), machine)])
+    strip_of, line = sch.split(h, [None, choices.choose("lines", "", _lines(common.extent(sch, h), machine))])
     sch.reorder(n, strip_of, line, far, outer, near, pieces, lane)
     task = sch.fuse(n, strip_of)
-    sch.parallel(task)
+    common.parallel(sch, task, machine)
     sch.compute_at(product, outer, preserve_unit_loops=True)
     for pad in common.named(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
@@ -38,10 +39,8 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     return True
 
 
-def _lines(height: int | None, machine: Machine) -> int:
-    """Output lines per task: many share their padded input, but every core needs a few tasks."""
-    if height is None:
-        return 1
-    return max(
-        lines for lines in range(1, 9) if height % lines == 0 and (lines == 1 or height // lines >= 3 * machine.cores)
-    )
+def _lines(height: int | None, machine: Machine) -> dict[str, int]:
+    """Output lines per task, best first: many share their padded input, but every core needs a few tasks."""
+    divisors = [lines for lines in range(1, 17) if height is not None and height % lines == 0] or [1]
+    best = max(lines for lines in divisors if lines == 1 or (lines <= 8 and (height or 0) >= 3 * machine.cores * lines))
+    return {str(lines): lines for lines in (best, *(lines for lines in divisors if lines != best))}

@@ -31,14 +31,14 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     return True
 
 
-def _parallel(sch: Schedule, loops: Sequence[LoopRV], work: int) -> None:
+def _parallel(sch: Schedule, loops: Sequence[LoopRV], work: int, machine: Machine) -> None:
     """Spread loops over the cores where the iterations in all, `work` in each, are worth it."""
     if (
         loops
         and work * math.prod(common.extent(sch, loop) or common.WORTH_A_THREAD for loop in loops)
         >= common.WORTH_A_THREAD
     ):
-        sch.parallel(common.fuse(sch, loops))
+        common.parallel(sch, common.fuse(sch, loops), machine)
 
 
 def _transposed(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
@@ -66,11 +66,11 @@ def _transposed(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     tasks = [loop for place, loop in enumerate(loops[:-1]) if place != across[0]]
     sch.reorder(*tasks, far, outer, near, lane)
     common.in_registers(sch, [near, lane])
-    _parallel(sch, [*tasks, far, outer], math.prod(edges))
+    _parallel(sch, [*tasks, far, outer], math.prod(edges), machine)
     return True
 
 
-def _interleaved(sch: Schedule, block: SBlockRV, _machine: Machine) -> bool:
+def _interleaved(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     """Blocks that take neighbouring elements from a few places in turn, one place at a time."""
     size = _extent_of_last(sch, block)
     steps = [
@@ -84,7 +84,7 @@ def _interleaved(sch: Schedule, block: SBlockRV, _machine: Machine) -> bool:
     *outer, last = sch.get_loops(block)
     _, turn = sch.split(last, [None, max(steps)])
     sch.unroll(turn)
-    _parallel(sch, outer, size or 1)
+    _parallel(sch, outer, size or 1, machine)
     return True
 
 
@@ -112,7 +112,7 @@ def _in_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
         sizes = [length // edge for length in sizes]
     # What has no common vector is left to LLVM, which makes vectors of plain loops.
     sch.loop_partition(last, sizes[:-1])
-    _parallel(sch, outer, size)
+    _parallel(sch, outer, size, machine)
     return True
 
 
@@ -130,7 +130,7 @@ def _ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     if math.prod(common.extent(sch, loop) or 1 for loop in outer) < machine.cores:
         return False
     common.vectorize_last(sch, block, machine)
-    _parallel(sch, outer, size)
+    _parallel(sch, outer, size, machine)
     return True
 
 

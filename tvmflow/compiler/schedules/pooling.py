@@ -21,7 +21,7 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     for loop in loops[-2:]:
         work *= common.extent(sch, loop) or common.WORTH_A_THREAD
     if work * (common.extent(sch, task) or machine.cores) >= common.WORTH_A_THREAD:
-        sch.parallel(task)
+        common.parallel(sch, task, machine)
     for block in columns:
         sch.compute_at(block, task, preserve_unit_loops=True)
     for block in (*columns, last):

@@ -28,9 +28,11 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     tile = tiled(sch, machine, kind, lead_dimensions=kind == "rows", reduced=reduced, grouped=0)
     if tile is None:
         return False
-    sch.reorder(*tile.reductions, *tile.spatial)
+    *outer, last = tile.reductions
+    steps = [*outer, *common.in_steps(sch, last)]
+    sch.reorder(*steps, *tile.spatial)
     common.in_registers(sch, list(tile.spatial))
-    start = sch.decompose_reduction(tile.product, tile.reductions[0])
+    start = sch.decompose_reduction(tile.product, steps[0])
     common.in_registers(sch, list(sch.get_loops(start))[-3:])
     common.in_registers(sch, list(tile.written))
     return True
@@ -73,8 +75,7 @@ def tiled(
         common.join_dimensions(sch, out, [int(place) for place in annotations.get(ROWS, range(lead_count, last))])
     loops = list(sch.get_loops(out))
     lead, channel = loops[:lead_count], loops[-1]
-    subject = common.subject_of(sch, product)
-    count = common.widest_tile(rows, vectors, machine, subject)
+    count = common.widest_tile(rows, vectors, machine)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
     tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions else (loops[:-2], [far])
@@ -84,10 +85,10 @@ def tiled(
     orders = {"rows": [*tiles_outer, outer], "weights": by_weights}
     if 4 * lanes * (vectors or 1) * math.prod(weights) > machine.cache:
         orders = dict(reversed(orders.items()))
-    order = choices.choose("order", subject, orders) if subject else next(iter(orders.values()))
+    order = choices.choose("order", "", orders)
     sch.reorder(*order, *at_inner, near, pieces, lane)
     task = common.fuse(sch, order)
-    sch.parallel(task)
+    common.parallel(sch, task, machine)
     sch.compute_at(product, at_inner[0] if at_inner else task, preserve_unit_loops=True)
     for name in ("pad", "panel", "pack"):
         for block in common.named(sch, name):

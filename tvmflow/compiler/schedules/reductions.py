@@ -79,7 +79,7 @@ def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     if inner:
         common.in_registers(sch, inner)
     if parallel:
-        sch.parallel(common.fuse(sch, outer))
+        common.parallel(sch, common.fuse(sch, outer), machine)
     start = sch.decompose_reduction(block, r)
     if inner:
         common.in_registers(sch, list(sch.get_loops(start))[-len(inner) :])
@@ -94,7 +94,7 @@ def _after_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     work = max(_work(sch, producer) for fold in folds for producer in sch.get_producers(fold))
     task = common.fuse(sch, loops)
     if work >= common.WORTH_A_THREAD:
-        sch.parallel(task)
+        common.parallel(sch, task, machine)
     for fold in folds:
         (accumulators,) = sch.get_producers(fold)
         for stage in (fold, accumulators):

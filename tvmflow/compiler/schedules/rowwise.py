@@ -23,7 +23,7 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     if group > 1:
         rows[-1], _ = sch.split(rows[-1], [None, group])
     task = common.fuse(sch, rows)
-    sch.parallel(task)
+    common.parallel(sch, task, machine)
     stages = [block for block in common.blocks(sch) if sch.get_consumers(block)]
     for block in reversed(stages):
         sch.compute_at(block, task, preserve_unit_loops=True)

@@ -4,6 +4,7 @@ import math
 
 from tvm.s_tir import Schedule
 
+from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import CHUNK, LANES, TILE
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.strassen import error_bound
@@ -26,14 +27,17 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     (quarters,) = common.named(sch, "quarters")
     sch.reverse_compute_inline(common.inline_epilogue(sch, quarters))
     result = sch.cache_write(product, 0, "global")
-    in_cache = 4 * 7 * depth * half_units <= machine.cache and half_rows // rows >= 2 * machine.cores
+    stages = {"together": True, "apart": False}
+    if 4 * 7 * depth * half_units > machine.cache or half_rows // rows < 2 * machine.cores:
+        stages = dict(reversed(stages.items()))
+    in_cache = choices.choose("stages", "", stages)
 
     upper, row, left, unit = sch.get_loops(quarters)
     far, near = sch.split(row, [None, rows])
     outer, pieces, lane = sch.split(unit, [None, count, lanes])
     sch.reorder(*([far, outer] if in_cache else [outer, far]), upper, left, near, pieces, lane)
     task = far if in_cache else outer
-    sch.parallel(task)
+    common.parallel(sch, task, machine)
     common.in_registers(sch, [upper, left, near, pieces, lane])
 
     sch.compute_at(result, outer if in_cache else far, preserve_unit_loops=True)
@@ -43,9 +47,10 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     common.in_registers(sch, [near, pieces, lane])
     *_, near, channel, k = sch.get_loops(product)
     pieces, lane = sch.split(channel, [count, lanes])
-    sch.reorder(k, near, pieces, lane)
+    steps = common.in_steps(sch, k)
+    sch.reorder(*steps, near, pieces, lane)
     common.in_registers(sch, [near, pieces, lane])
-    start = sch.decompose_reduction(product, k)
+    start = sch.decompose_reduction(product, steps[0])
     common.in_registers(sch, list(sch.get_loops(start))[-3:])
 
     if in_cache:
@@ -55,7 +60,7 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     sch.reorder(near, outer, term, lane)
     common.in_registers(sch, [term, lane])
     if not in_cache:
-        sch.parallel(near)
+        common.parallel(sch, near, machine)
     return True
 
 

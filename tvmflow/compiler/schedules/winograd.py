@@ -40,11 +40,10 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     )
     out = common.inline_epilogue(sch, back)
     wide = -(-int(sch.get(out).iter_vars[2].dom.extent) // size)
-    subject = common.subject_of(sch, product)
     stages = {"together": True, "apart": False} if wide % rows == 0 else {"apart": False}
     if 4 * side**2 * channels * steps > machine.cache:
         stages = dict(reversed(stages.items()))
-    whole = choices.choose("stages", f"{subject} winograd {size}", stages) if subject else next(iter(stages.values()))
+    whole = choices.choose("stages", "", stages)
     result = sch.cache_write(product, 0, "global")
 
     n, h, w, c = sch.get_loops(out)
@@ -52,7 +51,7 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     outer, pieces, lane = common.split_channels(sch, c, 1, lanes)
     sch.reorder(n, high, far, outer, h, w, pieces, lane)
     task = sch.fuse(n, high)
-    sch.parallel(task)
+    common.parallel(sch, task, machine)
     common.in_registers(sch, [h, w, pieces, lane])
     sch.compute_at(back, outer, preserve_unit_loops=True)
     common.in_registers(sch, list(sch.get_loops(back))[-4:])
@@ -60,22 +59,24 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     if whole:
         sch.compute_at(result, task, preserve_unit_loops=True)
     a, b, p, c = list(sch.get_loops(result))[-4:]
-    count = common.widest_tile(rows, channels // lanes, machine, subject and f"{subject} winograd {size}")
+    count = common.widest_tile(rows, channels // lanes, machine)
     line, near = sch.split(p, [None, rows])
     outer, pieces, lane = sch.split(c, [None, count, lanes])
     sch.reorder(a, b, outer, line, near, pieces, lane)
     if not whole:
-        sch.parallel(sch.fuse(a, b, outer))
+        common.parallel(sch, sch.fuse(a, b, outer), machine)
     sch.compute_at(product, line, preserve_unit_loops=True)
     common.in_registers(sch, [near, pieces, lane])
     *around, near, lane, k = list(sch.get_loops(product))[: 5 - len(sizes) or None]
     pieces, lane = sch.split(lane, [count, lanes])
-    sch.reorder(k, near, pieces, lane, *list(sch.get_loops(product))[len(around) + 4 :])
+    group = list(sch.get_loops(product))[len(around) + 4 :]
+    reductions = common.in_steps(sch, k) if kind == "winograd" else [k]
+    sch.reorder(*reductions, near, pieces, lane, *group)
     sch.unroll(near)
     sch.unroll(pieces)
     if kind == "winograd":
         sch.vectorize(lane)
-    start = sch.decompose_reduction(product, k)
+    start = sch.decompose_reduction(product, reductions[0])
     common.in_registers(sch, list(sch.get_loops(start))[-3:])
     instruction = around[0], lane
 
@@ -87,7 +88,7 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     outer, lane = sch.split(c, [None, math.gcd(depth, machine.lanes)])
     sch.reorder(*([] if whole else [task]), p, outer, a, b, lane)
     if not whole:
-        sch.parallel(task)
+        common.parallel(sch, task, machine)
     common.in_registers(sch, [a, b, lane])
     sch.compute_at(vertical, outer, preserve_unit_loops=True)
     common.in_registers(sch, list(sch.get_loops(vertical))[-4:])

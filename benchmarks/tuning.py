@@ -1,0 +1,170 @@
+"""Tunes the example models and measures what that gains: `python benchmarks/tuning.py --minutes 10`.
+
+Each model is tuned in a state folder of its own that knows nothing yet, built with and without what was found, and the
+two bundles are measured in turn, every pair of rounds in new processes. Then the model is tuned again with the trials
+that it took as its budget, as after a retraining: nothing is to be measured any more. Exit code 1 when that is not so,
+or when the build that a release would ship is the slower one.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from commandline import positive
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tasks import build, choose, export, package, relax_import, sidebyside, tune
+from tasks.step import Context
+from tvmflow import settings as machine
+from tvmflow import spec as release_file
+from tvmflow.cli.display import RichReporter
+from tvmflow.progress import reporter
+from tvmflow.spec import Tune
+from tvmflow.workspace import Workspace
+
+_EXAMPLES = Path(__file__).parent.parent / "examples"
+MODELS = {
+    "resnet18": "vision/resnet18.yaml",
+    "resnet50": "vision/resnet50.yaml",
+    "mobilenet_v2": "vision/mobilenet_v2.yaml",
+    "encoder": "encoder/release.yaml",
+}
+_TIMEOUT = 900.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model: the trials and minutes that it took, and the tuned build's latency over the untuned one's.
+
+    `ratio` is the median over pairs of rounds, `low` and `high` their quartiles; `tuned` counts the workloads tried.
+    `again` are the trials and seconds of the second run.
+    """
+
+    model: str
+    trials: int
+    minutes: float
+    tuned: int
+    decisions: int
+    ratio: float
+    low: float
+    high: float
+    ratios: tuple[float, ...]
+    untuned_ms: float
+    tuned_ms: float
+    shipped: str
+    again_trials: int
+    again_seconds: float
+
+
+def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
+    """Tune one model and measure both builds."""
+    spec = release_file.load(_EXAMPLES / MODELS[name])
+    (target,) = spec.resolved_targets()
+    settings = machine.load().model_copy(update={"state": state, "share_records": False})
+    context = Context(spec, settings, Workspace(state))
+    exported = export.export.fn(context)
+    imported = relax_import.relax_import.fn(context, exported)
+    started = time.monotonic()
+    tuned = tune.tune_more.fn(context, imported, target, budget, None)
+    minutes = (time.monotonic() - started) / 60
+    known = choose.to_build(context.workspace, tuned)
+    builds = choose.distinct([(item, build.build.fn(context, imported, item, target)) for item in known])
+    bundles = [
+        context.file(package.package.fn(context, exported, imported, item, built, target).result.bundle)
+        for item, built in builds
+    ]
+    beside = sidebyside.side_by_side(
+        context.workspace,
+        f"{name}-tuning",
+        bundles[0],
+        bundles[-1],
+        timeout=_TIMEOUT,
+        progress=lambda done, total: reporter().progressed("compare", name, done, total, "in turn"),
+        pairs=pairs,
+    )
+    started = time.monotonic()
+    again = tune.tune_more.fn(context, imported, target, Tune(trials=max(1, tuned.result.trials)), None)
+    ratios = sorted(beside.ratios)
+    return Row(
+        model=name,
+        trials=tuned.result.trials,
+        minutes=minutes,
+        tuned=tuned.result.coverage.tuned,
+        decisions=tuned.result.decisions,
+        ratio=beside.ratio,
+        low=ratios[len(ratios) // 4],
+        high=ratios[-1 - len(ratios) // 4],
+        ratios=tuple(beside.ratios),
+        untuned_ms=beside.held_ms,
+        tuned_ms=beside.candidate_ms,
+        shipped="tuned" if len(bundles) > 1 and beside.is_faster(choose.GAIN) else "untuned",
+        again_trials=again.result.trials,
+        again_seconds=time.monotonic() - started,
+    )
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = (
+        "model",
+        "trials",
+        "minutes",
+        "decided",
+        "untuned ms",
+        "tuned / untuned",
+        "quartiles",
+        "shipped",
+        "again",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("model", "shipped") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.model,
+            str(row.trials),
+            f"{row.minutes:.1f}",
+            str(row.decisions),
+            f"{row.untuned_ms:.2f}",
+            f"{row.ratio:.3f}",
+            f"{row.low:.3f} to {row.high:.3f}",
+            row.shipped,
+            f"{row.again_trials} trials, {row.again_seconds:.0f} s",
+        )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def main() -> int:
+    """Run the benchmark; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="to tune each model (10)")
+    parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; all of them by default")
+    parser.add_argument("--pairs", type=positive, default=25, help="of rounds in turn (25)")
+    parser.add_argument("--tuner", choices=("xgb", "ga", "random", "grid"), default="xgb")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    given = parser.parse_args()
+    rows = []
+    with RichReporter(Console(stderr=True)).live():
+        for name in given.model or MODELS:
+            with tempfile.TemporaryDirectory(prefix="tuning-") as state:
+                rows.append(measure(name, Tune(minutes=given.minutes, tuner=given.tuner), given.pairs, Path(state)))
+    show(rows)
+    if given.json:
+        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    slower = [row.model for row in rows if row.shipped == "tuned" and row.ratio > 1]
+    measured = [row.model for row in rows if row.again_trials]
+    for told, names in (("the slower build would ship", slower), ("the second run measured again", measured)):
+        if names:
+            print(f"{told}: {', '.join(names)}", file=sys.stderr)
+    return 1 if slower or measured else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

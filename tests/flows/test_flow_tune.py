@@ -1,0 +1,91 @@
+"""`tvmflow tune`: interrupted at any time, gone on with, ended by itself, and its curve in MLflow."""
+
+import signal
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from onnx import helper
+
+from tvmflow.target import resolve
+from tvmflow.tuning import RecordStore
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Story:
+    """A tuning that was interrupted after its first round, what it left, and the run that went on."""
+
+    machine: Any
+    interrupted: Any
+    trials: int
+    left: tuple[Path, ...]
+    alive: tuple[psutil.Process, ...]
+    second: Any
+    third: Any
+
+
+@pytest.fixture(scope="module")
+def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("tuned")
+    chance = np.random.default_rng(0)
+    weights = {"w": chance.normal(size=(32, 16, 3, 3)).astype(np.float32)}
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], pads=[1, 1, 1, 1]), helper.make_node("Relu", ["c"], ["y"])]
+    make.onnx(folder, nodes, weights, shape=(1, 16, 12, 12))
+    file = make.file(folder, name="tuned", tune={"tuner": "random", "seed": 1})
+    before = set(Path(tempfile.gettempdir()).glob("tvmflow-tune-*"))
+    store, native = RecordStore(machine.home / "records"), resolve("native")
+
+    def spent() -> int:
+        return sum(effort.trials for effort in store.efforts(native) if not effort.on_decisions)
+
+    process = machine.start("tune", file, "--minutes", "30", "--json")
+    make.wait_until(lambda: spent() > 0, process, "trials are measured")
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    interrupted = machine.finish(process)
+    _, alive = psutil.wait_procs(started, timeout=10)
+    left = {*(machine.home / "tmp").iterdir(), *Path(tempfile.gettempdir()).glob("tvmflow-tune-*")} - before
+    trials = spent()
+    second = machine.run("tune", file, "--trials", str(2 * trials + 16), "--json")
+    third = machine.run("tune", file, "--until", "90%", "--json")
+    return Story(machine, interrupted, trials, tuple(left), tuple(alive), second, third)
+
+
+def test_an_interrupt_leaves_nothing_behind_but_what_was_measured(story: Story) -> None:
+    assert story.interrupted.code == 130
+    assert "Traceback" not in story.interrupted.stderr
+    assert not story.left
+    assert not story.alive
+    assert story.trials > 0
+
+
+def test_the_next_run_goes_on_and_counts_what_was_measured(story: Story) -> None:
+    assert story.second.code == 0, story.second.stderr
+    result = story.second.document["targets"]["native"]
+    assert 0 < result["trials"] <= story.trials + 16
+
+
+def test_the_curve_is_a_run_of_its_own_in_mlflow(story: Story) -> None:
+    result = story.second.document["targets"]["native"]
+    client = story.machine.mlflow
+    experiment = client.get_experiment_by_name("tvmflow").experiment_id
+    runs = client.search_runs([experiment], "tags.`tvmflow.kind` = 'tune'", order_by=["attributes.start_time ASC"])
+    assert [run.info.run_name for run in runs] == ["tune tuned for native"] * 2
+    history = client.get_metric_history(runs[0].info.run_id, "tuning_latency_ms")
+    points = sorted((point.step, point.value) for point in history)
+    assert points == [(trial, pytest.approx(value)) for trial, value in result["curve"]]
+    assert points[-1][0] == result["trials"]
+    assert runs[0].data.metrics["estimated_latency_ms"] == pytest.approx(result["latency_ms"])
+    picture = Path(client.download_artifacts(runs[0].info.run_id, "tuning.svg")).read_text()
+    assert picture.startswith("<svg ")
+
+
+def test_a_run_until_there_is_little_to_gain_ends_by_itself(story: Story) -> None:
+    assert story.third.code == 0, story.third.stderr
+    assert story.third.document["targets"]["native"]["latency_ms"] > 0

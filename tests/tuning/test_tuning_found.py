@@ -1,0 +1,79 @@
+"""The tune step of a release that was done before, and what has become known since."""
+
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from tasks.relax_import import ImportJob, ImportResult
+from tasks.relax_import import work as import_model
+from tasks.step import Context
+from tasks.tune import TuneResult, tune
+from tvmflow import spec as release_file
+from tvmflow.settings import Settings
+from tvmflow.target import Target
+from tvmflow.tuning import Record, RecordStore, Trial, current
+from tvmflow.tuning.records import now
+from tvmflow.workspace import Outcome, Workspace
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    folder = tmp_path_factory.mktemp("found")
+    weights = numpy_helper.from_array(np.ones((32, 16, 3, 3), np.float32), "w")
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])],
+        "convolution",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16, 12, 12])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 32, 12, 12])],
+        [weights],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    onnx.save(model, folder / "model.onnx")
+    document = {"name": "found", "model": {"onnx": "model.onnx"}, "tune": {"trials": 12, "tuner": "random", "seed": 1}}
+    home = folder / "state"
+    return Context(release_file.parse(document, folder), Settings(home=home), Workspace(home))
+
+
+def test_a_step_found_done_sees_what_others_recorded_since(context: Context, native: Target) -> None:
+    def emit(done: float, total: float, message: str) -> None:
+        """Nobody watches."""
+
+    def tuned() -> Outcome[TuneResult]:
+        return tune.fn(context, imported, native)
+
+    workspace = context.workspace
+    path = context.spec.folder / "model.onnx"
+    shapes: dict[str, tuple[int | str, ...]] = {"x": (1, 16, 12, 12)}
+    job = ImportJob(home=workspace.folder, onnx=workspace.keep(path), shapes=shapes)
+    imported: Outcome[ImportResult] = Outcome(import_model(job, emit), "ran", 0.0)
+    first = tuned()
+    assert (first.status, first.result.trials) == ("ran", 12)
+    assert first.result.curve[-1][0] == 12
+    assert tuned().status == "cached"
+
+    store = RecordStore(workspace.records)
+    trial = next(entry for entry in store.measured(native) if isinstance(entry, Trial))
+    faster = Record(
+        trial.key,
+        trial.workload,
+        trial.trace,
+        seconds=1e-9,
+        baseline_seconds=1e-8,
+        **asdict(current(native)),
+        tuner="random",
+        trial=1,
+        created_at=now(),
+    )
+    store.append(replace(faster, key="another model's"))
+    assert tuned().status == "cached"
+
+    store.append(faster)
+    later = tuned()
+    assert (later.status, later.result.trials, later.result.curve) == ("ran", 12, first.result.curve)
+    lines = workspace.path(later.result.records).read_text().splitlines()
+    assert trial.trace in [json.loads(line).get("trace") for line in lines]
+    assert tuned().status == "cached"

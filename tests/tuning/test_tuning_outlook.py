@@ -1,0 +1,72 @@
+"""What another round and another minute of tuning are expected to bring."""
+
+from dataclasses import replace
+
+import pytest
+
+from tvmflow.tuning import Record
+from tvmflow.tuning.outlook import ROUND, Outlook, next_minute, remembered
+from tvmflow.tuning.records import Effort
+
+_EFFORT = Effort("k", "t", "1", "2", trials=ROUND, baseline_seconds=1.0, created_at="", seconds=4.0)
+_RECORD = Record("k", "", "", 0.5, 1.0, "t", "1", "2", "xgb", 1, "")
+
+
+def noted(*saved: float, seconds: float = 4.0) -> Outlook:
+    """An outlook after rounds that saved these parts."""
+    outlook = Outlook()
+    for part in saved:
+        outlook.note(ROUND, part, seconds)
+    return outlook
+
+
+def at(minute: int) -> str:
+    return f"2026-01-01T00:{minute:02}:00+00:00"
+
+
+def test_each_round_in_vain_halves_what_the_next_is_expected_to_save() -> None:
+    assert [noted(*[0.0] * rounds).gain for rounds in range(4)] == [0.5, 0.25, 0.125, 0.0625]
+    assert noted(0.0, 0.0).stale == 2 * ROUND
+
+
+def test_a_round_that_saved_something_counts_as_much_as_all_before_it() -> None:
+    outlook = noted(0.0, 0.3)
+    assert outlook.gain == pytest.approx((0.25 + 0.3) / 2)
+    assert outlook.stale == 0
+
+
+def test_the_next_minute_cannot_save_more_than_there_is() -> None:
+    assert 0.99 < next_minute([(1.0, Outlook())]) < 1.0
+    assert next_minute([]) == 0.0
+
+
+def test_the_next_minute_counts_shares_of_the_model() -> None:
+    small, large = next_minute([(0.1, noted(*[0.0] * 6))]), next_minute([(1.0, noted(*[0.0] * 6))])
+    assert large == pytest.approx(10 * small)
+    twice = next_minute([(1.0, noted(*[0.0] * 6)), (1.0, noted(*[0.0] * 6))])
+    assert large < twice < 2 * large
+
+
+def test_slow_trials_bring_less_in_a_minute() -> None:
+    slow, quick = noted(0.0, 0.0, seconds=30.0), noted(0.0, 0.0, seconds=3.0)
+    assert next_minute([(1.0, slow)]) < next_minute([(1.0, quick)])
+
+
+def test_the_next_minute_goes_where_it_saves_most() -> None:
+    promising, exhausted = noted(0.0), noted(*[0.0] * 12)
+    assert next_minute([(1.0, promising), (1.0, exhausted)]) < next_minute([(1.0, promising)]) * 1.01
+
+
+def test_a_later_run_expects_what_the_earlier_one_would_have() -> None:
+    efforts = [replace(_EFFORT, created_at=at(minute)) for minute in (1, 3, 5)]
+    records = [
+        replace(_RECORD, seconds=0.8, created_at=at(2)),
+        replace(_RECORD, seconds=0.6, created_at=at(3)),
+    ]
+    found, wanted = remembered(reversed(efforts), reversed(records)), noted(0.0, 0.4, 0.0)
+    assert (found.gain, found.stale) == (pytest.approx(wanted.gain), wanted.stale)
+    assert next_minute([(1.0, found)]) == pytest.approx(next_minute([(1.0, wanted)]))
+
+
+def test_what_was_only_passed_over_is_as_good_as_new() -> None:
+    assert remembered([replace(_EFFORT, trials=0)], []) == Outlook()
