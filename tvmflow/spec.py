@@ -604,8 +604,9 @@ targets: [native]               # {presets}
 #   fast_algorithms: allow      # forbid: without Winograd's and Strassen's, which multiply less and round more
 
 tune:
-  trials: 0                     # total over all workloads, or minutes: 10
+  trials: 0                     # total over all workloads; or minutes: 10; or until: 2%, what another minute must save
   # tuner: xgb                  # xgb | ga | random | grid
+  # early_stopping: 256         # leave a workload alone after so many trials that were not faster
   # seed: 0
 
 validate:
