@@ -350,7 +350,7 @@ def test_a_model_is_tuned_on_devices_and_what_is_found_is_known_afterwards(
     )
     (tmp_path / "release.yaml").write_text("name: dense\nmodel: {onnx: m.onnx}\ntargets: [native]\n")
     there = ("--device", "lab", "--tracker", device.tracker)
-    assert "give --minutes or --trials" in command("tune", "release.yaml", *there).stderr
+    assert "give --minutes, --trials or --until" in command("tune", "release.yaml", *there).stderr
     done = command("tune", "release.yaml", "--trials", 4, *there, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["targets"]["native"]["trials"] == 4
