@@ -155,9 +155,12 @@ def main() -> int:
         for name in given.model or MODELS:
             with tempfile.TemporaryDirectory(prefix="tuning-") as state:
                 rows.append(measure(name, Tune(minutes=given.minutes, tuner=given.tuner), given.pairs, Path(state)))
-    show(rows)
-    if given.json:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+            # An interrupt loses no model that is done.
+            show(rows[-1:])
+            if given.json:
+                given.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    if len(rows) > 1:
+        show(rows)
     slower = [row.model for row in rows if row.shipped == "tuned" and row.ratio > 1]
     measured = [row.model for row in rows if row.again_trials]
     for told, names in (("the slower build would ship", slower), ("the second run measured again", measured)):
