@@ -1,4 +1,4 @@
-"""Side by side: two bundles measured in turn, each in a process of its own, here and now."""
+"""Side by side: two bundles measured in turn, run by run, here and now."""
 
 import time
 from collections.abc import Callable
@@ -7,18 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.benchmark import Round, timed
 from tasks.step import Job
 from tvmflow import npz
 from tvmflow.bundle import extract, read_manifest
 from tvmflow.process import Child, Emit
 from tvmflow.target import host
-from tvmflow.workspace import Record, Workspace
+from tvmflow.workspace import Record, StepResult, Workspace
 
 # Pairs of rounds, and seconds and runs of each: more than half of the pairs must be disturbed to change the median.
 _PAIRS = 9
-_ROUND_SECONDS = 0.1
-_LEAST_RUNS, _MOST_RUNS = 5, 1000
+_ROUND_SECONDS = 0.25
+_LEAST_RUNS, _MOST_RUNS = 7, 2000
 # In which share of the pairs the faster of two bundles must be the faster one.
 _SURE = 0.8
 
@@ -61,12 +60,18 @@ class Beside(Record):
 
 
 class PairJob(Job):
-    """One round of one bundle: as many runs on a golden sample as fit into `seconds`."""
+    """One pair of rounds of two bundles: as many runs of each, in turn, on a golden sample as fit into `seconds`."""
 
-    bundle: Path
+    bundles: tuple[Path, Path]
     sample: Path
     threads: int
     seconds: float
+
+
+class Pair(StepResult):
+    """The median seconds of a run of each of the two bundles."""
+
+    seconds: tuple[float, float]
 
 
 def side_by_side(
@@ -81,65 +86,57 @@ def side_by_side(
 ) -> Beside:
     """Measure two bundles in turn with equal threads, on the golden sample of `candidate`.
 
-    Each pair of rounds is one of new processes: where memory and threads come to lie makes a process faster or slower
-    than the next for as long as it lives, by several per cent. In a pair either goes first every other time. `name`
-    names the logs, `progress` hears how many of how many pairs are done. Raises BundleError for a bundle that does not
-    run here, InputError where `held` takes other inputs.
+    Within a pair of rounds the two run by turns, so that whatever else the machine does meets both. Each pair is one of
+    a new process: where memory comes to lie makes a bundle faster or slower for as long as a process lives, by several
+    per cent. Either is loaded and run first every other time. `name` names the logs, `progress` hears how many of how
+    many pairs are done. Raises BundleError for a bundle that does not run here, InputError where `held` takes other
+    inputs.
     """
-    sides = {"candidate": candidate, "held": held}
-    threads = min(host().cores, *(read_manifest(path).threads for path in sides.values()))
-    medians: dict[str, list[float]] = {side: [] for side in sides}
+    sides = [candidate, held]
+    threads = min(host().cores, *(read_manifest(path).threads for path in sides))
+    medians: list[tuple[float, float]] = []
     with workspace.scratch() as folder:
         extract(candidate, folder)
         for pair in range(pairs):
             progress(pair, pairs)
-            with ExitStack() as stack:
-                rounds: dict[str, Callable[[], Round]] = {}
-                for side in sorted(sides, reverse=pair % 2 == 1):
-                    log = workspace.folder / "logs" / f"{name}-{side}.log"
-                    child = stack.enter_context(Child("tasks.sidebyside:work", log=log))
-                    job = PairJob(
-                        home=workspace.folder,
-                        bundle=sides[side],
-                        sample=folder / "sample.npz",
-                        threads=threads,
-                        seconds=_ROUND_SECONDS,
-                    )
-                    rounds[side] = _caller(child, job, timeout)
-                # The first rounds warm up and are not counted.
-                for counted in (False, True):
-                    for side, run in rounds.items():
-                        seconds = float(np.median(run().seconds))
-                        if counted:
-                            medians[side].append(seconds)
+            swapped = pair % 2 == 1
+            first, second = reversed(sides) if swapped else sides
+            job = PairJob(
+                home=workspace.folder,
+                bundles=(first, second),
+                sample=folder / "sample.npz",
+                threads=threads,
+                seconds=_ROUND_SECONDS,
+            )
+            with Child("tasks.sidebyside:work", log=workspace.folder / "logs" / f"{name}.log") as child:
+                one, other = child.call(job, Pair, timeout=timeout).seconds
+            medians.append((other, one) if swapped else (one, other))
+    times = np.array(medians)
     return Beside(
-        ratios=tuple(map(float, np.array(medians["candidate"]) / np.array(medians["held"]))),
-        candidate_ms=float(np.median(medians["candidate"])) * 1e3,
-        held_ms=float(np.median(medians["held"])) * 1e3,
+        ratios=tuple(map(float, times[:, 0] / times[:, 1])),
+        candidate_ms=float(np.median(times[:, 0])) * 1e3,
+        held_ms=float(np.median(times[:, 1])) * 1e3,
     )
 
 
-def _caller(child: Child, job: PairJob, timeout: float) -> Callable[[], Round]:
-    return lambda: child.call(job, Round, timeout=timeout)
+def work(job: PairJob, emit: Emit) -> Pair:
+    """Run a pair of rounds, in a process of its own."""
+    from tvmflow import runtime
 
-
-_loaded: list[tuple[Callable[[], object], float, int]] = []
-
-
-def work(job: PairJob, emit: Emit) -> Round:
-    """Run one round, in the bundle's own process, which loads it with its first round."""
-    if not _loaded:
-        from tvmflow import runtime
-
+    arrays = npz.read(job.sample)
+    inputs = {key.removeprefix("input:"): value for key, value in arrays.items() if key.startswith("input:")}
+    with ExitStack() as stack:
+        models = [stack.enter_context(runtime.load(bundle, threads=job.threads)) for bundle in job.bundles]
         start = time.perf_counter()
-        model = runtime.load(job.bundle, threads=job.threads)
-        load_seconds = time.perf_counter() - start
-        arrays = npz.read(job.sample)
-        inputs = {key.removeprefix("input:"): value for key, value in arrays.items() if key.startswith("input:")}
-        start = time.perf_counter()
-        model(**inputs)
-        model(**inputs)
+        for model in models * 2:
+            model(**inputs)
         runs = int(job.seconds / max(1e-9, (time.perf_counter() - start) / 2))
-        _loaded.append((lambda: model(**inputs), load_seconds, min(max(runs, _LEAST_RUNS), _MOST_RUNS)))
-    run, load_seconds, runs = _loaded[0]
-    return timed(run, 1, runs, load_seconds)
+        seconds: list[list[float]] = [[], []]
+        for turn in range(min(max(runs, _LEAST_RUNS), _MOST_RUNS)):
+            for place in (0, 1) if turn % 2 == 0 else (1, 0):
+                models[place](**inputs)  # The other one's data has taken the place of its own in the caches.
+                start = time.perf_counter()
+                models[place](**inputs)
+                seconds[place].append(time.perf_counter() - start)
+    one, other = (float(np.median(values)) for values in seconds)
+    return Pair(seconds=(one, other))
