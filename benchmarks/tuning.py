@@ -1,7 +1,7 @@
 """Tunes the example models and measures what that gains: `python benchmarks/tuning.py --minutes 10`.
 
 Each model is tuned in a state folder of its own that knows nothing yet, built with and without what was found, and the
-two bundles are measured in turn, every pair of rounds in new processes. Then the model is tuned again with the trials
+two bundles are measured in turn, every pair of rounds in a new process. Then the model is tuned again with the trials
 that it took as its budget, as after a retraining: nothing is to be measured any more. Exit code 1 when that is not so,
 or when the build that a release would ship is the slower one.
 """

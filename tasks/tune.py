@@ -246,18 +246,26 @@ class _Model:
 
 def _decide(job: TuneJob, model: _Model, store: "RecordStore", trials: int | None, emit: Emit) -> "Spent":
     """Spend the first part of the budget on the compiler's own decisions."""
+    from tvmflow.compiler import workloads
+    from tvmflow.tuning import workload_key
     from tvmflow.tuning.decisions import Spent, decide
 
     if job.device is not None or job.target.arch == "cuda":
         return Spent(0, 0)
 
+    if trials:
+        # What earlier runs spent on functions counts as well.
+        lowered, _ = model.lowered({key: item.option for key, item in store.decisions(job.target).items()})
+        keys = {workload_key(item.func) for item in workloads(lowered)}
+        spent = sum(effort.trials for effort in store.efforts(job.target) if effort.key in keys)
+        trials = min(round(_FOR_DECISIONS * trials), max(1, trials - spent))
     seconds = None if job.tune.minutes is None else 60 * _FOR_DECISIONS * job.tune.minutes
     started = time.monotonic()
     return decide(
         model.functions,
         job.target,
         store,
-        trials=None if trials is None else round(_FOR_DECISIONS * trials),
+        trials=trials,
         seconds=seconds,
         threads=job.threads,
         on_progress=lambda told: emit(time.monotonic() - started, seconds or 0.0, told),
