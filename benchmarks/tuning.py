@@ -1,9 +1,10 @@
 """Tunes the example models and measures what that gains: `python benchmarks/tuning.py --minutes 10`.
 
-Each model is tuned in a state folder of its own that knows nothing yet, built with and without what was found, and the
-two bundles are measured in turn, every pair of rounds in a new process. Then the model is tuned again with the trials
-that it took as its budget, as after a retraining: nothing is to be measured any more. Exit code 1 when that is not so,
-or when the build that a release would ship is the slower one.
+Each model is tuned in a state folder of its own that knows nothing yet, built with and without what was found, and what
+a release would ship of that is measured beside the untuned bundle, in turn, every pair of rounds in a new process; as a
+control the untuned bundle is measured beside itself. Then the model is tuned again with the trials that it took as its
+budget, as after a retraining: nothing is to be measured any more. Exit code 1 when that is not so, or when what a
+release would ship is the slower one.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tasks import build, choose, export, package, relax_import, sidebyside, tune
+from tasks import choose, export, relax_import, sidebyside, tune
 from tasks.step import Context
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
@@ -43,8 +44,9 @@ _TIMEOUT = 900.0
 class Row:
     """One model: the trials and minutes that it took, and the tuned build's latency over the untuned one's.
 
-    `ratio` is the median over pairs of rounds, `low` and `high` their quartiles; `tuned` counts the workloads tried.
-    `again` are the trials and seconds of the second run.
+    `ratio` is the median over pairs of rounds, `low` and `high` their quartiles, `control` the untuned build's over its
+    own; `tuned` counts the workloads tried. The tuned build is the one that a release would ship, or that with all that
+    was found if it would ship the untuned one. `again` are the trials and seconds of the second run.
     """
 
     model: str
@@ -56,6 +58,7 @@ class Row:
     low: float
     high: float
     ratios: tuple[float, ...]
+    control: float
     untuned_ms: float
     tuned_ms: float
     shipped: str
@@ -74,21 +77,23 @@ def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
     started = time.monotonic()
     tuned = tune.tune_more.fn(context, imported, target, budget, None)
     minutes = (time.monotonic() - started) / 60
-    known = choose.to_build(context.workspace, tuned)
-    builds = choose.distinct([(item, build.build.fn(context, imported, item, target)) for item in known])
-    bundles = [
-        context.file(package.package.fn(context, exported, imported, item, built, target).result.bundle)
-        for item, built in builds
-    ]
-    beside = sidebyside.side_by_side(
-        context.workspace,
-        f"{name}-tuning",
-        bundles[0],
-        bundles[-1],
-        timeout=_TIMEOUT,
-        progress=lambda done, total: reporter().progressed("compare", name, done, total, "in turn"),
-        pairs=pairs,
-    )
+    making = choose.Making(context, exported, imported, target)
+    candidates = making.candidates(choose.to_build(context.workspace, tuned))
+    shipped, choice = making.best(candidates)
+    is_tuned = choice is not None and choice.result.shipped == "tuned"
+
+    def beside_untuned(candidate: choose.Candidate) -> sidebyside.Beside:
+        return sidebyside.side_by_side(
+            context.workspace,
+            f"{name}-tuning",
+            *(context.file(item.packaged.result.bundle) for item in (candidate, candidates[-1])),
+            timeout=_TIMEOUT,
+            progress=lambda done, total: reporter().progressed("compare", name, done, total, "in turn"),
+            pairs=pairs,
+        )
+
+    beside = beside_untuned(shipped if is_tuned else candidates[0])
+    control = beside_untuned(candidates[-1])
     started = time.monotonic()
     again = tune.tune_more.fn(context, imported, target, Tune(trials=max(1, tuned.result.trials)), None)
     ratios = sorted(beside.ratios)
@@ -101,13 +106,21 @@ def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
         ratio=beside.ratio,
         low=ratios[len(ratios) // 4],
         high=ratios[-1 - len(ratios) // 4],
-        ratios=tuple(beside.ratios),
+        ratios=beside.ratios,
+        control=control.ratio,
         untuned_ms=beside.held_ms,
         tuned_ms=beside.candidate_ms,
-        shipped="tuned" if len(bundles) > 1 and beside.is_faster(choose.GAIN) else "untuned",
+        shipped=_told(choice.result) if choice is not None else "untuned",
         again_trials=again.result.trials,
         again_seconds=time.monotonic() - started,
     )
+
+
+def _told(choice: choose.Choice) -> str:
+    """As "tuned", "tuned, records alone" or "untuned, 1 thread"."""
+    part = f", {choice.part} alone" if choice.shipped == "tuned" and choice.part != "all" else ""
+    threads = f", {choice.threads} thread{'s' if choice.threads > 1 else ''}" if choice.threads else ""
+    return f"{choice.shipped}{part}{threads}"
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -121,6 +134,7 @@ def show(rows: Sequence[Row]) -> None:
         "untuned ms",
         "tuned / untuned",
         "quartiles",
+        "control",
         "shipped",
         "again",
     )
@@ -135,6 +149,7 @@ def show(rows: Sequence[Row]) -> None:
             f"{row.untuned_ms:.2f}",
             f"{row.ratio:.3f}",
             f"{row.low:.3f} to {row.high:.3f}",
+            f"{row.control:.3f}",
             row.shipped,
             f"{row.again_trials} trials, {row.again_seconds:.0f} s",
         )
@@ -161,7 +176,7 @@ def main() -> int:
                 given.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if len(rows) > 1:
         show(rows)
-    slower = [row.model for row in rows if row.shipped == "tuned" and row.ratio > 1]
+    slower = [row.model for row in rows if row.shipped.startswith("tuned") and row.ratio > 1]
     measured = [row.model for row in rows if row.again_trials]
     for told, names in (("the slower build would ship", slower), ("the second run measured again", measured)):
         if names:

@@ -16,16 +16,16 @@ from prefect import flow
 
 from flows import deployments
 from tasks.benchmark import BenchmarkResult, benchmark, gate_failures
-from tasks.build import BuildResult, build
-from tasks.choose import Candidate, Choice, better, choose, distinct, to_build
+from tasks.build import BuildResult
+from tasks.choose import Candidate, Choice, Making, to_build
 from tasks.export import ExportResult
-from tasks.package import PackageResult, package
+from tasks.package import PackageResult
 from tasks.relax_import import ImportResult
 from tasks.step import Context
 from tasks.track import TargetOutcomes
 from tasks.train import TrainResult
 from tasks.tune import TuneResult, tune
-from tasks.validate import ReferenceResult, Verdict, unable, validate
+from tasks.validate import ReferenceResult, Verdict, unable
 from tvmflow import errors
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
@@ -106,7 +106,7 @@ class MakeResult(StepResult):
 class Made:
     """What was made for one target: the build that may be shipped, or the tuned and the untuned one, in this order."""
 
-    target: Target
+    making: Making
     tuned: Outcome[TuneResult]
     candidates: tuple[Candidate, ...]
 
@@ -120,19 +120,15 @@ def make_here(
 ) -> Made:
     """Tune, build, package and validate for one target on this machine; twice where tuning changes what is built."""
     tuned = tune(context, imported, target)
-    builds = [(known, build(context, imported, known, target)) for known in to_build(context.workspace, tuned)]
-    candidates = []
-    for known, built in distinct(builds):
-        packaged = package(context, exported, imported, known, built, target)
-        candidates.append(Candidate(known, built, packaged, validate(context, exported, packaged, target, held_out)))
-    return Made(target, tuned, tuple(candidates))
+    making = Making(context, exported, imported, target, held_out)
+    return Made(making, tuned, making.candidates(to_build(context.workspace, tuned)))
 
 
-def chosen_here(context: Context, made: Made) -> TargetOutcomes:
+def chosen_here(made: Made) -> TargetOutcomes:
     """The better of what was made, which is measured on this machine where there are two."""
-    shipped, choice = better(made.candidates, lambda tuned, untuned: choose(context, tuned, untuned, made.target))
+    shipped, choice = made.making.best(made.candidates)
     return TargetOutcomes(
-        target=made.target,
+        target=made.making.target,
         tuned=made.tuned,
         built=shipped.built,
         packaged=shipped.packaged,
@@ -147,7 +143,7 @@ def measured_here(
     context: Context, exported: Outcome[ExportResult], trained: Outcome[TrainResult] | None, made: Made
 ) -> TargetOutcomes:
     """The better of what was made, with its measurements and what the gates say, where it runs here and passed."""
-    outcome = chosen_here(context, made)
+    outcome = chosen_here(made)
     verdict = outcome.verdict.result
     if not (verdict.passed and verdict.verified):
         return outcome

@@ -155,7 +155,7 @@ def _target(
     known = profile(context, bundle, target).result
     spent = tune_costliest(context, imported, known, minutes, target).result
     # What a release would ship: it finds the same builds and the same choice done.
-    made = chosen_here(context, make_here(context, exported, imported, None, target))
+    made = chosen_here(make_here(context, exported, imported, None, target))
     gain = compare(context, bundle, made.built, made.packaged, target).result
     return Retuned(target=target.name, functions=known.costliest(), trials=spent.trials, gain=gain)
 

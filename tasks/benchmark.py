@@ -12,6 +12,7 @@ from tasks.package import PackageResult
 from tasks.step import Context, Job, step
 from tasks.train import TrainResult
 from tvmflow import samples
+from tvmflow.bundle import read_manifest
 from tvmflow.errors import VerdictError
 from tvmflow.process import Child, Emit
 from tvmflow.progress import reporter
@@ -25,7 +26,10 @@ Runner = Literal["tvm", "onnxruntime", "pytorch"]
 
 
 class RunnerJob(Job):
-    """One round of one runner: `repeats` timed runs after `warmup` untimed ones, on the sample number `point`."""
+    """One round of one runner: `repeats` timed runs after `warmup` untimed ones, on the sample number `point`.
+
+    `threads` are those of the peers, and of the bundle unless it was found to be faster on fewer: `own_threads`.
+    """
 
     runner: Runner
     point: int
@@ -34,6 +38,7 @@ class RunnerJob(Job):
     bundle: Artifact
     samples: Artifact
     threads: int
+    own_threads: int
     warmup: int
     repeats: int
 
@@ -139,6 +144,8 @@ def benchmark(
     section: Benchmark = context.spec.benchmark
     source, identity = find_source(context, trained)
     peers = [peer for peer in section.peers if peer != "pytorch" or source.framework == "pytorch"]
+    threads = section.threads or min(target.threads, host().cores)
+    own = read_manifest(context.file(packaged.result.bundle)).threads
     job = RunnerJob(
         home=context.workspace.folder,
         runner="tvm",
@@ -147,7 +154,8 @@ def benchmark(
         onnx=exported.result.onnx,
         bundle=packaged.result.bundle,
         samples=exported.result.samples,
-        threads=section.threads or min(target.threads, host().cores),
+        threads=threads,
+        own_threads=own if own < target.threads else threads,
         warmup=section.warmup,
         repeats=section.repeats,
     )
@@ -247,7 +255,7 @@ def gate_failures(context: Context, result: BenchmarkResult, bundle: Artifact, t
 def _bundle(job: RunnerJob) -> Callable[[Named], object]:
     from tvmflow import runtime
 
-    model = runtime.load(job.workspace.path(job.bundle), threads=job.threads)
+    model = runtime.load(job.workspace.path(job.bundle), threads=job.own_threads)
     return lambda inputs: model(**inputs)
 
 

@@ -1,22 +1,33 @@
-"""Choose: the build with what tuning found is measured beside the one without it, and the better one is shipped."""
+"""Choose: the build with what tuning found is measured beside the one without it, and the better one is shipped.
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+So are choices that only the whole model can tell: how much of what was found to use, and on how many threads to run.
+"""
 
-from tasks.build import BuildResult
-from tasks.package import PackageResult
-from tasks.sidebyside import side_by_side
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
+
+from tasks.build import BuildResult, Inspect, build
+from tasks.export import ExportResult
+from tasks.package import PackageResult, package
+from tasks.relax_import import ImportResult
+from tasks.sidebyside import DECIDING_PAIRS, Beside, side_by_side
 from tasks.step import Context, slug, step
-from tasks.tune import NOTHING_TUNED, TuneResult
-from tasks.validate import Verdict, unable
+from tasks.tune import NOTHING_TUNED, PARTS, Part, TuneResult, part_of, with_threads
+from tasks.validate import ReferenceResult, Verdict, unable, validate
+from tvmflow import process
 from tvmflow.progress import reporter
-from tvmflow.target import Target
+from tvmflow.target import Target, host
 from tvmflow.workspace import Outcome, StepResult, Workspace, run_step
+
+if TYPE_CHECKING:
+    from prefect import Task
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # What tuning must gain of the whole model's time: below lies what two measurements of one build differ by.
 GAIN = 0.99
-_PAIRS = 15
 
 
 @dataclass(frozen=True)
@@ -30,16 +41,26 @@ class Candidate:
 
 
 class Choice(StepResult):
-    """Whether the tuned or the untuned build is shipped, and why, in one sentence.
+    """Whether the tuned or the untuned build is shipped, and why, in a sentence.
 
     `ratio` is the tuned build's latency over the untuned one's, in the median of pairs of neighbouring rounds, `spread`
-    how far the pairs are apart relative to it; None where the two were not compared.
+    how far the pairs are apart relative to it; None where the two were not compared. `part` is what the tuned build was
+    made with, `threads` the number that the bundle runs with where fewer than the target's were faster.
     """
 
     shipped: Literal["tuned", "untuned"]
     told: str
     ratio: float | None = None
     spread: float | None = None
+    part: Part | Literal["all"] = "all"
+    threads: int | None = None
+
+
+class Fewer(StepResult):
+    """Whether a bundle is faster on fewer threads, told in one sentence."""
+
+    faster: bool
+    told: str
 
 
 def untuned(workspace: Workspace) -> Outcome[TuneResult]:
@@ -67,64 +88,182 @@ def distinct(builds: Iterable[Built]) -> tuple[Built, ...]:
     return (*(item for item in tuned if (item[1].result.library, item[1].result.params) != code), plain)
 
 
-def better(
-    candidates: Sequence[Candidate], compared: Callable[[Candidate, Candidate], Outcome[Choice]]
-) -> tuple[Candidate, Outcome[Choice] | None]:
-    """What is shipped of the builds that `distinct` left; where there are two, what `compared` says of them."""
-    if len(candidates) == 1:
-        return candidates[0], None
-    tuned, untuned = candidates
-    choice = compared(tuned, untuned)
-    return (tuned if choice.result.shipped == "tuned" else untuned), choice
+@dataclass(frozen=True)
+class Making:
+    """One target of a release that is made here: built with what is known, and of the builds the best is shipped."""
+
+    context: Context
+    exported: Outcome[ExportResult]
+    imported: Outcome[ImportResult]
+    target: Target
+    held_out: Outcome[ReferenceResult] | None = None
+    inspect: Inspect | None = None
+
+    def candidates(self, known: Sequence[Outcome[TuneResult]]) -> tuple[Candidate, ...]:
+        """The builds with each of what `to_build` says, as far as they differ."""
+        return tuple(self._candidate(*built) for built in distinct([self._built(item) for item in known]))
+
+    def best(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Outcome[Choice] | None]:
+        """What is shipped of them, measured on this machine; a single one where nothing is tuned needs no choice.
+
+        Where the tuned build is not the better one, parts of what was found may still be. Fewer threads are tried last,
+        and halved as long as that is faster.
+        """
+        shipped, choice = candidates[-1], None
+        if len(candidates) > 1:
+            tuned, plain = candidates
+            choice = self._chosen(tuned, plain, "all")
+            shipped = tuned if choice.result.shipped == "tuned" else plain
+            if shipped is plain and choice.result.ratio is not None:
+                shipped, choice = self._part(tuned, plain) or (shipped, choice)
+        if self.context.spec.tune.measures or (choice is not None and choice.result.ratio is not None):
+            shipped, choice = self._fewer_threads(shipped, choice)
+        return shipped, choice
+
+    def _part(self, tuned: Candidate, plain: Candidate) -> tuple[Candidate, Outcome[Choice]] | None:
+        """The build with a part of what was found, if it is better than the one without."""
+        for part in PARTS:
+            known = part_of(self.context.workspace, tuned.known, part)
+            if known.result.records in (plain.known.result.records, tuned.known.result.records):
+                continue
+            built, *others = distinct([self._built(known), (plain.known, plain.built)])
+            if others:
+                candidate = self._candidate(*built)
+                choice = self._chosen(candidate, plain, part)
+                if choice.result.shipped == "tuned":
+                    return candidate, choice
+        return None
+
+    def _fewer_threads(
+        self, shipped: Candidate, choice: Outcome[Choice] | None
+    ) -> tuple[Candidate, Outcome[Choice] | None]:
+        able = unable(self.target) is None and shipped.verdict.result.passed
+        threads = min(self.target.threads, host().cores) if able else 1
+        while threads > 1:
+            threads //= 2
+            known = with_threads(self.context.workspace, shipped.known, threads)
+            packaged = self._packaged(known, shipped.built)
+            fewer = _called(fewer_threads)(self.context, known, packaged, shipped, threads, self.target)
+            if not fewer.result.faster:
+                break
+            candidate = self._candidate(known, shipped.built)
+            if not candidate.verdict.result.passed:
+                break
+            before = choice or Outcome(Choice(shipped="untuned", told=""), fewer.status, 0.0)
+            told = "; ".join(filter(None, (before.result.told, fewer.result.told)))
+            result = before.result.model_copy(update={"threads": threads, "told": told})
+            shipped, choice = candidate, replace(before, result=result, seconds=before.seconds + fewer.seconds)
+        return shipped, choice
+
+    def _built(self, known: Outcome[TuneResult]) -> Built:
+        return known, _called(build)(self.context, self.imported, known, self.target, self.inspect)
+
+    def _packaged(self, known: Outcome[TuneResult], built: Outcome[BuildResult]) -> Outcome[PackageResult]:
+        return _called(package)(self.context, self.exported, self.imported, known, built, self.target)
+
+    def _candidate(self, known: Outcome[TuneResult], built: Outcome[BuildResult]) -> Candidate:
+        packaged = self._packaged(known, built)
+        verdict = _called(validate)(self.context, self.exported, packaged, self.target, self.held_out)
+        return Candidate(known, built, packaged, verdict)
+
+    def _chosen(self, tuned: Candidate, plain: Candidate, part: Part | Literal["all"]) -> Outcome[Choice]:
+        return _called(choose)(self.context, tuned, plain, self.target, part)
+
+
+def _called(task: "Task[P, R]") -> "Task[P, R]":
+    """A step to call: within a flow one of its task runs, else its function alone."""
+    if process.in_child():
+        return task
+    from prefect.context import FlowRunContext
+
+    return task if FlowRunContext.get() is not None else cast("Task[P, R]", task.fn)
 
 
 @step
-def choose(context: Context, tuned: Candidate, untuned: Candidate, target: Target) -> Outcome[Choice]:
+def choose(
+    context: Context, tuned: Candidate, untuned: Candidate, target: Target, part: Part | Literal["all"] = "all"
+) -> Outcome[Choice]:
     """Measure the tuned build beside the untuned one, in turn; found done for the same code, whatever its weights.
 
     The tuned one is shipped when its latency is below 0.99 of the other's in the median of 15 pairs of rounds, and
     lower in 12 of them at least. Where this machine cannot run them it is shipped as well: each of its records was
-    measured to be faster. One that validation refuses is not shipped if the other passes. Raises BundleError for a
-    bundle that does not run here.
+    measured to be faster. One that validation refuses is not shipped if the other passes. `part` is what the tuned one
+    was made with. Raises BundleError for a bundle that does not run here.
     """
     reason, refused = unable(target), [item.verdict.result.reasons for item in (tuned, untuned)]
 
     def work() -> Choice:
         if refused[0] and not refused[1]:
             told = f"the untuned build is shipped: the tuned one is refused ({refused[0][0]})"
-            return Choice(shipped="untuned", told=told)
+            return Choice(shipped="untuned", told=told, part=part)
         if refused[1] and not refused[0]:
             told = f"the tuned build is shipped: the untuned one is refused ({refused[1][0]})"
-            return Choice(shipped="tuned", told=told)
+            return Choice(shipped="tuned", told=told, part=part)
         if reason is not None:
-            return Choice(shipped="tuned", told=f"the tuned build is shipped, not compared with the untuned: {reason}")
-        beside = side_by_side(
-            context.workspace,
-            f"{context.spec.name}-choose-{slug(target.name)}",
-            context.file(tuned.packaged.result.bundle),
-            context.file(untuned.packaged.result.bundle),
-            timeout=context.timeout,
-            progress=lambda done, total: reporter().progressed("choose", target.name, done, total, "in turn"),
-            pairs=_PAIRS,
-        )
+            told = f"the tuned build is shipped, not compared with the untuned: {reason}"
+            return Choice(shipped="tuned", told=told, part=part)
+        beside = _beside(context, "choose", tuned.packaged, untuned.packaged, target)
         better = beside.is_faster(GAIN)
+        whose = "the tuned one's" if part == "all" else f"with the tuned {part} alone the"
         return Choice(
             shipped="tuned" if better else "untuned",
-            told=f"the {'tuned' if better else 'untuned'} build is shipped: the tuned one's latency is "
-            f"{beside.ratio:.3f} of the untuned one's ({beside.candidate_ms:.3f} ms beside {beside.held_ms:.3f} ms), "
-            f"lower in {beside.lower} of {len(beside.ratios)} pairs",
+            told=f"the {'tuned' if better else 'untuned'} build is shipped: " + beside.told(whose, "the untuned one's"),
             ratio=beside.ratio,
             spread=beside.spread,
+            part=part,
         )
 
-    # The lowered IR holds no weights: a retrained model is as fast as it was.
-    code = [[item.known.result.records.sha256, item.built.result.ir.sha256] for item in (tuned, untuned)]
-    reads = {
+    code = _reads(context, (tuned.known, tuned.built), (untuned.known, untuned.built), target)
+    reads = {**code, "part": part, "refused": refused, "unable": reason}
+    return run_step(context.workspace, "choose", reads, Choice, work, target=target.name)
+
+
+@step
+def fewer_threads(
+    context: Context,
+    known: Outcome[TuneResult],
+    packaged: Outcome[PackageResult],
+    usual: Candidate,
+    threads: int,
+    target: Target,
+) -> Outcome[Fewer]:
+    """Measure a build, packaged to run on fewer threads, beside the same on more, in turn, by the rule of `choose`.
+
+    Raises BundleError for a bundle that does not run here.
+    """
+
+    def work() -> Fewer:
+        beside = _beside(context, "threads", packaged, usual.packaged, target)
+        return Fewer(
+            faster=beside.is_faster(GAIN),
+            told=f"it runs on {threads} thread{'s' if threads > 1 else ''}: {beside.told('there its', 'that on more')}",
+        )
+
+    reads = _reads(context, (known, usual.built), (usual.known, usual.built), target)
+    return run_step(context.workspace, "threads", reads, Fewer, work, target=target.name)
+
+
+def _beside(
+    context: Context, what: str, candidate: Outcome[PackageResult], held: Outcome[PackageResult], target: Target
+) -> Beside:
+    return side_by_side(
+        context.workspace,
+        f"{context.spec.name}-{what}-{slug(target.name)}",
+        context.file(candidate.result.bundle),
+        context.file(held.result.bundle),
+        timeout=context.timeout,
+        progress=lambda done, total: reporter().progressed(what, target.name, done, total, "in turn"),
+        pairs=DECIDING_PAIRS,
+        gain=GAIN,
+    )
+
+
+def _reads(context: Context, candidate: Built, held: Built, target: Target) -> dict[str, Any]:
+    """What a measurement depends on. The lowered IR holds no weights: a retrained model is as fast as it was."""
+    code = [[known.result.records.sha256, built.result.ir.sha256] for known, built in (candidate, held)]
+    return {
         "code": code,
         "build": context.spec.build,
         "sizes": [context.spec.inputs, context.spec.dimensions],
         "target": [target.canonical, target.threads],
-        "refused": refused,
-        "unable": reason,
     }
-    return run_step(context.workspace, "choose", reads, Choice, work, target=target.name)

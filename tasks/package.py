@@ -9,7 +9,7 @@ from tasks.build import Algorithm, BuildResult
 from tasks.export import ExportResult
 from tasks.relax_import import ImportResult
 from tasks.step import Context, Tensor, step
-from tasks.tune import TuneResult
+from tasks.tune import TuneResult, threads
 from tvmflow import samples
 from tvmflow.bundle import Manifest, TensorSpec, Variant, installed_versions, pack, public_key
 from tvmflow.spec import Spec
@@ -50,7 +50,7 @@ def package(
         tvm_target=target.tvm,
         arch=target.arch,
         cpu_features=target.features,
-        threads=target.threads,
+        threads=threads(context.file(tuned.result.records), target.threads),
         inputs=_specs(imported.result.inputs),
         outputs=_specs(imported.result.outputs),
         dimensions={

@@ -6,7 +6,7 @@ from pathlib import Path
 from tasks.build import BuildResult
 from tasks.package import PackageResult
 from tasks.relax_import import ImportResult
-from tasks.sidebyside import side_by_side
+from tasks.sidebyside import DECIDING_PAIRS, side_by_side
 from tasks.step import Context, Job, slug, step
 from tasks.tune import TuneResult, run_job, shared_records, tune_job
 from tvmflow.bundle import read_manifest
@@ -21,7 +21,6 @@ _SHARE = 0.9
 _REPEATS = 20
 # What a new build must gain to be worth a release.
 _GAIN = 0.98
-_PAIRS = 15
 
 
 class Profile(StepResult):
@@ -134,13 +133,9 @@ def compare(
             held,
             timeout=context.timeout,
             progress=lambda done, total: reporter().progressed("compare", target.name, done, total, "in turn"),
-            pairs=_PAIRS,
+            pairs=DECIDING_PAIRS,
         )
-        told = (
-            f"target {target.name!r}: the new build's latency is {beside.ratio:.3f} of that in production "
-            f"({beside.candidate_ms:.3f} ms beside {beside.held_ms:.3f} ms), "
-            f"lower in {beside.lower} of {len(beside.ratios)} pairs"
-        )
+        told = f"target {target.name!r}: " + beside.told("the new build's", "that in production")
         return Gain(
             target=target.name,
             better=beside.is_faster(_GAIN),

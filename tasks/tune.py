@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.relax_import import ImportResult, load_imported
 from tasks.step import Context, Job, as_options, step, variants
@@ -17,7 +17,7 @@ from tvmflow.runtime.tracker import Address
 from tvmflow.services import open_records
 from tvmflow.spec import Build, Tune
 from tvmflow.target import Target, host
-from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step, step_key
+from tvmflow.workspace import Artifact, Outcome, Record, StepResult, Workspace, run_step, step_key
 
 if TYPE_CHECKING:
     from tvm import IRModule
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # The part of a budget that goes to the compiler's decisions.
 _FOR_DECISIONS = 0.5
 _DECISION = "decision"
+# The decision on how many threads the whole model runs, which is the bundle's and not the compiler's.
+_THREADS = "threads of the model"
 # Minutes of a budget that are left for functions at least.
 _LEAST = 0.01
 _LOOK_UP = {"trials": 0, "minutes": None, "until": None}
@@ -96,6 +98,10 @@ class Coverage(Record):
         return text
 
 
+Part = Literal["records", "decisions"]
+"""Of what tuning found: how functions are scheduled, or what the compiler decides otherwise."""
+PARTS: tuple[Part, ...] = ("decisions", "records")
+
 NOTHING_TUNED = Coverage(tuned=0, workloads=0, share_of_time=None, untimed=0)
 
 
@@ -129,7 +135,7 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
     workspace, target, started = job.workspace, job.target, time.monotonic()
     model = _Model(job)
     store = tuning.RecordStore(workspace.records)
-    trials = (job.tune.trials or 0) if not job.tune.measures else job.tune.trials
+    trials = job.tune.trials if job.tune.measures else 0
     already = store.decisions(target)
     decided = _decide(job, model, store, trials, emit)
     known = {key: item.option for key, item in store.decisions(target).items()}
@@ -198,9 +204,13 @@ class _Model:
     """The model as the compiler lowers and schedules it, decision by decision."""
 
     def __init__(self, job: TuneJob) -> None:
+        from tvmflow.compiler.machine import machine
+
+        self._machine = machine(job.target)
         self._imported = load_imported(job.workspace, job.imported)
         self._target = job.target
         self._options = as_options(job.build, job.variants)
+        self._scheduled: dict[str, PrimFunc] = {}
         self._lowered: dict[frozenset[tuple[str, str]], tuple[IRModule, Choices]] = {}
 
     def lowered(self, made: "Mapping[str, str]") -> "tuple[IRModule, Choices]":
@@ -215,18 +225,20 @@ class _Model:
         return self._lowered[key]
 
     def scheduled(self, func: "PrimFunc") -> "PrimFunc":
-        """A function as the rules schedule it."""
-        from tvmflow.compiler.machine import machine
+        """A function as the rules schedule it; once, whatever the decisions about others."""
         from tvmflow.compiler.schedules import schedule
+        from tvmflow.tuning import workload_key
 
-        return schedule(func, machine(self._target))[0]
+        key = workload_key(func)
+        if key not in self._scheduled:
+            self._scheduled[key] = schedule(func, self._machine)[0]
+        return self._scheduled[key]
 
     def variants(self, func: "PrimFunc") -> "Sequence[Schedule]":
         """What else the rules can make of a function."""
-        from tvmflow.compiler.machine import machine
         from tvmflow.compiler.schedules import variants
 
-        return variants(func, machine(self._target))[1:] if self._target.arch != "cuda" else []
+        return variants(func, self._machine)[1:] if self._target.arch != "cuda" else []
 
     def functions(self, made: "Mapping[str, str]") -> "tuple[Mapping[str, Site], Sequence[Function]]":
         """What `Decider` measures: the static functions, and the decisions that were met."""
@@ -252,7 +264,6 @@ def _decide(job: TuneJob, model: _Model, store: "RecordStore", trials: int | Non
 
     if job.device is not None or job.target.arch == "cuda":
         return Spent(0, 0)
-
     if trials:
         # What earlier runs spent on functions counts as well.
         lowered, _ = model.lowered({key: item.option for key, item in store.decisions(job.target).items()})
@@ -416,15 +427,45 @@ def with_records(context: Context, tuned: Outcome[TuneResult], path: Path, targe
             for key, item in tuning.RecordStore(path).decisions(target).items()
         }
     )
+    return _with_lines(workspace, tuned, sorted(lines.values()))
+
+
+def part_of(workspace: Workspace, tuned: Outcome[TuneResult], part: Part) -> Outcome[TuneResult]:
+    """The same with one part of what was found."""
+    lines = workspace.path(tuned.result.records).read_text().splitlines()
+    kept = [line for line in lines if (json.loads(line).get("kind") == _DECISION) == (part == "decisions")]
+    return _with_lines(workspace, tuned, kept)
+
+
+def with_threads(workspace: Workspace, tuned: Outcome[TuneResult], threads: int) -> Outcome[TuneResult]:
+    """The same with the decision that the model runs on so many threads."""
+    lines = workspace.path(tuned.result.records).read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["key"] != _THREADS]
+    decided = json.dumps({"kind": _DECISION, "key": _THREADS, "option": str(threads)}, sort_keys=True)
+    return _with_lines(workspace, tuned, [*kept, decided])
+
+
+def _with_lines(workspace: Workspace, tuned: Outcome[TuneResult], lines: Sequence[str]) -> Outcome[TuneResult]:
     with workspace.scratch() as folder:
-        merged = folder / "records.jsonl"
-        merged.write_text("".join(line + "\n" for line in sorted(lines.values())))
-        result = tuned.result.model_copy(update={"records": workspace.keep(merged)})
+        path = folder / "records.jsonl"
+        path.write_text("".join(line + "\n" for line in lines))
+        result = tuned.result.model_copy(update={"records": workspace.keep(path)})
     return Outcome(result, tuned.status, tuned.seconds)
 
 
 def decisions(path: Path) -> dict[str, str]:
     """The decisions of the compiler that measuring has found to be better otherwise, by their keys."""
+    decided = _decided(path)
+    decided.pop(_THREADS, None)
+    return decided
+
+
+def threads(path: Path, usual: int) -> int:
+    """The number of threads that the model runs on, as decided, else `usual`."""
+    return int(_decided(path).get(_THREADS, usual))
+
+
+def _decided(path: Path) -> dict[str, str]:
     lines = map(json.loads, path.read_text().splitlines())
     return {str(line["key"]): str(line["option"]) for line in lines if line.get("kind") == _DECISION}
 

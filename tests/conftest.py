@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
+from xdist.scheduler import LoadFileScheduling
 
 # A shell starts what runs in the background with SIGINT ignored, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-class _ByFile(LoadScopeScheduling):
+class _ByFile(LoadFileScheduling):
     """Gives a process whole files of tests, which share fixtures; those of releases together, as they share more."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0].rpartition("/")[2]
-        return "releases" if file.startswith(("test_flow_release", "test_flow_bad")) else file
+        file = super()._split_scope(nodeid)
+        releases = Path(file).name.startswith(("test_flow_release", "test_flow_bad"))
+        return "releases" if releases else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
     """Distribute the tests as `_ByFile` does."""
     return _ByFile(config, log)
 

@@ -117,3 +117,40 @@ def test_an_option_that_is_none_of_the_decision_is_passed_over(model: Path, nati
     usual = build(imported, native, choices=met)
     unknown = Choices(dict.fromkeys(met.met, "no such option"))
     assert build(imported, native, choices=unknown).ir_text == usual.ir_text
+
+
+def test_prefetching_weights_that_the_cache_cannot_hold_is_a_choice_with_the_same_results(
+    make_model: Any, native: Target
+) -> None:
+    weight = np.random.default_rng(3).standard_normal((48, 256, 3, 3)).astype("float32")
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4, strides=[2, 2])
+    model = make_model([node], [("x", [1, 256, 9, 9])], ["y"], {"w": weight})
+    (func,) = (normalize(item.func) for item in workloads(lower(import_onnx(model), native)) if "conv" in item.name)
+    small = replace(machine(native), cache=4 * weight.size - 1)
+    assert not any("prefetch" in str(item.trace) for item in variants(func, replace(small, cache=4 * weight.size)))
+    usual, *others = variants(func, small)
+    fetching = [
+        replay(json.dumps(other.trace.as_json(), default=lambda leaf: leaf.value), func)
+        for other in others
+        if "prefetch" in str(other.trace)
+    ]
+    assert fetching
+    inputs = np.random.default_rng(4)
+    arrays = [inputs.standard_normal([int(size) for size in item.shape]).astype("float32") for item in func.params]
+    expected = _called(usual.mod["main"], native, arrays)
+    for scheduled in (fetching[0], fetching[-1]):
+        assert "T.prefetch" in scheduled.script()
+        np.testing.assert_allclose(_called(scheduled, native, arrays), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_first_convolution_may_read_the_input_as_it_comes(make_model: Any, native: Target, run_built: Any) -> None:
+    weight = np.random.default_rng(5).standard_normal((24, 3, 5, 5)).astype("float32")
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], pads=[2] * 4), helper.make_node("Relu", ["c"], ["y"])]
+    imported = import_onnx(make_model(nodes, [("x", [1, 3, 17, 19])], ["y"], {"w": weight}))
+    met = Choices()
+    usual = build(imported, native, choices=met)
+    (edge,) = (site for site in met.met.values() if site.kind == "edge")
+    other = build(imported, native, choices=Choices({edge.key: edge.options[1]}))
+    assert [name for name, _ in usual.schedules if name not in dict(other.schedules)] == ["transpose"]
+    x = np.random.default_rng(6).standard_normal((1, 3, 17, 19)).astype("float32")
+    np.testing.assert_array_equal(run_built(other, x)[0], run_built(usual, x)[0])

@@ -1,7 +1,10 @@
 """Reduced precision: products in bfloat16, and quantised models in integers."""
 
+import json
+import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,17 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+import tvm
 from onnx import helper
 
-from tvmflow.compiler import BuildOptions, Built, build, import_onnx, lower
+from tvmflow.compiler import BuildOptions, Built, build, import_onnx, lower, workloads
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.schedules import variants
 from tvmflow.errors import BuildError, SpecError, TargetError
 from tvmflow.spec import parse
 from tvmflow.target import Target, host, resolve
+from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
+from tvmflow.tuning.records import normalize
 
 Array = np.ndarray[Any, Any]
 RunBuilt = Callable[..., list[Array]]
@@ -415,3 +423,52 @@ def test_values_read_by_products_and_returned_are_right(
     for ours, theirs in zip(run_built(built, x), expected, strict=True):
         # Values that products read are rounded for the others too; a last bit of the sum may tip the rounding.
         np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=0.05)
+
+
+def _candidate(path: Path, native: Target, precision: Any) -> tuple[tvm.tirx.PrimFunc, Candidate]:
+    """The one convolution of a model, unscheduled, and what builds it."""
+    options = BuildOptions(precision=precision, fast_algorithms=False)
+    found = workloads(lower(import_onnx(path), native, options))
+    (func,) = (normalize(item.func) for item in found if "conv2d" in item.name)
+    return func, Candidate(tvm.ir.save_json(func), arguments_of(func) or ())
+
+
+@bfloat16
+@integers
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_other_schedules_of_dot_products_are_built_in_other_processes_and_right(
+    precision: str, make_model: MakeModel, tmp_path: Path, native: Target
+) -> None:
+    nodes, weights = [_conv(1, 3, 1, 1, 1)], {"w": _normal(64, 32, 3, 3), "b": _normal(64)}
+    path = make_model(nodes, [("x", [1, 32, 9, 9])], ["c"], weights)
+    if precision == "int8":
+        path = _quantise(path, tmp_path / "quantised.onnx")
+    func, unscheduled = _candidate(path, native, precision)
+    found = variants(func, machine(native))
+    assert all("Tensorize" in {step.kind.name for step in item.trace.insts} for item in found)
+    first, last = (json.dumps(found[place].trace.as_json(), default=lambda leaf: leaf.value) for place in (0, -1))
+    assert first != last
+    with MeasurePool(native.canonical, builders=2, threads=1, timeout=60, deadline=math.inf) as pool:
+        reference, *built = pool.build([unscheduled, *(replace(unscheduled, trace=trace) for trace in (first, last))])
+        assert isinstance(reference, Library)
+        for library in built:
+            assert isinstance(library, Library), library
+            pool.check(library, reference)
+            assert pool.time(library) > 0
+
+
+@bfloat16
+def test_a_schedule_in_bfloat16_that_computes_something_else_is_found_wrong(
+    make_model: MakeModel, native: Target
+) -> None:
+    shape, weights = [("x", [1, 32, 9, 9])], {"w": _normal(64, 32, 3, 3), "b": _normal(64)}
+    conv, relu = _conv(1, 3, 1, 1, 1), helper.make_node("Relu", ["c"], ["y"])
+    one = make_model([conv], shape, ["c"], weights)
+    other = make_model([conv, relu], shape, ["y"], weights, name="relu.onnx")
+    candidates = [_candidate(path, native, "bf16")[1] for path in (one, other)]
+    with MeasurePool(native.canonical, builders=2, threads=1, timeout=60, deadline=math.inf) as pool:
+        plain, clipped = pool.build(candidates)
+        assert isinstance(plain, Library)
+        assert isinstance(clipped, Library)
+        with pytest.raises(TrialError, match="wrong result"):
+            pool.check(plain, clipped)

@@ -1,19 +1,26 @@
 """Which of the tuned and the untuned build is shipped where that needs no measuring, and when one is the faster."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from tasks.build import BuildResult
-from tasks.choose import Candidate, Choice, better, choose, distinct, to_build, untuned
-from tasks.package import PackageResult
+from tasks.choose import Candidate, Choice, Making, distinct, fewer_threads, to_build, untuned
+from tasks.export import export
+from tasks.package import PackageResult, package
+from tasks.relax_import import relax_import
 from tasks.sidebyside import Beside
 from tasks.step import Context
-from tasks.tune import TuneResult
+from tasks.tune import TuneResult, decisions, threads, with_threads
 from tasks.validate import Verdict
+from tvmflow.bundle import read_manifest
 from tvmflow.settings import Settings
 from tvmflow.spec import parse
-from tvmflow.target import resolve
+from tvmflow.target import host, resolve
 from tvmflow.workspace import Artifact, Outcome, Workspace
 
 
@@ -60,6 +67,12 @@ def _candidate(workspace: Workspace, content: str, *reasons: str) -> Candidate:
     )
 
 
+def _making(context: Context) -> Making:
+    """One that has nothing to build any more."""
+    nothing: Any = None
+    return Making(context, nothing, nothing, resolve("native"))
+
+
 @pytest.fixture
 def context(workspace: Workspace, tmp_path: Path) -> Context:
     (tmp_path / "model.onnx").touch()
@@ -88,8 +101,7 @@ def test_a_build_that_validation_refuses_is_not_shipped_if_the_other_passes(
         _candidate(context.workspace, name[0], *(["it is wrong"] if name == refused else []))
         for name in ("tuned", "untuned")
     )
-    target = resolve("native")
-    found, choice = better((tuned, plain), lambda one, other: choose.fn(context, one, other, target))
+    found, choice = _making(context).best((tuned, plain))
     assert found == {"tuned": tuned, "untuned": plain}[shipped]
     assert choice is not None
     assert choice.result == Choice(
@@ -98,9 +110,9 @@ def test_a_build_that_validation_refuses_is_not_shipped_if_the_other_passes(
     )
 
 
-def test_a_build_alone_is_shipped(workspace: Workspace) -> None:
-    alone = _candidate(workspace, "a")
-    assert better((alone,), lambda one, other: pytest.fail("there is nothing to compare")) == (alone, None)
+def test_a_build_alone_is_shipped(context: Context) -> None:
+    alone = _candidate(context.workspace, "a")
+    assert _making(context).best((alone,)) == (alone, None)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +129,42 @@ def test_faster_is_what_gains_enough_in_four_of_five_pairs(ratios: list[float], 
     assert beside.is_faster(0.99) == faster
     slower = Beside(ratios=tuple(1 / ratio for ratio in ratios), candidate_ms=1.0, held_ms=1.0)
     assert slower.reversed.is_faster(0.99) == faster
+
+
+@pytest.fixture
+def convolution(workspace: Workspace, tmp_path: Path) -> Making:
+    """A convolution, exported and imported."""
+    weight = np.random.default_rng(0).normal(size=(32, 32, 3, 3)).astype(np.float32) / 32
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)],
+        "convolution",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 32, 28, 28])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 32, 28, 28])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "m.onnx")
+    document = {"name": "chosen", "model": {"onnx": "m.onnx"}, "validate": {"top1_agreement": None}}
+    context = Context(parse(document, tmp_path), Settings(), workspace)
+    exported = export.fn(context)
+    return Making(context, exported, relax_import.fn(context, exported), resolve("native"))
+
+
+@pytest.mark.skipif(host().cores < 2, reason="one core has no choice of threads")
+def test_a_bundle_is_measured_on_fewer_threads_and_keeps_their_number(convolution: Making) -> None:
+    context, target = convolution.context, convolution.target
+    (usual,) = convolution.candidates([untuned(context.workspace)])
+    known = with_threads(context.workspace, usual.known, 1)
+    packaged = package.fn(context, convolution.exported, convolution.imported, known, usual.built, target)
+    assert read_manifest(context.file(packaged.result.bundle)).threads == 1
+    assert read_manifest(context.file(usual.packaged.result.bundle)).threads == target.threads
+    fewer = fewer_threads.fn(context, known, packaged, usual, 1, target)
+    assert fewer.result.told.startswith("it runs on 1 thread: there its latency is ")
+    again = fewer_threads.fn(context, known, packaged, usual, 1, target)
+    assert (again.status, again.result) == ("cached", fewer.result)
+
+
+def test_a_number_of_threads_is_no_decision_of_the_compiler(workspace: Workspace) -> None:
+    known = with_threads(workspace, with_threads(workspace, untuned(workspace), 4), 2)
+    path = workspace.path(known.result.records)
+    assert (threads(path, 8), decisions(path)) == (2, {})
+    assert threads(workspace.path(untuned(workspace).result.records), 8) == 8

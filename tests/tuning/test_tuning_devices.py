@@ -96,7 +96,9 @@ def device(lab: Path) -> Device:
 
 @pytest.fixture
 def pool(native: Target, device: Device) -> Iterator[MeasurePool]:
-    with MeasurePool(native.canonical, builders=1, threads=1, timeout=10, deadline=math.inf, device=device) as pool:
+    with MeasurePool(
+        native.canonical, builders=1, threads=1, timeout=10, deadline=math.inf, device=device, footprint=1 << 20
+    ) as pool:
         yield pool
 
 

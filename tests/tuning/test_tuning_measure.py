@@ -5,13 +5,15 @@ import os
 import signal
 from collections.abc import Iterator
 
+import numpy as np
 import psutil
 import pytest
 import tvm
 from tvm.tirx import PrimFunc
 
 from tvmflow.target import Target
-from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
+from tvmflow.tuning.between import footprint, reader
+from tvmflow.tuning.measure import Argument, Candidate, Library, MeasurePool, TrialError, arguments_of
 from tvmflow.tuning.records import normalize
 
 
@@ -73,3 +75,34 @@ def test_no_worker_outlives_its_pool(native: Target) -> None:
         workers = set(psutil.Process().children()) - before
         assert len(workers) == 3
     assert not any(worker.is_running() for worker in workers)
+
+
+def test_the_weights_of_a_model_are_all_that_its_functions_take_but_their_first_input_and_result() -> None:
+    dense = tuple(Argument(shape, "float32") for shape in ((1, 64), (64, 10), (10,), (1, 10)))
+    narrow = tuple(Argument((8,), dtype) for dtype in ("uint16", "int8", "uint16"))
+    assert footprint([(dense, 2), (narrow, 1), ((), 3)]) == 2 * 4 * (64 * 10 + 10) + 8
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_called_between_two_calls_reads_every_byte(native: Target, threads: int) -> None:
+    size = 64 * 12
+    candidate = reader(size, threads)
+    data, total = (np.ones(item.shape, item.dtype) for item in candidate.arguments)
+    assert data.nbytes == size
+    func = tvm.ir.load_json(candidate.func).with_attr("tirx.is_scheduled", True)
+    library = tvm.compile(tvm.IRModule({"main": func}), tvm.target.Target(native.tvm))
+    tensors = [tvm.runtime.tensor(array) for array in (data, total)]
+    library["main"](*tensors)
+    assert tensors[1].numpy().sum() == size / 4
+
+
+def test_a_candidate_is_measured_with_the_weights_of_a_model_read_between_its_calls(
+    native: Target, aborts: PrimFunc, adds_one: PrimFunc
+) -> None:
+    with MeasurePool(native.canonical, builders=1, threads=2, timeout=10, deadline=math.inf, footprint=1 << 20) as pool:
+        library = build(pool, adds_one)
+        assert pool.time(library) > 0
+        with pytest.raises(TrialError, match="crashed"):
+            pool.time(build(pool, aborts))
+        # The new process reads them too.
+        assert all(seconds > 0 for seconds in pool.compare(library, library))

@@ -145,7 +145,7 @@ def compile_command(
     linker = _linker(cross_compiler, cross_compiler_options)
     from rich.console import Console
 
-    from tasks import build, choose, export, package, relax_import, tune, validate
+    from tasks import build, choose, export, relax_import, tune
     from tasks.step import Context
     from tvmflow import settings as machine
     from tvmflow.cli.display import RichReporter
@@ -174,15 +174,8 @@ def compile_command(
         if tuning_records is not None:
             # They are asked for, whatever comes of them.
             known = (tune.with_records(context, tuned, tuning_records, resolved),)
-        builds = [(item, build.build.fn(context, imported, item, resolved, inspect)) for item in known]
-        candidates = []
-        for item, built in choose.distinct(builds):
-            packaged = package.package.fn(context, exported, imported, item, built, resolved)
-            verdict = validate.validate.fn(context, exported, packaged, resolved)
-            candidates.append(choose.Candidate(item, built, packaged, verdict))
-        shipped, choice = choose.better(
-            candidates, lambda tuned, untuned: choose.choose.fn(context, tuned, untuned, resolved)
-        )
+        making = choose.Making(context, exported, imported, resolved, inspect=inspect)
+        shipped, choice = making.best(making.candidates(known))
         built, packaged, verdict = shipped.built, shipped.packaged, shipped.verdict
     # A build that is judged wrong is the one to look at: this comes before the verdict.
     inspected = json.loads(context.file(built.result.inspected).read_text())

@@ -19,6 +19,8 @@ CHUNK = "tvmflow.chunk"
 DOT = "tvmflow.dot"
 # Vectors of a register tile in the first and the second product of attention.
 VECTORS = "tvmflow.vectors"
+# Of a transpose of a model's input: the order of its dimensions.
+AXES = "tvmflow.axes"
 # Of a norm over groups of channels that are not the last dimension: the channels in a group.
 GROUP = "tvmflow.group"
 # What the decisions about an operator are about, which measuring may make otherwise.

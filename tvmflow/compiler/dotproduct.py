@@ -43,6 +43,7 @@ BF16 = Dot("bf16", "uint16", "uint16", "float32", 2)
 INT8 = Dot("int8", "uint8", "int8", "int32", 4)
 DOTS = {dot.name: dot for dot in (BF16, INT8)}
 
+_NAMES = "tvmflow.dot."
 # The width in bits of a vector of so many 32-bit lanes.
 _BITS = {4: 128, 8: 256, 16: 512}
 
@@ -125,6 +126,13 @@ def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None
     sch.tensorize(lane, _intrinsic(dot, lanes))
 
 
+def register(name: str) -> None:
+    """Make an instruction known to TVM by the name that a schedule's trace has for it; others are left alone."""
+    if name.startswith(_NAMES):
+        kind, lanes = name.removeprefix(_NAMES).split(".")
+        _intrinsic(DOTS[kind], int(lanes))
+
+
 @cache
 def _intrinsic(dot: Dot, lanes: int) -> str:
     """Register the instruction with TVM; returns its name there."""
@@ -143,7 +151,7 @@ def _intrinsic(dot: Dot, lanes: int) -> str:
     words |= {"left": _LEFT.format(**words), "right": _RIGHT.format(**words)}
     head = _FUNCTION.format(**words)
     call = f"        C[T.ramp(0, 1, {lanes})] = {_CALL[dot.name].format(**words)}\n"
-    name = f"tvmflow.dot.{dot.name}.{lanes}"
+    name = f"{_NAMES}{dot.name}.{lanes}"
     meaning, call = (from_source(head + body, extra_vars={"T": script}) for body in (_MEANING.format(**words), call))
     TensorIntrin.register(name, meaning, call, override=True)
     return name

@@ -97,11 +97,17 @@ def tile_of(high: int, wide: int, taps: int, channels: int, vectors: int, machin
     Its rows are of one line of output tiles if that is long, or if the weights stay in the cache, where a line can go
     through all stages at once; else of all lines.
     """
-    line = tiles.choose(wide, vectors, machine, 4 * channels, exact=True)
+    return _tiles(high, wide, taps, channels, vectors, machine)[0]
+
+
+def _tiles(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> list[tiles.Tile]:
+    """The same, and others that are worth measuring."""
+    line, lines = (tiles.ranked(rows, vectors, machine, 4 * channels, exact=True) for rows in (wide, high * wide))
     in_cache = 4 * taps * channels * vectors * machine.lanes <= machine.cache
-    if wide >= _LONG_LINE or (in_cache and line.rows * line.vectors >= _ENOUGH):
-        return line
-    return tiles.choose(high * wide, vectors, machine, 4 * channels, exact=True)
+    in_lines = wide >= _LONG_LINE or (in_cache and line[0].rows * line[0].vectors >= _ENOUGH)
+    first, second = (line, lines) if in_lines else (lines, line)
+    busy = [tile for tile in (*second[:1], *first, *second) if tile.rows * tile.vectors >= _ENOUGH]
+    return [first[0], *busy]
 
 
 @cache
@@ -177,10 +183,12 @@ def conv2d(
     annotations: Callable[[int, int, int], dict[str, Any]],
     machine: Machine,
     stride: int = 1,
+    subject: str = "",
 ) -> te.Tensor:
     """Convolution of NHWC data of known height and width with weights from `transform_kernel` or `narrow_kernel`.
 
-    `annotations` gives those of the matrix product from the rows of its tile, its lanes and the size of output tiles.
+    `annotations` gives those of the matrix product from the rows of its tile, which are a decision about `subject`, its
+    lanes and the size of output tiles.
     """
     batch, in_h, in_w, depth = data.shape
     taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
@@ -227,11 +235,13 @@ def conv2d(
         kernel = weight[(a * side + b, c // lanes, k, c % lanes, *within)]
         return BF16.product(number, kernel) if group else number * kernel
 
+    found = _tiles(high, wide, taps, steps, vectors, machine)
+    rows = tiles.rows_of(f"winograd {size} of {subject}", found) if subject else found[0].rows
     product = te.compute(
         (side, side, total, vectors * lanes),
         lambda a, b, p, c: te.sum(term(a, b, p, c), axis=[k, *within]),
         name="product",
-        attrs=annotations(tile_of(high, wide, taps, steps, vectors, machine).rows, lanes, size),
+        attrs=annotations(rows, lanes, size),
     )
     # Tiles come first: were they where the product has them, MetaSchedule would take this stage for a copy of it.
     back = te.compute(

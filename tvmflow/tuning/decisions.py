@@ -1,4 +1,4 @@
-"""Tuning the compiler's own decisions: whole blocks or their parts, algorithms, the rows of tiles.
+"""Tuning the compiler's own decisions: whole blocks or their parts, algorithms, the rows of tiles, layout at the edge.
 
 They decide which functions a model is lowered to, so that no search over one function's schedules can make them. They
 are made otherwise, the model is lowered again, and what is new is measured.
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tvmflow.target import Target, host
+from tvmflow.tuning.between import footprint
 from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
 from tvmflow.tuning.records import Decision, Effort, RecordStore, current, decisions_key, normalize, now, workload_key
 from tvmflow.tuning.tuner import why_not_here
@@ -22,13 +23,12 @@ if TYPE_CHECKING:
 
 # All decisions of one of these kinds are made at once.
 _TOGETHER = ("algorithm", "lines", "first", "last", "rows")
-# Last of all, whether blocks are computed whole, and then what that leaves to be decided.
-KINDS = (*_TOGETHER, "block", *_TOGETHER)
+# Last of all, how the model's input is read and whether blocks are computed whole, then what that leaves to be decided.
+KINDS = (*_TOGETHER, "edge", "block", *_TOGETHER)
 # What another option must gain before it counts as faster: below lies the noise.
 _MARGIN = 0.97
 # Functions that together take less of the model's time than this are not worth a decision.
 _SMALLEST_SHARE = 0.002
-_CONFIRMATIONS = 5
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,8 @@ def decide(
     """
     if trials == 0 or why_not_here(target) is not None:
         return Spent(0, 0)
-    key = decisions_key(lower({})[0])
+    sites, functions = lower({})
+    key = decisions_key(sites)
     efforts = [effort for effort in store.efforts(target) if effort.key == key]
     before = sum(effort.trials for effort in efforts)
     # An effort has the model's time if nothing was left to decide after it.
@@ -122,7 +123,12 @@ def decide(
         store.append(Decision(**asdict(decided), **asdict(context), created_at=now()))
 
     with MeasurePool(
-        target.canonical, builders=host().cores, threads=threads, timeout=timeout, deadline=deadline
+        target.canonical,
+        builders=host().cores,
+        threads=threads,
+        timeout=timeout,
+        deadline=deadline,
+        footprint=footprint([(arguments_of(item.func) or (), item.calls) for item in functions]),
     ) as pool:
         decider = Decider(lower, pool, deadline=deadline, trials=None if trials is None else trials - before)
         try:
@@ -280,17 +286,14 @@ class Decider:
                 if isinstance(reference, TrialError):
                     raise reference
                 self._pool.check(library, reference)
-            sets = (others, usual)
-            rounds = [[self._times(functions) for functions in sets] for _ in range(_CONFIRMATIONS)]
+            both = [*others, *usual]
+            times = self._pool.compare(*(self._found(function)[0] for function in both))
         except TrialError as error:
             logger.debug("an option is passed over: %s", error)
             return None
-        # The shortest of each: whatever else this machine does makes times longer, never shorter.
-        seconds, default_seconds = (sum(map(min, zip(*times, strict=True))) for times in zip(*rounds, strict=True))
+        of_calls = [function.calls * time for function, time in zip(both, times, strict=True)]
+        seconds, default_seconds = sum(of_calls[: len(others)]), sum(of_calls[len(others) :])
         return (seconds, default_seconds) if seconds < _MARGIN * default_seconds else None
-
-    def _times(self, functions: Iterable[Function]) -> list[float]:
-        return [self._pool.time(self._found(function)[0]) * function.calls for function in functions]
 
     def _found(self, function: Function) -> tuple[Library, float]:
         found = self._measured.get(workload_key(function.scheduled))

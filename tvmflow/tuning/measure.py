@@ -9,10 +9,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from tvmflow.tuning.between import reader
 from tvmflow.tuning.process import TrialError, WorkerProcess
 from tvmflow.tuning.runner import Device, DeviceRunner, Devices, LocalRunner, Runner
 
@@ -68,7 +70,9 @@ class MeasurePool:
 
     `target` is the canonical TVM target as JSON; `builders` their number; `threads` those a candidate runs with;
     `timeout` the seconds that a single build or run may take before its worker is killed; `cross_compiler` links for
-    another architecture. No request outlives `deadline` (of `time.monotonic`) by more than it takes to kill a process.
+    another architecture. `footprint` are the bytes of weights of the model whose functions are measured: as many are
+    read before each call, so that it finds in the caches what it would within the model. No request outlives `deadline`
+    (of `time.monotonic`) by more than it takes to kill a process.
 
     Raises RemoteError when the devices' tracker is not there or has none of their key. Any request raises TuneError
     when all devices are lost and none comes back.
@@ -84,8 +88,11 @@ class MeasurePool:
         deadline: float,
         device: Device | None = None,
         cross_compiler: str | None = None,
+        footprint: int = 0,
     ) -> None:
         self._target = target
+        self._footprint = footprint
+        self._threads = threads
         self._timeout = timeout
         self._deadline = deadline
         self._cross_compiler = cross_compiler
@@ -145,7 +152,8 @@ class MeasurePool:
     def time(self, library: Library, limit: float = 1e9) -> float:
         """Seconds of a call, the least of a few samples; above `limit` it is measured roughly. Raises TrialError."""
         arguments = _plain(library.arguments)
-        return float(self._run("time", library=str(library.path), arguments=arguments, limit=limit))
+        between = self._between
+        return float(self._run("time", library=str(library.path), arguments=arguments, limit=limit, between=between))
 
     def times(
         self, libraries: Sequence[Library | TrialError], limit: Callable[[], float]
@@ -177,7 +185,8 @@ class MeasurePool:
     def compare(self, *libraries: Library) -> list[float]:
         """Seconds of a call of each, the least of a few samples measured in turn on one device. Raises TrialError."""
         arguments = [_plain(library.arguments) for library in libraries]
-        seconds = self._run("compare", libraries=[str(library.path) for library in libraries], arguments=arguments)
+        paths = [str(library.path) for library in libraries]
+        seconds = self._run("compare", libraries=paths, arguments=arguments, between=self._between)
         return [float(value) for value in seconds]
 
     def expect(self, reference: Library) -> None:
@@ -190,6 +199,18 @@ class MeasurePool:
         difference = self._run("check", library=str(library.path), reference=str(reference.path), arguments=arguments)
         if difference is not None:
             raise TrialError(f"wrong result: {difference}")
+
+    @cached_property
+    def _between(self) -> dict[str, object] | None:
+        """What the worker is to run before each sample; on a device, the bytes that it moves instead."""
+        if self._footprint == 0:
+            return None
+        if self._devices is not None:
+            return {"bytes": self._footprint}
+        built = self._build(reader(self._footprint, self._threads))
+        if isinstance(built, TrialError):
+            raise built
+        return {"library": str(built.path), "arguments": _plain(built.arguments)}
 
     def _build(self, candidate: Candidate) -> Library | TrialError:
         path = self._scratch / f"{next(self._names)}.so"

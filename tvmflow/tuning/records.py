@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tvmflow.target import Target
 
 # Raise it when the rules of `space.py` change so that old traces no longer say what is best, or no longer replay.
-SPACE_VERSION = "2"
+SPACE_VERSION = "3"
 _ON_DECISIONS = "decisions-"
 
 logger = logging.getLogger(__name__)
@@ -540,7 +540,10 @@ def replay(trace: str, func: "PrimFunc") -> "PrimFunc":
 
     Whatever TVM raises when the trace does not fit is passed on.
     """
-    scheduled = _scheduled(json.loads(trace), normalize(func)).mod["main"].without_attr("global_symbol")
+    from tvmflow.compiler.schedules import prefetch
+
+    scheduled = prefetch.expand(_scheduled(json.loads(trace), normalize(func)).mod["main"])
+    scheduled = scheduled.without_attr("global_symbol")
     for name, value in (func.attrs or {}).items():
         scheduled = scheduled.with_attr(name, value)
     return scheduled.with_attr("tirx.is_scheduled", True)
@@ -578,6 +581,11 @@ def _scheduled(trace: Any, func: "PrimFunc") -> Any:
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import Trace
 
+    from tvmflow.compiler.dotproduct import register
+
+    for kind, _, attributes, _ in trace[0]:
+        if kind == "Tensorize":
+            register(str(attributes[0]))
     schedule = Schedule(IRModule({"main": func}))
     Trace.apply_json_to_schedule(trace, schedule)
     return schedule

@@ -263,8 +263,8 @@ class _VariantSearch:
         from tvm.s_tir import meta_schedule as ms
 
         self._context = _make_context(func, target, seed, ms.search_strategy.ReplayTrace())
-        self._cost_model = cost_model
-        self._rated = tuner == "xgb"
+        # Only `xgb` has one that tells schedules apart.
+        self._cost_model = cost_model if tuner == "xgb" else None
         self._batch = batch
         self._numpy = _NumpySeed(seed)
         arguments = ms.arg_info.ArgInfo.from_entry_func(self._context.mod, remove_preproc=True)
@@ -273,7 +273,7 @@ class _VariantSearch:
             random.Random(seed).shuffle(self._open)  # noqa: S311  # No secret depends on it.
 
     def propose(self) -> list[Proposal]:
-        if self._rated and self._cost_model is not None and len(self._open) > self._batch:
+        if self._cost_model is not None and len(self._open) > self._batch:
             with self._numpy.active():
                 scores = self._cost_model.predict(self._context, [proposal.candidate for proposal in self._open])
             order = sorted(range(len(scores)), key=lambda place: (-float(scores[place]), place))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tvmflow.errors import TuneError
 from tvmflow.target import Target, host, missing_features
+from tvmflow.tuning.between import footprint
 from tvmflow.tuning.costmodel import warm_up
 from tvmflow.tuning.measure import Candidate, Device, Library, MeasurePool, TrialError, arguments_of
 from tvmflow.tuning.outlook import ROUND, Outlook, next_minute, remembered
@@ -226,6 +227,7 @@ def tune(
             deadline=run.deadline,
             device=device,
             cross_compiler=target.cross_compiler,
+            footprint=run.footprint,
         ) as pool:
             run.spend(pool, open_functions, trials, baseline, threads)
     return TuneReport(
@@ -376,6 +378,12 @@ class _Run:
             function.untuned_seconds = function.baseline_seconds or function.best_seconds
         self._functions = list(functions.values())
         return self._functions
+
+    @property
+    def footprint(self) -> int:
+        """The bytes of the weights of all functions of static shape."""
+        tasks = [function.task for function in self._functions]
+        return footprint([(arguments_of(task.func) or (), task.weight) for task in tasks])
 
     def is_done(self, function: _Function) -> bool:
         """Whether a function's trials have been in vain for long enough."""

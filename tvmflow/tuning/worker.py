@@ -6,12 +6,15 @@ It runs them itself, or on a device: between `connect` and `disconnect` everythi
 import contextlib
 import ctypes
 import json
+import math
 import os
 import shlex
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,11 @@ _SAMPLES = 5
 _ROUNDS = 9
 # Beyond this a candidate is too slow to be worth more than a single call.
 _SLOW_SECONDS = 0.25
+# The most calls for a sample where something is done before each of them, and what does it.
+_COLD = 8
+_BEFORE = "tvmflow.tuning.before"
+# The compiler keeps bfloat16 as its bits.
+_BFLOAT16 = "uint16"
 
 
 class _Operations:
@@ -34,6 +42,7 @@ class _Operations:
         self._inputs: tuple[list[Any], list[Any]] = ([], [])
         self._expected: tuple[str, list[Any], list[Any]] = ("", [], [])
         self._place: _Place = _Place()
+        self._between: tuple[dict[str, Any], _Before] | None = None
 
     def build(self, func: str, trace: str | None, target: str, library: str, cross_compiler: str | None) -> None:
         """Replay `trace` on `func` (JSON both), compile for `target` (JSON) and link to `library`."""
@@ -67,28 +76,43 @@ class _Operations:
         self.disconnect()
         return True
 
-    def time(self, library: str, arguments: list[Any], limit: float) -> float:
-        """Seconds of a call, the least of a few samples; one that is slower than `limit` is measured only once."""
-        call = _Call(self._place, library, self._tensors(arguments))
-        (estimate,) = call.seconds(1)
+    def time(self, library: str, arguments: list[Any], limit: float, between: dict[str, Any] | None = None) -> float:
+        """Seconds of a call, the least of a few samples; one that is slower than `limit` is measured only once.
+
+        `between` is what to do before each sample: a `library` to call with `arguments`, or `bytes` to move. A sample
+        is one call then, else it is as many as fill some milliseconds.
+        """
+        call = _Call(self._place, library, self._tensors(arguments), self._before(between))
+        (estimate,) = call.seconds()
         if estimate > min(limit, _SLOW_SECONDS):
             return estimate
-        return min(call.seconds(_calls_per_sample(estimate), _SAMPLES))
+        return min(call.seconds(estimate, _SAMPLES))
 
-    def compare(self, libraries: list[str], arguments: list[list[Any]]) -> list[float]:
+    def compare(
+        self, libraries: list[str], arguments: list[list[Any]], between: dict[str, Any] | None = None
+    ) -> list[float]:
         """Seconds of a call of each library, measured in turn so that all meet the same machine: the least of each.
 
-        Whatever else the machine does makes times longer, never shorter.
+        Whatever else the machine does makes times longer, never shorter. `between` is as in `time`.
         """
+        before = self._before(between)
         pairs = zip(libraries, arguments, strict=True)
-        calls = [_Call(self._place, library, self._tensors(shapes)) for library, shapes in pairs]
-        estimates = [call.seconds(1)[0] for call in calls]
+        calls = [_Call(self._place, library, self._tensors(shapes), before) for library, shapes in pairs]
+        estimates = [call.seconds()[0] for call in calls]
         rounds = _ROUNDS if max(estimates) < _SLOW_SECONDS else 1
-        numbers = [_calls_per_sample(estimate) for estimate in estimates]
         samples = [
-            [call.seconds(number)[0] for call, number in zip(calls, numbers, strict=True)] for _ in range(rounds)
+            [min(call.seconds(estimate)) for call, estimate in zip(calls, estimates, strict=True)]
+            for _ in range(rounds)
         ]
         return [min(column) for column in zip(*samples, strict=True)]
+
+    def _before(self, between: dict[str, Any] | None) -> "_Before | None":
+        """What `between` says, loaded once."""
+        if between is None or "bytes" in between:
+            return None if between is None else _Before(0, between["bytes"])
+        if self._between is None or self._between[0] != between:
+            self._between = (between, _reading(self._place, between["library"], between["arguments"]))
+        return self._between[1]
 
     def expect(self, reference: str, arguments: list[Any]) -> None:
         """Run `reference` on random input and keep what it computes."""
@@ -109,11 +133,12 @@ class _Operations:
         if self._expected[0] != reference:
             self.expect(reference, arguments)
         _, inputs, expected = self._expected
-        for index, (got, want) in enumerate(zip(_run(self._place, library, inputs), expected, strict=True)):
+        for index, results in enumerate(zip(_run(self._place, library, inputs), expected, strict=True)):
+            got, want = map(_widened, results)
             if not np.issubdtype(want.dtype, np.floating):
                 agree = np.array_equal(got, want)
             else:
-                rtol = 1e-3 if want.dtype.itemsize >= 4 else 2e-2
+                rtol = 1e-3 if results[1].dtype.itemsize >= 4 else 2e-2
                 atol = 0.1 * rtol * float(np.nanmax(np.abs(want), initial=0.0))
                 agree = np.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
             if not agree:
@@ -216,19 +241,65 @@ class _Remote(_Place):
 class _Call:
     """A loaded library together with its arguments."""
 
-    def __init__(self, place: _Place, library: str, tensors: list[Any]) -> None:
+    def __init__(self, place: _Place, library: str, tensors: list[Any], before: "_Before | None") -> None:
         self._module = place.load(library)
         self._device = place.device()
         self._tensors = tensors
+        self._before = before
 
-    def seconds(self, number: int, repeat: int = 1) -> list[float]:
-        """Mean seconds of `number` calls in a row, `repeat` times, after one call that does not count."""
-        evaluator = self._module.time_evaluator("main", self._device, number=number, repeat=repeat)
+    def seconds(self, estimate: float = math.inf, samples: int = 1) -> list[float]:
+        """Seconds of a call that takes about `estimate`: as many samples, after one call that does not count.
+
+        A sample is the mean of as many calls as fill some milliseconds; with something to do before each of them it is
+        one call, and there are more of those where they are short.
+        """
+        calls = max(1, round(_SAMPLE_SECONDS / max(estimate, 1e-7)))
+        number, options = calls, {}
+        if self._before is not None:
+            number, samples = (
+                1,
+                samples * min(max(1, round(_SAMPLE_SECONDS / (estimate + self._before.seconds))), _COLD),
+            )
+            options = self._before.options
+        evaluator = self._module.time_evaluator("main", self._device, number=number, repeat=samples, **options)
         return [float(seconds) for seconds in evaluator(*self._tensors).results]
 
 
-def _calls_per_sample(seconds: float) -> int:
-    return max(1, round(_SAMPLE_SECONDS / max(seconds, 1e-7)))
+@dataclass(frozen=True)
+class _Before:
+    """What is done before each sample and takes about `seconds`: `bytes` that are moved, or a function of that name."""
+
+    seconds: float
+    bytes: int = 0
+    function: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The same for TVM's evaluator."""
+        return {"f_preproc": self.function} if self.function else {"cache_flush_bytes": self.bytes}
+
+
+def _reading(place: _Place, library: str, arguments: list[Any]) -> _Before:
+    """Call a library before each sample, and then read what the function reads first and what it writes.
+
+    Those are in a cache within a model: another function has just written the one, the other's memory was used before.
+    """
+    import tvm_ffi
+
+    data, total = _random_inputs(arguments, signed=True)
+    tensors, few = ([place.tensor(array) for array in (values, total)] for values in (data, data[:, :1]))
+    main = place.load(library)["main"]
+
+    def before(*values: Any) -> None:
+        main(*tensors)
+        for value in {0, len(values) - 1}:
+            values[value].numpy()
+        main(*few)  # The threads of the pool are awake, as they are within a model.
+
+    tvm_ffi.register_global_func(_BEFORE, before, override=True)
+    start = time.perf_counter()
+    main(*tensors)
+    return _Before(time.perf_counter() - start, function=_BEFORE)
 
 
 def _random_inputs(arguments: list[Any], *, signed: bool) -> list[Any]:
@@ -242,12 +313,22 @@ def _random_inputs(arguments: list[Any], *, signed: bool) -> list[Any]:
             arrays.append(np.zeros(shape, dtype))
         elif dtype == "bool":
             arrays.append(generator.integers(0, 2, shape).astype(bool))
+        elif dtype == _BFLOAT16:
+            bits = generator.uniform(-1.0 if signed else 0.1, 1.0, shape).astype(np.float32).view(np.uint32)
+            arrays.append((bits >> 16).astype(dtype))
         elif "int" in dtype:
             limits = np.iinfo(dtype)
             arrays.append(generator.integers(limits.min, limits.max, shape, dtype, endpoint=True))
         else:
             arrays.append(generator.uniform(-1.0 if signed else 0.1, 1.0, shape).astype(dtype))
     return arrays
+
+
+def _widened(array: Any) -> Any:
+    """The numbers of an array of bits of bfloat16; any other as it is."""
+    import numpy as np
+
+    return (array.astype(np.uint32) << 16).view(np.float32) if str(array.dtype) == _BFLOAT16 else array
 
 
 def _run(place: _Place, library: str, inputs: list[Any]) -> list[Any]:

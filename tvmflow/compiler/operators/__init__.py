@@ -19,6 +19,7 @@ _Own = Callable[[relax.BlockBuilder, relax.Call, Machine], relax.Expr | None]
 
 _OPERATORS: dict[str, _Own] = {
     "relax.nn.conv2d": convolution.legalize,
+    "relax.permute_dims": convolution.legalize_transpose,
     "relax.matmul": products.legalize,
     **{f"relax.{name}": reductions.legalize for name in ("sum", "mean", "max", "min", "prod", "variance", "std")},
     "relax.nn.max_pool2d": partial(pooling.legalize, largest=True),

@@ -291,10 +291,9 @@ def _tiles(block: Block, machine: Machine) -> tuple[Sequence[tiles.Tile | None],
     wide += depthwise.padding[1] + depthwise.padding[3]
 
     def ranked(rows: int, channels: int) -> list[tiles.Tile]:
-        found = tiles.ranked(rows, -(-channels // machine.lanes), machine, exact=True)
-        return [tile for tile in found if tile is found[0] or tile.rows * tile.vectors >= _FEWEST_ACCUMULATORS][
-            :_CHOICES
-        ]
+        best, *others = tiles.ranked(rows, -(-channels // machine.lanes), machine, exact=True)
+        busy = [tile for tile in others if tile.rows * tile.vectors >= _FEWEST_ACCUMULATORS]
+        return [best, *busy][:_CHOICES]
 
     return (
         ranked(wide, depthwise.channels) if first else [None],

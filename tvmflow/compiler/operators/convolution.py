@@ -10,7 +10,7 @@ import tvm
 from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler import choices, tiles, winograd
-from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, SHARED, SUBJECT, TILE, WINOGRAD
+from tvmflow.compiler.annotations import AXES, KERNEL, LANES, LEAD, SHARED, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import depthwise, products
 from tvmflow.compiler.operators.common import (
@@ -76,8 +76,20 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
     if pointwise and geometry["strides"] == [1, 1]:
         compute = partial(pointwise_conv2d, channels=out_channels, machine=machine, subject=subject)
     else:
-        compute = partial(conv2d, channels=out_channels, groups=groups, machine=machine, subject=subject, **geometry)
+        data, axes = _edge(builder, data, subject)
+        compute = partial(
+            conv2d, channels=out_channels, groups=groups, machine=machine, subject=subject, axes=axes, **geometry
+        )
     return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=FUSABLE)
+
+
+def legalize_transpose(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """A transpose of a model's input, for the convolution that reads it; None for any other."""
+    (data,) = call.args
+    if not isinstance(data, relax.Var) or builder.lookup_binding(data) is not None or call.attrs.axes is None:
+        return None
+    axes = [int(axis) for axis in call.attrs.axes]
+    return builder.call_te(topi.transpose, data, axes, primfunc_name_hint="transpose", primfunc_attrs={AXES: [*axes]})
 
 
 def subject_of(call: relax.Call) -> str:
@@ -105,6 +117,7 @@ def winograd_conv2d(
             WINOGRAD: size,
             SUBJECT: subject,
         },
+        subject=subject,
         **arguments,
     )
 
@@ -131,6 +144,34 @@ def winograd_size(
     sizes = winograd.ranked(high, wide, channels, out_channels, machine, stride, group)
     named = {"direct" if size is None else f"winograd {size}": size for size in sizes}
     return choices.choose("algorithm", subject, named) if subject else sizes[0]
+
+
+def _edge(builder: relax.BlockBuilder, data: relax.Expr, subject: str) -> tuple[relax.Expr, list[int] | None]:
+    """What a convolution reads: its operand, or the input that this is a transpose of, and the transpose's axes.
+
+    Whether the first convolution reads the model's input as it comes is a decision.
+    """
+    value = builder.lookup_binding(data) if isinstance(data, relax.Var) else None
+    if not isinstance(value, relax.Call) or not isinstance(function := value.args[0], tvm.ir.GlobalVar):
+        return data, None
+    axes = (builder.get()[function].attrs or {}).get(AXES)
+    if axes is None:
+        return data, None
+    given = (value.args[1][0], [int(axis) for axis in axes])
+    return choices.choose("edge", subject, {"transposed": (data, None), "as it comes": given})
+
+
+class _Transposed:
+    """A tensor that is read as if its dimensions stood in another order."""
+
+    def __init__(self, tensor: te.Tensor, axes: Sequence[int]) -> None:
+        self._tensor = tensor
+        self._axes = axes
+        self.shape = [tensor.shape[axis] for axis in axes]
+        self.dtype = tensor.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tensor[tuple(index[self._axes.index(place)] for place in range(len(self._axes)))]
 
 
 def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
@@ -166,11 +207,17 @@ def conv2d(
     groups: int,
     machine: Machine,
     subject: str,
+    axes: Sequence[int] | None = None,
     strides: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> te.Tensor:
-    """Convolution of NHWC data with packed weights; groups must be whole vectors of output channels."""
+    """Convolution of NHWC data with packed weights; groups must be whole vectors of output channels.
+
+    With `axes` the data is what their transpose makes NHWC.
+    """
+    if axes is not None:
+        data = _Transposed(data, axes)
     batch, in_h, in_w, _ = data.shape
     vectors, kernel_h, kernel_w, depth, lanes = (int(dim) for dim in weight.shape)
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])

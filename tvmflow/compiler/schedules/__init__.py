@@ -20,6 +20,7 @@ from tvmflow.compiler.schedules import (
     dot,
     fallback,
     pooling,
+    prefetch,
     products,
     reductions,
     rowwise,
@@ -58,22 +59,22 @@ def schedule(
     rest.
     """
     with using(Choices()):
-        scheduled, name = _scheduled(func, machine, rules)
+        scheduled, name = _scheduled(func, machine, rules, _cycles(func, machine))
     return _finish(func if scheduled is None else scheduled.mod["main"], func), name
 
 
 def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule]:
     """The ways in which the rule that takes a function may schedule it: its own choice, then the others.
 
-    Those that differ in fewer choices come first; there are at most `most`. What no rule takes has none, and neither
-    has what uses instructions that only the compiler knows.
+    Those that differ in fewer choices come first; there are at most `most`. What no rule takes has none.
     """
     found: dict[int, Schedule] = {}
     waiting: deque[dict[str, str]] = deque([{}])
+    cycles = _cycles(func, machine)
     while waiting and len(found) < most:
         choices = Choices(waiting.popleft())
         with using(choices):
-            scheduled, _ = _scheduled(func, machine, RULES)
+            scheduled, _ = _scheduled(func, machine, RULES, cycles)
         if scheduled is not None:
             # Two choices may come to the same.
             found.setdefault(tvm_ffi.structural_hash(scheduled.mod["main"]), scheduled)
@@ -83,15 +84,18 @@ def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule
                 continue
             waiting.extend({**settled, key: option} for option in site.options[1:])
             settled[key] = site.options[0]
-    schedules = list(found.values())
-    if any(step.kind.name == "Tensorize" for schedule in schedules[:1] for step in schedule.trace.insts):
-        return []
-    return schedules
+    return list(found.values())
 
 
-def _scheduled(func: PrimFunc, machine: Machine, rules: Mapping[str, Rule]) -> tuple[Schedule | None, str]:
+def _cycles(func: PrimFunc, machine: Machine) -> float:
+    """What decides whether a function is worth threads; infinite where there are none."""
+    return common.cycles(func, machine) if machine.cores > 1 else math.inf
+
+
+def _scheduled(
+    func: PrimFunc, machine: Machine, rules: Mapping[str, Rule], cycles: float
+) -> tuple[Schedule | None, str]:
     threads = {"all": machine}
-    cycles = common.cycles(func, machine) if machine.cores > 1 else math.inf
     if cycles < _CLOSE * common.WORTH_THREADS:
         threads["one"] = replace(machine, cores=1)
     if cycles < common.WORTH_THREADS:
@@ -128,7 +132,7 @@ def error_bounds(func: PrimFunc) -> dict[str, float]:
 
 
 def _finish(scheduled: PrimFunc, func: PrimFunc) -> PrimFunc:
-    scheduled = scheduled.with_attr("tirx.is_scheduled", True)
+    scheduled = prefetch.expand(scheduled).with_attr("tirx.is_scheduled", True)
     if "global_symbol" in (func.attrs or {}):
         scheduled = scheduled.with_attr("global_symbol", func.attrs["global_symbol"])
     return scheduled

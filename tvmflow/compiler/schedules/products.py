@@ -10,7 +10,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common
+from tvmflow.compiler.schedules import common, prefetch
 
 
 def apply_rows(sch: Schedule, machine: Machine) -> bool:
@@ -29,7 +29,8 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     if tile is None:
         return False
     *outer, last = tile.reductions
-    steps = [*outer, *common.in_steps(sch, last)]
+    *chunks, last = prefetch.in_chunks(sch, last) if tile.streams else [last]
+    steps = [*outer, *chunks, *common.in_steps(sch, last)]
     sch.reorder(*steps, *tile.spatial)
     common.in_registers(sch, list(tile.spatial))
     start = sch.decompose_reduction(tile.product, steps[0])
@@ -43,7 +44,8 @@ class Tile:
     """A product scheduled down to its register tile.
 
     `task` is the loop that runs in parallel, `spatial` the loops of the tile (row, vector, lane) in the product, still
-    around its `reductions`, and `written` the same loops where its results are written.
+    around its `reductions`, and `written` the same loops where its results are written. `streams` says that the weights
+    are too large for the cache.
     """
 
     product: SBlockRV
@@ -51,6 +53,7 @@ class Tile:
     spatial: tuple[LoopRV, LoopRV, LoopRV]
     reductions: tuple[LoopRV, ...]
     written: tuple[LoopRV, LoopRV, LoopRV]
+    streams: bool
 
 
 def tiled(
@@ -83,7 +86,8 @@ def tiled(
     by_weights = [outer, *tiles_outer] if annotations[SHARED] else [*lead, outer, *tiles_outer[lead_count:]]
     # Small weights stay in the cache while each core works through rows it wrote itself; large ones are read once.
     orders = {"rows": [*tiles_outer, outer], "weights": by_weights}
-    if 4 * lanes * (vectors or 1) * math.prod(weights) > machine.cache:
+    streams = 4 * lanes * (vectors or 1) * math.prod(weights) > machine.cache
+    if streams:
         orders = dict(reversed(orders.items()))
     order = choices.choose("order", "", orders)
     sch.reorder(*order, *at_inner, near, pieces, lane)
@@ -99,7 +103,7 @@ def tiled(
     if [common.extent(sch, loop) for loop in (row, column)] != [rows, count * lanes]:
         raise ValueError("the tile's extents are not constant")
     vector, product_lane = sch.split(column, [count, lanes])
-    return Tile(product, task, (row, vector, product_lane), tuple(reductions), (near, pieces, lane))
+    return Tile(product, task, (row, vector, product_lane), tuple(reductions), (near, pieces, lane), streams)
 
 
 def _static(size: tirx.Expr) -> int | None:

@@ -1,0 +1,116 @@
+"""Software prefetch: while a tile works through one chunk of its weights, the next one is fetched into the cache.
+
+A schedule says where, by an annotation; `expand` writes the instructions. They stand outside the loops over a chunk:
+within them LLVM would keep the tile's numbers in memory rather than in registers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tvm import sym, tirx
+from tvm.s_tir import SBlock, SBlockRealize, Schedule
+from tvm.s_tir.schedule import LoopRV
+from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
+
+from tvmflow.compiler import choices
+from tvmflow.compiler.schedules import common
+
+# On a loop over the chunks of a reduction: fetch what the next chunk reads of the block's last operand.
+PREFETCH = "tvmflow.prefetch"
+# Steps of a reduction that are a chunk.
+_CHUNKS = (64,)
+# To read, into the second-level cache, data.
+_HOW = (0, 2, 1)
+
+
+def in_chunks(sch: Schedule, reduction: LoopRV) -> list[LoopRV]:
+    """The loops of a reduction whose weights are too large for the cache; how far ahead to fetch them is a choice."""
+    size = common.extent(sch, reduction)
+    counts = [count for count in _CHUNKS if size is not None and size > count and size % count == 0]
+    count = choices.choose("prefetch", "", {"none": 0} | {str(count): count for count in counts})
+    if count == 0:
+        return [reduction]
+    chunk, steps = sch.split(reduction, [None, count])
+    sch.annotate(chunk, PREFETCH, 1)
+    return [chunk, steps]
+
+
+def expand(func: PrimFunc) -> PrimFunc:
+    """Write the prefetches that a schedule's annotations ask for; without any the function is returned as it is."""
+    body = _expanded(func.body)
+    return func if body.same_as(func.body) else func.with_body(body)
+
+
+def _expanded(stmt: Any) -> Any:
+    """A statement with its prefetches, itself where it has none."""
+    if isinstance(stmt, SeqStmt):
+        parts = [_expanded(part) for part in stmt.seq]
+        same = all(new.same_as(old) for new, old in zip(parts, stmt.seq, strict=True))
+        return stmt if same else SeqStmt(parts)
+    if isinstance(stmt, SBlockRealize):
+        block = stmt.block
+        body = _expanded(block.body)
+        if body.same_as(block.body):
+            return stmt
+        changed = SBlock(
+            block.iter_vars,
+            block.reads,
+            block.writes,
+            block.name_hint,
+            body,
+            block.init,
+            block.alloc_buffers,
+            block.match_buffers,
+            block.annotations,
+        )
+        return SBlockRealize(stmt.iter_values, stmt.predicate, changed)
+    if not isinstance(stmt, For):
+        return stmt
+    body, annotations = _expanded(stmt.body), dict(stmt.annotations)
+    if annotations.pop(PREFETCH, None) is not None:
+        body = SeqStmt([_fetch_next(stmt), body])
+    elif body.same_as(stmt.body):
+        return stmt
+    return For(stmt.loop_var, stmt.min, stmt.extent, stmt.kind, body, stmt.thread_binding, annotations)
+
+
+def _fetch_next(chunks: For) -> Any:
+    """Fetch what the iteration after this one of a loop reads of the last operand of the block within."""
+    loops, stmt = [], chunks.body
+    while isinstance(stmt, For):
+        loops.append(stmt)
+        stmt = stmt.body
+    if not isinstance(stmt, SBlockRealize):
+        raise TypeError("there is more than one block within the loop")
+    operand = stmt.block.reads[-1]
+    values = dict(zip((item.var for item in stmt.block.iter_vars), stmt.iter_values, strict=True))
+    index = [_replaced(item.min, values) for item in operand.region]
+    # In two steps: what replaces a loop's variable must not have it.
+    after = tirx.Var("after", chunks.loop_var.ty)
+    replaced: dict[Any, Any] = {chunks.loop_var: after}
+    fetching: list[tuple[Any, For]] = []
+    for loop in loops:
+        replaced[loop.loop_var] = loop.min
+        moves = not _same(index, [_replaced(item, {loop.loop_var: loop.min}) for item in index])
+        if moves and loop.kind != ForKind.VECTORIZED:
+            variable = replaced[loop.loop_var] = tirx.Var(f"{loop.loop_var.name}_next", loop.loop_var.ty)
+            fetching.append((variable, loop))
+    index = [_replaced(item, replaced) for item in index]
+    following = {after: tirx.min(chunks.loop_var + 1, chunks.extent - 1)}
+    place = tirx.BufferLoad(operand.source, [_replaced(item, following) for item in index])
+    fetch: Any = tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", tirx.address_of(place), *_HOW))
+    for variable, loop in reversed(fetching):
+        fetch = For(variable, loop.min, loop.extent, ForKind.SERIAL, fetch)
+    return fetch
+
+
+def _replaced(expr: Any, values: dict[Any, Any]) -> Any:
+    analyzer = sym.Analyzer()
+    for variable, value in values.items():
+        analyzer.bind(variable, value)
+    return analyzer.simplify(expr)
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    analyzer = sym.Analyzer()
+    return all(analyzer.can_prove_equal(left, right) for left, right in zip(one, other, strict=True))

@@ -1,0 +1,52 @@
+"""What a model does between two calls of one of its functions, so that a candidate meets the caches that it will meet.
+
+Called again and again, a function finds its weights in the cache; within a model it does only where those of all its
+functions fit. So a function of a model's own size is run before each sample: it reads as many bytes, on all cores.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tvmflow.tuning.measure import Argument, Candidate
+
+# A vector of the widest registers, and the bytes of it; the most to read: no cache is larger.
+_LANES = 16
+_BYTES = 4 * _LANES
+_MOST = 256 << 20
+
+
+def footprint(calls: Sequence[tuple[Sequence["Argument"], int]]) -> int:
+    """The bytes of a model's weights, by the arguments of its functions and their numbers of calls.
+
+    All but the first argument and the last, which are what a function reads and writes, are taken for weights.
+    """
+    return sum(
+        count * sum(int(np.prod(item.shape)) * np.dtype(item.dtype).itemsize for item in arguments[1:-1])
+        for arguments, count in calls
+    )
+
+
+def reader(size: int, threads: int) -> "Candidate":
+    """What reads `size` bytes with all `threads`: `[threads, n, 16]` to `[threads, 16]`, summed; it takes any n."""
+    from tvm import IRModule, ir, te, tirx
+    from tvm.s_tir import Schedule
+
+    from tvmflow.tuning.measure import Argument, Candidate
+
+    data = te.placeholder((threads, tirx.Var("n", "int64"), _LANES), "float32", name="data")
+    step = te.reduce_axis((0, data.shape[1]), "step")
+    total = te.compute((threads, _LANES), lambda core, lane: te.sum(data[core, step, lane], axis=step), name="total")
+    schedule = Schedule(IRModule({"main": te.create_prim_func([data, total])}))
+    block = schedule.get_sblock("total")
+    core, lane, step = schedule.get_loops(block)
+    schedule.reorder(core, step, lane)
+    schedule.vectorize(lane)
+    if threads > 1:
+        schedule.parallel(core)
+    schedule.decompose_reduction(block, step)
+    steps = max(1, min(size, _MOST) // (_BYTES * threads))
+    arguments = (Argument((threads, steps, _LANES), "float32"), Argument((threads, _LANES), "float32"))
+    return Candidate(ir.save_json(schedule.mod["main"]), arguments)
