@@ -1,10 +1,14 @@
 """The curve of a tuning: the model's estimated latency by trial, in MLflow and as a picture."""
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from html import escape
+from pathlib import Path
 
 from tasks.step import Context
 from tasks.tune import TuneResult
+from tvmflow.errors import RegistryError
 from tvmflow.registry import Registry
 from tvmflow.spec import Tune
 from tvmflow.target import Target
@@ -12,6 +16,8 @@ from tvmflow.workspace import Outcome
 
 METRIC = "tuning_latency_ms"
 PICTURE = "tuning.svg"
+# Seconds between two looks at what was measured, and the points of a request.
+_EVERY, _MOST = 3.0, 1000
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 240, 70, 20, 30, 40
 
@@ -22,26 +28,106 @@ def log_curve(registry: Registry, run_id: str, tuned: TuneResult) -> None:
         registry.log_curve(run_id, METRIC, tuned.curve)
 
 
-def keep_curve(context: Context, target: Target, budget: Tune, tuned: Outcome[TuneResult]) -> str:
-    """Keep what `tvmflow tune` did for a target in an MLflow run of its own; the run's id. Raises RegistryError."""
-    registry, name, result = context.registry, context.spec.name, tuned.result
-    params: dict[str, object] = {"target": target.canonical, "tuning_coverage": str(result.coverage)}
-    params |= {key: value for key, value in budget.model_dump().items() if value is not None}
-    tags = {
-        **context.spec.registry.tags,
-        "tvmflow.kind": "tune",
-        "tvmflow.name": name,
-        "tvmflow.target": target.name,
-    }
-    run_id = registry.start_release(f"tune {name} for {target.name}", params, tags)
-    registry.log_metrics(run_id, {**latencies(result), "tuning_trials": result.trials, "tuning_seconds": tuned.seconds})
-    log_curve(registry, run_id, result)
-    if result.curve:
-        with context.workspace.scratch() as folder:
-            (folder / PICTURE).write_text(picture(result.curve, f"{name}, {target.name}"))
-            registry.log_artifacts(run_id, {PICTURE: folder / PICTURE})
-    registry.finish(run_id, "FINISHED")
-    return run_id
+class Curve:
+    """What `tvmflow tune` does for a target, in an MLflow run of its own that has the curve while it grows.
+
+    `path` is the file that the step writes it to. Without a registry that answers tuning goes on: `error` says why the
+    curve is not there.
+    """
+
+    def __init__(self, context: Context, target: Target, budget: Tune, path: Path) -> None:
+        """Open the run."""
+        self.path = path
+        self.error: RegistryError | None = None
+        self._context = context
+        self._target = target
+        self._run_id = ""
+        self._read = 0
+        self._steps: set[int] = set()
+        self._ended = threading.Event()
+        name = context.spec.name
+        params = {key: value for key, value in budget.model_dump().items() if value is not None}
+        tags = {
+            **context.spec.registry.tags,
+            "tvmflow.kind": "tune",
+            "tvmflow.name": name,
+            "tvmflow.target": target.name,
+        }
+        try:
+            self._run_id = context.registry.start_release(
+                f"tune {name} for {target.name}", {"target": target.canonical, **params}, tags
+            )
+        except RegistryError as error:
+            self.error = error
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def finish(self, tuned: Outcome[TuneResult]) -> None:
+        """Keep what came of it, and close the run."""
+        self._stop()
+        registry, run_id, result = self._context.registry, self._run_id, tuned.result
+        if self.error is not None:
+            return
+        try:
+            registry.set_run_tag(run_id, "tvmflow.coverage", str(result.coverage))
+            metrics = {"tuning_trials": result.trials, "tuning_seconds": tuned.seconds}
+            registry.log_metrics(run_id, {**latencies(result), **metrics})
+            if result.curve:
+                self._log([(step, value) for step, value in result.curve if step not in self._steps])
+                with self._context.workspace.scratch() as folder:
+                    title = f"{self._context.spec.name}, {self._target.name}"
+                    (folder / PICTURE).write_text(picture(result.curve, title))
+                    registry.log_artifacts(run_id, {PICTURE: folder / PICTURE})
+            registry.finish(run_id, "FINISHED")
+        except RegistryError as error:
+            self.error = error
+
+    def give_up(self, interrupted: bool) -> None:
+        """Close the run of a tuning that was interrupted or failed, with the curve so far."""
+        self._stop()
+        if self.error is None:
+            try:
+                self._context.registry.finish(self._run_id, "KILLED" if interrupted else "FAILED")
+            except RegistryError as error:
+                self.error = error
+
+    def _follow(self) -> None:
+        while self.error is None and not self._ended.wait(_EVERY):
+            self._look()
+
+    def _stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self.error is None:
+            self._look()
+
+    def _look(self) -> None:
+        """Log what was measured since."""
+        written = self.path.read_text() if self.path.exists() else ""
+        lines = written[self._read : written.rfind("\n") + 1]
+        self._read += len(lines)
+        points = [(int(step), float(value)) for step, value in map(str.split, lines.splitlines())]
+        try:
+            self._log(points)
+        except RegistryError as error:
+            self.error = error
+
+    def _log(self, points: Sequence[tuple[int, float]]) -> None:
+        for start in range(0, len(points), _MOST):
+            self._context.registry.log_curve(self._run_id, METRIC, points[start : start + _MOST])
+        self._steps.update(step for step, _ in points)
+
+
+@contextmanager
+def followed(context: Context, target: Target, budget: Tune) -> Iterator[Curve]:
+    """The curve of a tuning while the body runs, which is to say how it finished."""
+    with context.workspace.scratch() as folder:
+        curve = Curve(context, target, budget, folder / "curve")
+        try:
+            yield curve
+        except BaseException as error:
+            curve.give_up(isinstance(error, KeyboardInterrupt))
+            raise
 
 
 def latencies(tuned: TuneResult) -> Mapping[str, float]:

@@ -52,7 +52,8 @@ class TuneJob(Job):
     """The imported model, the target, the budget, and how the build will lower the model.
 
     Of the workloads that are named in `only` those that the model has are tuned; all of them where it has none.
-    Candidates are measured here, or on `device`.
+    Candidates are measured here, or on `device`. `curve` is a file that gets a line for each trial on functions: its
+    number, and the model's estimated latency in ms.
     """
 
     imported: ImportResult
@@ -63,6 +64,7 @@ class TuneJob(Job):
     threads: int
     only: tuple[str, ...] = ()
     device: MeasuredOn | None = None
+    curve: Path | None = None
 
 
 class WorkloadTuned(Record):
@@ -142,6 +144,13 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
     lowered, choices = model.lowered(known)
     tasks = [tuning.Task(item.name, item.func, item.calls) for item in compiler.workloads(lowered)]
     tasks = [item for item in tasks if item.name in job.only] or tasks
+
+    def told(progress: "Progress") -> None:
+        emit(*_fraction(progress))
+        if job.curve is not None:
+            with job.curve.open("a") as file:
+                file.write(f"{decided.trials + progress.trials} {1e3 * progress.latency.now}\n")
+
     left = None if job.tune.minutes is None else max(job.tune.minutes - (time.monotonic() - started) / 60, _LEAST)
     report = tuning.tune(
         tasks,
@@ -157,7 +166,7 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
         seed=job.tune.seed,
         baseline=model.scheduled,
         variants=model.variants,
-        on_progress=lambda progress: emit(*_fraction(progress)),
+        on_progress=told,
         threads=job.threads,
         device=None if job.device is None else tuning.Device(job.device.key, Address.parse(job.device.tracker)),
     )
@@ -333,9 +342,14 @@ def tune(context: Context, imported: Outcome[ImportResult], target: Target) -> O
 
 @step
 def tune_more(
-    context: Context, imported: Outcome[ImportResult], target: Target, budget: Tune, device: MeasuredOn | None
+    context: Context,
+    imported: Outcome[ImportResult],
+    target: Target,
+    budget: Tune,
+    device: MeasuredOn | None,
+    curve: Path | None = None,
 ) -> Outcome[TuneResult]:
-    """Tune the model for a target within a budget of its own, here or on devices.
+    """Tune the model for a target within a budget of its own, here or on devices; `curve` is as in TuneJob.
 
     Never found done, for it is asked for; a release whose own tuning was done finds what this one found in its place.
     Raises TuneError when tuning fails as a whole, RemoteError where there are no such devices.
@@ -344,7 +358,7 @@ def tune_more(
     with shared_records(context, target):
         own = step_key("tune", _reads(context, job))
         threads = job.threads if device is None else target.threads
-        job = job.model_copy(update={"tune": budget, "device": device, "threads": threads})
+        job = job.model_copy(update={"tune": budget, "device": device, "threads": threads, "curve": curve})
         tuned = run_step(
             context.workspace,
             "tune",
@@ -382,7 +396,7 @@ def shared_records(context: Context, target: Target) -> Iterator[None]:
 
 def _reads(context: Context, job: TuneJob) -> dict[str, Any]:
     """What the step depends on; it does not matter where candidates are measured."""
-    reads = job.model_dump(mode="json", exclude={"home", "imported", "device"})
+    reads = job.model_dump(mode="json", exclude={"home", "imported", "device", "curve"})
     reads["imported"] = [job.imported.ir.sha256, job.imported.params.sha256]
     if not job.tune.measures:
         # Without a budget the step is a look-up: it depends on what is known, and on nothing when it measures itself.

@@ -1,8 +1,7 @@
 """`tvmflow tune`: interrupted at any time, gone on with, ended by itself, and its curve in MLflow."""
 
 import signal
-import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,9 @@ def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     nodes = [helper.make_node("Conv", ["x", "w"], ["c"], pads=[1, 1, 1, 1]), helper.make_node("Relu", ["c"], ["y"])]
     make.onnx(folder, nodes, weights, shape=(1, 16, 12, 12))
     file = make.file(folder, name="tuned", tune={"tuner": "random", "seed": 1})
-    before = set(Path(tempfile.gettempdir()).glob("tvmflow-tune-*"))
+    # Other tests have such folders meanwhile, in the folder that all share.
+    temporary = tmp_path_factory.mktemp("temporary")
+    machine = replace(machine, settings={**machine.settings, "TMPDIR": str(temporary)})
     store, native = RecordStore(machine.home / "records"), resolve("native")
 
     def spent() -> int:
@@ -50,11 +51,11 @@ def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     process.send_signal(signal.SIGINT)
     interrupted = machine.finish(process)
     _, alive = psutil.wait_procs(started, timeout=10)
-    left = {*(machine.home / "tmp").iterdir(), *Path(tempfile.gettempdir()).glob("tvmflow-tune-*")} - before
+    left = (*(machine.home / "tmp").iterdir(), *temporary.glob("tvmflow-tune-*"))
     trials = spent()
     second = machine.run("tune", file, "--trials", str(2 * trials + 16), "--json")
     third = machine.run("tune", file, "--until", "90%", "--json")
-    return Story(machine, interrupted, trials, tuple(left), tuple(alive), second, third)
+    return Story(machine, interrupted, trials, left, tuple(alive), second, third)
 
 
 def test_an_interrupt_leaves_nothing_behind_but_what_was_measured(story: Story) -> None:
@@ -76,13 +77,21 @@ def test_the_curve_is_a_run_of_its_own_in_mlflow(story: Story) -> None:
     client = story.machine.mlflow
     experiment = client.get_experiment_by_name("tvmflow").experiment_id
     runs = client.search_runs([experiment], "tags.`tvmflow.kind` = 'tune'", order_by=["attributes.start_time ASC"])
-    assert [run.info.run_name for run in runs] == ["tune tuned for native"] * 2
-    history = client.get_metric_history(runs[0].info.run_id, "tuning_latency_ms")
-    points = sorted((point.step, point.value) for point in history)
-    assert points == [(trial, pytest.approx(value)) for trial, value in result["curve"]]
+    assert [run.info.run_name for run in runs] == ["tune tuned for native"] * 3
+    assert [run.info.status for run in runs] == ["KILLED", "FINISHED", "FINISHED"]
+    until_then, points = (
+        sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, "tuning_latency_ms"))
+        for run in runs[:2]
+    )
+    # An interrupted run has the curve as well, as far as it came.
+    assert until_then
+    # There are as many points while it runs as there are trials, and in the result a few of them.
+    found = dict(points)
+    assert len(found) == len(points)
+    assert {trial: found.get(trial) for trial, _ in result["curve"]} == pytest.approx(dict(result["curve"]))
     assert points[-1][0] == result["trials"]
-    assert runs[0].data.metrics["estimated_latency_ms"] == pytest.approx(result["latency_ms"])
-    picture = Path(client.download_artifacts(runs[0].info.run_id, "tuning.svg")).read_text()
+    assert runs[1].data.metrics["estimated_latency_ms"] == pytest.approx(result["latency_ms"])
+    picture = Path(client.download_artifacts(runs[1].info.run_id, "tuning.svg")).read_text()
     assert picture.startswith("<svg ")
 
 

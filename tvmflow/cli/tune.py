@@ -74,9 +74,8 @@ def tune_command(
     if device is not None:
         address = str(tracker_address(tracker or own_tracker(settings.state)))
     from tasks import export, relax_import, train, tune
-    from tasks.curve import keep_curve
+    from tasks.curve import followed
     from tasks.step import Context
-    from tvmflow.errors import RegistryError
     from tvmflow.services import open_services, open_workspace
 
     measured_on = None if device is None or address is None else tune.MeasuredOn(key=device, tracker=address)
@@ -93,11 +92,12 @@ def tune_command(
         imported = relax_import.relax_import.fn(context, exported)
         tuned = {}
         for target in spec.resolved_targets():
-            outcome = tuned[target.name] = tune.tune_more.fn(context, imported, target, budget, measured_on)
-            try:
-                keep_curve(context, target, budget, outcome)
-            except RegistryError as error:  # What was found is kept all the same.
-                console.print(f"the curve is not in MLflow: {error}", highlight=False, soft_wrap=True)
+            with followed(context, target, budget) as curve:
+                outcome = tune.tune_more.fn(context, imported, target, budget, measured_on, curve.path)
+                curve.finish(outcome)
+            tuned[target.name] = outcome
+            if curve.error is not None:  # What was found is kept all the same.
+                console.print(f"the curve is not in MLflow: {curve.error}", highlight=False, soft_wrap=True)
     if as_json:
         found = {name: outcome.result.model_dump(mode="json", exclude={"sources"}) for name, outcome in tuned.items()}
         click.echo(json.dumps({"name": spec.name, "device": device, "targets": found}))

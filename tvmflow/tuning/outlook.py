@@ -68,15 +68,20 @@ def remembered(efforts: Iterable[Effort], records: Iterable[Record]) -> Outlook:
     return outlook
 
 
+def trial_seconds(outlooks: Iterable[Outlook]) -> float:
+    """The seconds that a trial takes, of all that were timed."""
+    spent = [outlook for outlook in outlooks if outlook.seconds]
+    trials = sum(outlook.trials for outlook in spent)
+    return sum(outlook.seconds for outlook in spent) / trials if trials else TRIAL_SECONDS
+
+
 def next_minute(workloads: Sequence[tuple[float, Outlook]]) -> float:
     """The seconds of a model's run that another minute of tuning is expected to save.
 
     `workloads` are those that can still be tuned, each with the seconds that it takes of the model's run. Each second
     of the minute goes where it is expected to save most.
     """
-    spent = [outlook for _, outlook in workloads if outlook.seconds]
-    trials = sum(outlook.trials for outlook in spent)
-    usual = sum(outlook.seconds for outlook in spent) / trials if trials else TRIAL_SECONDS
+    usual = trial_seconds([outlook for _, outlook in workloads])
     left = [[seconds, outlook.per_second(usual)] for seconds, outlook in workloads]
     saved = 0.0
     for _ in range(_MINUTE if left else 0):

@@ -46,6 +46,10 @@ class Search(Protocol):
     def start_from(self, trace: str, seconds: float) -> None:
         """Let a schedule known from an earlier run be a parent of what is proposed."""
 
+    @property
+    def beyond(self) -> bool:
+        """Whether the compiler's own rules have nothing left to propose."""
+
 
 def make_search(
     func: "PrimFunc",
@@ -175,7 +179,13 @@ class _NumpySeed:
             np.random.set_state(outside)
 
 
-class _MetaScheduleSearch:
+class _Beyond:
+    """A search that goes beyond the compiler's own rules."""
+
+    beyond = True
+
+
+class _MetaScheduleSearch(_Beyond):
     """MetaSchedule's evolutionary search (`xgb`, `ga`) or replay with new decisions (`random`)."""
 
     # A draw that repeats what was proposed is no proposal; after as many in a row the space counts as exhausted.
@@ -288,6 +298,10 @@ class _VariantSearch:
         with self._numpy.active():
             self._cost_model.update(self._context, candidates, [runner_result(value) for value in seconds])
 
+    @property
+    def beyond(self) -> bool:
+        return not self._open
+
     def start_from(self, trace: str, seconds: float) -> None:
         """Do not propose it again."""
         self._open = [proposal for proposal in self._open if proposal.trace != trace]
@@ -300,6 +314,10 @@ class _InTurn:
         self._search = first
         self._then: Callable[[], Search] | None = then
         self._parents: list[tuple[str, float]] = []
+
+    @property
+    def beyond(self) -> bool:
+        return self._search.beyond
 
     def propose(self) -> list[Proposal]:
         proposals = self._search.propose()
@@ -333,7 +351,7 @@ class _Choice:
     decisions: list[Any]
 
 
-class _GridSearch:
+class _GridSearch(_Beyond):
     """The product of all tile sizes and categories, walked in steps that visit every point once, evenly spread."""
 
     # Points that a post-processing step refuses are passed over; no batch looks at more than this many.

@@ -15,7 +15,7 @@ from tvmflow.target import Target, host, missing_features
 from tvmflow.tuning.between import footprint
 from tvmflow.tuning.costmodel import warm_up
 from tvmflow.tuning.measure import Candidate, Device, Library, MeasurePool, TrialError, arguments_of
-from tvmflow.tuning.outlook import ROUND, Outlook, next_minute, remembered
+from tvmflow.tuning.outlook import ROUND, Outlook, next_minute, remembered, trial_seconds
 from tvmflow.tuning.records import (
     SPACE_VERSION,
     Effort,
@@ -298,10 +298,12 @@ class _Contest:
     search: Search | None = None
     kept: list[float] = field(default_factory=list)
 
-    @property
-    def promise(self) -> float:
-        """The seconds of the model that another round is expected to save; it halves with each that saved none."""
-        return self.function.share * self.function.outlook.gain
+    def promise(self, trial_seconds: float) -> tuple[bool, float]:
+        """Whether the compiler's own rules have proposals left, which come before all others; then the seconds of the
+        model that another second is expected to save, where a trial takes `trial_seconds` unless some were timed.
+        """
+        own = self.search is None or not self.search.beyond
+        return own, self.function.share * self.function.outlook.per_second(trial_seconds)
 
 
 class _Run:
@@ -451,7 +453,8 @@ class _Run:
         active = list(contests)
         self._latencies.append(sum(function.share for function in self._functions))
         while active and not self._over() and not self.is_enough([contest.function for contest in active]):
-            contest = max(active, key=lambda candidate: candidate.promise)
+            usual = trial_seconds([item.function.outlook for item in active])
+            contest, started = max(active, key=lambda item: item.promise(usual)), time.monotonic()
             try:
                 search = contest.search = contest.search or self._search(contest.function, size, cost_model)
                 proposals = search.propose()
@@ -463,7 +466,7 @@ class _Run:
                 active.remove(contest)
                 continue
             left = len(proposals) if trials is None else trials - self.trials
-            self._round(pool, contest, search, proposals[:left], active)
+            self._round(pool, contest, search, proposals[:left], active, started)
             if contest.function.reason is not None or self.is_done(contest.function):
                 active.remove(contest)
         for contest in contests:
@@ -570,9 +573,13 @@ class _Run:
         search: Search,
         proposals: Sequence[Proposal],
         active: Sequence[_Contest],
+        started: float,
     ) -> None:
-        """Measure `proposals`; each that beats the best so far becomes the best, and a record, at once."""
-        function, started = contest.function, time.monotonic()
+        """Measure `proposals`; each that beats the best so far becomes the best, and a record, at once.
+
+        `started` is when they were asked for (`time.monotonic`).
+        """
+        function = contest.function
         before = function.seconds or contest.best_seconds
         built = pool.build([replace(contest.unscheduled, trace=proposal.trace) for proposal in proposals])
         seconds: list[float | None] = []

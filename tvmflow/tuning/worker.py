@@ -28,7 +28,7 @@ _SAMPLES = 5
 _ROUNDS = 9
 # Beyond this a candidate is too slow to be worth more than a single call.
 _SLOW_SECONDS = 0.25
-# The most calls for a sample where something is done before each of them, and what does it.
+# The samples, and the most calls for each, where something is done before each call, and what does it.
 _COLD = 8
 _BEFORE = "tvmflow.tuning.before"
 # The compiler keeps bfloat16 as its bits.
@@ -86,7 +86,7 @@ class _Operations:
         (estimate,) = call.seconds()
         if estimate > min(limit, _SLOW_SECONDS):
             return estimate
-        return min(call.seconds(estimate, _SAMPLES))
+        return min(call.seconds(estimate, _SAMPLES if between is None else _COLD))
 
     def compare(
         self, libraries: list[str], arguments: list[list[Any]], between: dict[str, Any] | None = None

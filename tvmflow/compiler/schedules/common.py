@@ -17,8 +17,9 @@ from tvmflow.compiler.machine import Machine
 WORTH_A_THREAD = 4096
 # Cycles of a whole function below which one core is faster: a region takes two to four thousand to start and to end.
 WORTH_THREADS = 8192
-# Steps of a reduction that may be unrolled: rarely better, and worse where registers are short.
+# Steps of a reduction that may be unrolled: rarely better, and worse where registers are short. So many may be all.
 _UNROLLED = (2, 4)
+_ALL_UNROLLED = 8
 # Lanes of the narrowest vector that is better than a loop in two parts.
 _NARROWEST = 4
 # Makes TVM split a loop into the iterations that need no bounds check and the rest, so that the former vectorise.
@@ -217,6 +218,8 @@ def in_steps(sch: Schedule, reduction: LoopRV, subject: str = "") -> list[LoopRV
     """The loops of a reduction around a tile in registers: how many of its steps are unrolled is a choice."""
     size = extent(sch, reduction)
     unrolled = [count for count in _UNROLLED if size is not None and size > count and size % count == 0]
+    if size is not None and 1 < size <= _ALL_UNROLLED:
+        unrolled.append(size)
     count = choices.choose("unroll", subject, {str(count): count for count in (1, *unrolled)})
     if count == 1:
         return [reduction]

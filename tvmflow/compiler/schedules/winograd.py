@@ -8,7 +8,7 @@ from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import LANES, TILE, WINOGRAD
 from tvmflow.compiler.dotproduct import BF16, use
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common
+from tvmflow.compiler.schedules import common, prefetch
 from tvmflow.compiler.winograd import error_bound
 
 
@@ -62,15 +62,23 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     count = common.widest_tile(rows, channels // lanes, machine)
     line, near = sch.split(p, [None, rows])
     outer, pieces, lane = sch.split(c, [None, count, lanes])
-    sch.reorder(a, b, outer, line, near, pieces, lane)
-    if not whole:
-        common.parallel(sch, sch.fuse(a, b, outer), machine)
-    sch.compute_at(product, line, preserve_unit_loops=True)
+    at = line
+    # Each weight is read by one core once, or each core goes on with the lines of tiles that it has transformed.
+    if whole or choices.choose("order", "", {"weights": True, "rows": False}):
+        sch.reorder(a, b, outer, line, near, pieces, lane)
+        if not whole:
+            common.parallel(sch, sch.fuse(a, b, outer), machine)
+    else:
+        sch.reorder(line, a, b, outer, near, pieces, lane)
+        common.parallel(sch, line, machine)
+        at = outer
+    sch.compute_at(product, at, preserve_unit_loops=True)
     common.in_registers(sch, [near, pieces, lane])
     *around, near, lane, k = list(sch.get_loops(product))[: 5 - len(sizes) or None]
     pieces, lane = sch.split(lane, [count, lanes])
     group = list(sch.get_loops(product))[len(around) + 4 :]
-    reductions = common.in_steps(sch, k) if kind == "winograd" else [k]
+    *chunks, k = prefetch.in_chunks(sch, k) if kind == "winograd" and not whole else [k]
+    reductions = [*chunks, *(common.in_steps(sch, k) if kind == "winograd" else [k])]
     sch.reorder(*reductions, near, pieces, lane, *group)
     sch.unroll(near)
     sch.unroll(pieces)
