@@ -106,8 +106,8 @@ class Making:
     def best(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Outcome[Choice] | None]:
         """What is shipped of them, measured on this machine; a single one where nothing is tuned needs no choice.
 
-        Where the tuned build is not the better one, parts of what was found may still be. Fewer threads are tried last,
-        and halved as long as that is faster.
+        Where the tuned build is not the better one, parts of what was found may still be. Fewer threads are tried last
+        and halved as long as that is faster, where the release has a budget for tuning.
         """
         shipped, choice = candidates[-1], None
         if len(candidates) > 1:
@@ -116,7 +116,7 @@ class Making:
             shipped = tuned if choice.result.shipped == "tuned" else plain
             if shipped is plain and choice.result.ratio is not None:
                 shipped, choice = self._part(tuned, plain) or (shipped, choice)
-        if self.context.spec.tune.measures or (choice is not None and choice.result.ratio is not None):
+        if self.context.spec.tune.measures:
             shipped, choice = self._fewer_threads(shipped, choice)
         return shipped, choice
 

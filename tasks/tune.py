@@ -21,13 +21,13 @@ from tvmflow.workspace import Artifact, Outcome, Record, StepResult, Workspace, 
 
 if TYPE_CHECKING:
     from tvm import IRModule
-    from tvm.s_tir import Schedule
     from tvm.tirx import PrimFunc
 
     from tvmflow.compiler import Choices
     from tvmflow.compiler.choices import Site
     from tvmflow.tuning import Progress, RecordStore, Task, TuneReport
     from tvmflow.tuning.decisions import Function, Spent
+    from tvmflow.tuning.space import Variants
 
 # The part of a budget that goes to the compiler's decisions.
 _FOR_DECISIONS = 0.5
@@ -243,11 +243,14 @@ class _Model:
             self._scheduled[key] = schedule(func, self._machine)[0]
         return self._scheduled[key]
 
-    def variants(self, func: "PrimFunc") -> "Sequence[Schedule]":
+    def variants(self, func: "PrimFunc") -> "Variants":
         """What else the rules can make of a function."""
-        from tvmflow.compiler.schedules import variants
+        from tvmflow.compiler.schedules import is_of_stages, variants
+        from tvmflow.tuning.space import Variants
 
-        return variants(func, self._machine)[1:] if self._target.arch != "cuda" else []
+        if self._target.arch == "cuda":
+            return Variants(())
+        return Variants(variants(func, self._machine)[1:], only=is_of_stages(func))
 
     def functions(self, made: "Mapping[str, str]") -> "tuple[Mapping[str, Site], Sequence[Function]]":
         """What `Decider` measures: the static functions, and the decisions that were met."""

@@ -17,7 +17,7 @@ from tvmflow import compiler
 from tvmflow.bundle import read_manifest
 from tvmflow.target import resolve
 from tvmflow.tuning import Record, RecordStore, current, workload_key
-from tvmflow.tuning.records import normalize, now
+from tvmflow.tuning.records import Decision, normalize, now
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.slow
 class Story:
     """A model released without any record, with one that is slower than it says, again, and with one that is faster.
 
-    The last is of a build without the layout that convolutions are fast in.
+    The last is of a build without the layout that convolutions are fast in. `parted` is of another model, of which a
+    decision is known as well, and again a record that is slower than it says.
     """
 
     machine: Any
@@ -35,6 +36,7 @@ class Story:
     spoilt: Any
     again: Any
     gained: Any
+    parted: Any
 
 
 def _nothing(schedule: Schedule) -> None:
@@ -53,10 +55,25 @@ def _rows(schedule: Schedule) -> None:
     schedule.decompose_reduction(partial, depth)
 
 
-def _record(store: Path, model: Path, build: dict[str, Any], scheduled: Callable[[Schedule], None]) -> None:
-    """Record a schedule of the model's convolution as faster than anything."""
-    target = resolve("native")
-    lowered = compiler.lower(compiler.import_onnx(model), target, compiler.BuildOptions(**build))
+def _record(
+    store: Path,
+    model: Path,
+    build: dict[str, Any],
+    scheduled: Callable[[Schedule], None],
+    kind: str | None = None,
+) -> None:
+    """Record a schedule of the model's convolution as faster than anything, and so its decisions of a kind."""
+    target, options = resolve("native"), compiler.BuildOptions(**build)
+    imported, choices = compiler.import_onnx(model), compiler.Choices()
+    compiler.lower(imported, target, options, choices)
+    sites = [site for site in choices.met.values() if site.kind == kind]
+    for site in sites:
+        decided = Decision(
+            site.key, site.options[1], site.options[0], 1e-9, 1.0, **vars(current(target)), created_at=now()
+        )
+        RecordStore(store).append(decided)
+    made = compiler.Choices({site.key: site.options[1] for site in sites})
+    lowered = compiler.lower(imported, target, options, made)
     (conv,) = (item.func for item in compiler.workloads(lowered) if "conv2d" in item.name)
     schedule = Schedule(IRModule({"main": normalize(conv)}))
     scheduled(schedule)
@@ -87,10 +104,15 @@ def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     build = {"disabled_passes": ["ChannelsLast"]}
     _record(machine.home / "records", model, build, _rows)
     gained = machine.release(make.file(folder, name="gained", validate={"top1_agreement": None}, build=build))
-    assert [ended.code for ended in (plain, spoilt, again, gained)] == [0] * 4, [
-        ended.stderr for ended in (plain, spoilt, again, gained)
+    weights = {"w": np.random.default_rng(0).normal(size=(48, 64, 16, 16)).astype(np.float32) / 128}
+    other = make.onnx(folder, [helper.make_node("Conv", ["x", "w"], ["y"])], weights, (1, 64, 16, 16), "other.onnx")
+    _record(machine.home / "records", other, {}, _nothing, "edge")
+    sections: dict[str, Any] = {"model": {"onnx": "other.onnx"}, "validate": {"top1_agreement": None}}
+    parted = machine.release(make.file(folder, name="parted", **sections))
+    assert [ended.code for ended in (plain, spoilt, again, gained, parted)] == [0] * 5, [
+        ended.stderr for ended in (plain, spoilt, again, gained, parted)
     ]
-    return Story(machine, file, plain, spoilt, again, gained)
+    return Story(machine, file, plain, spoilt, again, gained, parted)
 
 
 def _target(ended: Any) -> dict[str, Any]:
@@ -125,6 +147,16 @@ def test_a_faster_tuned_build_is_shipped(story: Story) -> None:
         read_manifest(records).provenance["records"]
         != read_manifest(story.machine.home.parent / _target(story.spoilt)["bundle_path"]).provenance["records"]
     )
+
+
+def test_of_what_is_slower_as_a_whole_a_part_may_be_shipped_but_not_what_spoils_it(story: Story) -> None:
+    target = _target(story.parted)
+    assert "tuned" not in target["schedules"]
+    part = "decisions" if target["choice"]["shipped"] == "tuned" else "all"
+    assert target["choice"]["part"] == part
+    # The whole was compared, then the decisions alone; without them the record is of no function.
+    compared = [json.loads(path.read_text()) for path in (story.machine.home / "steps" / "choose").glob("*.json")]
+    assert {"all", "decisions"} == {item["result"]["part"] for item in compared}
 
 
 @pytest.mark.parametrize(("name", "ended"), [("tuned", "spoilt"), ("gained", "gained")])

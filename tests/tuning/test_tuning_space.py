@@ -1,6 +1,7 @@
 """What the tuners propose."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -10,11 +11,11 @@ from tvm.tirx import PrimFunc
 
 from tvmflow.compiler import import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
-from tvmflow.compiler.schedules import variants
+from tvmflow.compiler.schedules import is_of_stages, variants
 from tvmflow.target import Target
 from tvmflow.tuning import TunerName
 from tvmflow.tuning.records import normalize
-from tvmflow.tuning.space import TUNERS, make_cost_model, make_search
+from tvmflow.tuning.space import TUNERS, Variants, make_cost_model, make_search
 
 
 def propose(func: PrimFunc, target: Target, tuner: TunerName, seed: int, rounds: int = 2) -> list[str]:
@@ -77,7 +78,9 @@ def test_what_the_compilers_rules_can_make_comes_first_and_whole(
 
     def proposed() -> list[list[str]]:
         cost_model = make_cost_model(tuner, seed=3, threads=1)
-        search = make_search(dense, native.canonical, tuner, batch=4, seed=3, cost_model=cost_model, variants=list(own))
+        search = make_search(
+            dense, native.canonical, tuner, batch=4, seed=3, cost_model=cost_model, variants=Variants(own)
+        )
         rounds = []
         for _ in range(-(-len(own) // 4) + 1):
             proposals = search.propose()
@@ -96,9 +99,40 @@ def test_what_the_compilers_rules_can_make_comes_first_and_whole(
 
 def test_a_schedule_known_from_before_is_not_proposed_again(dense: PrimFunc, native: Target) -> None:
     own = variants(dense, machine(native))[1:]
-    search = make_search(dense, native.canonical, "grid", batch=len(own), seed=3, cost_model=None, variants=own)
+    search = make_search(
+        dense, native.canonical, "grid", batch=len(own), seed=3, cost_model=None, variants=Variants(own)
+    )
     known = json.dumps(own[2].trace.as_json(), default=lambda leaf: leaf.value)
     search.start_from(known, 1e-3)
     proposals = search.propose()
     assert len(proposals) == len(own) - 1
     assert known not in [proposal.trace for proposal in proposals]
+
+
+def test_of_kernels_of_several_stages_nothing_but_their_own_rule_makes_schedules(
+    tmp_path: Path, dense: PrimFunc, native: Target
+) -> None:
+    weights = numpy_helper.from_array(np.ones((32, 32, 3, 3), "float32"), "w")
+    values = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 32, 28, 28]) for name in ("x", "y"))
+    x, y = values
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)
+    graph = helper.make_graph([node], "conv", [x], [y], [weights])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "c.onnx")
+    found = workloads(lower(import_onnx(tmp_path / "c.onnx"), native))
+    (winograd,) = (normalize(item.func) for item in found if "winograd" in item.name)
+    assert is_of_stages(winograd)
+    assert not is_of_stages(dense)
+    own = variants(winograd, machine(native))[1:]
+    search = make_search(
+        winograd,
+        native.canonical,
+        "random",
+        batch=len(own),
+        seed=3,
+        cost_model=None,
+        variants=Variants(own, only=True),
+    )
+    assert not search.beyond
+    assert len(search.propose()) == len(own) > 1
+    assert search.beyond
+    assert search.propose() == []

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _LANES = 16
 _BYTES = 4 * _LANES
 _MOST = 256 << 20
+_MOST_MOVED = 32 << 20
 
 
 def footprint(calls: Sequence[tuple[Sequence["Argument"], int]]) -> int:
@@ -27,6 +28,11 @@ def footprint(calls: Sequence[tuple[Sequence["Argument"], int]]) -> int:
         count * sum(int(np.prod(item.shape)) * np.dtype(item.dtype).itemsize for item in arguments[1:-1])
         for arguments, count in calls
     )
+
+
+def moved(size: int) -> int:
+    """As many bytes of `size` as a device has memory for, twice, whose caches are small."""
+    return min(size, _MOST_MOVED)
 
 
 def reader(size: int, threads: int) -> "Candidate":

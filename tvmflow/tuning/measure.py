@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from tvmflow.tuning.between import reader
+from tvmflow.tuning.between import moved, reader
 from tvmflow.tuning.process import TrialError, WorkerProcess
 from tvmflow.tuning.runner import Device, DeviceRunner, Devices, LocalRunner, Runner
 
@@ -206,7 +206,7 @@ class MeasurePool:
         if self._footprint == 0:
             return None
         if self._devices is not None:
-            return {"bytes": self._footprint}
+            return {"bytes": moved(self._footprint)}
         built = self._build(reader(self._footprint, self._threads))
         if isinstance(built, TrialError):
             raise built

@@ -34,6 +34,18 @@ class Proposal:
     candidate: Any
 
 
+@dataclass(frozen=True)
+class Variants:
+    """Schedules of a function that the compiler's rules make with their choices left open.
+
+    With `only` nothing else is worth proposing: a search that knows each loop by itself takes a kernel of several
+    stages apart, slowly, and finds nothing faster.
+    """
+
+    schedules: Sequence[Any]
+    only: bool = False
+
+
 class Search(Protocol):
     """Proposes schedules of one function and learns from what they measured."""
 
@@ -59,12 +71,11 @@ def make_search(
     batch: int,
     seed: int,
     cost_model: Any | None,
-    variants: Sequence[Any] = (),
+    variants: Variants | None = None,
 ) -> Search:
     """A search over the schedules of `func` (normalized) for `target` (TVM target as JSON).
 
-    First come `variants`, schedules of `func` that the compiler's rules make with their choices left open, until all of
-    them are proposed; then what MetaSchedule's own rules make.
+    First come `variants`, until all of them are proposed; then what MetaSchedule's own rules make.
 
     `xgb` evolves schedules that a gradient-boosted model of their cost rates best, `ga` evolves the fastest measured
     ones without a model, `random` draws each decision anew, and `grid` walks through the product of all decisions in
@@ -77,9 +88,10 @@ def make_search(
             return _GridSearch(func, target, batch, seed)
         return _MetaScheduleSearch(func, target, tuner, batch, seed, cost_model)
 
-    if not variants:
+    if variants is None:
         return generic()
-    return _InTurn(_VariantSearch(func, target, tuner, variants, batch, seed, cost_model), generic)
+    own = _VariantSearch(func, target, tuner, variants.schedules, batch, seed, cost_model)
+    return own if variants.only else _InTurn(own, generic)
 
 
 def make_cost_model(tuner: TunerName, *, seed: int, threads: int) -> Any | None:

@@ -8,7 +8,7 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tvmflow.errors import TuneError
 from tvmflow.target import Target, host, missing_features
@@ -28,7 +28,7 @@ from tvmflow.tuning.records import (
     tvm_version,
     workload_key,
 )
-from tvmflow.tuning.space import TUNERS, Proposal, Search, TunerName, make_cost_model, make_search
+from tvmflow.tuning.space import TUNERS, Proposal, Search, TunerName, Variants, make_cost_model, make_search
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
@@ -186,7 +186,7 @@ def tune(
     tuner: TunerName = "xgb",
     seed: int = 0,
     baseline: "Callable[[PrimFunc], PrimFunc] | None" = None,
-    variants: "Callable[[PrimFunc], Sequence[Any]] | None" = None,
+    variants: "Callable[[PrimFunc], Variants] | None" = None,
     on_progress: Callable[[Progress], None] | None = None,
     threads: int | None = None,
     timeout: float = 20.0,
@@ -197,8 +197,8 @@ def tune(
     `baseline` gives the compiler's own schedule of a function. It is measured first, and a candidate becomes a record
     only if it computes what the unscheduled function does and, measured in turn with the best so far, is faster: a
     function with a record is never slower than one without. Without `baseline` the measure is the unscheduled
-    function. `variants` gives what else the compiler's rules can make of a function, TVM schedules of it, which are
-    tried before any others. Trials go where `weight * seconds` is largest and still falling.
+    function. `variants` gives what else the compiler's rules can make of a function, tried before anything else. Trials
+    go where another second is expected to save most of the model.
 
     A budget of trials is what the model's functions deserve in all, so trials that `store` knows of count; a second
     run, or the run after a retraining, returns at once, and so it does where the budget says `until`. A budget of
@@ -318,7 +318,7 @@ class _Run:
         seed: int,
         on_progress: Callable[[Progress], None] | None,
         device: Device | None,
-        variants: "Callable[[PrimFunc], Sequence[Any]] | None",
+        variants: "Callable[[PrimFunc], Variants] | None",
     ) -> None:
         self.started = time.monotonic()
         self.deadline = math.inf if budget.minutes is None else self.started + 60.0 * budget.minutes
@@ -532,7 +532,7 @@ class _Run:
             batch=size,
             seed=int.from_bytes(digest[:4], "big") % (2**31 - 2) + 1,
             cost_model=cost_model,
-            variants=self._variants(func) if self._variants is not None else (),
+            variants=self._variants(func) if self._variants is not None else None,
         )
         if function.known is not None:
             search.start_from(function.known.trace, function.known.seconds)

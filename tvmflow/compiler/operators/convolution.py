@@ -152,7 +152,8 @@ def _edge(builder: relax.BlockBuilder, data: relax.Expr, subject: str) -> tuple[
     Whether the first convolution reads the model's input as it comes is a decision.
     """
     value = builder.lookup_binding(data) if isinstance(data, relax.Var) else None
-    if not isinstance(value, relax.Call) or not isinstance(function := value.args[0], tvm.ir.GlobalVar):
+    function = value.args[0] if isinstance(value, relax.Call) and value.args else None
+    if value is None or not isinstance(function, tvm.ir.GlobalVar):
         return data, None
     axes = (builder.get()[function].attrs or {}).get(AXES)
     if axes is None:

@@ -10,6 +10,7 @@ import tvm_ffi
 from tvm.s_tir import Schedule, ScheduleError
 from tvm.tirx import PrimFunc
 
+from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.choices import Choices, choose, using
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import (
@@ -30,6 +31,9 @@ from tvmflow.compiler.schedules import (
 
 # A function of so many times the cycles that are worth threads may still be faster on one core.
 _CLOSE = 8
+
+# Kernels of several stages, which a search that knows each loop by itself only takes apart.
+_OF_STAGES = {"block", "winograd", "dot_winograd", "strassen", "attention", "dot_conv2d", "dot_rows"}
 
 Rule = Callable[[Schedule, Machine], bool]
 
@@ -85,6 +89,15 @@ def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule
             waiting.extend({**settled, key: option} for option in site.options[1:])
             settled[key] = site.options[0]
     return list(found.values())
+
+
+def is_of_stages(func: PrimFunc) -> bool:
+    """Whether a fused function's kernel has several stages, which its own rule alone schedules well."""
+    try:
+        sch = Schedule(func)
+        return any(sch.get(block).annotations.get(KERNEL) in _OF_STAGES for block in common.blocks(sch))
+    except ScheduleError:  # TVM writes some functions, such as sorting, without blocks.
+        return False
 
 
 def _cycles(func: PrimFunc, machine: Machine) -> float:
