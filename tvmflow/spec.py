@@ -17,7 +17,7 @@ _OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 Dtype = Literal["float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 # The largest relative error that reduced precisions are allowed where the release file says nothing.
-_REDUCED_ERROR: dict[Precision, float] = {"bf16": 5e-2, "int8": 5e-2}
+_REDUCED_ERROR: dict[Precision, float] = {"bf16": 5e-2, "fp16": 5e-2, "int8": 5e-2}
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -600,7 +600,7 @@ targets: [native]               # {presets}
 #   config: {{}}                  # PassContext options
 #   exec_mode: bytecode         # bytecode | compiled
 #   weights: inside             # inside the library | apart
-#   precision: fp32             # fp32 | bf16 | int8 (of a quantised ONNX model): of convolutions and matrix products
+#   precision: fp32             # of convolutions and products: fp32 | bf16 | fp16 (ARM) | int8 (of a quantised model)
 #   fast_algorithms: allow      # forbid: without Winograd's and Strassen's, which multiply less and round more
 
 tune:

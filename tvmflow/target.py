@@ -30,10 +30,18 @@ _EXTENSIONS = {
     "amx_int8": "amx-int8",
 }
 # What convolutions and matrix products compute in, and the extensions of which a processor needs one for it.
-Precision = Literal["fp32", "bf16", "int8"]
-_UNITS: dict[Precision, tuple[str, ...]] = {"fp32": (), "bf16": ("avx512_bf16",), "int8": ("avx512_vnni", "avx_vnni")}
+Precision = Literal["fp32", "bf16", "fp16", "int8"]
+_UNITS: dict[Precision, tuple[str, ...]] = {
+    "fp32": (),
+    "bf16": ("avx512_bf16",),
+    "fp16": ("asimdhp",),
+    "int8": ("avx512_vnni", "avx_vnni"),
+}
 # Presets of x86-64-v4 with extensions.
 _EXTENDED = {"x86-64-v4-vnni": ("avx512_vnni",), "x86-64-v4-bf16": ("avx512_bf16", "avx512_vnni")}
+# ARM's arithmetic in float16, in the words of /proc/cpuinfo and of LLVM, and the presets that have it.
+_HALF, _LLVM_HALF = "asimdhp", "+fullfp16"
+_WITH_HALF = {"aarch64-cortex-a76": (_HALF,), "aarch64-neoverse-n1": (_HALF,)}
 
 _AVX = ("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
 # LLVM's name -> /proc/cpuinfo's, where the two differ; a feature absent from cpuinfo's words maps to None.
@@ -133,7 +141,8 @@ def without_unit(target: Target, precision: Precision) -> str | None:
     units = _UNITS[precision]
     if not units or set(units) & set(target.features):
         return None
-    fitting = [name for name, extensions in _EXTENDED.items() if set(units) & set(extensions)]
+    extended = {**_EXTENDED, **_WITH_HALF}
+    fitting = [name for name, extensions in extended.items() if set(units) & set(extensions)]
     return (
         f"target {target.name!r} has no instructions for precision {precision} ({' or '.join(units)}); "
         f"build for {' or '.join(fitting)}, or for native on such a machine"
@@ -175,7 +184,11 @@ def resolve(text: str | Mapping[str, Any]) -> Target:
         return _x86(name, "x86-64-v4", _EXTENDED[name], host().cores)
     if name in presets():
         kind, _, model = name.partition("-")
-        return _aarch64(name, model) if kind == "aarch64" else _cuda(name, model.replace("sm", "sm_"))
+        return (
+            _aarch64(name, model, half=name in _WITH_HALF)
+            if kind == "aarch64"
+            else _cuda(name, model.replace("sm", "sm_"))
+        )
     if name.startswith("{"):
         try:
             return _from_tvm(name, json.loads(name))
@@ -192,7 +205,7 @@ def resolve(text: str | Mapping[str, Any]) -> Target:
 def _native() -> Target:
     machine = host()
     if machine.arch == "aarch64":
-        return _aarch64("native", "generic", cores=machine.cores)
+        return _aarch64("native", "generic", machine.cores, half=_HALF in machine.features)
     if machine.arch != "x86_64":
         raise TargetError(f"target 'native' is not known for this machine's architecture {machine.arch!r}; name one")
     level = max(
@@ -215,15 +228,19 @@ def _x86(name: str, level: str, extensions: tuple[str, ...], cores: int) -> Targ
     )
 
 
-def _aarch64(name: str, mcpu: str, cores: int = 4) -> Target:
+def _aarch64(name: str, mcpu: str, cores: int = 4, *, half: bool = False) -> Target:
     tvm: dict[str, Any] = {
         "kind": "llvm",
         "mtriple": "aarch64-linux-gnu",
         "mcpu": mcpu,
-        "mattr": ["+neon"],
+        "mattr": ["+neon", *([_LLVM_HALF] if half else [])],
         "num-cores": cores,
     }
-    return Target(name, tvm, "aarch64", ("asimd",), _cross_compiler("aarch64", "aarch64"))
+    return Target(name, tvm, "aarch64", _arm_features(tvm["mattr"]), _cross_compiler("aarch64", "aarch64"))
+
+
+def _arm_features(attributes: list[str]) -> tuple[str, ...]:
+    return ("asimd", _HALF) if _LLVM_HALF in attributes else ("asimd",)
 
 
 def _cuda(name: str, arch: str) -> Target:
@@ -277,7 +294,7 @@ def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
     if arch not in ("x86_64", "aarch64"):
         raise TargetError(f"target {name!r}: architecture {arch!r} is not built here; use x86_64 or aarch64")
     full = {"mtriple": triple, "num-cores": host().cores, **tvm}
-    features = ("asimd",) if arch == "aarch64" else _llvm_features(name, full)
+    features = _arm_features(attributes) if arch == "aarch64" else _llvm_features(name, full)
     return Target(name, full, arch, features, _cross_compiler(arch, arch))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -362,6 +363,8 @@ def test_int8_refuses_a_model_that_is_not_quantised(make_model: MakeModel, nativ
         ("x86-64-v4-vnni", "bf16", "build for x86-64-v4-bf16"),
         ("x86-64-v4", "int8", "build for x86-64-v4-vnni or x86-64-v4-bf16"),
         ("aarch64-generic", "int8", "build for x86-64-v4-vnni"),
+        ("aarch64-cortex-a72", "fp16", "build for aarch64-cortex-a76 or aarch64-neoverse-n1"),
+        ("x86-64-v4-bf16", "fp16", "build for aarch64-cortex-a76"),
         ("cuda-sm80", "bf16", "build for x86-64-v4-bf16"),
     ],
 )
@@ -382,9 +385,10 @@ def test_targets_without_the_instructions_are_refused(
         ("x86-64-v4-bf16", "bf16", "vdpbf16ps"),
         ("x86-64-v4-vnni", "int8", "vpdpbusd"),
         ("llvm -mcpu=alderlake", "int8", "vpdpbusd"),
+        ("aarch64-cortex-a76", "fp16", r"fmla\tv\d+\.8h"),
     ],
 )
-def test_products_are_dot_product_instructions(
+def test_products_are_instructions_on_narrow_numbers(
     target: str, precision: Any, instruction: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
     path = _residual_network(make_model)
@@ -392,7 +396,7 @@ def test_products_are_dot_product_instructions(
         path = _quantise(path, tmp_path / "quantised.onnx")
     built = build(import_onnx(path), resolve(target), BuildOptions(precision=precision))
     assembly = str(built.executable.mod.imports[0].inspect_source("asm"))
-    assert assembly.count(instruction) > 50
+    assert len(re.findall(instruction, assembly)) > 50
 
 
 @bfloat16

@@ -151,7 +151,10 @@ def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory, onnx_file: Path) -> Compile:
-    """Compile the model for a target, with its weights `inside` or `apart`; batch 4 has a function of its own."""
+    """Compile the model for a target, with its weights `inside` or `apart`, in a precision.
+
+    Batch 4 has a function of its own.
+    """
     from tasks import build, export, package, relax_import, tune
     from tasks.step import Context
     from tvmflow import spec
@@ -160,12 +163,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, onnx_file: Path) -> Compi
 
     workspace = Workspace(tmp_path_factory.mktemp("state"))
 
-    def compile_model(target: str = "native", weights: str = "inside") -> Path:
+    def compile_model(target: str = "native", weights: str = "inside", precision: str = "fp32") -> Path:
         document = {
             "name": "small",
             "model": {"onnx": str(onnx_file)},
             "dimensions": {"batch": {"min": 1, "max": 8, "tune": 4}},
-            "build": {"weights": weights},
+            "build": {"weights": weights, "precision": precision},
             "targets": [target],
         }
         context = Context(spec.parse(document, onnx_file.parent), Settings(), workspace)

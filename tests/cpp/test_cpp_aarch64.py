@@ -39,6 +39,24 @@ def test_outputs_for_arm_equal_those_of_this_machine(
         np.testing.assert_array_equal(found["above"], expected["above"])
 
 
+def test_in_float16_outputs_are_near_those_of_this_machine(
+    aarch64_runner: Runner,
+    compiled: Compile,
+    bundle: Path,
+    inputs: MakeInputs,
+    computed_by_python: InPython,
+    tmp_path: Path,
+) -> None:
+    with tarfile.open(compiled("aarch64-cortex-a76", precision="fp16")) as archive:
+        archive.extractall(tmp_path / "arm", filter="data")
+    for batch in (1, 4):
+        expected = computed_by_python(bundle, inputs(batch))["logits"]
+        found = aarch64_runner.outputs(tmp_path / "arm", inputs(batch), tmp_path)["logits"]
+        error = np.abs(found - expected).max() / np.abs(expected).max()
+        # Rounded, and not by much: 11 bits have an error of half of a thousandth, each of some dozens of sums.
+        assert 1e-5 < error < 5e-3
+
+
 def test_a_bundle_of_this_machine_is_refused_there(aarch64_runner: Runner, bundle: Path, tmp_path: Path) -> None:
     with tarfile.open(bundle) as archive:
         archive.extractall(tmp_path / "native", filter="data")

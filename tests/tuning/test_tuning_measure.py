@@ -12,7 +12,7 @@ import tvm
 from tvm.tirx import PrimFunc
 
 from tvmflow.target import Target
-from tvmflow.tuning.between import footprint, reader
+from tvmflow.tuning.between import footprint, reader, warm
 from tvmflow.tuning.measure import Argument, Candidate, Library, MeasurePool, TrialError, arguments_of
 from tvmflow.tuning.records import normalize
 
@@ -77,10 +77,12 @@ def test_no_worker_outlives_its_pool(native: Target) -> None:
     assert not any(worker.is_running() for worker in workers)
 
 
-def test_the_weights_of_a_model_are_all_that_its_functions_take_but_their_first_input_and_result() -> None:
-    dense = tuple(Argument(shape, "float32") for shape in ((1, 64), (64, 10), (10,), (1, 10)))
+def test_the_weights_of_a_model_are_all_that_its_functions_take_but_what_others_make() -> None:
+    dense = tuple(Argument(shape, "float32") for shape in ((1, 64), (64, 10), (1, 10), (10,), (1, 10)))
     narrow = tuple(Argument((8,), dtype) for dtype in ("uint16", "int8", "uint16"))
+    # The residual has the result's shape.
     assert footprint([(dense, 2), (narrow, 1), ((), 3)]) == 2 * 4 * (64 * 10 + 10) + 8
+    assert warm([(item.shape, item.dtype) for item in dense]) == [0, 2, 4]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

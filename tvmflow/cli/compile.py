@@ -81,7 +81,7 @@ class _Setting(click.ParamType[tuple[str, Any]]):
 @click.option("--input-shapes", help='Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]".')
 @click.option(
     "--precision",
-    type=click.Choice(["fp32", "bf16", "int8"]),
+    type=click.Choice(["fp32", "bf16", "fp16", "int8"]),
     default="fp32",
     show_default=True,
     help="What convolutions and matrix products compute in; int8 is for quantised models.",

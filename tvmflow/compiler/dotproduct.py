@@ -3,6 +3,7 @@
 Their left operand is one group of neighbouring numbers, the same for all lanes; their right operand a group per lane.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -102,16 +103,17 @@ def round_bf16(value: Any) -> Any:
 
 
 class Widened:
-    """A tensor of bfloat16 that is read as one of float32, where it is read."""
+    """A tensor of narrow numbers, bfloat16 unless `widen` says otherwise, that is read as one of float32."""
 
     dtype = "float32"
 
-    def __init__(self, narrow: te.Tensor) -> None:
+    def __init__(self, narrow: te.Tensor, widen: Callable[[Any], Any] = BF16.widen) -> None:
         self._narrow = narrow
+        self._widen = widen
         self.shape = narrow.shape
 
     def __getitem__(self, index: Any) -> Any:
-        return BF16.widen(self._narrow[index])
+        return self._widen(self._narrow[index])
 
 
 def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None:

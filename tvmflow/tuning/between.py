@@ -15,19 +15,30 @@ if TYPE_CHECKING:
 # A vector of the widest registers, and the bytes of it; the most to read: no cache is larger.
 _LANES = 16
 _BYTES = 4 * _LANES
-_MOST = 256 << 20
+_MOST = 96 << 20
 _MOST_MOVED = 32 << 20
 
 
 def footprint(calls: Sequence[tuple[Sequence["Argument"], int]]) -> int:
     """The bytes of a model's weights, by the arguments of its functions and their numbers of calls.
 
-    All but the first argument and the last, which are what a function reads and writes, are taken for weights.
+    All but those that are `warm` are taken for weights.
     """
-    return sum(
-        count * sum(int(np.prod(item.shape)) * np.dtype(item.dtype).itemsize for item in arguments[1:-1])
-        for arguments, count in calls
-    )
+    total = 0
+    for arguments, count in calls:
+        others = set(range(len(arguments))) - set(warm([(item.shape, item.dtype) for item in arguments]))
+        sizes = (int(np.prod(arguments[at].shape)) * np.dtype(arguments[at].dtype).itemsize for at in others)
+        total += count * sum(sizes)
+    return total
+
+
+def warm(arguments: Sequence[tuple[Sequence[int], str]]) -> list[int]:
+    """The places of those arguments, by shape and dtype, that other functions of a model have just used.
+
+    That is the first, which a function reads, the last, which it writes, and what is like the last, as a residual.
+    """
+    last = [(tuple(shape), dtype) for shape, dtype in arguments[-1:]]
+    return [at for at, (shape, dtype) in enumerate(arguments) if at == 0 or (tuple(shape), dtype) in last]
 
 
 def moved(size: int) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmflow.runtime import library
+from tvmflow.tuning.between import warm
 from tvmflow.tuning.process import read_frame, write_frame
 
 _PR_SET_PDEATHSIG = 1
@@ -280,20 +281,27 @@ class _Before:
 
 
 def _reading(place: _Place, library: str, arguments: list[Any]) -> _Before:
-    """Call a library before each sample, and then read what the function reads first and what it writes.
+    """Call a library before each sample, and then have it read what is in the caches within a model.
 
-    Those are in a cache within a model: another function has just written the one, the other's memory was used before.
+    Another function has just written a function's first argument and those of its result's shape, each thread a part,
+    and the memory of the result was used before.
     """
+    import numpy as np
     import tvm_ffi
 
     data, total = _random_inputs(arguments, signed=True)
     tensors, few = ([place.tensor(array) for array in (values, total)] for values in (data, data[:, :1]))
     main = place.load(library)["main"]
 
+    threads, _, lanes = data.shape
+
     def before(*values: Any) -> None:
         main(*tensors)
-        for value in {0, len(values) - 1}:
-            values[value].numpy()
+        for place in warm([(value.shape, str(value.dtype)) for value in values]):
+            value = values[place]
+            steps = np.dtype(str(value.dtype)).itemsize * math.prod(value.shape) // (total.nbytes)
+            if steps:
+                main(value._create_view((threads, steps, lanes), "float32"), tensors[1])
         main(*few)  # The threads of the pool are awake, as they are within a model.
 
     tvm_ffi.register_global_func(_BEFORE, before, override=True)

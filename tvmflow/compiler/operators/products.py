@@ -91,9 +91,7 @@ def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> 
     depth, units = (int(dim) for dim in weight.ty.shape.values)
     vectors = -(-units // lanes)
     if isinstance(weight, tvm.ir.GenericConst):
-        value = np.zeros((depth, vectors * lanes), "float32")
-        value[:, :units] = weight.value.numpy()
-        return constant(value.reshape(depth, vectors, lanes).transpose(1, 0, 2))
+        return constant(pack_array(weight.value.numpy(), lanes))
 
     def pack(w: te.Tensor) -> te.Tensor:
         return te.compute(
@@ -103,6 +101,15 @@ def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> 
         )
 
     return builder.emit_te(pack, weight)
+
+
+def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+    """Weights `[K][N]` as `[N/v][K][v]`, zeros after the last column."""
+    depth, units = weight.shape
+    vectors = -(-units // lanes)
+    value = np.zeros((depth, vectors * lanes), "float32")
+    value[:, :units] = weight
+    return value.reshape(depth, vectors, lanes).transpose(1, 0, 2)
 
 
 def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, subject: str) -> te.Tensor:

@@ -8,6 +8,7 @@ from tvmflow.compiler.operators import legalizations
 from tvmflow.compiler.passes import attention, dimensions, folding, patterns, simplify
 from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.blocks import FuseBlocks
+from tvmflow.compiler.passes.fp16 import HalveProducts
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.target import Precision, Target
@@ -61,6 +62,7 @@ def pass_names() -> list[str]:
         "FuseBlocks",
         "LowerAttention",
         "RoundProducts",
+        "HalveProducts",
         "IntegerArithmetic",
         "IntegerProducts",
     }
@@ -77,7 +79,12 @@ def lower_passes(target: Target, precision: Precision = "fp32", fast: bool = Tru
     else:
         laid_out = [attention.compose_attention(), *layout()]
         cpu = machine(target)
-        narrow = {"fp32": FuseBlocks(cpu), "bf16": RoundProducts(cpu, fast), "int8": IntegerProducts(cpu)}[precision]
+        narrow = {
+            "fp32": FuseBlocks(cpu),
+            "bf16": RoundProducts(cpu, fast),
+            "fp16": HalveProducts(cpu),
+            "int8": IntegerProducts(cpu),
+        }[precision]
         fused = [narrow, attention.lower_attention(machine(target))]
         integers = [IntegerArithmetic(machine(target))] if precision == "int8" else []
         legalize = relax.transform.LegalizeOps(legalizations(machine(target), fast))

@@ -1,0 +1,105 @@
+"""Computes products in float16 where a release asks for it: twice as many numbers in a vector."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import tvm
+from tvm import relax, te
+
+from tvmflow.compiler.choices import shape_text
+from tvmflow.compiler.dotproduct import Widened
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import convolution, depthwise, dot, products
+from tvmflow.compiler.operators.common import FUSABLE, constant, vector
+from tvmflow.compiler.passes.narrow import geometry, is_depthwise, is_weighted, narrowed
+
+
+@tvm.transform.module_pass(opt_level=0, name="HalveProducts")
+class HalveProducts:
+    """Rounds the operands of convolutions and dense layers to float16, and computes and adds up in it.
+
+    What they read is kept in memory as float16, for all its readers; depthwise convolutions read it so too, but compute
+    in float32, as everything else: products of two activations, sums, norms, and convolutions whose groups are narrower
+    than a vector.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._numbers = _Float16(machine)
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Rewrite every Relax function of the module."""
+        return narrowed(mod, self._numbers)
+
+
+class _Float16:
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._half = replace(machine, lanes=2 * machine.lanes)
+
+    def operands(self, call: relax.Call) -> list[relax.Expr]:
+        if not is_weighted(call):
+            return []
+        left, right = call.args
+        if call.op.name == "relax.matmul" or is_depthwise(call):
+            return [left]
+        return [left] if dot.lanes_of(int(right.ty.shape.values[0]), int(call.attrs.groups), self._half) else []
+
+    def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
+        weight, shape = call.args[1], geometry(call)
+        value, groups = weight.value.numpy(), int(call.attrs.groups)
+        channels, _, *kernel = value.shape
+        if is_depthwise(call):
+            packed = constant(depthwise.pack_array(value, vector(groups, self._machine)))
+            filtered = partial(depthwise.depthwise, machine=self._machine, **shape)
+            name, attrs = "depthwise_conv2d", FUSABLE
+            return builder.call_te(_reading(filtered), data, packed, primfunc_name_hint=name, primfunc_attrs=attrs)
+        packed = convolution.pack_array(value, dot.lanes_of(channels, groups, self._half))
+        common = {"channels": channels, "machine": self._half, "subject": f"fp16 {convolution.subject_of(call)}"}
+        pointwise = (kernel, groups, shape["strides"]) == ([1, 1], 1, [1, 1]) and not any(shape["padding"])
+        compute: Callable[..., te.Tensor]
+        if pointwise:
+            compute = partial(convolution.pointwise_conv2d, **common)
+        else:
+            compute = partial(convolution.conv2d, groups=groups, **common, **shape)
+        return self._call(builder, compute, data, packed, "conv2d_fp16")
+
+    def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
+        (data,), weight = operands, call.args[1].value.numpy()
+        units = weight.shape[1]
+        packed = products.pack_array(weight, vector(units, self._half))
+        subject = f"fp16 matmul {shape_text(data.ty.shape.values)} by {shape_text(weight.shape)}"
+        compute = partial(products.dense, units=units, machine=self._half, subject=subject)
+        return self._call(builder, compute, data, packed, "dense_fp16")
+
+    def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+        return builder.call_te(partial(_cast, dtype="float16"), value, primfunc_name_hint="round")
+
+    def widen(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+        return builder.call_te(partial(_cast, dtype="float32"), value, primfunc_name_hint="widen")
+
+    def _call(
+        self,
+        builder: relax.BlockBuilder,
+        operator: Callable[..., te.Tensor],
+        data: relax.Expr,
+        weight: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]",
+        name: str,
+    ) -> relax.Expr:
+        """An operator on float16 whose result is float32."""
+
+        def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
+            return _cast(operator(data, weight), "float32")
+
+        packed = constant(weight.astype("float16"))
+        return builder.call_te(compute, data, packed, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
+
+
+def _cast(x: te.Tensor, dtype: str) -> te.Tensor:
+    return te.compute(x.shape, lambda *index: x[index].astype(dtype), name="cast")
+
+
+def _reading(operator: Callable[..., te.Tensor]) -> Callable[..., te.Tensor]:
+    """An operator on float32 as one on float16."""
+    return lambda data, weight: operator(Widened(data, lambda value: value.astype("float32")), weight)

@@ -1,0 +1,126 @@
+"""Computes products in narrower numbers: what they read is rounded once, and kept in memory so for all its readers."""
+
+from typing import Any, Protocol
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmflow.compiler.operators.common import is_float32, static
+
+
+class Numbers(Protocol):
+    """The numbers that convolutions and matrix products are computed in."""
+
+    def operands(self, call: relax.Call) -> list[relax.Expr]:
+        """The operands of a product that are rounded, apart from packed weights; none for what is none of ours."""
+
+    def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
+        """A convolution of rounded data."""
+
+    def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
+        """A matrix product of rounded operands."""
+
+    def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+        """A float32 tensor as one of these numbers."""
+
+    def widen(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+        """A tensor of these numbers as one of float32."""
+
+
+def narrowed(mod: tvm.IRModule, numbers: Numbers) -> tvm.IRModule:
+    """The module whose products compute in these numbers."""
+    rounding = _Round(mod, numbers)
+    for variable, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            rounding.find(function)
+            rounding.builder_.update_func(variable, rounding.visit_expr(function))
+    return rounding.builder_.get()
+
+
+def is_weighted(call: relax.Call) -> bool:
+    """Whether a call is a convolution of NHWC data or a matrix product, in float32, with constant weights."""
+    name = getattr(call.op, "name", "")
+    if name not in ("relax.nn.conv2d", "relax.matmul") or not is_float32(*call.args):
+        return False
+    left, right = call.args
+    if not isinstance(right, tvm.ir.GenericConst):
+        return False
+    if name == "relax.nn.conv2d":
+        layouts = (call.attrs.data_layout, call.attrs.out_layout, call.attrs.kernel_layout)
+        return layouts == ("NHWC", "NHWC", "OIHW") and static(left.ty.shape.values[3]) is not None
+    sizes = left.ty.shape.values
+    return (
+        str(call.ty.dtype) == "float32"
+        and len(right.ty.shape.values) == 2
+        and len(sizes) >= 2
+        and bool(static(sizes[-1]))
+    )
+
+
+def is_depthwise(call: relax.Call) -> bool:
+    """Whether a convolution with constant weights filters each channel by itself."""
+    out_channels, depth = (int(dim) for dim in call.args[1].ty.shape.values[:2])
+    return depth == 1 and int(call.attrs.groups) == out_channels > 1
+
+
+def geometry(call: relax.Call) -> dict[str, Any]:
+    """A convolution's strides, padding and dilation."""
+    attrs = call.attrs
+    return {
+        "strides": [int(item) for item in attrs.strides],
+        "padding": [int(item) for item in attrs.padding],
+        "dilation": [int(item) for item in attrs.dilation],
+    }
+
+
+@mutator
+class _Round(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.IRModule, numbers: Numbers) -> None:
+        super().__init__(mod)
+        self._numbers = numbers
+        self._wanted: set[relax.Var] = set()
+        self._rounded: dict[relax.Var, relax.Var] = {}
+
+    def find(self, function: relax.Function) -> None:
+        """Find the values that products read."""
+
+        def visit(node: Any) -> None:
+            if isinstance(node, relax.Call):
+                self._wanted.update(arg for arg in self._numbers.operands(node) if isinstance(arg, relax.Var))
+
+        relax.analysis.post_order_visit(function, visit)
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        super().visit_var_binding_(binding)
+        if binding.var in self._wanted:
+            value = self.visit_expr(binding.var)
+            # What is read outside its dataflow block is so rounded, too.
+            emit = self.builder_.emit if isinstance(binding.var, relax.DataflowVar) else self._emit_output
+            self._rounded[binding.var] = emit(self._numbers.round(self.builder_, value))
+
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        operands = self._numbers.operands(op)
+        low = [self._low(operand) for operand in operands]
+        if not operands:
+            return relax.Call(op.op, [self._read(arg) for arg in op.args], op.attrs, op.ty_args, op.span)
+        if op.op.name == "relax.nn.conv2d":
+            return self._numbers.conv2d(self.builder_, op, *low)
+        return self._numbers.matmul(self.builder_, op, low)
+
+    def _read(self, arg: relax.Expr) -> relax.Expr:
+        """What is no product reads the rounded value too: it is in memory once."""
+        if isinstance(arg, relax.Tuple):
+            return relax.Tuple([self._read(field) for field in arg.fields])
+        if isinstance(arg, relax.Var) and arg in self._rounded:
+            return self.builder_.emit(self._numbers.widen(self.builder_, self._rounded[arg]))
+        return self.visit_expr(arg)
+
+    def _low(self, operand: relax.Expr) -> relax.Expr:
+        if isinstance(operand, relax.Var) and operand in self._rounded:
+            return self._rounded[operand]
+        return self.builder_.emit(self._numbers.round(self.builder_, self.visit_expr(operand)))
+
+    def _emit_output(self, expr: relax.Expr) -> relax.Var:
+        in_dataflow = self.builder_.current_block_is_dataflow()
+        return self.builder_.emit_output(expr) if in_dataflow else self.builder_.emit(expr)
