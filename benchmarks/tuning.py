@@ -90,6 +90,7 @@ def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
             timeout=_TIMEOUT,
             progress=lambda done, total: reporter().progressed("compare", name, done, total, "in turn"),
             pairs=pairs,
+            inputs=choose.tuned_sample(context, exported),
         )
 
     beside = beside_untuned(shipped if is_tuned else candidates[0])

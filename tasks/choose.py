@@ -12,11 +12,12 @@ from tasks.export import ExportResult
 from tasks.package import PackageResult, package
 from tasks.relax_import import ImportResult
 from tasks.sidebyside import DECIDING_PAIRS, Beside, side_by_side
-from tasks.step import Context, slug, step
+from tasks.step import Context, slug, step, variants
 from tasks.tune import NOTHING_TUNED, PARTS, Part, TuneResult, part_of, with_threads
 from tasks.validate import ReferenceResult, Verdict, unable, validate
-from tvmflow import process
+from tvmflow import process, samples
 from tvmflow.progress import reporter
+from tvmflow.samples import Named
 from tvmflow.target import Target, host
 from tvmflow.workspace import Outcome, StepResult, Workspace, run_step
 
@@ -143,7 +144,7 @@ class Making:
             threads //= 2
             known = with_threads(self.context.workspace, shipped.known, threads)
             packaged = self._packaged(known, shipped.built)
-            fewer = _called(fewer_threads)(self.context, known, packaged, shipped, threads, self.target)
+            fewer = _called(fewer_threads)(self.context, self.exported, known, packaged, shipped, threads, self.target)
             if not fewer.result.faster:
                 break
             candidate = self._candidate(known, shipped.built)
@@ -167,7 +168,7 @@ class Making:
         return Candidate(known, built, packaged, verdict)
 
     def _chosen(self, tuned: Candidate, plain: Candidate, part: Part | Literal["all"]) -> Outcome[Choice]:
-        return _called(choose)(self.context, tuned, plain, self.target, part)
+        return _called(choose)(self.context, self.exported, tuned, plain, self.target, part)
 
 
 def _called(task: "Task[P, R]") -> "Task[P, R]":
@@ -181,9 +182,16 @@ def _called(task: "Task[P, R]") -> "Task[P, R]":
 
 @step
 def choose(
-    context: Context, tuned: Candidate, untuned: Candidate, target: Target, part: Part | Literal["all"] = "all"
+    context: Context,
+    exported: Outcome[ExportResult],
+    tuned: Candidate,
+    untuned: Candidate,
+    target: Target,
+    part: Part | Literal["all"] = "all",
 ) -> Outcome[Choice]:
     """Measure the tuned build beside the untuned one, in turn; found done for the same code, whatever its weights.
+
+    They run on a sample of the sizes that the release file says to tune at, or else on the golden one.
 
     The tuned one is shipped when its latency is below 0.99 of the other's in the median of 15 pairs of rounds, and
     lower in 12 of them at least. Where this machine cannot run them it is shipped as well: each of its records was
@@ -202,7 +210,7 @@ def choose(
         if reason is not None:
             told = f"the tuned build is shipped, not compared with the untuned: {reason}"
             return Choice(shipped="tuned", told=told, part=part)
-        beside = _beside(context, "choose", tuned.packaged, untuned.packaged, target)
+        beside = _beside(context, exported, "choose", tuned.packaged, untuned.packaged, target)
         better = beside.is_faster(GAIN)
         whose = "the tuned one's" if part == "all" else f"with the tuned {part} alone the"
         return Choice(
@@ -221,6 +229,7 @@ def choose(
 @step
 def fewer_threads(
     context: Context,
+    exported: Outcome[ExportResult],
     known: Outcome[TuneResult],
     packaged: Outcome[PackageResult],
     usual: Candidate,
@@ -233,7 +242,7 @@ def fewer_threads(
     """
 
     def work() -> Fewer:
-        beside = _beside(context, "threads", packaged, usual.packaged, target)
+        beside = _beside(context, exported, "threads", packaged, usual.packaged, target)
         return Fewer(
             faster=beside.is_faster(GAIN),
             told=f"it runs on {threads} thread{'s' if threads > 1 else ''}: {beside.told('there its', 'that on more')}",
@@ -243,8 +252,27 @@ def fewer_threads(
     return run_step(context.workspace, "threads", reads, Fewer, work, target=target.name)
 
 
+def tuned_sample(context: Context, exported: Outcome[ExportResult]) -> Named | None:
+    """The first sample's inputs of the sizes that the release file says to tune at; None where there is none."""
+    for sizes in variants(context.spec, exported.result.inputs):
+        for inputs, _ in samples.load(context.file(exported.result.samples)):
+            shapes = [(item.shape, inputs[item.name].shape) for item in exported.result.inputs]
+            if all(
+                sizes.get(str(dim), size) == size
+                for known, found in shapes
+                for dim, size in zip(known, found, strict=True)
+            ):
+                return inputs
+    return None
+
+
 def _beside(
-    context: Context, what: str, candidate: Outcome[PackageResult], held: Outcome[PackageResult], target: Target
+    context: Context,
+    exported: Outcome[ExportResult],
+    what: str,
+    candidate: Outcome[PackageResult],
+    held: Outcome[PackageResult],
+    target: Target,
 ) -> Beside:
     return side_by_side(
         context.workspace,
@@ -255,6 +283,7 @@ def _beside(
         progress=lambda done, total: reporter().progressed(what, target.name, done, total, "in turn"),
         pairs=DECIDING_PAIRS,
         gain=GAIN,
+        inputs=tuned_sample(context, exported),
     )
 
 

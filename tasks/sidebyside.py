@@ -11,6 +11,7 @@ from tasks.step import Job
 from tvmflow import npz
 from tvmflow.bundle import extract, read_manifest
 from tvmflow.process import Child, Emit
+from tvmflow.samples import Named
 from tvmflow.target import host
 from tvmflow.workspace import Record, StepResult, Workspace
 
@@ -68,7 +69,7 @@ class Beside(Record):
 
 
 class PairJob(Job):
-    """One pair of rounds of two bundles: as many runs of each, in turn, on a golden sample as fit into `seconds`."""
+    """One pair of rounds of two bundles: as many runs of each, in turn, on a sample as fit into `seconds`."""
 
     bundles: tuple[Path, Path]
     sample: Path
@@ -92,8 +93,11 @@ def side_by_side(
     progress: Callable[[int, int], None],
     pairs: int = _PAIRS,
     gain: float | None = None,
+    inputs: Named | None = None,
 ) -> Beside:
     """Measure two bundles in turn, each with the threads that it would use here, on the golden sample of `candidate`.
+
+    Or on `inputs`, if they are given.
 
     Within a pair of rounds the two run by turns, so that whatever else the machine does meets both. Each pair is one of
     a new process: where memory comes to lie makes a bundle faster or slower for as long as a process lives, by several
@@ -107,6 +111,10 @@ def side_by_side(
     medians: list[tuple[float, float]] = []
     with workspace.scratch() as folder:
         extract(candidate, folder)
+        sample = folder / "sample.npz"
+        if inputs is not None:
+            sample = folder / "inputs.npz"
+            npz.write(sample, {f"input:{name}": array for name, array in inputs.items()})
         for pair in range(pairs):
             progress(pair, pairs)
             swapped = pair % 2 == 1
@@ -114,7 +122,7 @@ def side_by_side(
             job = PairJob(
                 home=workspace.folder,
                 bundles=(first, second),
-                sample=folder / "sample.npz",
+                sample=sample,
                 threads=(threads[first], threads[second]),
                 seconds=_ROUND_SECONDS,
             )

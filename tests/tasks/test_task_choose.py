@@ -9,7 +9,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from tasks.build import BuildResult
-from tasks.choose import Candidate, Choice, Making, distinct, fewer_threads, to_build, untuned
+from tasks.choose import Candidate, Choice, Making, distinct, fewer_threads, to_build, tuned_sample, untuned
 from tasks.export import export
 from tasks.package import PackageResult, package
 from tasks.relax_import import relax_import
@@ -157,9 +157,9 @@ def test_a_bundle_is_measured_on_fewer_threads_and_keeps_their_number(convolutio
     packaged = package.fn(context, convolution.exported, convolution.imported, known, usual.built, target)
     assert read_manifest(context.file(packaged.result.bundle)).threads == 1
     assert read_manifest(context.file(usual.packaged.result.bundle)).threads == target.threads
-    fewer = fewer_threads.fn(context, known, packaged, usual, 1, target)
+    fewer = fewer_threads.fn(context, convolution.exported, known, packaged, usual, 1, target)
     assert fewer.result.told.startswith("it runs on 1 thread: there its latency is ")
-    again = fewer_threads.fn(context, known, packaged, usual, 1, target)
+    again = fewer_threads.fn(context, convolution.exported, known, packaged, usual, 1, target)
     assert (again.status, again.result) == ("cached", fewer.result)
 
 
@@ -168,3 +168,21 @@ def test_a_number_of_threads_is_no_decision_of_the_compiler(workspace: Workspace
     path = workspace.path(known.result.records)
     assert (threads(path, 8), decisions(path)) == (2, {})
     assert threads(workspace.path(untuned(workspace).result.records), 8) == 8
+
+
+def test_builds_are_compared_at_the_sizes_that_are_tuned(workspace: Workspace, tmp_path: Path) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        "any",
+        [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["rows", 4]) for name in ("x",)],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["rows", 4])],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "m.onnx")
+
+    def sample(**rows: Any) -> Any:
+        document = {"name": "any", "model": {"onnx": "m.onnx"}, "dimensions": {"rows": {"min": 1, "max": 64, **rows}}}
+        context = Context(parse(document, tmp_path), Settings(), workspace)
+        return tuned_sample(context, export.fn(context))
+
+    assert sample(tune=32, measure=[8, 32])["x"].shape == (32, 4)
+    assert sample(measure=[8, 32]) is None
