@@ -385,6 +385,8 @@ def test_what_cannot_be_compared_here_is_tuned(
         "this machine is x86_64: not verified",
         "ratio": None,
         "spread": None,
+        "part": "all",
+        "threads": None,
     }
 
 
