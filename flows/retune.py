@@ -156,7 +156,7 @@ def _target(
     spent = tune_costliest(context, imported, known, minutes, target).result
     # What a release would ship: it finds the same builds and the same choice done.
     made = chosen_here(make_here(context, exported, imported, None, target))
-    gain = compare(context, bundle, made.built, made.packaged, target).result
+    gain = compare(context, exported, bundle, made.built, made.packaged, target).result
     return Retuned(target=target.name, functions=known.costliest(), trials=spent.trials, gain=gain)
 
 
@@ -175,7 +175,7 @@ def _keep(
         "channel": channel,
         "version": version,
         "minutes": minutes,
-        "targets": [item.model_dump(mode="json", exclude={"gain": {"sources"}}) for item in done],
+        "targets": [item.model_dump(mode="json") for item in done],
     }
     metrics: dict[str, float] = {"trials": sum(item.trials for item in done)}
     metrics |= {f"{item.target}.ratio": item.gain.ratio for item in done}

@@ -4,6 +4,8 @@ import secrets
 from pathlib import Path
 
 from tasks.build import BuildResult
+from tasks.choose import tuned_sample
+from tasks.export import ExportResult
 from tasks.package import PackageResult
 from tasks.relax_import import ImportResult
 from tasks.sidebyside import DECIDING_PAIRS, side_by_side
@@ -111,6 +113,7 @@ def tune_costliest(
 @step
 def compare(
     context: Context,
+    exported: Outcome[ExportResult],
     held: Path,
     built: Outcome[BuildResult],
     packaged: Outcome[PackageResult],
@@ -134,6 +137,7 @@ def compare(
             timeout=context.timeout,
             progress=lambda done, total: reporter().progressed("compare", target.name, done, total, "in turn"),
             pairs=DECIDING_PAIRS,
+            inputs=tuned_sample(context, exported),
         )
         told = f"target {target.name!r}: " + beside.told("the new build's", "that in production")
         return Gain(

@@ -95,16 +95,14 @@ def side_by_side(
     gain: float | None = None,
     inputs: Named | None = None,
 ) -> Beside:
-    """Measure two bundles in turn, each with the threads that it would use here, on the golden sample of `candidate`.
+    """Measure two bundles in turn, each with the threads that it would use here.
 
-    Or on `inputs`, if they are given.
-
-    Within a pair of rounds the two run by turns, so that whatever else the machine does meets both. Each pair is one of
-    a new process: where memory comes to lie makes a bundle faster or slower for as long as a process lives, by several
-    per cent. Either is loaded and run first every other time. `name` names the logs, `progress` hears how many of how
-    many pairs are done. With a `gain` it ends before when no more pairs could make `candidate` the faster one by
-    `is_faster`. Raises BundleError for a bundle that does not run here, InputError where `held` takes other
-    inputs.
+    They run on `inputs`, else on the golden sample of `candidate`, by turns within a pair of rounds, so that whatever
+    else the machine does meets both. Each pair is one of a new process: where memory comes to lie makes a bundle faster
+    or slower for as long as a process lives, by several per cent. Either is loaded and run first every other time.
+    `name` names the logs, `progress` hears how many of how many pairs are done. With a `gain` it ends before when no
+    more pairs could make `candidate` the faster one by `is_faster`. Raises BundleError for a bundle that does not run
+    here, InputError where `held` takes other inputs.
     """
     sides = [candidate, held]
     threads = {path: min(host().cores, read_manifest(path).threads) for path in sides}

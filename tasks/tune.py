@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from tvmflow.compiler import Choices
     from tvmflow.compiler.choices import Site
-    from tvmflow.tuning import Progress, RecordStore, Task, TuneReport
+    from tvmflow.tuning import Decision, Progress, RecordStore, Task, TuneReport
+    from tvmflow.tuning import Record as Measured
     from tvmflow.tuning.decisions import Function, Spent
     from tvmflow.tuning.space import Variants
 
@@ -181,8 +182,7 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
     looked_up = tuple(sorted({*(tuning.workload_key(item.func) for item in tasks), *choices.met}))
     with workspace.scratch() as folder:
         path = folder / "records.jsonl"
-        lines = sorted(json.dumps(asdict(record), sort_keys=True) for record in best)
-        lines += sorted(json.dumps({"kind": _DECISION, **asdict(item)}, sort_keys=True) for item in otherwise)
+        lines = [*sorted(map(_line, best)), *sorted(map(_line, otherwise))]
         path.write_text("".join(line + "\n" for line in lines))
         return TuneResult(
             records=workspace.keep(path),
@@ -437,13 +437,8 @@ def with_records(context: Context, tuned: Outcome[TuneResult], path: Path, targe
             f"{str(path)!r} holds no tuning record of this TVM for target {target.name!r}; "
             f"name a file or folder that tuning for this target has written"
         )
-    lines.update({record.key: json.dumps(asdict(record), sort_keys=True) for record in given})
-    lines.update(
-        {
-            key: json.dumps({"kind": _DECISION, **asdict(item)}, sort_keys=True)
-            for key, item in tuning.RecordStore(path).decisions(target).items()
-        }
-    )
+    lines.update({record.key: _line(record) for record in given})
+    lines.update({key: _line(item) for key, item in tuning.RecordStore(path).decisions(target).items()})
     return _with_lines(workspace, tuned, sorted(lines.values()))
 
 
@@ -460,6 +455,14 @@ def with_threads(workspace: Workspace, tuned: Outcome[TuneResult], threads: int)
     kept = [line for line in lines if json.loads(line)["key"] != _THREADS]
     decided = json.dumps({"kind": _DECISION, "key": _THREADS, "option": str(threads)}, sort_keys=True)
     return _with_lines(workspace, tuned, [*kept, decided])
+
+
+def _line(known: "Measured | Decision") -> str:
+    """A record or a decision as it stands in the file of what is known."""
+    from tvmflow import tuning
+
+    kind = {"kind": _DECISION} if isinstance(known, tuning.Decision) else {}
+    return json.dumps({**kind, **asdict(known)}, sort_keys=True)
 
 
 def _with_lines(workspace: Workspace, tuned: Outcome[TuneResult], lines: Sequence[str]) -> Outcome[TuneResult]:

@@ -1,6 +1,5 @@
 """Decisions of the cost model, made otherwise: other functions, the same results."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule, variants
 from tvmflow.target import Target
-from tvmflow.tuning.records import normalize, replay
+from tvmflow.tuning.records import normalize, replay, trace_of
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ def test_every_schedule_that_the_rules_can_make_of_a_function_gives_the_same_res
         expected = _called(usual.mod["main"], native, arrays)
         for other in others:
             assert not tvm_ffi.structural_equal(other.mod["main"].body, usual.mod["main"].body)
-            replayed = replay(json.dumps(other.trace.as_json(), default=lambda leaf: leaf.value), func)
+            replayed = replay(trace_of(other), func)
             assert tvm_ffi.structural_equal(replayed.body, other.mod["main"].body)
         for other in (others[0], others[-1]) if others else ():
             np.testing.assert_allclose(_called(other.mod["main"], native, arrays), expected, rtol=1e-4, atol=1e-4)
@@ -129,11 +128,7 @@ def test_prefetching_weights_that_the_cache_cannot_hold_is_a_choice_with_the_sam
     small = replace(machine(native), cache=4 * weight.size - 1)
     assert not any("prefetch" in str(item.trace) for item in variants(func, replace(small, cache=4 * weight.size)))
     usual, *others = variants(func, small)
-    fetching = [
-        replay(json.dumps(other.trace.as_json(), default=lambda leaf: leaf.value), func)
-        for other in others
-        if "prefetch" in str(other.trace)
-    ]
+    fetching = [replay(trace_of(other), func) for other in others if "prefetch" in str(other.trace)]
     assert fetching
     inputs = np.random.default_rng(4)
     arrays = [inputs.standard_normal([int(size) for size in item.shape]).astype("float32") for item in func.params]

@@ -113,6 +113,17 @@ def test_resizing_equals_onnx_runtime(
     assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 8, 6)})
 
 
+@pytest.mark.parametrize("rounding", ["round_prefer_floor", "round_prefer_ceil"])
+def test_what_lies_between_two_neighbours_is_resized_as_onnx_runtime_does(
+    rounding: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    attributes = {"coordinate_transformation_mode": "align_corners", "mode": "nearest", "nearest_mode": rounding}
+    # 27 * 29 / 54 is 14.5; 27 * (29 / 54) is not.
+    resize = helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], **attributes)
+    path = make_model([resize], [("x", [1, 1, 30, 23])], ["y"], {"sizes": np.array([1, 1, 55, 22])})
+    assert_same_as_onnxruntime(path, {"x": _normal(1, 1, 30, 23)})
+
+
 def test_slices_padding_tiles_and_reductions_follow_the_channels(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:

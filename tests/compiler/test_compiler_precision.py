@@ -1,6 +1,5 @@
 """Reduced precision: products in bfloat16, and quantised models in integers."""
 
-import json
 import math
 import re
 from collections import Counter
@@ -23,7 +22,7 @@ from tvmflow.errors import BuildError, SpecError, TargetError
 from tvmflow.spec import parse
 from tvmflow.target import Target, host, resolve
 from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
-from tvmflow.tuning.records import normalize
+from tvmflow.tuning.records import normalize, trace_of
 
 Array = np.ndarray[Any, Any]
 RunBuilt = Callable[..., list[Array]]
@@ -450,7 +449,7 @@ def test_other_schedules_of_dot_products_are_built_in_other_processes_and_right(
     func, unscheduled = _candidate(path, native, precision)
     found = variants(func, machine(native))
     assert all("Tensorize" in {step.kind.name for step in item.trace.insts} for item in found)
-    first, last = (json.dumps(found[place].trace.as_json(), default=lambda leaf: leaf.value) for place in (0, -1))
+    first, last = (trace_of(found[place]) for place in (0, -1))
     assert first != last
     with MeasurePool(native.canonical, builders=2, threads=1, timeout=60, deadline=math.inf) as pool:
         reference, *built = pool.build([unscheduled, *(replace(unscheduled, trace=trace) for trace in (first, last))])

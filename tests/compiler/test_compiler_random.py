@@ -477,7 +477,6 @@ SYMBOLIC: dict[str, st.SearchStrategy[tuple[Model, list[str]]]] = {
     "convolutions of any batch": _images((_conv,), 2),
     "products of any rows": _tensors((_dense, _activation), 3, 2),
 }
-_ALL = {**KINDS, **SYMBOLIC}
 
 
 def differences(model: Model, outputs: list[str], folder: Any, symbolic: bool = False) -> str:
@@ -544,30 +543,26 @@ _LIMITS = settings(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_models_equal_onnx_runtime(kind: str, tmp_path: Any) -> None:
-    count = {"convolutions": 40, "graphs": 40}.get(kind, 25)
-
+def _check(drawn: st.SearchStrategy[tuple[Model, list[str]]], count: int, folder: Any, symbolic: bool = False) -> None:
     @settings(_LIMITS, max_examples=count)
-    @given(KINDS[kind])
+    @given(drawn)
     def check(drawn: tuple[Model, list[str]]) -> None:
-        message = differences(*drawn, tmp_path)
+        message = differences(*drawn, folder, symbolic)
         assert not message, f"{message}\n{_describe(drawn[0])}"
 
     check()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_models_equal_onnx_runtime(kind: str, tmp_path: Any) -> None:
+    _check(KINDS[kind], {"convolutions": 40, "graphs": 40}.get(kind, 25), tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SYMBOLIC)
 def test_random_models_of_any_batch_equal_onnx_runtime(kind: str, tmp_path: Any) -> None:
-    @settings(_LIMITS, max_examples=15)
-    @given(SYMBOLIC[kind])
-    def check_any(drawn: tuple[Model, list[str]]) -> None:
-        message = differences(*drawn, tmp_path, True)
-        assert not message, f"{message}\n{_describe(drawn[0])}"
-
-    check_any()
+    _check(SYMBOLIC[kind], 15, tmp_path, symbolic=True)
 
 
 def main() -> int:
@@ -580,6 +575,7 @@ def main() -> int:
 
     seconds, number = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else int(time.time())
     end = time.monotonic() + seconds
+    kinds = KINDS | SYMBOLIC
     results: list[bool] = []
 
     def check(drawn: tuple[Model, list[str]]) -> None:
@@ -597,10 +593,10 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="tvmflow-random-"))
     print(f"seed {number}; models that fail, and the last, random.onnx, are in {folder}")
     while time.monotonic() < end:
-        for kind in sys.argv[3:] or _ALL:
+        for kind in sys.argv[3:] or kinds:
             number += 1
             limits = settings(_LIMITS, max_examples=20, derandomize=False)
-            seed(number)(limits(given(_ALL[kind])(check)))()
+            seed(number)(limits(given(kinds[kind])(check)))()
     print(f"{len(results)} models, {sum(results)} failed")
     return int(any(results))
 

@@ -17,7 +17,7 @@ from tvmflow import compiler
 from tvmflow.bundle import read_manifest
 from tvmflow.target import resolve
 from tvmflow.tuning import Record, RecordStore, current, workload_key
-from tvmflow.tuning.records import Decision, normalize, now
+from tvmflow.tuning.records import Decision, normalize, now, trace_of
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def _record(
         Record(
             key=workload_key(conv),
             workload="",
-            trace=json.dumps(schedule.trace.as_json(), default=lambda leaf: leaf.value),
+            trace=trace_of(schedule),
             seconds=1e-9,
             baseline_seconds=None,
             **vars(current(target)),

@@ -131,18 +131,20 @@ def test_faster_is_what_gains_enough_in_four_of_five_pairs(ratios: list[float], 
     assert slower.reversed.is_faster(0.99) == faster
 
 
+def _save(path: Path, node: onnx.NodeProto, shape: list[Any], **weights: np.ndarray[Any, Any]) -> None:
+    """A model of one node, from x to y of one shape."""
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name in ("x", "y"))
+    initializers = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph([node], "one", [x], [y], initializers)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+
+
 @pytest.fixture
 def convolution(workspace: Workspace, tmp_path: Path) -> Making:
     """A convolution, exported and imported."""
     weight = np.random.default_rng(0).normal(size=(32, 32, 3, 3)).astype(np.float32) / 32
-    graph = helper.make_graph(
-        [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)],
-        "convolution",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 32, 28, 28])],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 32, 28, 28])],
-        [numpy_helper.from_array(weight, "w")],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "m.onnx")
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)
+    _save(tmp_path / "m.onnx", node, [1, 32, 28, 28], w=weight)
     document = {"name": "chosen", "model": {"onnx": "m.onnx"}, "validate": {"top1_agreement": None}}
     context = Context(parse(document, tmp_path), Settings(), workspace)
     exported = export.fn(context)
@@ -171,13 +173,7 @@ def test_a_number_of_threads_is_no_decision_of_the_compiler(workspace: Workspace
 
 
 def test_builds_are_compared_at_the_sizes_that_are_tuned(workspace: Workspace, tmp_path: Path) -> None:
-    graph = helper.make_graph(
-        [helper.make_node("Relu", ["x"], ["y"])],
-        "any",
-        [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["rows", 4]) for name in ("x",)],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["rows", 4])],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "m.onnx")
+    _save(tmp_path / "m.onnx", helper.make_node("Relu", ["x"], ["y"]), ["rows", 4])
 
     def sample(**rows: Any) -> Any:
         document = {"name": "any", "model": {"onnx": "m.onnx"}, "dimensions": {"rows": {"min": 1, "max": 64, **rows}}}

@@ -1,6 +1,5 @@
 """What the tuners propose."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import is_of_stages, variants
 from tvmflow.target import Target
 from tvmflow.tuning import TunerName
-from tvmflow.tuning.records import normalize
+from tvmflow.tuning.records import normalize, trace_of
 from tvmflow.tuning.space import TUNERS, Variants, make_cost_model, make_search
 
 
@@ -89,7 +88,7 @@ def test_what_the_compilers_rules_can_make_comes_first_and_whole(
         return rounds
 
     *first, then = proposed()
-    traces = {json.dumps(schedule.trace.as_json(), default=lambda leaf: leaf.value) for schedule in own}
+    traces = {trace_of(schedule) for schedule in own}
     assert {trace for batch in first for trace in batch} == traces
     assert sum(map(len, first)) == len(own)
     assert then
@@ -102,7 +101,7 @@ def test_a_schedule_known_from_before_is_not_proposed_again(dense: PrimFunc, nat
     search = make_search(
         dense, native.canonical, "grid", batch=len(own), seed=3, cost_model=None, variants=Variants(own)
     )
-    known = json.dumps(own[2].trace.as_json(), default=lambda leaf: leaf.value)
+    known = trace_of(own[2])
     search.start_from(known, 1e-3)
     proposals = search.propose()
     assert len(proposals) == len(own) - 1
@@ -113,8 +112,7 @@ def test_of_kernels_of_several_stages_nothing_but_their_own_rule_makes_schedules
     tmp_path: Path, dense: PrimFunc, native: Target
 ) -> None:
     weights = numpy_helper.from_array(np.ones((32, 32, 3, 3), "float32"), "w")
-    values = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 32, 28, 28]) for name in ("x", "y"))
-    x, y = values
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 32, 28, 28]) for name in ("x", "y"))
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)
     graph = helper.make_graph([node], "conv", [x], [y], [weights])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "c.onnx")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tvm.s_tir import Schedule
     from tvm.tirx import PrimFunc
 
     from tvmflow.target import Target
@@ -533,6 +534,11 @@ def normalize(func: "PrimFunc") -> "PrimFunc":
 
     attrs = tvm.ir.make_node("ir.DictAttrs", **{"s_tir": True, "tirx.noalias": True, "global_symbol": "main"})
     return PrimFunc(func.params, func.body, func.ret_type, attrs)
+
+
+def trace_of(schedule: "Schedule") -> str:
+    """The trace of a schedule as JSON, for `replay`."""
+    return json.dumps(schedule.trace.as_json(), default=lambda leaf: leaf.value)
 
 
 def replay(trace: str, func: "PrimFunc") -> "PrimFunc":

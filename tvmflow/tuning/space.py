@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from tvmflow.tuning.records import trace_of
+
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
@@ -166,7 +168,7 @@ def _make_context(func: "PrimFunc", target: str, seed: int, strategy: Any) -> An
 
 
 def _to_proposal(candidate: Any) -> Proposal:
-    return Proposal(json.dumps(candidate.sch.trace.as_json(), default=lambda leaf: leaf.value), candidate)
+    return Proposal(trace_of(candidate.sch), candidate)
 
 
 class _NumpySeed:

@@ -254,14 +254,10 @@ class _Call:
         A sample is the mean of as many calls as fill some milliseconds; with something to do before each of them it is
         one call, and there are more of those where they are short.
         """
-        calls = max(1, round(_SAMPLE_SECONDS / max(estimate, 1e-7)))
-        number, options = calls, {}
+        each = estimate if self._before is None else estimate + self._before.seconds
+        number, options = max(1, round(_SAMPLE_SECONDS / max(each, 1e-7))), {}
         if self._before is not None:
-            number, samples = (
-                1,
-                samples * min(max(1, round(_SAMPLE_SECONDS / (estimate + self._before.seconds))), _COLD),
-            )
-            options = self._before.options
+            number, samples, options = 1, samples * min(number, _COLD), self._before.options
         evaluator = self._module.time_evaluator("main", self._device, number=number, repeat=samples, **options)
         return [float(seconds) for seconds in evaluator(*self._tensors).results]
 
@@ -292,14 +288,13 @@ def _reading(place: _Place, library: str, arguments: list[Any]) -> _Before:
     data, total = _random_inputs(arguments, signed=True)
     tensors, few = ([place.tensor(array) for array in (values, total)] for values in (data, data[:, :1]))
     main = place.load(library)["main"]
-
     threads, _, lanes = data.shape
 
     def before(*values: Any) -> None:
         main(*tensors)
-        for place in warm([(value.shape, str(value.dtype)) for value in values]):
-            value = values[place]
-            steps = np.dtype(str(value.dtype)).itemsize * math.prod(value.shape) // (total.nbytes)
+        for at in warm([(value.shape, str(value.dtype)) for value in values]):
+            value = values[at]
+            steps = np.dtype(str(value.dtype)).itemsize * math.prod(value.shape) // total.nbytes
             if steps:
                 main(value._create_view((threads, steps, lanes), "float32"), tensors[1])
         main(*few)  # The threads of the pool are awake, as they are within a model.
