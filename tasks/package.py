@@ -13,7 +13,7 @@ from tasks.tune import TuneResult, threads
 from tvmflow import samples
 from tvmflow.bundle import Manifest, TensorSpec, Variant, installed_versions, pack, public_key
 from tvmflow.spec import Spec
-from tvmflow.target import Target
+from tvmflow.target import Target, needed_features
 from tvmflow.workspace import Artifact, Outcome, Record, StepResult, code_digest, run_step
 
 
@@ -49,7 +49,7 @@ def package(
         target=target.name,
         tvm_target=target.tvm,
         arch=target.arch,
-        cpu_features=target.features,
+        cpu_features=needed_features(target, spec.build.precision),
         threads=threads(context.file(tuned.result.records), target.threads),
         inputs=_specs(imported.result.inputs),
         outputs=_specs(imported.result.outputs),

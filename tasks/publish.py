@@ -7,6 +7,7 @@ from tasks.step import Context, step
 from tasks.track import TargetOutcomes, TrackResult, verdict_document
 from tvmflow import __version__
 from tvmflow.progress import reporter
+from tvmflow.target import needed_features
 from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
 
 RELEASE_FORMAT = 1
@@ -101,7 +102,7 @@ def release_document(
                 "target": outcome.target.name,
                 "tvm_target": outcome.target.tvm,
                 "arch": outcome.target.arch,
-                "cpu_features": list(outcome.target.features),
+                "cpu_features": list(needed_features(outcome.target, context.spec.build.precision)),
                 **{name: {"sha256": item.sha256, "size": item.size} for name, item in blobs_of(outcome).items()},
                 "verdict": verdict_document(outcome),
                 "measurements": outcome.measured

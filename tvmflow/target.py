@@ -1,5 +1,6 @@
 """Targets: named presets, full TVM targets, and what the host can run."""
 
+import ctypes
 import json
 import os
 import platform
@@ -37,8 +38,15 @@ _UNITS: dict[Precision, tuple[str, ...]] = {
     "fp16": ("asimdhp",),
     "int8": ("avx512_vnni", "avx_vnni"),
 }
+_AMX: dict[Precision, tuple[str, ...]] = {"bf16": ("amx_bf16", "amx_tile"), "int8": ("amx_int8", "amx_tile")}
+# Linux's call that asks for AMX: its number on x86-64, ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA.
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 # Presets of x86-64-v4 with extensions.
-_EXTENDED = {"x86-64-v4-vnni": ("avx512_vnni",), "x86-64-v4-bf16": ("avx512_bf16", "avx512_vnni")}
+_EXTENDED = {
+    "x86-64-v4-vnni": ("avx512_vnni",),
+    "x86-64-v4-bf16": ("avx512_bf16", "avx512_vnni"),
+    "x86-64-v4-amx": ("amx_bf16", "amx_int8", "amx_tile", "avx512_bf16", "avx512_vnni"),
+}
 # ARM's arithmetic in float16, in the words of /proc/cpuinfo and of LLVM, and the presets that have it.
 _HALF, _LLVM_HALF = "asimdhp", "+fullfp16"
 _WITH_HALF = {"aarch64-cortex-a76": (_HALF,), "aarch64-neoverse-n1": (_HALF,)}
@@ -136,6 +144,22 @@ def missing_features(features: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(set(features) - host().features))
 
 
+def needed_features(target: Target, precision: Precision) -> tuple[str, ...]:
+    """Those of a target's CPU features that code may use which computes in a precision: AMX is used for two alone."""
+    return tuple(name for name in target.features if not name.startswith("amx_") or name in _AMX.get(precision, ()))
+
+
+@cache
+def permit_amx() -> bool:
+    """Ask the kernel for AMX's tile registers, which a process may use only then; whether it may.
+
+    Threads and forks have the permission, too; a program that is started has not.
+    """
+    if host().arch != "x86_64" or "amx_tile" not in host().features:
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+
+
 def without_unit(target: Target, precision: Precision) -> str | None:
     """Why a target cannot compute in a precision, in one sentence; None if it can."""
     units = _UNITS[precision]
@@ -157,7 +181,8 @@ def presets() -> dict[str, str]:
         "x86-64-v3": "x86-64 with AVX2 and FMA",
         "x86-64-v4": "x86-64 with AVX-512",
         "x86-64-v4-vnni": "x86-64 with AVX-512 and its 8-bit dot products: Cascade Lake, Ice Lake",
-        "x86-64-v4-bf16": "x86-64 with AVX-512, 8-bit and bfloat16 dot products: Sapphire Rapids, Zen 4",
+        "x86-64-v4-bf16": "x86-64 with AVX-512, 8-bit and bfloat16 dot products: Cooper Lake, Zen 4",
+        "x86-64-v4-amx": "the same with AMX, for 8 bits and bfloat16: Sapphire Rapids",
         "aarch64-generic": "any 64-bit ARM with NEON",
         "aarch64-cortex-a72": "Raspberry Pi 4",
         "aarch64-cortex-a76": "Raspberry Pi 5",

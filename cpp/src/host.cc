@@ -1,7 +1,9 @@
 #include "host.h"
 
 #include <sched.h>
+#include <sys/syscall.h>
 #include <sys/utsname.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <sstream>
@@ -57,6 +59,20 @@ std::set<std::string> HostFeatures() {
   }
   return {};
 }
+
+#endif
+
+#if defined(__x86_64__)
+
+bool PermitAmx() {
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+#else
+
+bool PermitAmx() { return false; }
 
 #endif
 

@@ -1,5 +1,6 @@
 #include "tvmflow/manifest.h"
 
+#include <algorithm>
 #include <set>
 
 #include "host.h"
@@ -127,6 +128,12 @@ void CheckHost(const Manifest& manifest) {
     for (const std::string& feature : missing) list += (list.empty() ? "" : ", ") + feature;
     throw Error("bundle '" + manifest.name + "' for target '" + manifest.target + "' needs the CPU features " + list +
                 ", which this machine lacks; take a bundle for a lower target");
+  }
+  const auto& needed = manifest.cpu_features;
+  if (std::find(needed.begin(), needed.end(), "amx_tile") != needed.end() && !PermitAmx()) {
+    throw Error("bundle '" + manifest.name + "' for target '" + manifest.target +
+                "' uses AMX, which the system does not let this process do; take a bundle for a lower target, or allow "
+                "arch_prctl in the sandbox that the process runs in");
   }
   CheckVersion(manifest, "apache-tvm", manifest.tvm_version, TVMFLOW_TVM_VERSION);
   CheckVersion(manifest, "apache-tvm-ffi", manifest.tvm_ffi_version, TVMFLOW_TVM_FFI_VERSION);

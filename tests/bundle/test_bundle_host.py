@@ -6,7 +6,7 @@ import pytest
 
 from tvmflow.bundle import Manifest, installed_versions
 from tvmflow.errors import BundleError
-from tvmflow.target import host
+from tvmflow.target import host, needed_features, permit_amx, resolve
 
 
 @pytest.fixture
@@ -50,3 +50,22 @@ def test_another_patch_version_of_tvm_is_accepted(manifest: Manifest) -> None:
     minor = ".".join(installed_versions().tvm.split(".")[:2])
     versions = dataclasses.replace(manifest.versions, tvm=f"{minor}.99")
     dataclasses.replace(manifest, versions=versions).check_host()
+
+
+def test_a_bundle_that_uses_amx_needs_the_systems_permission(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tvmflow.bundle.manifest.missing_features", lambda _: ())
+    bundle = dataclasses.replace(manifest, cpu_features=("amx_bf16", "amx_tile"))
+    if permit_amx():
+        bundle.check_host()
+    else:
+        with pytest.raises(BundleError, match="uses AMX, which the system does not let this process do; take a bundle"):
+            bundle.check_host()
+
+
+def test_a_bundle_in_float32_needs_no_amx() -> None:
+    target = resolve("x86-64-v4-amx")
+    assert {"amx_bf16", "amx_int8", "amx_tile"} <= set(target.features)
+    assert set(target.features) - set(needed_features(target, "fp32")) == {"amx_bf16", "amx_int8", "amx_tile"}
+    assert set(target.features) - set(needed_features(target, "int8")) == {"amx_bf16"}

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from tvmflow.errors import BundleError
-from tvmflow.target import host, missing_features
+from tvmflow.target import host, missing_features, permit_amx
 
 # Raised whenever a reader of the former number could misread a bundle of the new one.
 FORMAT = 1
@@ -126,7 +126,10 @@ class Manifest:
 def check_machine(
     name: str, target: str, arch: str, tvm_target: Mapping[str, Any], cpu_features: tuple[str, ...]
 ) -> None:
-    """Raise BundleError, in one sentence, if this machine's processor cannot run a bundle of these needs."""
+    """Raise BundleError, in one sentence, if this machine's processor cannot run a bundle of these needs.
+
+    For one that uses AMX this process gets the permission to.
+    """
     machine = host()
     if arch == "cuda":
         host_target = tvm_target.get("host")
@@ -141,6 +144,11 @@ def check_machine(
         raise BundleError(
             f"bundle {name!r} for target {target!r} needs the CPU features {', '.join(missing)}, "
             f"which this machine lacks; take a bundle for a lower target"
+        )
+    if "amx_tile" in cpu_features and not permit_amx():
+        raise BundleError(
+            f"bundle {name!r} for target {target!r} uses AMX, which the system does not let this process do; "
+            f"take a bundle for a lower target, or allow arch_prctl in the sandbox that the process runs in"
         )
 
 

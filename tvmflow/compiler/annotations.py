@@ -17,6 +17,8 @@ STRIP = "tvmflow.strip"
 CHUNK = "tvmflow.chunk"
 # The dot-product instruction of a product of narrow numbers.
 DOT = "tvmflow.dot"
+# Where a processor's unit for whole tiles may take that product: what it reads and how.
+AMX = "tvmflow.amx"
 # Vectors of a register tile in the first and the second product of attention.
 VECTORS = "tvmflow.vectors"
 # Of a transpose of a model's input: the order of its dimensions.

@@ -77,7 +77,8 @@ _MEANING = """\
                 vi, vk = T.axis.remap("SR", [i, k])
                 C[vi] = C[vi] + {left_wide} * {right_wide}
 """
-_WIDE = {
+# A narrow number as one of the accumulator's type, in the words of TVM's script.
+WIDE = {
     "bf16": 'T.reinterpret(T.shift_left(T.Cast("uint32", {value}), T.uint32(16)), dtype="float32")',
     "int8": 'T.Cast("int32", {value})',
 }
@@ -146,8 +147,8 @@ def _intrinsic(dot: Dot, lanes: int) -> str:
         "data": dot.data,
         "weight": dot.weight,
         "accumulator": dot.accumulator,
-        "left_wide": _WIDE[dot.name].format(value="A[vk]"),
-        "right_wide": _WIDE[dot.name].format(value="B[vi, vk]"),
+        "left_wide": WIDE[dot.name].format(value="A[vk]"),
+        "right_wide": WIDE[dot.name].format(value="B[vi, vk]"),
         "sum": f'C.vload([0], "{dot.accumulator}x{lanes}")',
     }
     words |= {"left": _LEFT.format(**words), "right": _RIGHT.format(**words)}

@@ -10,7 +10,8 @@ class Machine:
     """A CPU core as the schedules see it.
 
     `lanes` are 32-bit numbers per vector, `registers` the vector registers; `second_cache` is a core's own share of the
-    second-level cache, in bytes, `cache` what weights may fill before they are read once rather than kept.
+    second-level cache, in bytes, `cache` what weights may fill before they are read once rather than kept. `amx` names
+    the dot products (`tvmflow.compiler.dotproduct`) that it has by whole tiles.
     """
 
     lanes: int
@@ -18,6 +19,7 @@ class Machine:
     cores: int
     cache: int = 1 << 20
     second_cache: int = 1 << 20
+    amx: frozenset[str] = frozenset()
 
 
 def machine(target: Target) -> Machine:
@@ -25,7 +27,8 @@ def machine(target: Target) -> Machine:
     if target.arch == "aarch64":
         return Machine(lanes=4, registers=32, cores=target.threads, cache=1 << 19, second_cache=1 << 18)
     if "avx512f" in target.features:
-        return Machine(lanes=16, registers=32, cores=target.threads)
+        tiles = {name for name in ("bf16", "int8") if {"amx_tile", f"amx_{name}"} <= set(target.features)}
+        return Machine(lanes=16, registers=32, cores=target.threads, amx=frozenset(tiles))
     if "avx2" in target.features or "avx" in target.features:
         return Machine(lanes=8, registers=16, cores=target.threads, cache=1 << 18, second_cache=1 << 18)
     return Machine(lanes=4, registers=16, cores=target.threads, cache=1 << 18, second_cache=1 << 18)

@@ -587,11 +587,12 @@ def _scheduled(trace: Any, func: "PrimFunc") -> Any:
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import Trace
 
-    from tvmflow.compiler.dotproduct import register
+    from tvmflow.compiler import amx, dotproduct
 
     for kind, _, attributes, _ in trace[0]:
         if kind == "Tensorize":
-            register(str(attributes[0]))
+            for unit in (amx, dotproduct):
+                unit.register(str(attributes[0]))
     schedule = Schedule(IRModule({"main": func}))
     Trace.apply_json_to_schedule(trace, schedule)
     return schedule

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmflow.runtime import library
+from tvmflow.target import permit_amx
 from tvmflow.tuning.between import warm
 from tvmflow.tuning.process import read_frame, write_frame
 
@@ -359,6 +360,7 @@ def main() -> None:
     requests = sys.stdin.buffer
     with os.fdopen(os.dup(1), "wb") as replies:
         os.dup2(2, 1)  # Whatever a library prints must not land between two replies.
+        permit_amx()
         operations = _Operations()
         if os.environ.get("TVM_USE_RUNTIME_LIB"):
             library.load()  # With its extras, which candidates may call.

@@ -109,10 +109,13 @@ class JoinedRows:
         position: list[Any] = [None] * len(self.outer)
         for place, value in zip(self.lead, batch, strict=True):
             position[place] = value
-        for place in reversed(self.joined[1:]):
+        several = [place for place in self.joined if static(self.outer[place]) != 1] or [self.joined[0]]
+        for place in self.joined:
+            position[place] = 0
+        for place in reversed(several[1:]):
             position[place] = row % self.outer[place]
             row = row // self.outer[place]
-        position[self.joined[0]] = row
+        position[several[0]] = row
         return (*position, k)
 
     def row(self, *index: Any) -> tuple[Any, ...]:

@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 from tvm import te, tirx, topi
 
-from tvmflow.compiler import tiles
-from tvmflow.compiler.annotations import DOT, KERNEL, LANES, LEAD, ROWS, SHARED, TILE
+from tvmflow.compiler import amx, tiles
+from tvmflow.compiler.annotations import AMX, DOT, KERNEL, LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.dotproduct import BF16, Dot
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import JoinedRows, divides, output_size, padded_input, round_up, static, vector
@@ -67,12 +67,15 @@ def conv2d(
     """Convolution with weights from `pack_conv2d`; `zero` is what stands around the image."""
     batch, in_h, in_w, in_c = data.shape
     vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)
-    if (kernel_h, kernel_w, groups) == (1, 1, 1) and list(strides) == [1, 1] and not any(padding):
-        return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
     out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
+    rows = 0
+    if dot.name in machine.amx and (groups, lanes) == (1, amx.LANES) and (kernel_w == 1 or dilation[1] == 1):
+        rows = amx.rows_of(static(out_w), kernel_w * steps)
+    if not rows and (kernel_h, kernel_w, groups) == (1, 1, 1) and list(strides) == [1, 1] and not any(padding):
+        return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
     row_bytes = 4 // group * strides[1] * int(in_c)
-    tile = tiles.choose(static(out_w), vectors // groups, machine, row_bytes).rows
+    tile = rows or tiles.choose(static(out_w), vectors // groups, machine, row_bytes).rows
     tiled_w = round_up(out_w, tile)
     height = in_h + padding[0] + padding[2]
     whole = divides(tile, out_w)
@@ -80,27 +83,40 @@ def conv2d(
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(needed)
     whole_groups = round_up(int(in_c), group) if groups == 1 else int(in_c)
     source = padded_input(data, padding, height, width, whole_groups, zero)
-    y = te.reduce_axis((0, kernel_h), "y")
-    x = te.reduce_axis((0, kernel_w), "x")
-    ko = te.reduce_axis((0, steps), "ko")
-    ki = te.reduce_axis((0, group), "ki")
+    y, ki = te.reduce_axis((0, kernel_h), "y"), te.reduce_axis((0, group), "ki")
+    line, lines = (y, [y]) if kernel_h > 1 or not rows else (0, [])
+    if rows:
+        # Neighbouring pixels lie side by side in memory, and so are one reduction.
+        k = te.reduce_axis((0, kernel_w * steps), "k")
+        pixel, step, within = (k // steps, k % steps, [k]) if kernel_w > 1 else (0, k, [k])
+    else:
+        x, ko = te.reduce_axis((0, kernel_w), "x"), te.reduce_axis((0, steps), "ko")
+        pixel, step, within = x, ko, [x, ko]
     per_group = vectors // groups
 
     def depth(c: Any) -> Any:
-        within = ko * group + ki
-        return within if groups == 1 else c // (per_group * lanes) * (steps * group) + within
+        place = step * group + ki
+        return place if groups == 1 else c // (per_group * lanes) * (steps * group) + place
 
     product = te.compute(
         (batch, out_h, tiled_w, vectors * lanes),
         lambda n, h, w, c: te.sum(
             dot.product(
-                source[n, h * strides[0] + y * dilation[0], w * strides[1] + x * dilation[1], depth(c)],
-                weight[c // lanes, y, x, ko, c % lanes, ki],
+                source[n, h * strides[0] + line * dilation[0], w * strides[1] + pixel * dilation[1], depth(c)],
+                weight[c // lanes, line, pixel, step, c % lanes, ki],
             ),
-            axis=[y, x, ko, ki],
+            axis=[*lines, *within, ki],
         ),
         name="conv2d",
-        attrs={KERNEL: "dot_conv2d", DOT: dot.name, TILE: tile, LANES: lanes, LEAD: 1, SHARED: 1},
+        attrs={
+            KERNEL: "dot_conv2d",
+            DOT: dot.name,
+            TILE: tile,
+            LANES: lanes,
+            LEAD: 1,
+            SHARED: 1,
+            **({AMX: [steps, kernel_h, kernel_w, strides[1], dilation[0]]} if rows else {}),
+        },
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
 
@@ -147,6 +163,7 @@ def dense(
         dot,
         shared=True,
         joined=rows,
+        in_line=sum(static(outer[place]) != 1 for place in rows) < 2,
     )
     return te.compute((*outer, units), lambda *index: product[joined.row(*index)], name="unpack")
 
@@ -196,19 +213,23 @@ def _rows_product(
     *,
     shared: bool,
     joined: Sequence[int] | None = None,
+    in_line: bool = False,
 ) -> te.Tensor:
     """`[*batch, rows, channels]` of left `[*batch, row, k]` times right `[*batch, k / g, channel, k % g]`.
 
     `shared` says that the right operand is the same for the whole batch; `joined` which dimensions of the result are
-    its rows, if not all that follow the batch. Rows come in whole tiles, the depth in whole groups; where they do not
-    divide, the left operand is copied, with its last row repeated and zeros after its depth.
+    its rows, if not all that follow the batch; `in_line` that the rows are one dimension of the left operand. Rows come
+    in whole tiles, the depth in whole groups; where they do not divide, the left operand is copied, with its last row
+    repeated and zeros after its depth.
     """
     known = static(channels)
     group, steps = dot.group, -(-depth // dot.group)
-    tile = tiles.choose(static(rows), known // lanes if known else 2, machine, 4 // group * depth).rows
+    tile = amx.rows_of(static(rows), steps) if shared and dot.name in machine.amx and lanes == amx.LANES else 0
+    by_tiles: dict[str, Any] = {AMX: [steps]} if tile else {}
+    tile = tile or tiles.choose(static(rows), known // lanes if known else 2, machine, 4 // group * depth).rows
     source = left
     tiled = rows
-    if not divides(tile, rows) or depth % group:
+    if not divides(tile, rows) or depth % group or (by_tiles and not in_line):
         tiled = round_up(rows, tile)
 
         def value(*index: Any) -> Any:
@@ -236,6 +257,7 @@ def _rows_product(
             LANES: lanes,
             LEAD: len(batch),
             SHARED: int(shared),
+            **by_tiles,
             **({} if joined is None else {ROWS: list(joined)}),
         },
     )

@@ -64,7 +64,7 @@ class _BFloat16:
             compute = _reading_bf16(depthwise.depthwise, machine=machine, **shape)
             return _call(builder, compute, data, packed, "depthwise_conv2d")
         size = None
-        if self._winograd:
+        if self._winograd and BF16.name not in machine.amx:
             size = convolution.winograd_size(call.args[0], weight, groups, shape, machine, group=BF16.group)
         if size is not None:
             stride, padding = shape["strides"][0], shape["padding"]

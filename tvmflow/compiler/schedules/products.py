@@ -1,6 +1,7 @@
 """Schedules for matrix products and dense convolutions: a register tile of rows by vectors of output channels."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -57,12 +58,21 @@ class Tile:
 
 
 def tiled(
-    sch: Schedule, machine: Machine, kind: str, *, lead_dimensions: bool, reduced: int, grouped: int
+    sch: Schedule,
+    machine: Machine,
+    kind: str,
+    *,
+    lead_dimensions: bool,
+    reduced: int,
+    grouped: int,
+    vectors_of: Callable[[int, int], int] | None = None,
 ) -> Tile | None:
     """Tile the product of a kind and put it, and what it reads, into the parallel loop over the tiles of its result.
 
     `reduced` is its number of reductions, the last `grouped` of which run within one 32-bit element of the weights.
-    With `lead_dimensions` the result is `[*batch, rows, channels]`, else an image. None where there is no such product.
+    With `lead_dimensions` the result is `[*batch, rows, channels]`, else an image. `vectors_of` gives the vectors of a
+    tile from its rows and the vectors of channels, which else are as many as the registers hold. None where there is no
+    such product.
     """
     product = common.kernel(sch, kind)
     if product is None:
@@ -78,7 +88,10 @@ def tiled(
         common.join_dimensions(sch, out, [int(place) for place in annotations.get(ROWS, range(lead_count, last))])
     loops = list(sch.get_loops(out))
     lead, channel = loops[:lead_count], loops[-1]
-    count = common.widest_tile(rows, vectors, machine)
+    if vectors_of is not None and vectors is not None:
+        count = vectors_of(rows, vectors)
+    else:
+        count = common.widest_tile(rows, vectors, machine)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
     tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions else (loops[:-2], [far])

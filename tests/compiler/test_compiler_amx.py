@@ -1,0 +1,233 @@
+"""AMX: kernels of whole tiles, on any processor: their instructions are done by `amx.cc`, which aborts on a fault."""
+
+import ctypes
+import platform
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from tvmflow.compiler import BuildOptions, Built, amx, build, import_onnx, lower, workloads
+from tvmflow.compiler.dotproduct import BF16, DOTS
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.schedules import variants
+from tvmflow.target import Precision, Target, host, resolve
+from tvmflow.tuning.records import normalize, replay, trace_of
+
+Array = np.ndarray[Any, Any]
+RunBuilt = Callable[..., list[Array]]
+MakeModel = Callable[..., Path]
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86-64's")
+
+
+@pytest.fixture(scope="session")
+def software(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Functions that do what AMX's instructions do, found by every library that is loaded after them."""
+    library = tmp_path_factory.mktemp("amx") / "amx.so"
+    source = Path(__file__).with_name("amx.cc")
+    subprocess.run(["g++", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)  # noqa: S607
+    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+
+@pytest.fixture
+def emulated(software: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels call these functions."""
+    monkeypatch.setattr(amx, "INTRINSICS", "emulated_")
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    """This machine with AMX, but with no instruction beside it that it lacks."""
+    if "avx512f" not in host().features:
+        pytest.skip("this CPU has no AVX-512")
+    mine = [name for name in ("avx512_vnni", "avx512_bf16") if name in host().features]
+    attributes = ["+amx-tile", "+amx-bf16", "+amx-int8", *(f"+{name.replace('_', '')}" for name in mine)]
+    return resolve({"kind": "llvm", "mcpu": "x86-64-v4", "mattr": attributes, "num-cores": 2})
+
+
+def _normal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
+def _rounded(value: Array) -> Array:
+    return value.astype(ml_dtypes.bfloat16).astype("float32")
+
+
+def _onnxruntime(path: Path, x: Array) -> Array:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, {"x": x})[0])
+
+
+def _kernels(built: Built) -> list[str]:
+    """The kernels that a model calls."""
+    assembly = str(built.executable.mod.imports[0].inspect_source("asm"))
+    return re.findall(r"^(tvmflow_amx_\w+):", assembly, re.MULTILINE)
+
+
+def _conv(kernel: int, stride: int, pad: int, dilation: int) -> onnx.NodeProto:
+    sizes = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": [pad] * 4, "dilations": [dilation] * 2}
+    return helper.make_node("Conv", ["x", "w", "b"], ["c"], **sizes)
+
+
+# channels in and out, kernel, stride, padding, dilation, height, width
+_CONVOLUTIONS = [
+    (64, 64, 3, 1, 1, 1, 6, 28),
+    (64, 128, 1, 1, 0, 1, 9, 14),
+    (64, 48, 1, 2, 0, 1, 8, 28),
+    (32, 16, 5, 1, 2, 1, 9, 11),
+    (3, 64, 7, 2, 3, 1, 33, 40),
+    (30, 70, 3, 1, 0, 1, 7, 23),
+    (24, 40, 1, 1, 0, 1, 7, 7),
+    (16, 32, 3, 2, 1, 1, 12, 112),
+]
+# What tiles do not suit, and dot products take: a prime number of groups, pixels apart from each other, a few pixels.
+_OTHERS = [(37, 64, 3, 1, 1, 1, 9, 9), (32, 32, 3, 1, 2, 2, 9, 9), (64, 64, 1, 1, 0, 1, 3, 3)]
+
+
+def _convolution(case: tuple[int, ...], make_model: MakeModel, weight: Array, bias: Array, name: str) -> Path:
+    channels, _, *geometry, height, width = case
+    nodes = [_conv(*geometry), helper.make_node("Relu", ["c"], ["y"])]
+    return make_model(nodes, [("x", [2, channels, height, width])], ["y"], {"w": weight, "b": bias}, name=name)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("case", [*_CONVOLUTIONS, *_OTHERS], ids=lambda case: "-".join(map(str, case)))
+def test_convolutions_equal_those_of_rounded_operands(
+    case: tuple[int, ...], make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    channels, out, kernel, *_, height, width = case
+    weight, bias, x = _normal(out, channels, kernel, kernel), _normal(out), _normal(2, channels, height, width)
+    built = build(
+        import_onnx(_convolution(case, make_model, weight, bias, "model.onnx")), target, BuildOptions(precision="bf16")
+    )
+    expected = _onnxruntime(_convolution(case, make_model, _rounded(weight), bias, "rounded.onnx"), _rounded(x))
+    assert bool(_kernels(built)) is (case in _CONVOLUTIONS)
+    (actual,) = run_built(built, x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("shape", "units"), [((49, 64), 32), ((1, 128, 384), 80), ((197, 48), 48), ((2, 7, 64), 70), ((5, 4, 95), 64)]
+)
+def test_dense_layers_equal_those_of_rounded_operands(
+    shape: tuple[int, ...], units: int, make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["c"]), helper.make_node("Add", ["c", "b"], ["y"])]
+    weight, bias, x = _normal(shape[-1], units), _normal(units), _normal(*shape)
+    path = make_model(nodes, [("x", list(shape))], ["y"], {"w": weight, "b": bias})
+    built = build(import_onnx(path), target, BuildOptions(precision="bf16"))
+    assert len(_kernels(built)) == 1
+    rounded = make_model(nodes, [("x", list(shape))], ["y"], {"w": _rounded(weight), "b": bias}, name="rounded.onnx")
+    expected = _onnxruntime(rounded, _rounded(x))
+    (actual,) = run_built(built, x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
+
+
+def _quantised(make_model: MakeModel, operator: onnx.NodeProto, weight: Array, shape: list[int]) -> Path:
+    """A model of one operator on quantised data and weights."""
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "x_scale", "x_zero"], ["x_whole"]),
+        helper.make_node("DequantizeLinear", ["x_whole", "x_scale", "x_zero"], ["x_wide"]),
+        helper.make_node("DequantizeLinear", ["w", "w_scale", "w_zero"], ["w_wide"]),
+        operator,
+        helper.make_node("QuantizeLinear", ["c", "y_scale", "x_zero"], ["y_whole"]),
+        helper.make_node("DequantizeLinear", ["y_whole", "y_scale", "x_zero"], ["y"]),
+    ]
+    constants: dict[str, Array] = {
+        "w": weight,
+        "x_scale": np.array(0.02, "float32"),
+        "x_zero": np.array(121, "uint8"),
+        "w_scale": np.array(0.01, "float32"),
+        "w_zero": np.array(0, "int8"),
+        "y_scale": np.array(0.4, "float32"),
+    }
+    return make_model(nodes, [("x", shape)], ["y"], constants)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("kind", ["convolution", "strided", "dense"])
+def test_quantised_models_equal_onnx_runtime(
+    kind: str, make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    shape = [64, 96] if kind == "dense" else [1, 64, 9, 18]
+    size = (96, 48) if kind == "dense" else (48, 64, 3, 3)
+    weight = np.random.default_rng(3).integers(-127, 128, size).astype("int8")
+    stride = 2 if kind == "strided" else 1
+    conv = helper.make_node("Conv", ["x_wide", "w_wide"], ["c"], pads=[1] * 4, strides=[stride] * 2)
+    operator = helper.make_node("MatMul", ["x_wide", "w_wide"], ["c"]) if kind == "dense" else conv
+    path = _quantised(make_model, operator, weight, shape)
+    built = build(import_onnx(path), target, BuildOptions(precision="int8"))
+    assert len(_kernels(built)) == 1
+    x = _normal(*shape)
+    distance = np.round(np.abs(run_built(built, x)[0] - _onnxruntime(path, x)) / 0.4)
+    assert distance.max() <= 1
+    assert (distance > 0).mean() <= 0.01
+
+
+@pytest.mark.usefixtures("emulated")
+def test_every_schedule_of_a_kernel_is_replayed_with_it(
+    make_model: MakeModel, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _convolution(_CONVOLUTIONS[0], make_model, _normal(64, 64, 3, 3), _normal(64), "model.onnx")
+    found = workloads(lower(import_onnx(path), target, BuildOptions(precision="bf16")))
+    (func,) = (normalize(item.func) for item in found if "conv2d" in item.name)
+    for schedule in variants(func, machine(target)):
+        assert "tvmflow_amx_bf16" in replay(trace_of(schedule), func).script()
+
+
+@pytest.mark.parametrize(("precision", "instruction"), [("bf16", "tdpbf16ps"), ("int8", "tdpbusd")])
+def test_products_are_amx_instructions(precision: Precision, instruction: str, make_model: MakeModel) -> None:
+    shape, weight = [1, 64, 9, 18], np.random.default_rng(3).integers(-127, 128, (48, 64, 3, 3))
+    if precision == "int8":
+        operator = helper.make_node("Conv", ["x_wide", "w_wide"], ["c"], pads=[1] * 4)
+        path = _quantised(make_model, operator, weight.astype("int8"), shape)
+    else:
+        operator = helper.make_node("Conv", ["x", "w"], ["c"], pads=[1] * 4)
+        path = make_model([operator], [("x", shape)], ["c"], {"w": weight.astype("float32")})
+    built = build(import_onnx(path), resolve("x86-64-v4-amx"), BuildOptions(precision=precision))
+    assembly = str(built.executable.mod.imports[0].inspect_source("asm"))
+    # Two tiles of pixels by vectors of three, which do not fit beside them two by two.
+    for wanted in (instruction, "ldtilecfg", "tileloadd", "tilestored", "tilerelease"):
+        assert re.search(rf"\t{wanted}", assembly), wanted
+
+
+def test_without_narrow_numbers_nothing_of_it_is_used(make_model: MakeModel) -> None:
+    path = _convolution(_CONVOLUTIONS[0], make_model, _normal(64, 64, 3, 3), _normal(64), "model.onnx")
+    assert _kernels(build(import_onnx(path), resolve("x86-64-v4-amx"))) == []
+
+
+@pytest.mark.parametrize("dot", DOTS.values(), ids=lambda dot: dot.name)
+def test_the_sizes_of_a_kernels_tiles_fit_the_registers(dot: Any) -> None:
+    for rows in range(1, 33):
+        for groups in (8, 9, 16, 48):
+            kernel = amx.Kernel(rows, amx.vectors_of(rows, 12), groups)
+            assert sum(kernel.heights) == rows
+            assert max(kernel.heights) <= amx.ROWS
+            assert len(kernel.heights) * kernel.vectors <= 4
+            assert amx.code(dot, kernel).count("call void") >= 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "tile"),
+    [(28, 64, 28), (56, 64, 28), (112, 64, 28), (7, 64, 7), (128, 64, 32), (3, 64, 0), (None, 64, 0), (28, 17, 0)],
+)
+def test_the_rows_of_tiles_divide_those_of_the_product_where_that_is_good(
+    rows: int | None, depth: int, tile: int
+) -> None:
+    assert amx.rows_of(rows, depth) == tile
+
+
+def test_rows_that_nothing_divides_are_spread_evenly() -> None:
+    assert BF16.name in machine(resolve("x86-64-v4-amx")).amx
+    assert amx.rows_of(197, 64) == 29

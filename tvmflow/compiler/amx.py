@@ -1,0 +1,273 @@
+"""AMX: a processor's unit that multiplies whole tiles of narrow numbers, 16 rows by 16 lanes, in eight tile registers.
+
+Source: Intel's architecture manual, volume 2, the instructions LDTILECFG, TILELOADD, TDPBF16PS and TDPBUSD. Their right
+operand has the layout of packed weights for dot products (`tvmflow.compiler.dotproduct`): groups of numbers, 16 lanes.
+"""
+
+from dataclasses import astuple, dataclass
+from functools import cache
+
+from tvm.s_tir import Schedule, TensorIntrin
+from tvm.s_tir.schedule import LoopRV
+from tvm.script import from_source
+from tvm.script import tirx as script
+
+from tvmflow.compiler.dotproduct import DOTS, WIDE, Dot
+
+# The rows and the 32-bit lanes of a tile.
+ROWS = LANES = 16
+# The least rows of a product, and groups of a step of its depth, that leave a tile full enough.
+_FEWEST_ROWS, _FEWEST_GROUPS = 4, 8
+# Tile registers that hold results; two more hold what is to the left, and two what is to the right.
+_RESULTS, _LEFT, _RIGHT = 4, 4, 6
+# Cycles to load a tile of the left operand, from the first-level cache, and of the right one, from the second.
+_LOAD_LEFT, _LOAD_RIGHT = 8, 20
+# Cycles to set the registers up, to load the results and to store them.
+_START = 256
+# What copying rows costs that do not come in whole tiles, relative to a product.
+_COPYING = 1.1
+
+_NAMES = "tvmflow.amx."
+# The intrinsics of LLVM; a test puts functions in their place that do the same on any processor.
+INTRINSICS = "llvm.x86."
+_MULTIPLY = {"bf16": "tdpbf16ps", "int8": "tdpbusd"}
+
+_DESCRIPTION = """\
+@T.prim_func(s_tir=True)
+def main(a: T.handle, b: T.handle, c: T.handle) -> None:
+    line = T.int64()
+    pixel = T.int64()
+    row = T.int64()
+    A = T.match_buffer(a, {left}, "{data}", offset_factor=1, strides={left_strides})
+    B = T.match_buffer(b, {right}, "{weight}", offset_factor=1)
+    C = T.match_buffer(c, ({rows}, {channels}), "{accumulator}", offset_factor=1, strides=[row, 1])
+    with T.sblock("root"):
+        T.reads(C[0:{rows}, 0:{channels}], A[{left_region}], B[{right_region}])
+        T.writes(C[0:{rows}, 0:{channels}])
+"""
+_MEANING = """\
+        for i, c, {loops} in T.grid({rows}, {channels}, {extents}):
+            with T.sblock("update"):
+                vi, vc, {reduced} = T.axis.remap("SS{kinds}", [i, c, {loops}])
+                C[vi, vc] = C[vi, vc] + {left_value} * {right_value}
+"""
+_CALL = """\
+        T.evaluate(T.call_extern("void", "{name}", C.access_ptr("rw"), T.Cast("int64", row) * T.int64(4),
+            A.access_ptr("r"), T.Cast("int64", {pixel}) * T.int64({bytes}), T.Cast("int64", {line}) * T.int64({bytes}),
+            B.access_ptr("r")))
+"""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A product of tiles: `rows` by `vectors` of 16 results, summed up over the depth.
+
+    A convolution reads of each of `taps_h` lines, `dilation` apart, `taps_w` neighbouring pixels of `groups` groups
+    each, for every `stride`-th pixel; a matrix product one row of groups, with no taps at all (0).
+    """
+
+    rows: int
+    vectors: int
+    groups: int
+    taps_h: int = 0
+    taps_w: int = 0
+    stride: int = 1
+    dilation: int = 1
+
+    @property
+    def depth(self) -> int:
+        """Groups that lie side by side, in the left operand as in the right."""
+        return self.groups * max(1, self.taps_w)
+
+    @property
+    def heights(self) -> list[int]:
+        """The rows of the tiles, one above the other."""
+        count = -(-self.rows // ROWS)
+        return [self.rows // count + (place < self.rows % count) for place in range(count)]
+
+
+def rows_of(rows: int | None, depth: int) -> int:
+    """The rows of the tiles of a product with so many rows and groups side by side; 0 where dot products are better."""
+    if rows is None or rows < _FEWEST_ROWS or _step(depth) < _FEWEST_GROUPS:
+        return 0
+
+    steps = depth // _step(depth)
+
+    def cost(height: int) -> float:
+        """Cycles for one vector of results: a row takes one to multiply by a vector."""
+        tiles = -(-height // ROWS)
+        vectors = _RESULTS // tiles
+        each = max(height * vectors, _LOAD_LEFT * tiles + _LOAD_RIGHT * vectors) * steps + _START
+        return -(-rows // height) * each / vectors * (_COPYING if rows % height else 1.0)
+
+    return min(range(min(rows, 2 * ROWS), 0, -1), key=cost)
+
+
+def vectors_of(rows: int, vectors: int) -> int:
+    """The vectors of results that are computed at a time."""
+    most = _RESULTS // -(-rows // ROWS)
+    return next(count for count in range(most, 0, -1) if vectors % count == 0)
+
+
+def _step(depth: int) -> int:
+    """The groups of one tile: the most that divide the depth, so that no tile is another's size."""
+    return max(count for count in range(1, ROWS + 1) if depth % count == 0)
+
+
+def use(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV) -> None:
+    """Replace the loop over rows, with those over the channels and the depth within it, by a call of a kernel.
+
+    `task` is a loop around it.
+    """
+    name = _NAMES + ".".join([dot.name, *map(str, astuple(kernel))])
+    register(name)
+    sch.annotate(task, "pragma_import_llvm", code(dot, kernel))
+    sch.tensorize(row, name)
+
+
+@cache
+def register(name: str) -> None:
+    """Make a kernel known to TVM by the name that a schedule's trace has for it; others are left alone."""
+    if not name.startswith(_NAMES):
+        return
+    kind, *numbers = name.removeprefix(_NAMES).split(".")
+    words = _words(DOTS[kind], Kernel(*map(int, numbers)))
+    head = _DESCRIPTION.format(**words)
+    meaning, call = (from_source(head + body.format(**words), extra_vars={"T": script}) for body in (_MEANING, _CALL))
+    TensorIntrin.register(name, meaning, call, override=True)
+
+
+def _symbol(dot: Dot, kernel: Kernel) -> str:
+    """The kernel's function in the library."""
+    return "_".join(["tvmflow_amx", dot.name, *map(str, astuple(kernel))])
+
+
+def _words(dot: Dot, kernel: Kernel) -> dict[str, object]:
+    """What stands for what in the description of a kernel to TVM."""
+    size, groups = dot.group, kernel.groups
+    reduced: dict[str, int] = {"vk": kernel.depth, "vg": size}
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    if kernel.taps_h:
+        y, x, k = "0", "0", "vk"
+        if kernel.taps_h > 1:
+            y, reduced = "vy", {"vy": kernel.taps_h, **reduced}
+        if kernel.taps_w > 1:
+            x, k = f"vk // {groups}", f"vk % {groups}"
+        high = (kernel.taps_h - 1) * kernel.dilation + 1
+        wide = (kernel.rows - 1) * kernel.stride + kernel.taps_w
+        left, left_strides = (high, wide, groups * size), f"[line, {groups * size}, 1]"
+        left_index = f"{y} * {kernel.dilation}, vi * {kernel.stride} + {x}, {k} * {size} + vg"
+        right = (kernel.vectors, kernel.taps_h, kernel.taps_w, groups, LANES, size)
+        right_index = f"vc // {LANES}, {y}, {x}, {k}, vc % {LANES}, vg"
+    else:
+        left, left_strides, left_index = (kernel.rows, groups * size), "[pixel, 1]", f"vi, vk * {size} + vg"
+        right = (kernel.vectors, groups, LANES, size)
+        right_index = f"vc // {LANES}, vk, vc % {LANES}, vg"
+    widened = WIDE[dot.name]
+    return {
+        "name": _symbol(dot, kernel),
+        "data": dot.data,
+        "weight": dot.weight,
+        "accumulator": dot.accumulator,
+        "rows": kernel.rows,
+        "channels": kernel.vectors * LANES,
+        "left": left,
+        "left_strides": left_strides,
+        "left_region": ", ".join(f"0:{extent}" for extent in left),
+        "right": right,
+        "right_region": ", ".join(f"0:{extent}" for extent in right),
+        "loops": ", ".join(name[1:] for name in reduced),
+        "extents": ", ".join(map(str, reduced.values())),
+        "reduced": ", ".join(reduced),
+        "kinds": "R" * len(reduced),
+        "left_value": widened.format(value=f"A[{left_index}]"),
+        "right_value": widened.format(value=f"B[{right_index}]"),
+        # From one row of the left operand to the next, and from one line of taps to the next.
+        "pixel": kernel.stride * groups * size if kernel.taps_h else "pixel",
+        "line": "line" if kernel.taps_h else 0,
+        "bytes": 4 // size,
+    }
+
+
+def code(dot: Dot, kernel: Kernel) -> str:
+    """The function of a kernel in LLVM's language.
+
+    It takes the results with the bytes from row to row, the left operand with the bytes from row to row and from line
+    to line, and the right operand; it adds the products to the results.
+    """
+    multiply, symbol = _MULTIPLY[dot.name], _symbol(dot, kernel)
+    heights, step = kernel.heights, _step(kernel.depth)
+    steps = kernel.depth // step
+    starts = [sum(heights[:place]) for place in range(len(heights))]
+    lines: list[str] = []
+
+    def value(text: str) -> str:
+        lines.append(f"  %v{len(lines)} = {text}")
+        return f"%v{len(lines) - 1}"
+
+    def moved(base: str, offset: str) -> str:
+        return value(f"getelementptr i8, ptr {base}, i64 {offset}")
+
+    def intrinsic(name: str, arguments: str) -> None:
+        lines.append(f"  call void @{INTRINSICS}{name}({arguments})")
+
+    def results(name: str) -> None:
+        for place, start in enumerate(starts):
+            row = moved("%c", value(f"mul i64 %c_row, {start}"))
+            for vector in range(kernel.vectors):
+                tile = place * kernel.vectors + vector
+                intrinsic(name, f"i8 {tile}, ptr {moved(row, str(4 * LANES * vector))}, i64 %c_row")
+
+    intrinsic("ldtilecfg", f"ptr @{symbol}_tiles")
+    results("tileloadd64")
+    below = [value(f"mul i64 %a_row, {start}") for start in starts]
+    lines += ["  br label %loop", "loop:", "  %t = phi i64 [0, %entry], [%next, %loop]"]
+    line = value(f"mul i64 {value(f'udiv i64 %t, {steps}')}, {kernel.dilation}")
+    within = value(f"mul i64 {value(f'urem i64 %t, {steps}')}, {4 * step}")
+    left = moved(moved("%a", value(f"mul i64 {line}, %a_line")), within)
+    right = moved("%b", value(f"mul i64 %t, {4 * LANES * step}"))
+    for place, offset in enumerate(below):
+        intrinsic("tileloadd64", f"i8 {_LEFT + place}, ptr {moved(left, offset)}, i64 %a_row")
+    for vector in range(kernel.vectors):
+        size = 4 * LANES * kernel.depth * max(1, kernel.taps_h)
+        tile = _RIGHT + vector % 2
+        intrinsic("tileloadd64", f"i8 {tile}, ptr {moved(right, str(size * vector))}, i64 {4 * LANES}")
+        for place in range(len(heights)):
+            intrinsic(multiply, f"i8 {place * kernel.vectors + vector}, i8 {_LEFT + place}, i8 {tile}")
+    lines += [
+        "  %next = add i64 %t, 1",
+        f"  %more = icmp ult i64 %next, {steps * max(1, kernel.taps_h)}",
+        "  br i1 %more, label %loop, label %end",
+        "end:",
+    ]
+    results("tilestored64")
+    intrinsic("tilerelease", "")
+    declared = "\n".join(
+        f"declare void @{INTRINSICS}{name}({arguments})"
+        for name, arguments in (
+            ("ldtilecfg", "ptr"),
+            ("tileloadd64", "i8, ptr, i64"),
+            ("tilestored64", "i8, ptr, i64"),
+            (multiply, "i8, i8, i8"),
+            ("tilerelease", ""),
+        )
+    )
+    head = (
+        f"define linkonce_odr void @{symbol}(ptr %c, i64 %c_row, ptr %a, i64 %a_row, i64 %a_line, ptr %b) noinline {{"
+    )
+    tiles = "".join(f"\\{byte:02X}" for byte in _configuration(heights, kernel.vectors, step))
+    sizes = f'@{symbol}_tiles = linkonce_odr constant [64 x i8] c"{tiles}", align 64'
+    return "\n".join([sizes, declared, head, "entry:", *lines, "  ret void", "}", ""])
+
+
+def _configuration(heights: list[int], vectors: int, step: int) -> bytes:
+    """The 64 bytes that say how large each tile register is: palette 1, bytes of a row at 16, rows at 48."""
+    wide, high = [0] * 8, [0] * 8
+    for place, height in enumerate(heights):
+        for tile in (*range(place * vectors, (place + 1) * vectors), _LEFT + place):
+            wide[tile], high[tile] = (4 * step if tile >= _LEFT else 4 * LANES), height
+    for tile in (_RIGHT, _RIGHT + 1):
+        wide[tile], high[tile] = 4 * LANES, step
+    columns = b"".join(size.to_bytes(2, "little") for size in wide)
+    return bytes([1, *[0] * 15]) + columns.ljust(32, b"\0") + bytes(high).ljust(16, b"\0")
