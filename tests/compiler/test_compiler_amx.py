@@ -134,6 +134,33 @@ def test_dense_layers_equal_those_of_rounded_operands(
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
 
 
+@pytest.mark.usefixtures("emulated")
+def test_a_network_is_within_the_bound_of_bfloat16(make_model: MakeModel, run_built: RunBuilt, target: Target) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w0"], ["a"], pads=[3] * 4, strides=[2, 2]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "w1"], ["c"], pads=[1] * 4),
+        helper.make_node("Add", ["c", "b"], ["d"]),
+        helper.make_node("Relu", ["d"], ["e"]),
+        helper.make_node("Conv", ["e", "w2"], ["f"], strides=[2, 2]),
+        helper.make_node("Relu", ["f"], ["g"]),
+        helper.make_node("GlobalAveragePool", ["g"], ["h"]),
+        helper.make_node("Flatten", ["h"], ["i"]),
+        helper.make_node("Gemm", ["i", "w3"], ["y"]),
+    ]
+    weights = {
+        "w0": _normal(32, 3, 7, 7) / 12,
+        "w1": _normal(32, 32, 3, 3) / 17,
+        "w2": _normal(64, 32, 1, 1) / 6,
+        "w3": _normal(64, 16) / 8,
+    }
+    path = make_model(nodes, [("x", [4, 3, 32, 32])], ["y"], weights)
+    built, x = build(import_onnx(path), target, BuildOptions(precision="bf16")), _normal(4, 3, 32, 32)
+    assert len(_kernels(built)) == 4
+    expected = _onnxruntime(path, x)
+    assert 0 < float(np.abs(run_built(built, x)[0] - expected).max() / np.abs(expected).max()) < 2e-2
+
+
 def _quantised(make_model: MakeModel, operator: onnx.NodeProto, weight: Array, shape: list[int]) -> Path:
     """A model of one operator on quantised data and weights."""
     nodes = [
