@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,15 @@ def test_an_unknown_pass_is_refused_with_the_close_ones(options: BuildOptions, m
 def test_an_unknown_pass_option_is_refused(model: Path, native: Target) -> None:
     with pytest.raises(BuildError, match=r"'tirx\.UnrolLoop' is unknown.*'tirx\.UnrollLoop'"):
         build(import_onnx(model), native, BuildOptions(config={"tirx.UnrolLoop": {}}))
+
+
+def test_functions_of_symbolic_shapes_may_keep_sums_in_registers(make_model: Any, native: Target) -> None:
+    weights = {"w": np.ones((256, 512), "float32")}
+    path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", ["rows", 256])], ["y"], weights)
+    code = str(build(import_onnx(path), native).executable.mod.imports[0].inspect_source("ll"))
+    # What LLVM is not told to lie apart, it reads and writes anew at every step.
+    (parameters,) = re.findall(r"^define .* @dense_compute_\((.*?)\)", code, re.MULTILINE)
+    assert parameters.count("ptr noalias") == 3
 
 
 def test_disabling_fusion_leaves_more_functions(model: Path, native: Target) -> None:

@@ -306,15 +306,17 @@ def _finalize(target: Target, native: tvm.target.Target) -> tvm.transform.Pass:
         from tvm.relax.backend.cuda import pipeline
     else:
         from tvm.relax.backend.cpu_generic import pipeline
-    passes = [*pipeline.dataflow_lower_passes(native), *pipeline.finalize_passes(native), OrderShapeStores()]
+    passes = [*pipeline.dataflow_lower_passes(native), *pipeline.finalize_passes(native), TidyShapeFunctions()]
     return tvm.transform.Sequential(passes, name="finalize")
 
 
-@tvm.transform.module_pass(opt_level=0, name="OrderShapeStores")
-class OrderShapeStores:
-    """Sorts the stores of the functions that compute shapes: TVM lists them in the order of memory addresses.
+@tvm.transform.module_pass(opt_level=0, name="TidyShapeFunctions")
+class TidyShapeFunctions:
+    """Sorts the stores of the functions that compute shapes, and says that their arguments are apart from each other.
 
-    Without it the libraries of two processes differ as soon as a model has two symbolic expressions.
+    TVM lists the stores in the order of memory addresses: the libraries of two processes would differ as soon as a
+    model has two symbolic expressions. Its code generator takes the arguments of all functions of a library for what
+    one function says of its own: kernels would keep their sums in memory rather than in registers.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -325,7 +327,8 @@ class OrderShapeStores:
             stores = list(function.body.seq) if isinstance(function.body, tvm.tirx.SeqStmt) else []
             if stores and all(isinstance(store, tvm.tirx.BufferStore) for store in stores):
                 ordered = tvm.tirx.SeqStmt(sorted(stores, key=lambda store: int(store.indices[0])))
-                mod.update_func(variable, function.with_body(ordered))
+                function = function.with_body(ordered)
+            mod.update_func(variable, function.with_attr("tirx.noalias", True))
         return mod
 
 
@@ -389,7 +392,7 @@ def _check_passes(kind: str, names: Sequence[str]) -> None:
 @cache
 def known_passes() -> tuple[str, ...]:
     """The names of TVM's passes and ours, as `required_passes` and `disabled_passes` take them."""
-    names = {*pass_names(), "OrderShapeStores"}
+    names = {*pass_names(), "TidyShapeFunctions"}
     for constructor in tvm_ffi.registry.list_global_func_names():
         family, middle, name = constructor.rpartition(".transform.")
         if middle and "." not in name and family in ("relax", "tirx", "s_tir"):
