@@ -138,6 +138,32 @@ def test_prefetching_weights_that_the_cache_cannot_hold_is_a_choice_with_the_sam
         np.testing.assert_allclose(_called(scheduled, native, arrays), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_the_last_convolution_may_write_the_output_as_it_leaves(
+    kernel: int, make_model: Any, native: Target, run_built: Any
+) -> None:
+    rng = np.random.default_rng(7)
+    weights = {
+        "v": rng.standard_normal((32, 3, 3, 3)).astype("float32"),
+        "w": rng.standard_normal((21, 32, kernel, kernel)).astype("float32"),
+        "b": rng.standard_normal(21).astype("float32"),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "v"], ["a"], strides=[2, 2]),
+        helper.make_node("Conv", ["a", "w", "b"], ["c"], strides=[kernel, kernel]),
+        helper.make_node("Sigmoid", ["c"], ["y"]),
+    ]
+    imported = import_onnx(make_model(nodes, [("x", [2, 3, 39, 35])], ["y"], weights))
+    met = Choices()
+    usual = build(imported, native, choices=met)
+    (output,) = (site for site in met.met.values() if site.kind == "output")
+    other = build(imported, native, choices=Choices({output.key: output.options[1]}))
+    assert len(usual.schedules) - len(other.schedules) == 1
+    assert "fallback" not in dict(other.schedules)["fused_conv2d1_add_sigmoid_transpose1"]
+    x = rng.standard_normal((2, 3, 39, 35)).astype("float32")
+    np.testing.assert_allclose(run_built(other, x)[0], run_built(usual, x)[0], rtol=1e-6)
+
+
 def test_the_first_convolution_may_read_the_input_as_it_comes(make_model: Any, native: Target, run_built: Any) -> None:
     weight = np.random.default_rng(5).standard_normal((24, 3, 5, 5)).astype("float32")
     nodes = [helper.make_node("Conv", ["x", "w"], ["c"], pads=[2] * 4), helper.make_node("Relu", ["c"], ["y"])]

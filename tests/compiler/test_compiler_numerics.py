@@ -33,6 +33,8 @@ _CONVOLUTIONS = [
     (12, 18, 3, 3, 1, 1, 1, 10, 9),
     (32, 64, 2, 3, 2, 2, 1, 9, 17),
     (7, 14, 7, 3, 1, 1, 1, 8, 8),
+    (58, 116, 2, 1, 1, 0, 1, 9, 9),
+    (33, 75, 3, 3, 2, 1, 1, 9, 12),
     (8, 48, 1, 5, 3, 2, 1, 20, 31),
     (64, 8, 1, 1, 1, 0, 1, 7, 7),
 ]
@@ -59,7 +61,40 @@ def test_convolutions_equal_onnx_runtime(
     weights = {"w": _normal(out, channels // groups, kernel, kernel), "b": _normal(out)}
     path = make_model(nodes, [("x", [1, channels, height, width])], ["y"], weights)
     built = assert_same_as_onnxruntime(path, {"x": _normal(1, channels, height, width)})
-    assert _rules(built).keys() & {"conv2d", "rows"}
+    assert _rules(built).keys() & {"conv2d", "rows", "winograd"}
+
+
+# channels, groups, kernel, stride, padding, dilation, size
+_NARROW = [
+    (128, 32, 3, 1, 1, 1, 28),
+    (64, 32, 3, 2, 1, 1, 15),
+    (24, 3, 5, 1, 2, 1, 11),
+    (40, 10, 1, 1, 0, 1, 9),
+    (56, 7, 3, 1, 2, 2, 13),
+]
+
+
+@pytest.mark.parametrize("batch", [2, "any"])
+@pytest.mark.parametrize("case", _NARROW, ids=lambda case: "-".join(map(str, case)))
+def test_narrow_groups_equal_onnx_runtime(
+    case: tuple[int, ...], batch: int | str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    channels, groups, kernel, stride, pad, dilation, size = case
+    conv = helper.make_node(
+        "Conv",
+        ["x", "w", "b"],
+        ["c"],
+        group=groups,
+        strides=[stride] * 2,
+        pads=[pad] * 4,
+        dilations=[dilation] * 2,
+    )
+    weights = {"w": _normal(channels, channels // groups, kernel, kernel), "b": _normal(channels)}
+    shape = [("x", [batch, channels, size, size])]
+    path = make_model([conv, helper.make_node("Relu", ["c"], ["y"])], shape, ["y"], weights)
+    feeds = [{"x": _normal(count, channels, size, size)} for count in ((2,) if batch == 2 else (1, 3))]
+    built = assert_same_as_onnxruntime(path, *feeds)
+    assert _rules(built)["depthwise"] == 1
 
 
 @pytest.mark.parametrize(

@@ -25,5 +25,7 @@ VECTORS = "tvmflow.vectors"
 AXES = "tvmflow.axes"
 # Of a norm over groups of channels that are not the last dimension: the channels in a group.
 GROUP = "tvmflow.group"
+# The channels of a convolution's groups, where these are narrower than a vector.
+CHANNELS = "tvmflow.channels"
 # What the decisions about an operator are about, which measuring may make otherwise.
 SUBJECT = "tvmflow.subject"

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 # All decisions of one of these kinds are made at once.
 _TOGETHER = ("algorithm", "lines", "first", "last", "rows")
-# Last of all, how the model's input is read and whether blocks are computed whole, then what that leaves to be decided.
-KINDS = (*_TOGETHER, "edge", "block", *_TOGETHER)
+# Last of all, how the model's input is read and its output written, and whether blocks are computed whole; then what
+# that leaves to be decided.
+KINDS = (*_TOGETHER, "edge", "output", "block", *_TOGETHER)
 # What another option must gain before it counts as faster: below lies the noise.
 _MARGIN = 0.97
 # Functions that together take less of the model's time than this are not worth a decision.

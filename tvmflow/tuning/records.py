@@ -587,11 +587,11 @@ def _scheduled(trace: Any, func: "PrimFunc") -> Any:
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import Trace
 
-    from tvmflow.compiler import amx, dotproduct
+    from tvmflow.compiler import amx, dotproduct, groups
 
     for kind, _, attributes, _ in trace[0]:
         if kind == "Tensorize":
-            for unit in (amx, dotproduct):
+            for unit in (amx, dotproduct, groups):
                 unit.register(str(attributes[0]))
     schedule = Schedule(IRModule({"main": func}))
     Trace.apply_json_to_schedule(trace, schedule)

@@ -15,6 +15,8 @@ Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
 # TVM's fusion kind for operators that take element-wise ones after them; it cannot see that in our stages itself.
 FUSABLE = {"op_pattern": 4}
+# Of operators that are taken so whatever they are; the kind itself, which is 0, TVM would take for none.
+FOLLOWS = {"tvmflow.follows": 1}
 
 
 def default(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tvm
+import tvm_ffi
 from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler import choices, tiles, winograd
@@ -14,6 +15,7 @@ from tvmflow.compiler.annotations import AXES, KERNEL, LANES, LEAD, SHARED, SUBJ
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import depthwise, products
 from tvmflow.compiler.operators.common import (
+    FOLLOWS,
     FUSABLE,
     constant,
     divides,
@@ -26,6 +28,11 @@ from tvmflow.compiler.operators.common import (
 )
 from tvmflow.compiler.operators.products import rows_product
 
+# The transpose of NHWC images to NCHW.
+_CHANNELS_FIRST = [0, 3, 1, 2]
+# Element-wise operations between a convolution and the transpose of its result.
+_MOST_STEPS = 6
+
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fast: bool = True) -> relax.Expr | None:
     """Choose how a convolution is computed; None for what is not ours: other layouts, dtypes, unknown kernels."""
@@ -36,7 +43,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
     if not is_float32(data, weight) or any(static(dim) is None for dim in weight.ty.shape.values):
         return None
     groups, channels = int(attrs.groups), static(data.ty.shape.values[3])
-    out_channels, _, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
+    out_channels, depth, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
     geometry: dict[str, Any] = {
         "strides": [int(item) for item in attrs.strides],
         "padding": [int(item) for item in attrs.padding],
@@ -48,6 +55,11 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
         packed = depthwise.pack(builder, weight, lanes)
         compute = partial(depthwise.depthwise, machine=machine, subject=subject, **geometry)
         return builder.call_te(compute, data, packed, primfunc_name_hint="depthwise_conv2d", primfunc_attrs=FUSABLE)
+    constants = isinstance(weight, tvm.ir.GenericConst)
+    if constants and depthwise.is_narrow(out_channels, depth, groups, machine):
+        packed = constant(depthwise.pack_groups(weight.value.numpy(), machine.lanes))
+        compute = partial(depthwise.depthwise, machine=machine, subject=subject, **geometry)
+        return builder.call_te(compute, data, packed, primfunc_name_hint="grouped_conv2d", primfunc_attrs=FUSABLE)
     size = winograd_size(data, weight, groups, geometry, machine, subject) if fast else None
     if size is not None:
         stride = geometry["strides"][0]
@@ -80,16 +92,43 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
         compute = partial(
             conv2d, channels=out_channels, groups=groups, machine=machine, subject=subject, axes=axes, **geometry
         )
-    return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=FUSABLE)
+    attrs = {**FUSABLE, SUBJECT: subject}
+    return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=attrs)
 
 
 def legalize_transpose(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """A transpose of a model's input, for the convolution that reads it; None for any other."""
+    """A transpose of a model's input, for the convolution that reads it, or of what a convolution writes; else None.
+
+    Whether the convolution itself writes in the order of the transpose's result is a decision.
+    """
     (data,) = call.args
-    if not isinstance(data, relax.Var) or builder.lookup_binding(data) is not None or call.attrs.axes is None:
+    if not isinstance(data, relax.Var) or call.attrs.axes is None:
         return None
     axes = [int(axis) for axis in call.attrs.axes]
-    return builder.call_te(topi.transpose, data, axes, primfunc_name_hint="transpose", primfunc_attrs={AXES: [*axes]})
+    attrs: dict[str, Any] | None = None
+    if builder.lookup_binding(data) is None:
+        attrs = {AXES: axes}
+    elif axes == _CHANNELS_FIRST and (subject := _writer(builder, data)) is not None:
+        attrs = choices.choose("output", subject, {"transposed": None, "as it leaves": FOLLOWS})
+    if attrs is None:
+        return None
+    return builder.call_te(topi.transpose, data, axes, primfunc_name_hint="transpose", primfunc_attrs=attrs)
+
+
+def _writer(builder: relax.BlockBuilder, result: relax.Var, steps: int = _MOST_STEPS) -> str | None:
+    """The subject of the direct convolution that a value is the result of, up to some element-wise operations."""
+    call = builder.lookup_binding(result)
+    if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.call_tir" or steps == 0:
+        return None
+    subject = (builder.get()[call.args[0]].attrs or {}).get(SUBJECT)
+    if subject is not None:
+        return str(subject)
+    same = (
+        item
+        for item in call.args[1]
+        if isinstance(item, relax.Var) and tvm_ffi.structural_equal(item.ty.shape, result.ty.shape)
+    )
+    return next(filter(None, (_writer(builder, item, steps - 1) for item in same)), None)
 
 
 def subject_of(call: relax.Call) -> str:

@@ -1,4 +1,4 @@
-"""Depthwise convolution: every channel by itself."""
+"""Depthwise convolution, every channel by itself, and convolution of groups that are narrower than a vector."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
-from tvmflow.compiler.annotations import KERNEL, LANES, SUBJECT, TILE
+from tvmflow.compiler.annotations import CHANNELS, KERNEL, LANES, SUBJECT, TILE
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import (
     constant,
@@ -45,6 +45,19 @@ def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]
     return value
 
 
+def is_narrow(out_channels: int, depth: int, groups: int, machine: Machine) -> bool:
+    """Whether a vector has room for several groups, with as many channels before as after."""
+    return groups > 1 and out_channels == depth * groups and 1 < depth < machine.lanes and machine.lanes % depth == 0
+
+
+def pack_groups(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+    """Weights `[C][G][KH][KW]` of groups of G channels as `[KH][KW][G][C]`, zeros after the last channel."""
+    channels, size, kernel_h, kernel_w = weight.shape
+    value = np.zeros((kernel_h, kernel_w, size, -(-channels // lanes) * lanes), "float32")
+    value[..., :channels] = weight.transpose(2, 3, 1, 0)
+    return value
+
+
 def _padded_channels(channels: int, lanes: int) -> int:
     # Half a vector at the end is as good as a whole one; less is not.
     return channels if channels % max(lanes // 2, 4) == 0 else -(-channels // lanes) * lanes
@@ -60,9 +73,9 @@ def depthwise(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> te.Tensor:
-    """Depthwise convolution of NHWC data, channel by channel with weights `[KH][KW][C]`."""
+    """Convolution of NHWC data: by channel with weights `[KH][KW][C]`, in narrow groups with those of `pack_groups`."""
     batch, in_h, in_w, channels = data.shape
-    kernel_h, kernel_w, padded = (int(dim) for dim in weight.shape)
+    kernel_h, kernel_w, *size, padded = (int(dim) for dim in weight.shape)
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
     out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
     tile = _depthwise_tile(static(out_w), machine)
@@ -75,14 +88,18 @@ def depthwise(
     source = padded_input(data, padding, height, width, padded)
     y = te.reduce_axis((0, kernel_h), "y")
     x = te.reduce_axis((0, kernel_w), "x")
+    within = [te.reduce_axis((0, channels_of), "k") for channels_of in size]
+
+    def term(n: Any, h: Any, w: Any, c: Any) -> Any:
+        read = c // size[0] * size[0] + within[0] if size else c
+        place = (n, h * strides[0] + y * dilation[0], w * strides[1] + x * dilation[1], read)
+        return te.sum(source[place] * weight[(y, x, *within, c)], axis=[y, x, *within])
+
     product = te.compute(
         (batch, out_h, tiled_w, padded),
-        lambda n, h, w, c: te.sum(
-            source[n, h * strides[0] + y * dilation[0], w * strides[1] + x * dilation[1], c] * weight[y, x, c],
-            axis=[y, x],
-        ),
+        term,
         name="depthwise_conv2d",
-        attrs={KERNEL: "depthwise", TILE: tile, LANES: lanes, SUBJECT: subject},
+        attrs={KERNEL: "depthwise", TILE: tile, LANES: lanes, SUBJECT: subject, CHANNELS: math.prod(size)},
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
 

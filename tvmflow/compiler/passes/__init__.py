@@ -5,6 +5,7 @@ from tvm import relax
 
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators import legalizations
+from tvmflow.compiler.operators.common import FOLLOWS
 from tvmflow.compiler.passes import attention, dimensions, folding, patterns, simplify
 from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.blocks import FuseBlocks
@@ -39,6 +40,18 @@ def canonicalize() -> list[tvm.transform.Pass]:
     ]
 
 
+@tvm.transform.module_pass(opt_level=0, name="MarkFollowers")
+class MarkFollowers:
+    """Lets the operators that are said to follow another be fused to it as element-wise ones are."""
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Rewrite the kinds of the module's functions."""
+        for variable, function in mod.functions_items():
+            if FOLLOWS.keys() & dict(function.attrs or {}).keys():
+                mod.update_func(variable, function.with_attr("op_pattern", 0))
+        return mod
+
+
 def tidy() -> list[tvm.transform.Pass]:
     """The passes that remove what other passes have left."""
     return [
@@ -49,9 +62,14 @@ def tidy() -> list[tvm.transform.Pass]:
     ]
 
 
-def layout() -> list[tvm.transform.Pass]:
+def layout(lanes: int = 16) -> list[tvm.transform.Pass]:
     """The passes that bring convolutions and pooling to two dimensions with the channels last."""
-    return [dimensions.in_two_dimensions(), dimensions.split_transposed(), ChannelsLast()]
+    return [
+        dimensions.in_two_dimensions(),
+        dimensions.split_transposed(),
+        dimensions.split_groups(lanes),
+        ChannelsLast(),
+    ]
 
 
 def pass_names() -> list[str]:
@@ -60,6 +78,7 @@ def pass_names() -> list[str]:
     others = {
         "ComposeAttention",
         "FuseBlocks",
+        "MarkFollowers",
         "LowerAttention",
         "RoundProducts",
         "HalveProducts",
@@ -77,8 +96,8 @@ def lower_passes(target: Target, precision: Precision = "fp32", fast: bool = Tru
         fused: list[tvm.transform.Pass] = []
         legalize = relax.transform.LegalizeOps()
     else:
-        laid_out = [attention.compose_attention(), *layout()]
         cpu = machine(target)
+        laid_out = [attention.compose_attention(), *layout(cpu.lanes)]
         narrow = {
             "fp32": FuseBlocks(cpu),
             "bf16": RoundProducts(cpu, fast),
@@ -103,6 +122,7 @@ def lower_passes(target: Target, precision: Precision = "fp32", fast: bool = Tru
         relax.backend.DispatchSortScan(),
         legalize,
         relax.transform.AnnotateTIROpPattern(),
+        MarkFollowers(),
         relax.transform.FoldConstant(),
         relax.transform.DeadCodeElimination(),
         relax.transform.FuseOps(),

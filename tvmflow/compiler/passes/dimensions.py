@@ -1,12 +1,16 @@
-"""Writes transposed and three-dimensional convolutions as ordinary ones of two dimensions."""
+"""Writes transposed, three-dimensional and some grouped convolutions as ordinary ones of two dimensions."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import tvm
 from tvm import relax
 
 from tvmflow.compiler.passes.rewrite import Array, Rewriter, constant, dtype, rewriting, sizes
+
+# With more groups each is too small a convolution.
+_MOST_GROUPS = 8
 
 
 def in_two_dimensions() -> tvm.transform.Pass:
@@ -45,6 +49,27 @@ def _transposed_1d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         groups=int(attrs.groups),
     )
     return relax.op.squeeze(rewriter.emit(image), [2])
+
+
+def split_groups(lanes: int = 16) -> tvm.transform.Pass:
+    """Writes a convolution of a few wide groups that are no whole vectors of `lanes` channels as one for each group."""
+    return rewriting("SplitGroups", {"nn.conv2d": (partial(_split_groups, lanes=lanes),)})
+
+
+def _split_groups(rewriter: Rewriter, call: relax.Call, lanes: int) -> relax.Expr | None:
+    attrs, weight = call.attrs, rewriter.constant(call.args[1])
+    groups = int(attrs.groups)
+    if weight is None or not 1 < groups <= _MOST_GROUPS or attrs.data_layout != "NCHW":
+        return None
+    (outputs, inputs), shared = weight.shape[:2], {"strides": attrs.strides, "padding": attrs.padding}
+    if outputs // groups < lanes or outputs // groups % lanes == 0:
+        return None
+    parts = []
+    for group, kernel in enumerate(np.split(weight, groups)):
+        data = relax.op.strided_slice(call.args[0], [1], [group * inputs], [(group + 1) * inputs])
+        part = relax.op.nn.conv2d(rewriter.emit(data), constant(kernel), dilation=attrs.dilation, **shared)
+        parts.append(rewriter.emit(part))
+    return relax.op.concat(parts, 1)
 
 
 def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:

@@ -20,6 +20,8 @@ WORTH_THREADS = 8192
 # Steps of a reduction that may be unrolled: rarely better, and worse where registers are short. So many may be all.
 _UNROLLED = (2, 4)
 _ALL_UNROLLED = 8
+# Dimensions of a batch of images.
+_IMAGE = 4
 # Lanes of the narrowest vector that is better than a loop in two parts.
 _NARROWEST = 4
 # Makes TVM split a loop into the iterations that need no bounds check and the rest, so that the former vectorise.
@@ -118,6 +120,15 @@ def inline_epilogue(sch: Schedule, block: SBlockRV) -> SBlockRV:
             (last,) = readers
             return last
         sch.compute_inline(between[0])
+
+
+def channels_last(sch: Schedule, out: SBlockRV, product: SBlockRV) -> None:
+    """Let a block that writes an image channels first go through it as it reads a product, channels last."""
+    block, written = sch.get(out), sch.get(product).writes[0].source
+    variables = [variable.var for variable in block.iter_vars]
+    channel = next(region.region[-1].min for region in block.reads if region.source.same_as(written))
+    if len(variables) == _IMAGE and variables[1].same_as(channel):
+        sch.transform_block_layout(out, lambda n, c, h, w: [n, h, w, c])
 
 
 def parallel(sch: Schedule, loop: LoopRV, machine: Machine) -> None:

@@ -1,9 +1,15 @@
-"""The schedule for depthwise convolution: a strip of pixels by a vector of channels in registers, taps unrolled."""
+"""The schedule for depthwise convolution: a strip of pixels by a vector of channels in registers, taps unrolled.
+
+So are narrow groups, whose channels are shuffles of a vector.
+"""
+
+from collections.abc import Sequence
 
 from tvm.s_tir import Schedule
+from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from tvmflow.compiler import choices
-from tvmflow.compiler.annotations import LANES, TILE
+from tvmflow.compiler import choices, groups
+from tvmflow.compiler.annotations import CHANNELS, LANES, TILE
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
 
@@ -27,15 +33,34 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     for pad in common.named(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, pad, machine)
-    *_, strip, vector, y, x = sch.get_loops(product)
+    size = int(annotations[CHANNELS])
+    around = list(sch.get_loops(product))
+    *_, strip, vector, y, x = around[:-1] if size > 1 else around
     if [common.extent(sch, loop) for loop in (strip, vector)] != [pixels, lanes]:
         raise ValueError("the strip's extents are not constant")
+    if size > 1:
+        return _in_groups(sch, product, size, around[-5:], list(sch.get_loops(out))[-3:])
     sch.reorder(y, x, strip, vector)
     taps = (common.extent(sch, y) or 0) * (common.extent(sch, x) or 0)
     common.in_registers(sch, [*([y] if taps <= 9 else []), *([x] if taps <= 49 else []), strip, vector])
     start = sch.decompose_reduction(product, y)
     common.in_registers(sch, list(sch.get_loops(start))[-2:])
     common.in_registers(sch, [near, pieces, lane])
+    return True
+
+
+def _in_groups(sch: Schedule, product: SBlockRV, size: int, loops: Sequence[LoopRV], written: Sequence[LoopRV]) -> bool:
+    """The same for the loops over strip, vector, both taps and a group's channels of a product in narrow groups."""
+    strip, vector, y, x, channel = loops
+    lanes = common.extent(sch, vector) or 1
+    # Taps of neighbouring pixels read the same vectors, which are shuffled once where they are unrolled together.
+    sch.reorder(y, strip, x, channel, vector)
+    sch.unroll(strip)
+    sch.unroll(x)
+    start = sch.decompose_reduction(product, y)
+    common.in_registers(sch, list(sch.get_loops(start))[-2:])
+    groups.use(sch, size, lanes, channel)
+    common.in_registers(sch, list(written))
     return True
 
 

@@ -83,6 +83,7 @@ def tiled(
     channels = _static(sizes[-reduced - 1])
     vectors = None if channels is None else channels // lanes
     out = common.inline_epilogue(sch, product)
+    common.channels_last(sch, out, product)
     if lead_dimensions:
         last = len(sch.get_loops(out)) - 1
         common.join_dimensions(sch, out, [int(place) for place in annotations.get(ROWS, range(lead_count, last))])

@@ -1,0 +1,60 @@
+"""Narrow groups: a vector of output channels that spans several groups of a convolution, each lane reading its own.
+
+The input channels of those groups are as many as the output channels. For the first channel of every group they are
+spread over the lanes by one shuffle, for the second by another, and so on.
+"""
+
+from functools import cache
+
+from tvm.s_tir import Schedule, TensorIntrin
+from tvm.s_tir.schedule import LoopRV
+from tvm.script import from_source
+from tvm.script import tirx as script
+
+_NAMES = "tvmflow.groups."
+_DESCRIPTION = """\
+@T.prim_func(s_tir=True)
+def main(a: T.handle, b: T.handle, c: T.handle) -> None:
+    step = T.int64()
+    A = T.match_buffer(a, ({lanes},), "float32", offset_factor=1)
+    B = T.match_buffer(b, ({size}, {lanes}), "float32", offset_factor=1, strides=[step, 1])
+    C = T.match_buffer(c, ({lanes},), "float32", offset_factor=1)
+    with T.sblock("root"):
+        T.reads(C[0:{lanes}], A[0:{lanes}], B[0:{size}, 0:{lanes}])
+        T.writes(C[0:{lanes}])
+"""
+_MEANING = """\
+        for k, l in T.grid({size}, {lanes}):
+            with T.sblock("update"):
+                vl, vk = T.axis.remap("SR", [l, k])
+                C[vl] = C[vl] + A[vl // {size} * {size} + vk] * B[vk, vl]
+"""
+_STEP = """\
+        C[T.ramp(0, 1, {lanes})] = C.vload([0], "float32x{lanes}") + T.Shuffle(
+            [A.vload([0], "float32x{lanes}")], {places}
+        ) * B.vload([{k}, 0], "float32x{lanes}")
+"""
+
+
+def use(sch: Schedule, size: int, lanes: int, channel: LoopRV) -> None:
+    """Replace the loop over the `size` channels of a group, with that over `lanes` lanes within it, by shuffles."""
+    name = f"{_NAMES}{size}.{lanes}"
+    register(name)
+    sch.tensorize(channel, name)
+
+
+@cache
+def register(name: str) -> None:
+    """Make the shuffles known to TVM by the name that a schedule's trace has for them; others are left alone."""
+    if not name.startswith(_NAMES):
+        return
+    size, lanes = map(int, name.removeprefix(_NAMES).split("."))
+    head = _DESCRIPTION.format(size=size, lanes=lanes)
+    steps = (
+        _STEP.format(lanes=lanes, k=k, places=[lane // size * size + k for lane in range(lanes)]) for k in range(size)
+    )
+    meaning, done = (
+        from_source(head + body, extra_vars={"T": script})
+        for body in (_MEANING.format(size=size, lanes=lanes), "".join(steps))
+    )
+    TensorIntrin.register(name, meaning, done, override=True)
