@@ -4,7 +4,8 @@ Every runner has a process of its own and equal threads; they take turns of a fr
 time. A ratio is our latency over the peer's, so below one we are faster: of the medians (p50) and of the minima. Beside
 it is the goal; a miss is marked with an x. Goals are for tuned builds, an untuned one is allowed a tenth more. The
 noise is how far the medians of our own rounds differ: on a machine that does other work, --threads 1 --cpu-time shows
-next to none. The error is the largest difference from ONNX Runtime's outputs over their largest value.
+next to none. The error is the largest difference from ONNX Runtime's outputs over their largest value. Below the table
+stands what each missed goal asks of the machine: operations per second, by the textbook's algorithms, over its peak.
 """
 
 import argparse
@@ -19,10 +20,12 @@ import prepare
 import runners
 from catalogue import MODELS, Model, find
 from commandline import new_parser, positive, state_folder
+from flops import gflop
+from peaks import PeakJob, Peaks
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from runners import RUNNERS, Measured, Runner, RunnerJob
+from runners import RUNNERS, Measured, Runner, RunnerJob, Turns
 
 from tvmflow.errors import TvmflowError
 from tvmflow.workspace import Record
@@ -49,8 +52,12 @@ class Ratio(Record):
 
 
 class Row(Record):
-    """One model: what was measured, the ratios by peer, and why there are none."""
+    """One model: what was measured, the ratios by peer, and why there are none.
 
+    `gflop` are the operations of its products, thousands of millions by the textbook's algorithms; None where unknown.
+    """
+
+    gflop: float | None
     runners: dict[Runner, Measured]
     ratios: dict[Runner, Ratio]
     failure: str | None
@@ -59,7 +66,8 @@ class Row(Record):
 class Document(Record):
     """What `--json` writes; latencies are milliseconds.
 
-    `load` is the number of processes that wanted to run before: of more than none, the figures are as noisy.
+    `load` is the number of processes that wanted to run before: of more than none, the figures are as noisy. `peak`
+    are the GFLOP/s in fp32 that the machine reaches at best with these threads.
     """
 
     cpu: str
@@ -70,6 +78,7 @@ class Document(Record):
     rounds: int
     clock: runners.Clock
     load: float
+    peak: float
     models: dict[str, Row]
 
 
@@ -108,7 +117,7 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, told: Call
         failure = ours.failure
     if failure is None and not (ours.error is not None and ours.error <= _LARGEST_ERROR[arguments.precision]):
         failure = f"the outputs differ from ONNX Runtime's by {ours.error:.1e} of their largest value"
-    return Row(runners=measured, ratios=_ratios(model, measured, arguments.trials), failure=failure)
+    return Row(gflop=gflop(onnx), runners=measured, ratios=_ratios(model, measured, arguments.trials), failure=failure)
 
 
 def _ratios(model: Model, measured: Mapping[Runner, Measured], trials: int) -> dict[Runner, Ratio]:
@@ -173,6 +182,26 @@ def _remarks(document: Document) -> list[str]:
     return list(told)
 
 
+def _misses(document: Document) -> list[str]:
+    """What each goal that is missed asks of the machine, in terms of its peak."""
+    told = []
+    for name, row in document.models.items():
+        ours = row.runners["tvmflow"]
+        for peer, ratio in row.ratios.items():
+            theirs = row.runners[peer].p50
+            if not ratio.missed or ratio.goal is None or not row.gflop or not theirs or not ours.p50:
+                continue
+            wanted, reached, peers = (
+                row.gflop / milliseconds * 1e3 / document.peak
+                for milliseconds in (ratio.goal * theirs, ours.p50, theirs)
+            )
+            told.append(
+                f"{name}, {ratio.goal:.2f} of {_TITLES[peer]}: {row.gflop:.2f} GFLOP at {wanted:.0%} of the peak; "
+                f"ours {reached:.0%}, theirs {peers:.0%}"
+            )
+    return told
+
+
 def _cpu() -> str:
     try:
         found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -212,7 +241,9 @@ def main() -> int:
     state = state_folder(arguments)
     errors, load = Console(stderr=True), os.getloadavg()[0]
     rows: dict[str, Row] = {}
-    with errors.status("") as status:
+    with errors.status("measuring the peak") as status:
+        with Turns("peaks:work", state / "peaks.log") as process:
+            peak = process.call(PeakJob(target=prepare.native(arguments.threads)), Peaks).gflops
         for model in models:
             rows[model.name] = measure(model, arguments, state, status.update)
     document = Document(
@@ -224,14 +255,17 @@ def main() -> int:
         rounds=arguments.rounds,
         clock=clock,
         load=load,
+        peak=peak,
         models=rows,
     )
     Console(width=max(150, Console().width)).print(show(document, arguments.peers), highlight=False)
     print(
         f"{document.cpu}; {document.precision}, batch {document.batch}, threads {document.threads}, {clock} time, "
         f"{document.trials or 'no'} tuning trials, {document.rounds} rounds, load {load:.1f} before; "
-        "x: the goal is missed"
+        f"peak {document.peak:.0f} GFLOP/s; x: the goal is missed"
     )
+    for told in _misses(document):
+        print(told)
     for told in _remarks(document):
         print(told)
     if arguments.json is not None:
