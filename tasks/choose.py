@@ -193,8 +193,8 @@ def choose(
 
     They run on a sample of the sizes that the release file says to tune at, or else on the golden one.
 
-    The tuned one is shipped when its latency is below 0.99 of the other's in the median of 15 pairs of rounds, and
-    lower in 12 of them at least. Where this machine cannot run them it is shipped as well: each of its records was
+    The tuned one is shipped when its latency is below 0.99 of the other's in the median of 25 pairs of rounds, and
+    lower in 20 of them at least. Where this machine cannot run them it is shipped as well: each of its records was
     measured to be faster. One that validation refuses is not shipped if the other passes. `part` is what the tuned one
     was made with. Raises BundleError for a bundle that does not run here.
     """

@@ -121,8 +121,8 @@ def compare(
 ) -> Outcome[Gain]:
     """Measure a new build beside the bundle in production, in turn; the same library needs no measuring.
 
-    It is better when its latency is below 0.98 of the other's in the median of 15 pairs of rounds and lower in at least
-    12 of them, worse when the same can be said of the other. Raises BundleError for a bundle that does not run here.
+    It is better when its latency is below 0.98 of the other's in the median of 25 pairs of rounds and lower in at least
+    20 of them, worse when the same can be said of the other. Raises BundleError for a bundle that does not run here.
     """
 
     def measured() -> Gain:

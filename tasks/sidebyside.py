@@ -18,7 +18,7 @@ from tvmflow.workspace import Record, StepResult, Workspace
 # Pairs of rounds, and seconds and runs of each: more than half of the pairs must be disturbed to change the median.
 _PAIRS = 9
 # As many as `is_faster` is meant for.
-DECIDING_PAIRS = 15
+DECIDING_PAIRS = 25
 _ROUND_SECONDS = 0.25
 _LEAST_RUNS, _MOST_RUNS = 7, 2000
 # In which share of the pairs the faster of two bundles must be the faster one.
@@ -48,7 +48,7 @@ class Beside(Record):
         return sum(value < 1 for value in self.ratios)
 
     def told(self, candidate: str, held: str) -> str:
-        """As "the new one's latency is 0.974 of the old one's (1.231 ms beside 1.264 ms), lower in 15 of 15 pairs"."""
+        """As "the new one's latency is 0.974 of the old one's (1.231 ms beside 1.264 ms), lower in 25 of 25 pairs"."""
         times = f"{self.candidate_ms:.3f} ms beside {self.held_ms:.3f} ms"
         lower = f"lower in {self.lower} of {len(self.ratios)} pairs"
         return f"{candidate} latency is {self.ratio:.3f} of {held} ({times}), {lower}"
@@ -62,7 +62,7 @@ class Beside(Record):
     def is_faster(self, gain: float) -> bool:
         """Whether the latency is below `gain` of the other's, and lower in four of five pairs.
 
-        Of two equal builds one is by chance lower in 12 of 15 pairs once in 57 times, and hardly ever by one or two
+        Of two equal builds one is by chance lower in 20 of 25 pairs once in 490 times, and hardly ever by one or two
         per cent in the median as well.
         """
         return self.ratio < gain and self.lower >= _SURE * len(self.ratios)

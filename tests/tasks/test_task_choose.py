@@ -118,10 +118,10 @@ def test_a_build_alone_is_shipped(context: Context) -> None:
 @pytest.mark.parametrize(
     ("ratios", "faster"),
     [
-        ([0.9] * 12 + [1.1] * 3, True),
-        ([0.9] * 11 + [1.1] * 4, False),
-        ([0.995] * 15, False),
-        ([1.1] * 15, False),
+        ([0.9] * 20 + [1.1] * 5, True),
+        ([0.9] * 19 + [1.1] * 6, False),
+        ([0.995] * 25, False),
+        ([1.1] * 25, False),
     ],
 )
 def test_faster_is_what_gains_enough_in_four_of_five_pairs(ratios: list[float], faster: bool) -> None:
