@@ -59,7 +59,7 @@ def split_groups(lanes: int = 16) -> tvm.transform.Pass:
 def _split_groups(rewriter: Rewriter, call: relax.Call, lanes: int) -> relax.Expr | None:
     attrs, weight = call.attrs, rewriter.constant(call.args[1])
     groups = int(attrs.groups)
-    if weight is None or not 1 < groups <= _MOST_GROUPS or attrs.data_layout != "NCHW":
+    if weight is None or not 1 < groups <= _MOST_GROUPS or attrs.data_layout != "NCHW" or dtype(call) != "float32":
         return None
     (outputs, inputs), shared = weight.shape[:2], {"strides": attrs.strides, "padding": attrs.padding}
     if outputs // groups < lanes or outputs // groups % lanes == 0:
