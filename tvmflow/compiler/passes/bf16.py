@@ -43,7 +43,8 @@ class _BFloat16:
             if call.op.name == "relax.matmul" or is_depthwise(call):
                 return [left]
             groups, (out_channels, depth) = int(call.attrs.groups), (int(dim) for dim in right.ty.shape.values[:2])
-            fits = groups == 1 or depth % BF16.group == 0
+            narrow = depthwise.is_narrow(out_channels, depth, groups, self._machine)
+            fits = groups == 1 or (depth % BF16.group == 0 and not narrow)
             return [left] if fits and dot.lanes_of(out_channels, groups, self._machine) else []
         if getattr(call.op, "name", "") != "relax.matmul" or not is_float32(*call.args, call):
             return []
