@@ -122,7 +122,7 @@ def test_winograd_rounds_little_more_than_the_direct_way(
 
 
 @bfloat16
-@pytest.mark.parametrize(("groups", "rule"), [(7, "conv2d"), (14, "depthwise")])
+@pytest.mark.parametrize(("groups", "rule"), [(2, "conv2d"), (7, "depthwise"), (14, "depthwise")])
 def test_groups_narrower_than_a_vector_are_multiplied_in_float32(
     groups: int, rule: str, make_model: MakeModel, run_built: RunBuilt, native: Target
 ) -> None:
