@@ -156,7 +156,7 @@ def show(rows: Sequence[Row]) -> None:
             row.shipped,
             f"{row.again_trials} trials, {row.again_seconds:.0f} s",
         )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def main() -> int:
