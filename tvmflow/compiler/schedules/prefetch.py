@@ -17,8 +17,8 @@ from tvmflow.compiler.schedules import common
 
 # On a loop over the chunks of a reduction: fetch what the next chunk reads of the block's last operand.
 PREFETCH = "tvmflow.prefetch"
-# Steps of a reduction that are a chunk.
-_CHUNKS = (64,)
+# Steps of a reduction that are a chunk, and so how far ahead is fetched.
+_CHUNKS = (64, 16)
 # To read, into the second-level cache, data.
 _HOW = (0, 2, 1)
 
