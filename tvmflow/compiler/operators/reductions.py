@@ -146,11 +146,11 @@ def _statistic(data: te.Tensor, *, view: View, shape: Sequence[Any], name: str, 
 
         result = reduction(square, view, SUM, "squares", machine)
     kept = len(view.outer)
-    keeps = len(shape) == len(data.shape)
+    after = view.shape[view.last + 1 :]
 
     def value(*index: Any) -> Any:
-        after = index[view.last + 1 :] if keeps else index[kept:]
-        total = result(index[:kept], _ravel(after, view.shape[view.last + 1 :]))
+        # Between them stand what is kept of the reduced dimensions, and any of size one among these.
+        total = result(index[:kept], _ravel(index[len(index) - len(after) :], after))
         if name in ("mean", "variance", "std"):
             total = total * scale
         return tirx.sqrt(total) if name == "std" else total
