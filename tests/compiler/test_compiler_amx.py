@@ -117,6 +117,27 @@ def test_convolutions_equal_those_of_rounded_operands(
 
 
 @pytest.mark.usefixtures("emulated")
+def test_a_convolution_of_any_batch_and_height_has_tiles(
+    make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    weight, bias = _normal(48, 64, 3, 3), _normal(48)
+    shape = [("x", ["batch", 64, "high", 14])]
+    built = build(
+        import_onnx(make_model([_conv(3, 1, 1, 1)], shape, ["c"], {"w": weight, "b": bias})),
+        target,
+        BuildOptions(precision="bf16"),
+    )
+    assert len(_kernels(built)) == 1
+    rounded = make_model([_conv(3, 1, 1, 1)], shape, ["c"], {"w": _rounded(weight), "b": bias}, name="rounded.onnx")
+    for batch, height in ((1, 5), (3, 14)):
+        x = _normal(batch, 64, height, 14)
+        expected = _onnxruntime(rounded, _rounded(x))
+        np.testing.assert_allclose(
+            run_built(built, x)[0], expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max())
+        )
+
+
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("shape", "units"), [((49, 64), 32), ((1, 128, 384), 80), ((197, 48), 48), ((2, 7, 64), 70), ((5, 4, 95), 64)]
 )

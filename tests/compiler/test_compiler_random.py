@@ -1,6 +1,7 @@
 """Random models, built for this machine and compared with ONNX Runtime.
 
-The default run is the same every time. `python tests/compiler/test_compiler_random.py SECONDS [SEED]` looks for new
+The default run is the same every time that the same test files are collected: constants of all that is loaded are among
+what is drawn. `python tests/compiler/test_compiler_random.py SECONDS [SEED]` looks for new
 failures for so long, and prints each with what reproduces it.
 """
 
