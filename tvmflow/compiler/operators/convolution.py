@@ -126,7 +126,7 @@ def _writer(builder: relax.BlockBuilder, result: relax.Var, steps: int = _MOST_S
     same = (
         item
         for item in call.args[1]
-        if isinstance(item, relax.Var) and tvm_ffi.structural_equal(item.ty.shape, result.ty.shape)
+        if isinstance(item, relax.Var) and tvm_ffi.structural_equal(item.ty, result.ty)
     )
     return next(filter(None, (_writer(builder, item, steps - 1) for item in same)), None)
 
