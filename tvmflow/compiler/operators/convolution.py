@@ -124,9 +124,7 @@ def _writer(builder: relax.BlockBuilder, result: relax.Var, steps: int = _MOST_S
     if subject is not None:
         return str(subject)
     same = (
-        item
-        for item in call.args[1]
-        if isinstance(item, relax.Var) and tvm_ffi.structural_equal(item.ty, result.ty)
+        item for item in call.args[1] if isinstance(item, relax.Var) and tvm_ffi.structural_equal(item.ty, result.ty)
     )
     return next(filter(None, (_writer(builder, item, steps - 1) for item in same)), None)
 
