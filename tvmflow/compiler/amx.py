@@ -7,11 +7,10 @@ operand has the layout of packed weights for dot products (`tvmflow.compiler.dot
 from dataclasses import astuple, dataclass
 from functools import cache
 
-from tvm.s_tir import Schedule, TensorIntrin
+from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
-from tvm.script import from_source
-from tvm.script import tirx as script
 
+from tvmflow.compiler import intrinsics
 from tvmflow.compiler.dotproduct import DOTS, WIDE, Dot
 
 # The rows and the 32-bit lanes of a tile.
@@ -132,9 +131,7 @@ def register(name: str) -> None:
         return
     kind, *numbers = name.removeprefix(_NAMES).split(".")
     words = _words(DOTS[kind], Kernel(*map(int, numbers)))
-    head = _DESCRIPTION.format(**words)
-    meaning, call = (from_source(head + body.format(**words), extra_vars={"T": script}) for body in (_MEANING, _CALL))
-    TensorIntrin.register(name, meaning, call, override=True)
+    intrinsics.define(name, _DESCRIPTION.format(**words), _MEANING.format(**words), _CALL.format(**words))
 
 
 def _symbol(dot: Dot, kernel: Kernel) -> str:

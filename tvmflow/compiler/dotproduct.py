@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 from tvm import te, tirx
-from tvm.s_tir import Schedule, TensorIntrin
+from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
-from tvm.script import from_source
-from tvm.script import tirx as script
+
+from tvmflow.compiler import intrinsics
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,5 @@ def _intrinsic(dot: Dot, lanes: int) -> str:
     head = _FUNCTION.format(**words)
     call = f"        C[T.ramp(0, 1, {lanes})] = {_CALL[dot.name].format(**words)}\n"
     name = f"{_NAMES}{dot.name}.{lanes}"
-    meaning, call = (from_source(head + body, extra_vars={"T": script}) for body in (_MEANING.format(**words), call))
-    TensorIntrin.register(name, meaning, call, override=True)
+    intrinsics.define(name, head, _MEANING.format(**words), call)
     return name

@@ -6,10 +6,10 @@ spread over the lanes by one shuffle, for the second by another, and so on.
 
 from functools import cache
 
-from tvm.s_tir import Schedule, TensorIntrin
+from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
-from tvm.script import from_source
-from tvm.script import tirx as script
+
+from tvmflow.compiler import intrinsics
 
 _NAMES = "tvmflow.groups."
 _DESCRIPTION = """\
@@ -49,12 +49,8 @@ def register(name: str) -> None:
     if not name.startswith(_NAMES):
         return
     size, lanes = map(int, name.removeprefix(_NAMES).split("."))
-    head = _DESCRIPTION.format(size=size, lanes=lanes)
     steps = (
         _STEP.format(lanes=lanes, k=k, places=[lane // size * size + k for lane in range(lanes)]) for k in range(size)
     )
-    meaning, done = (
-        from_source(head + body, extra_vars={"T": script})
-        for body in (_MEANING.format(size=size, lanes=lanes), "".join(steps))
-    )
-    TensorIntrin.register(name, meaning, done, override=True)
+    head, meaning = (text.format(size=size, lanes=lanes) for text in (_DESCRIPTION, _MEANING))
+    intrinsics.define(name, head, meaning, "".join(steps))
