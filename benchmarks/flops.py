@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import onnx
-from onnx import numpy_helper
 
 
 def gflop(path: Path) -> float | None:
@@ -13,7 +12,7 @@ def gflop(path: Path) -> float | None:
     None where a shape that is needed is not known.
     """
     model = onnx.shape_inference.infer_shapes(onnx.load(path), data_prop=True)
-    shapes = {item.name: tuple(numpy_helper.to_array(item).shape) for item in model.graph.initializer}
+    shapes = {item.name: tuple(item.dims) for item in model.graph.initializer}
     for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
         shapes[value.name] = tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)
     total = 0

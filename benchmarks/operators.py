@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 import onnx
+import peaks
 import prepare
 import runners
 from commandline import new_parser, state_folder
 from functions import time_functions
 from onnx import TensorProto, helper, numpy_helper
-from peaks import PeakJob, Peaks
+from peaks import Peaks
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -475,8 +476,7 @@ def main() -> int:
     state = state_folder(arguments)
     results: list[Result] = []
     with Console(stderr=True).status("measuring the peaks") as status:
-        with Turns("peaks:work", state / "peaks.log") as process:
-            machine = process.call(PeakJob(target=prepare.native(arguments.threads)), Peaks)
+        machine = peaks.measure(prepare.native(arguments.threads), state)
         with Turns("operators:work", state / "operators.log") as builder, runners.Contest(state) as contest:
             for case in cases:
                 status.update(f"{case.kind}: {case.label}")

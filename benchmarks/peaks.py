@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from runners import Turn
+from runners import Turn, Turns
 
 from tvmflow.process import Emit
 from tvmflow.target import Target
@@ -42,6 +42,12 @@ class Peaks(Turn):
     def level(self, moved: int) -> str:
         """The first level that holds this many bytes."""
         return next((name for name, size in self.capacity.items() if moved <= size), "memory")
+
+
+def measure(target: Target, state: Path) -> Peaks:
+    """The peaks with the threads of a target; the log is in `state`."""
+    with Turns("peaks:work", state / "peaks.log") as process:
+        return process.call(PeakJob(target=target), Peaks)
 
 
 def work(job: PeakJob, emit: Emit) -> Peaks:

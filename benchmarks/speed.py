@@ -16,16 +16,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import peaks
 import prepare
 import runners
 from catalogue import MODELS, Model, find
 from commandline import new_parser, positive, state_folder
 from flops import gflop
-from peaks import PeakJob, Peaks
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from runners import RUNNERS, Measured, Runner, RunnerJob, Turns
+from runners import RUNNERS, Measured, Runner, RunnerJob
 
 from tvmflow.errors import TvmflowError
 from tvmflow.workspace import Record
@@ -242,8 +242,7 @@ def main() -> int:
     errors, load = Console(stderr=True), os.getloadavg()[0]
     rows: dict[str, Row] = {}
     with errors.status("measuring the peak") as status:
-        with Turns("peaks:work", state / "peaks.log") as process:
-            peak = process.call(PeakJob(target=prepare.native(arguments.threads)), Peaks).gflops
+        peak = peaks.measure(prepare.native(arguments.threads), state).gflops
         for model in models:
             rows[model.name] = measure(model, arguments, state, status.update)
     document = Document(
