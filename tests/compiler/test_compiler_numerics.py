@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import NodeProto, TensorProto, helper
 
 from tvmflow.compiler import BuildOptions, Built
 
@@ -40,24 +40,25 @@ _CONVOLUTIONS = [
 ]
 
 
+def _conv(groups: int, kernel: int, stride: int, pad: int, dilation: int) -> NodeProto:
+    return helper.make_node(
+        "Conv",
+        ["x", "w", "b"],
+        ["c"],
+        group=groups,
+        kernel_shape=[kernel] * 2,
+        strides=[stride] * 2,
+        pads=[pad] * 4,
+        dilations=[dilation] * 2,
+    )
+
+
 @pytest.mark.parametrize("case", _CONVOLUTIONS, ids=lambda case: "-".join(map(str, case)))
 def test_convolutions_equal_onnx_runtime(
     case: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     channels, out, groups, kernel, stride, pad, dilation, height, width = case
-    nodes = [
-        helper.make_node(
-            "Conv",
-            ["x", "w", "b"],
-            ["c"],
-            group=groups,
-            kernel_shape=[kernel] * 2,
-            strides=[stride] * 2,
-            pads=[pad] * 4,
-            dilations=[dilation] * 2,
-        ),
-        helper.make_node("Relu", ["c"], ["y"]),
-    ]
+    nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
     weights = {"w": _normal(out, channels // groups, kernel, kernel), "b": _normal(out)}
     path = make_model(nodes, [("x", [1, channels, height, width])], ["y"], weights)
     built = assert_same_as_onnxruntime(path, {"x": _normal(1, channels, height, width)})
@@ -80,18 +81,10 @@ def test_narrow_groups_equal_onnx_runtime(
     case: tuple[int, ...], batch: int | str, make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     channels, groups, kernel, stride, pad, dilation, size = case
-    conv = helper.make_node(
-        "Conv",
-        ["x", "w", "b"],
-        ["c"],
-        group=groups,
-        strides=[stride] * 2,
-        pads=[pad] * 4,
-        dilations=[dilation] * 2,
-    )
+    nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
     weights = {"w": _normal(channels, channels // groups, kernel, kernel), "b": _normal(channels)}
     shape = [("x", [batch, channels, size, size])]
-    path = make_model([conv, helper.make_node("Relu", ["c"], ["y"])], shape, ["y"], weights)
+    path = make_model(nodes, shape, ["y"], weights)
     feeds = [{"x": _normal(count, channels, size, size)} for count in ((2,) if batch == 2 else (1, 3))]
     built = assert_same_as_onnxruntime(path, *feeds)
     assert _rules(built)["depthwise"] == 1

@@ -521,9 +521,9 @@ def _resize(node: Node) -> relax.Expr | None:
         "tf_half_pixel_for_nn",
         "tf_crop_and_resize",
     )
-    computed = any(size < 0 for _, size, _, _ in steps)
+    symbolic = any(size < 0 for _, size, _, _ in steps)
     # TVM multiplies by the quotient of the sizes, which moves what lies between two neighbours to either of them.
-    ties = mode == "nearest" and coordinates == "align_corners" and not computed
+    ties = mode == "nearest" and coordinates == "align_corners" and not symbolic
     if (
         exact
         and known
@@ -534,7 +534,7 @@ def _resize(node: Node) -> relax.Expr | None:
         and len(shape) in (3, 4, 5)
     ):
         return None if steps else data
-    if computed:
+    if symbolic:
         raise Refused("symbolic dimensions in this form")
     if not _dtype(data).startswith("float") and mode != "nearest":
         raise Refused(f"{mode} interpolation of {_dtype(data)}")

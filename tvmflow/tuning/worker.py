@@ -360,10 +360,10 @@ def main() -> None:
     requests = sys.stdin.buffer
     with os.fdopen(os.dup(1), "wb") as replies:
         os.dup2(2, 1)  # Whatever a library prints must not land between two replies.
-        permit_amx()
         operations = _Operations()
         if os.environ.get("TVM_USE_RUNTIME_LIB"):
             library.load()  # With its extras, which candidates may call.
+            permit_amx()
         import tvm  # noqa: F401 -- so that the first request does not pay for it
 
         write_frame(replies, {"ready": True})

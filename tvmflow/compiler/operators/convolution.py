@@ -50,16 +50,15 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
         "dilation": [int(item) for item in attrs.dilation],
     }
     subject = subject_of(call)
+    known = isinstance(weight, tvm.ir.GenericConst)
+    name, packed = "", None
     if channels is not None and groups == channels == out_channels and groups > 1:
-        lanes = vector(channels, machine)
-        packed = depthwise.pack(builder, weight, lanes)
+        name, packed = "depthwise_conv2d", depthwise.pack(builder, weight, vector(channels, machine))
+    elif known and depthwise.is_narrow(out_channels, depth, groups, machine):
+        name, packed = "grouped_conv2d", constant(depthwise.pack_groups(weight.value.numpy(), machine.lanes))
+    if packed is not None:
         compute = partial(depthwise.depthwise, machine=machine, subject=subject, **geometry)
-        return builder.call_te(compute, data, packed, primfunc_name_hint="depthwise_conv2d", primfunc_attrs=FUSABLE)
-    constants = isinstance(weight, tvm.ir.GenericConst)
-    if constants and depthwise.is_narrow(out_channels, depth, groups, machine):
-        packed = constant(depthwise.pack_groups(weight.value.numpy(), machine.lanes))
-        compute = partial(depthwise.depthwise, machine=machine, subject=subject, **geometry)
-        return builder.call_te(compute, data, packed, primfunc_name_hint="grouped_conv2d", primfunc_attrs=FUSABLE)
+        return builder.call_te(compute, data, packed, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
     size = winograd_size(data, weight, groups, geometry, machine, subject) if fast else None
     if size is not None:
         stride = geometry["strides"][0]
@@ -79,7 +78,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
         # A vector of output channels must read one group's input channels only.
         lanes = math.gcd(per_group, machine.lanes)
     pointwise = (kernel_h, kernel_w) == (1, 1) and groups == 1 and not any(geometry["padding"])
-    if pointwise and fast and isinstance(weight, tvm.ir.GenericConst):
+    if pointwise and fast and known:
         matrix = weight.value.numpy()[:, :, 0, 0].T
         product = products.fast_product(builder, data, matrix, machine, subject, geometry["strides"])
         if product is not None:

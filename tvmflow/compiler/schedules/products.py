@@ -89,10 +89,7 @@ def tiled(
         common.join_dimensions(sch, out, [int(place) for place in annotations.get(ROWS, range(lead_count, last))])
     loops = list(sch.get_loops(out))
     lead, channel = loops[:lead_count], loops[-1]
-    if vectors_of is not None and vectors is not None:
-        count = vectors_of(rows, vectors)
-    else:
-        count = common.widest_tile(rows, vectors, machine)
+    count = common.widest_tile(rows, vectors, machine) if vectors_of is None else vectors_of(rows, vectors or 1)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
     tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions else (loops[:-2], [far])
