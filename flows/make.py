@@ -155,7 +155,7 @@ def measured_here(
 def refuse_unverifiable(spec: Spec, targets: tuple[Target, ...]) -> None:
     """Say before any work is spent that a target could not pass here. Raises TargetError."""
     for target in targets:
-        reason = unable(target)
+        reason = unable(target, spec.build.precision)
         if reason is not None and spec.gates.unverified_targets == "refuse":
             raise TargetError(f"{reason}; release it where it runs, or set gates.unverified_targets to allow")
 

@@ -125,7 +125,11 @@ def _bundles(context: Context, held: Mapping[str, Any]) -> tuple[tuple[Target, P
     entries = {entry.target: entry for entry in Entry.of(held)}
     found: list[tuple[Target, Path]] = []
     for target in context.spec.resolved_targets():
-        if target.name in entries and target.tvm.get("kind") == "llvm" and unable(target) is None:
+        if (
+            target.name in entries
+            and target.tvm.get("kind") == "llvm"
+            and unable(target, context.spec.build.precision) is None
+        ):
             bundle = cached(context.store, entries[target.name].sha256, cache_folder(context.settings))
             found.append((target, bundle))
     if not found:

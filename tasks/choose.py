@@ -138,7 +138,7 @@ class Making:
     def _fewer_threads(
         self, shipped: Candidate, choice: Outcome[Choice] | None
     ) -> tuple[Candidate, Outcome[Choice] | None]:
-        able = unable(self.target) is None and shipped.verdict.result.passed
+        able = unable(self.target, self.context.spec.build.precision) is None and shipped.verdict.result.passed
         threads = min(self.target.threads, host().cores) if able else 1
         while threads > 1:
             threads //= 2
@@ -198,7 +198,10 @@ def choose(
     measured to be faster. One that validation refuses is not shipped if the other passes. `part` is what the tuned one
     was made with. Raises BundleError for a bundle that does not run here.
     """
-    reason, refused = unable(target), [item.verdict.result.reasons for item in (tuned, untuned)]
+    reason, refused = (
+        unable(target, context.spec.build.precision),
+        [item.verdict.result.reasons for item in (tuned, untuned)],
+    )
 
     def work() -> Choice:
         if refused[0] and not refused[1]:

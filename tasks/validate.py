@@ -16,7 +16,7 @@ from tvmflow.process import Emit
 from tvmflow.samples import Array, Named
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
 from tvmflow.spec import TaskMetric, Validate
-from tvmflow.target import Precision, Target, host, missing_features
+from tvmflow.target import Precision, Target, host, missing_features, needed_features
 from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step
 
@@ -272,7 +272,7 @@ def validate(
     )
 
     def work() -> Verdict:
-        reason = unable(target)
+        reason = unable(target, spec.build.precision)
         if reason is not None:
             allowed = spec.gates.unverified_targets == "allow"
             return Verdict(
@@ -306,19 +306,19 @@ def validate(
         "precision": spec.build.precision,
         "gates": spec.gates.unverified_targets,
         "reference": known and known.model_dump(mode="json", exclude={"sources"}),
-        "runnable": unable(target),
+        "runnable": unable(target, spec.build.precision),
     }
     return run_step(workspace, "validate", reads, Verdict, work, target=target.name)
 
 
-def unable(target: Target) -> str | None:
-    """Why this machine cannot run, and so not verify, the target's bundles; None when it can."""
+def unable(target: Target, precision: Precision) -> str | None:
+    """Why this machine cannot run, and so not verify, the target's bundles of a precision; None when it can."""
     machine = host()
     if target.arch == "cuda":
         return None if Path("/dev/nvidia0").exists() else f"target {target.name!r}: this machine has no NVIDIA GPU"
     if target.arch != machine.arch:
         return f"target {target.name!r} is {target.arch}, this machine is {machine.arch}: not verified"
-    missing = missing_features(target.features)
+    missing = missing_features(needed_features(target, precision))
     return (
         f"target {target.name!r} needs {', '.join(missing)}, which this machine lacks: not verified"
         if missing

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.cli.compile import parse_shapes
 from tvmflow.errors import InputError
-from tvmflow.target import host
+from tvmflow.target import host, missing_features, needed_features, resolve
 
 Command = Callable[..., Any]
 
@@ -182,6 +182,13 @@ def test_a_bundle_in_bfloat16_is_within_its_bound_and_needs_the_instructions(tvm
     assert (document["precision"], document["verified"]) == ("bf16", True)
     assert 1e-4 < document["max_abs_error"] < 0.2  # beyond what float32 is allowed
     assert "avx512_bf16" in read_manifest(Path("narrow.tar.gz")).cpu_features
+
+
+@pytest.mark.skipif(
+    bool(missing_features(needed_features(resolve("x86-64-v4-amx"), "fp32"))), reason="this CPU has no avx512_bf16"
+)
+def test_a_bundle_that_does_not_use_amx_is_verified_without_it(tvmflow: Command, models: Path) -> None:
+    assert _compiled(tvmflow, models / "small.onnx", "--target", "x86-64-v4-amx")["verified"]
 
 
 def test_a_precision_that_the_target_has_no_instructions_for_is_refused(tvmflow: Command, models: Path) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of convolutions around a depthwise one: fused where the cost model says so, and equal to ONNX Runtime."""
+"""Blocks of convolutions: fused where the cost model says so, and equal to ONNX Runtime."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -34,7 +34,16 @@ class _Graph:
         self.weights: dict[str, Array] = {"low": np.array(0, "float32"), "high": np.array(6, "float32")}
 
     def conv(
-        self, x: str, channels: int, out: int, *, kernel: int, stride: int = 1, pads: list[int], groups: int = 1
+        self,
+        x: str,
+        channels: int,
+        out: int,
+        *,
+        kernel: int,
+        stride: int = 1,
+        pads: list[int],
+        groups: int = 1,
+        dilation: int = 1,
     ) -> str:
         name = f"c{len(self.nodes)}"
         scale = np.sqrt(channels // groups * kernel * kernel)
@@ -43,7 +52,15 @@ class _Graph:
         )
         self.weights[f"{name}b"] = self.rng.standard_normal(out).astype("float32")
         self.nodes.append(
-            helper.make_node("Conv", [x, f"{name}w", f"{name}b"], [name], strides=[stride] * 2, pads=pads, group=groups)
+            helper.make_node(
+                "Conv",
+                [x, f"{name}w", f"{name}b"],
+                [name],
+                strides=[stride] * 2,
+                pads=pads,
+                group=groups,
+                dilations=[dilation] * 2,
+            )
         )
         return name
 
@@ -145,15 +162,17 @@ def test_what_is_used_elsewhere_stays_out_of_the_block(make_model: Any, assert_s
     assert "block" not in _rules(assert_same_as_onnxruntime(path, feed))
 
 
-@pytest.mark.parametrize(("channels", "size", "expected"), [(16, 112, 1), (96, 7, 0), (16, 61, 0)])
-def test_large_images_are_fused_small_ones_and_awkward_widths_are_not(
+@pytest.mark.parametrize(("channels", "size", "expected"), [(16, 112, 1), (96, 7, 2), (16, 61, 3)])
+def test_large_images_are_fused_small_ones_in_part_and_awkward_widths_are_not(
     channels: int, size: int, expected: int, make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     graph = _Graph()
     _block((channels, 6 * channels, 24, 3, 1, size, size, "Clip"), graph)
     path = make_model(graph.nodes, [("x", [1, channels, size, size])], [graph.nodes[-1].output[0]], graph.weights)
     feed = {"x": graph.rng.standard_normal((1, channels, size, size)).astype("float32")}
-    assert _rules(assert_same_as_onnxruntime(path, feed))["block"] == expected
+    rules = _rules(assert_same_as_onnxruntime(path, feed))
+    assert sum(count for rule, count in rules.items() if rule != "fallback") == expected
+    assert rules["block"] == (expected < 3)
 
 
 def test_the_pass_can_be_disabled(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -163,3 +182,37 @@ def test_the_pass_can_be_disabled(make_model: Any, assert_same_as_onnxruntime: C
     feed = {"x": graph.rng.standard_normal((1, 16, 112, 112)).astype("float32")}
     built = assert_same_as_onnxruntime(path, feed, options=BuildOptions(disabled_passes=("FuseBlocks",)))
     assert "block" not in _rules(built)
+
+
+# channels in, between and out, kernel, stride and dilation of the middle one, height, width, fast algorithm
+_BOTTLENECKS = [
+    (32, 32, 70, 3, 1, 1, 16, 24, "winograd"),
+    (24, 64, 64, 3, 2, 1, 24, 24, "winograd"),
+    (64, 32, 96, 3, 1, 1, 28, 28, ""),
+    (20, 32, 32, 3, 1, 2, 12, 28, ""),
+    (64, 48, 48, 5, 2, 1, 24, 28, ""),
+]
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("parts", ["first and last", "first", "last"])
+@pytest.mark.parametrize("case", _BOTTLENECKS, ids=lambda case: "-".join(map(str, case)))
+def test_whole_bottlenecks_equal_onnx_runtime(
+    case: tuple[Any, ...], parts: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    channels, between, out, kernel, stride, dilation, height, width, algorithm = case
+    graph, x = _Graph(), "x"
+    if "first" in parts:
+        x = graph.then(graph.conv("x", channels, between, kernel=1, pads=[0] * 4), "Relu")
+    else:
+        channels = between
+    pads = [dilation * (kernel - 1) // 2] * 4
+    x = graph.then(graph.conv(x, between, between, kernel=kernel, stride=stride, pads=pads, dilation=dilation), "Relu")
+    if "last" in parts:
+        x = graph.conv(x, between, out, kernel=1, pads=[0] * 4)
+    graph.then(x, "Sigmoid")
+    path = make_model(graph.nodes, [("x", ["n", channels, height, width])], [graph.nodes[-1].output[0]], graph.weights)
+    feeds = [{"x": graph.rng.standard_normal((batch, channels, height, width)).astype("float32")} for batch in (1, 3)]
+    built = assert_same_as_onnxruntime(path, *feeds, options=BuildOptions(fast_algorithms=bool(algorithm)))
+    assert _rules(built)["block"] == 1
+    assert set(built.algorithms) == ({algorithm} if algorithm else set())

@@ -57,18 +57,33 @@ def ranked(
     """
     if min(channels, out_channels) < _FEWEST_CHANNELS or min(height, width) < 2 or stride not in _POINTS:
         return [None]
-    vectors = -(-out_channels // machine.lanes)
-    costs: dict[int | None, float] = {None: _cost(height * width, 1, 9 * channels / group, vectors, machine)}
-    for size in _POINTS[stride]:
-        high, wide = -(-height // size), -(-width // size)
-        taps = side_of(size, stride) ** 2
-        depth = -(-channels // (group if takes_narrow(size, stride, channels) else 1))
-        tile = tile_of(high, wide, taps, depth, vectors, machine)
-        # A tile of few rows and vectors waits for loads, and for its own results.
-        waiting = max(1.0, _ENOUGH / (tile.rows * tile.vectors))
-        transforms = _TRANSFORM * taps * high * wide * (-(-channels // machine.lanes) + vectors)
-        costs[size] = _cost(taps * high * wide * waiting, taps, depth, vectors, machine) + transforms
+    sizes = (None, *_POINTS[stride])
+    costs = {size: cost(size, height, width, channels, out_channels, machine, stride, group) for size in sizes}
     return sorted(costs, key=lambda size: costs[size])
+
+
+def cost(
+    size: int | None,
+    height: int,
+    width: int,
+    channels: int,
+    out_channels: int,
+    machine: Machine,
+    stride: int = 1,
+    group: int = 1,
+) -> float:
+    """A core's cycles for one image, as `ranked` counts them: with output tiles of `size`, the direct way for None."""
+    vectors = -(-out_channels // machine.lanes)
+    if size is None:
+        return _cost(height * width, 1, 9 * channels / group, vectors, machine)
+    high, wide = -(-height // size), -(-width // size)
+    taps = side_of(size, stride) ** 2
+    depth = -(-channels // (group if takes_narrow(size, stride, channels) else 1))
+    tile = tile_of(high, wide, taps, depth, vectors, machine)
+    # A tile of few rows and vectors waits for loads, and for its own results.
+    waiting = max(1.0, _ENOUGH / (tile.rows * tile.vectors))
+    transforms = _TRANSFORM * taps * high * wide * (-(-channels // machine.lanes) + vectors)
+    return _cost(taps * high * wide * waiting, taps, depth, vectors, machine) + transforms
 
 
 def takes_narrow(size: int, stride: int, channels: int) -> bool:
@@ -184,11 +199,13 @@ def conv2d(
     machine: Machine,
     stride: int = 1,
     subject: str = "",
+    rows: int | None = None,
 ) -> te.Tensor:
     """Convolution of NHWC data of known height and width with weights from `transform_kernel` or `narrow_kernel`.
 
-    `annotations` gives those of the matrix product from the rows of its tile, which are a decision about `subject`, its
-    lanes and the size of output tiles.
+    `annotations` gives those of the matrix product from the rows of its tile, its lanes and the size of output tiles.
+    Output tiles are rows of that product, all in one dimension; with `rows`, which must divide the tiles of a line, as
+    the images' own dimensions, else the rows of a tile are a decision about `subject`.
     """
     batch, in_h, in_w, depth = data.shape
     taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
@@ -199,12 +216,78 @@ def conv2d(
     width = (int(in_w) + left + right - 3) // stride + 1
     high, wide = -(-height // size), -(-width // size)
     count = high * wide
-    total = topi.utils.simplify(batch * count)
     step = size * stride
+    in_images = rows is not None
+    if rows is None:
+        dimensions = [topi.utils.simplify(batch * count)]
+        found = _tiles(high, wide, taps, steps, vectors, machine)
+        rows = tiles.rows_of(f"winograd {size} of {subject}", found) if subject else found[0].rows
+    else:
+        dimensions = [batch, high, wide]
+
+    def image(*place: Any) -> tuple[Any, Any, Any]:
+        """An output tile's image, line and column."""
+        if not in_images:
+            (p,) = place
+            return p // count, p % count // wide, p % wide
+        n, y, x = place
+        return n, y, x
+
+    def number(n: Any, y: Any, x: Any) -> tuple[Any, ...]:
+        """The place of the output tile at line `y` and column `x` of an image."""
+        return (n, y, x) if in_images else (n * count + y * wide + x,)
 
     inputs, _, outputs = (matrix.tolist() for matrix in transforms(size, stride))
-    padded = te.compute(
-        (batch, step * (high - 1) + side, step * (wide - 1) + side, depth),
+    padded = _padded(data, padding, step * (high - 1) + side, step * (wide - 1) + side)
+
+    def column(a: Any, j: Any, *index: Any) -> Any:
+        n, y, x = image(*index[:-1])
+        return combine(inputs, a, lambda i: padded[n, y * step + i, x * step + j, index[-1]])
+
+    vertical = te.compute((side, side, *dimensions, depth), column, name="input_vertical")
+    rounded = round_bf16 if group else lambda value: value
+    transformed = te.compute(
+        (side, side, *dimensions, depth),
+        lambda a, b, *index: rounded(combine(inputs, b, lambda j: vertical[(a, j, *index)])),
+        name="input",
+    )
+    k = te.reduce_axis((0, steps), "k")
+    within = [te.reduce_axis((0, size), "within") for size in group]
+
+    def term(a: Any, b: Any, *index: Any) -> Any:
+        *place, c = index
+        value = transformed[(a, b, *place, k * group[0] + within[0] if group else k)]
+        kernel = weight[(a * side + b, c // lanes, k, c % lanes, *within)]
+        return BF16.product(value, kernel) if group else value * kernel
+
+    product = te.compute(
+        (side, side, *dimensions, vectors * lanes),
+        lambda *index: te.sum(term(*index), axis=[k, *within]),
+        name="product",
+        attrs=annotations(rows, lanes, size),
+    )
+    # Tiles come first: were they where the product has them, MetaSchedule would take this stage for a copy of it.
+    back = te.compute(
+        (*dimensions, size, side, vectors * lanes),
+        lambda *index: combine(outputs, index[-3], lambda i: product[(i, index[-2], *index[:-3], index[-1])]),
+        name="output_vertical",
+    )
+
+    def element(n: Any, h: Any, w: Any, c: Any) -> Any:
+        place = number(n, h // size, w // size)
+        return combine(outputs, w % size, lambda j: back[(*place, h % size, j, c)])
+
+    return te.compute((batch, height, width, channels), element, name="unpack")
+
+
+def _padded(data: te.Tensor, padding: Sequence[int], height: int, width: int) -> te.Tensor:
+    """The data with zeros around it, `height` by `width`; the data itself where it has as much."""
+    batch, in_h, in_w, depth = data.shape
+    top, left, *_ = padding
+    if not any(padding) and int(in_h) >= height and int(in_w) >= width:
+        return data
+    return te.compute(
+        (batch, height, width, depth),
         lambda n, y, x, c: tirx.if_then_else(
             tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left),
             data[n, y - top, x - left, c],
@@ -212,49 +295,6 @@ def conv2d(
         ),
         name="pad",
     )
-    vertical = te.compute(
-        (side, side, total, depth),
-        lambda a, j, p, c: combine(
-            inputs,
-            a,
-            lambda i: padded[p // count, p % count // wide * step + i, p % wide * step + j, c],
-        ),
-        name="input_vertical",
-    )
-    rounded = round_bf16 if group else lambda value: value
-    transformed = te.compute(
-        (side, side, total, depth),
-        lambda a, b, p, c: rounded(combine(inputs, b, lambda j: vertical[a, j, p, c])),
-        name="input",
-    )
-    k = te.reduce_axis((0, steps), "k")
-    within = [te.reduce_axis((0, size), "within") for size in group]
-
-    def term(a: Any, b: Any, p: Any, c: Any) -> Any:
-        number = transformed[a, b, p, k * group[0] + within[0] if group else k]
-        kernel = weight[(a * side + b, c // lanes, k, c % lanes, *within)]
-        return BF16.product(number, kernel) if group else number * kernel
-
-    found = _tiles(high, wide, taps, steps, vectors, machine)
-    rows = tiles.rows_of(f"winograd {size} of {subject}", found) if subject else found[0].rows
-    product = te.compute(
-        (side, side, total, vectors * lanes),
-        lambda a, b, p, c: te.sum(term(a, b, p, c), axis=[k, *within]),
-        name="product",
-        attrs=annotations(rows, lanes, size),
-    )
-    # Tiles come first: were they where the product has them, MetaSchedule would take this stage for a copy of it.
-    back = te.compute(
-        (total, size, side, vectors * lanes),
-        lambda p, a, j, c: combine(outputs, a, lambda i: product[i, j, p, c]),
-        name="output_vertical",
-    )
-
-    def element(n: Any, h: Any, w: Any, c: Any) -> Any:
-        p = n * count + h // size * wide + w // size
-        return combine(outputs, w % size, lambda j: back[p, h % size, j, c])
-
-    return te.compute((batch, height, width, channels), element, name="unpack")
 
 
 def combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:

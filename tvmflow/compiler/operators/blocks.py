@@ -1,7 +1,8 @@
 """Blocks of convolutions as one function: a strip of lines goes through all of them and stays in a core's cache.
 
-A block is a depthwise convolution with the dense convolution before it, the pointwise one after it, or both. What is
-between them is computed per strip, the lines that two strips share twice.
+A block is a convolution, depthwise (as in an inverted residual) or not (as in a bottleneck), with the dense convolution
+before it, the pointwise one after it, or both. What is between them is computed per strip, the lines that two strips
+share twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,9 +11,10 @@ from typing import Any
 
 from tvm import te, tirx
 
-from tvmflow.compiler import choices, tiles
-from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, STRIP, SUBJECT, TILE
+from tvmflow.compiler import choices, tiles, winograd
+from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, STRIP, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import strassen
 
 # Pixels of a strip of the depthwise convolution in registers.
 _MOST_PIXELS = 14
@@ -23,13 +25,18 @@ Epilogue = Callable[[Any, Any, Sequence[te.Tensor]], Any]
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution of a block: its kernel, and the element-wise operations that follow it."""
+    """One convolution of a block: its kernel, and the element-wise operations that follow it.
+
+    `winograd` is the size of that algorithm's output tiles, None for the direct way.
+    """
 
     channels: int
     kernel: tuple[int, int]
     strides: tuple[int, int]
     padding: tuple[int, int, int, int]
     dilation: tuple[int, int] = (1, 1)
+    depthwise: bool = False
+    winograd: int | None = None
     epilogue: Epilogue | None = None
     reads: int = 0
 
@@ -52,25 +59,28 @@ class Block:
     width: int
     depth: int
     first: Convolution | None
-    depthwise: Convolution
+    middle: Convolution
     last: Convolution | None
 
     @property
-    def middle(self) -> tuple[int, int]:
-        """The size of the depthwise convolution's input."""
-        return self.first.size(self.height, self.width) if self.first else (self.height, self.width)
+    def inner(self) -> tuple[int, int, int]:
+        """The height, width and depth of the middle convolution's input."""
+        if self.first is None:
+            return self.height, self.width, self.depth
+        return *self.first.size(self.height, self.width), self.first.channels
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a block is computed: lines of the result per strip, register tiles of pixels by vectors, and its cost.
 
-    `cycles` are those of the whole block on all cores.
+    The rows of a tile of Winograd's algorithm are those of its product. `cycles` are those of the whole block on all
+    cores.
     """
 
     lines: int
     first: tiles.Tile | None
-    pixels: int
+    middle: tiles.Tile
     last: tiles.Tile | None
     cycles: float
 
@@ -85,7 +95,17 @@ def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machin
         return weight, read
 
     expanded = _expanded(data, block, plan, *take(block.first)) if block.first else _padded(data, block)
-    result = _depthwise(expanded, block, plan, machine, subject, *take(block.depthwise))
+    weight, reads = take(block.middle)
+    annotations = {TILE: plan.middle.rows, CHUNK: plan.middle.vectors, STRIP: plan.lines, SUBJECT: subject}
+    if block.middle.depthwise:
+        product = _depthwise(expanded, block, weight, {**annotations, LANES: machine.lanes})
+    elif block.middle.winograd is None:
+        product = _dense(expanded, block, weight, annotations)
+    else:
+        product = _winograd(expanded, block, plan, machine, weight, annotations)
+    result = te.compute(
+        product.shape, lambda n, h, w, c: _finish(block.middle, product[n, h, w, c], c, reads), name="filtered"
+    )
     return _project(result, block.last, plan, *take(block.last)) if block.last else result
 
 
@@ -94,9 +114,9 @@ def _finish(convolution: Convolution, value: Any, channel: Any, reads: Sequence[
 
 
 def _padded(data: te.Tensor, block: Block) -> te.Tensor:
-    """The depthwise convolution's input with zeros around it."""
-    top, left, bottom, right = block.depthwise.padding
-    high, wide = block.middle
+    """The middle convolution's input with zeros around it."""
+    top, left, bottom, right = block.middle.padding
+    high, wide, _ = block.inner
     batch, _, _, channels = data.shape
     return te.compute(
         (batch, high + top + bottom, wide + left + right, channels),
@@ -118,8 +138,8 @@ def _expanded(data: te.Tensor, block: Block, plan: Plan, weight: te.Tensor, read
     if first is None or plan.first is None:
         raise ValueError("the block has no first convolution")
     batch, in_h, in_w, depth = data.shape
-    top, left, bottom, right = block.depthwise.padding
-    high, wide = block.middle
+    top, left, bottom, right = block.middle.padding
+    high, wide, _ = block.inner
     _, kernel_h, kernel_w, _, lanes = (int(size) for size in weight.shape)
     (stride_h, stride_w), (dilation_h, dilation_w) = first.strides, first.dilation
     above, before = top * stride_h + first.padding[0], left * stride_w + first.padding[1]
@@ -160,33 +180,50 @@ def _expanded(data: te.Tensor, block: Block, plan: Plan, weight: te.Tensor, read
     )
 
 
-def _depthwise(
-    expanded: te.Tensor,
-    block: Block,
-    plan: Plan,
-    machine: Machine,
-    subject: str,
-    weight: te.Tensor,
-    reads: Sequence[te.Tensor],
-) -> te.Tensor:
-    convolution = block.depthwise
-    batch, channels = expanded.shape[0], convolution.channels
-    out_h, out_w = convolution.size(*block.middle)
-    (stride_h, stride_w), (dilation_h, dilation_w) = convolution.strides, convolution.dilation
-    y, x = (te.reduce_axis((0, size), name) for size, name in zip(convolution.kernel, "yx", strict=True))
-    product = te.compute(
-        (batch, out_h, out_w, channels),
+def _depthwise(expanded: te.Tensor, block: Block, weight: te.Tensor, annotations: dict[str, Any]) -> te.Tensor:
+    middle = block.middle
+    (stride_h, stride_w), (dilation_h, dilation_w) = middle.strides, middle.dilation
+    y, x = (te.reduce_axis((0, size), name) for size, name in zip(middle.kernel, "yx", strict=True))
+    return te.compute(
+        (expanded.shape[0], *middle.size(*block.inner[:2]), middle.channels),
         lambda n, h, w, c: te.sum(
             expanded[n, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, c] * weight[y, x, c],
             axis=[y, x],
         ),
         name="depthwise",
-        attrs={KERNEL: "block.depthwise", TILE: plan.pixels, STRIP: plan.lines, LANES: machine.lanes, SUBJECT: subject},
+        attrs={KERNEL: "block.depthwise", **annotations},
     )
+
+
+def _dense(expanded: te.Tensor, block: Block, weight: te.Tensor, annotations: dict[str, Any]) -> te.Tensor:
+    middle = block.middle
+    (stride_h, stride_w), (dilation_h, dilation_w) = middle.strides, middle.dilation
+    *_, depth, lanes = (int(size) for size in weight.shape)
+    y, x, k = (te.reduce_axis((0, size), name) for size, name in zip((*middle.kernel, depth), "yxk", strict=True))
     return te.compute(
-        (batch, out_h, out_w, channels),
-        lambda n, h, w, c: _finish(convolution, product[n, h, w, c], c, reads),
-        name="filtered",
+        (expanded.shape[0], *middle.size(*block.inner[:2]), middle.channels),
+        lambda n, h, w, c: te.sum(
+            expanded[n, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, k]
+            * weight[c // lanes, y, x, k, c % lanes],
+            axis=[y, x, k],
+        ),
+        name="dense",
+        attrs={KERNEL: "block.dense", LANES: lanes, **annotations},
+    )
+
+
+def _winograd(
+    expanded: te.Tensor, block: Block, plan: Plan, machine: Machine, weight: te.Tensor, annotations: dict[str, Any]
+) -> te.Tensor:
+    return winograd.conv2d(
+        expanded,
+        weight,
+        channels=block.middle.channels,
+        padding=(0, 0, 0, 0),
+        annotations=lambda _, lanes, size: {KERNEL: "block.winograd", LANES: lanes, WINOGRAD: size, **annotations},
+        machine=machine,
+        stride=block.middle.strides[0],
+        rows=plan.middle.rows,
     )
 
 
@@ -215,9 +252,9 @@ def _project(
 _STRIP_SHARE = 0.75
 # Cycles of an epilogue and of the stores per vector of a result.
 _EPILOGUE = 6
-# Bytes per cycle of a core that it writes and reads beyond its own cache: measured, and low because both cores do.
-_WRITTEN, _READ = 2, 5
-# Cycles to start a parallel region and to copy, per vector, what a depthwise convolution pads.
+# Bytes that a core writes and reads in that time within its own cache, beyond it, and beyond it if others do so, too.
+_NEAR, _FAR, _FAR_TOGETHER = (8, 8), (5, 12), (2, 5)
+# Cycles to start a parallel region and to copy, per vector, what a convolution pads.
 _REGION, _COPY = 4000, 3
 # The most options of a decision.
 _CHOICES = 4
@@ -225,82 +262,164 @@ _CHOICES = 4
 _FEWEST_ACCUMULATORS = 8
 
 
-def plans(block: Block, batch: int, machine: Machine) -> tuple[list[Plan], bool]:
-    """The ways to compute a block strip by strip, the fastest first, and whether its parts one by one are slower.
+def plans(block: Block, batch: int, machine: Machine, fast: bool = True) -> tuple[list[Plan], float]:
+    """The ways to compute a block strip by strip, the fastest first, and the cycles of its parts one by one.
 
-    There are none where it cannot be computed so.
+    There are none where it cannot be computed so. `fast` says that parts may be computed by Strassen's algorithm.
     """
-    lanes, first, depthwise, last = machine.lanes, block.first, block.depthwise, block.last
-    if depthwise.channels % lanes:
-        return [], False
-    high, wide = block.middle
-    out_h, out_w = depthwise.size(high, wide)
-    wide += depthwise.padding[1] + depthwise.padding[3]
-    vectors = depthwise.channels // lanes
-    pixels = max(size for size in range(1, _MOST_PIXELS + 1) if out_w % size == 0)
-    (first_tile, *_), (last_tile, *_) = _tiles(block, machine)
-    chosen = [tile.rows * tile.vectors for tile in (first_tile, last_tile) if tile]
-    if min([*chosen, pixels]) < _FEWEST_ACCUMULATORS // 2 or min(chosen, default=0) < _FEWEST_ACCUMULATORS:
-        return [], False
+    lanes, middle = machine.lanes, block.middle
+    high, wide, depth = block.inner
+    out_h, out_w = middle.size(high, wide)
+    step = middle.winograd or 1
+    # Few channels, as those of a model's input, are not worth a strip of their own.
+    whole_vectors = middle.channels % lanes == 0 and (depth % lanes == 0 or (middle.depthwise and block.first is None))
+    if not whole_vectors or out_h % step or out_w % step:
+        return [], 0.0
+    found = _tiles(block, machine)
+    (first_tile, *_), (middle_tile, *_), (last_tile, *_) = found
+    sizes = [tile.rows * tile.vectors for tile in (first_tile, middle_tile, last_tile) if tile]
+    fewest = sizes if not middle.depthwise else [tile.rows * tile.vectors for tile in (first_tile, last_tile) if tile]
+    if min(sizes) < _FEWEST_ACCUMULATORS // 2 or min(fewest, default=0) < _FEWEST_ACCUMULATORS or middle_tile is None:
+        return [], 0.0
 
-    # Cycles per pixel of the middle and of the result.
-    middle: float = (
-        vectors * (block.depth * first.kernel[0] * first.kernel[1] + _EPILOGUE) if first else vectors * _COPY
-    )
-    result: float = vectors * (depthwise.kernel[0] * depthwise.kernel[1] + _EPILOGUE)
-    if last:
-        result += -(-last.channels // lanes) * (depthwise.channels + _EPILOGUE)
+    costs = _Costs(block, batch, machine, fast)
+    ranked: list[Plan] = []
+    for lines in (lines for lines in range(step, out_h + 1, step) if out_h % lines == 0):
+        cycles = costs.whole(lines, first_tile)
+        if cycles is not None:
+            ranked.append(Plan(lines, first_tile, middle_tile, last_tile, cycles))
+    ranked.sort(key=lambda plan: plan.cycles)
+    return ranked, costs.apart()
 
-    def share(tasks: int) -> int:
-        return -(-tasks // machine.cores)
 
-    apart = (batch * high * block.middle[1] * middle + batch * out_h * out_w * result) / machine.cores
-    if first:
-        apart += _REGION + _COPY * batch * high * wide * vectors / machine.cores
-        apart += _moving(4 * share(batch * high) * wide * depthwise.channels, machine)
-    if last:
-        apart += _REGION + _moving(4 * share(batch * out_h) * out_w * depthwise.channels, machine)
-    found: list[Plan] = []
-    for lines in (lines for lines in range(1, out_h + 1) if out_h % lines == 0):
-        needed = (lines - 1) * depthwise.strides[0] + depthwise.dilation[0] * (depthwise.kernel[0] - 1) + 1
-        chunk = lanes * first_tile.vectors if first_tile else depthwise.channels
-        held = 4 * (needed * wide * chunk + (lines * out_w * depthwise.channels if last else 0))
-        if held > _STRIP_SHARE * machine.second_cache and lines > 1:
-            continue
-        cycles = share(batch * out_h // lines) * (needed * wide * middle + lines * out_w * result)
-        found.append(Plan(lines, first_tile, pixels, last_tile, cycles))
-    found.sort(key=lambda plan: plan.cycles)
-    return found, bool(found) and found[0].cycles < apart
+class _Costs:
+    """Counts the cycles of a block on all cores, in the time of a multiply-add of vectors."""
+
+    def __init__(self, block: Block, batch: int, machine: Machine, fast: bool) -> None:
+        self._block = block
+        self._batch = batch
+        self._machine = machine
+        first, middle, last, lanes = block.first, block.middle, block.last, machine.lanes
+        high, wide, depth = block.inner
+        self._out_h, self._out_w = middle.size(high, wide)
+        self._wide = wide + middle.padding[1] + middle.padding[3]
+        pixels = self._out_h * self._out_w
+        self._vectors = -(-depth // lanes)
+        # Cycles per pixel of the middle convolution's input, and of its result by the three convolutions.
+        self._first: float = self._vectors * _COPY
+        if first:
+            self._first = self._vectors * (block.depth * first.kernel[0] * first.kernel[1] + _EPILOGUE)
+        taps, vectors = middle.kernel[0] * middle.kernel[1], middle.channels // lanes
+        if middle.winograd:
+            size, stride = middle.winograd, middle.strides[0]
+            cost = winograd.cost(size, self._out_h, self._out_w, depth, middle.channels, machine, stride)
+            self._middle = cost / pixels + vectors * _EPILOGUE
+            taps = winograd.side_of(size, stride) ** 2
+        else:
+            self._middle = vectors * (taps * (1 if middle.depthwise else depth) + _EPILOGUE)
+        self._last = -(-last.channels // lanes) * (middle.channels + _EPILOGUE) if last else 0
+        self._weights = 0
+        if not middle.depthwise:
+            self._weights = 4 * taps * depth * middle.channels
+            self._weights += 4 * block.depth * depth if first else 0
+            self._weights += 4 * middle.channels * last.channels if last else 0
+        self._saved = (1.0, 1.0)
+        if fast:
+            self._saved = (
+                self._strassen((batch, high, wide), block.depth, depth) if first and first.kernel == (1, 1) else 1.0,
+                self._strassen((batch, self._out_h, self._out_w), middle.channels, last.channels) if last else 1.0,
+            )
+
+    def _strassen(self, outer: Sequence[int], depth: int, units: int) -> float:
+        """The share of its usual time that a product takes as a function of its own."""
+        found = strassen.estimate(outer, depth, units, self._machine)
+        return 1.0 if found is None else min(1.0, found[1])
+
+    def _share(self, tasks: int) -> int:
+        """The most tasks of a core."""
+        return -(-tasks // self._machine.cores)
+
+    def whole(self, lines: int, first: tiles.Tile | None) -> float | None:
+        """Of the block in strips of so many lines; None where a strip fills the cache."""
+        block, machine = self._block, self._machine
+        middle = block.middle
+        needed = (lines - 1) * middle.strides[0] + middle.dilation[0] * (middle.kernel[0] - 1) + 1
+        channels = machine.lanes * first.vectors if first and middle.depthwise else block.inner[2]
+        # Winograd's algorithm goes on with a line of output tiles at a time.
+        step = middle.winograd or lines
+        held = 4 * (needed * self._wide * channels + (step * self._out_w * middle.channels if block.last else 0))
+        if middle.winograd:
+            taps = winograd.side_of(middle.winograd, middle.strides[0]) ** 2
+            held += 4 * taps * self._out_w // middle.winograd * (channels + middle.channels)
+        if held > _STRIP_SHARE * machine.second_cache and lines > (middle.winograd or 1):
+            return None
+        result = self._middle + self._last
+        cycles = needed * self._wide * self._first + lines * self._out_w * result
+        if self._weights + held > machine.second_cache:
+            # Every strip reads the weights again.
+            cycles += self._weights / _far(machine)[1]
+        return self._share(self._batch * self._out_h // lines) * cycles
+
+    def apart(self) -> float:
+        """Of its convolutions one by one."""
+        block, batch, cores = self._block, self._batch, self._machine.cores
+        first, middle, last = block.first, block.middle, block.last
+        high, wide, depth = block.inner
+        saved_first, saved_last = self._saved
+        cycles = batch * high * wide * self._first * saved_first
+        cycles += batch * self._out_h * self._out_w * (self._middle + self._last * saved_last)
+        cycles /= cores
+        if first:
+            cycles += _REGION + _COPY * batch * high * self._wide * self._vectors / cores
+            cycles += _moving(4 * self._share(batch * high) * self._wide * depth, self._machine)
+        if last:
+            cycles += _REGION
+            cycles += _moving(4 * self._share(batch * self._out_h) * self._out_w * middle.channels, self._machine)
+        return cycles
 
 
 def decide(block: Block, ranked: Sequence[Plan], machine: Machine, subject: str) -> Plan:
     """The first of the plans, unless decisions about `subject` take another one, or other tiles."""
     plan = choices.choose("lines", subject, {str(plan.lines): plan for plan in ranked[:_CHOICES]})
+    found_first, _, found_last = _tiles(block, machine)
     first, last = (
         choices.choose(kind, subject, {f"{tile.rows}x{tile.vectors}" if tile else "": tile for tile in found})
-        for kind, found in zip(("first", "last"), _tiles(block, machine), strict=True)
+        for kind, found in (("first", found_first), ("last", found_last))
     )
     return replace(plan, first=first, last=last)
 
 
-def _tiles(block: Block, machine: Machine) -> tuple[Sequence[tiles.Tile | None], Sequence[tiles.Tile | None]]:
-    """The register tiles for the first convolution and for the last, the fastest first; None where it has none."""
-    first, depthwise, last = block.first, block.depthwise, block.last
-    high, wide = block.middle
-    _, out_w = depthwise.size(high, wide)
-    wide += depthwise.padding[1] + depthwise.padding[3]
+def _tiles(
+    block: Block, machine: Machine
+) -> tuple[Sequence[tiles.Tile | None], Sequence[tiles.Tile], Sequence[tiles.Tile | None]]:
+    """The register tiles for the three convolutions, the fastest first; None for one that is not there."""
+    first, middle, last = block.first, block.middle, block.last
+    high, wide, depth = block.inner
+    _, out_w = middle.size(high, wide)
+    wide += middle.padding[1] + middle.padding[3]
 
     def ranked(rows: int, channels: int) -> list[tiles.Tile]:
         best, *others = tiles.ranked(rows, -(-channels // machine.lanes), machine, exact=True)
         busy = [tile for tile in others if tile.rows * tile.vectors >= _FEWEST_ACCUMULATORS]
         return [best, *busy][:_CHOICES]
 
+    if middle.depthwise:
+        pixels = max(size for size in range(1, _MOST_PIXELS + 1) if out_w % size == 0)
+        between = [tiles.Tile(pixels, 1)]
+    else:
+        between = ranked(out_w // (middle.winograd or 1), middle.channels)
     return (
-        ranked(wide, depthwise.channels) if first else [None],
+        ranked(wide, depth) if first else [None],
+        between,
         ranked(out_w, last.channels) if last else [None],
     )
 
 
+def _far(machine: Machine) -> tuple[int, int]:
+    return _FAR_TOGETHER if machine.cores > 1 else _FAR
+
+
 def _moving(size: int, machine: Machine) -> float:
     """Cycles to write and read again what one core leaves for another function."""
-    return 0.0 if size <= _STRIP_SHARE * machine.second_cache else size / _WRITTEN + size / _READ
+    written, read = _NEAR if size <= _STRIP_SHARE * machine.second_cache else _far(machine)
+    return size / written + size / read

@@ -52,7 +52,20 @@ _GAIN = 0.97
 def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, subject: str) -> tiles.Tile | None:
     """The register tile if the product of `[*outer, depth]` and `[depth, units]` is faster so; None if not.
 
-    That is a decision about `subject`. Counts cycles per vector of four quarters of the result.
+    That is a decision about `subject`.
+    """
+    found = estimate(outer, depth, units, machine)
+    if found is None:
+        return None
+    tile, share = found
+    options: dict[str, tiles.Tile | None] = {"strassen": tile, "direct": None}
+    return choices.choose("algorithm", subject, options if share < _GAIN else dict(reversed(options.items())))
+
+
+def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> tuple[tiles.Tile, float] | None:
+    """The register tile for such a product, and its time as a share of the usual way's; None where there is no tile.
+
+    Counts cycles per vector of four quarters of the result.
     """
     half_rows, odd = divmod(math.prod(outer), 2)
     if odd or depth % 2 or units % (2 * machine.lanes):
@@ -68,8 +81,7 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, subje
     usual = 4 * (depth + _START + _FINISH)
     sums = 5 * 3 * depth / 2 / (units / 2 / machine.lanes) / machine.lanes
     fast = 7 * (depth / 2 + _START) + _COMBINE + 4 * _FINISH + sums
-    options: dict[str, tiles.Tile | None] = {"strassen": tile, "direct": None}
-    return choices.choose("algorithm", subject, options if fast < _GAIN * usual else dict(reversed(options.items())))
+    return tile, fast / usual
 
 
 def error_bound(depth: int) -> float:

@@ -99,7 +99,7 @@ def lower_passes(target: Target, precision: Precision = "fp32", fast: bool = Tru
         cpu = machine(target)
         laid_out = [attention.compose_attention(), *layout(cpu.lanes)]
         narrow = {
-            "fp32": FuseBlocks(cpu),
+            "fp32": FuseBlocks(cpu, fast),
             "bf16": RoundProducts(cpu, fast),
             "fp16": HalveProducts(cpu),
             "int8": IntegerProducts(cpu),

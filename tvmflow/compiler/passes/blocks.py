@@ -1,4 +1,4 @@
-"""Makes one function of a depthwise convolution and its neighbours where strips of lines had better stay in a cache."""
+"""Makes one function of a convolution and its neighbours where strips of lines had better stay in a core's cache."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ import tvm
 from tvm import relax, te, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmflow.compiler import choices
+from tvmflow.compiler import choices, winograd
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import blocks, convolution, depthwise, elementwise
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
@@ -30,6 +30,11 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "relax.maximum": tirx.max,
     "relax.minimum": tirx.min,
 }
+
+
+# Bottlenecks are whole without being measured below so many times the cycles of their parts one by one, which have
+# Winograd's and Strassen's algorithms at their best, and worth measuring up to so many.
+_SURE, CLOSE = 0.8, 1.1
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,19 @@ class _Found:
 
 @tvm.transform.module_pass(opt_level=2, name="FuseBlocks")
 class FuseBlocks:
-    """Replaces depthwise convolutions and their neighbours by blocks where the cost model says that they are faster."""
+    """Replaces convolutions and their neighbours by blocks where the cost model says that they are faster.
 
-    def __init__(self, machine: Machine) -> None:
+    Those are depthwise convolutions with what is beside them, as in inverted residuals, and others between pointwise
+    ones, as in bottlenecks. `fast` allows algorithms of fewer multiplications.
+    """
+
+    def __init__(self, machine: Machine, fast: bool = True) -> None:
         self._machine = machine
+        self._fast = fast
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite every Relax function of the module."""
-        rewriter = _Rewriter(mod, self._machine)
+        rewriter = _Rewriter(mod, self._machine, self._fast)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function):
                 rewriter.find(function)
@@ -69,13 +79,14 @@ class FuseBlocks:
 
 @mutator
 class _Rewriter(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.IRModule, machine: Machine) -> None:
+    def __init__(self, mod: tvm.IRModule, machine: Machine, fast: bool) -> None:
         super().__init__(mod)
         self._machine = machine
+        self._fast = fast
         self._found: dict[relax.Var, _Found] = {}
 
     def find(self, function: relax.Function) -> None:
-        self._found = _find(function, self._machine)
+        self._found = _find(function, self._machine, self._fast)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         found = self._found.get(binding.var)
@@ -95,7 +106,7 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
         self.set_var_remap(binding.var, self.builder_.emit(call))
 
 
-def _find(function: relax.Function, machine: Machine) -> dict[relax.Var, _Found]:
+def _find(function: relax.Function, machine: Machine, fast: bool) -> dict[relax.Var, _Found]:
     """The blocks of a function, by the variable of their last convolution; none shares a convolution with another."""
     found: dict[relax.Var, _Found] = {}
     for bindings in function.body.blocks if isinstance(function.body, relax.SeqExpr) else ():
@@ -104,16 +115,22 @@ def _find(function: relax.Function, machine: Machine) -> dict[relax.Var, _Found]
         values = {binding.var: binding.value for binding in bindings.bindings if isinstance(binding, relax.VarBinding)}
         neighbours = _Neighbours(values, relax.analysis.udchain(bindings))
         used: set[relax.Var] = set()
-        for variable, call in values.items():
-            if not _is_convolution(call) or not _is_depthwise(call):
-                continue
+        calls = [(variable, call) for variable, call in values.items() if _is_convolution(call)]
+        middles = [(variable, call) for variable, call in calls if _is_depthwise(call)]
+        middles += [(variable, call) for variable, call in calls if _is_spatial(call)]
+        for variable, call in middles:
             first, (after, last) = neighbours.before(call), neighbours.after(variable)
             with_last, alone = _Step(call, after, variable), _Step(call, (), variable)
+            candidates = []
             for steps in ((first, with_last, last), (first, alone, None), (None, with_last, last)):
                 taken = {step.result for step in steps if step}
                 if (steps[1] is with_last and last is None) or len(taken) < 2 or taken & used:
                     continue
-                block = _describe(steps, machine)
+                candidate = _describe(steps, machine, fast)
+                if candidate is not None:
+                    candidates.append((candidate, steps, taken))
+            for candidate, steps, taken in sorted(candidates, key=lambda item: item[0].gain, reverse=True):
+                block = _choose(candidate, steps, machine)
                 if block is not None:
                     found[(steps[2] or steps[1]).result] = block
                     used |= taken
@@ -134,7 +151,9 @@ class _Neighbours:
         while self._only_user(variable) is not None:
             value: Any = self._values.get(variable)
             if _is_convolution(value):
-                return None if _is_depthwise(value) or _groups(value) != 1 else _Step(value, tuple(after), variable)
+                # Before another dense one only a pointwise one: larger kernels had better take Winograd's algorithm.
+                fits = _groups(value) == 1 and (_is_depthwise(call) or _geometry(value)["kernel"] == (1, 1))
+                return _Step(value, tuple(after), variable) if fits and not _is_depthwise(value) else None
             place = _operand(value)
             if place is None:
                 return None
@@ -184,6 +203,11 @@ def _is_depthwise(call: relax.Call) -> bool:
     return _groups(call) == channels == int(call.args[1].ty.shape.values[0]) and channels > 1
 
 
+def _is_spatial(call: relax.Call) -> bool:
+    """Whether a convolution is dense and reads more than one pixel for each of its result."""
+    return _groups(call) == 1 and _geometry(call)["kernel"] != (1, 1)
+
+
 def _is_pointwise(call: relax.Call, data: relax.Var) -> bool:
     geometry = _geometry(call)
     return (
@@ -222,35 +246,77 @@ def _operand(value: Any) -> int | None:
     return None
 
 
-def _describe(steps: tuple[_Step | None, _Step, _Step | None], machine: Machine) -> _Found | None:
-    convolutions: list[Any] = []
-    tensors: list[relax.Expr] = []
-    for step in steps:
-        if step is None:
-            convolutions.append(None)
-            continue
-        weight = step.call.args[1].value.numpy()
-        epilogue, read = _epilogue(step.after)
-        packed = (
-            depthwise.pack_array(weight, machine.lanes)
-            if step is steps[1]
-            else convolution.pack_array(weight, vector(weight.shape[0], machine))
-        )
-        tensors += [constant(packed), *(constant(value) for value in read)]
-        convolutions.append(blocks.Convolution(**_geometry(step.call), epilogue=epilogue, reads=len(read)))
-    first, middle, last = convolutions
-    data = next(step for step in steps if step).call.args[0]
-    batch, height, width, depth = data.ty.shape.values
+_Steps = tuple[_Step | None, _Step, _Step | None]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Convolutions that can be a block, the ways to compute it, and the cycles that these take one by one."""
+
+    block: blocks.Block
+    plans: Sequence[blocks.Plan]
+    apart: float
+
+    @property
+    def gain(self) -> float:
+        """The cycles that the block saves."""
+        return self.apart - self.plans[0].cycles
+
+
+def _describe(steps: _Steps, machine: Machine, fast: bool) -> _Candidate | None:
+    """The block of these convolutions; None where it cannot be one or comes nowhere near what they take one by one."""
+    first, last = (None if step is None else _convolution(step, False, machine, fast) for step in (steps[0], steps[2]))
+    middle = _convolution(steps[1], True, machine, fast)
+    batch, height, width, depth = _data(steps).ty.shape.values
     block = blocks.Block(int(height), int(width), int(depth), first, middle, last)
-    ranked, faster = blocks.plans(block, static(batch) or 1, machine)
-    if not ranked:
+    ranked, apart = blocks.plans(block, static(batch) or 1, machine, fast)
+    if not ranked or (not middle.depthwise and ranked[0].cycles > CLOSE * apart):
         return None
+    return _Candidate(block, ranked, apart)
+
+
+def _choose(candidate: _Candidate, steps: _Steps, machine: Machine) -> _Found | None:
+    """The block, None where it should not be one: a decision about its convolutions."""
+    block, ranked = candidate.block, candidate.plans
     parts = tuple(convolution.subject_of(step.call) for step in steps if step)
     subject = f"block {' and '.join(parts)}"
     options = {"whole": True, "apart": False}
-    if not choices.choose("block", subject, options if faster else dict(reversed(options.items())), parts=parts):
+    if ranked[0].cycles >= (1.0 if block.middle.depthwise else _SURE) * candidate.apart:
+        options = dict(reversed(options.items()))
+    if not choices.choose("block", subject, options, parts=parts):
         return None
-    return _Found(data, block, blocks.decide(block, ranked, machine, subject), tuple(tensors), subject)
+    tensors: list[relax.Expr] = []
+    for step, described in zip(steps, (block.first, block.middle, block.last), strict=True):
+        if step is not None and described is not None:
+            tensors += [constant(_packed(step.call, described, machine)), *map(constant, _epilogue(step.after)[1])]
+    return _Found(_data(steps), block, blocks.decide(block, ranked, machine, subject), tuple(tensors), subject)
+
+
+def _data(steps: _Steps) -> relax.Expr:
+    """What a block's first convolution reads."""
+    return (steps[0] or steps[1]).call.args[0]
+
+
+def _convolution(step: _Step, in_the_middle: bool, machine: Machine, fast: bool) -> blocks.Convolution:
+    call, geometry = step.call, _geometry(step.call)
+    size = None
+    if in_the_middle and fast and not _is_depthwise(call):
+        lists = {name: list(geometry[name]) for name in ("strides", "padding", "dilation")}
+        subject = convolution.subject_of(call)
+        size = convolution.winograd_size(call.args[0], call.args[1], _groups(call), lists, machine, subject)
+    epilogue, read = _epilogue(step.after)
+    return blocks.Convolution(
+        **geometry, depthwise=_is_depthwise(call), winograd=size, epilogue=epilogue, reads=len(read)
+    )
+
+
+def _packed(call: relax.Call, described: blocks.Convolution, machine: Machine) -> Array:
+    weight = call.args[1].value.numpy()
+    if described.depthwise:
+        return depthwise.pack_array(weight, machine.lanes)
+    if described.winograd is not None:
+        return winograd.transform_kernel(weight, described.winograd, machine.lanes, described.strides[0])
+    return convolution.pack_array(weight, vector(weight.shape[0], machine))
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,71 @@
 """The schedule for blocks of convolutions: strips of lines in parallel, all that a strip needs computed within it."""
 
+import math
+from collections.abc import Callable
+
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from tvmflow.compiler.annotations import CHUNK, LANES, STRIP, TILE
+from tvmflow.compiler.annotations import CHUNK, LANES, STRIP, TILE, WINOGRAD
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
 
 
 def apply(sch: Schedule, machine: Machine) -> bool:
-    """Blocks around a depthwise convolution.
+    """Blocks around a convolution.
 
-    For every strip, channels go in chunks through the first two convolutions; the last one reads all of them.
+    For every strip, channels go in chunks through the first convolution and a depthwise one; any other in the middle,
+    and the last one, read all of them.
     """
-    depthwise = common.kernel(sch, "block.depthwise")
-    if depthwise is None:
+    found = {kind: common.kernel(sch, f"block.{kind}") for kind in _MIDDLES}
+    kind, middle = next(((kind, block) for kind, block in found.items() if block is not None), ("", None))
+    if middle is None:
         return False
-    first, last = common.kernel(sch, "block.first"), common.kernel(sch, "block.last")
-    lines, pixels, lanes = (_number(sch, depthwise, name) for name in (STRIP, TILE, LANES))
-    out = common.inline_epilogue(sch, depthwise if last is None else last)
-    n, h, w, c = sch.get_loops(out)
-    strip, line = sch.split(h, [None, lines])
+    lines = _number(sch, middle, STRIP)
+    last = common.kernel(sch, "block.last")
+    result = common.named(sch, "output_vertical")[0] if kind == "winograd" else middle
     if last is None:
-        filtered, at = out, None
+        filtered = common.inline_epilogue(sch, result)
+        n, h, _, _ = sch.get_loops(filtered)
+        strip, _ = sch.split(h, [None, lines])
+        task = sch.fuse(n, strip)
+        common.parallel(sch, task, machine)
     else:
         (filtered,) = common.named(sch, "filtered")
-        rows, count, width = (_number(sch, last, name) for name in (TILE, CHUNK, LANES))
-        far, near = sch.split(w, [None, rows])
-        outer, pieces, lane = common.split_channels(sch, c, count, width)
-        sch.reorder(n, strip, line, far, outer, near, pieces, lane)
-        at = outer
+        if kind == "winograd":
+            (element,) = sch.get_consumers(result)
+            sch.compute_inline(element)
+        # Winograd's algorithm goes on with a line of output tiles at a time.
+        step = _number(sch, middle, WINOGRAD) if kind == "winograd" else lines
+        task, part = _last(sch, last, lines, step, machine)
+        sch.compute_at(filtered, part, preserve_unit_loops=True)
+    at, vectors = _MIDDLES[kind](sch, middle, filtered, task, machine)
+    _first(sch, at, task, vectors, machine)
+    return True
+
+
+def _last(sch: Schedule, last: SBlockRV, lines: int, step: int, machine: Machine) -> tuple[LoopRV, LoopRV]:
+    """Tile the last convolution, and return the loop over strips and, in a strip, over `step` lines."""
+    rows, count, width = (_number(sch, last, name) for name in (TILE, CHUNK, LANES))
+    n, h, w, c = sch.get_loops(common.inline_epilogue(sch, last))
+    strip, part, line = sch.split(h, [None, lines // step, step])
+    far, near = sch.split(w, [None, rows])
+    outer, pieces, lane = common.split_channels(sch, c, count, width)
+    sch.reorder(n, strip, part, line, far, outer, near, pieces, lane)
     task = sch.fuse(n, strip)
     common.parallel(sch, task, machine)
-    if last is not None:
-        sch.compute_at(last, at, preserve_unit_loops=True)
-        _product(sch, last, rows, count, width, reduced=1)
-        common.in_registers(sch, [near, pieces, lane])
-        sch.compute_at(filtered, task, preserve_unit_loops=True)
+    sch.compute_at(last, outer, preserve_unit_loops=True)
+    _product(sch, last, rows, count, width, reduced=1)
+    common.in_registers(sch, [near, pieces, lane])
+    return task, part
 
+
+def _depthwise(
+    sch: Schedule, depthwise: SBlockRV, filtered: SBlockRV, _task: LoopRV, machine: Machine
+) -> tuple[LoopRV, int]:
+    """Let channels go through a depthwise convolution in chunks, and return their loop and the vectors of a chunk."""
+    first = common.kernel(sch, "block.first")
+    pixels, lanes = (_number(sch, depthwise, name) for name in (TILE, LANES))
     vectors = 1 if first is None else _number(sch, first, CHUNK)
     *_, line, w, c = sch.get_loops(filtered)
     chunk, piece, lane = sch.split(c, [None, vectors, lanes])
@@ -46,23 +74,90 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     sch.compute_at(depthwise, far, preserve_unit_loops=True)
     _taps(sch, depthwise)
     common.in_registers(sch, [near, lane])
+    return chunk, vectors
 
+
+def _dense(sch: Schedule, dense: SBlockRV, filtered: SBlockRV, task: LoopRV, _machine: Machine) -> tuple[LoopRV, int]:
+    """Tile a dense convolution that reads all channels of its strip, and return the loop to compute these at."""
+    rows, count, lanes = (_number(sch, dense, name) for name in (TILE, CHUNK, LANES))
+    *_, line, w, c = sch.get_loops(filtered)
+    outer, piece, lane = sch.split(c, [None, count, lanes])
+    far, near = sch.split(w, [None, rows])
+    sch.reorder(outer, line, far, near, piece, lane)
+    sch.compute_at(dense, far, preserve_unit_loops=True)
+    _product(sch, dense, rows, count, lanes, reduced=3)
+    common.in_registers(sch, [near, piece, lane])
+    return task, _chunk(sch)
+
+
+def _winograd(
+    sch: Schedule, product: SBlockRV, filtered: SBlockRV, task: LoopRV, machine: Machine
+) -> tuple[LoopRV, int]:
+    """Let a strip go through the stages of Winograd's algorithm, and return the loop to compute its input at."""
+    rows, count, lanes, size = (_number(sch, product, name) for name in (TILE, CHUNK, LANES, WINOGRAD))
+    depth = int(sch.get(product).iter_vars[-1].dom.extent)
+    (vertical,), (transformed,), (back,) = (
+        common.named(sch, name) for name in ("input_vertical", "input", "output_vertical")
+    )
+    result = sch.cache_write(product, 0, "global")
+    *_, h, w, c = sch.get_loops(filtered)
+    (high, h), (far, w) = sch.split(h, [None, size]), sch.split(w, [None, size])
+    outer, lane = sch.split(c, [None, lanes])
+    sch.reorder(high, far, outer, h, w, lane)
+    common.in_registers(sch, [h, w, lane])
+    sch.compute_at(back, outer, preserve_unit_loops=True)
+    common.in_registers(sch, list(sch.get_loops(back))[-6:])
+
+    sch.compute_at(result, high, preserve_unit_loops=True)
+    a, b, n, y, x, c = list(sch.get_loops(result))[-6:]
+    far, near = sch.split(x, [None, rows])
+    outer, piece, lane = sch.split(c, [None, count, lanes])
+    sch.reorder(a, b, outer, n, y, far, near, piece, lane)
+    sch.compute_at(product, far, preserve_unit_loops=True)
+    common.in_registers(sch, [near, piece, lane])
+    _product(sch, product, rows, count, lanes, reduced=1)
+
+    sch.compute_at(transformed, high, preserve_unit_loops=True)
+    a, b, n, y, x, c = list(sch.get_loops(transformed))[-6:]
+    outer, lane = sch.split(c, [None, math.gcd(depth, machine.lanes)])
+    sch.reorder(n, y, x, outer, a, b, lane)
+    common.in_registers(sch, [a, b, lane])
+    sch.compute_at(vertical, outer, preserve_unit_loops=True)
+    common.in_registers(sch, list(sch.get_loops(vertical))[-6:])
+    return task, _chunk(sch)
+
+
+def _chunk(sch: Schedule) -> int:
+    """The vectors of channels that the first convolution computes at a time."""
+    first = common.kernel(sch, "block.first")
+    return 1 if first is None else _number(sch, first, CHUNK)
+
+
+def _first(sch: Schedule, at: LoopRV, task: LoopRV, vectors: int, machine: Machine) -> None:
+    """Compute what the middle convolution reads, with zeros around it."""
     (expanded,) = common.named(sch, "expanded")
-    sch.compute_at(expanded, chunk, preserve_unit_loops=True)
+    sch.compute_at(expanded, at, preserve_unit_loops=True)
+    first = common.kernel(sch, "block.first")
     if first is None:
         common.vectorize_inner(sch, expanded, machine)
-        return True
+        return
     rows, width = _number(sch, first, TILE), _number(sch, first, LANES)
-    *_, x, c = sch.get_loops(expanded)
+    *_, line, x, c = sch.get_loops(expanded)
     far, near = sch.split(x, [None, rows])
-    piece, lane = sch.split(c, [vectors, width])
+    chunk, piece, lane = sch.split(c, [None, vectors, width])
+    sch.reorder(chunk, line, far, near, piece, lane)
     sch.compute_at(first, far, preserve_unit_loops=True)
     _product(sch, first, rows, vectors, width, reduced=3)
     common.in_registers(sch, [near, piece, lane])
     (source,) = common.named(sch, "source")
     sch.compute_at(source, task, preserve_unit_loops=True)
     common.vectorize_inner(sch, source, machine)
-    return True
+
+
+_Middle = Callable[[Schedule, SBlockRV, SBlockRV, LoopRV, Machine], tuple[LoopRV, int]]
+
+# By kind of the convolution in the middle: its schedule.
+_MIDDLES: dict[str, _Middle] = {"depthwise": _depthwise, "dense": _dense, "winograd": _winograd}
 
 
 def _number(sch: Schedule, block: SBlockRV, name: str) -> int:

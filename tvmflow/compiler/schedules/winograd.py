@@ -35,8 +35,8 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
     side, channels, steps = int(sizes[0]), int(sizes[3]), int(sizes[4])
     depth = math.prod(int(size) for size in sizes[4:])
-    (pad,), (vertical,), (transformed,), (back,) = (
-        common.named(sch, name) for name in ("pad", "input_vertical", "input", "output_vertical")
+    (vertical,), (transformed,), (back,) = (
+        common.named(sch, name) for name in ("input_vertical", "input", "output_vertical")
     )
     out = common.inline_epilogue(sch, back)
     wide = -(-int(sch.get(out).iter_vars[2].dom.extent) // size)
@@ -100,8 +100,9 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     common.in_registers(sch, [a, b, lane])
     sch.compute_at(vertical, outer, preserve_unit_loops=True)
     common.in_registers(sch, list(sch.get_loops(vertical))[-4:])
-    sch.compute_at(pad, task, preserve_unit_loops=True)
-    common.vectorize_inner(sch, pad, machine)
+    for pad in common.named(sch, "pad"):
+        sch.compute_at(pad, task, preserve_unit_loops=True)
+        common.vectorize_inner(sch, pad, machine)
     if kind == "dot_winograd":
         # Last: no stage can be moved to a block that stands for an instruction.
         use(sch, BF16, lanes, *instruction)
@@ -110,7 +111,7 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
 
 def bound(sch: Schedule) -> float | None:
     """The error bound of a function that uses the algorithm in float32, None for others."""
-    product = common.kernel(sch, "winograd")
+    product = common.kernel(sch, "winograd") or common.kernel(sch, "block.winograd")
     if product is None:
         return None
     block = sch.get(product)

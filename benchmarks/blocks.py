@@ -1,0 +1,241 @@
+"""Prints what it gains to compute three convolutions as one function: `python benchmarks/blocks.py`.
+
+The convolutions are those of bottlenecks (1x1, 3x3, 1x1) and of inverted residuals (1x1, depthwise, 1x1), of the sizes
+that ResNet-50, detectors on large images and MobileNetV2 have. Each is built as one function and as functions of their
+own, whatever the cost model says, and both are run in turn. `estimate` is the cost model's ratio of the two, `whole /
+apart` the measured one, from the smallest time of every function; `built` is what a build does without tuning.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import prepare
+from commandline import new_parser, positive, state_folder
+from onnx import helper
+from operators import Case
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tvmflow import process
+from tvmflow.errors import TvmflowError
+from tvmflow.process import Emit
+from tvmflow.runtime.profile import function_times
+from tvmflow.target import Target
+from tvmflow.workspace import Record
+
+if TYPE_CHECKING:
+    from tvmflow.compiler.machine import Machine
+
+_SCRIPT = Path(__file__)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Three convolutions on images of `size` squared: `inputs` to `between` to `outputs` channels.
+
+    The middle one is 3x3, and depthwise where `depthwise` says so.
+    """
+
+    name: str
+    inputs: int
+    between: int
+    outputs: int
+    size: int
+    stride: int = 1
+    depthwise: bool = False
+    batch: int = 1
+
+    @property
+    def label(self) -> str:
+        """What the table calls it."""
+        images = f"{self.batch} images of " if self.batch > 1 else ""
+        return f"{self.inputs}, {self.between}, {self.outputs} at {images}{self.size}x{self.size}" + (
+            f" /{self.stride}" if self.stride > 1 else ""
+        )
+
+    def model(self) -> onnx.ModelProto:
+        """The model, with random weights."""
+        groups = self.between if self.depthwise else 1
+        nodes = (
+            helper.make_node("Conv", ["x", "w1", "b1"], ["c1"]),
+            helper.make_node("Relu", ["c1"], ["r1"]),
+            helper.make_node("Conv", ["r1", "w2", "b2"], ["c2"], pads=[1] * 4, strides=[self.stride] * 2, group=groups),
+            helper.make_node("Relu", ["c2"], ["r2"]),
+            helper.make_node("Conv", ["r2", "w3", "b3"], ["y"]),
+        )
+        weights = {
+            "w1": (self.between, self.inputs, 1, 1),
+            "b1": (self.between,),
+            "w2": (self.between, self.between // groups, 3, 3),
+            "b2": (self.between,),
+            "w3": (self.outputs, self.between, 1, 1),
+            "b3": (self.outputs,),
+        }
+        inputs = {"x": (self.batch, self.inputs, self.size, self.size)}
+        return Case(self.name, self.label, nodes, inputs, weights).model()
+
+    def plan(self, machine: "Machine") -> tuple[int, float] | None:
+        """The lines of a strip, and the cost model's ratio of whole and apart; None where it cannot be whole."""
+        from tvmflow.compiler import winograd
+        from tvmflow.compiler.operators.blocks import Block, Convolution, plans
+
+        first, last = (Convolution(channels, (1, 1), (1, 1), (0, 0, 0, 0)) for channels in (self.between, self.outputs))
+        middle = Convolution(self.between, (3, 3), (self.stride, self.stride), (1, 1, 1, 1), depthwise=self.depthwise)
+        if not self.depthwise:
+            high, wide = middle.size(self.size, self.size)
+            size, *_ = winograd.ranked(high, wide, self.between, self.between, machine, self.stride)
+            middle = replace(middle, winograd=size)
+        block = Block(self.size, self.size, self.inputs, first, middle, last)
+        ranked, apart = plans(block, self.batch, machine)
+        return (ranked[0].lines, ranked[0].cycles / apart) if ranked else None
+
+
+BLOCKS: tuple[Block, ...] = (
+    Block("bottleneck", 256, 64, 256, 56),
+    Block("bottleneck", 256, 64, 256, 56, batch=8),
+    Block("bottleneck", 256, 128, 512, 56, stride=2),
+    Block("bottleneck", 512, 128, 512, 28),
+    Block("bottleneck", 1024, 256, 1024, 14),
+    Block("bottleneck", 128, 64, 128, 80),
+    Block("bottleneck", 64, 32, 64, 160),
+    Block("bottleneck", 32, 16, 32, 320),
+    Block("inverted residual", 16, 96, 24, 112, stride=2, depthwise=True),
+    Block("inverted residual", 24, 144, 24, 56, depthwise=True),
+    Block("inverted residual", 32, 192, 32, 28, depthwise=True),
+    Block("inverted residual", 64, 384, 64, 14, depthwise=True),
+)
+
+
+class BlockJob(Record):
+    """Build a model whole and apart, and time the functions of both in `rounds` of `repeats` runs."""
+
+    onnx: Path
+    target: Target
+    rounds: int
+    repeats: int
+
+
+class BlockTime(Record):
+    """Microseconds of a block as functions of their own and as one, if it can be one, and what a build takes."""
+
+    apart: float
+    whole: float | None
+    built: str
+
+
+def work(job: BlockJob, emit: Emit) -> BlockTime:
+    """Build and time, in a process of its own."""
+    os.environ["TVM_NUM_THREADS"] = str(job.target.threads)
+    import tvm
+    from tvm import relax
+
+    from tvmflow import compiler
+    from tvmflow.compiler.choices import Choices
+    from tvmflow.compiler.passes import blocks
+
+    imported = compiler.import_onnx(job.onnx)
+
+    def options() -> dict[str, tuple[str, ...]]:
+        choices = Choices()
+        compiler.lower(imported, job.target, choices=choices)
+        return {key: site.options for key, site in choices.met.items() if site.kind == "block"}
+
+    usual = options()
+    # Now also what is too slow to be measured by a tuner.
+    blocks.CLOSE = math.inf
+    found = options()
+    apart = dict.fromkeys(found, "apart")
+    # The first that is met has all three convolutions.
+    ways = {"apart": apart}
+    if found:
+        ways["whole"] = {**apart, next(iter(found)): "whole"}
+    shape = [int(size) for size in imported.inputs[0].shape]
+    data = tvm.runtime.tensor(np.random.default_rng(0).standard_normal(shape).astype("float32"))
+    machines = {}
+    for way, made in ways.items():
+        built = compiler.build(imported, job.target, choices=Choices(made))
+        machines[way] = relax.VirtualMachine(built.executable.jit(), tvm.cpu()), dict(built.schedules)
+    best = dict.fromkeys(ways, math.inf)
+    for _ in range(job.rounds):
+        for way, (machine, rules) in machines.items():
+            times = function_times(machine, partial(machine["main"], data), rules, job.repeats)
+            own = (item for item in times if item.name in rules and not item.name.startswith("transpose"))
+            best[way] = min(best[way], 1e6 * sum(item.seconds for item in own))
+    first = [names[0] for names in usual.values()]
+    built = "apart" if "whole" not in first else "whole" if first[0] == "whole" else "in part"
+    return BlockTime(apart=best["apart"], whole=best.get("whole"), built=built)
+
+
+Result = tuple[Block, tuple[int, float] | None, BlockTime]
+
+
+def show(results: Sequence[Result]) -> Table:
+    """The table of all blocks."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("block", "channels", "lines", "apart us", "whole us", "estimate", "whole / apart", "built"):
+        table.add_column(heading, justify="left" if heading in ("block", "channels", "built") else "right")
+    for block, plan, time in results:
+        table.add_row(
+            block.name,
+            block.label,
+            "" if plan is None else str(plan[0]),
+            f"{time.apart:.0f}",
+            "" if time.whole is None else f"{time.whole:.0f}",
+            "" if plan is None else f"{plan[1]:.2f}",
+            "" if time.whole is None else f"{time.whole / time.apart:.2f}",
+            time.built,
+        )
+    return table
+
+
+def main() -> None:
+    """Measure the blocks and print them."""
+    parser = new_parser(__doc__)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="bottleneck or inverted residual, or a beginning")
+    parser.add_argument("--rounds", type=positive, default=10, help="turns of each way (10)")
+    parser.add_argument("--repeats", type=positive, default=10, help="runs in a turn (10)")
+    arguments = parser.parse_args()
+    state = state_folder(arguments)
+    wanted = [
+        block for block in BLOCKS if not arguments.kinds or any(block.name.startswith(kind) for kind in arguments.kinds)
+    ]
+    if not wanted:
+        sys.exit(f"error: there are no blocks {arguments.kinds[0]!r}, only bottleneck and inverted residual")
+    from tvmflow.compiler.machine import machine
+
+    target = prepare.native(arguments.threads)
+    results: list[Result] = []
+    with Console(stderr=True).status("") as status:
+        for block in wanted:
+            status.update(block.label)
+            path = state / "block.onnx"
+            onnx.save(block.model(), path)
+            job = BlockJob(onnx=path, target=target, rounds=arguments.rounds, repeats=arguments.repeats)
+            log = state / "blocks.log"
+            time = process.call("blocks:work", job, BlockTime, log=log, timeout=600, paths=(_SCRIPT.parent,))
+            results.append((block, block.plan(machine(target)), time))
+    Console(width=max(140, Console().width)).print(show(results), highlight=False)
+    print(f"threads {arguments.threads}, {arguments.rounds} rounds of {arguments.repeats} runs")
+    if arguments.json is not None:
+        figures = [
+            {"block": block.name, "channels": block.label, "plan": plan, **time.model_dump()}
+            for block, plan, time in results
+        ]
+        arguments.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TvmflowError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,36 @@
+"""`benchmarks/blocks.py`: blocks of convolutions as one function and as several."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_every_block_is_a_valid_model(module: Callable[[str], ModuleType]) -> None:
+    for block in module("blocks").BLOCKS:
+        output = [dim.dim_value for dim in block.model().graph.output[0].type.tensor_type.shape.dim]
+        size = block.size // block.stride
+        assert output == [block.batch, block.outputs, size, size], block.label
+
+
+@pytest.mark.slow
+def test_blocks_are_built_and_measured_in_both_ways(command: Command, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = command("blocks", "inverted", "--threads", "1", "--rounds", "1", "--repeats", "2", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    assert {item["block"] for item in found} == {"inverted residual"}
+    assert all(item["apart"] > 0 and item["whole"] > 0 and item["plan"][1] > 0 for item in found)
+    assert "whole" in {item["built"] for item in found} <= {"whole", "in part", "apart"}
+    assert all((item["plan"][1] < 1) == (item["built"] == "whole") for item in found)
+
+
+def test_a_kind_that_does_not_exist_is_one_sentence(command: Command) -> None:
+    done = command("blocks", "residue")
+    assert done.returncode == 1
+    assert done.stderr == "error: there are no blocks 'residue', only bottleneck and inverted residual\n"
