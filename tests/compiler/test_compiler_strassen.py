@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from tvmflow.compiler import BuildOptions, Built
 from tvmflow.compiler.machine import Machine
@@ -96,6 +96,21 @@ def test_the_error_is_a_few_times_that_of_the_usual_product(
 )
 def test_odd_sizes_short_depths_and_few_rows_are_multiplied_as_usual(rows: int, depth: int, units: int) -> None:
     assert strassen.choose([rows], depth, units, AVX512, "") is None
+
+
+@pytest.mark.parametrize(("others", "expected"), [(1 << 10, "strassen"), (1 << 23, "rows")])
+def test_weights_that_come_from_memory_are_not_made_larger(
+    others: int, expected: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Gather", ["table", "row"], ["r"]),
+        helper.make_node("Add", ["a", "r"], ["y"]),
+    ]
+    weights = {"w": _normal(384, 384), "table": _normal(others // 384, 384)}
+    path = make_model(nodes, [("x", [128, 384]), ("row", [1], TensorProto.INT64)], ["y"], weights)
+    feed = {"x": _normal(128, 384, seed=1), "row": np.array([1])}
+    assert _rules(assert_same_as_onnxruntime(path, feed))[expected] == 1
 
 
 def test_the_sums_of_weights_are_exact_for_whole_numbers() -> None:

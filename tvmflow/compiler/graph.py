@@ -53,8 +53,9 @@ def lower_module(
         name = variant_name(sizes)
         fixed = relax.utils.copy_with_new_vars(fixed).with_attr("global_symbol", name)
         mod = tvm.IRModule({**dict(mod.functions_items()), tvm.ir.GlobalVar(name): fixed}, attrs=mod.attrs)
+    passes = lower_passes(target, precision, fast, sum(value.nbytes for value in imported.params.values()))
     with tvm.target.Target(target.tvm):
-        return tvm.transform.Sequential(lower_passes(target, precision, fast), name="lower")(mod)
+        return tvm.transform.Sequential(passes, name="lower")(mod)
 
 
 def variant_name(sizes: Mapping[str, int]) -> str:

@@ -1,6 +1,6 @@
 """What the schedules need to know of the machine a target names: vectors, registers, caches, cores."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvmflow.target import Target
 
@@ -10,8 +10,9 @@ class Machine:
     """A CPU core as the schedules see it.
 
     `lanes` are 32-bit numbers per vector, `registers` the vector registers; `second_cache` is a core's own share of the
-    second-level cache, in bytes, `cache` what weights may fill before they are read once rather than kept. `amx` names
-    the dot products (`tvmflow.compiler.dotproduct`) that it has by whole tiles.
+    second-level cache, in bytes, `cache` what weights may fill before they are read once rather than kept. All cores
+    share the `third_cache`; `cold` says that a model's weights come from memory anew in every run. `amx` names the dot
+    products (`tvmflow.compiler.dotproduct`) that it has by whole tiles.
     """
 
     lanes: int
@@ -19,7 +20,13 @@ class Machine:
     cores: int
     cache: int = 1 << 20
     second_cache: int = 1 << 20
+    third_cache: int = 1 << 25
+    cold: bool = False
     amx: frozenset[str] = frozenset()
+
+    def for_weights(self, size: int) -> "Machine":
+        """The same for a model with so many bytes of weights, beside which a cache holds other things."""
+        return replace(self, cold=2 * size > self.third_cache)
 
 
 def machine(target: Target) -> Machine:

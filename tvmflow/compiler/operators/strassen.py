@@ -45,6 +45,8 @@ _RESULT = [
 
 # Cycles per vector of a result: to start and store its sums, to combine seven of them into four, to finish it.
 _START, _COMBINE, _FINISH = 3, 10, 4
+# What all cores together read from memory in the time of a multiply-add of vectors.
+_BYTES_PER_CYCLE = 8
 # What must be gained at least, for estimates are estimates and the error grows.
 _GAIN = 0.97
 
@@ -65,7 +67,8 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, subje
 def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> tuple[tiles.Tile, float] | None:
     """The register tile for such a product, and its time as a share of the usual way's; None where there is no tile.
 
-    Counts cycles per vector of four quarters of the result.
+    Counts cycles of a core per vector of four quarters of the result: its sums and, where they come from memory, its
+    share of the weights, of which there are seven quarters.
     """
     half_rows, odd = divmod(math.prod(outer), 2)
     if odd or depth % 2 or units % (2 * machine.lanes):
@@ -78,9 +81,10 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
     accumulators = tile.rows * tile.vectors
     if accumulators < 2 * machine.registers // 3:
         return None
-    usual = 4 * (depth + _START + _FINISH)
+    quarter = depth * machine.lanes * 2 * machine.cores / half_rows / _BYTES_PER_CYCLE if machine.cold else 0.0
+    usual = 4 * (depth + _START + _FINISH + quarter)
     sums = 5 * 3 * depth / 2 / (units / 2 / machine.lanes) / machine.lanes
-    fast = 7 * (depth / 2 + _START) + _COMBINE + 4 * _FINISH + sums
+    fast = 7 * (depth / 2 + _START + quarter) + _COMBINE + 4 * _FINISH + sums
     return tile, fast / usual
 
 

@@ -88,15 +88,20 @@ def pass_names() -> list[str]:
     return sorted({*others, *(str(item.info.name) for item in ours)})
 
 
-def lower_passes(target: Target, precision: Precision = "fp32", fast: bool = True) -> list[tvm.transform.Pass]:
-    """The passes from a Relax module whose weights are constants to `main` with calls of fused functions."""
+def lower_passes(
+    target: Target, precision: Precision = "fp32", fast: bool = True, weights: int = 0
+) -> list[tvm.transform.Pass]:
+    """The passes from a Relax module whose weights are constants to `main` with calls of fused functions.
+
+    `weights` is their size in bytes.
+    """
     integers: list[tvm.transform.Pass] = []
     if target.arch == "cuda":
         laid_out: list[tvm.transform.Pass] = []
         fused: list[tvm.transform.Pass] = []
         legalize = relax.transform.LegalizeOps()
     else:
-        cpu = machine(target)
+        cpu = machine(target).for_weights(weights)
         laid_out = [attention.compose_attention(), *layout(cpu.lanes)]
         narrow = {
             "fp32": FuseBlocks(cpu, fast),
@@ -104,9 +109,9 @@ def lower_passes(target: Target, precision: Precision = "fp32", fast: bool = Tru
             "fp16": HalveProducts(cpu),
             "int8": IntegerProducts(cpu),
         }[precision]
-        fused = [narrow, attention.lower_attention(machine(target))]
-        integers = [IntegerArithmetic(machine(target))] if precision == "int8" else []
-        legalize = relax.transform.LegalizeOps(legalizations(machine(target), fast))
+        fused = [narrow, attention.lower_attention(cpu)]
+        integers = [IntegerArithmetic(cpu)] if precision == "int8" else []
+        legalize = relax.transform.LegalizeOps(legalizations(cpu, fast))
     return [
         *integers,
         *canonicalize(),
