@@ -45,10 +45,13 @@ _RESULT = [
 
 # Cycles per vector of a result: to start and store its sums, to combine seven of them into four, to finish it.
 _START, _COMBINE, _FINISH = 3, 10, 4
+# Fewer accumulators than these wait for loads, and for their own results.
+_FEWEST_ACCUMULATORS = 12
 # What all cores together read from memory in the time of a multiply-add of vectors.
 _BYTES_PER_CYCLE = 8
-# What must be gained at least, for estimates are estimates and the error grows.
-_GAIN = 0.97
+# What must be gained at least, for estimates are estimates and the error grows; more by a core that is alone with the
+# panels of all rows.
+_GAIN, _GAIN_ALONE = 0.97, 0.93
 
 
 def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, subject: str) -> tiles.Tile | None:
@@ -61,7 +64,9 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, subje
         return None
     tile, share = found
     options: dict[str, tiles.Tile | None] = {"strassen": tile, "direct": None}
-    return choices.choose("algorithm", subject, options if share < _GAIN else dict(reversed(options.items())))
+    if share >= (_GAIN if machine.cores > 1 else _GAIN_ALONE):
+        options = dict(reversed(options.items()))
+    return choices.choose("algorithm", subject, options)
 
 
 def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> tuple[tiles.Tile, float] | None:
@@ -77,15 +82,30 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
     lines = [math.prod(outer[place:]) for place in range(len(outer))]
     if any(half_rows % line and line % half_rows for line in lines):
         return None
-    tile = tiles.choose(half_rows, units // 2 // machine.lanes, machine, 2 * depth, exact=True)
-    accumulators = tile.rows * tile.vectors
-    if accumulators < 2 * machine.registers // 3:
+    vectors = units // 2 // machine.lanes
+    ranked = tiles.ranked(half_rows, vectors, machine, 2 * depth, exact=True)
+    busy = [tile for tile in ranked if tile.rows * tile.vectors >= _FEWEST_ACCUMULATORS]
+    if not busy:
         return None
+
+    def uneven(tile: tiles.Tile) -> float:
+        """What the slowest core takes over what all would with equal shares."""
+        together = goes_together(half_rows, tile.rows, depth // 2, units // 2, machine)
+        tasks = half_rows // tile.rows if together else vectors // tile.vectors
+        return -(-tasks // machine.cores) * machine.cores / tasks
+
+    # Of equals the first.
+    tile = min(busy, key=uneven)
     quarter = depth * machine.lanes * 2 * machine.cores / half_rows / _BYTES_PER_CYCLE if machine.cold else 0.0
     usual = 4 * (depth + _START + _FINISH + quarter)
     sums = 5 * 3 * depth / 2 / (units / 2 / machine.lanes) / machine.lanes
     fast = 7 * (depth / 2 + _START + quarter) + _COMBINE + 4 * _FINISH + sums
-    return tile, fast / usual
+    return tile, uneven(tile) * fast / usual
+
+
+def goes_together(half_rows: int, rows: int, half_depth: int, half_units: int, machine: Machine) -> bool:
+    """Whether each core sums the panels of its own rows: the weights stay in its cache, and there are enough tiles."""
+    return 4 * 7 * half_depth * half_units <= machine.cache and half_rows // rows >= 2 * machine.cores
 
 
 def error_bound(depth: int) -> float:

@@ -7,7 +7,7 @@ from tvm.s_tir import Schedule
 from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import CHUNK, LANES, TILE
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.strassen import error_bound
+from tvmflow.compiler.operators.strassen import error_bound, goes_together
 from tvmflow.compiler.schedules import common
 
 
@@ -28,7 +28,7 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     sch.reverse_compute_inline(common.inline_epilogue(sch, quarters))
     result = sch.cache_write(product, 0, "global")
     stages = {"together": True, "apart": False}
-    if 4 * 7 * depth * half_units > machine.cache or half_rows // rows < 2 * machine.cores:
+    if not goes_together(half_rows, rows, depth, half_units, machine):
         stages = dict(reversed(stages.items()))
     in_cache = choices.choose("stages", "", stages)
 
