@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from tvmflow.compiler.machine import Machine
 
 _SCRIPT = Path(__file__)
+# Of a whole block.
+_CONVOLUTIONS = 3
 
 
 @dataclass(frozen=True)
@@ -140,25 +142,27 @@ def work(job: BlockJob, emit: Emit) -> BlockTime:
     from tvm import relax
 
     from tvmflow import compiler
-    from tvmflow.compiler.choices import Choices
+    from tvmflow.compiler.choices import Choices, Site
     from tvmflow.compiler.passes import blocks
 
     imported = compiler.import_onnx(job.onnx)
 
-    def options() -> dict[str, tuple[str, ...]]:
-        choices = Choices()
+    def sites(made: dict[str, str]) -> dict[str, Site]:
+        choices = Choices(made)
         compiler.lower(imported, job.target, choices=choices)
-        return {key: site.options for key, site in choices.met.items() if site.kind == "block"}
+        return {key: site for key, site in choices.met.items() if site.kind == "block"}
 
-    usual = options()
-    # Now also what is too slow to be measured by a tuner.
+    usual = [site for site in sites({}).values() if site.options[0] == "whole"]
+    # Now also what is too slow to be measured by a tuner; and what is met only where something else is left apart.
     blocks.CLOSE = math.inf
-    found = options()
+    found: dict[str, Site] = {}
+    while (met := sites(dict.fromkeys(found, "apart"))).keys() - found.keys():
+        found |= met
     apart = dict.fromkeys(found, "apart")
-    # The first that is met has all three convolutions.
     ways = {"apart": apart}
-    if found:
-        ways["whole"] = {**apart, next(iter(found)): "whole"}
+    complete = [key for key, site in found.items() if len(site.parts) == _CONVOLUTIONS]
+    if complete:
+        ways["whole"] = {**apart, complete[0]: "whole"}
     shape = [int(size) for size in imported.inputs[0].shape]
     data = tvm.runtime.tensor(np.random.default_rng(0).standard_normal(shape).astype("float32"))
     machines = {}
@@ -171,8 +175,7 @@ def work(job: BlockJob, emit: Emit) -> BlockTime:
             times = function_times(machine, partial(machine["main"], data), rules, job.repeats)
             own = (item for item in times if item.name in rules and not item.name.startswith("transpose"))
             best[way] = min(best[way], 1e6 * sum(item.seconds for item in own))
-    first = [names[0] for names in usual.values()]
-    built = "apart" if "whole" not in first else "whole" if first[0] == "whole" else "in part"
+    built = "apart" if not usual else "whole" if len(usual[0].parts) == _CONVOLUTIONS else "in part"
     return BlockTime(apart=best["apart"], whole=best.get("whole"), built=built)
 
 
