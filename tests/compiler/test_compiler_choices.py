@@ -138,6 +138,26 @@ def test_prefetching_weights_that_the_cache_cannot_hold_is_a_choice_with_the_sam
         np.testing.assert_allclose(_called(scheduled, native, arrays), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_that_share_a_set_of_the_cache_may_be_packed_first(
+    batch: int, make_model: Any, native: Target, run_built: Any
+) -> None:
+    rng = np.random.default_rng(3)
+    weight = (rng.standard_normal((40, 1024, 1, 1)) / 32).astype("float32")
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Relu", ["c"], ["y"])]
+    imported = import_onnx(make_model(nodes, [("x", [batch, 1024, 7, 6])], ["y"], {"w": weight}))
+    met = Choices()
+    usual = build(imported, native, choices=met)
+    (panel,) = (site for site in met.met.values() if site.kind == "panel")
+    other = build(imported, native, choices=Choices({panel.key: panel.options[1]}))
+    assert panel.options == ("in place", "packed")
+    assert "packed_rows" in other.ir_text
+    assert "packed_rows" not in usual.ir_text
+    assert sorted(dict(other.schedules).values()) == sorted(dict(usual.schedules).values())
+    x = rng.standard_normal((batch, 1024, 7, 6)).astype("float32")
+    np.testing.assert_allclose(run_built(other, x)[0], run_built(usual, x)[0], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_the_last_convolution_may_write_the_output_as_it_leaves(
     kernel: int, make_model: Any, native: Target, run_built: Any

@@ -17,6 +17,8 @@ class Tile:
 
 # A row count that is good for every register file, for products whose number of rows is known only at run time.
 _UNKNOWN_ROWS = 8
+# Rows a multiple of so many bytes apart are in one set of the first-level cache.
+CONFLICT = 4096
 # Heights of tiles that are worth measuring.
 _CHOICES = 4
 _LATENCY = 4  # cycles from one multiply-add to the next that needs its result
@@ -43,7 +45,7 @@ def ranked(
     Counts cycles per step of the reduction: a tile of r rows by v vectors does r*v multiply-adds with r + v loads,
     and needs r*v + v + 1 registers. Rows that do not divide evenly are computed in vain at the end.
     """
-    most = 7 if row_bytes is not None and row_bytes % 4096 == 0 else machine.registers - 2 if exact else 28
+    most = 7 if row_bytes is not None and row_bytes % CONFLICT == 0 else machine.registers - 2 if exact else 28
     found: list[tuple[tuple[float, int, int], Tile]] = []
     for count in range(1, min(vectors, 8) + 1):
         if vectors % count:

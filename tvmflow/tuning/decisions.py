@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
 # All decisions of one of these kinds are made at once.
-_TOGETHER = ("algorithm", "lines", "first", "last", "rows")
+_TOGETHER = ("algorithm", "lines", "first", "last", "rows", "panel")
 # Last of all, how the model's input is read and its output written, and whether blocks are computed whole; then what
 # that leaves to be decided.
 KINDS = (*_TOGETHER, "edge", "output", "block", *_TOGETHER)

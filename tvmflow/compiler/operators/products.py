@@ -8,7 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from tvmflow.compiler import tiles
+from tvmflow.compiler import choices, tiles
 from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, ROWS, SHARED, SUBJECT, TILE
 from tvmflow.compiler.choices import shape_text
 from tvmflow.compiler.machine import Machine
@@ -217,14 +217,27 @@ def rows_product(
 
     `shared` says that the right operand is the same for the whole batch; `joined` which dimensions of the result are
     its rows, if not all that follow the batch. Rows come in whole tiles; where they do not divide, the left operand is
-    copied with its last row repeated. How many rows a tile has is a decision about `subject`.
+    copied with its last row repeated. How many rows a tile has is a decision about `subject`, and so is whether rows
+    that share a set of the first-level cache are packed first, those of a tile side by side.
     """
     known = static(channels)
     row_bytes = 4 * int(depth) if static(depth) else None
     tile = tiles.rows_of(subject, tiles.ranked(static(rows), known // lanes if known else 2, machine, row_bytes))
     source = left
     tiled = rows
-    if not divides(tile, rows):
+    if divides(tile, rows):
+        conflicts = shared and row_bytes is not None and row_bytes % tiles.CONFLICT == 0
+        if conflicts and choices.choose("panel", subject, {"in place": False, "packed": True}):
+            packed = te.compute(
+                (*batch, rows // tile, depth, tile),
+                lambda *index: left(*index[:-3], index[-3] * tile + index[-1], index[-2]),
+                name="packed_rows",
+            )
+
+            def source(*index: Any) -> Any:
+                *place, row, k = index
+                return packed[(*place, row // tile, k, row % tile)]
+    else:
         tiled = round_up(rows, tile)
         panel = te.compute(
             (*batch, tiled, depth),

@@ -109,12 +109,21 @@ def tiled(
         for block in common.named(sch, name):
             sch.compute_at(block, task, preserve_unit_loops=True)
             common.vectorize_inner(sch, block, machine)
+    for block in common.named(sch, "packed_rows"):
+        _pack_rows(sch, block, machine)
     inner = list(sch.get_loops(product))
     (row, column), reductions = inner[-reduced - 2 : -reduced], inner[-reduced:]
     if [common.extent(sch, loop) for loop in (row, column)] != [rows, count * lanes]:
         raise ValueError("the tile's extents are not constant")
     vector, product_lane = sch.split(column, [count, lanes])
     return Tile(product, task, (row, vector, product_lane), tuple(reductions), (near, pieces, lane), streams)
+
+
+def _pack_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Write the rows of a tile side by side, all tiles before the first product."""
+    *outer, k, row = sch.get_loops(block)
+    sch.unroll(row)
+    common.parallel(sch, common.fuse(sch, [*outer, k]), machine)
 
 
 def _static(size: tirx.Expr) -> int | None:
