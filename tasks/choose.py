@@ -198,10 +198,8 @@ def choose(
     measured to be faster. One that validation refuses is not shipped if the other passes. `part` is what the tuned one
     was made with. Raises BundleError for a bundle that does not run here.
     """
-    reason, refused = (
-        unable(target, context.spec.build.precision),
-        [item.verdict.result.reasons for item in (tuned, untuned)],
-    )
+    reason = unable(target, context.spec.build.precision)
+    refused = [item.verdict.result.reasons for item in (tuned, untuned)]
 
     def work() -> Choice:
         if refused[0] and not refused[1]:

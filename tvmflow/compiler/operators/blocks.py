@@ -275,11 +275,13 @@ def plans(block: Block, batch: int, machine: Machine, fast: bool = True) -> tupl
     whole_vectors = middle.channels % lanes == 0 and (depth % lanes == 0 or (middle.depthwise and block.first is None))
     if not whole_vectors or out_h % step or out_w % step:
         return [], 0.0
-    found = _tiles(block, machine)
-    (first_tile, *_), (middle_tile, *_), (last_tile, *_) = found
-    sizes = [tile.rows * tile.vectors for tile in (first_tile, middle_tile, last_tile) if tile]
-    fewest = sizes if not middle.depthwise else [tile.rows * tile.vectors for tile in (first_tile, last_tile) if tile]
-    if min(sizes) < _FEWEST_ACCUMULATORS // 2 or min(fewest, default=0) < _FEWEST_ACCUMULATORS or middle_tile is None:
+    (first_tile, *_), (middle_tile, *_), (last_tile, *_) = _tiles(block, machine)
+    # A depthwise convolution's sums are short: it waits less for them.
+    fewest = _FEWEST_ACCUMULATORS // 2 if middle.depthwise else _FEWEST_ACCUMULATORS
+    if middle_tile.rows * middle_tile.vectors < fewest:
+        return [], 0.0
+    others = [tile.rows * tile.vectors for tile in (first_tile, last_tile) if tile]
+    if min(others, default=0) < _FEWEST_ACCUMULATORS:
         return [], 0.0
 
     costs = _Costs(block, batch, machine, fast)

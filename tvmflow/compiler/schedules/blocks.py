@@ -39,8 +39,8 @@ def apply(sch: Schedule, machine: Machine) -> bool:
         step = _number(sch, middle, WINOGRAD) if kind == "winograd" else lines
         task, part = _last(sch, last, lines, step, machine)
         sch.compute_at(filtered, part, preserve_unit_loops=True)
-    at, vectors = _MIDDLES[kind](sch, middle, filtered, task, machine)
-    _first(sch, at, task, vectors, machine)
+    at = _MIDDLES[kind](sch, middle, filtered, task, machine)
+    _first(sch, at, task, machine)
     return True
 
 
@@ -60,10 +60,8 @@ def _last(sch: Schedule, last: SBlockRV, lines: int, step: int, machine: Machine
     return task, part
 
 
-def _depthwise(
-    sch: Schedule, depthwise: SBlockRV, filtered: SBlockRV, _task: LoopRV, machine: Machine
-) -> tuple[LoopRV, int]:
-    """Let channels go through a depthwise convolution in chunks, and return their loop and the vectors of a chunk."""
+def _depthwise(sch: Schedule, depthwise: SBlockRV, filtered: SBlockRV, _task: LoopRV, _machine: Machine) -> LoopRV:
+    """Let channels go through a depthwise convolution in chunks, and return their loop."""
     first = common.kernel(sch, "block.first")
     pixels, lanes = (_number(sch, depthwise, name) for name in (TILE, LANES))
     vectors = 1 if first is None else _number(sch, first, CHUNK)
@@ -74,10 +72,10 @@ def _depthwise(
     sch.compute_at(depthwise, far, preserve_unit_loops=True)
     _taps(sch, depthwise)
     common.in_registers(sch, [near, lane])
-    return chunk, vectors
+    return chunk
 
 
-def _dense(sch: Schedule, dense: SBlockRV, filtered: SBlockRV, task: LoopRV, _machine: Machine) -> tuple[LoopRV, int]:
+def _dense(sch: Schedule, dense: SBlockRV, filtered: SBlockRV, task: LoopRV, _machine: Machine) -> LoopRV:
     """Tile a dense convolution that reads all channels of its strip, and return the loop to compute these at."""
     rows, count, lanes = (_number(sch, dense, name) for name in (TILE, CHUNK, LANES))
     *_, line, w, c = sch.get_loops(filtered)
@@ -87,12 +85,10 @@ def _dense(sch: Schedule, dense: SBlockRV, filtered: SBlockRV, task: LoopRV, _ma
     sch.compute_at(dense, far, preserve_unit_loops=True)
     _product(sch, dense, rows, count, lanes, reduced=3)
     common.in_registers(sch, [near, piece, lane])
-    return task, _chunk(sch)
+    return task
 
 
-def _winograd(
-    sch: Schedule, product: SBlockRV, filtered: SBlockRV, task: LoopRV, machine: Machine
-) -> tuple[LoopRV, int]:
+def _winograd(sch: Schedule, product: SBlockRV, filtered: SBlockRV, task: LoopRV, machine: Machine) -> LoopRV:
     """Let a strip go through the stages of Winograd's algorithm, and return the loop to compute its input at."""
     rows, count, lanes, size = (_number(sch, product, name) for name in (TILE, CHUNK, LANES, WINOGRAD))
     depth = int(sch.get(product).iter_vars[-1].dom.extent)
@@ -124,16 +120,10 @@ def _winograd(
     common.in_registers(sch, [a, b, lane])
     sch.compute_at(vertical, outer, preserve_unit_loops=True)
     common.in_registers(sch, list(sch.get_loops(vertical))[-6:])
-    return task, _chunk(sch)
+    return task
 
 
-def _chunk(sch: Schedule) -> int:
-    """The vectors of channels that the first convolution computes at a time."""
-    first = common.kernel(sch, "block.first")
-    return 1 if first is None else _number(sch, first, CHUNK)
-
-
-def _first(sch: Schedule, at: LoopRV, task: LoopRV, vectors: int, machine: Machine) -> None:
+def _first(sch: Schedule, at: LoopRV, task: LoopRV, machine: Machine) -> None:
     """Compute what the middle convolution reads, with zeros around it."""
     (expanded,) = common.named(sch, "expanded")
     sch.compute_at(expanded, at, preserve_unit_loops=True)
@@ -141,7 +131,7 @@ def _first(sch: Schedule, at: LoopRV, task: LoopRV, vectors: int, machine: Machi
     if first is None:
         common.vectorize_inner(sch, expanded, machine)
         return
-    rows, width = _number(sch, first, TILE), _number(sch, first, LANES)
+    rows, vectors, width = (_number(sch, first, name) for name in (TILE, CHUNK, LANES))
     *_, line, x, c = sch.get_loops(expanded)
     far, near = sch.split(x, [None, rows])
     chunk, piece, lane = sch.split(c, [None, vectors, width])
@@ -154,9 +144,9 @@ def _first(sch: Schedule, at: LoopRV, task: LoopRV, vectors: int, machine: Machi
     common.vectorize_inner(sch, source, machine)
 
 
-_Middle = Callable[[Schedule, SBlockRV, SBlockRV, LoopRV, Machine], tuple[LoopRV, int]]
+_Middle = Callable[[Schedule, SBlockRV, SBlockRV, LoopRV, Machine], LoopRV]
 
-# By kind of the convolution in the middle: its schedule.
+# By kind of the convolution in the middle: its schedule, which returns the loop to compute its input at.
 _MIDDLES: dict[str, _Middle] = {"depthwise": _depthwise, "dense": _dense, "winograd": _winograd}
 
 
