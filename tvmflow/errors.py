@@ -22,7 +22,12 @@
     └── StepError            a step's process was killed, crashed or ran out of time
 
 Every message is one sentence that names the file or value, what was expected, and what to do next.
+
+`to_data` and `from_data` carry an error from one process to another as JSON.
 """
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 
 class TvmflowError(Exception):
@@ -113,3 +118,42 @@ class StackError(TvmflowError):
 
 class StepError(TvmflowError):
     """A step's process was killed, crashed or ran out of time."""
+
+
+class ErrorData(TypedDict):
+    """An error as JSON.
+
+    `types` are the names of its class and of the bases of that class, the nearest first, up to `TvmflowError`;
+    `message` is its sentence; `fields` are its attributes by name.
+    """
+
+    types: list[str]
+    message: str
+    fields: dict[str, Any]
+
+
+def to_data(error: TvmflowError) -> ErrorData:
+    """Return an error as JSON data, for `from_data` in another process. Its attributes must be JSON values."""
+    return {
+        "types": [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, TvmflowError)],
+        "message": str(error),
+        "fields": dict(vars(error)),
+    }
+
+
+def from_data(data: Mapping[str, Any]) -> TvmflowError:
+    """Return the error that `to_data` wrote in another process; its traceback and its cause stay there.
+
+    An error of a class that this module does not define becomes one of its nearest base class that this module defines.
+    Raises ValueError when `data` is not an error's.
+    """
+    try:
+        names, message, fields = list(data["types"]), str(data["message"]), dict(data["fields"])
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ValueError("not the data of an error; expected what `tvmflow.errors.to_data` returns") from problem
+    kinds = (globals().get(name) for name in names if isinstance(name, str))
+    kind = next((item for item in kinds if isinstance(item, type) and issubclass(item, TvmflowError)), TvmflowError)
+    # A subclass may take other arguments than its message, so its constructor is not called.
+    error = kind.__new__(kind, message)
+    vars(error).update(fields)
+    return error
