@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # torch must be the CPU build: from local wheels where PIP_FIND_LINKS names them, else from PyTorch's own index.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend cpu)
 
-.PHONY: setup demo test bench check format clean
+.PHONY: setup demo test bench check format docs reference clean
 
 setup: .venv/ready
 
@@ -33,11 +33,21 @@ bench: setup
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) -c constraints.txt -e '.[pipeline,serve,dev,bench]'
 	@python benchmarks/speed.py
 
+# The pages that are made from the code: the command line, the release file, the settings.
+reference: setup
+	@python docs/generate.py
+
+docs: setup
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt 'tvmflow[docs] @ file://$(CURDIR)'
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	@echo "the site is in build/site: open build/site/index.html"
+
 check: setup
 	@ruff check .
 	@ruff format --check .
 	@mypy
 	@lint-imports --no-cache
+	@python docs/generate.py --check
 	@test ! -e mlflow/__init__.py || { echo "mlflow/__init__.py would hide the library mlflow: remove it"; exit 1; }
 
 format: setup
