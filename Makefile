@@ -7,7 +7,10 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # torch must be the CPU build: from local wheels where PIP_FIND_LINKS names them, else from PyTorch's own index.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend cpu)
 
-.PHONY: setup demo test bench check format docs reference clean
+# How `make test` runs: on two processes, each test file in one of them; the times of all tests in build/tests/junit.xml.
+TESTS := pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=40 --junit-xml=build/tests/junit.xml
+
+.PHONY: setup demo test test-quick test-long bench check format docs reference clean
 
 setup: .venv/ready
 
@@ -26,7 +29,15 @@ demo: setup
 	@tvmflow list digits
 
 test: setup
-	@pytest -n 2 --dist loadscope --no-loadscope-reorder
+	@$(TESTS)
+
+# The loop one develops in: no server, nothing that takes long.
+test-quick: setup
+	@pytest -n 2 --dist loadscope --no-loadscope-reorder --quick
+
+# The same files with larger numbers.
+test-long: setup
+	@$(TESTS) --long
 
 # OpenVINO is a peer of the benchmarks and nothing else: 60 MB that `make setup` leaves out.
 bench: setup

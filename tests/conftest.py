@@ -1,20 +1,47 @@
-"""Which tests share a process when `make test` runs them on two, and the PostgreSQL server that some of them need."""
+"""How the tests run: their scale, their order on several processes, and the servers that folders share."""
 
-import os
-import shutil
 import signal
-import socket
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import scale, servers
 from xdist.scheduler import LoadFileScheduling
+
+pytest.register_assert_rewrite("support.waits")
 
 # A shell starts what runs in the background with SIGINT ignored, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that choose the scale of a run."""
+    group = parser.getgroup("tvmflow")
+    group.addoption("--long", action="store_true", help="try more cases per test, and run the tests marked `long`")
+    group.addoption("--quick", action="store_true", help="run only tests that take no server and little time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the scale before any test file is imported: parameters and decorators depend on it."""
+    if config.option.long and config.option.quick:
+        raise pytest.UsageError("--long and --quick exclude each other")
+    scale.set_mode("long" if config.option.long else "quick" if config.option.quick else "normal")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that the scale excludes; put tests that wait for servers first.
+
+    At the end of a run one process would wait for servers alone.
+    """
+    selected = [item for item in items if _is_selected(item)]
+    if len(selected) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if not _is_selected(item)])
+    items[:] = sorted(selected, key=lambda item: item.path.parent.name not in ("flows", "stack"))
+
+
+def _is_selected(item: pytest.Item) -> bool:
+    return scale.is_long() or item.get_closest_marker("long") is None
 
 
 class _ByFile(LoadFileScheduling):
@@ -31,39 +58,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return _ByFile(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run those first that wait for servers: at the end one process would wait for them alone."""
-    items.sort(key=lambda item: item.path.parent.name not in ("flows", "stack"))
-
-
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Callable[[str], str]]:
-    """A real PostgreSQL server on 127.0.0.1: makes an empty database and returns its address, `postgresql://...`."""
-    missing = [name for name in ("initdb", "postgres", "createdb") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"PostgreSQL's {missing[0]} is not on PATH")
-    # The server refuses to run as root, and the folders of pytest are closed to everybody else.
-    as_other = ["setpriv", "--reuid=nobody", "--clear-groups", "--regid=nogroup"] if os.geteuid() == 0 else []
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    with tempfile.TemporaryDirectory(prefix="postgres-") as folder:
-        if as_other:
-            shutil.chown(folder, "nobody", "nogroup")
-        data = Path(folder) / "data"
-
-        def run(*command: str) -> None:
-            subprocess.run([*as_other, *command], cwd=folder, check=True, capture_output=True, text=True, timeout=120)
-
-        run("initdb", "--pgdata", str(data), "--username", "tvmflow", "--auth", "trust", "--no-sync")
-        said = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={folder} -c fsync=off"
-        run("pg_ctl", "start", "--wait", "--pgdata", str(data), "--log", f"{folder}/log", "--options", said)
-
-        def database(name: str) -> str:
-            run("createdb", "--host", "127.0.0.1", "--port", port, "--username", "tvmflow", name)
-            return f"postgresql://tvmflow@127.0.0.1:{port}/{name}"
-
-        try:
-            yield database
-        finally:
-            run("pg_ctl", "stop", "--mode", "immediate", "--pgdata", str(data))
+    """A PostgreSQL server on 127.0.0.1: a function that creates an empty database and returns its address."""
+    with servers.postgres_server() as create_database:
+        yield create_database

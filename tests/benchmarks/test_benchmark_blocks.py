@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -18,7 +16,6 @@ def test_every_block_is_a_valid_model(module: Callable[[str], ModuleType]) -> No
         assert output == [block.batch, block.outputs, size, size], block.label
 
 
-@pytest.mark.slow
 def test_blocks_are_built_and_measured_in_both_ways(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = command("blocks", "inverted", "--threads", "1", "--rounds", "1", "--repeats", "2", "--json", str(figures))

@@ -13,7 +13,6 @@ from tvmflow.target import host
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed: the C++ runner cannot be built")
 def test_every_way_is_measured_or_says_why_not(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

@@ -152,7 +152,6 @@ class _FirstResult(torch.nn.Module):
         return result
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", _ARCHITECTURES)
 def test_architectures_equal_onnx_runtime(
     name: str, tmp_path: Path, assert_same_as_onnxruntime: Callable[..., Built]

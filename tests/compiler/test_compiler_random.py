@@ -556,13 +556,11 @@ def _check(drawn: st.SearchStrategy[tuple[Model, list[str]]], count: int, folder
     check()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_models_equal_onnx_runtime(kind: str, tmp_path: Any) -> None:
     _check(KINDS[kind], {"convolutions": 40, "graphs": 40}.get(kind, 25), tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", SYMBOLIC)
 def test_random_models_of_any_batch_equal_onnx_runtime(kind: str, tmp_path: Any) -> None:
     _check(SYMBOLIC[kind], 15, tmp_path, symbolic=True)

@@ -15,8 +15,6 @@ MakeInputs = Callable[[int], Arrays]
 InPython = Callable[[Path, Arrays], Arrays]
 Runner = Any
 
-pytestmark = pytest.mark.slow
-
 
 def _unpacked(bundle: Path, folder: Path) -> Path:
     """The bundle as a folder: the cross-built runner has no zlib."""

@@ -17,8 +17,6 @@ import pytest
 
 from tvmflow.bundle import keygen
 
-pytestmark = pytest.mark.slow
-
 PERSON = f"{getpass.getuser()}@{socket.gethostname()}"
 CHANNELS = {
     "staging": {"automatic": True},

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 # What a worker does: it takes the runs of the deployment promote/tiny from the server, each into a process of its own.
 _RUNNER = """
 import asyncio

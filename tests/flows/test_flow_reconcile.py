@@ -13,8 +13,6 @@ from tvmflow.services import open_store
 from tvmflow.settings import Settings
 from tvmflow.store import channels
 
-pytestmark = pytest.mark.slow
-
 Findings = list[tuple[str, str, str]]
 
 # A source model in the embedded registry, as a user's own training leaves one.

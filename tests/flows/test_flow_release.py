@@ -13,8 +13,6 @@ from mlflow.entities import ViewType
 from tvmflow.services import open_store
 from tvmflow.settings import Settings
 
-pytestmark = pytest.mark.slow
-
 STEPS = [
     *("train", "export", "relax_import", "reference", "tune", "build"),
     *("package", "validate", "benchmark", "track", "publish"),

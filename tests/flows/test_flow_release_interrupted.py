@@ -10,8 +10,6 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = pytest.mark.slow
-
 # Held-out data that takes for ever, until somebody says go: what a step in the middle of the release waits for.
 _DATA = """
 import time

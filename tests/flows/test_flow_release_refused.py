@@ -4,10 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytestmark = pytest.mark.slow
-
 # The first caller, which is the original's side, scores 1, everybody after it less.
 _METRIC = """
 from pathlib import Path

@@ -16,8 +16,6 @@ from moto.server import ThreadedMotoServer
 
 from tvmflow.store import ReleaseStore, StoreConfig
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, make: Any) -> Iterator[str]:

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow
-
 _INPUTS = [{"name": "x", "shape": ["batch", 4]}]
 _DIMENSIONS = {"batch": {"min": 1, "max": 8, "tune": 2, "measure": [2]}}
 

@@ -8,8 +8,6 @@ import pytest
 
 from tvmflow.target import host
 
-pytestmark = pytest.mark.slow
-
 _LEVELS = ["x86-64-v2", "x86-64-v3"]
 
 

@@ -19,8 +19,6 @@ from tvmflow.target import resolve
 from tvmflow.tuning import Record, RecordStore, current, workload_key
 from tvmflow.tuning.records import Decision, normalize, now, trace_of
 
-pytestmark = pytest.mark.slow
-
 
 @dataclass(frozen=True)
 class Story:

@@ -14,8 +14,6 @@ from tvmflow.registry.client import Registry
 from tvmflow.source import Source, load_module
 from tvmflow.spec import Model
 
-pytestmark = pytest.mark.slow
-
 # Three classes of points, told apart by a small network; the held-out points are no training points.
 _NETWORK = """
 import numpy as np

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 _NETWORK = """
 import torch
 from torch import nn

@@ -17,8 +17,6 @@ import yaml
 from tvmflow.store import ReleaseStore
 from tvmflow.triggers.webhook import DELIVERY_HEADER, PATH, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
 
-pytestmark = pytest.mark.slow
-
 SECRET = "a secret of this test"
 WAIT_SECONDS = 60.0
 _PREFECT_FILE = Path(__file__).parents[2] / "infra" / "prefect.yaml"

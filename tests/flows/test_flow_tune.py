@@ -13,8 +13,6 @@ from onnx import helper
 from tvmflow.target import resolve
 from tvmflow.tuning import RecordStore
 
-pytestmark = pytest.mark.slow
-
 
 @dataclass(frozen=True)
 class Story:

@@ -27,8 +27,6 @@ from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore
 from tvmflow.target import resolve
 
-pytestmark = pytest.mark.slow
-
 _DEPLOY = """
 import sys
 from flows.deployments import register

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.slow
 def test_prefect_and_mlflow_keep_their_state_in_postgresql(machine: Any, postgres: Callable[[str], str]) -> None:
     # A password, for which this server does not ask, is to be seen nowhere.
     url = postgres("stack").replace("tvmflow@", "tvmflow:hush-hush@")

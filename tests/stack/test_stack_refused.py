@@ -62,7 +62,6 @@ def test_without_a_stack_there_is_nothing_to_show_or_to_end(machine: Any) -> Non
     assert machine.run("down", "--json").document == {"ended": []}
 
 
-@pytest.mark.slow
 def test_a_server_that_does_not_start_is_named_and_the_others_are_ended(machine: Any) -> None:
     database = machine.state / "prefect" / "prefect.db"
     database.parent.mkdir(parents=True)
@@ -76,7 +75,6 @@ def test_a_server_that_does_not_start_is_named_and_the_others_are_ended(machine:
     assert machine.processes() == []
 
 
-@pytest.mark.slow
 def test_an_interrupt_leaves_nothing_and_two_do_not_start_one_stack(machine: Any) -> None:
     with machine.start("up", *(f"--{name}-port={port}" for name, port in machine.ports.items())) as starting:
         assert "S3" in starting.stderr.readline()

@@ -10,8 +10,6 @@ import pytest
 
 from tvmflow.settings import Settings
 
-pytestmark = pytest.mark.slow
-
 Document = dict[str, Any]
 
 

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import yaml
 
-pytestmark = pytest.mark.slow
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 CHANNELS = ("staging", "production")
 

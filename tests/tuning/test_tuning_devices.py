@@ -175,7 +175,6 @@ def test_a_server_that_dies_is_started_again_with_a_message(lab: Path, device: D
     assert tracker.request("lab", 30) is not None
 
 
-@pytest.mark.slow
 def test_a_server_that_hangs_is_passed_over_and_started_again(
     lab: Path, device: Device, pool: MeasurePool, adds_one: PrimFunc
 ) -> None:
@@ -208,7 +207,6 @@ def test_a_key_that_no_device_has_is_told_with_those_there_are(native: Target, d
         )
 
 
-@pytest.mark.slow
 def test_a_run_outlives_servers_sessions_and_the_tracker_and_keeps_every_record(
     lab: Path, device: Device, conv: PrimFunc, matmul: PrimFunc, native: Target, store: RecordStore
 ) -> None:
@@ -333,7 +331,6 @@ def test_the_command_line_starts_lists_and_ends_devices(command: Callable[..., A
     assert command("devices", "down").stdout == "no devices were running\n"
 
 
-@pytest.mark.slow
 def test_a_model_is_tuned_on_devices_and_what_is_found_is_known_afterwards(
     command: Callable[..., Any], tmp_path: Path, device: Device
 ) -> None:

@@ -1,0 +1,66 @@
+"""ONNX models, written in one call."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+Array = np.ndarray[Any, Any]
+# (name, shape) or (name, shape, element type); a shape of None is unknown.
+Value = tuple[Any, ...]
+
+
+def value_info(value: str | Value) -> onnx.ValueInfoProto:
+    """Describe an input or output: a name, (name, shape) of float32, or (name, shape, element type)."""
+    name, shape, element, *_ = (*((value,) if isinstance(value, str) else value), None, None)
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT if element is None else element, shape)
+
+
+def make_model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[Value],
+    outputs: Sequence[str | Value],
+    weights: Mapping[str, Array] | None = None,
+    *,
+    opset: int = 18,
+    name: str = "model",
+) -> onnx.ModelProto:
+    """Make an ONNX model with its shapes inferred.
+
+    Inputs are (name, shape) or (name, shape, element type); outputs are names, or such tuples.
+    """
+    graph = helper.make_graph(
+        list(nodes),
+        name,
+        [value_info(value) for value in inputs],
+        [value_info(value) for value in outputs],
+        [numpy_helper.from_array(value, key) for key, value in (weights or {}).items()],
+    )
+    domains = sorted({node.domain for node in nodes if node.domain})
+    opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
+    model = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opsets, ir_version=9))
+    for output in model.graph.output:
+        output.type.tensor_type.shape.SetInParent()  # the checker wants a shape, also where none can be inferred
+    return model
+
+
+def save_model(path: Path, *arguments: Any, **options: Any) -> Path:
+    """Write the model that `make_model` makes of these arguments, and return the path."""
+    onnx.save(make_model(*arguments, **options), path)
+    return path
+
+
+def save_text(path: Path, text: str) -> Path:
+    """Write the model that ONNX's textual syntax describes, and return the path."""
+    onnx.save(onnx.parser.parse_model(text), path)
+    return path
+
+
+def save_dense(path: Path, *, seed: int = 0) -> Path:
+    """Write y[batch, 3] = softmax(x[batch, 4] @ w), the smallest model that a release can have."""
+    weights = {"w": np.random.default_rng(seed).normal(size=(4, 3)).astype(np.float32)}
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node("Softmax", ["z"], ["y"])]
+    return save_model(path, nodes, [("x", ["batch", 4])], ["y"], weights)

@@ -1,0 +1,131 @@
+"""Real servers on 127.0.0.1, each ended by its process id."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from support.processes import clean_environment
+from support.waits import wait_until
+from tvmflow.store import ReleaseStore, StoreConfig
+
+_START_SECONDS = 120.0
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(command: list[str], port: int, health: str, log: Path, settings: Mapping[str, str]) -> Iterator[str]:
+    """Run a server in a process of its own and yield its address, once a GET of the path `health` succeeds."""
+    import requests
+
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=clean_environment(**settings), stdout=output, stderr=output, text=True, start_new_session=True
+        )
+    address = f"http://127.0.0.1:{port}"
+
+    def is_healthy() -> bool:
+        try:
+            return requests.get(f"{address}{health}", timeout=5).ok
+        except requests.ConnectionError:
+            return False
+
+    try:
+        wait_until(is_healthy, _START_SECONDS, lambda: f"{command}: {log.read_text()[-2000:]}", process=process)
+        yield address
+    finally:
+        # A server's own children may outlive it: the whole group ends.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def prefect_server(folder: Path) -> Iterator[str]:
+    """Run a Prefect server without its background services; yield the address of its API."""
+    port = free_port()
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    settings = {"PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    with serving([*command, "--no-services"], port, "/api/health", folder / "log", settings) as address:
+        yield f"{address}/api"
+
+
+@contextmanager
+def mlflow_server(folder: Path, **settings: str) -> Iterator[str]:
+    """Run an MLflow server on a SQLite file, with further settings; yield its address."""
+    port = free_port()
+    fixed = {
+        "MLFLOW_HOST": "127.0.0.1",
+        "MLFLOW_PORT": str(port),
+        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder / 'mlflow.db'}",
+        "MLFLOW_ARTIFACTS_DESTINATION": str(folder / "artifacts"),
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_WORKERS": "1",
+    }
+    command = [sys.executable, "-m", "mlflow", "server"]
+    with serving(command, port, "/health", folder / "server.log", {**fixed, **settings}) as address:
+        yield address
+
+
+@contextmanager
+def moto_server(bucket: str, prefix: str = "") -> Iterator[StoreConfig]:
+    """Run moto's S3, which enforces conditional writes, in this process; yield a store on it."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    config = StoreConfig(bucket, prefix, f"http://{host}:{port}", access_key="testing", secret_key="testing-secret")
+    try:
+        ReleaseStore(config).check()
+        yield config
+    finally:
+        server.stop()
+
+
+@contextmanager
+def postgres_server() -> Iterator[Callable[[str], str]]:
+    """Run PostgreSQL; yield a function that creates an empty database and returns its address, `postgresql://...`."""
+    missing = [name for name in ("initdb", "postgres", "createdb") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"PostgreSQL's {missing[0]} is not on PATH")
+    # The server refuses to run as root, and the folders of pytest are closed to everybody else.
+    as_other = ["setpriv", "--reuid=nobody", "--clear-groups", "--regid=nogroup"] if os.geteuid() == 0 else []
+    port = str(free_port())
+    with tempfile.TemporaryDirectory(prefix="postgres-") as folder:
+        if as_other:
+            shutil.chown(folder, "nobody", "nogroup")
+        data = Path(folder) / "data"
+
+        def run(*command: str) -> None:
+            subprocess.run([*as_other, *command], cwd=folder, check=True, capture_output=True, text=True, timeout=120)
+
+        run("initdb", "--pgdata", str(data), "--username", "tvmflow", "--auth", "trust", "--no-sync")
+        options = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={folder} -c fsync=off"
+        run("pg_ctl", "start", "--wait", "--pgdata", str(data), "--log", f"{folder}/log", "--options", options)
+
+        def create_database(name: str) -> str:
+            run("createdb", "--host", "127.0.0.1", "--port", port, "--username", "tvmflow", name)
+            return f"postgresql://tvmflow@127.0.0.1:{port}/{name}"
+
+        try:
+            yield create_database
+        finally:
+            run("pg_ctl", "stop", "--mode", "immediate", "--pgdata", str(data))

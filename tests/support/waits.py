@@ -1,0 +1,39 @@
+"""Waiting for a condition instead of sleeping."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+_PAUSE_SECONDS = 0.02
+
+
+def wait_until(
+    condition: Callable[[], T],
+    timeout: float = 60.0,
+    message: str | Callable[[], str] = "the condition did not become true",
+    *,
+    process: "subprocess.Popen[str] | subprocess.Popen[bytes] | None" = None,
+) -> T:
+    """Poll until `condition` returns something true, and return that.
+
+    The test fails after `timeout` seconds with `message` (a function is called then, e.g. to read a log), and at once
+    when `process` has ended.
+    """
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        if process is not None and process.poll() is not None:
+            output = process.communicate() if process.stdout or process.stderr else ""
+            pytest.fail(f"the process ended with code {process.returncode}: {_text(message)} {output}")
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout:.0f} s: {_text(message)}")
+        time.sleep(_PAUSE_SECONDS)
+    return value
+
+
+def _text(message: str | Callable[[], str]) -> str:
+    return message if isinstance(message, str) else message()
