@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import scale, servers
 from xdist.scheduler import LoadFileScheduling
+
+from support import scale, servers
 
 pytest.register_assert_rewrite("support.waits")
 

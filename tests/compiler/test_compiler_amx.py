@@ -14,6 +14,7 @@ import onnx
 import pytest
 from onnx import helper
 
+from support.arrays import normal
 from tvmflow.compiler import BuildOptions, Built, amx, build, import_onnx, lower, workloads
 from tvmflow.compiler.dotproduct import BF16, DOTS
 from tvmflow.compiler.machine import machine
@@ -51,10 +52,6 @@ def target() -> Target:
     mine = [name for name in ("avx512_vnni", "avx512_bf16") if name in host().features]
     attributes = ["+amx-tile", "+amx-bf16", "+amx-int8", *(f"+{name.replace('_', '')}" for name in mine)]
     return resolve({"kind": "llvm", "mcpu": "x86-64-v4", "mattr": attributes, "num-cores": 2})
-
-
-def _normal(*shape: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
 
 
 def _rounded(value: Array) -> Array:
@@ -106,7 +103,7 @@ def test_convolutions_equal_those_of_rounded_operands(
     case: tuple[int, ...], make_model: MakeModel, run_built: RunBuilt, target: Target
 ) -> None:
     channels, out, kernel, *_, height, width = case
-    weight, bias, x = _normal(out, channels, kernel, kernel), _normal(out), _normal(2, channels, height, width)
+    weight, bias, x = normal(out, channels, kernel, kernel), normal(out), normal(2, channels, height, width)
     built = build(
         import_onnx(_convolution(case, make_model, weight, bias, "model.onnx")), target, BuildOptions(precision="bf16")
     )
@@ -120,7 +117,7 @@ def test_convolutions_equal_those_of_rounded_operands(
 def test_a_convolution_of_any_batch_and_height_has_tiles(
     make_model: MakeModel, run_built: RunBuilt, target: Target
 ) -> None:
-    weight, bias = _normal(48, 64, 3, 3), _normal(48)
+    weight, bias = normal(48, 64, 3, 3), normal(48)
     shape = [("x", ["batch", 64, "high", 14])]
     built = build(
         import_onnx(make_model([_conv(3, 1, 1, 1)], shape, ["c"], {"w": weight, "b": bias})),
@@ -130,7 +127,7 @@ def test_a_convolution_of_any_batch_and_height_has_tiles(
     assert len(_kernels(built)) == 1
     rounded = make_model([_conv(3, 1, 1, 1)], shape, ["c"], {"w": _rounded(weight), "b": bias}, name="rounded.onnx")
     for batch, height in ((1, 5), (3, 14)):
-        x = _normal(batch, 64, height, 14)
+        x = normal(batch, 64, height, 14)
         expected = _onnxruntime(rounded, _rounded(x))
         np.testing.assert_allclose(
             run_built(built, x)[0], expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max())
@@ -145,7 +142,7 @@ def test_dense_layers_equal_those_of_rounded_operands(
     shape: tuple[int, ...], units: int, make_model: MakeModel, run_built: RunBuilt, target: Target
 ) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["c"]), helper.make_node("Add", ["c", "b"], ["y"])]
-    weight, bias, x = _normal(shape[-1], units), _normal(units), _normal(*shape)
+    weight, bias, x = normal(shape[-1], units), normal(units), normal(*shape)
     path = make_model(nodes, [("x", list(shape))], ["y"], {"w": weight, "b": bias})
     built = build(import_onnx(path), target, BuildOptions(precision="bf16"))
     assert len(_kernels(built)) == 1
@@ -170,13 +167,13 @@ def test_a_network_is_within_the_bound_of_bfloat16(make_model: MakeModel, run_bu
         helper.make_node("Gemm", ["i", "w3"], ["y"]),
     ]
     weights = {
-        "w0": _normal(32, 3, 7, 7) / 12,
-        "w1": _normal(32, 32, 3, 3) / 17,
-        "w2": _normal(64, 32, 1, 1) / 6,
-        "w3": _normal(64, 16) / 8,
+        "w0": normal(32, 3, 7, 7) / 12,
+        "w1": normal(32, 32, 3, 3) / 17,
+        "w2": normal(64, 32, 1, 1) / 6,
+        "w3": normal(64, 16) / 8,
     }
     path = make_model(nodes, [("x", [4, 3, 32, 32])], ["y"], weights)
-    built, x = build(import_onnx(path), target, BuildOptions(precision="bf16")), _normal(4, 3, 32, 32)
+    built, x = build(import_onnx(path), target, BuildOptions(precision="bf16")), normal(4, 3, 32, 32)
     assert len(_kernels(built)) == 4
     expected = _onnxruntime(path, x)
     assert 0 < float(np.abs(run_built(built, x)[0] - expected).max() / np.abs(expected).max()) < 2e-2
@@ -217,7 +214,7 @@ def test_quantised_models_equal_onnx_runtime(
     path = _quantised(make_model, operator, weight, shape)
     built = build(import_onnx(path), target, BuildOptions(precision="int8"))
     assert len(_kernels(built)) == 1
-    x = _normal(*shape)
+    x = normal(*shape)
     distance = np.round(np.abs(run_built(built, x)[0] - _onnxruntime(path, x)) / 0.4)
     assert distance.max() <= 1
     assert (distance > 0).mean() <= 0.01
@@ -227,7 +224,7 @@ def test_quantised_models_equal_onnx_runtime(
 def test_every_schedule_of_a_kernel_is_replayed_with_it(
     make_model: MakeModel, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = _convolution(_CONVOLUTIONS[0], make_model, _normal(64, 64, 3, 3), _normal(64), "model.onnx")
+    path = _convolution(_CONVOLUTIONS[0], make_model, normal(64, 64, 3, 3), normal(64), "model.onnx")
     found = workloads(lower(import_onnx(path), target, BuildOptions(precision="bf16")))
     (func,) = (normalize(item.func) for item in found if "conv2d" in item.name)
     for schedule in variants(func, machine(target)):
@@ -251,7 +248,7 @@ def test_products_are_amx_instructions(precision: Precision, instruction: str, m
 
 
 def test_without_narrow_numbers_nothing_of_it_is_used(make_model: MakeModel) -> None:
-    path = _convolution(_CONVOLUTIONS[0], make_model, _normal(64, 64, 3, 3), _normal(64), "model.onnx")
+    path = _convolution(_CONVOLUTIONS[0], make_model, normal(64, 64, 3, 3), normal(64), "model.onnx")
     assert _kernels(build(import_onnx(path), resolve("x86-64-v4-amx"))) == []
 
 

@@ -1,6 +1,5 @@
 """Blocks of convolutions: fused where the cost model says so, and equal to ONNX Runtime."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -8,15 +7,12 @@ import numpy as np
 import pytest
 from onnx import helper
 
+from support.builds import rule_counts
 from tvmflow.compiler import BuildOptions, Built
 from tvmflow.compiler.operators import blocks
 
 Check = Callable[..., Built]
 Array = np.ndarray[Any, Any]
-
-
-def _rules(built: Built) -> Counter[str]:
-    return Counter(rule for _, rule in built.schedules)
 
 
 @pytest.fixture
@@ -109,7 +105,7 @@ def test_whole_blocks_equal_onnx_runtime(
         graph.nodes, [("x", [batch, channels, height, width])], [graph.nodes[-1].output[0]], graph.weights
     )
     x = graph.rng.standard_normal((batch, channels, height, width)).astype("float32")
-    assert _rules(assert_same_as_onnxruntime(path, {"x": x}))["block"] == 1
+    assert rule_counts(assert_same_as_onnxruntime(path, {"x": x}))["block"] == 1
 
 
 @pytest.mark.usefixtures("always")
@@ -119,7 +115,7 @@ def test_a_block_adds_its_own_input_and_serves_every_batch(make_model: Any, asse
     graph.then(_block(case, graph), "Add", "x")
     path = make_model(graph.nodes, [("x", ["n", 24, 14, 28])], [graph.nodes[-1].output[0]], graph.weights)
     feeds = [{"x": graph.rng.standard_normal((batch, 24, 14, 28)).astype("float32")} for batch in (1, 2, 5)]
-    assert _rules(assert_same_as_onnxruntime(path, *feeds))["block"] == 1
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["block"] == 1
 
 
 @pytest.mark.usefixtures("always")
@@ -132,7 +128,7 @@ def test_a_strided_convolution_with_uneven_padding_may_come_first(
     graph.conv(x, 32, 16, kernel=1, pads=[0] * 4)
     path = make_model(graph.nodes, [("x", [1, 3, 32, 40])], [graph.nodes[-1].output[0]], graph.weights)
     feed = {"x": graph.rng.standard_normal((1, 3, 32, 40)).astype("float32")}
-    assert _rules(assert_same_as_onnxruntime(path, feed)) == {"block": 1, "fallback": 2}
+    assert rule_counts(assert_same_as_onnxruntime(path, feed)) == {"block": 1, "fallback": 2}
 
 
 @pytest.mark.usefixtures("always")
@@ -148,7 +144,7 @@ def test_a_depthwise_convolution_takes_its_one_neighbour(
     channels = 16 if where == "before" else 32
     path = make_model(graph.nodes, [("x", [1, channels, 14, 28])], [graph.nodes[-1].output[0]], graph.weights)
     feed = {"x": graph.rng.standard_normal((1, channels, 14, 28)).astype("float32")}
-    assert _rules(assert_same_as_onnxruntime(path, feed)) == {"block": 1, "fallback": 2}
+    assert rule_counts(assert_same_as_onnxruntime(path, feed)) == {"block": 1, "fallback": 2}
 
 
 @pytest.mark.usefixtures("always")
@@ -159,7 +155,7 @@ def test_what_is_used_elsewhere_stays_out_of_the_block(make_model: Any, assert_s
     graph.then(filtered, "Add", expanded)
     path = make_model(graph.nodes, [("x", [1, 16, 14, 28])], [graph.nodes[-1].output[0]], graph.weights)
     feed = {"x": graph.rng.standard_normal((1, 16, 14, 28)).astype("float32")}
-    assert "block" not in _rules(assert_same_as_onnxruntime(path, feed))
+    assert "block" not in rule_counts(assert_same_as_onnxruntime(path, feed))
 
 
 @pytest.mark.parametrize(("channels", "size", "expected"), [(16, 112, 1), (96, 7, 2), (16, 61, 3)])
@@ -170,7 +166,7 @@ def test_large_images_are_fused_small_ones_in_part_and_awkward_widths_are_not(
     _block((channels, 6 * channels, 24, 3, 1, size, size, "Clip"), graph)
     path = make_model(graph.nodes, [("x", [1, channels, size, size])], [graph.nodes[-1].output[0]], graph.weights)
     feed = {"x": graph.rng.standard_normal((1, channels, size, size)).astype("float32")}
-    rules = _rules(assert_same_as_onnxruntime(path, feed))
+    rules = rule_counts(assert_same_as_onnxruntime(path, feed))
     assert sum(count for rule, count in rules.items() if rule != "fallback") == expected
     assert rules["block"] == (expected < 3)
 
@@ -181,7 +177,7 @@ def test_the_pass_can_be_disabled(make_model: Any, assert_same_as_onnxruntime: C
     path = make_model(graph.nodes, [("x", [1, 16, 112, 112])], [graph.nodes[-1].output[0]], graph.weights)
     feed = {"x": graph.rng.standard_normal((1, 16, 112, 112)).astype("float32")}
     built = assert_same_as_onnxruntime(path, feed, options=BuildOptions(disabled_passes=("FuseBlocks",)))
-    assert "block" not in _rules(built)
+    assert "block" not in rule_counts(built)
 
 
 # channels in, between and out, kernel, stride and dilation of the middle one, height, width, fast algorithm
@@ -214,5 +210,5 @@ def test_whole_bottlenecks_equal_onnx_runtime(
     path = make_model(graph.nodes, [("x", ["n", channels, height, width])], [graph.nodes[-1].output[0]], graph.weights)
     feeds = [{"x": graph.rng.standard_normal((batch, channels, height, width)).astype("float32")} for batch in (1, 3)]
     built = assert_same_as_onnxruntime(path, *feeds, options=BuildOptions(fast_algorithms=bool(algorithm)))
-    assert _rules(built)["block"] == 1
+    assert rule_counts(built)["block"] == 1
     assert set(built.algorithms) == ({algorithm} if algorithm else set())

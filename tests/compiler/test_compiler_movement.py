@@ -5,13 +5,10 @@ import numpy as np
 import pytest
 from onnx import NodeProto, helper
 
+from support.arrays import normal
 from tvmflow.compiler import Built
 
 Check = Callable[..., Built]
-
-
-def _normal(*shape: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).standard_normal(shape).astype("float32")
 
 
 def _transposes(built: Built) -> int:
@@ -22,7 +19,7 @@ def _transposes(built: Built) -> int:
 def _between(nodes: list[NodeProto], channels: int) -> tuple[list[NodeProto], dict[str, np.ndarray[Any, Any]]]:
     """Nodes from `a` to `b` between two convolutions, from `x` with three channels to `y`."""
     first = helper.make_node("Conv", ["x", "w"], ["a"])
-    return [first, *nodes, helper.make_node("Relu", ["b"], ["y"])], {"w": _normal(channels, 3, 1, 1)}
+    return [first, *nodes, helper.make_node("Relu", ["b"], ["y"])], {"w": normal(channels, 3, 1, 1)}
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 28, 28), (2, 24, 7, 19), (1, 70, 5, 16)], ids=str)
@@ -31,7 +28,7 @@ def test_transposes_equal_onnx_runtime(
     order: tuple[int, ...], shape: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     path = make_model([helper.make_node("Transpose", ["x"], ["y"], perm=order)], [("x", shape)], ["y"])
-    assert_same_as_onnxruntime(path, {"x": _normal(*shape)})
+    assert_same_as_onnxruntime(path, {"x": normal(*shape)})
 
 
 @pytest.mark.parametrize("channels", [(64, 32), (58, 58), (3, 24, 1, 19), (1, 1)], ids=str)
@@ -47,9 +44,9 @@ def test_concatenation_and_what_follows_equal_onnx_runtime(
         helper.make_node("Relu", ["m"], ["y"]),
     ]
     total = sum(channels)
-    scale = _normal(1, total, 1, 1) if axis == 1 else _normal(total)
+    scale = normal(1, total, 1, 1) if axis == 1 else normal(total)
     path = make_model(nodes, list(zip(names, shapes, strict=True)), ["y"], {"s": scale})
-    assert_same_as_onnxruntime(path, {name: _normal(*shape) for name, shape in zip(names, shapes, strict=True)})
+    assert_same_as_onnxruntime(path, {name: normal(*shape) for name, shape in zip(names, shapes, strict=True)})
 
 
 @pytest.mark.parametrize("channels", [20, 116])
@@ -66,7 +63,7 @@ def test_shuffled_channels_stay_last(channels: int, make_model: Any, assert_same
     )
     shapes = {"apart": np.array([2, 2, channels // 2, 6, 7]), "together": np.array([2, channels, 6, 7])}
     path = make_model(nodes, [("x", [2, 3, 6, 7])], ["y"], {**weights, **shapes})
-    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 6, 7)})
+    built = assert_same_as_onnxruntime(path, {"x": normal(2, 3, 6, 7)})
     assert _transposes(built) <= 2  # at both ends
 
 
@@ -83,7 +80,7 @@ def test_depth_to_space_and_back_equal_onnx_runtime(
         24,
     )
     path = make_model(nodes, [("x", [2, 3, 6, 7])], ["y"], weights)
-    assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 6, 7)})
+    assert_same_as_onnxruntime(path, {"x": normal(2, 3, 6, 7)})
 
 
 @pytest.mark.parametrize(
@@ -110,7 +107,7 @@ def test_resizing_equals_onnx_runtime(
     )
     nodes, weights = _between([resize], 20) if inside else ([resize], {})
     path = make_model(nodes, [("x", [2, 3, 8, 6])], ["y"], {**weights, "scale": np.array([1, 1, *scale], "float32")})
-    assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 8, 6)})
+    assert_same_as_onnxruntime(path, {"x": normal(2, 3, 8, 6)})
 
 
 @pytest.mark.parametrize("rounding", ["round_prefer_floor", "round_prefer_ceil"])
@@ -121,7 +118,7 @@ def test_what_lies_between_two_neighbours_is_resized_as_onnx_runtime_does(
     # 27 * 29 / 54 is 14.5; 27 * (29 / 54) is not.
     resize = helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], **attributes)
     path = make_model([resize], [("x", [1, 1, 30, 23])], ["y"], {"sizes": np.array([1, 1, 55, 22])})
-    assert_same_as_onnxruntime(path, {"x": _normal(1, 1, 30, 23)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 1, 30, 23)})
 
 
 def test_slices_padding_tiles_and_reductions_follow_the_channels(
@@ -151,7 +148,7 @@ def test_slices_padding_tiles_and_reductions_follow_the_channels(
         "high": np.array([2]),
     }
     path = make_model(nodes, [("x", [2, 3, 6, 9])], ["y"], {**weights, **values})
-    assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 6, 9)})
+    assert_same_as_onnxruntime(path, {"x": normal(2, 3, 6, 9)})
 
 
 def test_a_block_of_norm_and_dense_layers_needs_no_transposes(
@@ -168,9 +165,9 @@ def test_a_block_of_norm_and_dense_layers_needs_no_transposes(
         ],
         24,
     )
-    values = {"v": _normal(24, 1, 7, 7), "s": _normal(24), "t": _normal(24), "m": _normal(24, 24)}
+    values = {"v": normal(24, 1, 7, 7), "s": normal(24), "t": normal(24), "m": normal(24, 24)}
     path = make_model(nodes, [("x", ["batch", 3, 9, 8])], ["y"], {**weights, **values})
-    built = assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 9, 8)}, {"x": _normal(3, 3, 9, 8)})
+    built = assert_same_as_onnxruntime(path, {"x": normal(1, 3, 9, 8)}, {"x": normal(3, 3, 9, 8)})
     assert _transposes(built) <= 2  # at both ends
 
 
@@ -180,5 +177,5 @@ def test_a_flattened_image_has_the_order_of_the_model(make_model: Any, assert_sa
         helper.make_node("Flatten", ["a"], ["f"]),
         helper.make_node("MatMul", ["f", "m"], ["y"]),
     ]
-    path = make_model(nodes, [("x", ["batch", 3, 4, 5])], ["y"], {"w": _normal(7, 3, 1, 1), "m": _normal(140, 6)})
-    assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 4, 5)}, {"x": _normal(2, 3, 4, 5)})
+    path = make_model(nodes, [("x", ["batch", 3, 4, 5])], ["y"], {"w": normal(7, 3, 1, 1), "m": normal(140, 6)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 3, 4, 5)}, {"x": normal(2, 3, 4, 5)})

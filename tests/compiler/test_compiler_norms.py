@@ -1,4 +1,3 @@
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -6,18 +5,12 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
+from support.arrays import normal
+from support.builds import rule_counts
 from tvmflow.compiler import Built, build, import_onnx
 from tvmflow.target import Target
 
 Check = Callable[..., Built]
-
-
-def _normal(*shape: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).standard_normal(shape).astype("float32")
-
-
-def _rules(built: Built) -> Counter[str]:
-    return Counter(rule for _, rule in built.schedules)
 
 
 @pytest.mark.parametrize("operator", ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2"])
@@ -41,8 +34,8 @@ def test_reductions_equal_onnx_runtime(
     keeps = len(axes) % 2
     node = helper.make_node(operator, ["x", "axes"], ["y"], keepdims=keeps)
     path = make_model([node], [("x", shape)], ["y"], {"axes": np.array(axes)})
-    built = assert_same_as_onnxruntime(path, {"x": _normal(*shape) + 1})
-    assert _rules(built)["reduction"] >= 1
+    built = assert_same_as_onnxruntime(path, {"x": normal(*shape) + 1})
+    assert rule_counts(built)["reduction"] >= 1
 
 
 def test_reductions_over_dimensions_apart_and_of_few_results_equal_onnx_runtime(
@@ -55,7 +48,7 @@ def test_reductions_over_dimensions_apart_and_of_few_results_equal_onnx_runtime(
     ]
     weights = {"apart": np.array([0, 2]), "last": np.array([3])}
     path = make_model(nodes, [("x", [2, 3, 5, 3])], ["y"], weights)
-    assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 5, 3)})
+    assert_same_as_onnxruntime(path, {"x": normal(2, 3, 5, 3)})
 
 
 @pytest.mark.parametrize("shape", [("batch", 20, 8, 8), (2, 20, "high", 8)], ids=str)
@@ -69,18 +62,18 @@ def test_reductions_of_symbolic_shapes_equal_onnx_runtime(
     ]
     path = make_model(nodes, [("x", shape)], ["y"], {"axes": np.array([2, 3])})
     sizes = [[size if isinstance(size, int) else known for size in shape] for known in (1, 3)]
-    assert_same_as_onnxruntime(path, *({"x": _normal(*size)} for size in sizes))
+    assert_same_as_onnxruntime(path, *({"x": normal(*size)} for size in sizes))
 
 
 def test_the_largest_of_infinities_is_infinite(make_model: Any, native: Target, run_built: Any) -> None:
     node = helper.make_node("ReduceMax", ["x", "axes"], ["y"], keepdims=0)
     path = make_model([node], [("x", [4, 40])], ["y"], {"axes": np.array([1])})
-    x = _normal(4, 40)
+    x = normal(4, 40)
     x[1] = -np.inf
     x[2, 3] = np.inf
     built = build(import_onnx(path), native)
     np.testing.assert_array_equal(run_built(built, x)[0], x.max(1))
-    assert _rules(built) == {"reduction": 1}
+    assert rule_counts(built) == {"reduction": 1}
 
 
 @pytest.mark.parametrize(("channels", "groups"), [(24, 4), (70, 70), (19, 1), (64, 32)])
@@ -94,11 +87,11 @@ def test_group_norm_equals_onnx_runtime(
         helper.make_node("GroupNormalization", ["a" if inside else "x", "s", "b"], ["c"], num_groups=groups),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
-    weights = {"s": _normal(channels), "b": _normal(channels), **({"w": _normal(channels, 3, 1, 1)} if inside else {})}
+    weights = {"s": normal(channels), "b": normal(channels), **({"w": normal(channels, 3, 1, 1)} if inside else {})}
     shape = [2, 3 if inside else channels, 9, 7]
     path = make_model(nodes, [("x", shape)], ["y"], weights, opset=21)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(*shape) + 3})
-    assert _rules(built)["reduction" if inside else "rowwise"] == 1
+    built = assert_same_as_onnxruntime(path, {"x": normal(*shape) + 3})
+    assert rule_counts(built)["reduction" if inside else "rowwise"] == 1
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["channels last", "channels first"])
@@ -107,9 +100,9 @@ def test_instance_norm_of_a_symbolic_batch_equals_onnx_runtime(
 ) -> None:
     first = [helper.make_node("Conv", ["x", "w"], ["a"])] if inside else []
     nodes = [*first, helper.make_node("InstanceNormalization", ["a" if inside else "x", "s", "b"], ["y"])]
-    weights = {"s": _normal(24), "b": _normal(24), **({"w": _normal(24, 24, 1, 1)} if inside else {})}
+    weights = {"s": normal(24), "b": normal(24), **({"w": normal(24, 24, 1, 1)} if inside else {})}
     path = make_model(nodes, [("x", ["batch", 24, 11, 5])], ["y"], weights)
-    assert_same_as_onnxruntime(path, *({"x": 5 * _normal(batch, 24, 11, 5) + 30} for batch in (1, 3)))
+    assert_same_as_onnxruntime(path, *({"x": 5 * normal(batch, 24, 11, 5) + 30} for batch in (1, 3)))
 
 
 @pytest.mark.parametrize("size", [7, 16, 70, 197, 1000])
@@ -124,8 +117,8 @@ def test_softmax_of_rows_of_any_length_equals_onnx_runtime(
     ]
     path = make_model(nodes, [("x", [2, 5, size]), ("mask", [2, 1, size])], ["y"], {"root": np.array(8, "float32")})
     mask = np.where(np.arange(size) % 5 == 1, -1e9, 0).astype("float32") * np.ones((2, 1, 1), "float32")
-    built = assert_same_as_onnxruntime(path, {"x": 20 * _normal(2, 5, size), "mask": mask})
-    assert _rules(built) == {"rowwise": 1}
+    built = assert_same_as_onnxruntime(path, {"x": 20 * normal(2, 5, size), "mask": mask})
+    assert rule_counts(built) == {"rowwise": 1}
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 5, 6), (2, 40), ("batch", 7, 24)], ids=str)
@@ -134,10 +127,10 @@ def test_norms_over_the_last_dimensions_equal_onnx_runtime(
 ) -> None:
     tail = shape[-2:] if len(shape) == 4 else shape[-1:]
     node = helper.make_node("LayerNormalization", ["x", "s", "b"], ["y"], axis=-len(tail))
-    path = make_model([node], [("x", shape)], ["y"], {"s": _normal(*tail), "b": _normal(*tail)})
+    path = make_model([node], [("x", shape)], ["y"], {"s": normal(*tail), "b": normal(*tail)})
     known = [size if isinstance(size, int) else 3 for size in shape]
-    built = assert_same_as_onnxruntime(path, {"x": 5 * _normal(*known) + 50})
-    assert _rules(built) == {"rowwise": 1}
+    built = assert_same_as_onnxruntime(path, {"x": 5 * normal(*known) + 50})
+    assert rule_counts(built) == {"rowwise": 1}
 
 
 def test_a_norm_by_the_root_of_the_mean_square_equals_onnx_runtime(
@@ -155,10 +148,10 @@ def test_a_norm_by_the_root_of_the_mean_square_equals_onnx_runtime(
         "two": np.array(2, "float32"),
         "last": np.array([-1]),
         "epsilon": np.array(1e-6, "float32"),
-        "scale": _normal(70),
+        "scale": normal(70),
     }
     path = make_model(nodes, [("x", ["batch", 9, 70])], ["y"], weights)
-    assert_same_as_onnxruntime(path, {"x": _normal(1, 9, 70)}, {"x": _normal(4, 9, 70)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 9, 70)}, {"x": normal(4, 9, 70)})
 
 
 def test_an_average_of_whole_numbers_equals_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Check) -> None:

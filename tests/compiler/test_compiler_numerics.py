@@ -1,4 +1,3 @@
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -6,6 +5,8 @@ import numpy as np
 import pytest
 from onnx import NodeProto, TensorProto, helper
 
+from support.arrays import normal
+from support.builds import rule_counts
 from tvmflow.compiler import BuildOptions, Built
 
 Check = Callable[..., Built]
@@ -13,14 +14,6 @@ Check = Callable[..., Built]
 
 def _rng() -> np.random.Generator:
     return np.random.default_rng(0)
-
-
-def _normal(*shape: int) -> np.ndarray[Any, Any]:
-    return _rng().standard_normal(shape).astype("float32")
-
-
-def _rules(built: Built) -> Counter[str]:
-    return Counter(rule for _, rule in built.schedules)
 
 
 # channels in and out, groups, kernel, stride, padding, dilation, height, width
@@ -59,10 +52,10 @@ def test_convolutions_equal_onnx_runtime(
 ) -> None:
     channels, out, groups, kernel, stride, pad, dilation, height, width = case
     nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
-    weights = {"w": _normal(out, channels // groups, kernel, kernel), "b": _normal(out)}
+    weights = {"w": normal(out, channels // groups, kernel, kernel), "b": normal(out)}
     path = make_model(nodes, [("x", [1, channels, height, width])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(1, channels, height, width)})
-    assert _rules(built).keys() & {"conv2d", "rows", "winograd"}
+    built = assert_same_as_onnxruntime(path, {"x": normal(1, channels, height, width)})
+    assert rule_counts(built).keys() & {"conv2d", "rows", "winograd"}
 
 
 # channels, groups, kernel, stride, padding, dilation, size
@@ -82,12 +75,12 @@ def test_narrow_groups_equal_onnx_runtime(
 ) -> None:
     channels, groups, kernel, stride, pad, dilation, size = case
     nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
-    weights = {"w": _normal(channels, channels // groups, kernel, kernel), "b": _normal(channels)}
+    weights = {"w": normal(channels, channels // groups, kernel, kernel), "b": normal(channels)}
     shape = [("x", [batch, channels, size, size])]
     path = make_model(nodes, shape, ["y"], weights)
-    feeds = [{"x": _normal(count, channels, size, size)} for count in ((2,) if batch == 2 else (1, 3))]
+    feeds = [{"x": normal(count, channels, size, size)} for count in ((2,) if batch == 2 else (1, 3))]
     built = assert_same_as_onnxruntime(path, *feeds)
-    assert _rules(built)["depthwise"] == 1
+    assert rule_counts(built)["depthwise"] == 1
 
 
 @pytest.mark.parametrize(
@@ -102,10 +95,10 @@ def test_depthwise_convolutions_equal_onnx_runtime(
         helper.make_node("Clip", ["c", "low", "high"], ["y"]),
     ]
     bounds = {"low": np.array(0, "float32"), "high": np.array(6, "float32")}
-    weights = {"w": _normal(channels, 1, kernel, kernel), "b": _normal(channels), **bounds}
+    weights = {"w": normal(channels, 1, kernel, kernel), "b": normal(channels), **bounds}
     path = make_model(nodes, [("x", [2, channels, size, size])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(2, channels, size, size)})
-    assert _rules(built)["depthwise"] == 1
+    built = assert_same_as_onnxruntime(path, {"x": normal(2, channels, size, size)})
+    assert rule_counts(built)["depthwise"] == 1
 
 
 def test_clipping_and_residuals_fuse_into_their_convolution(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -116,9 +109,9 @@ def test_clipping_and_residuals_fuse_into_their_convolution(make_model: Any, ass
         helper.make_node("Add", ["c", "b"], ["y"]),
     ]
     bounds = {"low": np.array(0, "float32"), "high": np.array(6, "float32")}
-    path = make_model(nodes, [("x", [1, 16, 12, 12])], ["y"], {"w": _normal(16, 16, 3, 3), **bounds})
-    built = assert_same_as_onnxruntime(path, {"x": _normal(1, 16, 12, 12)})
-    assert _rules(built) == {"winograd": 2, "fallback": 2}  # the two others are the layout changes at both ends
+    path = make_model(nodes, [("x", [1, 16, 12, 12])], ["y"], {"w": normal(16, 16, 3, 3), **bounds})
+    built = assert_same_as_onnxruntime(path, {"x": normal(1, 16, 12, 12)})
+    assert rule_counts(built) == {"winograd": 2, "fallback": 2}  # the two others are the layout changes at both ends
 
 
 def test_a_symbolic_batch_serves_every_batch(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -132,13 +125,13 @@ def test_a_symbolic_batch_serves_every_batch(make_model: Any, assert_same_as_onn
         helper.make_node("Softmax", ["f"], ["y"]),
     ]
     weights = {
-        "w1": _normal(20, 3, 3, 3),
-        "w2": _normal(33, 20, 1, 1) / 4,
-        "w3": _normal(10, 33) / 4,
-        "b3": _normal(10),
+        "w1": normal(20, 3, 3, 3),
+        "w2": normal(33, 20, 1, 1) / 4,
+        "w3": normal(10, 33) / 4,
+        "b3": normal(10),
     }
     path = make_model(nodes, [("x", ["batch", 3, 17, 17])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, *({"x": _normal(batch, 3, 17, 17)} for batch in (1, 2, 5)))
+    built = assert_same_as_onnxruntime(path, *({"x": normal(batch, 3, 17, 17)} for batch in (1, 2, 5)))
     assert not [name for name, rule in built.schedules if "conv2d" in name and rule not in ("conv2d", "rows")]
 
 
@@ -148,9 +141,9 @@ def test_symbolic_image_sizes_are_served(make_model: Any, assert_same_as_onnxrun
         helper.make_node("Conv", ["a", "w2"], ["b"], pads=[1, 1, 1, 1], group=20),
         helper.make_node("Conv", ["b", "w3"], ["y"]),
     ]
-    weights = {"w1": _normal(20, 3, 3, 3), "w2": _normal(20, 1, 3, 3), "w3": _normal(9, 20, 1, 1)}
+    weights = {"w1": normal(20, 3, 3, 3), "w2": normal(20, 1, 3, 3), "w3": normal(9, 20, 1, 1)}
     path = make_model(nodes, [("x", [1, 3, "h", "w"])], ["y"], weights)
-    assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 8, 8)}, {"x": _normal(1, 3, 13, 31)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 3, 8, 8)}, {"x": normal(1, 3, 13, 31)})
 
 
 @pytest.mark.parametrize(
@@ -160,9 +153,9 @@ def test_dense_layers_equal_onnx_runtime(
     rows: int, depth: int, units: int, make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Add", ["a", "b"], ["y"])]
-    path = make_model(nodes, [("x", [rows, depth])], ["y"], {"w": _normal(depth, units), "b": _normal(units)})
-    built = assert_same_as_onnxruntime(path, {"x": _normal(rows, depth)})
-    assert _rules(built) == {"rows": 1}
+    path = make_model(nodes, [("x", [rows, depth])], ["y"], {"w": normal(depth, units), "b": normal(units)})
+    built = assert_same_as_onnxruntime(path, {"x": normal(rows, depth)})
+    assert rule_counts(built) == {"rows": 1}
 
 
 @pytest.mark.parametrize(
@@ -181,11 +174,11 @@ def test_dense_layers_over_known_and_symbolic_rows_equal_onnx_runtime(
     shape: list[Any], sizes: list[tuple[int, ...]], make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Add", ["a", "b"], ["y"])]
-    path = make_model(nodes, [("x", shape)], ["y"], {"w": _normal(20, 37), "b": _normal(37)})
+    path = make_model(nodes, [("x", shape)], ["y"], {"w": normal(20, 37), "b": normal(37)})
     symbols = [size for size in shape if isinstance(size, str)]
     fixed = [dict(zip(symbols, chosen, strict=True)) for chosen in sizes]
-    feeds = [{"x": _normal(*(values.get(size, size) for size in shape))} for values in fixed]
-    assert _rules(assert_same_as_onnxruntime(path, *feeds)) == {"rows": 1}
+    feeds = [{"x": normal(*(values.get(size, size) for size in shape))} for values in fixed]
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds)) == {"rows": 1}
 
 
 @pytest.mark.parametrize("shape", [(3, 17, 20, 33), (2, 8, 64, 64), (4, 1, 16, 5)])
@@ -198,8 +191,8 @@ def test_batched_products_equal_onnx_runtime(
         [("a", [2, batch, rows, depth]), ("b", [2, batch, depth, units])],
         ["y"],
     )
-    feed = {"a": _normal(2, batch, rows, depth), "b": _normal(2, batch, depth, units)}
-    assert _rules(assert_same_as_onnxruntime(path, feed)) == {"rows": 1}
+    feed = {"a": normal(2, batch, rows, depth), "b": normal(2, batch, depth, units)}
+    assert rule_counts(assert_same_as_onnxruntime(path, feed)) == {"rows": 1}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +210,7 @@ def test_products_whose_batch_broadcasts_equal_onnx_runtime(
     left: tuple[int, ...], right: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     path = make_model([helper.make_node("MatMul", ["a", "b"], ["y"])], [("a", left), ("b", right)], ["y"])
-    assert _rules(assert_same_as_onnxruntime(path, {"a": _normal(*left), "b": _normal(*right)})) == {"rows": 1}
+    assert rule_counts(assert_same_as_onnxruntime(path, {"a": normal(*left), "b": normal(*right)})) == {"rows": 1}
 
 
 @pytest.mark.parametrize(("rows", "size"), [(5, 64), (3, 37), (4, 7), (1, 1000)])
@@ -228,9 +221,9 @@ def test_softmax_and_norms_equal_onnx_runtime(
         helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["a"]),
         helper.make_node("Softmax", ["a"], ["y"], axis=-1),
     ]
-    path = make_model(nodes, [("x", [rows, size])], ["y"], {"scale": _normal(size), "bias": _normal(size)})
-    built = assert_same_as_onnxruntime(path, {"x": 30 * _normal(rows, size) + 100})
-    assert _rules(built) == {"rowwise": 2}
+    path = make_model(nodes, [("x", [rows, size])], ["y"], {"scale": normal(size), "bias": normal(size)})
+    built = assert_same_as_onnxruntime(path, {"x": 30 * normal(rows, size) + 100})
+    assert rule_counts(built) == {"rowwise": 2}
 
 
 def test_attention_with_symbolic_batch_and_length_equals_onnx_runtime(
@@ -258,11 +251,11 @@ def test_attention_with_symbolic_batch_and_length_equals_onnx_runtime(
         helper.make_node("Gelu", ["o3"], ["y"]),
     ]
     weights = {
-        "table": _normal(50, width),
-        "scale": _normal(width),
-        "bias": _normal(width),
+        "table": normal(50, width),
+        "scale": normal(width),
+        "bias": normal(width),
         "shape": shape,
-        **{f"w{part}": _normal(width, width) / 4 for part in "qkv"},
+        **{f"w{part}": normal(width, width) / 4 for part in "qkv"},
         "axes": np.array([1, 2]),
         "flat": np.array([0, 0, width]),
     }
@@ -273,8 +266,8 @@ def test_attention_with_symbolic_batch_and_length_equals_onnx_runtime(
         for size in ((1, 16), (3, 11), (2, 1))
     ]
     built = assert_same_as_onnxruntime(path, *feeds)
-    assert _rules(built)["rows"] == 1  # one function for queries, keys and values
-    assert _rules(built)["attention"] == 1
+    assert rule_counts(built)["rows"] == 1  # one function for queries, keys and values
+    assert rule_counts(built)["attention"] == 1
 
 
 @pytest.mark.parametrize("function", ["Exp", "Erf", "Tanh", "Sigmoid"])
@@ -303,8 +296,8 @@ def test_pooling_equals_onnx_runtime(kind: str, make_model: Any, assert_same_as_
         helper.make_node("Conv", ["x", "w"], ["a"]),
         helper.make_node(kind, ["a"], ["y"], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]),
     ]
-    path = make_model(nodes, [("x", [1, 3, 15, 15])], ["y"], {"w": _normal(19, 3, 1, 1)})
-    assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 15, 15)})
+    path = make_model(nodes, [("x", [1, 3, 15, 15])], ["y"], {"w": normal(19, 3, 1, 1)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 3, 15, 15)})
 
 
 @pytest.mark.parametrize("kind", ["GlobalAveragePool", "GlobalMaxPool"])
@@ -313,8 +306,8 @@ def test_global_pooling_over_any_channels_equals_onnx_runtime(
     kind: str, channels: int, make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     nodes = [helper.make_node("Conv", ["x", "w"], ["a"]), helper.make_node(kind, ["a"], ["y"])]
-    path = make_model(nodes, [("x", ["batch", 3, 11, 9])], ["y"], {"w": _normal(channels, 3, 1, 1)})
-    assert_same_as_onnxruntime(path, *({"x": _normal(batch, 3, 11, 9)} for batch in (1, 3)))
+    path = make_model(nodes, [("x", ["batch", 3, 11, 9])], ["y"], {"w": normal(channels, 3, 1, 1)})
+    assert_same_as_onnxruntime(path, *({"x": normal(batch, 3, 11, 9)} for batch in (1, 3)))
 
 
 def test_operators_without_a_rule_fall_back(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -325,13 +318,13 @@ def test_operators_without_a_rule_fall_back(make_model: Any, assert_same_as_onnx
         helper.make_node("TopK", ["c", "k"], ["y", "indices"]),
     ]
     weights = {
-        "w": _normal(3, 5, 2, 2),
+        "w": normal(3, 5, 2, 2),
         "axes": np.array([3]),
         "one": np.array(1),
         "k": np.array([3]),
     }
     path = make_model(nodes, [("x", [1, 3, 5, 6])], ["y"], weights)
-    assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 5, 6)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 3, 5, 6)})
 
 
 def test_weights_apart_give_what_weights_inside_give(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -340,15 +333,15 @@ def test_weights_apart_give_what_weights_inside_give(make_model: Any, assert_sam
         helper.make_node("Flatten", ["a"], ["b"]),
         helper.make_node("MatMul", ["b", "d"], ["y"]),
     ]
-    weights = {"w": _normal(18, 3, 3, 3), "d": _normal(18 * 36, 21)}
+    weights = {"w": normal(18, 3, 3, 3), "d": normal(18 * 36, 21)}
     path = make_model(nodes, [("x", [1, 3, 8, 8])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 8, 8)}, options=BuildOptions(weights="apart"))
+    built = assert_same_as_onnxruntime(path, {"x": normal(1, 3, 8, 8)}, options=BuildOptions(weights="apart"))
     assert [value.size for value in built.params.values()] == [2 * 16 * 27, 648 * 32]
 
 
 def test_compiled_execution_gives_the_same(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
-    path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", ["n", 6])], ["y"], {"w": _normal(6, 40)})
-    assert_same_as_onnxruntime(path, {"x": _normal(4, 6)}, options=BuildOptions(exec_mode="compiled"))
+    path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", ["n", 6])], ["y"], {"w": normal(6, 40)})
+    assert_same_as_onnxruntime(path, {"x": normal(4, 6)}, options=BuildOptions(exec_mode="compiled"))
 
 
 def test_operators_that_need_another_layout_keep_it(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -358,9 +351,9 @@ def test_operators_that_need_another_layout_keep_it(make_model: Any, assert_same
         helper.make_node("HardSwish", ["b"], ["c"]),
         helper.make_node("Conv", ["c", "w3"], ["y"]),
     ]
-    weights = {"w1": _normal(6, 3, 1, 1), "w2": _normal(6, 5, 2, 2), "w3": _normal(4, 5, 3, 3)}
+    weights = {"w1": normal(6, 3, 1, 1), "w2": normal(6, 5, 2, 2), "w3": normal(4, 5, 3, 3)}
     path = make_model(nodes, [("x", ["batch", 3, 6, 7])], ["y"], weights)
-    assert_same_as_onnxruntime(path, {"x": _normal(2, 3, 6, 7)})
+    assert_same_as_onnxruntime(path, {"x": normal(2, 3, 6, 7)})
 
 
 def test_dimensions_counted_from_the_back_survive_the_change_of_layout(
@@ -378,18 +371,18 @@ def test_dimensions_counted_from_the_back_survive_the_change_of_layout(
         helper.make_node("Squeeze", ["h", "last"], ["y"]),
     ]
     weights = {
-        "w": _normal(12, 3, 4, 4),
-        "m": _normal(12, 36),
-        "token": _normal(1, 1, 12),
+        "w": normal(12, 3, 4, 4),
+        "m": normal(12, 36),
+        "token": normal(1, 1, 12),
         "flat": np.array([1, 12, 16]),
         "heads": np.array([1, 17, 3, 12]),
         "first": np.array([0]),
         "last": np.array([-2]),
     }
     built = assert_same_as_onnxruntime(
-        make_model(nodes, [("x", [1, 3, 16, 16])], ["y"], weights), {"x": _normal(1, 3, 16, 16)}
+        make_model(nodes, [("x", [1, 3, 16, 16])], ["y"], weights), {"x": normal(1, 3, 16, 16)}
     )
-    assert _rules(built)["conv2d"] == 1
+    assert rule_counts(built)["conv2d"] == 1
 
 
 def test_one_dimensional_convolutions_get_the_rules_of_two(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -398,10 +391,10 @@ def test_one_dimensional_convolutions_get_the_rules_of_two(make_model: Any, asse
         helper.make_node("Relu", ["a"], ["c"]),
         helper.make_node("Conv", ["c", "v"], ["y"], group=20, dilations=[2]),
     ]
-    weights = {"w": _normal(20, 6, 5), "b": _normal(20), "v": _normal(20, 1, 3)}
+    weights = {"w": normal(20, 6, 5), "b": normal(20), "v": normal(20, 1, 3)}
     path = make_model(nodes, [("x", ["n", 6, "time"])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 6, 40)}, {"x": _normal(1, 6, 33)})
-    assert (_rules(built)["conv2d"], _rules(built)["depthwise"]) == (1, 1)
+    built = assert_same_as_onnxruntime(path, {"x": normal(2, 6, 40)}, {"x": normal(1, 6, 33)})
+    assert (rule_counts(built)["conv2d"], rule_counts(built)["depthwise"]) == (1, 1)
 
 
 def test_scattering_and_sorting_keep_their_order(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -412,9 +405,9 @@ def test_scattering_and_sorting_keep_their_order(make_model: Any, assert_same_as
     ]
     weights = {
         "where": np.array([[0, 3, 3, -1]] * 5),
-        "what": _normal(5, 4),
+        "what": normal(5, 4),
         "rows": np.array([[2], [4]]),
-        "row": _normal(2, 30),
+        "row": normal(2, 30),
     }
     path = make_model(nodes, [("x", [5, 30])], ["y"], weights)
-    assert_same_as_onnxruntime(path, {"x": _normal(5, 30)})
+    assert_same_as_onnxruntime(path, {"x": normal(5, 30)})

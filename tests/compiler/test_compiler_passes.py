@@ -13,16 +13,13 @@ import tvm
 from onnx import helper
 from tvm import relax
 
+from support.arrays import normal
 from tvmflow.compiler import BuildOptions, Built, build, import_onnx, known_passes
 from tvmflow.compiler.passes import canonicalize, pass_names
 from tvmflow.target import resolve
 
 Array = np.ndarray[Any, Any]
 Check = Callable[..., Built]
-
-
-def _normal(*shape: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
 
 
 def _number(value: float) -> Array:
@@ -85,7 +82,7 @@ def _operators(path: Path, disabled: Sequence[str] = ()) -> Counter[str]:
 _ROOT, _HALF, _ONE = {"root": _number(2**0.5)}, {"half": _number(0.5)}, {"one": _number(1)}
 _TANH = {"k": _number((2 / np.pi) ** 0.5), "c": _number(0.044715), **_HALF, **_ONE}
 _EPS = {"eps": _number(1e-5)}
-_BATCH_NORM = {"s": _normal(6), "b": _normal(6, seed=1), "m": _normal(6, seed=2), "v": _normal(6, seed=3) ** 2 + 0.1}
+_BATCH_NORM = {"s": normal(6), "b": normal(6, seed=1), "m": normal(6, seed=2), "v": normal(6, seed=3) ** 2 + 0.1}
 _LAYER_NORM = """
     m = ReduceMean(x, axes)
     d = Sub(x, m)
@@ -226,7 +223,7 @@ CASES = [
         ("n", 5, 20),
         ["nn.layer_norm"],
         ["mean", "multiply", "add"],
-        {**_LAST, "gamma": _normal(20), "beta": _normal(20, seed=1)},
+        {**_LAST, "gamma": normal(20), "beta": normal(20, seed=1)},
         [(1, 5, 20), (3, 5, 20)],
     ),
     Case(
@@ -245,7 +242,7 @@ CASES = [
         (2, 6, 5, 7),
         ["nn.layer_norm", "permute_dims"],
         ["mean"],
-        {"axes": np.array([1]), "two": _number(2), "gamma": _normal(6, 1, 1), **_EPS},
+        {"axes": np.array([1]), "two": _number(2), "gamma": normal(6, 1, 1), **_EPS},
     ),
     Case(
         "layer norm as a product with one over the root",
@@ -264,7 +261,7 @@ CASES = [
         (4, 23),
         ["nn.layer_norm"],
         ["mean"],
-        {**_LAST, "gamma": _normal(23)},
+        {**_LAST, "gamma": normal(23)},
     ),
     Case(
         "root-mean-square norm",
@@ -281,7 +278,7 @@ CASES = [
         (2, 5, 33),
         ["nn.rms_norm"],
         ["mean", "multiply"],
-        {**_LAST, "gamma": _normal(33)},
+        {**_LAST, "gamma": normal(33)},
     ),
     Case(
         "instance norm",
@@ -290,7 +287,7 @@ CASES = [
         (2, 6, 5, 7),
         ["nn.instance_norm"],
         ["mean", "variance"],
-        {"s": _normal(6), "b": _normal(6, seed=1)},
+        {"s": normal(6), "b": normal(6, seed=1)},
     ),
     Case(
         "group norm by reshapes",
@@ -310,8 +307,8 @@ CASES = [
             "whole": np.array([2, 6, 5, 7]),
             "ones": np.ones(3, "float32"),
             "zeros": np.zeros(3, "float32"),
-            "gamma": _normal(6, 1, 1),
-            "beta": _normal(6, 1, 1, seed=1),
+            "gamma": normal(6, 1, 1),
+            "beta": normal(6, 1, 1, seed=1),
         },
     ),
     Case(
@@ -368,15 +365,15 @@ CASES = [
             shape,
             [relaxed, "add"],
             ["multiply"],
-            {"w": weight, "bias": _normal(6, seed=7), **_BATCH_NORM},
+            {"w": weight, "bias": normal(6, seed=7), **_BATCH_NORM},
         )
         for kind, operator, relaxed, attributes, bias, shape, weight in (
-            ("plain", "Conv", "nn.conv2d", "pads=[1,1,1,1]", False, (2, 5, 7, 8), _normal(6, 5, 3, 3)),
-            ("with a bias", "Conv", "nn.conv2d", "strides=[2,2]", True, (1, 5, 7, 8), _normal(6, 5, 3, 3)),
-            ("grouped", "Conv", "nn.conv2d", "group=3", True, (1, 9, 7, 8), _normal(6, 3, 3, 3)),
-            ("depthwise", "Conv", "nn.conv2d", "group=6", False, (1, 6, 7, 8), _normal(6, 1, 3, 3)),
-            ("of one dimension", "Conv", "nn.conv2d", "pads=[1,1]", True, (1, 4, 9), _normal(6, 4, 3)),
-            ("of three dimensions", "Conv", "nn.conv3d", "group=1", True, (1, 4, 3, 5, 4), _normal(6, 4, 2, 3, 2)),
+            ("plain", "Conv", "nn.conv2d", "pads=[1,1,1,1]", False, (2, 5, 7, 8), normal(6, 5, 3, 3)),
+            ("with a bias", "Conv", "nn.conv2d", "strides=[2,2]", True, (1, 5, 7, 8), normal(6, 5, 3, 3)),
+            ("grouped", "Conv", "nn.conv2d", "group=3", True, (1, 9, 7, 8), normal(6, 3, 3, 3)),
+            ("depthwise", "Conv", "nn.conv2d", "group=6", False, (1, 6, 7, 8), normal(6, 1, 3, 3)),
+            ("of one dimension", "Conv", "nn.conv2d", "pads=[1,1]", True, (1, 4, 9), normal(6, 4, 3)),
+            ("of three dimensions", "Conv", "nn.conv3d", "group=1", True, (1, 4, 3, 5, 4), normal(6, 4, 2, 3, 2)),
             (
                 "transposed",
                 "ConvTranspose",
@@ -384,7 +381,7 @@ CASES = [
                 "strides=[2,2]",
                 True,
                 (1, 4, 5, 6),
-                _normal(4, 6, 3, 3),
+                normal(4, 6, 3, 3),
             ),
             (
                 "transposed in groups",
@@ -393,7 +390,7 @@ CASES = [
                 "group=2",
                 True,
                 (1, 4, 5, 6),
-                _normal(4, 3, 3, 3),
+                normal(4, 3, 3, 3),
             ),
         )
     ),
@@ -404,7 +401,7 @@ CASES = [
         (1, 4, 6, 5),
         ["nn.conv2d"],
         ["multiply"],
-        {"f": _normal(4, 1, 1), "w": _normal(6, 2, 3, 3)},
+        {"f": normal(4, 1, 1), "w": normal(6, 2, 3, 3)},
     ),
     Case(
         "batch norm before a pointwise convolution",
@@ -413,7 +410,7 @@ CASES = [
         (2, 6, 4, 5),
         ["nn.conv2d", "add"],
         ["multiply"],
-        {"w": _normal(9, 6, 1, 1), **_BATCH_NORM},
+        {"w": normal(9, 6, 1, 1), **_BATCH_NORM},
     ),
     Case(
         "a scale before a transposed convolution in groups",
@@ -422,7 +419,7 @@ CASES = [
         (1, 4, 6, 5),
         ["nn.conv2d_transpose"],
         ["multiply"],
-        {"f": _normal(4, 1, 1), "w": _normal(4, 3, 3, 3)},
+        {"f": normal(4, 1, 1), "w": normal(4, 3, 3, 3)},
     ),
     Case(
         "scales and shifts around a dense layer",
@@ -431,7 +428,7 @@ CASES = [
         ("n", 3, 7),
         ["matmul", "add"],
         ["multiply", "subtract"],
-        {"f": _normal(7), "g": _normal(9), "w": _normal(7, 9)},
+        {"f": normal(7), "g": normal(9), "w": normal(7, 9)},
         [(1, 3, 7), (4, 3, 7)],
     ),
     Case(
@@ -441,7 +438,7 @@ CASES = [
         (1, 3, 7, 6),
         ["nn.conv2d"],
         ["nn.pad"],
-        {"p": np.array([0, 0, 1, 2, 0, 0, 3, 0]), "w": _normal(5, 3, 3, 3)},
+        {"p": np.array([0, 0, 1, 2, 0, 0, 3, 0]), "w": normal(5, 3, 3, 3)},
     ),
     Case(
         "padding before an average",
@@ -452,9 +449,7 @@ CASES = [
         ["nn.pad"],
         {"p": np.array([0, 0, 1, 1, 0, 0, 1, 1])},
     ),
-    Case(
-        "a matrix by a vector", "MatricesOfVectors", "y = MatMul(x, w)", (4, 5, 7), ["reshape"], [], {"w": _normal(7)}
-    ),
+    Case("a matrix by a vector", "MatricesOfVectors", "y = MatMul(x, w)", (4, 5, 7), ["reshape"], [], {"w": normal(7)}),
     Case(
         "weights on the left",
         "MatricesOfVectors",
@@ -462,7 +457,7 @@ CASES = [
         (3, 7, 1),
         ["matmul", "reshape"],
         [],
-        {"w": _normal(19, 7)},
+        {"w": normal(19, 7)},
     ),
     Case(
         "what returns its input",
@@ -509,7 +504,7 @@ CASES = [
         (3, 7),
         ["matmul"],
         ["sqrt", "permute_dims", "multiply"],
-        {"w": _normal(9, 7) ** 2, "v": _normal(7) ** 2 + 1},
+        {"w": normal(9, 7) ** 2, "v": normal(7) ** 2 + 1},
     ),
     Case(
         "a reshape to a shape that is computed",
@@ -544,7 +539,7 @@ CASES = [
         (2, 4, 9),
         ["nn.conv2d"],
         ["nn.conv1d"],
-        {"w": _normal(6, 4, 3)},
+        {"w": normal(6, 4, 3)},
     ),
 ]
 
@@ -566,7 +561,7 @@ def test_a_pass_rewrites_and_the_results_stay_equal(
     assert [name for name in case.present if name not in found] == []
     assert [name for name in case.absent if name in found] == []
     for seed, shape in enumerate(case.shapes or [case.shape]):
-        assert_same_as_onnxruntime(path, {"x": _normal(*shape, seed=seed)}, rtol=case.rtol)
+        assert_same_as_onnxruntime(path, {"x": normal(*shape, seed=seed)}, rtol=case.rtol)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -628,14 +623,14 @@ def test_attention_becomes_one_function(
 ) -> None:
     width = shape[-1]
     weights = {
-        **{f"w{part}": _normal(width, width, seed=seed) / 4 for seed, part in enumerate("qkv")},
+        **{f"w{part}": normal(width, width, seed=seed) / 4 for seed, part in enumerate("qkv")},
         "split": np.array([0, 0, heads, width // heads]), "join": np.array([0, 0, width]),
         "scale": _number((width // heads) ** -0.25),
     }  # fmt: skip
     if mask:
         weights |= {"last": np.array([-1]), "middle": np.array([1, 2])}
     path = make_model(_nodes(_attention(mask)), [("x", shape)], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, *({"x": _normal(*size, width)} for size in sizes))
+    built = assert_same_as_onnxruntime(path, *({"x": normal(*size, width)} for size in sizes))
     rules = Counter(rule for _, rule in built.schedules)
     assert rules["attention"] == 1
     assert not [name for name, _ in built.schedules if "softmax" in name or "transpose" in name]
@@ -661,11 +656,11 @@ def test_attention_over_slices_of_one_product_copies_nothing(
         y = Reshape(m, join)
     """
     weights = {
-        "w": _normal(24, 72) / 4, "split": np.array([2, 11, 3, 2, 12]), "first": np.array([0]),
+        "w": normal(24, 72) / 4, "split": np.array([2, 11, 3, 2, 12]), "first": np.array([0]),
         "join": np.array([2, 11, 24]), "scale": _number(0.3),
     }  # fmt: skip
     path = make_model(_nodes(nodes), [("x", [2, 11, 24])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 11, 24)})
+    built = assert_same_as_onnxruntime(path, {"x": normal(2, 11, 24)})
     assert Counter(rule for _, rule in built.schedules)["attention"] == 1
     assert not [name for name, _ in built.schedules if "slice" in name or "split" in name or "transpose" in name]
 
@@ -680,7 +675,7 @@ def test_attention_without_heads_and_with_other_keys(make_model: Any, assert_sam
     """
     inputs = {"q": (4, 6, 10), "k": (4, 37, 10), "v": (4, 37, 10), "m": (6, 37)}
     path = make_model(_nodes(nodes), list(inputs.items()), ["y"])
-    feed = {name: _normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
+    feed = {name: normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
     built = assert_same_as_onnxruntime(path, feed)
     assert Counter(rule for _, rule in built.schedules)["attention"] == 1
 
@@ -689,7 +684,7 @@ def test_tokens_masked_with_minus_infinity_have_no_weight(make_model: Any, asser
     nodes = "a = Transpose(k; perm=[0,1,3,2])\n b = MatMul(q, a)\n c = Add(m, b)\n d = Softmax(c)\n y = MatMul(d, v)"
     inputs = {"q": (1, 2, 9, 16), "k": (1, 2, 9, 16), "v": (1, 2, 9, 16), "m": (9, 9)}
     path = make_model(_nodes(nodes), list(inputs.items()), ["y"])
-    feed = {name: _normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
+    feed = {name: normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
     feed["m"] = np.triu(np.full((9, 9), -np.inf, "float32"), 1)
     built = assert_same_as_onnxruntime(path, feed)
     assert Counter(rule for _, rule in built.schedules)["attention"] == 1
@@ -707,7 +702,7 @@ def test_the_attention_operator_of_onnx_is_found(make_model: Any, assert_same_as
     nodes = [helper.make_node("Attention", ["q", "k", "v"], ["y"], scale=0.25)]
     inputs = {"q": (2, 3, 7, 16), "k": (2, 3, 7, 16), "v": (2, 3, 7, 16)}
     path = make_model(nodes, list(inputs.items()), ["y"], opset=23)
-    feed = {name: _normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
+    feed = {name: normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
     built = assert_same_as_onnxruntime(path, feed)
     assert Counter(rule for _, rule in built.schedules)["attention"] == 1
 
@@ -744,8 +739,8 @@ def _random_graph(generator: np.random.Generator) -> tuple[str, dict[str, Array]
         x = f"t{step}"
     nodes = "\n".join(lines).replace(f"{x} =", "y =")
     weights = {
-        "w": _normal(8, 8, 3, 3) / 8, "d": _normal(8, 1, 3, 3) / 3, "m": _normal(8, 8) / 3, "k": _normal(7, 6) / 3,
-        "s": _normal(8) + 2, "b": _normal(8, seed=1), "v": _normal(8, seed=2) ** 2 + 0.5, "c": _normal(8, 1, 1),
+        "w": normal(8, 8, 3, 3) / 8, "d": normal(8, 1, 3, 3) / 3, "m": normal(8, 8) / 3, "k": normal(7, 6) / 3,
+        "s": normal(8) + 2, "b": normal(8, seed=1), "v": normal(8, seed=2) ** 2 + 0.5, "c": normal(8, 1, 1),
         "p": np.array([0, 0, 1, 1, 0, 0, 1, 1]), "ax": np.array([1]), "zero": _number(0), "one": _number(1),
         "two": _number(2), "half": _number(0.5), "root": _number(2**0.5), "flat": np.array([2, 8, 42]),
         "whole": np.array([2, 8, 6, 7]),
@@ -764,4 +759,4 @@ def test_models_stay_what_they_are_without_any_one_pass(
     kept = {name: value for name, value in weights.items() if name in used}
     path = make_model(parsed, [("x", [2, 8, 6, 7])], ["y"], kept)
     options = BuildOptions(disabled_passes=() if disabled is None else (disabled,))
-    assert_same_as_onnxruntime(path, {"x": _normal(2, 8, 6, 7)}, options=options, rtol=1e-3)
+    assert_same_as_onnxruntime(path, {"x": normal(2, 8, 6, 7)}, options=options, rtol=1e-3)

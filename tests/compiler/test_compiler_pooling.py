@@ -1,22 +1,14 @@
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from onnx import helper
 
+from support.arrays import normal
+from support.builds import rule_counts
 from tvmflow.compiler import Built
 
 Check = Callable[..., Built]
-
-
-def _normal(*shape: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).standard_normal(shape).astype("float32")
-
-
-def _rules(built: Built) -> Counter[str]:
-    return Counter(rule for _, rule in built.schedules)
 
 
 # channels, kernel, stride, padding, ceil, height, width
@@ -44,9 +36,9 @@ def test_pooling_between_convolutions_equals_onnx_runtime(
         ),
         helper.make_node("Relu", ["b"], ["y"]),
     ]
-    path = make_model(nodes, [("x", [2, 3, height, width])], ["y"], {"w": _normal(channels, 3, 1, 1)}, opset=19)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 3, height, width)})
-    assert _rules(built)["pooling"] == 1
+    path = make_model(nodes, [("x", [2, 3, height, width])], ["y"], {"w": normal(channels, 3, 1, 1)}, opset=19)
+    built = assert_same_as_onnxruntime(path, {"x": normal(2, 3, height, width)})
+    assert rule_counts(built)["pooling"] == 1
 
 
 def test_pooling_of_a_symbolic_image_and_batch_equals_onnx_runtime(
@@ -57,9 +49,9 @@ def test_pooling_of_a_symbolic_image_and_batch_equals_onnx_runtime(
         helper.make_node("MaxPool", ["a"], ["b"], kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4),
         helper.make_node("AveragePool", ["b"], ["y"], kernel_shape=[2, 2], pads=[1, 1, 0, 0]),
     ]
-    path = make_model(nodes, [("x", ["batch", 3, "high", "wide"])], ["y"], {"w": _normal(20, 3, 1, 1)})
-    feeds = [{"x": _normal(*shape)} for shape in ((1, 3, 8, 9), (3, 3, 15, 6))]
-    assert _rules(assert_same_as_onnxruntime(path, *feeds))["pooling"] == 2
+    path = make_model(nodes, [("x", ["batch", 3, "high", "wide"])], ["y"], {"w": normal(20, 3, 1, 1)})
+    feeds = [{"x": normal(*shape)} for shape in ((1, 3, 8, 9), (3, 3, 15, 6))]
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["pooling"] == 2
 
 
 def test_pooling_with_gaps_between_its_taps_equals_onnx_runtime(
@@ -70,9 +62,9 @@ def test_pooling_with_gaps_between_its_taps_equals_onnx_runtime(
         helper.make_node("Conv", ["x", "w"], ["a"]),
         helper.make_node("MaxPool", ["a"], ["y"], **attributes),
     ]
-    path = make_model(nodes, [("x", [1, 3, 9, 9])], ["y"], {"w": _normal(20, 3, 1, 1)})
-    built = assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 9, 9) - 10})
-    assert _rules(built)["pooling"] == 0
+    path = make_model(nodes, [("x", [1, 3, 9, 9])], ["y"], {"w": normal(20, 3, 1, 1)})
+    built = assert_same_as_onnxruntime(path, {"x": normal(1, 3, 9, 9) - 10})
+    assert rule_counts(built)["pooling"] == 0
 
 
 @pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
@@ -89,7 +81,7 @@ def test_pooling_of_one_and_three_dimensions_between_convolutions_equals_onnx_ru
         helper.make_node("Conv", ["b", "v"], ["y"]),
     ]
     one = [1] * dimensions
-    weights = {"w": _normal(20, 3, *one), "v": _normal(5, 20, *one)}
+    weights = {"w": normal(20, 3, *one), "v": normal(5, 20, *one)}
     path = make_model(nodes, [("x", [2, 3, *image])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 3, *image)})
-    assert _rules(built)["pooling"] == (1 if dimensions == 1 else 2)
+    built = assert_same_as_onnxruntime(path, {"x": normal(2, 3, *image)})
+    assert rule_counts(built)["pooling"] == (1 if dimensions == 1 else 2)

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,9 @@ import pytest
 import tvm
 from onnx import helper
 
-from tvmflow.compiler import BuildOptions, Built, build, import_onnx, lower, workloads
+from support.arrays import normal
+from support.builds import rule_counts
+from tvmflow.compiler import BuildOptions, build, import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import variants
 from tvmflow.errors import BuildError, SpecError, TargetError
@@ -34,16 +35,8 @@ integers = pytest.mark.skipif(
 )
 
 
-def _normal(*shape: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
-
-
 def _rounded(value: Array) -> Array:
     return value.astype(ml_dtypes.bfloat16).astype("float32")
-
-
-def _rules(built: Built) -> Counter[str]:
-    return Counter(rule for _, rule in built.schedules)
 
 
 def _onnxruntime(path: Path, **feed: Array) -> Array:
@@ -91,15 +84,15 @@ def test_bfloat16_convolutions_equal_those_of_rounded_operands(
     channels, out, groups, kernel, stride, pad, dilation, height, width = case
     nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
     shape = [("x", [1, channels, height, width])]
-    x, bias = _normal(1, channels, height, width), _normal(out)
-    weight = _normal(out, channels // groups, kernel, kernel)
+    x, bias = normal(1, channels, height, width), normal(out)
+    weight = normal(out, channels // groups, kernel, kernel)
     imported = import_onnx(make_model(nodes, shape, ["y"], {"w": weight, "b": bias}))
     built = build(imported, native, BuildOptions(precision="bf16", fast_algorithms=False))
     (actual,) = run_built(built, x)
     rounded = make_model(nodes, shape, ["y"], {"w": _rounded(weight), "b": bias}, name="rounded.onnx")
     expected = _onnxruntime(rounded, x=_rounded(x))
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6 * float(np.abs(expected).max()))
-    assert _rules(built).keys() & {"dot_conv2d", "dot_rows"}
+    assert rule_counts(built).keys() & {"dot_conv2d", "dot_rows"}
 
 
 @bfloat16
@@ -109,15 +102,15 @@ def test_bfloat16_convolutions_equal_those_of_rounded_operands(
 def test_winograd_rounds_little_more_than_the_direct_way(
     channels: int, size: int, rule: str, make_model: MakeModel, run_built: RunBuilt, native: Target
 ) -> None:
-    weights = {"w": _normal(64, channels, 3, 3), "b": _normal(64)}
+    weights = {"w": normal(64, channels, 3, 3), "b": normal(64)}
     path = make_model([_conv(1, 3, 1, 1, 1)], [("x", [1, channels, size, size])], ["c"], weights)
-    imported, x = import_onnx(path), _normal(1, channels, size, size)
+    imported, x = import_onnx(path), normal(1, channels, size, size)
     expected = _onnxruntime(path, x=x)
     errors = []
     for winograd in (False, True):
         built = build(imported, native, BuildOptions(precision="bf16", fast_algorithms=winograd))
         errors.append(float(np.abs(run_built(built, x)[0] - expected).max() / np.abs(expected).max()))
-        assert (_rules(built)[rule] == 1) is winograd
+        assert (rule_counts(built)[rule] == 1) is winograd
     assert errors[1] <= 2 * errors[0] <= 1e-2
 
 
@@ -126,12 +119,12 @@ def test_winograd_rounds_little_more_than_the_direct_way(
 def test_groups_narrower_than_a_vector_are_multiplied_in_float32(
     groups: int, rule: str, make_model: MakeModel, run_built: RunBuilt, native: Target
 ) -> None:
-    weights = {"w": _normal(14, 14 // groups, 3, 3), "b": _normal(14)}
+    weights = {"w": normal(14, 14 // groups, 3, 3), "b": normal(14)}
     path = make_model([_conv(groups, 3, 1, 1, 1)], [("x", [1, 14, 8, 8])], ["c"], weights)
     built = build(import_onnx(path), native, BuildOptions(precision="bf16"))
-    x = _rounded(_normal(1, 14, 8, 8))
+    x = _rounded(normal(1, 14, 8, 8))
     np.testing.assert_allclose(run_built(built, x)[0], _onnxruntime(path, x=x), rtol=1e-4, atol=1e-5)
-    assert _rules(built)[rule] == 1
+    assert rule_counts(built)[rule] == 1
 
 
 @bfloat16
@@ -142,13 +135,13 @@ def test_groups_narrower_than_a_vector_are_multiplied_in_float32(
 def test_bfloat16_dense_layers_equal_those_of_rounded_operands(
     shape: tuple[int, ...], units: int, weights: Any, make_model: MakeModel, run_built: RunBuilt, native: Target
 ) -> None:
-    x, weight, bias = _normal(*shape), _normal(shape[-1], units), _normal(units)
+    x, weight, bias = normal(*shape), normal(shape[-1], units), normal(units)
     nodes = [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Add", ["p", "b"], ["y"])]
     path = make_model(nodes, [("x", ["batch", *shape[1:]])], ["y"], {"w": weight, "b": bias})
     built = build(import_onnx(path), native, BuildOptions(precision="bf16", weights=weights))
     expected = _rounded(x) @ _rounded(weight) + bias
     np.testing.assert_allclose(run_built(built, x)[0], expected, rtol=1e-5, atol=1e-5)
-    assert _rules(built)["dot_rows"] == 1
+    assert rule_counts(built)["dot_rows"] == 1
 
 
 @bfloat16
@@ -164,7 +157,7 @@ def test_bfloat16_products_of_activations_equal_those_of_rounded_operands(
     run_built: RunBuilt,
     native: Target,
 ) -> None:
-    left, right = _normal(*batch, rows, depth), _normal(*batch, depth, units, seed=1)
+    left, right = normal(*batch, rows, depth), normal(*batch, depth, units, seed=1)
     shapes = [("a", [*batch, "rows", depth]), ("b", [*batch, depth, "units"])]
     path = make_model([helper.make_node("MatMul", ["a", "b"], ["y"])], shapes, ["y"])
     for sizes in (None, {"a": left.shape, "b": right.shape}):
@@ -204,13 +197,13 @@ def _residual_network(make_model: MakeModel) -> Path:
         helper.make_node("Gemm", ["n", "w5", "b5"], ["y"], transB=1),
     ]
     weights = {
-        "w0": _normal(24, 3, 3, 3) / 5,
-        "w1": _normal(48, 24, 1, 1) / 5,
-        "w2": _normal(48, 1, 3, 3) / 3,
-        "w3": _normal(24, 48, 1, 1) / 7,
-        "w4": _normal(40, 24, 3, 3) / 15,
-        "w5": _normal(10, 40) / 6,
-        "b5": _normal(10),
+        "w0": normal(24, 3, 3, 3) / 5,
+        "w1": normal(48, 24, 1, 1) / 5,
+        "w2": normal(48, 1, 3, 3) / 3,
+        "w3": normal(24, 48, 1, 1) / 7,
+        "w4": normal(40, 24, 3, 3) / 15,
+        "w5": normal(10, 40) / 6,
+        "b5": normal(10),
         "zero": np.array(0, "float32"),
         "six": np.array(6, "float32"),
     }
@@ -224,12 +217,12 @@ def test_a_network_in_bfloat16_is_within_its_bound(
     path = _residual_network(make_model)
     spec = parse({"name": "n", "model": {"onnx": str(path)}, "build": {"precision": "bf16"}}, tmp_path)
     built = build(import_onnx(path), native, BuildOptions(precision=spec.build.precision))
-    x = _normal(1, 3, 32, 32)
+    x = normal(1, 3, 32, 32)
     expected = _onnxruntime(path, x=x)
     error = float(np.abs(run_built(built, x)[0] - expected).max() / np.abs(expected).max())
     assert 0 < error <= (spec.bounds.max_relative_error or 0)
     # Convolutions, and the classifier; the residual connection and all roundings are within them.
-    assert _rules(built)["dot_conv2d"] + _rules(built)["dot_rows"] == 5
+    assert rule_counts(built)["dot_conv2d"] + rule_counts(built)["dot_rows"] == 5
 
 
 @bfloat16
@@ -252,7 +245,7 @@ def _quantise(path: Path, output: Path, *, signed: bool = False, per_channel: bo
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.left = [{"x": _normal(*shape, seed=seed)} for seed in range(3)]
+            self.left = [{"x": normal(*shape, seed=seed)} for seed in range(3)]
 
         def get_next(self) -> dict[str, Array] | None:
             return self.left.pop() if self.left else None
@@ -292,14 +285,14 @@ def test_quantised_convolutions_equal_onnx_runtime(
 ) -> None:
     channels, out, groups, kernel, stride, pad, dilation, height, width = case
     nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("LeakyRelu", ["c"], ["y"], alpha=0.3)]
-    weights = {"w": _normal(out, channels // groups, kernel, kernel), "b": _normal(out)}
+    weights = {"w": normal(out, channels // groups, kernel, kernel), "b": normal(out)}
     path = make_model(nodes, [("x", [1, channels, height, width])], ["y"], weights)
     quantised = _quantise(path, tmp_path / "quantised.onnx", signed=signed, per_channel=groups != 3)
     built = build(import_onnx(quantised), native, BuildOptions(precision="int8"))
-    x = _normal(1, channels, height, width, seed=9)
+    x = normal(1, channels, height, width, seed=9)
     _assert_steps(run_built(built, x)[0], _onnxruntime(quantised, x=x), _step(quantised, "y"))
     in_integers = {"dot_conv2d", "dot_rows", "depthwise"} if depth_fits(case) else {"conv2d"}
-    assert _rules(built).keys() & in_integers
+    assert rule_counts(built).keys() & in_integers
 
 
 def depth_fits(case: tuple[int, ...]) -> bool:
@@ -321,14 +314,14 @@ def test_quantised_dense_layers_equal_onnx_runtime(
     native: Target,
     tmp_path: Path,
 ) -> None:
-    weights = {"w": _normal(units, depth), "b": _normal(units)}
+    weights = {"w": normal(units, depth), "b": normal(units)}
     nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["y"], transB=1)]
     path = make_model(nodes, [("x", [rows, depth])], ["y"], weights)
     quantised = _quantise(path, tmp_path / "quantised.onnx", signed=signed)
     built = build(import_onnx(quantised), native, BuildOptions(precision="int8"))
-    x = _normal(rows, depth, seed=9)
+    x = normal(rows, depth, seed=9)
     _assert_steps(run_built(built, x)[0], _onnxruntime(quantised, x=x), _step(quantised, "y"))
-    assert _rules(built)["dot_rows"] == 1
+    assert rule_counts(built)["dot_rows"] == 1
 
 
 @integers
@@ -338,10 +331,10 @@ def test_a_quantised_network_stays_in_integers(
 ) -> None:
     quantised = _quantise(_residual_network(make_model), tmp_path / "quantised.onnx", signed=signed)
     built = build(import_onnx(quantised), native, BuildOptions(precision="int8"))
-    x = _normal(1, 3, 32, 32, seed=9)
+    x = normal(1, 3, 32, 32, seed=9)
     expected = _onnxruntime(quantised, x=x)
     assert float(np.abs(run_built(built, x)[0] - expected).max()) <= 2 * _step(quantised, "y") + 1e-6
-    rules = _rules(built)
+    rules = rule_counts(built)
     assert (rules["dot_conv2d"] + rules["dot_rows"], rules["depthwise"]) == (5, 1)
     # Also what lies between layers: the pooling reads and writes integers.
     (pooling,) = (line for line in built.ir_text.splitlines() if "def max_pool2d" in line)
@@ -410,12 +403,12 @@ def test_values_read_by_products_and_returned_are_right(
         helper.make_node("Conv", ["x", "v"], ["d"]),
         helper.make_node("Conv", ["x", "v"], ["e"], pads=[1] * 4),
     ]
-    weights = {"w": _rounded(_normal(8, 8, 1, 1)), "v": _rounded(_normal(3, 16, 1, 1))}
+    weights = {"w": _rounded(normal(8, 8, 1, 1)), "v": _rounded(normal(3, 16, 1, 1))}
     outputs = ["a", "b", "c", "d", "e"]
     built = build(
         import_onnx(make_model(nodes, [("x", [1, 16, 5, 5])], outputs, weights)), native, BuildOptions(precision="bf16")
     )
-    x = _rounded(_normal(1, 16, 5, 5))
+    x = _rounded(normal(1, 16, 5, 5))
 
     def conv(data: Array, weight: Array) -> Array:
         return np.einsum("oc,nchw->nohw", weight[:, :, 0, 0], data)
@@ -442,7 +435,7 @@ def _candidate(path: Path, native: Target, precision: Any) -> tuple[tvm.tirx.Pri
 def test_other_schedules_of_dot_products_are_built_in_other_processes_and_right(
     precision: str, make_model: MakeModel, tmp_path: Path, native: Target
 ) -> None:
-    nodes, weights = [_conv(1, 3, 1, 1, 1)], {"w": _normal(64, 32, 3, 3), "b": _normal(64)}
+    nodes, weights = [_conv(1, 3, 1, 1, 1)], {"w": normal(64, 32, 3, 3), "b": normal(64)}
     path = make_model(nodes, [("x", [1, 32, 9, 9])], ["c"], weights)
     if precision == "int8":
         path = _quantise(path, tmp_path / "quantised.onnx")
@@ -464,7 +457,7 @@ def test_other_schedules_of_dot_products_are_built_in_other_processes_and_right(
 def test_a_schedule_in_bfloat16_that_computes_something_else_is_found_wrong(
     make_model: MakeModel, native: Target
 ) -> None:
-    shape, weights = [("x", [1, 32, 9, 9])], {"w": _normal(64, 32, 3, 3), "b": _normal(64)}
+    shape, weights = [("x", [1, 32, 9, 9])], {"w": normal(64, 32, 3, 3), "b": normal(64)}
     conv, relu = _conv(1, 3, 1, 1, 1), helper.make_node("Relu", ["c"], ["y"])
     one = make_model([conv], shape, ["c"], weights)
     other = make_model([conv, relu], shape, ["y"], weights, name="relu.onnx")

@@ -1,6 +1,5 @@
 """Strassen's matrix product beside ONNX Runtime, and the rule that says when it pays."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -8,21 +7,13 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
+from support.arrays import normal
+from support.builds import rule_counts
+from support.machines import AVX512
 from tvmflow.compiler import BuildOptions, Built
-from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import strassen
 
 Check = Callable[..., Built]
-
-AVX512 = Machine(lanes=16, registers=32, cores=2)
-
-
-def _normal(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
-
-
-def _rules(built: Built) -> Counter[str]:
-    return Counter(rule for _, rule in built.schedules)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +29,9 @@ def test_dense_layers_by_strassen_equal_onnx_runtime(
         helper.make_node("Add", ["a", "b"], ["c"]),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
-    weights = {"w": _normal(shape[-1], units), "b": _normal(units)}
+    weights = {"w": normal(shape[-1], units), "b": normal(units)}
     path = make_model(nodes, [("x", list(shape))], ["y"], weights)
-    assert _rules(assert_same_as_onnxruntime(path, {"x": _normal(*shape, seed=1)})) == {"strassen": 1}
+    assert rule_counts(assert_same_as_onnxruntime(path, {"x": normal(*shape, seed=1)})) == {"strassen": 1}
 
 
 # batch, channels in and out, height, width, stride
@@ -63,13 +54,13 @@ def test_pointwise_convolutions_with_residuals_equal_onnx_runtime(
         helper.make_node("Add", ["a", "r"], ["c"]),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
-    weights = {"w": _normal(out, channels, 1, 1), "b": _normal(out)}
+    weights = {"w": normal(out, channels, 1, 1), "b": normal(out)}
     feed = {
-        "x": _normal(batch, channels, height, width, seed=1),
-        "r": _normal(batch, out, height // stride, width // stride, seed=2),
+        "x": normal(batch, channels, height, width, seed=1),
+        "r": normal(batch, out, height // stride, width // stride, seed=2),
     }
     path = make_model(nodes, [(name, list(value.shape)) for name, value in feed.items()], ["y"], weights)
-    assert _rules(assert_same_as_onnxruntime(path, feed))["strassen"] == 1
+    assert rule_counts(assert_same_as_onnxruntime(path, feed))["strassen"] == 1
 
 
 def test_the_error_is_a_few_times_that_of_the_usual_product(
@@ -77,13 +68,13 @@ def test_the_error_is_a_few_times_that_of_the_usual_product(
 ) -> None:
     from tvmflow.compiler import build, import_onnx
 
-    x, weight = _normal(56, 512), _normal(512, 128, seed=1)
+    x, weight = normal(56, 512), normal(512, 128, seed=1)
     path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", [56, 512])], ["y"], {"w": weight})
     exact = x.astype("float64") @ weight
     errors = []
     for allowed in (True, False):
         built = build(import_onnx(path), native, BuildOptions(fast_algorithms=allowed))
-        assert (_rules(built)["strassen"] == 1) is allowed
+        assert (rule_counts(built)["strassen"] == 1) is allowed
         (actual,) = run_built(built, x)
         errors.append(np.abs(actual - exact).max() / np.abs(exact).max())
     assert errors[0] < 3e-6
@@ -107,10 +98,10 @@ def test_weights_that_come_from_memory_are_not_made_larger(
         helper.make_node("Gather", ["table", "row"], ["r"]),
         helper.make_node("Add", ["a", "r"], ["y"]),
     ]
-    weights = {"w": _normal(384, 384), "table": _normal(others // 384, 384)}
+    weights = {"w": normal(384, 384), "table": normal(others // 384, 384)}
     path = make_model(nodes, [("x", [128, 384]), ("row", [1], TensorProto.INT64)], ["y"], weights)
-    feed = {"x": _normal(128, 384, seed=1), "row": np.array([1])}
-    assert _rules(assert_same_as_onnxruntime(path, feed))[expected] == 1
+    feed = {"x": normal(128, 384, seed=1), "row": np.array([1])}
+    assert rule_counts(assert_same_as_onnxruntime(path, feed))[expected] == 1
 
 
 def test_the_sums_of_weights_are_exact_for_whole_numbers() -> None:

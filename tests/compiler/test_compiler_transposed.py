@@ -1,22 +1,14 @@
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from onnx import helper
 
+from support.arrays import normal
+from support.builds import rule_counts
 from tvmflow.compiler import Built
 
 Check = Callable[..., Built]
-
-
-def _normal(*shape: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).standard_normal(shape).astype("float32")
-
-
-def _rules(built: Built) -> Counter[str]:
-    return Counter(rule for _, rule in built.schedules)
 
 
 # channels in and out, groups, kernel, stride, padding, output padding, dilation
@@ -51,9 +43,9 @@ def test_transposed_convolutions_equal_onnx_runtime(
         ),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
-    weights = {"w": _normal(channels, out // groups, *kernel), "b": _normal(out)}
+    weights = {"w": normal(channels, out // groups, *kernel), "b": normal(out)}
     path = make_model(nodes, [("x", [2, channels, 9, 7])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(2, channels, 9, 7)})
+    built = assert_same_as_onnxruntime(path, {"x": normal(2, channels, 9, 7)})
     assert not [name for name, rule in built.schedules if "conv2d" in name and rule == "fallback"]
 
 
@@ -65,19 +57,19 @@ def test_a_transposed_convolution_of_symbolic_batch_and_size_equals_onnx_runtime
         helper.make_node("ConvTranspose", ["a", "w"], ["y"], strides=[2, 2], pads=[1, 1, 1, 1], output_padding=[1, 0]),
     ]
     path = make_model(
-        nodes, [("x", ["batch", 3, "high", "wide"])], ["y"], {"v": _normal(20, 3, 1, 1), "w": _normal(20, 9, 3, 3)}
+        nodes, [("x", ["batch", 3, "high", "wide"])], ["y"], {"v": normal(20, 3, 1, 1), "w": normal(20, 9, 3, 3)}
     )
-    assert_same_as_onnxruntime(path, {"x": _normal(1, 3, 5, 8)}, {"x": _normal(3, 3, 6, 4)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 3, 5, 8)}, {"x": normal(3, 3, 6, 4)})
 
 
 def test_a_transposed_convolution_of_one_dimension_equals_onnx_runtime(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     node = helper.make_node("ConvTranspose", ["x", "w", "b"], ["y"], strides=[3], pads=[2, 1], output_padding=[1])
-    weights = {"w": _normal(20, 19, 5), "b": _normal(19)}
+    weights = {"w": normal(20, 19, 5), "b": normal(19)}
     path = make_model([node], [("x", ["batch", 20, 33])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(1, 20, 33)}, {"x": _normal(4, 20, 33)})
-    assert _rules(built)["conv2d"] + _rules(built)["rows"] >= 1
+    built = assert_same_as_onnxruntime(path, {"x": normal(1, 20, 33)}, {"x": normal(4, 20, 33)})
+    assert rule_counts(built)["conv2d"] + rule_counts(built)["rows"] >= 1
 
 
 # channels in and out, kernel, strides, padding, dilation
@@ -99,9 +91,9 @@ def test_convolutions_of_three_dimensions_equal_onnx_runtime(
         helper.make_node("Relu", ["c"], ["d"]),
         helper.make_node("Conv", ["d", "v"], ["y"]),
     ]
-    weights = {"w": _normal(out, channels, *kernel), "b": _normal(out), "v": _normal(6, out, 1, 1, 1)}
+    weights = {"w": normal(out, channels, *kernel), "b": normal(out), "v": normal(6, out, 1, 1, 1)}
     path = make_model(nodes, [("x", ["batch", channels, 6, 9, 8])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, *({"x": _normal(batch, channels, 6, 9, 8)} for batch in (1, 2)))
+    built = assert_same_as_onnxruntime(path, *({"x": normal(batch, channels, 6, 9, 8)} for batch in (1, 2)))
     assert not [name for name, rule in built.schedules if "conv" in name and rule == "fallback"]
 
 
@@ -109,5 +101,5 @@ def test_grouped_convolutions_of_three_dimensions_equal_onnx_runtime(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     node = helper.make_node("Conv", ["x", "w"], ["y"], group=2, pads=[1] * 6)
-    path = make_model([node], [("x", [1, 4, 5, 6, 7])], ["y"], {"w": _normal(6, 2, 3, 3, 3)})
-    assert_same_as_onnxruntime(path, {"x": _normal(1, 4, 5, 6, 7)})
+    path = make_model([node], [("x", [1, 4, 5, 6, 7])], ["y"], {"w": normal(6, 2, 3, 3, 3)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 4, 5, 6, 7)})

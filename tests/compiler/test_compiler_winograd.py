@@ -1,6 +1,5 @@
 """Winograd's convolution beside ONNX Runtime, and the rule that says when it pays."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -8,18 +7,14 @@ import numpy as np
 import pytest
 from onnx import helper
 
+from support.arrays import normal
+from support.builds import rule_counts
+from support.machines import AVX2, AVX512
 from tvmflow.compiler import BuildOptions, Built, build, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.machine import Machine
 from tvmflow.target import resolve
 
 Check = Callable[..., Built]
-
-AVX512 = Machine(lanes=16, registers=32, cores=2)
-AVX2 = Machine(lanes=8, registers=16, cores=2, cache=1 << 18)
-
-
-def _normal(*shape: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).standard_normal(shape).astype("float32")
 
 
 def _convolution(make_model: Any, case: tuple[int, ...], batch: int | str = 1, stride: int = 1) -> Any:
@@ -28,12 +23,8 @@ def _convolution(make_model: Any, case: tuple[int, ...], batch: int | str = 1, s
         helper.make_node("Conv", ["x", "w", "b"], ["c"], pads=pads, strides=[stride, stride]),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
-    weights = {"w": _normal(out, channels, 3, 3), "b": _normal(out)}
+    weights = {"w": normal(out, channels, 3, 3), "b": normal(out)}
     return make_model(nodes, [("x", [batch, channels, height, width])], ["y"], weights)
-
-
-def _rules(built: Built) -> Counter[str]:
-    return Counter(rule for _, rule in built.schedules)
 
 
 # channels in and out, height, width, padding before (height, width) and after
@@ -54,8 +45,8 @@ def test_winograd_equals_onnx_runtime(
     case: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     channels, _, height, width, *_ = case
-    built = assert_same_as_onnxruntime(_convolution(make_model, case), {"x": _normal(1, channels, height, width)})
-    assert _rules(built)["winograd"] == 1
+    built = assert_same_as_onnxruntime(_convolution(make_model, case), {"x": normal(1, channels, height, width)})
+    assert rule_counts(built)["winograd"] == 1
 
 
 @pytest.mark.parametrize(("stride", "size"), [(1, 2), (1, 4), (2, 2), (2, 3), (2, 4)])
@@ -70,8 +61,8 @@ def test_every_tile_size_serves_every_batch(
 ) -> None:
     monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
     path = _convolution(make_model, (3, 21, *shape, 1, 1, 0, 1), "batch", stride)
-    built = assert_same_as_onnxruntime(path, *({"x": _normal(batch, 3, *shape)} for batch in (1, 2, 5)))
-    assert _rules(built)["winograd"] == 1
+    built = assert_same_as_onnxruntime(path, *({"x": normal(batch, 3, *shape)} for batch in (1, 2, 5)))
+    assert rule_counts(built)["winograd"] == 1
 
 
 @pytest.mark.parametrize(
@@ -82,7 +73,7 @@ def test_the_error_stays_within_the_algorithms_bound(
 ) -> None:
     monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
     case = (128, 128, 16, 16, 0, 0, 0, 0)
-    x, weight, bias = _normal(1, 128, 16, 16), _normal(128, 128, 3, 3), _normal(128)
+    x, weight, bias = normal(1, 128, 16, 16), normal(128, 128, 3, 3), normal(128)
     (actual,) = run_built(build(import_onnx(_convolution(make_model, case, stride=stride)), native), x)
     windows = np.lib.stride_tricks.sliding_window_view(x.astype("float64"), (3, 3), axis=(2, 3))
     windows = windows[:, :, ::stride, ::stride]
@@ -98,15 +89,15 @@ def test_residuals_fuse_into_winograd(make_model: Any, assert_same_as_onnxruntim
         helper.make_node("Add", ["c", "b"], ["d"]),
         helper.make_node("Relu", ["d"], ["y"]),
     ]
-    path = make_model(nodes, [("x", [2, 48, 15, 15])], ["y"], {"w": _normal(48, 48, 3, 3) / 10})
-    built = assert_same_as_onnxruntime(path, {"x": _normal(2, 48, 15, 15)})
-    assert _rules(built) == {"winograd": 2, "fallback": 2}  # the two others are the layout changes at both ends
+    path = make_model(nodes, [("x", [2, 48, 15, 15])], ["y"], {"w": normal(48, 48, 3, 3) / 10})
+    built = assert_same_as_onnxruntime(path, {"x": normal(2, 48, 15, 15)})
+    assert rule_counts(built) == {"winograd": 2, "fallback": 2}  # the two others are the layout changes at both ends
 
 
 @pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
 def test_other_processors_get_winograd(name: str, make_model: Any) -> None:
     built = build(import_onnx(_convolution(make_model, (64, 64, 28, 28, 1, 1, 1, 1))), resolve(name))
-    assert _rules(built)["winograd"] == 1
+    assert rule_counts(built)["winograd"] == 1
 
 
 @pytest.mark.parametrize("machine", [AVX512, AVX2], ids=["avx512", "avx2"])
@@ -135,7 +126,7 @@ def test_the_tuner_has_a_search_space_for_winograd(make_model: Any, native: Any)
 @pytest.mark.parametrize(("stride", "size"), [(1, 2), (1, 4), (2, 2), (2, 3), (2, 4)])
 def test_the_transforms_make_a_convolution(stride: int, size: int) -> None:
     inputs, kernel, output = winograd.transforms(size, stride)
-    tile, weights = _normal(winograd.side_of(size, stride)), _normal(3)
+    tile, weights = normal(winograd.side_of(size, stride)), normal(3)
     np.testing.assert_allclose(
         output @ ((inputs @ tile) * (kernel @ weights)), np.correlate(tile, weights)[::stride], rtol=1e-5, atol=1e-6
     )
@@ -148,15 +139,15 @@ def test_stride_two_pays_with_enough_channels(
     height: int, channels: int, strided: bool, make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     path = _convolution(make_model, (channels, channels, height, height, 1, 1, 1, 1), stride=2)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(1, channels, height, height)})
-    assert (_rules(built)["winograd"] == 1) is strided
+    built = assert_same_as_onnxruntime(path, {"x": normal(1, channels, height, height)})
+    assert (rule_counts(built)["winograd"] == 1) is strided
 
 
 def test_winograd_can_be_forbidden(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     path = _convolution(make_model, (64, 64, 28, 28, 1, 1, 1, 1))
     options = BuildOptions(fast_algorithms=False)
-    built = assert_same_as_onnxruntime(path, {"x": _normal(1, 64, 28, 28)}, options=options)
-    assert "winograd" not in _rules(built)
+    built = assert_same_as_onnxruntime(path, {"x": normal(1, 64, 28, 28)}, options=options)
+    assert "winograd" not in rule_counts(built)
     assert built.algorithms == {}
 
 
@@ -171,10 +162,10 @@ def test_errors_are_below_the_bound_that_is_known_before(
     size: int, stride: int, make_model: Any, native: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
-    x, weight = _normal(1, 40, 12, 12), _normal(24, 40, 3, 3)
+    x, weight = normal(1, 40, 12, 12), normal(24, 40, 3, 3)
     nodes = [helper.make_node("Conv", ["x", "w"], ["y"], strides=[stride, stride])]
     built = build(import_onnx(make_model(nodes, [("x", x.shape)], ["y"], {"w": weight})), native)
-    assert _rules(built)["winograd"] == 1
+    assert rule_counts(built)["winograd"] == 1
     windows = np.lib.stride_tricks.sliding_window_view(x.astype("float64"), (3, 3), axis=(2, 3))
     exact = np.einsum("nchwyx,ocyx->nohw", windows[:, :, ::stride, ::stride], weight)
     largest = np.abs(x).max() * np.abs(weight).sum(axis=(1, 2, 3)).max()
