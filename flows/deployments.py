@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import yaml
 
 from tvmflow.errors import PrefectError, SettingsError
-from tvmflow.triggers import Managed
+from tvmflow.triggers import ManagedModel
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -122,7 +122,7 @@ class Deployed:
     parameters: dict[str, Any]
 
 
-def project(entries: Sequence[Managed], pool: str, targets: Sequence[str] = ()) -> dict[str, Any]:
+def project(entries: Sequence[ManagedModel], pool: str, targets: Sequence[str] = ()) -> dict[str, Any]:
     """The Prefect project of these release files: flows/prefect.yaml with each of them in the place of its example."""
     text = importlib.resources.files("flows").joinpath("prefect.yaml").read_text(encoding="utf-8")
     document: dict[str, Any] = yaml.safe_load(text)
@@ -139,7 +139,7 @@ def project(entries: Sequence[Managed], pool: str, targets: Sequence[str] = ()) 
     return document
 
 
-def register(entries: Sequence[Managed], pool: str, targets: Sequence[str] = ()) -> list[Deployed]:
+def register(entries: Sequence[ManagedModel], pool: str, targets: Sequence[str] = ()) -> list[Deployed]:
     """Register the deployments of these release files, as often as wanted; return what is registered now.
 
     `targets` are the work pools that make targets of releases: each gets its deployment make/POOL. A schedule that was
@@ -232,7 +232,7 @@ def _job_template(client: "SyncPrefectClient", kind: PoolType, image: str | None
     return template
 
 
-def _filled(deployment: dict[str, Any], entry: Managed) -> dict[str, Any]:
+def _filled(deployment: dict[str, Any], entry: ManagedModel) -> dict[str, Any]:
     """A deployment of the example with a release file's path and name in the place of the example's."""
 
     def fill(value: Any) -> Any:

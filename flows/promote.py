@@ -75,7 +75,7 @@ def promote(
             settings,
             open_workspace(settings, services.store),
             (name, version, channel),
-            who=who or (f"flow run {flow_run.name}" if deployment.id else promotion.person()),
+            who=who or (f"flow run {flow_run.name}" if deployment.id else promotion.identify_user()),
             why=why,
             approved=approved,
             while_wanted=while_wanted,
@@ -106,12 +106,12 @@ def promoted(
     summary = PromotionSummary(
         name=name, version=version, channel=channel, from_version=before, status="unchanged", told="", who=who, why=why
     )
-    model, number = promotion.registered(item.release)
-    if while_wanted and (wanted_now := services.registry.get_alias(model, channel)) != number:
+    model, number = promotion.get_registered_version(item.release)
+    if while_wanted and (wanted_now := services.registry.get_alias_version(model, channel)) != number:
         now = f"names {wanted_now}" if wanted_now else "is gone"
         return summary.model_copy(update={"status": "left", "told": f"the alias {model}@{channel} {now} by now"})
     if before == version:
-        promotion.move(services, name, version, channel, who=who, why=why, expected=before)
+        promotion.move_channel(services, name, version, channel, who=who, why=why, expected=before)
         return summary.model_copy(update={"told": f"{channel} holds {version} already"})
     required = item.policy.approval == "required"
     if required and not approved and flow_run_id is None:
@@ -137,7 +137,7 @@ def promoted(
         )
     if answer is not None and not approved:
         why = "; ".join(part for part in (why, f"approved by {answer.who}", answer.why) if part)
-    pointer = promotion.move(services, name, version, channel, who=who, why=why, expected=before)
+    pointer = promotion.move_channel(services, name, version, channel, who=who, why=why, expected=before)
     services.registry.set_run_tag(run, "tvmflow.moved", "true")
     told = f"{channel} moved from {before} to {version}" if before else f"{channel} is new and holds {version}"
     return summary.model_copy(
@@ -146,7 +146,7 @@ def promoted(
             "moved": True,
             "told": told,
             "why": why,
-            "when": pointer.last.when,
+            "when": pointer.last_move.when,
             "checks": checks,
             "mlflow_run_id": run,
         }
@@ -180,22 +180,22 @@ def _automatic(context: Context, version: str, channel: str, pointer: Pointer | 
         from_version=held,
         status="left",
         told="",
-        who=promotion.person(),
+        who=promotion.identify_user(),
         why="every release is promoted to it",
     )
     command = f"tvmflow promote {spec.name} {version} --channel {channel}"
     by_hand = f"promote it with `{command}`"
     before = None if policy.after is None else channels.find(context.store, spec.name, policy.after)
-    tags = context.registry.version_tags(spec.registry.model or spec.name, version)
-    refused = tags.get(promotion.refused_tag(channel))
+    tags = context.registry.get_version_tags(spec.registry.model or spec.name, version)
+    refused = tags.get(promotion.format_refusal_tag(channel))
     if held != version:
         if refused is not None:
             told = f"{channel} refused {version} before ({refused}): {by_hand} to try again"
             return summary.model_copy(update={"status": "refused", "told": told})
-        if pointer is not None and pointer.held(version):
+        if pointer is not None and pointer.has_held(version):
             told = f"{channel} held {version} before and was moved to {held} since: {by_hand}"
             return summary.model_copy(update={"told": told})
-        if policy.after is not None and not (before is not None and before.held(version)):
+        if policy.after is not None and not (before is not None and before.has_held(version)):
             told = f"{channel} comes after {policy.after}, which has never held {version}: once it has, {by_hand}"
             return summary.model_copy(update={"told": told})
         if policy.approval == "required":
@@ -268,7 +268,7 @@ def _keep(
         "why": why,
         "flow_run": flow_run_id,
     }
-    return promotion.keep_verdict(
+    return promotion.log_verdict(
         item.services,
         item.release,
         item.channel,

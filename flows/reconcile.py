@@ -12,10 +12,10 @@ from prefect.states import Failed
 from flows.deployments import active, ended, registered, start
 from tvmflow import settings as machine
 from tvmflow.errors import TvmflowError, VerdictError
-from tvmflow.promotion import ChannelState, move, policy, put_back_alias, state
+from tvmflow.promotion import ChannelState, move_channel, read_policy, read_state, restore_alias
 from tvmflow.services import Services, open_services
 from tvmflow.store import channels
-from tvmflow.triggers import Alias, Managed, Wish, load
+from tvmflow.triggers import Alias, ManagedModel, RunRequest, load
 from tvmflow.workspace import Record
 
 _WHO = "reconcile"
@@ -82,30 +82,30 @@ def reconcile() -> Any:
     return Failed(message=problems[0], data=summary) if problems else summary
 
 
-def _checks(services: Services, entry: Managed) -> Iterator[Callable[[], Finding | None]]:
+def _checks(services: Services, entry: ManagedModel) -> Iterator[Callable[[], Finding | None]]:
     for channel in _channels(services, entry):
         yield lambda channel=channel: _channel(services, entry, channel)  # type: ignore[misc]
-    if entry.source is not None:
+    if entry.source_alias is not None:
         yield lambda: _source(services, entry)
 
 
-def _channels(services: Services, entry: Managed) -> list[str]:
+def _channels(services: Services, entry: ManagedModel) -> list[str]:
     """The channels of the release file; where it names none, every alias and every pointer is one."""
     if entry.spec.channels:
         return list(entry.spec.channels)
     held = {pointer.channel for pointer in channels.list_all(services.store, entry.name)}
-    return sorted(held | set(services.registry.aliases(entry.compiled)))
+    return sorted(held | set(services.registry.list_aliases(entry.registered_model)))
 
 
-def _channel(services: Services, entry: Managed, channel: str) -> Finding | None:
+def _channel(services: Services, entry: ManagedModel, channel: str) -> Finding | None:
     """A channel and its alias."""
-    found = state(services, entry.name, channel, entry.compiled)
-    if found.settled:
+    state = read_state(services, entry.name, channel, entry.registered_model)
+    if state.is_settled:
         return None
-    alias = str(Alias(entry.compiled, channel))
-    if found.wanted is None:
-        held = found.held or ""
-        move(services, entry.name, held, channel, who=_WHO, why="the alias was gone", expected=held)
+    alias = str(Alias(entry.registered_model, channel))
+    if state.alias_version is None:
+        held = state.current_version or ""
+        move_channel(services, entry.name, held, channel, who=_WHO, why="the alias was gone", expected=held)
         return Finding(
             name=entry.name,
             alias=alias,
@@ -113,30 +113,36 @@ def _channel(services: Services, entry: Managed, channel: str) -> Finding | None
             what="the alias of what the channel holds was gone",
             done="alias set",
         )
-    reason = _unpromotable(services, entry, found)
+    reason = _unpromotable(services, entry, state)
     if reason is not None:
-        release = {"name": entry.name, "version": found.wanted, "model": f"models:/{entry.compiled}/{found.wanted}"}
-        put_back_alias(services, release, channel, who=_WHO)
-        return Finding(name=entry.name, alias=alias, version=found.wanted, what=reason, done="alias put back")
-    wish = entry.promote(channel, found.wanted, who=_WHO, why=f"the alias {alias} points at {found.wanted}")
-    what = f"the channel holds {found.held or 'nothing'}"
-    asked = policy(services.store.get_release(entry.name, found.wanted), channel).approval == "required"
+        release = {
+            "name": entry.name,
+            "version": state.alias_version,
+            "model": f"models:/{entry.registered_model}/{state.alias_version}",
+        }
+        restore_alias(services, release, channel, who=_WHO)
+        return Finding(name=entry.name, alias=alias, version=state.alias_version, what=reason, done="alias put back")
+    wish = entry.request_promotion(
+        channel, state.alias_version, who=_WHO, why=f"the alias {alias} points at {state.alias_version}"
+    )
+    what = f"the channel holds {state.current_version or 'nothing'}"
+    asked = read_policy(services.store.get_release(entry.name, state.alias_version), channel).approval == "required"
     if asked and not registered(wish.deployment):
-        return Finding(name=entry.name, alias=alias, version=found.wanted, what=what, done="approval needed")
-    return _started(wish, entry, alias, found.wanted, what, tries=None)
+        return Finding(name=entry.name, alias=alias, version=state.alias_version, what=what, done="approval needed")
+    return _started(wish, entry, alias, state.alias_version, what, tries=None)
 
 
-def _unpromotable(services: Services, entry: Managed, found: ChannelState) -> str | None:
+def _unpromotable(services: Services, entry: ManagedModel, state: ChannelState) -> str | None:
     """Why the version that the alias wants cannot be promoted, if it cannot."""
-    if found.wanted is not None and not services.store.has_release(entry.name, found.wanted):
+    if state.alias_version is not None and not services.store.has_release(entry.name, state.alias_version):
         return "this version is not released"
-    return f"the channel refused this version: {found.refused}" if found.refused is not None else None
+    return f"the channel refused this version: {state.refusal}" if state.refusal is not None else None
 
 
-def _source(services: Services, entry: Managed) -> Finding | None:
+def _source(services: Services, entry: ManagedModel) -> Finding | None:
     """The alias of the source model, and whether the version that it names has a release or a verdict."""
-    source = entry.source
-    version = services.registry.get_alias(source.model, source.alias) if source is not None else None
+    source = entry.source_alias
+    version = services.registry.get_alias_version(source.model, source.alias) if source is not None else None
     if source is None or version is None:
         return None
     tags = {"tvmflow.name": entry.name, "tvmflow.source": f"{source.model}/{version}"}
@@ -144,15 +150,15 @@ def _source(services: Services, entry: Managed) -> Finding | None:
     passed = set(services.registry.find_runs({**tags, "tvmflow.verdict": "passed"}))
     released = any(
         version.run_id in passed and version.tags.get("tvmflow.status") == "published"
-        for version in (services.registry.versions(entry.compiled) if passed else ())
+        for version in (services.registry.list_versions(entry.registered_model) if passed else ())
     )
     if refused or released:
         return None
-    wish = entry.release(version)
+    wish = entry.request_release(version)
     return _started(wish, entry, str(source), version, "this version has no release and no verdict", tries=MAX_TRIES)
 
 
-def _started(wish: Wish, entry: Managed, alias: str, version: str, what: str, tries: int | None) -> Finding:
+def _started(wish: RunRequest, entry: ManagedModel, alias: str, version: str, what: str, tries: int | None) -> Finding:
     """Start what is wished, unless a run for it is there; where nothing is deployed, do it now."""
 
     def finding(done: Done, flow_run: str | None = None) -> Finding:
@@ -170,7 +176,7 @@ def _started(wish: Wish, entry: Managed, alias: str, version: str, what: str, tr
     return finding("started", start(wish.deployment, wish.parameters, key=key, tags=(wish.tag,)))
 
 
-def _now(wish: Wish) -> Done:
+def _now(wish: RunRequest) -> Done:
     """Run what is wished in this process."""
     from flows.promote import promote
     from flows.release import release

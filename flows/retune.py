@@ -24,7 +24,7 @@ from tvmflow.fetch import cache_folder
 from tvmflow.registry import Registry
 from tvmflow.services import open_services, open_workspace
 from tvmflow.store import channels
-from tvmflow.store.resolve import Entry, cached
+from tvmflow.store.resolve import TargetEntry, fetch_bundle
 from tvmflow.target import Target
 from tvmflow.workspace import Outcome, Record, Workspace
 
@@ -122,7 +122,7 @@ def _retune(
 
 def _bundles(context: Context, held: Mapping[str, Any]) -> tuple[tuple[Target, Path], ...]:
     """The bundles in production of the targets that this machine can measure."""
-    entries = {entry.target: entry for entry in Entry.of(held)}
+    entries = {entry.target: entry for entry in TargetEntry.read_all(held)}
     found: list[tuple[Target, Path]] = []
     for target in context.spec.resolved_targets():
         if (
@@ -130,7 +130,7 @@ def _bundles(context: Context, held: Mapping[str, Any]) -> tuple[tuple[Target, P
             and target.tvm.get("kind") == "llvm"
             and unable(target, context.spec.build.precision) is None
         ):
-            bundle = cached(context.store, entries[target.name].sha256, cache_folder(context.settings))
+            bundle = fetch_bundle(context.store, entries[target.name].sha256, cache_folder(context.settings))
             found.append((target, bundle))
     if not found:
         raise TargetError(

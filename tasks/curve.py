@@ -54,7 +54,7 @@ class Curve:
             "tvmflow.target": target.name,
         }
         try:
-            self._run_id = context.registry.start_release(
+            self._run_id = context.registry.start_run(
                 f"tune {name} for {target.name}", {"target": target.canonical, **params}, tags
             )
         except RegistryError as error:
@@ -78,7 +78,7 @@ class Curve:
                     title = f"{self._context.spec.name}, {self._target.name}"
                     (folder / PICTURE).write_text(picture(result.curve, title))
                     registry.log_artifacts(run_id, {PICTURE: folder / PICTURE})
-            registry.finish(run_id, "FINISHED")
+            registry.finish_run(run_id, "FINISHED")
         except RegistryError as error:
             self.error = error
 
@@ -87,7 +87,7 @@ class Curve:
         self._stop()
         if self.error is None:
             try:
-                self._context.registry.finish(self._run_id, "KILLED" if interrupted else "FAILED")
+                self._context.registry.finish_run(self._run_id, "KILLED" if interrupted else "FAILED")
             except RegistryError as error:
                 self.error = error
 

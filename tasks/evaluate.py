@@ -87,7 +87,7 @@ def evaluate(context: Context, held_out: Outcome[ReferenceResult], rule: Retrain
     version = None if pointer is None else pointer.version
     bundle = None
     if version is not None:
-        found = resolve.bundles(context.store, spec.name, version, cache_folder(context.settings))
+        found = resolve.fetch_bundles(context.store, spec.name, version, cache_folder(context.settings))
         bundle = next(found)
     job = EvaluateJob(home=context.workspace.folder, folder=spec.folder, champion=bundle, reference=known, task=task)
 
@@ -143,14 +143,14 @@ def keep_verdict(
         "tvmflow.verdict": verdict,
         "tvmflow.reason": str(document["reason"]),
     }
-    run_id = registry.start_release(f"{kind} {name}", params, tags)
+    run_id = registry.start_run(f"{kind} {name}", params, tags)
     finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
     registry.log_metrics(run_id, finite)
     with context.workspace.scratch() as folder:
         path = folder / "verdict.json"
         path.write_text(json.dumps(document, indent=2))
         registry.log_artifacts(run_id, {"verdict.json": path})
-    registry.finish(run_id, "FINISHED")
+    registry.finish_run(run_id, "FINISHED")
     return run_id
 
 

@@ -19,7 +19,7 @@ from tvmflow.settings import Settings
 from tvmflow.spec import Channel
 from tvmflow.store import channels
 from tvmflow.store.channels import Pointer
-from tvmflow.store.resolve import Entry, cached
+from tvmflow.store.resolve import TargetEntry, fetch_bundle
 from tvmflow.target import host
 from tvmflow.verification import verify
 from tvmflow.workspace import Outcome, Record, StepResult, Workspace, run_step
@@ -83,7 +83,7 @@ def candidate(
 ) -> Candidate:
     """A release on its way to a channel. Raises StoreError for an unknown release, SpecError for an unknown channel."""
     release = services.store.get_release(name, version)
-    policy = promotion.policy(release, channel)
+    policy = promotion.read_policy(release, channel)
     pointer = channels.find(services.store, name, channel)
     known = pointer is not None and services.store.has_release(name, pointer.version)
     held = services.store.get_release(name, pointer.version) if pointer is not None and known else None
@@ -103,7 +103,7 @@ def whole(item: Candidate) -> Outcome[GateResult]:
             checks += _signatures(item)
         return GateResult(checks=tuple(checks), compared=_held_version(item))
 
-    reads = {"release": promotion.digest(item.release), "channel": item.channel}
+    reads = {"release": promotion.hash_release(item.release), "channel": item.channel}
     return run_step(item.workspace, "whole", reads, GateResult, work, target=item.label, valid=lambda _: False)
 
 
@@ -122,8 +122,8 @@ def gate(item: Candidate) -> Outcome[GateResult]:
         return GateResult(checks=tuple(checks), compared=_held_version(item))
 
     reads: dict[str, Any] = {
-        "release": promotion.digest(item.release),
-        "held": item.held and promotion.digest(item.held),
+        "release": promotion.hash_release(item.release),
+        "held": item.held and promotion.hash_release(item.held),
         "policy": item.policy,
         "trusted": [public_key(key) for key in trusted_keys()],
         "host": [host().arch, sorted(host().features), host().cores],
@@ -135,7 +135,7 @@ def gate(item: Candidate) -> Outcome[GateResult]:
 
 def _digests(item: Candidate) -> Check:
     reporter().progressed("whole", item.label, 0, 0, "reading")
-    fault = item.services.store.fault(item.release)
+    fault = item.services.store.find_fault(item.release)
     if fault is not None:
         return Check(name="whole", told=f"the release is not whole: {fault.rstrip('.')}", passed=False)
     return Check(name="whole", told="every blob is there and has the digest that the release says", passed=True)
@@ -147,7 +147,7 @@ def _order(item: Candidate) -> Iterator[Check]:
     if before is None:
         return
     pointer = channels.find(item.services.store, item.name, before)
-    passed = pointer is not None and pointer.held(item.version)
+    passed = pointer is not None and pointer.has_held(item.version)
     told = f"{before} has {'' if passed else 'never '}held it" + ("" if passed else ": promote it there first")
     yield Check(name="after", told=told, passed=passed)
 
@@ -161,7 +161,7 @@ def _signatures(item: Candidate) -> Iterator[Check]:
         told = f"{item.channel} takes signed releases only and no key is trusted here: set TVMFLOW_TRUSTED_KEYS"
         yield Check(name="signature", told=told, passed=False)
         return
-    for entry in Entry.of(item.release):
+    for entry in TargetEntry.read_all(item.release):
         try:
             with item.workspace.scratch() as folder:
                 extract(_bundle(item, entry), folder, trusted=keys)
@@ -173,7 +173,7 @@ def _signatures(item: Candidate) -> Iterator[Check]:
 
 def _golden_samples(item: Candidate) -> Iterator[Check]:
     """Each bundle that this machine can run gives the original's outputs on its golden sample."""
-    for entry in Entry.of(item.release):
+    for entry in TargetEntry.read_all(item.release):
         try:
             entry.check_host()
         except BundleError as error:
@@ -268,11 +268,11 @@ def _side_by_side(item: Candidate) -> Iterator[Check]:
     yield Check(name=name, told=told, passed=beside.ratio <= bound, value=beside.ratio, bound=bound)
 
 
-def _best(release: Document) -> Entry:
+def _best(release: Document) -> TargetEntry:
     """The target of a release that this machine runs."""
     from tvmflow.runtime.choose import best_first
 
-    fitting, refusals = best_first((entry, entry) for entry in Entry.of(release))
+    fitting, refusals = best_first((entry, entry) for entry in TargetEntry.read_all(release))
     if not fitting:
         raise BundleError(
             f"no bundle of {release['name']} {release['version']} runs on this machine ({'; '.join(refusals)}); "
@@ -281,7 +281,7 @@ def _best(release: Document) -> Entry:
     return fitting[0]
 
 
-def _compare(item: Candidate, new: Entry, old: Entry) -> Beside:
+def _compare(item: Candidate, new: TargetEntry, old: TargetEntry) -> Beside:
     """The two bundles in turn. Raises InputError where the old one takes other inputs."""
 
     def progressed(done: int, total: int) -> None:
@@ -297,8 +297,8 @@ def _compare(item: Candidate, new: Entry, old: Entry) -> Beside:
     )
 
 
-def _bundle(item: Candidate, entry: Entry) -> Path:
-    return cached(item.services.store, entry.sha256, cache_folder(item.settings))
+def _bundle(item: Candidate, entry: TargetEntry) -> Path:
+    return fetch_bundle(item.services.store, entry.sha256, cache_folder(item.settings))
 
 
 def _nothing(item: Candidate) -> str:

@@ -141,7 +141,7 @@ def _log(
     tags = {**spec.registry.tags, "tvmflow.name": spec.name, "tvmflow.verdict": "passed" if passed else "refused"}
     if exported.registered is not None:
         tags["tvmflow.source"] = exported.registered
-    run_id = registry.start_release(spec.name, params, tags)
+    run_id = registry.start_run(spec.name, params, tags)
     with _closing(registry, run_id):
         if exported.max_abs_error is not None:
             registry.log_metrics(run_id, {"export_max_abs_error": exported.max_abs_error})
@@ -197,7 +197,7 @@ def _log_target(registry: Registry, parent: str, outcome: TargetOutcomes) -> str
         "bundle_sha256": outcome.bundle.sha256,
     }
     tags = {"tvmflow.verdict": "refused" if outcome.reasons else "passed", "tvmflow.shipped": outcome.shipped}
-    run_id = registry.target_run(parent, target.name, params, tags)
+    run_id = registry.start_target_run(parent, target.name, params, tags)
     with _closing(registry, run_id):
         registry.log_metrics(run_id, metrics(outcome))
         log_curve(registry, run_id, outcome.tuned.result)
@@ -286,8 +286,8 @@ def _closing(registry: Registry, run_id: str) -> Iterator[None]:
         yield
     except BaseException as error:
         try:
-            registry.finish(run_id, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            registry.finish_run(run_id, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         except RegistryError as second:
             error.add_note(str(second))
         raise
-    registry.finish(run_id, "FINISHED")
+    registry.finish_run(run_id, "FINISHED")

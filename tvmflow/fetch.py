@@ -42,7 +42,7 @@ def _of_release(known: Settings, uri: str) -> Iterator[Path]:
     with open_store(known) as store:
         if version is None:
             version = channels.read(store, name, found["channel"]).version
-        yield from resolve.bundles(store, name, version, cache_folder(known))
+        yield from resolve.fetch_bundles(store, name, version, cache_folder(known))
 
 
 def cache_folder(known: Settings) -> Path:
@@ -58,7 +58,7 @@ def _of_object(known: Settings, uri: str) -> Iterator[Path]:
         blob = _BLOB.fullmatch(place.key)
         if blob:
             store = ReleaseStore(replace(config, prefix=blob["prefix"] or ""))
-            yield resolve.cached(store, blob["digest"], cache_folder(known))
+            yield resolve.fetch_bundle(store, blob["digest"], cache_folder(known))
             return
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
             path = Path(folder, "bundle.tar.gz")

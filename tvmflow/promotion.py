@@ -31,43 +31,45 @@ _LONGEST_TAG = 4000
 
 @dataclass(frozen=True)
 class ChannelState:
-    """A channel as the registry wants it and as devices see it.
+    """A channel as the registry's alias asks for it and as devices see it.
 
-    `wanted` is the version that the alias of registered model `model` points at, `held` the one that the pointer does;
-    None where there is none. `refused` is why `wanted` was refused on this channel, None if it was not.
+    `alias_version` is the version that the alias of the registered model `model` points at, `current_version` the one
+    that the channel's pointer holds; None where there is none. `refusal` is the reason why the channel refused
+    `alias_version`, None if it did not.
     """
 
     name: str
     channel: str
     model: str
-    wanted: str | None
-    held: str | None
-    refused: str | None
+    alias_version: str | None
+    current_version: str | None
+    refusal: str | None
 
     @property
-    def settled(self) -> bool:
-        """Whether devices see what is wanted."""
-        return self.wanted == self.held
+    def is_settled(self) -> bool:
+        """Whether devices see the version that the alias asks for."""
+        return self.alias_version == self.current_version
 
 
-def state(services: Services, name: str, channel: str, model: str | None = None) -> ChannelState:
-    """What is wanted of a channel and what it holds.
+def read_state(services: Services, name: str, channel: str, model: str | None = None) -> ChannelState:
+    """Read the version that a channel's alias asks for and the version that the channel holds.
 
-    `model` is the registered model of the releases; by default the one of the release that the channel holds, else of
-    the latest. Raises StoreError or RegistryError.
+    `model` is the registered model of the releases. By default it is taken from the release that the channel holds, or
+    from the latest release. Raises StoreError or RegistryError.
     """
-    held = channels.find(services.store, name, channel)
+    pointer = channels.find(services.store, name, channel)
     if model is None:
-        versions = [held.version] if held is not None else services.store.versions(name)
-        model = registered(services.store.get_release(name, versions[-1]))[0] if versions else name
-    wanted = services.registry.get_alias(model, channel)
-    refused = None
-    if wanted is not None:
-        refused = services.registry.version_tags(model, wanted).get(refused_tag(channel))
-    return ChannelState(name, channel, model, wanted, held.version if held is not None else None, refused)
+        versions = [pointer.version] if pointer is not None else services.store.list_versions(name)
+        model = get_registered_version(services.store.get_release(name, versions[-1]))[0] if versions else name
+    alias_version = services.registry.get_alias_version(model, channel)
+    refusal = None
+    if alias_version is not None:
+        refusal = services.registry.get_version_tags(model, alias_version).get(format_refusal_tag(channel))
+    current_version = pointer.version if pointer is not None else None
+    return ChannelState(name, channel, model, alias_version, current_version, refusal)
 
 
-def policy(release: Mapping[str, Any], channel: str) -> Channel:
+def read_policy(release: Mapping[str, Any], channel: str) -> Channel:
     """What a channel asks of a release, as the file that it was released from says; anything, where that says nothing.
 
     Raises SpecError for a channel that is not among those of the file.
@@ -91,7 +93,7 @@ def policy(release: Mapping[str, Any], channel: str) -> Channel:
         ) from error
 
 
-def registered(release: Mapping[str, Any]) -> tuple[str, str]:
+def get_registered_version(release: Mapping[str, Any]) -> tuple[str, str]:
     """The registered model of a release's document, and its version there."""
     found = _MODEL.fullmatch(str(release.get("model")))
     if found is None:
@@ -102,12 +104,12 @@ def registered(release: Mapping[str, Any]) -> tuple[str, str]:
     return found["model"], found["version"]
 
 
-def digest(release: Mapping[str, Any]) -> str:
+def hash_release(release: Mapping[str, Any]) -> str:
     """The SHA-256 of a release's document, which names all its blobs by their digests."""
     return hashlib.sha256(json.dumps(release, sort_keys=True).encode()).hexdigest()
 
 
-def person() -> str:
+def identify_user() -> str:
     """Who runs this process, as USER@HOST."""
     try:
         user = getpass.getuser()
@@ -116,12 +118,12 @@ def person() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def refused_tag(channel: str) -> str:
+def format_refusal_tag(channel: str) -> str:
     """The tag of a registered version that says why it was refused on a channel."""
     return f"tvmflow.refused.{channel}"
 
 
-def move(
+def move_channel(
     services: Services,
     name: str,
     version: str,
@@ -138,45 +140,47 @@ def move(
     neither is touched, and the StoreError says who moved it. Where it is at `version` already, nothing is written but
     an alias that differs.
     """
-    model, number = registered(services.store.get_release(name, version))
+    model, number = get_registered_version(services.store.get_release(name, version))
 
     def want() -> None:
-        if services.registry.get_alias(model, channel) != number:
+        if services.registry.get_alias_version(model, channel) != number:
             services.registry.set_alias(model, channel, number)
 
     pointer = channels.move(
         services.store, name, channel, version, who=who, why=why, expected=expected, rollback=rollback, prepare=want
     )
-    if refused_tag(channel) in services.registry.version_tags(model, number):
-        services.registry.delete_version_tag(model, number, refused_tag(channel))
+    if format_refusal_tag(channel) in services.registry.get_version_tags(model, number):
+        services.registry.delete_version_tag(model, number, format_refusal_tag(channel))
     return pointer
 
 
 def refuse(services: Services, release: Mapping[str, Any], channel: str, *, who: str, reason: str) -> None:
     """Keep with the registered version why a channel refused it, and put the alias back to what the channel holds."""
-    model, number = registered(release)
-    services.registry.set_version_tag(model, number, refused_tag(channel), reason[:_LONGEST_TAG])
-    put_back_alias(services, release, channel, who=who)
+    model, number = get_registered_version(release)
+    services.registry.set_version_tag(model, number, format_refusal_tag(channel), reason[:_LONGEST_TAG])
+    restore_alias(services, release, channel, who=who)
 
 
-def put_back_alias(services: Services, release: Mapping[str, Any], channel: str, *, who: str) -> None:
+def restore_alias(services: Services, release: Mapping[str, Any], channel: str, *, who: str) -> None:
     """Point an alias that wants this release at what the channel holds, or delete it if the channel holds nothing."""
-    model, number = registered(release)
-    if services.registry.get_alias(model, channel) != number:
+    model, number = get_registered_version(release)
+    if services.registry.get_alias_version(model, channel) != number:
         return
     name = str(release["name"])
-    with channels.claimed(services.store, name, channel, who):
+    with channels.claim(services.store, name, channel, who):
         held = channels.find(services.store, name, channel)
         # Under the claim nobody else promotes; a person may still have set the alias elsewhere, which stays.
-        if services.registry.get_alias(model, channel) != number:
+        if services.registry.get_alias_version(model, channel) != number:
             return
         if held is None:
             services.registry.delete_alias(model, channel)
         elif held.version != str(release["version"]):
-            services.registry.set_alias(model, channel, registered(services.store.get_release(name, held.version))[1])
+            services.registry.set_alias(
+                model, channel, get_registered_version(services.store.get_release(name, held.version))[1]
+            )
 
 
-def rollback(
+def roll_back(
     services: Services, name: str, channel: str, *, who: str, why: str, to: str | None = None
 ) -> tuple[Pointer, Pointer]:
     """Move a channel back to the release that it held before, or to an earlier one; return the old pointer and the new.
@@ -185,22 +189,22 @@ def rollback(
     """
     before = channels.read(services.store, name, channel)
     if to is None:
-        if len(before.stack) < 2:
+        if len(before.rollback_stack) < 2:
             raise StoreError(
                 f"The channel {name}@{channel} has held nothing before {before.version}: promote another release to it."
             )
-        to = before.stack[-2]
-    elif not before.held(to):
+        to = before.rollback_stack[-2]
+    elif not before.has_held(to):
         earlier = ", ".join(dict.fromkeys(move.to_version for move in before.history))
         raise StoreError(
             f"The channel {name}@{channel} has never held {to}, only {earlier}: promote it with `tvmflow promote`."
         )
     services.store.verify_release(name, to)
-    after = move(services, name, to, channel, who=who, why=why, expected=before.version, rollback=True)
+    after = move_channel(services, name, to, channel, who=who, why=why, expected=before.version, rollback=True)
     return before, after
 
 
-def keep_verdict(
+def log_verdict(
     services: Services,
     release: Mapping[str, Any],
     channel: str,
@@ -225,7 +229,7 @@ def keep_verdict(
         **tags,
     }
     registry = services.registry
-    run = registry.promotion_run(
+    run = registry.open_promotion_run(
         str(release["mlflow_run_id"]), f"promote {name} {version} to {channel}", told, flow_run
     )
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as scratch:
@@ -234,5 +238,5 @@ def keep_verdict(
             Path(scratch, file).write_text(content)
         registry.log_artifacts(run, {file: Path(scratch, file) for file in files})
     if done:
-        registry.finish(run, "FINISHED")
+        registry.finish_run(run, "FINISHED")
     return run

@@ -78,19 +78,19 @@ def release(services: Services, name: str) -> Callable[..., None]:
 
 
 def _move(services: Services, name: str, version: str, expected: str | None, **said: Any) -> channels.Pointer:
-    return promotion.move(
+    return promotion.move_channel(
         services, name, version, "production", **{"who": "ann", "why": "test", **said}, expected=expected
     )
 
 
 def _where(services: Services, name: str) -> tuple[str | None, str | None]:
     """The version of alias and of pointer."""
-    found = promotion.state(services, name, "production", name)
-    return found.wanted, found.held
+    state = promotion.read_state(services, name, "production", name)
+    return state.alias_version, state.current_version
 
 
 def _rollback(services: Services, name: str, to: str | None = None) -> str:
-    return promotion.rollback(services, name, "production", who="bert", why="bad", to=to)[1].version
+    return promotion.roll_back(services, name, "production", who="bert", why="bad", to=to)[1].version
 
 
 def test_alias_and_pointer_move_together(services: Services, name: str, release: Callable[..., None]) -> None:
@@ -100,7 +100,9 @@ def test_alias_and_pointer_move_together(services: Services, name: str, release:
     assert _where(services, name) == ("1", "1")
     _move(services, name, "2", "1")
     assert _where(services, name) == ("2", "2")
-    assert promotion.state(services, name, "production") == promotion.state(services, name, "production", name)
+    assert promotion.read_state(services, name, "production") == promotion.read_state(
+        services, name, "production", name
+    )
 
 
 def test_a_mover_who_saw_something_else_touches_neither(
@@ -140,11 +142,13 @@ class Watched(Registry):
         super().set_alias(name, alias, version)
 
 services = Services(ReleaseStore(StoreConfig(**job["store"])), Watched(RegistryConfig(**job["registry"])))
-services.registry.get_alias(job["name"], "production")
+services.registry.get_alias_version(job["name"], "production")
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    promotion.move(services, job["name"], job["version"], "production", who=job["who"], why="race", expected="1")
+    promotion.move_channel(
+        services, job["name"], job["version"], "production", who=job["who"], why="race", expected="1"
+    )
     print("won")
 except StoreError as error:
     print(error)
@@ -198,11 +202,11 @@ def test_a_move_that_is_killed_between_alias_and_pointer_is_completed_at_once(
         _ready(mover)
         mover.communicate("\n", LIMIT_SECONDS)
     assert mover.returncode == -signal.SIGKILL
-    found = promotion.state(services, name, "production")
-    assert (found.wanted, found.held, found.refused, found.settled) == ("2", "1", None, False)
+    state = promotion.read_state(services, name, "production")
+    assert (state.alias_version, state.current_version, state.refusal, state.is_settled) == ("2", "1", None, False)
 
     _move(services, name, "2", "1", who="dora")
-    assert promotion.state(services, name, "production").settled
+    assert promotion.read_state(services, name, "production").is_settled
     assert [move.who for move in channels.read(services.store, name, "production").history] == ["ann", "dora"]
 
 
@@ -252,7 +256,7 @@ def test_rollbacks_go_back_one_release_after_another(
         _rollback(services, name)
     _move(services, name, "4", "1")
     assert _rollback(services, name) == "1"
-    last = channels.read(services.store, name, "production").last
+    last = channels.read(services.store, name, "production").last_move
     assert (last.who, last.from_version, last.to_version, last.why, last.rollback) == ("bert", "4", "1", "bad", True)
 
 
@@ -301,8 +305,8 @@ def test_a_refused_release_is_marked_and_its_alias_put_back(
     assert _where(services, name) == (None, None)
     _move(services, name, "1", None)
     services.registry.set_alias(name, "production", "2")
-    assert promotion.state(services, name, "production").refused == "too slow"
-    promotion.put_back_alias(services, second, "production", who="ann")
+    assert promotion.read_state(services, name, "production").refusal == "too slow"
+    promotion.restore_alias(services, second, "production", who="ann")
     assert _where(services, name) == ("1", "1")
 
 
@@ -322,28 +326,28 @@ def test_a_release_that_passes_is_no_longer_marked_as_refused(
     release("1")
     promotion.refuse(services, services.store.get_release(name, "1"), "production", who="ann", reason="too slow")
     _move(services, name, "1", None)
-    assert services.registry.version_tags(name, "1") == {}
+    assert services.registry.get_version_tags(name, "1") == {}
 
 
 def test_a_release_without_channels_may_go_anywhere() -> None:
-    policy = promotion.policy({"name": "m", "version": "1"}, "anything")
+    policy = promotion.read_policy({"name": "m", "version": "1"}, "anything")
     assert (policy.approval, policy.after, policy.gates.max_latency_ms) == ("none", None, None)
 
 
 def test_a_channel_that_the_release_file_does_not_name_is_refused_with_the_likely_one() -> None:
     release = {"name": "m", "version": "1", "channels": {"staging": {}, "production": {"after": "staging"}}}
-    assert promotion.policy(release, "production").after == "staging"
+    assert promotion.read_policy(release, "production").after == "staging"
     with pytest.raises(SpecError, match=r"the channels production, staging: 'prod' is not .*; did you mean 'product"):
-        promotion.policy(release, "prod")
+        promotion.read_policy(release, "prod")
 
 
 def test_what_a_newer_tvmflow_asks_of_a_channel_is_refused() -> None:
     release = {"name": "m", "version": "1", "channels": {"staging": {"moon": "full"}}}
     with pytest.raises(StoreError, match="that this tvmflow does not know: upgrade"):
-        promotion.policy(release, "staging")
+        promotion.read_policy(release, "staging")
 
 
 @pytest.mark.parametrize("model", [None, "models:/m@production", "m"])
 def test_a_release_that_names_no_registered_model_is_damaged(model: str | None) -> None:
     with pytest.raises(StoreError, match="names no registered model"):
-        promotion.registered({"name": "m", "version": "1", "model": model})
+        promotion.get_registered_version({"name": "m", "version": "1", "model": model})

@@ -112,11 +112,11 @@ class Machine:
     def releases(self, name: str | None = None) -> list[Document]:
         """What is in its release store."""
         with open_store(self._loaded) as store:
-            return list(store.releases(name))
+            return list(store.iterate_releases(name))
 
     def versions(self, name: str) -> list[Any]:
         """The versions of a registered model, newest first."""
-        return open_registry(self._loaded).versions(name)
+        return open_registry(self._loaded).list_versions(name)
 
     def channel(self, name: str, channel: str) -> Any:
         """Where a channel points, None if it was never moved."""

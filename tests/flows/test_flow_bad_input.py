@@ -185,7 +185,7 @@ def test_an_s3_endpoint_that_refuses_the_credentials(machine: Any, tmp_path: Pat
     assert ended.code == 1
     assert "refuses the credentials" in ended.sentence
     assert "not-the-secret" not in ended.stdout + ended.stderr
-    assert s3.names() == []
+    assert s3.list_names() == []
 
 
 def test_an_mlflow_server_that_is_down(machine: Any, tmp_path: Path, make: Any) -> None:

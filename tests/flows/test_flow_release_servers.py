@@ -100,7 +100,7 @@ def test_a_store_that_dies_half_way_leaves_no_release_and_a_second_run_completes
     assert ended.code == 1
     assert f"the S3 endpoint {endpoint}" in ended.sentence
     assert "track" in ended.stderr
-    assert s3.versions("dying") == []
+    assert s3.list_versions("dying") == []
     (version,) = machine.versions("dying")
     assert version.tags["tvmflow.status"] == "unpublished"
 

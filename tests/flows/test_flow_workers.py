@@ -217,7 +217,7 @@ def test_what_a_killed_worker_had_done_is_reused_by_another(cluster: Cluster, ma
     assert ended.code == 1
     assert "the worker of pool 'third' that made target 'native' has said nothing for 30 seconds" in ended.sentence
     assert [run["state_type"] for run in cluster.runs("killed")] == ["CRASHED"]
-    assert cluster.store.versions("killed") == []
+    assert cluster.store.list_versions("killed") == []
 
     (tmp_path / "go").touch()
     with working(cluster, make, "third", "worker-d"):

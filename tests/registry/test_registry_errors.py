@@ -42,7 +42,7 @@ def stranger(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
 @pytest.mark.timeout(30)
 def test_a_server_that_is_down_is_one_sentence_whatever_is_called_first() -> None:
     expected = f"MLflow at http://{NOBODY} does not answer; start it or correct the tracking address"
-    for call in (Registry.check, lambda registry: registry.start_release("demo", {}, {})):
+    for call in (Registry.check, lambda registry: registry.start_run("demo", {}, {})):
         with pytest.raises(RegistryError) as caught:
             call(Registry(RegistryConfig(f"http://{NOBODY}")))
         assert str(caught.value) == expected
@@ -92,7 +92,7 @@ def test_a_file_that_is_no_database_is_refused_at_once(tmp_path: Path) -> None:
 def test_two_processes_that_open_a_new_registry_share_it(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from tvmflow.registry import Registry, embedded_registry\n"
-        "print(Registry(embedded_registry(Path(sys.argv[1]))).start_release('demo', {}, {}))"
+        "print(Registry(embedded_registry(Path(sys.argv[1]))).start_run('demo', {}, {}))"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "shared")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

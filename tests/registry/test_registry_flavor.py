@@ -22,7 +22,7 @@ def test_a_registered_model_loads_and_answers(
 ) -> None:
     import mlflow.pyfunc
 
-    run_id = registry.start_release("demo", {}, {})
+    run_id = registry.start_run("demo", {}, {})
     bundles = {"other": build_bundle(arch=OTHER_ARCH), "native": build_bundle()}
     ref = registry.log_model(run_id, "model", bundles, fields.inputs, fields.outputs, {"x": X})
     version = registry.register("answers", ref, run_id, {})
@@ -137,7 +137,7 @@ def test_a_host_is_told_to_install_the_versions_that_built_the_model(build_bundl
 def test_a_signature_of_an_unknown_dtype_is_refused(embedded: Registry, build_bundle: BuildBundle) -> None:
     from tvmflow.errors import RegistryError
 
-    run_id = embedded.start_release("demo", {}, {})
+    run_id = embedded.start_run("demo", {}, {})
     field = TensorField("x", (1,), "float99")
     with pytest.raises(RegistryError, match="float99"):
         embedded.log_model(run_id, "model", {"native": build_bundle()}, [field], [field])

@@ -218,12 +218,12 @@ def test_evaluate_measures_the_model(experiment: str, build_bundle: BuildBundle,
 
 def test_mlflow_serves_the_model(server: str, build_bundle: BuildBundle, tmp_path: Path) -> None:
     registry = Registry(RegistryConfig(server))
-    run_id = registry.start_release("demo", {}, {})
+    run_id = registry.start_run("demo", {}, {})
     bundles = {"other": build_bundle(arch=OTHER_ARCH, outputs=2), "native": build_bundle(outputs=2)}
     fields = [TensorField("x", (-1, 4), "float32")]
     outputs = [TensorField(name, (-1, 4), "float32") for name in ("double", "square")]
     ref = registry.log_model(run_id, "model", bundles, fields, outputs, {"x": X})
-    registry.register("served", ref, run_id, {}, aliases=("production",))
+    registry.set_alias("served", "production", registry.register("served", ref, run_id, {}))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -18,11 +18,11 @@ def _log(registry: Registry, run_id: str, bundle: Path, fields: SimpleNamespace,
 
 
 def test_a_release_is_a_run_with_a_nested_run_per_target(registry: Registry, client: Any) -> None:
-    release = registry.start_release("demo", {"trials": 8}, {"model": "demo"})
-    target = registry.target_run(release, "x86-64-v4", {"threads": 2}, {"target": "x86-64-v4"})
+    release = registry.start_run("demo", {"trials": 8}, {"model": "demo"})
+    target = registry.start_target_run(release, "x86-64-v4", {"threads": 2}, {"target": "x86-64-v4"})
     registry.log_metrics(target, {"p50_ms": 1.5})
-    registry.finish(target, "FINISHED")
-    registry.finish(release, "FAILED")
+    registry.finish_run(target, "FINISHED")
+    registry.finish_run(release, "FAILED")
 
     parent, nested = client.get_run(release), client.get_run(target)
     assert (parent.info.run_name, parent.info.status, parent.data.params) == ("demo", "FAILED", {"trials": "8"})
@@ -33,21 +33,21 @@ def test_a_release_is_a_run_with_a_nested_run_per_target(registry: Registry, cli
 
 
 def test_a_curve_has_its_steps_and_a_gap_where_a_value_is_not_finite(registry: Registry, client: Any) -> None:
-    run_id = registry.start_release("demo", {}, {})
+    run_id = registry.start_run("demo", {}, {})
     registry.log_curve(run_id, "trial_ms", [(0, 3.0), (1, float("inf")), (2, float("nan")), (8, 2.0)])
     assert [(p.step, p.value) for p in client.get_metric_history(run_id, "trial_ms")] == [(0, 3.0), (8, 2.0)]
 
 
 def test_artifacts_are_stored_under_their_paths(registry: Registry, client: Any, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    run_id = registry.start_release("demo", {}, {})
+    run_id = registry.start_run("demo", {}, {})
     registry.log_artifacts(run_id, {"a.txt": tmp_path / "a.txt", "reports/b.txt": tmp_path / "a.txt"})
     assert [item.path for item in client.list_artifacts(run_id)] == ["a.txt", "reports"]
     assert [item.path for item in client.list_artifacts(run_id, "reports")] == ["reports/b.txt"]
 
 
 def test_a_missing_artifact_is_named_before_anything_is_stored(embedded: Registry, tmp_path: Path) -> None:
-    run_id = embedded.start_release("demo", {}, {})
+    run_id = embedded.start_run("demo", {}, {})
     with pytest.raises(RegistryError, match=r"gone\.txt' is not a file"):
         embedded.log_artifacts(run_id, {"gone.txt": tmp_path / "gone.txt"})
 
@@ -55,7 +55,7 @@ def test_a_missing_artifact_is_named_before_anything_is_stored(embedded: Registr
 def test_a_model_carries_metrics_params_signature_and_example(
     registry: Registry, client: Any, build_bundle: Callable[..., Path], fields: SimpleNamespace, tmp_path: Path
 ) -> None:
-    run_id = registry.start_release("demo", {}, {})
+    run_id = registry.start_run("demo", {}, {})
     example = {"x": np.ones((1, 4), np.float32)}
     ref = _log(
         registry, run_id, build_bundle(), fields, input_example=example, metrics={"p50": 2}, params={"opset": 20}
@@ -89,7 +89,7 @@ def test_a_bundle_that_is_none_leaves_a_model_marked_as_failed(
     from tvmflow.errors import BundleError
 
     (tmp_path / "bundle").write_text("no bundle")
-    run_id = embedded.start_release("demo", {}, {})
+    run_id = embedded.start_run("demo", {}, {})
     with pytest.raises(BundleError):
         _log(embedded, run_id, tmp_path / "bundle", fields)
     client = MlflowClient(embedded.config.tracking_uri, registry_uri=embedded.config.tracking_uri)
@@ -101,14 +101,14 @@ def test_a_bundle_that_is_none_leaves_a_model_marked_as_failed(
 def test_registering_a_run_twice_gives_one_version(
     registry: Registry, build_bundle: Callable[..., Path], fields: SimpleNamespace
 ) -> None:
-    run_id = registry.start_release("demo", {}, {})
+    run_id = registry.start_run("demo", {}, {})
     ref = _log(registry, run_id, build_bundle(), fields)
     first = registry.register("twice", ref, run_id, {"release": "1"})
-    second = registry.register("twice", ref, run_id, {"release": "2"}, aliases=["staging"])
+    second = registry.register("twice", ref, run_id, {"release": "2"})
 
     assert first == second
-    (only,) = registry.versions("twice")
-    assert (only.version, only.run_id, only.tags["release"], only.aliases) == (first, run_id, "2", ("staging",))
+    (only,) = registry.list_versions("twice")
+    assert (only.version, only.run_id, only.tags["release"], only.aliases) == (first, run_id, "2", ())
 
 
 def test_an_alias_moves_between_versions_and_goes(
@@ -116,31 +116,31 @@ def test_an_alias_moves_between_versions_and_goes(
 ) -> None:
     versions = []
     for _ in range(2):
-        run_id = registry.start_release("demo", {}, {})
+        run_id = registry.start_run("demo", {}, {})
         versions.append(registry.register("moves", _log(registry, run_id, build_bundle(), fields), run_id, {}))
-    assert [v.version for v in registry.versions("moves")] == versions[::-1]
+    assert [v.version for v in registry.list_versions("moves")] == versions[::-1]
     for version in versions:
         registry.set_alias("moves", "production", version)
-        assert registry.get_alias("moves", "production") == version
+        assert registry.get_alias_version("moves", "production") == version
+    assert [v.aliases for v in registry.list_versions("moves")] == [("production",), ()]
     registry.delete_alias("moves", "production")
-    assert registry.get_alias("moves", "production") is None
+    assert registry.get_alias_version("moves", "production") is None
     registry.set_version_tag("moves", versions[0], "verdict", "refused")
-    assert registry.versions("moves")[1].tags["verdict"] == "refused"
-    registry.delete_version("moves", versions[1])
-    assert [registry.version_exists("moves", version) for version in versions] == [True, False]
+    assert registry.list_versions("moves")[1].tags["verdict"] == "refused"
+    assert [registry.version_exists("moves", version) for version in (*versions, "3")] == [True, True, False]
 
 
 def test_what_is_not_there_is_no_error(registry: Registry) -> None:
-    assert registry.versions("nothing") == []
-    assert registry.get_alias("nothing", "production") is None
+    assert registry.list_versions("nothing") == []
+    assert registry.get_alias_version("nothing", "production") is None
     assert not registry.version_exists("nothing", "1")
     assert not registry.run_exists("0" * 32)
-    assert registry.run_exists(registry.start_release("demo", {}, {}))
+    assert registry.run_exists(registry.start_run("demo", {}, {}))
 
 
 def test_threads_that_log_to_two_runs_do_not_mix(registry: Registry, client: Any) -> None:
-    release = registry.start_release("demo", {}, {})
-    runs = {name: registry.target_run(release, name, {}, {}) for name in ("a", "b")}
+    release = registry.start_run("demo", {}, {})
+    runs = {name: registry.start_target_run(release, name, {}, {}) for name in ("a", "b")}
     start = threading.Barrier(len(runs))
     failures: list[BaseException] = []
 
@@ -148,7 +148,7 @@ def test_threads_that_log_to_two_runs_do_not_mix(registry: Registry, client: Any
         try:
             start.wait(30)
             for step in range(10):
-                registry.log_metrics(run_id, {name: float(step)}, step=step)
+                registry.log_curve(run_id, name, [(step, float(step))])
         except BaseException as error:
             failures.append(error)
 
@@ -167,6 +167,6 @@ def test_threads_that_log_to_two_runs_do_not_mix(registry: Registry, client: Any
 def test_a_database_without_an_artifact_folder_keeps_artifacts_beside_itself(tmp_path: Path) -> None:
     registry = Registry(RegistryConfig(f"sqlite:///{tmp_path / 'runs.db'}"))
     (tmp_path / "a.txt").write_text("a")
-    run_id = registry.start_release("demo", {}, {})
+    run_id = registry.start_run("demo", {}, {})
     registry.log_artifacts(run_id, {"a.txt": tmp_path / "a.txt"})
     assert (tmp_path / "artifacts" / run_id / "artifacts" / "a.txt").is_file()

@@ -138,5 +138,5 @@ def _kept(stack: Any) -> dict[str, Any]:
         "settings": settings.model_dump_json(),
         "deployments": sorted(item["id"] for item in stack.prefect("deployments/filter", {})),
         "releases": stack.run("list", "tiny", "--json").document,
-        "versions": [item.version for item in open_registry(settings).versions("tiny")],
+        "versions": [item.version for item in open_registry(settings).list_versions("tiny")],
     }

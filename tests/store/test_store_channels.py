@@ -39,7 +39,7 @@ def test_a_moved_channel_is_read_with_its_history(store: ReleaseStore) -> None:
     moved = _move(store, "2", "1", "bert", "schöner")
     pointer = channels.read(store, "resnet", "production")
     assert pointer == moved
-    assert (pointer.version, pointer.last) == ("2", pointer.history[1])
+    assert (pointer.version, pointer.last_move) == ("2", pointer.history[1])
     told = [(move.who, move.from_version, move.to_version, move.why) for move in pointer.history]
     assert told == [("ann", None, "1", "first"), ("bert", "1", "2", "schöner")]
     assert pointer.history[0].when <= pointer.history[1].when

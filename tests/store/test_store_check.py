@@ -32,7 +32,7 @@ def test_a_check_creates_the_bucket_and_leaves_no_release(rclone: StoreConfig, r
     store = ReleaseStore(replace(rclone, bucket="fresh-bucket"))
     store.check()
     assert (rclone_data / "fresh-bucket").is_dir()
-    assert store.names() == []
+    assert store.list_names() == []
 
 
 def test_a_check_can_be_repeated(config: StoreConfig) -> None:
@@ -44,7 +44,7 @@ def test_a_check_can_be_repeated(config: StoreConfig) -> None:
 def test_a_bucket_in_another_region_is_created(moto_server: StoreConfig) -> None:
     store = ReleaseStore(replace(moto_server, bucket="far-away", region="eu-west-1"))
     store.check()
-    assert store.names() == []
+    assert store.list_names() == []
 
 
 def test_an_endpoint_that_is_down_is_named() -> None:

@@ -37,7 +37,7 @@ def test_two_servers_on_one_folder_see_each_others_releases(tmp_path: Path) -> N
             assert any(reader.has_release("resnet", version) for _ in range(100))
             with pytest.raises(StoreError, match="already published"):
                 reader.publish("resnet", version, {"version": "other"}, [])
-        assert stores[0].versions("resnet") == stores[1].versions("resnet") == ["0", "1", "2", "3"]
+        assert stores[0].list_versions("resnet") == stores[1].list_versions("resnet") == ["0", "1", "2", "3"]
 
 
 def test_one_servers_credentials_do_not_open_another(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_reference_to_a_blob_that_is_nowhere_is_refused(store: ReleaseStore) -
     for document in (_document("0" * 64, 8), {"report": f"s3://elsewhere/blobs/sha256/{'0' * 64}"}):
         with pytest.raises(StoreError, match=r"refers to the blob 0{64}, which is missing"):
             store.publish("resnet", "1", document, [])
-    assert store.versions("resnet") == []
+    assert store.list_versions("resnet") == []
 
 
 def test_a_reference_to_a_blob_of_an_earlier_release_is_enough(store: ReleaseStore, write_file: WriteFile) -> None:
@@ -216,11 +216,16 @@ def test_a_damaged_document_is_refused(rclone: StoreConfig, damage: Damage, cont
 def test_names_and_versions_are_listed_in_numeric_order(store: ReleaseStore) -> None:
     for name, version in [("resnet", "10"), ("resnet", "9"), ("resnet", "1.10"), ("resnet", "1.9"), ("bert", "v2")]:
         store.publish(name, version, {"id": f"{name} {version}"}, [])
-    assert store.names() == ["bert", "resnet"]
-    assert store.versions("resnet") == ["1.9", "1.10", "9", "10"]
-    assert store.versions("res") == []
-    assert [each["id"] for each in store.releases("resnet")] == ["resnet 1.9", "resnet 1.10", "resnet 9", "resnet 10"]
-    assert next(store.releases())["id"] == "bert v2"
+    assert store.list_names() == ["bert", "resnet"]
+    assert store.list_versions("resnet") == ["1.9", "1.10", "9", "10"]
+    assert store.list_versions("res") == []
+    assert [each["id"] for each in store.iterate_releases("resnet")] == [
+        "resnet 1.9",
+        "resnet 1.10",
+        "resnet 9",
+        "resnet 10",
+    ]
+    assert next(store.iterate_releases())["id"] == "bert v2"
 
 
 def test_an_unknown_version_is_refused_with_those_there_are(store: ReleaseStore) -> None:
@@ -239,7 +244,7 @@ def test_a_name_or_version_that_is_no_plain_name_is_refused(moto_server: StoreCo
     with pytest.raises(StoreError, match=r"release version .* is not valid"):
         store.get_release("resnet", text)
     with pytest.raises(StoreError, match=r"release name .* is not valid"):
-        store.versions(text)
+        store.list_versions(text)
 
 
 @pytest.mark.parametrize("value", [float("nan"), b"bytes", {1: "one", "two": 2}], ids=["nan", "bytes", "mixed keys"])
@@ -247,7 +252,7 @@ def test_a_document_that_is_no_json_is_refused(moto_server: StoreConfig, value: 
     store = ReleaseStore(replace(moto_server, prefix="no-json"))
     with pytest.raises(StoreError, match="release resnet 1 cannot be written as JSON"):
         store.publish("resnet", "1", {"value": value}, [])
-    assert store.names() == []
+    assert store.list_names() == []
 
 
 @pytest.mark.parametrize(
@@ -275,7 +280,7 @@ def test_a_publication_cut_off_by_the_servers_death_is_invisible_and_can_be_comp
 
     with embedded_s3(tmp_path / "data", bucket="releases") as config:
         store = ReleaseStore(config)
-        assert store.names() == []
+        assert store.list_names() == []
         store.publish("resnet", "1", document, blobs)
         assert store.verify_release("resnet", "1") == document
 

@@ -13,7 +13,7 @@ Write = Callable[..., Path]
 
 def test_the_alias_that_a_release_file_names_asks_for_a_release(write: Write) -> None:
     file = write("digits")
-    wish = load([file]).wish(Alias("net", "candidate"), "7")
+    wish = load([file]).find_request(Alias("net", "candidate"), "7")
     assert wish is not None
     assert (wish.deployment, wish.parameters) == ("release/digits", {"file": str(file)})
     assert wish.tag == "source:net/7"
@@ -21,47 +21,47 @@ def test_the_alias_that_a_release_file_names_asks_for_a_release(write: Write) ->
 
 def test_a_channel_of_the_compiled_model_asks_for_a_promotion(write: Write) -> None:
     catalogue = load([write("digits", channels={"staging": {}, "production": {}})])
-    wish = catalogue.wish(Alias("digits", "production"), "3")
+    wish = catalogue.find_request(Alias("digits", "production"), "3")
     assert wish is not None
     assert wish.deployment == "promote/digits"
     wanted = {"name": "digits", "version": "3", "channel": "production"}
     assert {key: wish.parameters[key] for key in wanted} == wanted
-    assert catalogue.wish(Alias("digits", "champion"), "3") is None
+    assert catalogue.find_request(Alias("digits", "champion"), "3") is None
 
 
 def test_a_file_without_channels_promotes_to_any(write: Write) -> None:
-    wish = load([write("digits")]).wish(Alias("digits", "anything"), "1")
+    wish = load([write("digits")]).find_request(Alias("digits", "anything"), "1")
     assert wish is not None
     assert wish.parameters["channel"] == "anything"
 
 
 def test_the_compiled_model_may_have_another_name_than_the_releases(write: Write) -> None:
     catalogue = load([write("digits", registry={"model": "digits-tvm"})])
-    wish = catalogue.wish(Alias("digits-tvm", "production"), "3")
+    wish = catalogue.find_request(Alias("digits-tvm", "production"), "3")
     assert wish is not None
     assert wish.parameters["name"] == "digits"
-    assert catalogue.wish(Alias("digits", "production"), "3") is None
+    assert catalogue.find_request(Alias("digits", "production"), "3") is None
 
 
 def test_a_version_that_retraining_registered_is_released_by_an_alias_of_the_channels_name(write: Write) -> None:
     task = {"dataset": "data:held_out"}
     file = write("digits", None, train={"function": "train:train"}, retrain={}, validate={"task": task})
-    wish = load([file]).wish(Alias("digits-source", "production"), "7")
+    wish = load([file]).find_request(Alias("digits-source", "production"), "7")
     assert wish is not None
     assert wish.parameters == {"file": str(file), "source": "digits-source/7"}
     assert (wish.deployment, wish.tag) == ("release/digits", "source:digits-source/7")
-    assert load([file]).wish(Alias("digits-source", "staging"), "7") is None
+    assert load([file]).find_request(Alias("digits-source", "staging"), "7") is None
 
 
 @pytest.mark.parametrize("alias", [Alias("net", "production"), Alias("other", "candidate")])
 def test_other_aliases_and_models_are_not_managed(write: Write, alias: Alias) -> None:
-    assert load([write("digits")]).wish(alias, "1") is None
+    assert load([write("digits")]).find_request(alias, "1") is None
 
 
 def test_a_model_that_is_named_by_version_or_built_here_has_no_alias_that_releases_it(write: Write) -> None:
     catalogue = load([write("pinned", "models:/net/3"), write("built", None)])
-    assert [entry.source for entry in catalogue.entries] == [None, None]
-    assert catalogue.wish(Alias("net", "3"), "3") is None
+    assert [entry.source_alias for entry in catalogue.entries] == [None, None]
+    assert catalogue.find_request(Alias("net", "3"), "3") is None
 
 
 @pytest.mark.parametrize(

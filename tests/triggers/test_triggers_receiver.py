@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 from mlflow.webhooks.delivery import _generate_hmac_signature
 
 from tvmflow.errors import PrefectError
-from tvmflow.triggers import Wish, load
+from tvmflow.triggers import RunRequest, load
 from tvmflow.triggers.receiver import MAX_BODY, application
 from tvmflow.triggers.webhook import (
     DELIVERY_HEADER,
@@ -22,8 +22,8 @@ from tvmflow.triggers.webhook import (
     PATH,
     SIGNATURE_HEADER,
     TIMESTAMP_HEADER,
-    Refused,
-    read,
+    DeliveryError,
+    read_delivery,
     sign,
 )
 
@@ -49,10 +49,10 @@ def headers(body: bytes, *, secret: str = SECRET, age: float = 0, delivery: str 
 class Started:
     """What the receiver started; fails while Prefect is away."""
 
-    runs: dict[str, Wish] = field(default_factory=dict)
+    runs: dict[str, RunRequest] = field(default_factory=dict)
     away: bool = False
 
-    def __call__(self, wish: Wish, key: str) -> str:
+    def __call__(self, wish: RunRequest, key: str) -> str:
         if self.away:
             raise PrefectError("Prefect does not answer; start it.")
         self.runs.setdefault(key, wish)
@@ -167,6 +167,6 @@ def test_the_receiver_says_that_it_is_there(client: TestClient) -> None:
 @given(some.binary(max_size=200), some.text(max_size=20), some.text(max_size=20), some.text(max_size=60))
 def test_nothing_unsigned_is_ever_read(body: bytes, delivery: str, timestamp: str, signature: str) -> None:
     said = {DELIVERY_HEADER: delivery, TIMESTAMP_HEADER: timestamp, SIGNATURE_HEADER: signature}
-    with pytest.raises(Refused) as refused:
-        read(SECRET, said, body, time.time())
+    with pytest.raises(DeliveryError) as refused:
+        read_delivery(SECRET, said, body, time.time())
     assert refused.value.status == 401

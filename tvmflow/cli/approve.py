@@ -37,7 +37,7 @@ def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> N
             else:
                 _show(found, settings)
             return
-        answered = answer(run, approve=not reject, who=promotion.person(), why=why)
+        answered = answer(run, approve=not reject, who=promotion.identify_user(), why=why)
     document = {**answered, "approved": not reject}
     if as_json:
         click.echo(json.dumps(document))

@@ -21,10 +21,10 @@ def list_command(name: str | None, as_json: bool) -> None:
     from tvmflow.store import channels
 
     with open_store(machine.load()) as store:
-        releases = list(store.releases(name))
+        releases = list(store.iterate_releases(name))
         held = {each: channels.list_all(store, each) for each in {release["name"] for release in releases}}
         if name is not None and not releases:
-            known = ", ".join(store.names()) or "none"
+            known = ", ".join(store.list_names()) or "none"
             raise StoreError(f"there is no release of {name!r} in {store.config.uri}; released are: {known}")
     holding = [
         [pointer.channel for pointer in held[release["name"]] if pointer.version == str(release["version"])]

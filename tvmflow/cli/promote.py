@@ -43,7 +43,7 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
         if waits:
             summary = _ask(settings, name, version, channel, why)
         else:
-            summary = promote(name, version, channel, who=promotion.person(), why=why, approved=approve)
+            summary = promote(name, version, channel, who=promotion.identify_user(), why=why, approved=approve)
     if as_json:
         click.echo(json.dumps(summary))
     else:
@@ -57,7 +57,7 @@ def _waits_for_approval(settings: "Settings", name: str, version: str, channel: 
     from tvmflow.store import channels
 
     with open_store(settings) as store:
-        policy = promotion.policy(store.get_release(name, version), channel)
+        policy = promotion.read_policy(store.get_release(name, version), channel)
         pointer = channels.find(store, name, channel)
     return policy.approval == "required" and (pointer is None or pointer.version != version)
 
@@ -74,7 +74,7 @@ def _ask(settings: "Settings", name: str, version: str, channel: str, why: str) 
             f"{name}@{channel} needs a person's approval: add --approve to give yours, or register the deployment "
             f"promote/{name} with `tvmflow deploy`, which asks for it"
         )
-    run = ask_for_approval(name, version, channel, who=promotion.person(), why=why)
+    run = ask_for_approval(name, version, channel, who=promotion.identify_user(), why=why)
     summary = PromotionSummary(
         name=name,
         version=version,
@@ -82,7 +82,7 @@ def _ask(settings: "Settings", name: str, version: str, channel: str, why: str) 
         from_version=None,
         status="waiting",
         told=f"{channel} needs a person's approval: when its checks are done, `tvmflow approve {run}`",
-        who=promotion.person(),
+        who=promotion.identify_user(),
         why=why,
         flow_run_id=run,
     )

@@ -12,7 +12,7 @@ import click
 from tvmflow.errors import SettingsError
 
 if TYPE_CHECKING:
-    from tvmflow.triggers import Wish
+    from tvmflow.triggers import RunRequest
 
 
 @click.command("receive")
@@ -46,7 +46,7 @@ def receive_command(host: str, port: int, as_json: bool) -> None:
     from tvmflow.triggers.receiver import application
     from tvmflow.triggers.webhook import PATH
 
-    def submit(wish: "Wish", key: str) -> str:
+    def submit(wish: "RunRequest", key: str) -> str:
         return start(wish.deployment, wish.parameters, key=key, tags=(wish.tag,))
 
     try:

@@ -44,7 +44,7 @@ def retrain_command(file: Path, chosen: tuple[str, ...], why: str, as_json: bool
         from flows.retrain import RetrainSummary, retrain
 
         await_server()
-        summary = RetrainSummary.model_validate(retrain(str(file), arguments, why=why, who=promotion.person()))
+        summary = RetrainSummary.model_validate(retrain(str(file), arguments, why=why, who=promotion.identify_user()))
     if as_json:
         click.echo(json.dumps(summary.model_dump(mode="json")))
         return

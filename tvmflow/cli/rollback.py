@@ -23,10 +23,10 @@ def rollback_command(name: str, channel: str, to: str | None, why: str, as_json:
     from tvmflow.spec import RegistrySection, Store
 
     with open_services(machine.load(), Store(), RegistrySection()) as services:
-        before, after = promotion.rollback(services, name, channel, who=promotion.person(), why=why, to=to)
+        before, after = promotion.roll_back(services, name, channel, who=promotion.identify_user(), why=why, to=to)
     moved = before != after
     if as_json:
-        last = dataclasses.asdict(after.last)
+        last = dataclasses.asdict(after.last_move)
         document = {"name": name, "channel": channel, "version": after.version, "from_version": before.version}
         click.echo(json.dumps({**document, "moved": moved, "move": last}))
     elif moved:

@@ -101,17 +101,19 @@ class Registry:
             for uri, probe in zip(self.config.uris, _PROBES, strict=False):
                 self._probe(uri, probe)
 
-    def start_release(self, name: str, params: Mapping[str, object], tags: Mapping[str, str]) -> str:
+    def start_run(self, name: str, params: Mapping[str, object], tags: Mapping[str, str]) -> str:
         """Open the run of a release and return its id."""
         return self._start_run(name, params, tags)
 
-    def target_run(
+    def start_target_run(
         self, parent_run_id: str, target_name: str, params: Mapping[str, object], tags: Mapping[str, str]
     ) -> str:
         """Open the run of one target inside a release's run and return its id."""
         return self._start_run(target_name, params, {**tags, _PARENT_RUN: parent_run_id})
 
-    def promotion_run(self, release_run: str, name: str, tags: Mapping[str, str], flow_run: str | None = None) -> str:
+    def open_promotion_run(
+        self, release_run: str, name: str, tags: Mapping[str, str], flow_run: str | None = None
+    ) -> str:
         """Open the run of a promotion, inside that of its release if it is still there, and return its id.
 
         A flow run that was suspended and begins again is given the run that it opened before, with the tags set anew.
@@ -138,7 +140,7 @@ class Registry:
         with self._reported(f"tag the run {run_id}"):
             self._client().set_tag(run_id, key, value)
 
-    def finish(self, run_id: str, status: RunStatus) -> None:
+    def finish_run(self, run_id: str, status: RunStatus) -> None:
         """Close a run."""
         with self._reported(f"close the run {run_id}"):
             self._client().set_terminated(run_id, status)
@@ -149,12 +151,10 @@ class Registry:
             run = _or_none(self._client().get_run, run_id)
         return run is not None and run.info.lifecycle_stage == "active"
 
-    def log_metrics(
-        self, run_id: str, metrics: Mapping[str, float], step: int = 0, model_id: str | None = None
-    ) -> None:
-        """Record metrics on a run, and with `model_id` on that logged model as well."""
+    def log_metrics(self, run_id: str, metrics: Mapping[str, float]) -> None:
+        """Record metrics on a run."""
         with self._reported(f"record metrics of the run {run_id}"):
-            self._log_metrics(run_id, ((key, value, step) for key, value in metrics.items()), model_id)
+            self._log_metrics(run_id, ((key, value, 0) for key, value in metrics.items()), None)
 
     def log_curve(self, run_id: str, key: str, curve: Sequence[tuple[int, float]]) -> None:
         """Record a metric of a run by step, at most 1000 steps at once; a value that is not finite leaves a gap."""
@@ -282,17 +282,11 @@ class Registry:
             client.finalize_logged_model(logged.model_id, "READY")
             return LoggedModelRef(logged.model_id, f"models:/{logged.model_id}")
 
-    def register(
-        self,
-        name: str,
-        model_ref: LoggedModelRef,
-        run_id: str,
-        tags: Mapping[str, str],
-        aliases: Sequence[str] = (),
-    ) -> str:
-        """Make the logged model a version of the registered model `name`, which is created when missing.
+    def register(self, name: str, model_ref: LoggedModelRef, run_id: str, tags: Mapping[str, str]) -> str:
+        """Make the logged model a version of the registered model `name` and return the version's number.
 
-        A run has one version: registering it again returns that one, with tags and aliases set anew.
+        The registered model is created when it is missing. A run has at most one version: registering it again sets
+        its tags anew and returns the same number.
         """
         with self._reported(f"register the model {name!r}"):
             client = self._client()
@@ -309,11 +303,9 @@ class Registry:
                     name, location, run_id=run_id, tags=dict(tags), model_id=model_ref.model_id
                 )
                 version = str(created.version)
-            for alias in aliases:
-                client.set_registered_model_alias(name, alias, version)
             return version
 
-    def versions(self, name: str, limit: int = 100) -> list[ModelVersion]:
+    def list_versions(self, name: str, limit: int = 100) -> list[ModelVersion]:
         """The latest `limit` versions of a registered model, newest first; none when there is no such model."""
         with self._reported(f"list the versions of {name!r}"):
             found = self._client().search_model_versions(
@@ -339,17 +331,12 @@ class Registry:
         with self._reported(f"read version {version} of {name!r}"):
             return _or_none(self._client().get_model_version, name, version) is not None
 
-    def delete_version(self, name: str, version: str) -> None:
-        """Delete a version; its run and its files stay."""
-        with self._reported(f"delete version {version} of {name!r}"):
-            self._client().delete_model_version(name, version)
-
     def set_version_tag(self, name: str, version: str, key: str, value: str) -> None:
         """Set a tag of a version."""
         with self._reported(f"tag version {version} of {name!r}"):
             self._client().set_model_version_tag(name, version, key, value)
 
-    def version_tags(self, name: str, version: str) -> dict[str, str]:
+    def get_version_tags(self, name: str, version: str) -> dict[str, str]:
         """The tags of a version; none when there is no such version."""
         with self._reported(f"read version {version} of {name!r}"):
             found = _or_none(self._client().get_model_version, name, version)
@@ -365,14 +352,14 @@ class Registry:
         with self._reported(f"set the alias {alias!r} of {name!r}"):
             self._client().set_registered_model_alias(name, alias, version)
 
-    def get_alias(self, name: str, alias: str) -> str | None:
+    def get_alias_version(self, name: str, alias: str) -> str | None:
         """The version an alias points at; None when there is no such alias or model."""
         with self._reported(f"read the alias {alias!r} of {name!r}"):
             model = _or_none(self._client().get_registered_model, name)
         version = None if model is None else model.aliases.get(alias)
         return None if version is None else str(version)
 
-    def aliases(self, name: str) -> dict[str, str]:
+    def list_aliases(self, name: str) -> dict[str, str]:
         """All aliases of a registered model and the versions that they point at; none when there is no such model."""
         with self._reported(f"read the aliases of {name!r}"):
             model = _or_none(self._client().get_registered_model, name)

@@ -43,7 +43,7 @@ def bundle_source(path: Path) -> Source:
 
 def release_source(store: ReleaseStore, name: str, version: str, cache: Path) -> Source:
     """One release; its bundles are kept in the folder `cache`."""
-    return Source(name, lambda: version, lambda wanted: resolve.bundles(store, name, wanted, cache))
+    return Source(name, lambda: version, lambda wanted: resolve.fetch_bundles(store, name, wanted, cache))
 
 
 def channel_source(store: ReleaseStore, name: str, channel: str, cache: Path) -> Source:
@@ -51,7 +51,7 @@ def channel_source(store: ReleaseStore, name: str, channel: str, cache: Path) ->
     return Source(
         name,
         lambda: channels.read(store, name, channel).version,
-        lambda wanted: resolve.bundles(store, name, wanted, cache),
+        lambda wanted: resolve.fetch_bundles(store, name, wanted, cache),
         moves=True,
     )
 

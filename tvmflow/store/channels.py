@@ -54,16 +54,16 @@ class Pointer:
     history: tuple[Move, ...]
 
     @property
-    def last(self) -> Move:
+    def last_move(self) -> Move:
         """The move that brought it here."""
         return self.history[-1]
 
-    def held(self, version: str) -> bool:
+    def has_held(self, version: str) -> bool:
         """Whether the channel points at a version or ever did."""
         return any(move.to_version == version for move in self.history)
 
     @property
-    def stack(self) -> tuple[str, ...]:
+    def rollback_stack(self) -> tuple[str, ...]:
         """The versions that rollbacks go back through, the present one last: after 1, 2, 3 and one rollback 1, 2."""
         versions: list[str] = []
         for move in self.history:
@@ -117,7 +117,7 @@ def move(
     key = _key(name, channel)
     if not store.has_release(name, version):
         store.get_release(name, version)  # says which versions there are
-    with claimed(store, name, channel, who):
+    with claim(store, name, channel, who):
         before, etag = _found(store, name, channel)
         current = before.version if before else None
         if current != expected:
@@ -143,7 +143,7 @@ def move(
 
 
 @contextlib.contextmanager
-def claimed(store: ReleaseStore, name: str, channel: str, who: str) -> Iterator[None]:
+def claim(store: ReleaseStore, name: str, channel: str, who: str) -> Iterator[None]:
     """Be the only mover of a channel while the body runs: the protocol of `ReleaseStore._write_once`.
 
     `IfMatch` alone would do, but some servers ignore it. So each mover leaves a claim and then looks for those of
@@ -269,7 +269,7 @@ def _told(name: str, channel: str, found: Pointer | None, expected: str | None) 
     wanted = f"at {expected}" if expected is not None else "new"
     if found is None:
         return f"The channel {name}@{channel} does not exist, and was expected {wanted}: move it as a new one."
-    last = found.last
+    last = found.last_move
     return (
         f"The channel {name}@{channel} was expected {wanted}, but {last.who} moved it to {found.version} at "
         f"{last.when} ({last.why}): look whether your move is still wanted."

@@ -244,7 +244,7 @@ class ReleaseStore:
         key = _release_key(name, version)
         content = self._get(key)
         if content is None:
-            published = ", ".join(self.versions(name)) or "none"
+            published = ", ".join(self.list_versions(name)) or "none"
             raise StoreError(
                 f"There is no release {name} {version} in {self.config.uri}; published versions: {published}."
             )
@@ -265,30 +265,30 @@ class ReleaseStore:
     def verify_release(self, name: str, version: str) -> dict[str, Any]:
         """Read every blob of a release back and compare size and digest; return the release's document."""
         release = self.get_release(name, version)
-        if fault := self.fault(release):
+        if fault := self.find_fault(release):
             raise StoreError(f"The release {name} {version} is not whole: {fault}")
         return release
 
-    def fault(self, release: Mapping[str, Any]) -> str | None:
+    def find_fault(self, release: Mapping[str, Any]) -> str | None:
         """What is wrong with the blobs of a release's document, each read in full, in words; None if nothing is."""
         for sha256, sizes in _references(release).items():
             if fault := self._blob_fault(sha256, sizes):
                 return f"{self._uri(_blob_key(sha256))} {fault}; publish it again from where it was built."
         return None
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """The names that have a release, sorted."""
         return sorted({name for name, _ in self._published("releases/")})
 
-    def versions(self, name: str) -> list[str]:
+    def list_versions(self, name: str) -> list[str]:
         """The published versions of a name, oldest number first: 9 before 10, 1.9 before 1.10."""
         _require_name("name", name)
         return sorted((version for _, version in self._published(f"releases/{name}/")), key=_numeric_order)
 
-    def releases(self, name: str | None = None) -> Iterator[dict[str, Any]]:
+    def iterate_releases(self, name: str | None = None) -> Iterator[dict[str, Any]]:
         """The documents of all releases, or of all versions of one name, in the order of `names` and `versions`."""
-        for each in self.names() if name is None else [name]:
-            for version in self.versions(each):
+        for each in self.list_names() if name is None else [name]:
+            for version in self.list_versions(each):
                 yield self.get_release(each, version)
 
     def _published(self, prefix: str) -> Iterator[tuple[str, str]]:

@@ -13,21 +13,21 @@ from tvmflow.runtime.choose import best_first
 from tvmflow.store.releases import ReleaseStore
 
 
-def bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> Iterator[Path]:
+def fetch_bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> Iterator[Path]:
     """The bundles of a release that this machine can run, the one that asks most of it first.
 
     Each is fetched into `cache` when it is asked for. Raises StoreError when the store cannot be read, BundleError when
     none of them is for this machine.
     """
-    fitting, refusals = best_first((entry, entry) for entry in Entry.of(store.get_release(name, version)))
+    fitting, refusals = best_first((entry, entry) for entry in TargetEntry.read_all(store.get_release(name, version)))
     if not fitting:
         reasons = "; ".join(refusals) or "it holds none"
         raise BundleError(f"no bundle of release {name} {version} runs on this machine: {reasons}")
     for entry in fitting:
-        yield cached(store, entry.sha256, cache)
+        yield fetch_bundle(store, entry.sha256, cache)
 
 
-def cached(store: ReleaseStore, sha256: str, cache: Path) -> Path:
+def fetch_bundle(store: ReleaseStore, sha256: str, cache: Path) -> Path:
     """The bundle of a digest in the folder, and beside it the weights that it is without.
 
     The digests are checked anew, and what is missing or damaged is fetched.
@@ -48,7 +48,7 @@ def _fetched(store: ReleaseStore, sha256: str, path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TargetEntry:
     """A target of a release: what its bundle asks of a machine, and the bundle's digest."""
 
     name: str
@@ -59,7 +59,7 @@ class Entry:
     sha256: str
 
     @classmethod
-    def of(cls, release: Mapping[str, Any]) -> list[Self]:
+    def read_all(cls, release: Mapping[str, Any]) -> list[Self]:
         """The targets of a release's document. Raises StoreError for a document that is damaged."""
         try:
             return [

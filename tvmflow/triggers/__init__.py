@@ -1,5 +1,5 @@
 """Triggers: what an alias set in MLflow asks for, and the receiver of MLflow's webhooks."""
 
-from tvmflow.triggers.catalogue import Alias, Catalogue, Managed, Wish, load
+from tvmflow.triggers.catalogue import Alias, Catalogue, ManagedModel, RunRequest, load
 
-__all__ = ["Alias", "Catalogue", "Managed", "Wish", "load"]
+__all__ = ["Alias", "Catalogue", "ManagedModel", "RunRequest", "load"]

@@ -25,7 +25,7 @@ class Alias:
 
 
 @dataclass(frozen=True)
-class Wish:
+class RunRequest:
     """A run of a deployment that is wanted; the tag says what for, so that the runs of one wish can be found."""
 
     deployment: str
@@ -34,7 +34,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Managed:
+class ManagedModel:
     """A release file of the catalogue, by its absolute path."""
 
     file: Path
@@ -46,12 +46,12 @@ class Managed:
         return self.spec.name
 
     @property
-    def compiled(self) -> str:
+    def registered_model(self) -> str:
         """The registered model whose versions are its releases."""
         return self.spec.registry.model or self.spec.name
 
     @property
-    def source(self) -> Alias | None:
+    def source_alias(self) -> Alias | None:
         """The alias in MLflow that names the model to release, if there is one.
 
         It is what `model.mlflow` says; of a model that is retrained, the alias of the channel's name on the model that
@@ -66,37 +66,37 @@ class Managed:
         """Whether the alias is a channel: one of those that the file names, any when it names none."""
         return not self.spec.channels or alias in self.spec.channels
 
-    def release(self, version: str) -> Wish:
+    def request_release(self, version: str) -> RunRequest:
         """To release that version of the source model.
 
         The flow releases what `model.mlflow` names when it starts: where the alias has moved on by then, the latest
         wish wins. Of a model that is retrained it releases this version.
         """
-        source = f"{self.source.model if self.source else ''}/{version}"
+        source = f"{self.source_alias.model if self.source_alias else ''}/{version}"
         parameters = {"file": str(self.file), **({"source": source} if self.spec.retrained else {})}
-        return Wish(f"release/{self.name}", parameters, f"source:{source}")
+        return RunRequest(f"release/{self.name}", parameters, f"source:{source}")
 
-    def promote(self, channel: str, version: str, *, who: str, why: str) -> Wish:
+    def request_promotion(self, channel: str, version: str, *, who: str, why: str) -> RunRequest:
         """To promote that release to a channel, if its alias still names that version by then."""
         asked = {"who": who, "why": why, "while_wanted": True}
         parameters = {"name": self.name, "version": version, "channel": channel, **asked}
-        return Wish(f"promote/{self.name}", parameters, f"promote:{channel}/{version}")
+        return RunRequest(f"promote/{self.name}", parameters, f"promote:{channel}/{version}")
 
 
 @dataclass(frozen=True)
 class Catalogue:
     """The release files that are managed, each with names of its own."""
 
-    entries: tuple[Managed, ...]
+    entries: tuple[ManagedModel, ...]
 
-    def wish(self, alias: Alias, version: str) -> Wish | None:
+    def find_request(self, alias: Alias, version: str) -> RunRequest | None:
         """What setting the alias to that version asks for; None when it is not managed here."""
         for entry in self.entries:
-            if alias == entry.source:
-                return entry.release(version)
-            if alias.model == entry.compiled and entry.has_channel(alias.alias):
+            if alias == entry.source_alias:
+                return entry.request_release(version)
+            if alias.model == entry.registered_model and entry.has_channel(alias.alias):
                 why = f"the alias {alias} was set to {version} in MLflow"
-                return entry.promote(alias.alias, version, who="mlflow", why=why)
+                return entry.request_promotion(alias.alias, version, who="mlflow", why=why)
         return None
 
 
@@ -105,13 +105,13 @@ def load(files: Iterable[Path]) -> Catalogue:
 
     Raises SpecError for one that is missing or wrong, SettingsError naming both when two claim the same names.
     """
-    entries = tuple(Managed(file.absolute(), release_file.load(file)) for file in dict.fromkeys(files))
-    claimed: dict[tuple[str, str], Managed] = {}
+    entries = tuple(ManagedModel(file.absolute(), release_file.load(file)) for file in dict.fromkeys(files))
+    claimed: dict[tuple[str, str], ManagedModel] = {}
     for entry in entries:
         for kind, name in (
             ("name", entry.name),
-            ("registered model", entry.compiled),
-            *((("source", str(entry.source)),) if entry.source else ()),
+            ("registered model", entry.registered_model),
+            *((("source", str(entry.source_alias)),) if entry.source_alias else ()),
         ):
             other = claimed.setdefault((kind, name), entry)
             if other is not entry:
@@ -120,10 +120,10 @@ def load(files: Iterable[Path]) -> Catalogue:
                     "rename one, or leave one out of the setting models"
                 )
     for entry in entries:
-        released = claimed.get(("registered model", entry.source.model)) if entry.source else None
+        released = claimed.get(("registered model", entry.source_alias.model)) if entry.source_alias else None
         if released is not None:
             raise SettingsError(
-                f"{str(entry.file)!r} releases the registered model {released.compiled!r}, whose versions are the "
-                f"releases of {str(released.file)!r}; name a PyTorch or ONNX model in model.mlflow"
+                f"{str(entry.file)!r} releases the registered model {released.registered_model!r}, whose versions are "
+                f"the releases of {str(released.file)!r}; name a PyTorch or ONNX model in model.mlflow"
             )
     return Catalogue(entries)

@@ -10,14 +10,14 @@ from fastapi.responses import JSONResponse
 
 from tvmflow import __version__
 from tvmflow.errors import TvmflowError
-from tvmflow.triggers.catalogue import Alias, Catalogue, Wish
-from tvmflow.triggers.webhook import PATH, Refused, read
+from tvmflow.triggers.catalogue import Alias, Catalogue, RunRequest
+from tvmflow.triggers.webhook import PATH, DeliveryError, read_delivery
 
 # An alias event has some two hundred bytes.
 MAX_BODY = 64 * 1024
 _LOG = logging.getLogger("tvmflow.triggers")
 
-Submit = Callable[[Wish, str], str]
+Submit = Callable[[RunRequest, str], str]
 """Starts what is wished and returns the flow run's id; with the same key again, that of the same run."""
 
 
@@ -41,15 +41,15 @@ def application(secret: str, catalogue: Callable[[], Catalogue], submit: Submit)
             if len(body) > MAX_BODY:
                 return _answer(413, reason=f"a delivery has at most {MAX_BODY} bytes")
         try:
-            said = read(secret, request.headers, bytes(body), time.time())
-        except Refused as refused:
+            said = read_delivery(secret, request.headers, bytes(body), time.time())
+        except DeliveryError as refused:
             _LOG.warning("refused a delivery: %s", refused.reason)
             return _answer(refused.status, reason=refused.reason)
         if said is None:
             return _answer(200, ignored="no event of ours")
         alias = Alias(said.name, said.alias)
         try:
-            wish = (await run_in_threadpool(catalogue)).wish(alias, said.version)
+            wish = (await run_in_threadpool(catalogue)).find_request(alias, said.version)
             if wish is None:
                 _LOG.info("%s set to %s: not managed here", alias, said.version)
                 return _answer(200, ignored=f"{alias} is not managed here")

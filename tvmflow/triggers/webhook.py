@@ -24,7 +24,7 @@ _MAX_ID = 100
 _SECONDS = re.compile(r"[0-9]{1,12}")
 
 
-class Refused(Exception):
+class DeliveryError(Exception):
     """A delivery that is not taken: the HTTP status and the reason to answer with."""
 
     def __init__(self, status: Literal[401, 422], reason: str) -> None:
@@ -50,7 +50,7 @@ class _Body(BaseModel):
 
 
 @dataclass(frozen=True)
-class AliasSet:
+class AliasEvent:
     """The delivery that says: the alias of a registered model was set to a version."""
 
     delivery: str
@@ -66,21 +66,21 @@ def sign(secret: str, delivery: str, timestamp: str, body: bytes) -> str:
     return f"{_VERSION},{base64.b64encode(digest).decode()}"
 
 
-def read(secret: str, headers: Mapping[str, str], body: bytes, now: float) -> AliasSet | None:
+def read_delivery(secret: str, headers: Mapping[str, str], body: bytes, now: float) -> AliasEvent | None:
     """What a delivery says; None for an event of another kind. `now` is in seconds since 1970.
 
-    Raises Refused: 401 for a wrong signature or one that is older or newer than five minutes, 422 for what MLflow
+    Raises DeliveryError: 401 for a wrong signature or one that is older or newer than five minutes, 422 for what MLflow
     does not send. Nothing of the body is looked at before the signature is found right.
     """
     delivery, timestamp = headers.get(DELIVERY_HEADER, ""), headers.get(TIMESTAMP_HEADER, "")
     signature = headers.get(SIGNATURE_HEADER, "")
     # As bytes: a header may hold what is not ASCII, which strings are not compared with in constant time.
     if not hmac.compare_digest(sign(secret, delivery, timestamp, body).encode(), signature.encode()):
-        raise Refused(401, "the signature is wrong")
+        raise DeliveryError(401, "the signature is wrong")
     if not _SECONDS.fullmatch(timestamp) or abs(now - int(timestamp)) > MAX_AGE_SECONDS:
-        raise Refused(401, f"the delivery is not of the last {MAX_AGE_SECONDS} seconds")
+        raise DeliveryError(401, f"the delivery is not of the last {MAX_AGE_SECONDS} seconds")
     if not 0 < len(delivery) <= _MAX_ID:
-        raise Refused(422, "the delivery has no usable id")
+        raise DeliveryError(422, "the delivery has no usable id")
     try:
         event = _Body.model_validate_json(body)
         if (event.entity, event.action) != ("model_version_alias", "created"):
@@ -89,5 +89,5 @@ def read(secret: str, headers: Mapping[str, str], body: bytes, now: float) -> Al
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the body"
-        raise Refused(422, f"{where}: {first['msg']}") from error
-    return AliasSet(delivery, said.name, said.alias, said.version)
+        raise DeliveryError(422, f"{where}: {first['msg']}") from error
+    return AliasEvent(delivery, said.name, said.alias, said.version)
