@@ -49,7 +49,7 @@ reference: setup
 	@python docs/generate.py
 
 docs: setup
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt 'tvmflow[docs] @ file://$(CURDIR)'
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 	@echo "the site is in build/site: open build/site/index.html"
 
