@@ -256,8 +256,8 @@ class _Model:
         """What `Decider` measures: the static functions, and the decisions that were met."""
         from tvmflow import compiler
         from tvmflow.compiler.schedules import subject
+        from tvmflow.tuning.candidates import arguments_of
         from tvmflow.tuning.decisions import Function
-        from tvmflow.tuning.measure import arguments_of
 
         module, choices = self.lowered(made)
         found = [
@@ -393,7 +393,7 @@ def shared_records(context: Context, target: Target) -> Iterator[None]:
     if context.services is not None:
         shared = open_records(context.settings, context.store, context.spec.store)
     store = tuning.RecordStore(context.workspace.records)
-    with sharing(store, shared, tuning.current(target).digest):
+    with sharing(store, shared, tuning.current_context(target).digest):
         yield
 
 

@@ -338,7 +338,8 @@ def _write_record(models: Path, path: Path, on: str = "native", trace: str = "[[
     from tvmflow import compiler
     from tvmflow.target import resolve
     from tvmflow.tuning import Record, workload_key
-    from tvmflow.tuning.records import SPACE_VERSION, RecordStore, now, tvm_version
+    from tvmflow.tuning.record_store import RecordStore
+    from tvmflow.tuning.records import SPACE_VERSION, now, tvm_version
 
     target = resolve(on)
     lowered = compiler.lower(compiler.import_onnx(models / "small.onnx"), target)

@@ -13,7 +13,8 @@ from tvmflow.store.embedded import embedded_s3
 from tvmflow.store.records import RecordObjects
 from tvmflow.target import resolve
 from tvmflow.tuning import Record, RecordStore, workload_key
-from tvmflow.tuning.records import SPACE_VERSION, Effort, normalize, tvm_version
+from tvmflow.tuning.records import SPACE_VERSION, Effort, tvm_version
+from tvmflow.tuning.traces import normalize
 
 Command = Callable[..., Any]
 RELU = """

@@ -20,7 +20,7 @@ from tvmflow.compiler.dotproduct import BF16, DOTS
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import variants
 from tvmflow.target import Precision, Target, host, resolve
-from tvmflow.tuning.records import normalize, replay, trace_of
+from tvmflow.tuning.traces import normalize, replay, trace_of
 
 Array = np.ndarray[Any, Any]
 RunBuilt = Callable[..., list[Array]]

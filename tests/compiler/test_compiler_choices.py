@@ -15,7 +15,7 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule, variants
 from tvmflow.target import Target
-from tvmflow.tuning.records import normalize, replay, trace_of
+from tvmflow.tuning.traces import normalize, replay, trace_of
 
 
 @pytest.fixture

@@ -22,8 +22,10 @@ from tvmflow.compiler.schedules import variants
 from tvmflow.errors import BuildError, SpecError, TargetError
 from tvmflow.spec import parse
 from tvmflow.target import Target, host, resolve
-from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
-from tvmflow.tuning.records import normalize, trace_of
+from tvmflow.tuning.candidates import Candidate, Library, arguments_of
+from tvmflow.tuning.measure import MeasurePool
+from tvmflow.tuning.traces import normalize, trace_of
+from tvmflow.tuning.worker_process import TrialError
 
 Array = np.ndarray[Any, Any]
 RunBuilt = Callable[..., list[Array]]

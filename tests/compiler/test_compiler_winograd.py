@@ -114,8 +114,8 @@ def test_large_weights_get_small_tiles(height: int, channels: int) -> None:
 
 
 def test_the_tuner_has_a_search_space_for_winograd(make_model: Any, native: Any) -> None:
-    from tvmflow.tuning.records import normalize
     from tvmflow.tuning.space import make_search
+    from tvmflow.tuning.traces import normalize
 
     imported = import_onnx(_convolution(make_model, (64, 64, 28, 28, 1, 1, 1, 1)))
     (function,) = (item.func for item in workloads(lower(imported, native)) if "winograd" in item.name)

@@ -16,8 +16,9 @@ from tvm.s_tir import Schedule
 from tvmflow import compiler
 from tvmflow.bundle import read_manifest
 from tvmflow.target import resolve
-from tvmflow.tuning import Record, RecordStore, current, workload_key
-from tvmflow.tuning.records import Decision, normalize, now, trace_of
+from tvmflow.tuning import Record, RecordStore, current_context, workload_key
+from tvmflow.tuning.records import Decision, now
+from tvmflow.tuning.traces import normalize, trace_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def _record(
     sites = [site for site in choices.met.values() if site.kind == kind]
     for site in sites:
         decided = Decision(
-            site.key, site.options[1], site.options[0], 1e-9, 1.0, **vars(current(target)), created_at=now()
+            site.key, site.options[1], site.options[0], 1e-9, 1.0, **vars(current_context(target)), created_at=now()
         )
         RecordStore(store).append(decided)
     made = compiler.Choices({site.key: site.options[1] for site in sites})
@@ -82,7 +83,7 @@ def _record(
             trace=trace_of(schedule),
             seconds=1e-9,
             baseline_seconds=None,
-            **vars(current(target)),
+            **vars(current_context(target)),
             tuner="random",
             trial=1,
             created_at=now(),

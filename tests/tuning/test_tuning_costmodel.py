@@ -12,8 +12,9 @@ from tvm.tirx import PrimFunc
 from tvmflow.target import Target
 from tvmflow.tuning import Trial, workload_key
 from tvmflow.tuning.costmodel import warm_up
-from tvmflow.tuning.records import SPACE_VERSION, normalize, now, tvm_version
+from tvmflow.tuning.records import SPACE_VERSION, now, tvm_version
 from tvmflow.tuning.space import Proposal, make_cost_model, make_search, runner_result, without_tensor_intrinsics
+from tvmflow.tuning.traces import normalize
 
 Measured = tuple[PrimFunc, list[Proposal], list[float]]
 

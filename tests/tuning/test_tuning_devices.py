@@ -26,9 +26,11 @@ from tvmflow.errors import RemoteError, SettingsError, StackError, TuneError
 from tvmflow.runtime.tracker import Address, Tracker
 from tvmflow.target import Target
 from tvmflow.tuning import Budget, Device, Progress, RecordStore, Task, devices, tune
+from tvmflow.tuning.candidates import Candidate, Library, arguments_of
 from tvmflow.tuning.devices import Status, Wanted
-from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
-from tvmflow.tuning.records import normalize
+from tvmflow.tuning.measure import MeasurePool
+from tvmflow.tuning.traces import normalize
+from tvmflow.tuning.worker_process import TrialError
 
 TRIALS = 24
 

@@ -12,9 +12,11 @@ import tvm
 from tvm.tirx import PrimFunc
 
 from tvmflow.target import Target
-from tvmflow.tuning.between import footprint, reader, warm
-from tvmflow.tuning.measure import Argument, Candidate, Library, MeasurePool, TrialError, arguments_of
-from tvmflow.tuning.records import normalize
+from tvmflow.tuning.cache_state import make_reader, warm_arguments, weight_bytes
+from tvmflow.tuning.candidates import Argument, Candidate, Library, arguments_of
+from tvmflow.tuning.measure import MeasurePool
+from tvmflow.tuning.traces import normalize
+from tvmflow.tuning.worker_process import TrialError
 
 
 def candidate(func: PrimFunc) -> Candidate:
@@ -81,14 +83,14 @@ def test_the_weights_of_a_model_are_all_that_its_functions_take_but_what_others_
     dense = tuple(Argument(shape, "float32") for shape in ((1, 64), (64, 10), (1, 10), (10,), (1, 10)))
     narrow = tuple(Argument((8,), dtype) for dtype in ("uint16", "int8", "uint16"))
     # The residual has the result's shape.
-    assert footprint([(dense, 2), (narrow, 1), ((), 3)]) == 2 * 4 * (64 * 10 + 10) + 8
-    assert warm([(item.shape, item.dtype) for item in dense]) == [0, 2, 4]
+    assert weight_bytes([(dense, 2), (narrow, 1), ((), 3)]) == 2 * 4 * (64 * 10 + 10) + 8
+    assert warm_arguments([(item.shape, item.dtype) for item in dense]) == [0, 2, 4]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_is_called_between_two_calls_reads_every_byte(native: Target, threads: int) -> None:
     size = 64 * 12
-    candidate = reader(size, threads)
+    candidate = make_reader(size, threads)
     data, total = (np.ones(item.shape, item.dtype) for item in candidate.arguments)
     assert data.nbytes == size
     func = tvm.ir.load_json(candidate.func).with_attr("tirx.is_scheduled", True)

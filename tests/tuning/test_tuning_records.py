@@ -13,8 +13,9 @@ from tvm.tirx import PrimFunc
 
 from tvmflow.target import Target, resolve
 from tvmflow.tuning import Record, RecordStore, Trial, apply, workload_key
-from tvmflow.tuning.records import SPACE_VERSION, Effort, normalize, tvm_version
+from tvmflow.tuning.records import SPACE_VERSION, Effort, tvm_version
 from tvmflow.tuning.space import make_search
+from tvmflow.tuning.traces import normalize
 
 
 def make_record(key: str, target: Target, seconds: float = 1.0) -> Record:
@@ -217,8 +218,8 @@ def test_a_cost_model_can_learn_from_all_that_was_measured(store: RecordStore, n
     store.append(replace(record, space_version="another", trial=2))
     store.append(replace(record, tvm_version="another", trial=3))
     store.append(Trial("b", "other", "[]", None, native.canonical, tvm_version(), SPACE_VERSION, "xgb", "now"))
-    assert {(item.key, item.seconds) for item in store.measured(native)} == {("a", 1.0), ("b", None)}
-    assert len(store.measured(native)) == 3
+    assert {(item.key, item.seconds) for item in store.measurements(native)} == {("a", 1.0), ("b", None)}
+    assert len(store.measurements(native)) == 3
     assert [item.key for item in store.records(native)] == ["a"]
 
 

@@ -14,8 +14,10 @@ from tvmflow.errors import InputError
 from tvmflow.target import Target, resolve
 from tvmflow.tuning import RecordStore, apply
 from tvmflow.tuning.imports import export_records, import_metaschedule, import_records, is_database
-from tvmflow.tuning.records import SPACE_VERSION, Effort, Record, Trial, normalize, tvm_version, write_entries
+from tvmflow.tuning.record_store import write_entries
+from tvmflow.tuning.records import SPACE_VERSION, Effort, Record, Trial, tvm_version
 from tvmflow.tuning.space import make_search
+from tvmflow.tuning.traces import normalize
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def test_the_records_of_a_metaschedule_database_are_found(
     assert best is not None
     assert (best.seconds, best.tuner) == (2e-3, "metaschedule")
     assert apply(best, matmul) is not None
-    assert sorted(item.seconds or 0 for item in store.measured(native)) == [2e-3, 3e-3, 4e-3]
+    assert sorted(item.seconds or 0 for item in store.measurements(native)) == [2e-3, 3e-3, 4e-3]
 
 
 def test_a_database_is_taken_over_once(database: Path, store: RecordStore) -> None:

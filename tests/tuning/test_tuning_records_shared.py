@@ -14,7 +14,7 @@ from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store.embedded import embedded_s3
 from tvmflow.store.records import RecordObjects
 from tvmflow.target import Target
-from tvmflow.tuning import Record, RecordStore, current
+from tvmflow.tuning import Record, RecordStore, current_context
 from tvmflow.tuning.records import SPACE_VERSION, tvm_version
 from tvmflow.tuning.sharing import Sharing, sharing
 
@@ -50,9 +50,9 @@ def test_a_machine_finds_what_another_recorded(
     machine: Callable[[str], RecordStore], shared: RecordObjects, native: Target
 ) -> None:
     here, there = machine("here"), machine("there")
-    with sharing(here, shared, current(native).digest):
+    with sharing(here, shared, current_context(native).digest):
         here.append(make_record("a", native))
-    with sharing(there, shared, current(native).digest):
+    with sharing(there, shared, current_context(native).digest):
         assert there.records(native) == [make_record("a", native)]
 
 
@@ -73,9 +73,9 @@ def test_what_is_recorded_is_sent_while_the_run_goes_on(
 ) -> None:
     monkeypatch.setattr("tvmflow.tuning.sharing._INTERVAL", 0.01)
     here = machine("here")
-    with sharing(here, shared, current(native).digest):
+    with sharing(here, shared, current_context(native).digest):
         here.append(make_record("a", native))
-        while not shared.sizes(current(native).digest):
+        while not shared.sizes(current_context(native).digest):
             pass
 
 
@@ -88,14 +88,14 @@ def test_a_dead_store_costs_one_warning_and_no_record(
 ) -> None:
     here, there = machine("here"), machine("there")
     dead = RecordObjects(ReleaseStore(replace(config, endpoint="http://127.0.0.1:9", attempts=1)))
-    with caplog.at_level(logging.WARNING), sharing(here, dead, current(native).digest):
+    with caplog.at_level(logging.WARNING), sharing(here, dead, current_context(native).digest):
         here.append(make_record("a", native))
     assert len(caplog.records) == 1
     assert "until the next run" in caplog.text
     with pytest.raises(StoreError):
         dead.sizes()
     # The next run sends what this one could not.
-    with sharing(machine("here"), shared, current(native).digest):
+    with sharing(machine("here"), shared, current_context(native).digest):
         pass
     assert Sharing(there, shared).fetch() == 1
     assert len(there.records(native)) == 1
@@ -178,7 +178,7 @@ def test_tuners_killed_in_mid_run_lose_nothing(
         writer.wait(30)
         writer.stdout.close()
     for name in set(folders.values()):
-        with sharing(machine(name), shared, current(native).digest):
+        with sharing(machine(name), shared, current_context(native).digest):
             pass  # The next run on that machine.
     reader = machine("reader")
     Sharing(reader, shared).fetch()

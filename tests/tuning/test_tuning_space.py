@@ -13,8 +13,8 @@ from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import is_of_stages, variants
 from tvmflow.target import Target
 from tvmflow.tuning import TunerName
-from tvmflow.tuning.records import normalize, trace_of
 from tvmflow.tuning.space import TUNERS, Variants, make_cost_model, make_search
+from tvmflow.tuning.traces import normalize, trace_of
 
 
 def propose(func: PrimFunc, target: Target, tuner: TunerName, seed: int, rounds: int = 2) -> list[str]:

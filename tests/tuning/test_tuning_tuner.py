@@ -230,7 +230,7 @@ def test_what_was_measured_and_became_no_record_is_kept_within_bounds(
     conv: PrimFunc, native: Target, store: RecordStore
 ) -> None:
     report = tune([Task("conv", conv, 1)], native, Budget(trials=8), store, tuner="random", seed=1)
-    measured = store.measured(native)
+    measured = store.measurements(native)
     records = [entry for entry in measured if isinstance(entry, Record)]
     assert len(measured) == report.trials == 8
     assert 0 < len(records) < len(measured)
@@ -240,7 +240,7 @@ def test_what_was_measured_and_became_no_record_is_kept_within_bounds(
         store.append(replace(known, trace=f"faster {number}", seconds=1e-12))
     again = tune([Task("conv", conv, 1)], native, Budget(trials=12), RecordStore(store.folder), tuner="random", seed=1)
     assert again.trials == 4
-    kept = [entry for entry in RecordStore(store.folder).measured(native) if isinstance(entry, Trial)]
+    kept = [entry for entry in RecordStore(store.folder).measurements(native) if isinstance(entry, Trial)]
     assert len(kept) == len(measured) - len(records) + 48
 
 

@@ -14,7 +14,8 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tvmflow.tuning.records import Context, Entry, Record, RecordStore
+    from tvmflow.tuning.record_store import RecordStore
+    from tvmflow.tuning.records import Context, Entry, Record
     from tvmflow.tuning.sharing import Sharing
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -141,7 +142,8 @@ def show_record(key: str, target: str | None, as_json: bool) -> None:
 def export(file: Path, everything: bool, target: str | None, as_json: bool) -> None:
     """Write the best record of each workload, and the trials spent on it, to FILE as JSON lines."""
     from tvmflow.tuning.imports import export_records
-    from tvmflow.tuning.records import Effort, context_of, write_entries
+    from tvmflow.tuning.record_store import write_entries
+    from tvmflow.tuning.records import Effort, context_of
 
     with _opened() as (store, sharing):
         _fetch(sharing)
@@ -209,7 +211,7 @@ def prune(keep: int, as_json: bool) -> None:
 def _opened() -> "Iterator[tuple[RecordStore, Sharing | None]]":
     """The records of the state folder, and the release store's where the settings name one."""
     from tvmflow import settings as machine
-    from tvmflow.tuning.records import RecordStore
+    from tvmflow.tuning.record_store import RecordStore
     from tvmflow.tuning.sharing import Sharing
 
     settings = machine.load()
@@ -312,10 +314,10 @@ def _function(workload: str) -> str | None:
 
 def _schedule(record: "Record") -> str:
     """A record's trace as the steps that it stands for; as it is where it does not replay."""
-    from tvmflow.tuning.records import steps
+    from tvmflow.tuning.traces import schedule_steps
 
     try:
-        return steps(record)
+        return schedule_steps(record)
     except Exception:  # TVM raises whatever it likes for a trace that does not fit.
         return record.trace
 

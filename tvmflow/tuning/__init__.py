@@ -1,8 +1,10 @@
 """Tuning: schedules that were searched, measured and checked, and the records they are kept in."""
 
-from tvmflow.tuning.measure import Device
-from tvmflow.tuning.records import Decision, Record, RecordStore, Trial, apply, current, workload_key
+from tvmflow.tuning.record_store import RecordStore
+from tvmflow.tuning.records import Decision, Record, Trial, current_context
+from tvmflow.tuning.runner import Device
 from tvmflow.tuning.space import TunerName
+from tvmflow.tuning.traces import apply, workload_key
 from tvmflow.tuning.tuner import Budget, Progress, Task, TaskReport, TuneReport, tune
 
 __all__ = [
@@ -18,7 +20,7 @@ __all__ = [
     "TuneReport",
     "TunerName",
     "apply",
-    "current",
+    "current_context",
     "tune",
     "workload_key",
 ]

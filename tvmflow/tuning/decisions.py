@@ -13,10 +13,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tvmflow.target import Target, host
-from tvmflow.tuning.between import footprint
-from tvmflow.tuning.measure import Candidate, Library, MeasurePool, TrialError, arguments_of
-from tvmflow.tuning.records import Decision, Effort, RecordStore, current, decisions_key, normalize, now, workload_key
+from tvmflow.tuning.cache_state import weight_bytes
+from tvmflow.tuning.candidates import Candidate, Library, arguments_of
+from tvmflow.tuning.measure import MeasurePool
+from tvmflow.tuning.record_store import RecordStore
+from tvmflow.tuning.records import Decision, Effort, current_context, decisions_key, now
+from tvmflow.tuning.traces import normalize, workload_key
 from tvmflow.tuning.tuner import why_not_here
+from tvmflow.tuning.worker_process import TrialError
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
@@ -120,7 +124,7 @@ def decide(
     deadline = math.inf if seconds is None else time.monotonic() + seconds
 
     def record(decided: Decided) -> None:
-        context = current(target)
+        context = current_context(target)
         store.append(Decision(**asdict(decided), **asdict(context), created_at=now()))
 
     with MeasurePool(
@@ -129,14 +133,14 @@ def decide(
         threads=threads,
         timeout=timeout,
         deadline=deadline,
-        footprint=footprint([(arguments_of(item.func) or (), item.calls) for item in functions]),
+        footprint=weight_bytes([(arguments_of(item.func) or (), item.calls) for item in functions]),
     ) as pool:
         decider = Decider(lower, pool, deadline=deadline, trials=None if trials is None else trials - before)
         try:
             decider.decide({name: item.option for name, item in store.decisions(target).items()}, record, on_progress)
         finally:
             if decider.trials:
-                context, settled = asdict(current(target)), decider.settled_seconds
+                context, settled = asdict(current_context(target)), decider.settled_seconds
                 store.append(Effort(key, **context, trials=decider.trials, baseline_seconds=settled, created_at=now()))
         return Spent(decider.trials, before)
 

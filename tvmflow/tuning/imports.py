@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tvmflow.errors import InputError, TargetError
 from tvmflow.target import Target, host, missing_features, resolve
-from tvmflow.tuning.measure import Candidate, MeasurePool, TrialError, arguments_of
+from tvmflow.tuning.candidates import Candidate, arguments_of
+from tvmflow.tuning.measure import MeasurePool
+from tvmflow.tuning.record_store import RecordStore
 from tvmflow.tuning.records import (
     SPACE_VERSION,
     Decision,
     Effort,
     Entry,
     Record,
-    RecordStore,
     Trial,
     context_of,
-    merged,
-    normalize,
-    replay,
+    merge_efforts,
     tvm_version,
-    workload_key,
 )
+from tvmflow.tuning.traces import normalize, replay, workload_key
+from tvmflow.tuning.worker_process import TrialError
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
@@ -88,7 +88,7 @@ def export_records(store: RecordStore, everything: bool) -> list[Entry]:
         if isinstance(entry, Record) and (place not in best or entry.seconds < best[place].seconds):
             best[place] = entry
     decided = {(context_of(entry), entry.key): entry for entry in entries if isinstance(entry, Decision)}
-    return [*best.values(), *(merged(efforts) for efforts in _efforts(entries).values()), *decided.values()]
+    return [*best.values(), *(merge_efforts(efforts) for efforts in _efforts(entries).values()), *decided.values()]
 
 
 def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -> Imported:
@@ -163,8 +163,8 @@ def _spent_beyond(given: Sequence[Entry], known: set[Entry]) -> Iterator[Effort]
     """The efforts in `given` beyond those that are `known`, one for each workload."""
     before = _efforts(known)
     for place, efforts in _efforts(given).items():
-        effort = merged(efforts)
-        spent = merged(before[place]).trials if place in before else -1
+        effort = merge_efforts(efforts)
+        spent = merge_efforts(before[place]).trials if place in before else -1
         if effort.trials > spent:
             yield replace(effort, trials=effort.trials - max(spent, 0))
 

@@ -8,58 +8,15 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from tvmflow.tuning.between import moved, reader
-from tvmflow.tuning.process import TrialError, WorkerProcess
+from tvmflow.tuning.cache_state import bytes_to_move, make_reader
+from tvmflow.tuning.candidates import Argument, Candidate, Library
 from tvmflow.tuning.runner import Device, DeviceRunner, Devices, LocalRunner, Runner
-
-if TYPE_CHECKING:
-    from tvm.tirx import PrimFunc
-
-__all__ = ["Argument", "Candidate", "Device", "Library", "MeasurePool", "TrialError", "arguments_of"]
-
-
-@dataclass(frozen=True)
-class Argument:
-    """Shape and dtype of one tensor that a function takes."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Library:
-    """A function built into a shared library, and what to call it with."""
-
-    path: Path
-    arguments: tuple[Argument, ...]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A function (`tvm.ir.save_json`) and the trace that schedules it, None where it is scheduled or needs not be."""
-
-    func: str
-    arguments: tuple[Argument, ...]
-    trace: str | None = None
-
-
-def arguments_of(func: "PrimFunc") -> tuple[Argument, ...] | None:
-    """The tensors `func` takes, or None if it takes anything else or a dimension is symbolic."""
-    from tvm.tirx import IntImm
-
-    arguments = []
-    for parameter in func.params:
-        shape = getattr(parameter, "shape", None)
-        if shape is None or not all(isinstance(extent, IntImm) for extent in shape):
-            return None
-        arguments.append(Argument(tuple(int(extent) for extent in shape), str(parameter.dtype)))
-    return tuple(arguments)
+from tvmflow.tuning.worker_process import TrialError, WorkerProcess
 
 
 class MeasurePool:
@@ -206,8 +163,8 @@ class MeasurePool:
         if self._footprint == 0:
             return None
         if self._devices is not None:
-            return {"bytes": moved(self._footprint)}
-        built = self._build(reader(self._footprint, self._threads))
+            return {"bytes": bytes_to_move(self._footprint)}
+        built = self._build(make_reader(self._footprint, self._threads))
         if isinstance(built, TrialError):
             raise built
         return {"library": str(built.path), "arguments": _plain(built.arguments)}

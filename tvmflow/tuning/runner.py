@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tvmflow.errors import RemoteError, TuneError
 from tvmflow.runtime.tracker import Address, Place, Tracker
-from tvmflow.tuning.process import CrashError, LateError, LostError, TrialError, WorkerProcess
+from tvmflow.tuning.worker_process import CrashError, LateError, LostError, TrialError, WorkerProcess
 
 # A candidate that ends its session this many times, each time on a device that was well, is taken for the cause.
 _ATTEMPTS = 3

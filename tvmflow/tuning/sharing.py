@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from tvmflow.errors import TvmflowError
-from tvmflow.tuning.records import FETCHED, RecordStore, context_digest, locked, whole_lines
+from tvmflow.tuning.record_store import FETCHED, RecordStore, context_digest, hold_lock, whole_lines
 
 # How often what a run has measured is sent while it goes on, in seconds.
 _INTERVAL = 5.0
@@ -46,7 +46,7 @@ class Sharing:
         """Bring the files here, of one context or all, that are new or have grown; their number. Raises StoreError."""
         fetched = self._store.folder / FETCHED
         own = {path.name for path in self._store.own_files()}
-        replaced = self._store.replaced()
+        replaced = self._store.replaced_files()
         count = 0
         for name, size in sorted(self._shared.sizes(context).items()):
             place = fetched / name
@@ -65,8 +65,8 @@ class Sharing:
     def send(self) -> int:
         """Send the files that were written here and have grown since; their number. Raises StoreError."""
         # One process of this machine at a time: a slow one must not put a shorter state in the place of a longer one.
-        with locked(self._store.folder / ".sending"):
-            replaced = self._store.replaced()
+        with hold_lock(self._store.folder / ".sending"):
+            replaced = self._store.replaced_files()
             files = [path for path in self._store.own_files() if path.stat().st_size > replaced.get(path.name, 0)]
             there: dict[str, int] = {}
             for context in sorted({context for path in files if (context := context_digest(path.name)) is not None}):
@@ -81,7 +81,7 @@ class Sharing:
 
     def clear(self) -> int:
         """Remove from the shared place what other files replace entirely; the number of files. Raises StoreError."""
-        replaced = self._store.replaced()
+        replaced = self._store.replaced_files()
         gone = [name for name, size in self._shared.sizes().items() if size <= replaced.get(name, -1)]
         for name in gone:
             self._shared.remove(name)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from tvmflow.tuning.records import trace_of
+from tvmflow.tuning.traces import trace_of
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc

@@ -12,23 +12,17 @@ from typing import TYPE_CHECKING, Literal
 
 from tvmflow.errors import TuneError
 from tvmflow.target import Target, host, missing_features
-from tvmflow.tuning.between import footprint
+from tvmflow.tuning.cache_state import weight_bytes
+from tvmflow.tuning.candidates import Candidate, Library, arguments_of
 from tvmflow.tuning.costmodel import warm_up
-from tvmflow.tuning.measure import Candidate, Device, Library, MeasurePool, TrialError, arguments_of
-from tvmflow.tuning.outlook import ROUND, Outlook, next_minute, remembered, trial_seconds
-from tvmflow.tuning.records import (
-    SPACE_VERSION,
-    Effort,
-    Record,
-    RecordStore,
-    Trial,
-    fitted,
-    normalize,
-    now,
-    tvm_version,
-    workload_key,
-)
+from tvmflow.tuning.forecast import ROUND, Forecast, forecast_from_records, mean_trial_seconds, saving_of_next_minute
+from tvmflow.tuning.measure import MeasurePool
+from tvmflow.tuning.record_store import RecordStore
+from tvmflow.tuning.records import SPACE_VERSION, Effort, Record, Trial, now, tvm_version
+from tvmflow.tuning.runner import Device
 from tvmflow.tuning.space import TUNERS, Proposal, Search, TunerName, Variants, make_cost_model, make_search
+from tvmflow.tuning.traces import adapt_record, normalize, workload_key
+from tvmflow.tuning.worker_process import TrialError
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
@@ -252,7 +246,7 @@ class _Function:
     known: Record | None
     efforts: list[Effort]
     measured: list[Record | Trial]
-    outlook: Outlook
+    outlook: Forecast
     reason: str | None = None
     baseline_seconds: float | None = None
     best_seconds: float | None = None
@@ -298,12 +292,12 @@ class _Contest:
     search: Search | None = None
     kept: list[float] = field(default_factory=list)
 
-    def promise(self, trial_seconds: float) -> tuple[bool, float]:
+    def promise(self, mean_trial_seconds: float) -> tuple[bool, float]:
         """Whether the compiler's own rules have proposals left, which come before all others; then the seconds of the
-        model that another second is expected to save, where a trial takes `trial_seconds` unless some were timed.
+        model that another second is expected to save, where a trial takes `mean_trial_seconds` unless some were timed.
         """
         own = self.search is None or not self.search.beyond
-        return own, self.function.share * self.function.outlook.per_second(trial_seconds)
+        return own, self.function.share * self.function.outlook.per_second(mean_trial_seconds)
 
 
 class _Run:
@@ -344,7 +338,7 @@ class _Run:
             best[record.key] = record
             records.setdefault(record.key, []).append(record)
         measured: dict[str, list[Record | Trial]] = {}
-        for entry in self._store.measured(self._target):
+        for entry in self._store.measurements(self._target):
             if entry.space_version == SPACE_VERSION:
                 measured.setdefault(entry.key, []).append(entry)
         efforts: dict[str, list[Effort]] = {}
@@ -364,7 +358,7 @@ class _Run:
                 _known(best, key, task),
                 spent,
                 measured.get(key, []),
-                remembered(spent, records.get(key, [])) if self._budget.remembers else Outlook(),
+                forecast_from_records(spent, records.get(key, [])) if self._budget.remembers else Forecast(),
                 elsewhere,
             )
             if arguments_of(task.func) is None:
@@ -385,7 +379,7 @@ class _Run:
     def footprint(self) -> int:
         """The bytes of the weights of all functions of static shape."""
         tasks = [function.task for function in self._functions]
-        return footprint([(arguments_of(task.func) or (), task.weight) for task in tasks])
+        return weight_bytes([(arguments_of(task.func) or (), task.weight) for task in tasks])
 
     def is_done(self, function: _Function) -> bool:
         """Whether a function's trials have been in vain for long enough."""
@@ -400,7 +394,7 @@ class _Run:
     def _expected(self, functions: Sequence[_Function]) -> float:
         """The part of the model's time that another minute is expected to save."""
         latency = self.latency()
-        saved = next_minute([(function.share, function.outlook) for function in functions])
+        saved = saving_of_next_minute([(function.share, function.outlook) for function in functions])
         return 0.0 if latency is None else saved / latency.now
 
     def latency(self) -> Latency | None:
@@ -453,7 +447,7 @@ class _Run:
         active = list(contests)
         self._latencies.append(sum(function.share for function in self._functions))
         while active and not self._over() and not self.is_enough([contest.function for contest in active]):
-            usual = trial_seconds([item.function.outlook for item in active])
+            usual = mean_trial_seconds([item.function.outlook for item in active])
             contest, started = max(active, key=lambda item: item.promise(usual)), time.monotonic()
             try:
                 search = contest.search = contest.search or self._search(contest.function, size, cost_model)
@@ -559,7 +553,7 @@ class _Run:
         if self._tuner != "xgb":
             return cost_model
         try:
-            learnt = warm_up(cost_model, self._store.measured(self._target), self._target.canonical)
+            learnt = warm_up(cost_model, self._store.measurements(self._target), self._target.canonical)
             logger.info("the cost model starts from %d schedules", learnt)
         except Exception as error:  # TVM raises whatever it likes for what another version recorded.
             logger.warning("the cost model starts from nothing: %s", _last_line(error))
@@ -733,7 +727,7 @@ class _Run:
 def _known(best: dict[str, Record], key: str, task: Task) -> Record | None:
     """The best record of a task's workload in the names that its function has."""
     try:
-        return fitted(best[key], task.func) if key in best else None
+        return adapt_record(best[key], task.func) if key in best else None
     except Exception as error:  # TVM raises whatever it likes for a trace that does not fit.
         logger.warning("%s: the best record does not replay: %s", task.name, _last_line(error))
         return None

@@ -20,8 +20,8 @@ from typing import Any
 
 from tvmflow.runtime import library
 from tvmflow.target import permit_amx
-from tvmflow.tuning.between import warm
-from tvmflow.tuning.process import read_frame, write_frame
+from tvmflow.tuning.cache_state import warm_arguments
+from tvmflow.tuning.worker_process import read_frame, write_frame
 
 _PR_SET_PDEATHSIG = 1
 # One timed sample lasts about this long, so that the clock and the first cache misses do not matter.
@@ -50,7 +50,7 @@ class _Operations:
         """Replay `trace` on `func` (JSON both), compile for `target` (JSON) and link to `library`."""
         import tvm
 
-        from tvmflow.tuning.records import replay
+        from tvmflow.tuning.traces import replay
 
         prim_func = tvm.ir.load_json(func)
         if trace is not None:
@@ -293,7 +293,7 @@ def _reading(place: _Place, library: str, arguments: list[Any]) -> _Before:
 
     def before(*values: Any) -> None:
         main(*tensors)
-        for at in warm([(value.shape, str(value.dtype)) for value in values]):
+        for at in warm_arguments([(value.shape, str(value.dtype)) for value in values]):
             value = values[at]
             steps = np.dtype(str(value.dtype)).itemsize * math.prod(value.shape) // total.nbytes
             if steps:

@@ -5,12 +5,10 @@ functions fit. So a function of a model's own size is run before each sample: it
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from tvmflow.tuning.measure import Argument, Candidate
+from tvmflow.tuning.candidates import Argument, Candidate
 
 # A vector of the widest registers, and the bytes of it; the most to read: no cache is larger.
 _LANES = 16
@@ -19,20 +17,20 @@ _MOST = 96 << 20
 _MOST_MOVED = 32 << 20
 
 
-def footprint(calls: Sequence[tuple[Sequence["Argument"], int]]) -> int:
+def weight_bytes(calls: Sequence[tuple[Sequence[Argument], int]]) -> int:
     """The bytes of a model's weights, by the arguments of its functions and their numbers of calls.
 
-    All but those that are `warm` are taken for weights.
+    All but the `warm_arguments` are taken for weights.
     """
     total = 0
     for arguments, count in calls:
-        others = set(range(len(arguments))) - set(warm([(item.shape, item.dtype) for item in arguments]))
+        others = set(range(len(arguments))) - set(warm_arguments([(item.shape, item.dtype) for item in arguments]))
         sizes = (int(np.prod(arguments[at].shape)) * np.dtype(arguments[at].dtype).itemsize for at in others)
         total += count * sum(sizes)
     return total
 
 
-def warm(arguments: Sequence[tuple[Sequence[int], str]]) -> list[int]:
+def warm_arguments(arguments: Sequence[tuple[Sequence[int], str]]) -> list[int]:
     """The places of those arguments, by shape and dtype, that other functions of a model have just used.
 
     That is the first, which a function reads, the last, which it writes, and what is like the last, as a residual.
@@ -41,17 +39,15 @@ def warm(arguments: Sequence[tuple[Sequence[int], str]]) -> list[int]:
     return [at for at, (shape, dtype) in enumerate(arguments) if at == 0 or (tuple(shape), dtype) in last]
 
 
-def moved(size: int) -> int:
+def bytes_to_move(size: int) -> int:
     """As many bytes of `size` as a device has memory for, twice, whose caches are small."""
     return min(size, _MOST_MOVED)
 
 
-def reader(size: int, threads: int) -> "Candidate":
+def make_reader(size: int, threads: int) -> Candidate:
     """What reads `size` bytes with all `threads`: `[threads, n, 16]` to `[threads, 16]`, summed; it takes any n."""
     from tvm import IRModule, ir, te, tirx
     from tvm.s_tir import Schedule
-
-    from tvmflow.tuning.measure import Argument, Candidate
 
     data = te.placeholder((threads, tirx.Var("n", "int64"), _LANES), "float32", name="data")
     step = te.reduce_axis((0, data.shape[1]), "step")

@@ -15,7 +15,7 @@ from tasks.tune import TuneResult, tune
 from tvmflow import spec as release_file
 from tvmflow.settings import Settings
 from tvmflow.target import Target
-from tvmflow.tuning import Record, RecordStore, Trial, current
+from tvmflow.tuning import Record, RecordStore, Trial, current_context
 from tvmflow.tuning.records import now
 from tvmflow.workspace import Outcome, Workspace
 
@@ -56,14 +56,14 @@ def test_a_step_found_done_sees_what_others_recorded_since(context: Context, nat
     assert tuned().status == "cached"
 
     store = RecordStore(workspace.records)
-    trial = next(entry for entry in store.measured(native) if isinstance(entry, Trial))
+    trial = next(entry for entry in store.measurements(native) if isinstance(entry, Trial))
     faster = Record(
         trial.key,
         trial.workload,
         trial.trace,
         seconds=1e-9,
         baseline_seconds=1e-8,
-        **asdict(current(native)),
+        **asdict(current_context(native)),
         tuner="random",
         trial=1,
         created_at=now(),

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from tvmflow.tuning import Record
-from tvmflow.tuning.outlook import ROUND, Outlook, next_minute, remembered
+from tvmflow.tuning.forecast import ROUND, Forecast, forecast_from_records, saving_of_next_minute
 from tvmflow.tuning.records import Effort
 
 _EFFORT = Effort("k", "t", "1", "2", trials=ROUND, baseline_seconds=1.0, created_at="", seconds=4.0)
 _RECORD = Record("k", "", "", 0.5, 1.0, "t", "1", "2", "xgb", 1, "")
 
 
-def noted(*saved: float, seconds: float = 4.0) -> Outlook:
+def noted(*saved: float, seconds: float = 4.0) -> Forecast:
     """An outlook after rounds that saved these parts."""
-    outlook = Outlook()
+    outlook = Forecast()
     for part in saved:
         outlook.note(ROUND, part, seconds)
     return outlook
@@ -36,25 +36,27 @@ def test_a_round_that_saved_something_counts_as_much_as_all_before_it() -> None:
 
 
 def test_the_next_minute_cannot_save_more_than_there_is() -> None:
-    assert 0.99 < next_minute([(1.0, Outlook())]) < 1.0
-    assert next_minute([]) == 0.0
+    assert 0.99 < saving_of_next_minute([(1.0, Forecast())]) < 1.0
+    assert saving_of_next_minute([]) == 0.0
 
 
 def test_the_next_minute_counts_shares_of_the_model() -> None:
-    small, large = next_minute([(0.1, noted(*[0.0] * 6))]), next_minute([(1.0, noted(*[0.0] * 6))])
+    small, large = saving_of_next_minute([(0.1, noted(*[0.0] * 6))]), saving_of_next_minute([(1.0, noted(*[0.0] * 6))])
     assert large == pytest.approx(10 * small)
-    twice = next_minute([(1.0, noted(*[0.0] * 6)), (1.0, noted(*[0.0] * 6))])
+    twice = saving_of_next_minute([(1.0, noted(*[0.0] * 6)), (1.0, noted(*[0.0] * 6))])
     assert large < twice < 2 * large
 
 
 def test_slow_trials_bring_less_in_a_minute() -> None:
     slow, quick = noted(0.0, 0.0, seconds=30.0), noted(0.0, 0.0, seconds=3.0)
-    assert next_minute([(1.0, slow)]) < next_minute([(1.0, quick)])
+    assert saving_of_next_minute([(1.0, slow)]) < saving_of_next_minute([(1.0, quick)])
 
 
 def test_the_next_minute_goes_where_it_saves_most() -> None:
     promising, exhausted = noted(0.0), noted(*[0.0] * 12)
-    assert next_minute([(1.0, promising), (1.0, exhausted)]) < next_minute([(1.0, promising)]) * 1.01
+    assert (
+        saving_of_next_minute([(1.0, promising), (1.0, exhausted)]) < saving_of_next_minute([(1.0, promising)]) * 1.01
+    )
 
 
 def test_a_later_run_expects_what_the_earlier_one_would_have() -> None:
@@ -63,10 +65,10 @@ def test_a_later_run_expects_what_the_earlier_one_would_have() -> None:
         replace(_RECORD, seconds=0.8, created_at=at(2)),
         replace(_RECORD, seconds=0.6, created_at=at(3)),
     ]
-    found, wanted = remembered(reversed(efforts), reversed(records)), noted(0.0, 0.4, 0.0)
+    found, wanted = forecast_from_records(reversed(efforts), reversed(records)), noted(0.0, 0.4, 0.0)
     assert (found.gain, found.stale) == (pytest.approx(wanted.gain), wanted.stale)
-    assert next_minute([(1.0, found)]) == pytest.approx(next_minute([(1.0, wanted)]))
+    assert saving_of_next_minute([(1.0, found)]) == pytest.approx(saving_of_next_minute([(1.0, wanted)]))
 
 
 def test_what_was_only_passed_over_is_as_good_as_new() -> None:
-    assert remembered([replace(_EFFORT, trials=0)], []) == Outlook()
+    assert forecast_from_records([replace(_EFFORT, trials=0)], []) == Forecast()

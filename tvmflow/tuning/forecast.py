@@ -16,7 +16,7 @@ _HALF = 0.5
 
 
 @dataclass
-class Outlook:
+class Forecast:
     """What another round of trials is expected to bring one workload.
 
     `gain` is the part of its time that the next round is expected to save: the mean of what was expected before the
@@ -39,19 +39,19 @@ class Outlook:
             self.trials += trials
             self.seconds += seconds
 
-    def per_second(self, trial_seconds: float) -> float:
+    def per_second(self, mean_trial_seconds: float) -> float:
         """The part of the workload's time that a second of tuning is expected to save.
 
-        `trial_seconds` is what a trial takes where none of this workload was timed.
+        `mean_trial_seconds` is what a trial takes where none of this workload was timed.
         """
         if self.seconds:
-            trial_seconds = self.seconds / self.trials
-        return float(1 - (1 - self.gain) ** (1 / (ROUND * trial_seconds)))
+            mean_trial_seconds = self.seconds / self.trials
+        return float(1 - (1 - self.gain) ** (1 / (ROUND * mean_trial_seconds)))
 
 
-def remembered(efforts: Iterable[Effort], records: Iterable[Record]) -> Outlook:
+def forecast_from_records(efforts: Iterable[Effort], records: Iterable[Record]) -> Forecast:
     """The outlook of a workload after what earlier runs spent on it and found."""
-    outlook, best = Outlook(), math.inf
+    outlook, best = Forecast(), math.inf
     left = sorted(records, key=lambda record: record.created_at)
     for effort in sorted(efforts, key=lambda effort: effort.created_at):
         if not effort.trials:
@@ -68,20 +68,20 @@ def remembered(efforts: Iterable[Effort], records: Iterable[Record]) -> Outlook:
     return outlook
 
 
-def trial_seconds(outlooks: Iterable[Outlook]) -> float:
+def mean_trial_seconds(outlooks: Iterable[Forecast]) -> float:
     """The seconds that a trial takes, of all that were timed."""
     spent = [outlook for outlook in outlooks if outlook.seconds]
     trials = sum(outlook.trials for outlook in spent)
     return sum(outlook.seconds for outlook in spent) / trials if trials else TRIAL_SECONDS
 
 
-def next_minute(workloads: Sequence[tuple[float, Outlook]]) -> float:
+def saving_of_next_minute(workloads: Sequence[tuple[float, Forecast]]) -> float:
     """The seconds of a model's run that another minute of tuning is expected to save.
 
     `workloads` are those that can still be tuned, each with the seconds that it takes of the model's run. Each second
     of the minute goes where it is expected to save most.
     """
-    usual = trial_seconds([outlook for _, outlook in workloads])
+    usual = mean_trial_seconds([outlook for _, outlook in workloads])
     left = [[seconds, outlook.per_second(usual)] for seconds, outlook in workloads]
     saved = 0.0
     for _ in range(_MINUTE if left else 0):
