@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import yaml
 
-from tasks.step import Context, Job, Tensor, step
+from tasks.step import Context, Job, step
 from tasks.train import TrainResult
 from tvmflow import samples, usercode
-from tvmflow.bundle import sha256_file
+from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.errors import ExportError
 from tvmflow.process import Emit
 from tvmflow.samples import Named
@@ -53,8 +53,8 @@ class ExportResult(StepResult):
 
     onnx: Artifact
     samples: Artifact
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
     max_abs_error: float | None
     opset: int
     registered: str | None = None
@@ -84,7 +84,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         return ExportResult(
             onnx=workspace.keep(path),
             samples=workspace.keep(folder / "samples.npz"),
-            inputs=tuple(Tensor(name=item.name, shape=item.shape, dtype=item.dtype) for item in inputs),
+            inputs=tuple(TensorSpec(item.name, item.shape, item.dtype) for item in inputs),
             outputs=_signature(model.graph.output, pairs[0][1]),
             max_abs_error=error,
             opset=max(item.version for item in model.opset_import if item.domain in ("", "ai.onnx")),
@@ -408,7 +408,7 @@ def _largest_error(expected: Named, computed: Named, index: int, bounds: Export)
     return worst
 
 
-def _signature(outputs: Any, example: Mapping[str, Any]) -> tuple[Tensor, ...]:
+def _signature(outputs: Any, example: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
     described = []
     for item in outputs:
         dims = item.type.tensor_type.shape.dim
@@ -417,5 +417,5 @@ def _signature(outputs: Any, example: Mapping[str, Any]) -> tuple[Tensor, ...]:
             (dims[axis].dim_value or dims[axis].dim_param or size) if axis < len(dims) else size
             for axis, size in enumerate(array.shape)
         )
-        described.append(Tensor(name=item.name, shape=shape, dtype=array.dtype.name))
+        described.append(TensorSpec(item.name, shape, array.dtype.name))
     return tuple(described)

@@ -8,10 +8,10 @@ import numpy as np
 from tasks.build import Algorithm, BuildResult
 from tasks.export import ExportResult
 from tasks.relax_import import ImportResult
-from tasks.step import Context, Tensor, step
+from tasks.step import Context, step
 from tasks.tune import TuneResult, threads
 from tvmflow import samples
-from tvmflow.bundle import Manifest, TensorSpec, Variant, installed_versions, pack, public_key
+from tvmflow.bundle import Manifest, Variant, installed_versions, pack, public_key
 from tvmflow.spec import Spec
 from tvmflow.target import Target, needed_features
 from tvmflow.workspace import Artifact, Outcome, Record, StepResult, code_digest, run_step
@@ -51,8 +51,8 @@ def package(
         arch=target.arch,
         cpu_features=needed_features(target, spec.build.precision),
         threads=threads(context.file(tuned.result.records), target.threads),
-        inputs=_specs(imported.result.inputs),
-        outputs=_specs(imported.result.outputs),
+        inputs=imported.result.inputs,
+        outputs=imported.result.outputs,
         dimensions={
             name: (spec.dimension(name).min, spec.dimension(name).max)
             for name in sorted({dim for item in imported.result.inputs for dim in item.shape if isinstance(dim, str)})
@@ -102,10 +102,6 @@ def options(spec: Spec) -> str:
     said["validate"] = spec.validation.model_dump(mode="json", include={"samples", "seed"})
     said["original"] = "onnx" if spec.model.onnx is not None else "other"
     return json.dumps(said, sort_keys=True)
-
-
-def _specs(tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(item.name, item.shape, item.dtype) for item in tensors)
 
 
 def _golden_sample(kept: Path, path: Path) -> None:

@@ -95,8 +95,7 @@ def release_document(
             name: channel.model_dump(mode="json", exclude={"automatic"})
             for name, channel in context.spec.channels.items()
         },
-        "inputs": [item.model_dump(mode="json") for item in exported.inputs],
-        "outputs": [item.model_dump(mode="json") for item in exported.outputs],
+        **exported.model_dump(mode="json", include={"inputs", "outputs"}),
         "targets": [
             {
                 "target": outcome.target.name,

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from tasks.evaluate import Evaluation
 from tasks.export import ExportResult, find_source
-from tasks.step import Context, Job, Tensor, step
+from tasks.step import Context, Job, step
 from tasks.train import TrainResult
 from tvmflow import samples
+from tvmflow.bundle import TensorSpec
 from tvmflow.process import Emit
 from tvmflow.source import Source, load_module
 from tvmflow.spec import Dimension, Input
@@ -21,7 +22,7 @@ class SaveJob(Job):
     source: Source
     inputs: tuple[Input, ...]
     dimensions: dict[str, Dimension]
-    signature: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+    signature: tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
     place: Path
 
 
@@ -47,19 +48,8 @@ def work(job: SaveJob, emit: Emit) -> Saved:
     As a traced program: it is loaded without the user's own code, and nothing is executed when it is.
     """
     import mlflow.pytorch
-    import numpy as np
-    from mlflow.models import ModelSignature
-    from mlflow.types import Schema, TensorSpec
 
-    def schema(tensors: tuple[Tensor, ...]) -> Schema:
-        return Schema(
-            [
-                TensorSpec(
-                    np.dtype(item.dtype), tuple(-1 if isinstance(dim, str) else dim for dim in item.shape), item.name
-                )
-                for item in tensors
-            ]
-        )
+    from tvmflow.registry.signature import model_signature
 
     # torch.export bakes sizes 0 and 1 into the program, so symbolic dimensions are traced at two or more.
     used = {dim for item in job.inputs for dim in item.shape if isinstance(dim, str)}
@@ -69,7 +59,7 @@ def work(job: SaveJob, emit: Emit) -> Saved:
     mlflow.pytorch.save_model(
         load_module(job.source),
         str(job.place),
-        signature=ModelSignature(inputs=schema(inputs), outputs=schema(outputs)),
+        signature=model_signature(inputs, outputs),
         input_example=tuple(example.values()),
         pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", "numpy", "torch")],
         serialization_format="pt2",

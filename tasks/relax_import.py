@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tasks.export import ExportResult
-from tasks.step import Context, Job, Tensor, step
+from tasks.step import Context, Job, step
 from tvmflow.bundle import TensorSpec
 from tvmflow.process import Emit
 from tvmflow.workspace import Artifact, Outcome, StepResult, Workspace, run_step
@@ -25,8 +25,8 @@ class ImportResult(StepResult):
     ir: Artifact
     text: Artifact
     params: Artifact
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
 
 
 def work(job: ImportJob, emit: Emit) -> ImportResult:
@@ -45,8 +45,8 @@ def work(job: ImportJob, emit: Emit) -> ImportResult:
             ir=workspace.keep(folder / "ir.json"),
             text=workspace.keep(folder / "ir.txt"),
             params=workspace.keep(folder / "params.npz"),
-            inputs=tuple(Tensor(name=item.name, shape=item.shape, dtype=item.dtype) for item in imported.inputs),
-            outputs=tuple(Tensor(name=item.name, shape=item.shape, dtype=item.dtype) for item in imported.outputs),
+            inputs=imported.inputs,
+            outputs=imported.outputs,
         )
 
 
@@ -75,6 +75,6 @@ def load_imported(workspace: Workspace, imported: ImportResult) -> "Imported":
     return compiler.Imported(
         mod=compiler.load_module(workspace.path(imported.ir)),
         params=compiler.load_params(workspace.path(imported.params)),
-        inputs=tuple(TensorSpec(item.name, item.shape, item.dtype) for item in imported.inputs),
-        outputs=tuple(TensorSpec(item.name, item.shape, item.dtype) for item in imported.outputs),
+        inputs=imported.inputs,
+        outputs=imported.outputs,
     )

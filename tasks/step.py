@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from tvmflow import process
+from tvmflow.bundle import TensorSpec
 from tvmflow.errors import SettingsError
 from tvmflow.progress import reporter
 from tvmflow.registry import Registry
@@ -23,14 +24,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T", bound=StepResult)
-
-
-class Tensor(Record):
-    """One input or output: its name, shape in elements (a string is a symbolic dimension) and dtype."""
-
-    name: str
-    shape: tuple[int | str, ...]
-    dtype: str
 
 
 class Job(Record):
@@ -147,7 +140,7 @@ def as_options(section: Build, variants: tuple[dict[str, int], ...]) -> "BuildOp
     return BuildOptions(**options, variants=variants)
 
 
-def variants(spec: Spec, inputs: tuple[Tensor, ...]) -> tuple[dict[str, int], ...]:
+def variants(spec: Spec, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
     """The sizes that the bundle has functions of their own for: those that the release file says to tune at."""
     used = {dim for item in inputs for dim in item.shape if isinstance(dim, str)}
     sizes = {name: size for name in sorted(used) if (size := spec.dimension(name).tune) is not None}

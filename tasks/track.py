@@ -14,13 +14,13 @@ from tasks.curve import PICTURE, latencies, log_curve, picture
 from tasks.export import ExportResult
 from tasks.package import PackageResult
 from tasks.relax_import import ImportResult
-from tasks.step import Context, Tensor, slug, step
+from tasks.step import Context, slug, step
 from tasks.train import TrainResult
 from tasks.tune import TuneResult
 from tasks.validate import Verdict
 from tvmflow import __version__, samples
 from tvmflow.errors import RegistryError
-from tvmflow.registry import Registry, TensorField
+from tvmflow.registry import Registry
 from tvmflow.target import Target
 from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
 
@@ -221,8 +221,8 @@ def _register(
         run_id,
         context.spec.name,
         bundles,
-        _fields(imported.inputs),
-        _fields(imported.outputs),
+        imported.inputs,
+        imported.outputs,
         input_example=samples.load(context.file(exported.samples))[0][0],
         metrics=prefixed,
     )
@@ -270,13 +270,6 @@ def verdict_document(outcome: TargetOutcomes) -> dict[str, Any]:
     document = outcome.verdict.result.model_dump(mode="json", exclude={"sources"})
     choice = outcome.choice and outcome.choice.result.model_dump(mode="json", exclude={"sources"})
     return {**document, "passed": not outcome.reasons, "reasons": list(outcome.reasons), "choice": choice}
-
-
-def _fields(tensors: tuple[Tensor, ...]) -> list[TensorField]:
-    return [
-        TensorField(item.name, tuple(-1 if isinstance(dim, str) else dim for dim in item.shape), item.dtype)
-        for item in tensors
-    ]
 
 
 @contextmanager

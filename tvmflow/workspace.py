@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -349,6 +349,8 @@ def _is_safe(artifact: Artifact) -> bool:
 def _plain(value: object) -> object:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     raise TypeError(f"{value!r} cannot be part of a step's key")
 
 

@@ -17,7 +17,7 @@ import pytest
 import requests
 
 from tvmflow.bundle import Manifest, TensorSpec, installed_versions, pack
-from tvmflow.registry import Registry, RegistryConfig, TensorField, embedded_registry
+from tvmflow.registry import Registry, RegistryConfig, embedded_registry
 from tvmflow.target import host
 
 BuildBundle = Callable[..., Path]
@@ -161,6 +161,6 @@ def build_bundle(tmp_path_factory: pytest.TempPathFactory, libraries: dict[int, 
 def fields() -> SimpleNamespace:
     """The signature of the models of `build_bundle`."""
     return SimpleNamespace(
-        inputs=[TensorField("x", (-1, 4), "float32")],
-        outputs=[TensorField("double", (-1, 4), "float32")],
+        inputs=[TensorSpec("x", ("n", 4), "float32")],
+        outputs=[TensorSpec("double", ("n", 4), "float32")],
     )

@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 import pytest
 
+from tvmflow.bundle import TensorSpec
 from tvmflow.errors import BundleError, InputError
-from tvmflow.registry import Registry, TensorField
+from tvmflow.registry import Registry
 from tvmflow.target import host
 
 BuildBundle = Callable[..., Path]
@@ -138,6 +139,6 @@ def test_a_signature_of_an_unknown_dtype_is_refused(embedded: Registry, build_bu
     from tvmflow.errors import RegistryError
 
     run_id = embedded.start_run("demo", {}, {})
-    field = TensorField("x", (1,), "float99")
+    field = TensorSpec("x", (1,), "float99")
     with pytest.raises(RegistryError, match="float99"):
         embedded.log_model(run_id, "model", {"native": build_bundle()}, [field], [field])

@@ -17,9 +17,9 @@ import pandas as pd  # type: ignore[import-untyped]
 import pytest
 import requests
 
-from tvmflow.bundle import extract, pack
+from tvmflow.bundle import TensorSpec, extract, pack
 from tvmflow.errors import BundleError, InputError
-from tvmflow.registry import Registry, RegistryConfig, TensorField
+from tvmflow.registry import Registry, RegistryConfig
 from tvmflow.runtime import CompiledModel
 from tvmflow.target import host
 
@@ -41,10 +41,8 @@ def experiment(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_model_is_logged_registered_and_loaded_by_alias(
     experiment: str, build_bundle: BuildBundle, request: pytest.FixtureRequest
 ) -> None:
-    from mlflow.types import TensorSpec
-
     import mlflow
-    from mlflow import MlflowClient
+    from mlflow import MlflowClient, types
     from tvmflow.registry import flavor
 
     name = f"logged-{request.node.callspec.id}"
@@ -68,8 +66,8 @@ def test_a_model_is_logged_registered_and_loaded_by_alias(
     model = mlflow.pyfunc.load_model(f"models:/{name}@production")
     assert model.metadata.run_id == run.info.run_id
     assert model.metadata.metadata == {"made": "here"}
-    assert model.metadata.signature.inputs.inputs == [TensorSpec(np.dtype("float32"), (-1, 4), "x")]
-    assert model.metadata.signature.outputs.inputs == [TensorSpec(np.dtype("float32"), (-1, 4), "double")]
+    assert model.metadata.signature.inputs.inputs == [types.TensorSpec(np.dtype("float32"), (-1, 4), "x")]
+    assert model.metadata.signature.outputs.inputs == [types.TensorSpec(np.dtype("float32"), (-1, 4), "double")]
     assert model._model_impl.target == "best"
     assert np.array_equal(model.predict({"x": X}), 2 * X)
     assert np.array_equal(model.predict(model.input_example), 2 * X)
@@ -220,8 +218,8 @@ def test_mlflow_serves_the_model(server: str, build_bundle: BuildBundle, tmp_pat
     registry = Registry(RegistryConfig(server))
     run_id = registry.start_run("demo", {}, {})
     bundles = {"other": build_bundle(arch=OTHER_ARCH, outputs=2), "native": build_bundle(outputs=2)}
-    fields = [TensorField("x", (-1, 4), "float32")]
-    outputs = [TensorField(name, (-1, 4), "float32") for name in ("double", "square")]
+    fields = [TensorSpec("x", ("n", 4), "float32")]
+    outputs = [TensorSpec(name, ("n", 4), "float32") for name in ("double", "square")]
     ref = registry.log_model(run_id, "model", bundles, fields, outputs, {"x": X})
     registry.set_alias("served", "production", registry.register("served", ref, run_id, {}))
     with socket.socket() as probe:

@@ -6,7 +6,6 @@ from tvmflow.registry.client import (
     ModelVersion,
     Registry,
     RunStatus,
-    TensorField,
 )
 from tvmflow.registry.config import RegistryConfig, embedded_registry
 
@@ -17,6 +16,5 @@ __all__ = [
     "Registry",
     "RegistryConfig",
     "RunStatus",
-    "TensorField",
     "embedded_registry",
 ]

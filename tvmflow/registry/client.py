@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 
+from tvmflow.bundle import TensorSpec
 from tvmflow.errors import RegistryError
 from tvmflow.registry import database
 from tvmflow.registry.config import RegistryConfig, sqlite_file, without_secrets
@@ -39,15 +39,6 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-
-
-@dataclass(frozen=True)
-class TensorField:
-    """One input or output of a model's signature; -1 is a symbolic dimension."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -195,8 +186,8 @@ class Registry:
         run_id: str,
         name: str,
         bundles: Mapping[str, Path],
-        inputs: Sequence[TensorField],
-        outputs: Sequence[TensorField],
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
         input_example: Mapping[str, Array] | None = None,
         metrics: Mapping[str, float] | None = None,
         params: Mapping[str, object] | None = None,
@@ -212,9 +203,10 @@ class Registry:
             from mlflow.models import Model
 
             from tvmflow.registry import flavor
+            from tvmflow.registry.signature import model_signature
 
             client = self._client()
-            signature = _signature(inputs, outputs)
+            signature = model_signature(inputs, outputs)
             logged = client.create_logged_model(
                 self._experiment(),
                 name=name,
@@ -604,18 +596,3 @@ def _plain(name: str) -> str:
     if "'" in name:
         raise RegistryError(f"{name!r} cannot be searched for; take a name without quotes")
     return name
-
-
-def _signature(inputs: Sequence[TensorField], outputs: Sequence[TensorField]) -> Any:
-    from mlflow.models import ModelSignature
-    from mlflow.types import Schema, TensorSpec
-
-    def spec(field: TensorField) -> TensorSpec:
-        try:
-            return TensorSpec(np.dtype(field.dtype), field.shape, field.name)
-        except TypeError as error:
-            raise RegistryError(
-                f"{field.name!r} is of dtype {field.dtype!r}, which a model signature cannot hold; use one of NumPy's"
-            ) from error
-
-    return ModelSignature(inputs=Schema([*map(spec, inputs)]), outputs=Schema([*map(spec, outputs)]))

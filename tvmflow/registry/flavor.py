@@ -18,7 +18,6 @@ from mlflow.models.model import MLMODEL_FILE_NAME
 from mlflow.models.utils import _save_example
 from mlflow.tracking._model_registry import DEFAULT_AWAIT_MAX_SLEEP_SECONDS
 from mlflow.tracking.artifact_utils import _download_artifact_from_uri
-from mlflow.types import Schema, TensorSpec
 from mlflow.utils.environment import (
     _CONDA_ENV_FILE_NAME,
     _CONSTRAINTS_FILE_NAME,
@@ -38,8 +37,8 @@ from mlflow.utils.model_utils import (
 
 import tvmflow
 from tvmflow.bundle import Manifest, extract, missing_weights, read_manifest, sha256_file
-from tvmflow.bundle import TensorSpec as BundleTensor
 from tvmflow.errors import BundleError, InputError
+from tvmflow.registry.signature import model_signature
 from tvmflow.runtime import CompiledModel, load
 from tvmflow.runtime.choose import best_first
 
@@ -97,7 +96,7 @@ def save_model(
     if signature is not None:
         model.signature = signature
     elif model.signature is None:
-        model.signature = _signature(manifests[0])
+        model.signature = model_signature(manifests[0].inputs, manifests[0].outputs)
     if metadata is not None:
         model.metadata = metadata
     if input_example is None:
@@ -216,20 +215,6 @@ def _copy_bundles(bundles: Mapping[str, Path], folder: Path) -> tuple[list[Manif
         manifests.append(manifest)
         entries.append({"target": target, "arch": manifest.arch, "file": file, "sha256": sha256_file(folder / file)})
     return manifests, entries
-
-
-def _signature(manifest: Manifest) -> ModelSignature:
-    def schema(specs: Sequence[BundleTensor]) -> Schema:
-        return Schema(
-            [
-                TensorSpec(
-                    np.dtype(spec.dtype), tuple(size if isinstance(size, int) else -1 for size in spec.shape), spec.name
-                )
-                for spec in specs
-            ]
-        )
-
-    return ModelSignature(inputs=schema(manifest.inputs), outputs=schema(manifest.outputs))
 
 
 def _golden_inputs(bundle: Path) -> dict[str, Array]:
