@@ -69,7 +69,7 @@ class Row:
 def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
     """Tune one model and measure both builds."""
     spec = release_file.load(_EXAMPLES / MODELS[name]).model_copy(update={"tune": budget})
-    (target,) = spec.resolved_targets()
+    (target,) = spec.resolve_targets()
     settings = machine.load().model_copy(update={"state": state, "share_records": False})
     context = Context(spec, settings, Workspace(state))
     exported = export.export.fn(context)

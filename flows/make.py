@@ -199,7 +199,7 @@ def make(name: str, target: str, store: dict[str, Any], key: str, job: dict[str,
 
 
 def _made(context: Context, job: MakeJob) -> MakeResult:
-    (target,) = context.spec.resolved_targets()
+    (target,) = context.spec.resolve_targets()
     refuse_unverifiable(context.spec, (target,))
     exported, imported = _given(job.exported), _given(job.imported)
     held_out = None if job.held_out is None else _given(job.held_out)
@@ -430,20 +430,19 @@ def _job(
     target: Target,
 ) -> MakeJob:
     spec = context.spec
-    document = spec.model_dump(mode="json", by_alias=True)
-    for key in ("train", "retrain", "channels"):  # What comes before and after.
-        del document[key]
-    document["targets"] = [item for item in document["targets"] if resolve(item).name == target.name][:1]
+    # Without what comes before and after.
+    changes: dict[str, object] = {"train": None, "retrain": None, "channels": {}}
+    changes["targets"] = [item for item in spec.targets if resolve(item).name == target.name][:1]
     if spec.model.mlflow is not None:
         # An alias may move while the target is made.
         source = context.registry.resolve_source(spec.model.mlflow)
-        document["model"]["mlflow"] = f"models:/{source.name}/{source.version}"
+        changes["model.mlflow"] = f"models:/{source.name}/{source.version}"
     known: dict[str, int] = {}
-    if not spec.tune.measures and context.workspace.shared is not None:
+    if not spec.tune.has_budget and context.workspace.shared is not None:
         context.workspace.share_records()
         known = context.workspace.shared.tuning_records()
     return MakeJob(
-        document=document,
+        document=release_file.to_document(release_file.amend(spec, changes)),
         files=_files(context, [item.result for item in (exported, held_out, trained) if item is not None]),
         target=target.name,
         pool=pool,

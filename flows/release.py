@@ -103,16 +103,16 @@ def override(
     spec: Spec, targets: list[str] | None, trials: int | None, runs: int | None, source: str | None = None
 ) -> Spec:
     """The release file with the overrides of one run; `runs` is the number of timed runs of each runner in all."""
-    document = spec.model_dump(mode="json", by_alias=True)
+    changes: dict[str, object] = {}
     if targets:
-        document["targets"] = targets
+        changes["targets"] = targets
     if trials is not None:
-        document["tune"] |= {"trials": trials, "minutes": None, "until": None}
+        changes |= {"tune.trials": trials, "tune.minutes": None, "tune.until": None}
     if runs is not None:
-        document["benchmark"]["repeats"] = max(1, -(-runs // spec.benchmark.rounds))
+        changes["benchmark.repeats"] = max(1, -(-runs // spec.benchmark.rounds))
     if source is not None:
-        document |= {"model": {"mlflow": f"models:/{source}"}, "train": None, "retrain": None}
-    return release_file.parse(document, spec.folder)
+        changes |= {"model": {"mlflow": f"models:/{source}"}, "train": None, "retrain": None}
+    return release_file.amend(spec, changes)
 
 
 def release_model(
@@ -124,7 +124,7 @@ def release_model(
     registered model that they are.
     """
     spec = context.spec
-    targets = spec.resolved_targets()
+    targets = spec.resolve_targets()
     pools = pools_of(context.settings, targets)
     refuse_unverifiable(spec, tuple(target for target in targets if target.name not in pools))
     if trained is None and spec.train is not None:

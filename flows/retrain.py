@@ -57,14 +57,15 @@ def with_arguments(spec: Spec, arguments: Mapping[str, Any], source: str = "rele
 
     Errors name it `source`. Raises SpecError for a file that says nothing of training or of held-out data.
     """
-    document = spec.model_dump(mode="json", by_alias=True)
-    document["retrain"] = document["retrain"] or {}
-    if document["train"] is not None:
-        document["train"]["arguments"] |= arguments
+    changes: dict[str, object] = {}
+    if spec.retrain is None:
+        changes["retrain"] = {}
+    if spec.train is not None:
+        changes["train.arguments"] = {**spec.train.arguments, **arguments}
     if spec.tune.minutes is not None:
-        # Minutes are always spent; new weights have the workloads of the old ones, whose records are known.
-        document["tune"] |= {"minutes": None, "trials": 0}
-    return release_file.parse(document, spec.folder, source)
+        # Minutes are always spent; new weights have the workloads of the old ones, which have records already.
+        changes |= {"tune.minutes": None, "tune.trials": 0}
+    return release_file.amend(spec, changes, source)
 
 
 def _retrain(context: Context, why: str, who: str) -> RetrainSummary:

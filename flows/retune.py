@@ -124,7 +124,7 @@ def _bundles(context: Context, held: Mapping[str, Any]) -> tuple[tuple[Target, P
     """The bundles in production of the targets that this machine can measure."""
     entries = {entry.target: entry for entry in TargetEntry.read_all(held)}
     found: list[tuple[Target, Path]] = []
-    for target in context.spec.resolved_targets():
+    for target in context.spec.resolve_targets():
         if (
             target.name in entries
             and target.tvm.get("kind") == "llvm"

@@ -117,7 +117,7 @@ class Making:
             shipped = tuned if choice.result.shipped == "tuned" else plain
             if shipped is plain and choice.result.ratio is not None:
                 shipped, choice = self._part(tuned, plain) or (shipped, choice)
-        if self.context.spec.tune.measures:
+        if self.context.spec.tune.has_budget:
             shipped, choice = self._fewer_threads(shipped, choice)
         return shipped, choice
 

@@ -186,7 +186,7 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
 
     # torch.export bakes sizes 0 and 1 into the graph, so symbolic dimensions are traced at two or more.
     traced = {
-        name: max(2, job.dimensions.get(name, Dimension()).typical)
+        name: max(2, job.dimensions.get(name, Dimension()).typical_size)
         for name in {dim for item in inputs for dim in item.shape if isinstance(dim, str)}
     }
     example = samples.at_sizes(inputs, traced, job.seed, job.folder)

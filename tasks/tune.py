@@ -138,7 +138,7 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
     workspace, target, started = job.workspace, job.target, time.monotonic()
     model = _Model(job)
     store = tuning.RecordStore(workspace.records)
-    trials = job.tune.trials if job.tune.measures else 0
+    trials = job.tune.trials if job.tune.has_budget else 0
     already = store.decisions(target)
     decided = _decide(job, model, store, trials, emit)
     known = {key: item.option for key, item in store.decisions(target).items()}
@@ -401,7 +401,7 @@ def _reads(context: Context, job: TuneJob) -> dict[str, Any]:
     """What the step depends on; it does not matter where candidates are measured."""
     reads = job.model_dump(mode="json", exclude={"home", "imported", "device", "curve"})
     reads["imported"] = [job.imported.ir.sha256, job.imported.params.sha256]
-    if not job.tune.measures:
+    if not job.tune.has_budget:
         # Without a budget the step is a look-up: it depends on what is known, and on nothing when it measures itself.
         reads["records"] = _known(context.workspace.records, job.target)
     return reads

@@ -22,7 +22,9 @@ def measured_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension])
     points = max((len(dimension.measure) for dimension in known.values()), default=0) or 1
     return [
         {
-            name: dimension.measure[min(point, len(dimension.measure) - 1)] if dimension.measure else dimension.typical
+            name: dimension.measure[min(point, len(dimension.measure) - 1)]
+            if dimension.measure
+            else dimension.typical_size
             for name, dimension in known.items()
         }
         for point in range(points)
@@ -41,15 +43,19 @@ def sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: i
     chosen = {}
     for name in points[0]:
         dimension = dimensions.get(name, Dimension())
-        beyond = dimension.typical + 3
+        beyond = dimension.typical_size + 3
         candidates = [
             *([dimension.tune] if dimension.tune else []),
             beyond if dimension.max is None else min(beyond, dimension.max),
             dimension.min,
             # The upper end only where it costs no more than a few typical runs.
-            *([dimension.max] if dimension.max is not None and dimension.max <= max(64, 4 * dimension.typical) else []),
+            *(
+                [dimension.max]
+                if dimension.max is not None and dimension.max <= max(64, 4 * dimension.typical_size)
+                else []
+            ),
         ]
-        distinct = [size for size in dict.fromkeys(candidates) if size != dimension.typical] or candidates[:1]
+        distinct = [size for size in dict.fromkeys(candidates) if size != dimension.typical_size] or candidates[:1]
         chosen[name] = distinct[(index - len(points)) % len(distinct)]
     return chosen
 

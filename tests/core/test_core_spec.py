@@ -1,8 +1,10 @@
 """The release file: every rule, what is said when one is broken, and the template."""
 
 import copy
+import json
 import re
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import yaml
 
 from tvmflow.errors import SpecError
-from tvmflow.spec import Dimension, Spec, load, parse, template
+from tvmflow.spec import Dimension, Spec, amend, load, parse, template, to_document
 
 Document = dict[str, Any]
 Change = Callable[..., Document]
@@ -60,7 +62,7 @@ def test_a_good_document_is_accepted_with_its_defaults(tmp_path: Path) -> None:
     assert spec.dimension("batch") == Dimension(min=1, max=8)
     assert spec.dimension("other") == Dimension(min=1, max=None)
     assert spec.validation.top1_agreement == 1.0
-    assert [target.name for target in spec.resolved_targets()] == ["native"]
+    assert [target.name for target in spec.resolve_targets()] == ["native"]
 
 
 UNKNOWN = [
@@ -214,6 +216,41 @@ MISSING: list[tuple[str, Document]] = [
 ]
 
 
+def test_an_amended_specification_is_validated_like_the_file(tmp_path: Path) -> None:
+    document = {**GOOD, "tune": {"minutes": 3}, "model": {"factory": "model:create", "arguments": {"day": date.min}}}
+    spec = parse(document, tmp_path)
+    changes = {"targets": ["x86-64-v3"], "tune.minutes": None, "tune.trials": 7, "benchmark.repeats": 2}
+    amended = amend(spec, changes)
+    assert [target.name for target in amended.resolve_targets()] == ["x86-64-v3"]
+    assert (amended.tune.trials, amended.tune.minutes, amended.benchmark.repeats) == (7, None, 2)
+    assert amended.folder == tmp_path
+    assert amended.model == spec.model
+    assert spec.tune.trials is None
+    assert amend(spec, {}) == spec
+    for wrong, where in (
+        ({"tune.trials": 7}, "in trials or in minutes"),
+        ({"tune.trails": 7}, "'tune.trails'"),
+        ({"targets": ["nativ"]}, "'nativ'"),
+        ({"model": {"onnx": "absent.onnx"}}, "absent.onnx"),
+    ):
+        with pytest.raises(SpecError, match=where) as caught:
+            amend(spec, wrong, "the options")
+        assert str(caught.value).startswith("the options: ")
+
+
+def test_an_amended_specification_keeps_the_defaults_that_depend_on_other_keys(tmp_path: Path) -> None:
+    reduced = parse({**GOOD, "targets": ["x86-64-v4-bf16"], "build": {"precision": "bf16"}}, tmp_path)
+    assert amend(reduced, {"tune.trials": 0}).bounds == reduced.bounds != reduced.validation
+    assert amend(reduced, {"build.precision": "fp32"}).bounds == reduced.validation
+
+
+def test_a_document_of_a_specification_is_read_back_and_says_no_more_than_the_file(tmp_path: Path) -> None:
+    spec = parse(GOOD, tmp_path)
+    document = json.loads(json.dumps(to_document(spec)))
+    assert document == GOOD
+    assert parse(document, tmp_path) == spec
+
+
 @pytest.mark.parametrize(("key", "part"), MISSING)
 def test_a_missing_file_is_named(tmp_path: Path, key: str, part: Document) -> None:
     assert f"{key}: there is no file '{tmp_path / 'absent.bin'}'" in refusal({**GOOD, **part}, tmp_path)
@@ -226,7 +263,7 @@ def test_a_folder_is_no_model_file(tmp_path: Path) -> None:
 
 def test_the_same_target_twice_is_built_once(tmp_path: Path) -> None:
     spec = parse({**GOOD, "targets": ["x86-64-v3", "x86-64-v2", "x86-64-v3"]}, tmp_path)
-    assert [target.name for target in spec.resolved_targets()] == ["x86-64-v3", "x86-64-v2"]
+    assert [target.name for target in spec.resolve_targets()] == ["x86-64-v3", "x86-64-v2"]
 
 
 def test_relative_paths_are_looked_up_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,8 +381,8 @@ def test_tuning_ends_at_a_part_that_is_written_in_per_cent_or_as_a_number(files:
     document = yaml.safe_load(template("m"))
     written = [parse({**document, "tune": {"until": until}}, files).tune for until in ("2%", " 2 % ", 0.02)]
     assert [tune.until for tune in written] == [0.02] * 3
-    assert all(tune.measures for tune in written)
-    assert not parse({**document, "tune": {"until": "2%", "trials": 0}}, files).tune.measures
+    assert all(tune.has_budget for tune in written)
+    assert not parse({**document, "tune": {"until": "2%", "trials": 0}}, files).tune.has_budget
 
 
 def test_what_is_commented_out_shows_the_defaults(files: Path) -> None:

@@ -172,7 +172,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, onnx_file: Path) -> Compi
             "targets": [target],
         }
         context = Context(spec.parse(document, onnx_file.parent), Settings(), workspace)
-        resolved: Target = context.spec.resolved_targets()[0]
+        resolved: Target = context.spec.resolve_targets()[0]
         exported = export.export.fn(context)
         imported = relax_import.relax_import.fn(context, exported)
         tuned = tune.tune.fn(context, imported, resolved)

@@ -13,7 +13,7 @@ RELEASE_FILES = sorted(EXAMPLES.glob("*/*.yaml"))
 @pytest.mark.parametrize("path", RELEASE_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_the_release_file_is_valid(path: Path) -> None:
     spec = load(path)
-    assert spec.resolved_targets()
+    assert spec.resolve_targets()
 
 
 def test_every_example_has_a_release_file_and_a_readme() -> None:

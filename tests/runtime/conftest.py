@@ -65,7 +65,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, onnx_file: Path) -> Calla
             "build": {"weights": weights},
         }
         context = Context(spec.parse(document, onnx_file.parent), Settings(), workspace)
-        (target,) = context.spec.resolved_targets()
+        (target,) = context.spec.resolve_targets()
         exported = export.export.fn(context)
         imported = relax_import.relax_import.fn(context, exported)
         tuned = tune.tune.fn(context, imported, target)

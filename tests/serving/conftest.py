@@ -92,7 +92,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -
     for version, model in models.items():
         document = {"name": NAME, "model": {"onnx": str(model)}, "dimensions": {"batch": {"min": 1, "max": 64}}}
         context = Context(spec.parse(document, model.parent), Settings(), workspace)
-        (target,) = context.spec.resolved_targets()
+        (target,) = context.spec.resolve_targets()
         exported = export.export.fn(context)
         imported = relax_import.relax_import.fn(context, exported)
         tuned = tune.tune.fn(context, imported, target)

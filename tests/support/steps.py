@@ -18,7 +18,7 @@ def compile_by_steps(document: Mapping[str, Any], folder: Path, state: Path) -> 
     from tvmflow.workspace import Workspace
 
     context = Context(spec.parse(dict(document), folder), Settings(), Workspace(state))
-    (target,) = context.spec.resolved_targets()
+    (target,) = context.spec.resolve_targets()
     exported = export.export.fn(context)
     imported = relax_import.relax_import.fn(context, exported)
     tuned = tune.tune.fn(context, imported, target)

@@ -162,7 +162,7 @@ def compile_command(
     }
     spec = _spec(model, target, parse_shapes(input_shapes or ""), section, trials)
     context = Context(spec, settings, Workspace(settings.state))
-    (resolved,) = spec.resolved_targets()
+    (resolved,) = spec.resolve_targets()
     if linker is not None:
         resolved = dataclasses.replace(resolved, cross_compiler=linker)
     inspect = build.Inspect(before=print_ir_before, after=print_ir_after, code=dump_code)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tasks.tune import TuneResult
-    from tvmflow.spec import Tune
+    from tvmflow.spec import Spec, Tune
     from tvmflow.workspace import Outcome
 
 
@@ -66,10 +66,9 @@ def tune_command(
     spec = release_file.load(file)
     settings = machine.load()
     if targets:
-        document = spec.model_dump(mode="json", by_alias=True)
-        spec = release_file.parse({**document, "targets": list(targets)}, spec.folder)
-    given = {"minutes": minutes, "trials": trials, "until": until, "early_stopping": early_stopping}
-    budget = _budget(spec.tune, {key: value for key, value in given.items() if value is not None})
+        spec = release_file.amend(spec, {"targets": list(targets)}, str(file))
+    options = {"minutes": minutes, "trials": trials, "until": until, "early_stopping": early_stopping}
+    budget = _budget(spec, {key: value for key, value in options.items() if value is not None})
     address = None
     if device is not None:
         address = str(tracker_address(tracker or own_tracker(settings.state)))
@@ -91,7 +90,7 @@ def tune_command(
         exported = export.export.fn(context, trained)
         imported = relax_import.relax_import.fn(context, exported)
         tuned = {}
-        for target in spec.resolved_targets():
+        for target in spec.resolve_targets():
             with followed(context, target, budget) as curve:
                 outcome = tune.tune_more.fn(context, imported, target, budget, measured_on, curve.path)
                 curve.finish(outcome)
@@ -107,19 +106,18 @@ def tune_command(
         _show(name, outcome, output)
 
 
-def _budget(own: "Tune", given: "Mapping[str, object]") -> "Tune":
-    """The budget of this run: what was given, else the release file's. Raises UsageError where there is none."""
-    from pydantic import ValidationError
+def _budget(spec: "Spec", options: "Mapping[str, object]") -> "Tune":
+    """The budget of this run: the options of the command line, else the release file's.
 
-    known = own.model_dump()
-    if given.keys() & {"minutes", "trials", "until"}:
-        known |= {"minutes": None, "trials": None, "until": None}
-    try:
-        budget = type(own).model_validate({**known, **given})
-    except ValidationError as error:
-        (first, *_) = error.errors()
-        raise click.UsageError(f"--{'-'.join(map(str, first['loc']))} {first['input']}: {first['msg']}") from error
-    if not budget.measures and "trials" not in given:
+    Raises UsageError where there is none, SpecError for an option that is out of range.
+    """
+    from tvmflow.spec import amend
+
+    changes = {f"tune.{key}": value for key, value in options.items()}
+    if options.keys() & {"minutes", "trials", "until"}:
+        changes = {"tune.minutes": None, "tune.trials": None, "tune.until": None, **changes}
+    budget = amend(spec, changes, "the budget on the command line").tune
+    if not budget.has_budget and "trials" not in options:
         raise click.UsageError("the release file has no tuning budget; give --minutes, --trials or --until")
     return budget
 

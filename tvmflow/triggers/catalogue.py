@@ -60,7 +60,8 @@ class ManagedModel:
         named = _SOURCE.fullmatch(self.spec.model.mlflow or "")
         if named is not None:
             return Alias(named["model"], named["alias"])
-        return Alias(*retrained) if (retrained := self.spec.retrained) is not None else None
+        alias = self.spec.source_alias
+        return None if alias is None else Alias(*alias)
 
     def has_channel(self, alias: str) -> bool:
         """Whether the alias is a channel: one of those that the file names, any when it names none."""
@@ -73,7 +74,7 @@ class ManagedModel:
         wish wins. Of a model that is retrained it releases this version.
         """
         source = f"{self.source_alias.model if self.source_alias else ''}/{version}"
-        parameters = {"file": str(self.file), **({"source": source} if self.spec.retrained else {})}
+        parameters = {"file": str(self.file), **({"source": source} if self.spec.source_alias else {})}
         return RunRequest(f"release/{self.name}", parameters, f"source:{source}")
 
     def request_promotion(self, channel: str, version: str, *, who: str, why: str) -> RunRequest:

@@ -1,0 +1,41 @@
+"""The release file: what a user asks for of a model, as validated sections.
+
+`load` reads a release file, `parse` validates one that is in memory, and `amend` replaces values in one. The sections
+are in `model` (the model and how it is exported, built and tuned), `inputs` (its inputs and their samples), `checks`
+(what a release has to show) and `channels` (what a promotion has to show); `document` puts them together.
+"""
+
+from tvmflow.spec.channels import Channel, ChannelGates, Retrain
+from tvmflow.spec.checks import Benchmark, Gates, TaskMetric, Validate
+from tvmflow.spec.document import RegistrySection, Spec, Store
+from tvmflow.spec.inputs import Dimension, Dtype, Input, Samples
+from tvmflow.spec.model import Build, Export, Model, Train, Tune
+from tvmflow.spec.reading import amend, load, parse, to_document
+from tvmflow.spec.template import template
+
+__all__ = [
+    "Benchmark",
+    "Build",
+    "Channel",
+    "ChannelGates",
+    "Dimension",
+    "Dtype",
+    "Export",
+    "Gates",
+    "Input",
+    "Model",
+    "RegistrySection",
+    "Retrain",
+    "Samples",
+    "Spec",
+    "Store",
+    "TaskMetric",
+    "Train",
+    "Tune",
+    "Validate",
+    "amend",
+    "load",
+    "parse",
+    "template",
+    "to_document",
+]

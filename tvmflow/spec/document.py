@@ -1,0 +1,177 @@
+"""The whole release file: all sections together, and the rules between them."""
+
+import re
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from tvmflow.spec.channels import Channel, Retrain
+from tvmflow.spec.checks import Benchmark, Gates, Validate
+from tvmflow.spec.fields import NAME_RULE, Section, is_name, likely_name
+from tvmflow.spec.inputs import Dimension, Input
+from tvmflow.spec.model import Build, Export, Model, Train, Tune
+from tvmflow.target import Precision, Target, resolve
+
+# The `max_relative_error` of each reduced precision, where the release file sets no bound.
+_REDUCED_PRECISION_ERROR: dict[Precision, float] = {"bf16": 5e-2, "fp16": 5e-2, "int8": 5e-2}
+
+
+class RegistrySection(Section):
+    """Names in MLflow."""
+
+    experiment: str | None = None
+    model: str | None = None
+    tags: dict[str, str] = Field(default={})
+
+
+class Store(Section):
+    """Where releases are kept. This machine's settings override it; credentials come from the settings alone."""
+
+    endpoint: str | None = None
+    bucket: str | None = None
+    prefix: str | None = None
+
+
+class Spec(Section):
+    """A whole release file."""
+
+    name: str
+    model: Model
+    train: Train | None = None
+    inputs: tuple[Input, ...] = ()
+    dimensions: dict[str, Dimension] = Field(default={})
+    outputs: tuple[str, ...] = ()
+    export: Export = Export()
+    targets: tuple[str | dict[str, Any], ...] = ("native",)
+    build: Build = Build()
+    tune: Tune = Tune()
+    validation: Validate = Field(default=Validate(), alias="validate")
+    benchmark: Benchmark = Benchmark()
+    gates: Gates = Gates()
+    channels: dict[str, Channel] = Field(default={})
+    retrain: Retrain | None = None
+    registry: RegistrySection = RegistrySection()
+    store: Store = Store()
+
+    _folder: Path = Path()
+
+    @field_validator("name")
+    @classmethod
+    def _is_plain(cls, name: str) -> str:
+        if not is_name(name):
+            raise ValueError(f"{name!r} {NAME_RULE}")
+        return name
+
+    @model_validator(mode="after")
+    def _has_distinct_inputs_and_outputs(self) -> Self:
+        if not self.inputs and self.model.onnx is None and self.model.mlflow is None:
+            raise ValueError("inputs are needed: name, shape and dtype of each")
+        for kind, names in (("input", [item.name for item in self.inputs]), ("output", list(self.outputs))):
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"{kind} {name!r} is given twice")
+        return self
+
+    @model_validator(mode="after")
+    def _has_dimensions_of_its_inputs(self) -> Self:
+        symbols = {size for item in self.inputs for size in item.shape if isinstance(size, str)}
+        for name in self.dimensions:
+            if self.inputs and name not in symbols:
+                raise ValueError(f"dimension {name!r} stands in no input's shape{likely_name(name, symbols)}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> Self:
+        if not self.targets:
+            raise ValueError("targets must name at least one")
+        return self
+
+    @model_validator(mode="after")
+    def _measures_what_gates_compare(self) -> Self:
+        for peer in ("onnxruntime", "pytorch"):
+            if getattr(self.gates, f"max_ratio_{peer}") is None:
+                continue
+            if peer not in self.benchmark.peers:
+                raise ValueError(f"gates.max_ratio_{peer} needs {peer} among benchmark.peers")
+            if peer == "pytorch" and self.model.onnx is not None:
+                raise ValueError(
+                    "gates.max_ratio_pytorch cannot be checked for an ONNX file; use max_ratio_onnxruntime"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _has_an_order_of_channels(self) -> Self:
+        for name, channel in self.channels.items():
+            if not is_name(name):
+                raise ValueError(f"channel {name!r} {NAME_RULE}")
+            if name == "latest" or re.fullmatch(r"v[0-9]+", name):
+                raise ValueError(f"channel {name!r} has a name that MLflow keeps for itself; take another")
+            if channel.after is not None and (channel.after == name or channel.after not in self.channels):
+                raise ValueError(f"channels.{name}.after: {channel.after!r} is no other channel of this file")
+        for name in self.channels:
+            if self._follows(name, name):
+                raise ValueError(f"channels.{name}.after: a release would have to reach {name!r} before itself")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> Self:
+        if self.retrain is not None and (self.train is None or self.validation.task is None):
+            raise ValueError("retrain needs train, which makes the weights, and validate.task, which judges them")
+        if self.retrain is not None and self.channels and self.retrain.channel not in self.channels:
+            raise ValueError(f"retrain.channel: {self.retrain.channel!r} is not among channels")
+        if self.train is not None and (self.model.factory is None or self.model.weights is not None):
+            raise ValueError("train makes the weights of a factory's model: give factory, and no weights file")
+        return self
+
+    @property
+    def bounds(self) -> Validate:
+        """The bounds of validation: the release file's; where it sets none, a reduced precision has wider ones."""
+        error = _REDUCED_PRECISION_ERROR.get(self.build.precision)
+        if error is None or self.validation.has_bounds:
+            return self.validation
+        return self.validation.model_copy(update={"max_relative_error": error})
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the release file: its relative paths and its modules are looked up there."""
+        return self._folder
+
+    def path(self, path: Path) -> Path:
+        """Return a path of the release file as an absolute one."""
+        return path if path.is_absolute() else self._folder / path
+
+    def dimension(self, name: str) -> Dimension:
+        """Return the range of a symbolic dimension; without an entry in the release file, it is 1 or more."""
+        return self.dimensions.get(name, Dimension())
+
+    @property
+    def source_alias(self) -> tuple[str, str] | None:
+        """MLflow's model and alias that ask to release a retrained model; None without a section `retrain`.
+
+        The model is the one that retraining registers versions of, the alias has the name of the retraining's channel.
+        """
+        return None if self.retrain is None else (self.retrain.source or f"{self.name}-source", self.retrain.channel)
+
+    def resolve_targets(self) -> tuple[Target, ...]:
+        """Return the targets to build for, each once. Raises TargetError for one that is not possible."""
+        targets = [resolve(item) for item in self.targets]
+        return tuple({target.name: target for target in targets}.values())
+
+    def automatic_channels(self) -> tuple[str, ...]:
+        """Return the channels that every release is promoted to: in the file's order, each after its predecessors."""
+        order: list[str] = []
+        waiting = [name for name, channel in self.channels.items() if channel.automatic]
+        while waiting:
+            name = next(name for name in waiting if not any(self._follows(name, other) for other in waiting))
+            waiting.remove(name)
+            order.append(name)
+        return tuple(order)
+
+    def _follows(self, name: str, other: str) -> bool:
+        """Whether a release reaches the channel `name` only after the channel `other`."""
+        before, passed = self.channels[name].after, {name}
+        while before is not None and before != other and before not in passed:
+            passed.add(before)
+            before = self.channels[before].after
+        return before == other

@@ -1,0 +1,57 @@
+"""What the sections of a release file share: their base class, the types of their fields and the form of names."""
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+NAME_RULE = "must consist of letters, digits, dots, dashes and underscores"
+
+
+class Section(BaseModel):
+    """A section of the release file: immutable, and without keys other than its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def is_name(text: str) -> bool:
+    """Whether a release or a channel can have this name: see NAME_RULE; it begins with a letter or a digit."""
+    return _NAME.fullmatch(text) is not None
+
+
+def check_function(text: str) -> str:
+    """Return a function's address as it is. Raises ValueError unless it is of the form package.module:function."""
+    if not _FUNCTION.fullmatch(text):
+        raise ValueError(f"{text!r} is not of the form package.module:function")
+    return text
+
+
+def parse_fraction(value: object) -> object:
+    """Return a percentage, as "2%", as a fraction of one; any other value as it is.
+
+    Raises ValueError for a percent sign that follows no number.
+    """
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return float(value.strip()[:-1]) / 100
+    return value
+
+
+def likely_name(name: str, names: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" with the one of `names` that is most like `name`, or "" if none is like it."""
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+FunctionName = Annotated[str, AfterValidator(check_function)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+# From 0 to 1, both included.
+Share = Annotated[float, Field(ge=0, le=1)]
+# Between 0 and 1; the release file may say it as a percentage.
+Fraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(parse_fraction)]

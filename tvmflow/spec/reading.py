@@ -1,0 +1,100 @@
+"""Reading release files, and replacing values in one."""
+
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from tvmflow.errors import SpecError, TargetError
+from tvmflow.spec.document import Spec
+from tvmflow.spec.messages import describe
+from tvmflow.target import without_unit
+
+
+def load(path: Path) -> Spec:
+    """Read and validate a release file.
+
+    Raises SpecError with one sentence that names the file, the key and, for an unknown key, the likely one.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpecError(
+            f"release file {str(path)!r} cannot be read ({error.strerror}); `tvmflow init` writes one"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SpecError(f"release file {str(path)!r} is not UTF-8 text; `tvmflow init` writes a good one") from error
+    try:
+        document = yaml.load(text, _Loader)  # noqa: S506 - a safe loader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark is not None else ""
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise SpecError(f"release file {str(path)!r} is not valid YAML{line}: {problem}") from error
+    return parse(document, path.resolve().parent, str(path))
+
+
+def parse(document: object, folder: Path, source: str = "release file") -> Spec:
+    """Validate the document of a release file; its relative paths are looked up in `folder`.
+
+    Raises SpecError with one sentence that begins with `source`: for a key or value that is wrong, for a target that is
+    impossible or that cannot compute in the precision, and for a file that does not exist.
+    """
+    if not isinstance(document, Mapping):
+        raise SpecError(f"{source} must be a mapping with name, model and inputs; `tvmflow init` writes one")
+    try:
+        spec = Spec.model_validate(dict(document))
+    except ValidationError as error:
+        raise SpecError(f"{source}: {describe(error)}") from error
+    spec._folder = folder
+    try:
+        targets = spec.resolve_targets()
+    except TargetError as error:
+        raise SpecError(f"{source}: targets: {error}") from error
+    for target in targets:
+        reason = without_unit(target, spec.build.precision)
+        if reason is not None:
+            raise SpecError(f"{source}: build.precision: {reason}")
+    for key, file in (
+        ("model.onnx", spec.model.onnx),
+        ("model.pt2", spec.model.pt2),
+        ("model.weights", spec.model.weights),
+        *((f"inputs.{item.name}.samples.file", item.samples.file) for item in spec.inputs),
+        *(("train.reads", file) for file in (spec.train.reads if spec.train else ())),
+    ):
+        if file is not None and not spec.path(file).is_file():
+            raise SpecError(f"{source}: {key}: there is no file {str(spec.path(file))!r}")
+    return spec
+
+
+def amend(spec: Spec, changes: Mapping[str, object], source: str = "release file") -> Spec:
+    """Return a specification with some values replaced, validated as a release file is.
+
+    A key of `changes` names a section, as "targets", or a key in a section, as "tune.trials"; the value is what the
+    release file would say there, None being YAML's null. Keys that the release file does not set remain unset.
+    Raises SpecError as `parse` does.
+    """
+    document = spec.model_dump(by_alias=True, exclude_unset=True)
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        document[section] = {**(document.get(section) or {}), name: value} if name else value
+    return parse(document, spec.folder, source)
+
+
+def to_document(spec: Spec) -> dict[str, Any]:
+    """Return a specification as JSON data that `parse` reads; keys that the release file does not set are left out."""
+    return spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader that refuses a key given twice, where PyYAML silently takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and key.value in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)

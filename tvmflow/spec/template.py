@@ -1,0 +1,122 @@
+"""The release file that `tvmflow init` writes: every key with a comment."""
+
+import yaml
+
+from tvmflow.errors import SpecError
+from tvmflow.spec.fields import NAME_RULE, is_name
+from tvmflow.target import presets
+
+
+def template(name: str) -> str:
+    """Return a new, commented release file. Raises SpecError for a name that no release can have."""
+    if not is_name(name):
+        raise SpecError(f"name {name!r} {NAME_RULE}; give another")
+    is_plain = yaml.safe_load(name) == name  # and not a number, a date or a truth value
+    return _TEMPLATE.format(name=name if is_plain else f'"{name}"', presets=" | ".join(presets()))
+
+
+_TEMPLATE = """\
+# A release file: what `tvmflow release` ships. Every key is shown; what is commented out shows its default.
+
+name: {name}
+
+model:                          # exactly one of factory, pt2, onnx, mlflow
+  factory: model:create         # package.module:function returning a torch.nn.Module, looked up beside this file
+  # arguments: {{width: 32}}      # keyword arguments of the factory
+  # weights: weights.pt         # a state dict loaded into the module
+  # pt2: model.pt2              # a torch.export ExportedProgram
+  # onnx: model.onnx            # an ONNX file
+  # mlflow: models:/NAME@ALIAS  # a pytorch or onnx model of the MLflow registry
+
+# train:                        # makes the weights of the factory's model
+#   function: train:train       # function(output: Path, **arguments) writes a state dict
+#   arguments: {{epochs: 5}}
+#   reads: [data.csv]           # files whose change trains anew
+
+inputs:
+  - name: input
+    shape: [batch, 3, 224, 224] # a name is a symbolic dimension
+    dtype: float32
+    samples: {{kind: normal}}     # ones | uniform (low, high) | normal (mean, std) | integers (low, high)
+                                # | npz (file, key) | function (package.module:function(shape, seed) -> array)
+
+dimensions:
+  batch: {{min: 1, max: 64, tune: 1, measure: [1]}}
+
+# outputs: [logits]             # names, in the model's order
+
+# export:
+#   opset: 18
+#   optimize: true
+#   options: {{}}                 # further arguments of torch.onnx.export
+#   rtol: 1.0e-3                # ONNX Runtime against PyTorch
+#   atol: 1.0e-4
+
+targets: [native]               # {presets}
+                                # or a full TVM target: {{kind: llvm, mtriple: x86_64-linux-gnu, mcpu: znver4}}
+
+# build:
+#   opt_level: 3
+#   required_passes: []
+#   disabled_passes: []
+#   config: {{}}                  # PassContext options
+#   exec_mode: bytecode         # bytecode | compiled
+#   weights: inside             # inside the library | apart
+#   precision: fp32             # of convolutions and products: fp32 | bf16 | fp16 (ARM) | int8 (of a quantised model)
+#   fast_algorithms: allow      # forbid: without Winograd's and Strassen's, which multiply less and round more
+
+tune:
+  trials: 0                     # total over all workloads; or minutes: 10; or until: 2%, what another minute must save
+  # tuner: xgb                  # xgb | ga | random | grid
+  # early_stopping: 256         # leave a workload alone after so many trials that were not faster
+  # seed: 0
+
+validate:
+  samples: 4
+  rtol: 1.0e-3
+  atol: 1.0e-4
+  # max_relative_error: null    # in the place of rtol and atol, of an output's largest value; reduced precision: 0.05
+  top1_agreement: 1.0           # null: the outputs are not class scores
+  # seed: 0
+  # task:                       # a metric on held-out data
+  #   dataset: data:held_out    # function returning (inputs by name, labels)
+  #   metric: accuracy          # or package.module:function(outputs by name, labels), higher is better
+  #   drop: 0.0                 # how much lower than the original it may be
+  #   arguments: {{}}
+  #   batch: 64
+
+# benchmark:
+#   repeats: 50                 # per round
+#   rounds: 3
+#   warmup: 10
+#   threads: 2                  # default: the target's
+#   peers: [onnxruntime, pytorch]
+
+# gates:                        # a release out of bounds is not published
+#   max_latency_ms: 20
+#   max_ratio_onnxruntime: 1.0
+#   max_ratio_pytorch: 0.5
+#   max_bundle_mb: 200
+#   unverified_targets: refuse  # targets this machine cannot run: refuse | allow
+
+# channels:                     # pointers that devices follow, and what it takes to move each; none: any, freely
+#   staging: {{automatic: true}}  # every release is promoted to it
+#   production:
+#     automatic: false
+#     approval: none            # required: a person says yes
+#     signature: optional       # required: every bundle is signed with a key that is trusted where it is promoted
+#     after: staging            # the channel that must have held the release before
+#     gates:                    # a release out of bounds is not promoted
+#       max_ratio_current: 1.1  # latency over that of the release which the channel holds, measured side by side
+#       max_latency_ms: 20
+#       max_metric_drop: 0.01   # how much lower than that release's the task metric may be
+#       min_metric: 0.9
+
+# retrain:                      # when a retrained model is released: needs train and validate.task
+#   channel: production         # what it holds is the champion
+#   min_gain: 0.0               # how much better on the held-out data the new model must be; may be negative
+#   source: {name}-source       # the model of the MLflow registry that it becomes a version of
+
+# registry: {{experiment: tvmflow, model: {name}, tags: {{}}}}
+# store: {{endpoint: null, bucket: tvmflow, prefix: ""}}   # the machine's settings (TVMFLOW_S3_...) come first
+"""
