@@ -7,10 +7,9 @@ from tasks.step import Context, step
 from tasks.track import TargetOutcomes, TrackResult, verdict_document
 from tvmflow import __version__
 from tvmflow.progress import reporter
+from tvmflow.store.documents import RELEASE_FORMAT
 from tvmflow.target import needed_features
 from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
-
-RELEASE_FORMAT = 1
 
 
 class PublishResult(StepResult):

@@ -289,7 +289,7 @@ def test_a_rollback_does_not_go_to_a_release_that_is_not_whole(
         _move(services, name, version, before)
     key = f"releases/{name}/1/release.json"
     document = {**services.store.get_release(name, "1"), "report": {"sha256": "f" * 64}}
-    services.store._put(key, json.dumps(document).encode(), "damaging it")
+    services.store.objects.put(key, json.dumps(document).encode(), "damaging it")
     with pytest.raises(StoreError, match=r"is not whole: .* is missing"):
         _rollback(services, name)
     assert _where(services, name) == ("2", "2")

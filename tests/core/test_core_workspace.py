@@ -378,9 +378,9 @@ def test_a_shared_artifact_that_is_not_whole_is_made_again_and_repaired(
     build(one)
     key = f"blobs/sha256/{hashlib.sha256(b'library').hexdigest()}"
     if damage is None:
-        store._store._withdraw([key])
+        store.objects.delete(key, "losing an artifact")
     else:
-        store._store._put(key, damage, "damaging an artifact")
+        store.objects.put(key, damage, "damaging an artifact")
     assert build(other) == "ran"
     assert build(Workspace(tmp_path / "third", store)) == "cached"
 
@@ -411,7 +411,7 @@ def test_a_shared_record_that_leads_out_of_the_workspace_is_not_followed(
 
 def test_a_store_that_is_away_is_one_sentence_and_the_work_is_kept(tmp_path: Path, store: WorkStore) -> None:
     away = Workspace(
-        tmp_path / "state", WorkStore(ReleaseStore(replace(store._store.config, endpoint="http://127.0.0.1:1")))
+        tmp_path / "state", WorkStore(ReleaseStore(replace(store.objects.config, endpoint="http://127.0.0.1:1")))
     )
     with pytest.raises(StoreError, match="Cannot reach"):
         away.remember("build", step_key("build", {"onnx": "ab"}), Made(library=_kept(away)), 1.0)
@@ -463,7 +463,7 @@ def test_files_of_records_with_other_names_are_left_alone(
     machines: tuple[Workspace, Workspace], store: WorkStore
 ) -> None:
     for name in ("sub/inside.jsonl", "records.txt", ".hidden.jsonl"):
-        store._store._put(f"records/{name}", b"1\n", "planting records")
+        store.objects.put(f"records/{name}", b"1\n", "planting records")
     machines[0].share_records()
     assert not machines[0].records.exists()
 

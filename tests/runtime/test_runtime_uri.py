@@ -99,7 +99,7 @@ def test_a_blob_on_s3_is_kept_and_any_other_object_is_not(
     digest = sha256_file(bundle)
     assert runs(store.put_blob(bundle, digest)) == "native"
     assert [path.name for path in (tmp_path / "home" / "bundles").iterdir()] == [f"{digest}.tar.gz"]
-    store._s3.put_object(Bucket="models", Key="by-hand/model.tar.gz", Body=bundle.read_bytes())
+    store.objects.s3.put_object(Bucket="models", Key="by-hand/model.tar.gz", Body=bundle.read_bytes())
     assert runs("s3://models/by-hand/model.tar.gz") == "native"
     assert len(list((tmp_path / "home" / "bundles").iterdir())) == 1
     assert not list(scratch.iterdir())

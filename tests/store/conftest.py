@@ -84,7 +84,7 @@ def write_file(tmp_path: Path) -> Callable[[bytes], tuple[Path, str]]:
 @pytest.fixture
 def damage(rclone: StoreConfig, rclone_folder: Path) -> Callable[[str, bytes | None], None]:
     """Replaces an object's content behind the server's back, or removes it, and waits until the server has noticed."""
-    s3 = ReleaseStore(rclone)._s3
+    s3 = ReleaseStore(rclone).objects.s3
 
     def size_of(key: str) -> int | None:
         try:

@@ -16,7 +16,7 @@ from botocore.awsrequest import AWSResponse
 from botocore.compat import HTTPHeaders
 
 from tvmflow.errors import StoreError
-from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store import ReleaseStore, StoreConfig, channels, claims
 from tvmflow.store.embedded import embedded_s3
 
 Damage = Callable[[str, bytes | None], None]
@@ -126,7 +126,7 @@ def test_one_of_several_racing_threads_wins_and_the_others_are_told_who(store: R
 INCREMENT = """
 import json, sys
 from tvmflow.errors import StoreError
-from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store import ReleaseStore, StoreConfig, channels, claims
 store, won = ReleaseStore(StoreConfig(**json.loads(sys.argv[1]))), 0
 while won < int(sys.argv[2]):
     seen = channels.read(store, "resnet", "production").version
@@ -185,7 +185,7 @@ def test_a_server_that_does_not_know_conditional_writes_is_served_too(moto_serve
         refused.append(request.url)
         return AWSResponse(request.url, 501, HTTPHeaders(), _Body(b"<Error><Code>NotImplemented</Code></Error>"))
 
-    hooks: Any = store._s3.meta.events
+    hooks: Any = store.objects.s3.meta.events
     hooks.register("before-send.s3.PutObject", refuse_condition)
     _move(store, "1", None)
     _move(store, "2", "1")
@@ -206,7 +206,7 @@ def test_a_move_that_passes_the_claims_by_is_stopped_by_the_condition(moto_serve
     store = ReleaseStore(StoreConfig(**{**vars(moto_server), "prefix": "channels-conditional"}))
     _publish(store, "1", "2", "3")
     before = _move(store, "1", None)
-    foreign = channels._to_json(
+    foreign = channels._encode(
         channels.Pointer(
             "resnet",
             "production",
@@ -215,11 +215,11 @@ def test_a_move_that_passes_the_claims_by_is_stopped_by_the_condition(moto_serve
         )
     )
     other = ReleaseStore(store.config)
-    hooks: Any = store._s3.meta.events
+    hooks: Any = store.objects.s3.meta.events
 
     def interfere(params: Any, **_: Any) -> None:
         if params["url_path"].endswith("production.json"):
-            other._put("channels/resnet/production.json", foreign, "interfering")
+            other.objects.put("channels/resnet/production.json", foreign, "interfering")
 
     hooks.register("before-call.s3.PutObject", interfere)
     with pytest.raises(StoreError, match="but carl moved it to 3"):
@@ -238,7 +238,7 @@ def _leave_claim(folder: Path, age_seconds: float) -> None:
 def test_a_channel_that_another_mover_has_claimed_is_not_moved(
     rclone: StoreConfig, rclone_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(claims, "PATIENCE_SECONDS", 0.2)
     store = ReleaseStore(rclone)
     _publish(store, "1")
     _leave_claim(rclone_folder, age_seconds=60)
@@ -260,7 +260,7 @@ def test_the_claim_of_a_mover_that_died_long_ago_is_void(rclone: StoreConfig, rc
 def test_a_damaged_pointer_is_refused(
     rclone: StoreConfig, damage: Damage, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "_LOOKS", 2)
+    monkeypatch.setattr(channels, "_MAX_LOOKS", 2)
     store = ReleaseStore(rclone)
     _publish(store, "1")
     _move(store, "1", None)

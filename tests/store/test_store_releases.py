@@ -14,8 +14,7 @@ from botocore.awsrequest import AWSResponse
 from botocore.compat import HTTPHeaders
 
 from tvmflow.errors import StoreError
-from tvmflow.store import ReleaseStore, StoreConfig
-from tvmflow.store import releases as releases_module
+from tvmflow.store import ReleaseStore, StoreConfig, claims
 from tvmflow.store.embedded import embedded_s3
 
 Damage = Callable[[str, bytes | None], None]
@@ -127,7 +126,7 @@ def _leave_claim(folder: Path, age_seconds: float) -> None:
 def test_a_version_that_another_publisher_has_claimed_is_not_written(
     rclone: StoreConfig, rclone_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(releases_module, "_CLAIM_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(claims, "PATIENCE_SECONDS", 0.2)
     _leave_claim(rclone_folder, age_seconds=60)
     store = ReleaseStore(rclone)
     with pytest.raises(StoreError, match="being published by somebody else"):
@@ -152,7 +151,7 @@ def test_a_server_that_does_not_know_conditional_writes_is_served_too(moto_serve
         refused.append(request.url)
         return AWSResponse(request.url, 501, HTTPHeaders(), _Body(b"<Error><Code>NotImplemented</Code></Error>"))
 
-    hooks: Any = store._s3.meta.events
+    hooks: Any = store.objects.s3.meta.events
     hooks.register("before-send.s3.PutObject", refuse_condition)
     store.publish("resnet", "1", {"a": 1}, [])
     assert refused
@@ -291,7 +290,9 @@ def test_a_server_that_dies_before_the_document_leaves_no_release(
     path, digest = write_file(b"a bundle")
     with embedded_s3(tmp_path / "data", bucket="releases") as config:
         store = ReleaseStore(replace(config, attempts=1))
-        store._s3.meta.events.register("before-call.s3.PutObject", _once_conditional(lambda: kill_server(config)))
+        store.objects.s3.meta.events.register(
+            "before-call.s3.PutObject", _once_conditional(lambda: kill_server(config))
+        )
         with pytest.raises(StoreError, match="Cannot reach"):
             store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
     with embedded_s3(tmp_path / "data", bucket="releases") as config:

@@ -1,32 +1,31 @@
 """Channels: named pointers to releases, each with the history of its moves.
 
 channels/<name>/<channel>.json        the pointer
-claims/<name>/@<channel>/<nonce>      who is about to move it; short-lived
+claims/<name>/@<channel>/<nonce>      the claim of a mover on the channel; short-lived
 """
 
 import contextlib
 import datetime
 import json
 import os
-import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tvmflow.errors import StoreError
-from tvmflow.store.client import explained
-from tvmflow.store.releases import _CLAIM_LIFETIME, _SETTLES_SECONDS, ReleaseStore, _require_name
+from tvmflow.store import claims
+from tvmflow.store.keys import channel_key, require_name
+from tvmflow.store.objects import SETTLE_SECONDS, InterruptedReadError
+from tvmflow.store.releases import ReleaseStore
 
 # Raised whenever a reader of the former number could misread a pointer of the new one.
 FORMAT = 1
-_PATIENCE_SECONDS = 15.0
 # An embedded server on a folder that another one writes may for some milliseconds give the new content in the old
 # length, or say that there is nothing; a busy one overlooks for up to a second what was just written.
-_LOOKS = 20
-_LOOKS_FOR_ABSENT = 5
+_MAX_LOOKS = 20
+_MAX_LOOKS_FOR_ABSENT = 5
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Pointer:
-    """Where a channel points, and its moves, the oldest first."""
+    """The version that a channel holds, and the channel's moves, the oldest first."""
 
     name: str
     channel: str
@@ -55,16 +54,16 @@ class Pointer:
 
     @property
     def last_move(self) -> Move:
-        """The move that brought it here."""
+        """The move that brought the channel to its version."""
         return self.history[-1]
 
     def has_held(self, version: str) -> bool:
-        """Whether the channel points at a version or ever did."""
+        """Whether the channel holds a version or ever did."""
         return any(move.to_version == version for move in self.history)
 
     @property
     def rollback_stack(self) -> tuple[str, ...]:
-        """The versions that rollbacks go back through, the present one last: after 1, 2, 3 and one rollback 1, 2."""
+        """The versions that rollbacks go back through, the current one last: after 1, 2, 3 and one rollback 1, 2."""
         versions: list[str] = []
         for move in self.history:
             if move.rollback and move.to_version in versions:
@@ -76,22 +75,22 @@ class Pointer:
 
 
 def read(store: ReleaseStore, name: str, channel: str) -> Pointer:
-    """The pointer of a channel; raises `StoreError` naming the channels there are when it is not among them."""
+    """Read the pointer of a channel. Raises `StoreError` for a channel that was never moved, naming those that were."""
     pointer = find(store, name, channel)
     if pointer is None:
-        known = ", ".join(_channels(store, name)) or "none"
-        raise StoreError(f"There is no channel {channel!r} of {name} in {store.config.uri}; its channels: {known}.")
+        channels = ", ".join(_list_channels(store, name)) or "none"
+        raise StoreError(f"There is no channel {channel!r} of {name} in {store.config.uri}; its channels: {channels}.")
     return pointer
 
 
 def find(store: ReleaseStore, name: str, channel: str) -> Pointer | None:
-    """The pointer of a channel, None if it was never moved."""
-    return _found(store, name, channel)[0]
+    """Read the pointer of a channel, None if it was never moved. Raises `StoreError` for a damaged pointer."""
+    return _read_with_etag(store, name, channel)[0]
 
 
 def list_all(store: ReleaseStore, name: str) -> list[Pointer]:
-    """The pointers of all channels of a name, sorted by channel."""
-    return [read(store, name, channel) for channel in _channels(store, name)]
+    """Read the pointers of all channels of a name, sorted by channel. Raises as `find` does."""
+    return [read(store, name, channel) for channel in _list_channels(store, name)]
 
 
 def move(
@@ -108,175 +107,121 @@ def move(
 ) -> Pointer:
     """Point a channel at a published version; return the new pointer.
 
-    `expected` is the version that the mover saw there, None for a channel that does not exist yet. When the channel
-    points elsewhere by now nothing is written, and the `StoreError` says who moved it: of several movers that saw the
-    same, exactly one wins. Readers see the old pointer or the new one. To move it where it is expected to be already
-    writes nothing. `prepare` is called once it is certain that the mover is the only one and saw right, before the
-    pointer is written.
+    `expected` is the version that the mover saw in the channel, None for a channel that does not exist yet. When the
+    channel holds another version by now, nothing is written, and the `StoreError` says who moved it: of several movers
+    that expect the same version exactly one wins. Readers see the old pointer or the new one. A channel that holds
+    `version` already stays as it is. `prepare` is called after the channel was claimed and found at `expected`, before
+    the pointer is written.
     """
-    key = _key(name, channel)
+    key = channel_key(name, channel)
     if not store.has_release(name, version):
-        store.get_release(name, version)  # says which versions there are
+        store.get_release(name, version)  # its error names the versions that are published
     with claim(store, name, channel, who):
-        before, etag = _found(store, name, channel)
-        current = before.version if before else None
-        if current != expected:
-            raise StoreError(_told(name, channel, before, expected))
+        before, etag = _read_with_etag(store, name, channel)
+        current_version = before.version if before else None
+        if current_version != expected:
+            raise StoreError(_moved_meanwhile(name, channel, before, expected))
         prepare()
-        if before is not None and current == version:
+        if before is not None and current_version == version:
             return before
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        latest = Move(who, now, current, version, why, secrets.token_hex(8), rollback)
+        latest = Move(who, now, current_version, version, why, secrets.token_hex(8), rollback)
         after = Pointer(name, channel, version, (*(before.history if before else ()), latest))
-        _write(store, key, _to_json(after), etag)
+        # A refusal is not an error here: when the first of two tries of a request was lost on its way back, the second
+        # is refused because of the first. The pointer that is read back decides.
+        store.objects.put_if_unchanged(key, _encode(after), etag)
         # By then every server on the same storage has seen it, and no other mover looks before.
-        time.sleep(_SETTLES_SECONDS)
-        found = find(store, name, channel)
-        for _ in range(_LOOKS):
-            if found != before:
+        time.sleep(SETTLE_SECONDS)
+        pointer = find(store, name, channel)
+        for _ in range(_MAX_LOOKS):
+            if pointer != before:
                 break
-            time.sleep(_SETTLES_SECONDS)
-            found = find(store, name, channel)
-        if found is None or latest not in found.history:
-            raise StoreError(_told(name, channel, found, expected))
+            time.sleep(SETTLE_SECONDS)
+            pointer = find(store, name, channel)
+        if pointer is None or latest not in pointer.history:
+            raise StoreError(_moved_meanwhile(name, channel, pointer, expected))
         return after
 
 
 @contextlib.contextmanager
 def claim(store: ReleaseStore, name: str, channel: str, who: str) -> Iterator[None]:
-    """Be the only mover of a channel while the body runs: the protocol of `ReleaseStore._write_once`.
+    """Be the only mover of a channel while the body runs, on servers that ignore `IfMatch` too (see `claims`).
 
-    `IfMatch` alone would do, but some servers ignore it. So each mover leaves a claim and then looks for those of
-    others: the later of two is bound to see the other's. Whoever sees one withdraws and tries again after a random
-    pause. A claim left behind by a crash is void after fifteen minutes, on the machine of the crash at once.
+    The claim of a process of this machine that has ended is void at once. Raises `StoreError` when another mover keeps
+    the channel for longer than 15 seconds.
     """
     prefix = f"claims/{name}/@{channel}/"
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    mine: set[str] = set()
+    deadline = time.monotonic() + claims.PATIENCE_SECONDS
+    own_claims: set[str] = set()
+    content = f"{who}\n{claims.describe_process(os.getpid())}\n".encode()
     try:
         while True:
-            claim = f"{prefix}{secrets.token_hex(8)}"
-            mine.add(claim)
-            store._put(claim, f"{who}\n{_process(os.getpid())}\n".encode(), "claiming the channel")
-            time.sleep(_SETTLES_SECONDS)
-            rivals = [other for other in store._live_claims(prefix) if other not in mine]
-            dead = [other for other in rivals if _abandoned(store._get(other) or b"")]
-            store._withdraw(dead)
-            if len(dead) == len(rivals):
+            own_claim = f"{prefix}{secrets.token_hex(8)}"
+            own_claims.add(own_claim)
+            claims.leave_claim(store.objects, own_claim, content, "claiming the channel")
+            rivals = [each for each in claims.list_claims(store.objects, prefix) if each not in own_claims]
+            abandoned = [each for each in rivals if claims.is_abandoned(store.objects.get(each) or b"")]
+            claims.withdraw_claims(store.objects, abandoned)
+            rivals = [each for each in rivals if each not in abandoned]
+            if not rivals:
                 break
-            rivals = [other for other in rivals if other not in dead]
             if time.monotonic() > deadline:
-                rival = (store._get(rivals[0]) or b"somebody else").decode(errors="replace").partition("\n")[0]
+                rival = (store.objects.get(rivals[0]) or b"somebody else").decode(errors="replace").partition("\n")[0]
                 raise StoreError(
-                    f"The channel {name}@{channel} is being moved by {rival} ({store._uri(rivals[0])}): try again, at "
-                    f"the latest in {_CLAIM_LIFETIME.seconds // 60} minutes if that mover was killed."
+                    f"The channel {name}@{channel} is being moved by {rival} ({store.objects.uri(rivals[0])}): try "
+                    f"again, at the latest in {claims.LIFETIME.seconds // 60} minutes if that mover was killed."
                 )
             # All of them: a busy rclone may answer a deletion and not do it.
-            store._withdraw(mine)
-            time.sleep(random.uniform(0.05, 0.5))  # noqa: S311 - not for secrets, only to part the rivals
+            claims.withdraw_claims(store.objects, own_claims)
+            claims.pause_before_retry()
         yield
     finally:
-        store._withdraw(mine)
+        claims.withdraw_claims(store.objects, own_claims)
 
 
-def _process(number: int) -> str:
-    """A process of this machine, in words that no other process ever has; empty when there is none of that number."""
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        numbers = Path("/proc/self/ns/pid").readlink()
-        state, *rest = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else f"{machine} {numbers} {number} {rest[18]}"
-
-
-def _abandoned(claim: bytes) -> bool:
-    """Whether a claim is of a process of this machine that is gone."""
-    _, _, claimant = claim.decode(errors="replace").strip().rpartition("\n")
-    parts, mine = claimant.split(), _process(os.getpid()).split()
-    return len(parts) == 4 and parts[:2] == mine[:2] and parts[2].isdecimal() and _process(int(parts[2])) != claimant
-
-
-def _write(store: ReleaseStore, key: str, content: bytes, etag: str | None) -> None:
-    """Write the pointer if it is still what was read, as far as the server honours conditions.
-
-    A refusal is not an error here: when the first of two tries of a request was lost on its way back, the second is
-    refused for the first. What stands there afterwards decides.
-    """
-    from botocore.exceptions import ClientError
-
-    condition: Any = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
-    with explained(store.config, f"writing {key}"):
-        try:
-            store._s3.put_object(
-                Bucket=store.config.bucket,
-                Key=store._key(key),
-                Body=content,
-                ContentType="application/json",
-                **condition,
-            )
-        except ClientError as error:
-            match error.response.get("ResponseMetadata", {}).get("HTTPStatusCode"):
-                case 409 | 412:
-                    return
-                case 501:
-                    # The server does not know the condition; the claim has to do.
-                    store._put(key, content, f"writing {key}")
-                case _:
-                    raise
-
-
-def _found(store: ReleaseStore, name: str, channel: str) -> tuple[Pointer | None, str | None]:
-    """The pointer and the entity tag of what was read, both None if there is none."""
-    from botocore.exceptions import IncompleteReadError, ResponseStreamingError
-
-    key = _key(name, channel)
+def _read_with_etag(store: ReleaseStore, name: str, channel: str) -> tuple[Pointer | None, str | None]:
+    """The pointer and the entity tag of the object that was read, both None if there is none."""
+    key = channel_key(name, channel)
     unreadable = absent = 0
-    while absent < _LOOKS_FOR_ABSENT:
-        with explained(store.config, f"reading {key}"):
-            try:
-                answer = store._s3.get_object(Bucket=store.config.bucket, Key=store._key(key))
-                with contextlib.closing(answer["Body"]) as body:
-                    return _from_json(body.read(), name, channel), answer["ETag"]
-            except store._s3.exceptions.NoSuchKey:
-                absent += 1
-            except (IncompleteReadError, ResponseStreamingError):
-                unreadable += 1
-                if unreadable == _LOOKS:
-                    raise
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                unreadable += 1
-                if unreadable == _LOOKS:
-                    raise StoreError(f"{store._uri(key)} is damaged ({error}): restore it from a backup.") from error
-        time.sleep(_SETTLES_SECONDS)
+    while absent < _MAX_LOOKS_FOR_ABSENT:
+        try:
+            answer = store.objects.get_with_etag(key)
+            if answer is not None:
+                content, etag = answer
+                return _decode(content, name, channel), etag
+            absent += 1
+        except InterruptedReadError as error:
+            unreadable += 1
+            if unreadable == _MAX_LOOKS:
+                raise StoreError(str(error)) from error
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            unreadable += 1
+            if unreadable == _MAX_LOOKS:
+                raise StoreError(f"{store.objects.uri(key)} is damaged ({error}): restore it from a backup.") from error
+        time.sleep(SETTLE_SECONDS)
     return None, None
 
 
-def _channels(store: ReleaseStore, name: str) -> list[str]:
-    _require_name("name", name)
+def _list_channels(store: ReleaseStore, name: str) -> list[str]:
+    require_name("name", name)
     prefix = f"channels/{name}/"
-    keys = (key.removeprefix(prefix) for key, _ in store._list(prefix))
+    keys = (entry.key.removeprefix(prefix) for entry in store.objects.list_objects(prefix))
     return sorted(key.removesuffix(".json") for key in keys if key.endswith(".json") and "/" not in key)
 
 
-def _key(name: str, channel: str) -> str:
-    _require_name("name", name)
-    _require_name("channel", channel)
-    return f"channels/{name}/{channel}.json"
-
-
-def _told(name: str, channel: str, found: Pointer | None, expected: str | None) -> str:
-    wanted = f"at {expected}" if expected is not None else "new"
-    if found is None:
-        return f"The channel {name}@{channel} does not exist, and was expected {wanted}: move it as a new one."
-    last = found.last_move
+def _moved_meanwhile(name: str, channel: str, pointer: Pointer | None, expected: str | None) -> str:
+    """The message for a mover that expected another version in the channel."""
+    expectation = f"at {expected}" if expected is not None else "new"
+    if pointer is None:
+        return f"The channel {name}@{channel} does not exist, and was expected {expectation}: move it as a new one."
+    last = pointer.last_move
     return (
-        f"The channel {name}@{channel} was expected {wanted}, but {last.who} moved it to {found.version} at "
-        f"{last.when} ({last.why}): look whether your move is still wanted."
+        f"The channel {name}@{channel} was expected {expectation}, but {last.who} moved it to {pointer.version} at "
+        f"{last.when} ({last.why}): check whether it is still to be moved, then try again."
     )
 
 
-def _to_json(pointer: Pointer) -> bytes:
+def _encode(pointer: Pointer) -> bytes:
     document = {
         "format": FORMAT,
         "name": pointer.name,
@@ -298,18 +243,29 @@ def _to_json(pointer: Pointer) -> bytes:
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _from_json(content: bytes, name: str, channel: str) -> Pointer:
+def _decode(content: bytes, name: str, channel: str) -> Pointer:
+    """Read a pointer.
+
+    Raises StoreError for another format, and one of Python's own errors for a document that is no pointer of this
+    channel.
+    """
     document = json.loads(content)
     if document["format"] != FORMAT:
         raise StoreError(
             f"The channel {name}@{channel} has format {document['format']!r}, this tvmflow reads {FORMAT}; "
             "upgrade tvmflow."
         )
-    history = tuple(
-        Move(item["who"], item["when"], item["from"], item["to"], item["why"], item["id"], item.get("rollback", False))
-        for item in document["history"]
-    )
+    history = tuple(_decode_move(item) for item in document["history"])
     pointer = Pointer(document["name"], document["channel"], document["version"], history)
     if (pointer.name, pointer.channel, pointer.version) != (name, channel, history[-1].to_version):
         raise ValueError("it contradicts its own history or its place")
     return pointer
+
+
+def _decode_move(item: dict[str, Any]) -> Move:
+    who, when, to_version, why, number = (item[key] for key in ("who", "when", "to", "why", "id"))
+    from_version, rollback = item["from"], item.get("rollback", False)
+    texts = (who, when, to_version, why, number, "" if from_version is None else from_version)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(rollback, bool):
+        raise TypeError("a move of its history has a value of the wrong type")
+    return Move(who, when, from_version, to_version, why, number, rollback)

@@ -14,12 +14,13 @@ from tvmflow.store.releases import ReleaseStore
 
 
 def fetch_bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> Iterator[Path]:
-    """The bundles of a release that this machine can run, the one that asks most of it first.
+    """Fetch the bundles of a release that this machine can run, the one that asks most of it first.
 
-    Each is fetched into `cache` when it is asked for. Raises StoreError when the store cannot be read, BundleError when
-    none of them is for this machine.
+    Each is fetched into `cache` when the iterator reaches it. Raises StoreError when the store cannot be read,
+    BundleError when none of the bundles is for this machine.
     """
-    fitting, refusals = best_first((entry, entry) for entry in TargetEntry.read_all(store.get_release(name, version)))
+    entries = TargetEntry.read_all(store.get_release(name, version))
+    fitting, refusals = best_first((entry, entry) for entry in entries)
     if not fitting:
         reasons = "; ".join(refusals) or "it holds none"
         raise BundleError(f"no bundle of release {name} {version} runs on this machine: {reasons}")
@@ -28,18 +29,18 @@ def fetch_bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> 
 
 
 def fetch_bundle(store: ReleaseStore, sha256: str, cache: Path) -> Path:
-    """The bundle of a digest in the folder, and beside it the weights that it is without.
+    """The path of a bundle in the folder `cache`, by its digest, and beside it the weights that it is kept without.
 
-    The digests are checked anew, and what is missing or damaged is fetched.
+    The digests are checked anew; a file that is missing or damaged is fetched. Raises StoreError when that fails.
     """
-    path = _fetched(store, sha256, cache / f"{sha256}.tar.gz")
+    path = _fetch_file(store, sha256, cache / f"{sha256}.tar.gz")
     weights = missing_weights(path)
     if weights is not None:
-        _fetched(store, weights.sha256, cache / weights.sha256)
+        _fetch_file(store, weights.sha256, cache / weights.sha256)
     return path
 
 
-def _fetched(store: ReleaseStore, sha256: str, path: Path) -> Path:
+def _fetch_file(store: ReleaseStore, sha256: str, path: Path) -> Path:
     with suppress(OSError):
         if sha256_file(path) == sha256:
             return path
@@ -60,24 +61,23 @@ class TargetEntry:
 
     @classmethod
     def read_all(cls, release: Mapping[str, Any]) -> list[Self]:
-        """The targets of a release's document. Raises StoreError for a document that is damaged."""
+        """Read the targets of a release's document. Raises StoreError when it is damaged."""
         try:
-            return [
-                cls(
-                    release["name"],
-                    item["target"],
-                    item["arch"],
-                    item["tvm_target"],
-                    tuple(item["cpu_features"]),
-                    item["bundle"]["sha256"],
-                )
-                for item in release["targets"]
-            ]
+            return [cls._read(release["name"], item) for item in release["targets"]]
         except (KeyError, TypeError) as error:
             raise StoreError(
-                f"The release {release.get('name')} {release.get('version')} is damaged, its document lacks {error}: "
-                "publish it again."
+                f"The release {release.get('name')} {release.get('version')} is damaged, its document lacks {error} or "
+                "has it in another type: publish it again."
             ) from error
+
+    @classmethod
+    def _read(cls, name: str, item: Mapping[str, Any]) -> Self:
+        features = tuple(item["cpu_features"])
+        entry = cls(name, item["target"], item["arch"], item["tvm_target"], features, item["bundle"]["sha256"])
+        texts = (entry.name, entry.target, entry.arch, entry.sha256, *features)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(entry.tvm_target, Mapping):
+            raise TypeError(f"a value of the target {entry.target!r}")
+        return entry
 
     def check_host(self) -> None:
         """Raise BundleError, in one sentence, if this machine's processor cannot run the bundle."""

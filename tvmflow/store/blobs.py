@@ -1,0 +1,125 @@
+"""Blobs: files under their SHA-256, checked on the way in and on the way out."""
+
+import contextlib
+import hashlib
+import io
+import secrets
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from tvmflow.errors import StoreError
+from tvmflow.store.keys import blob_key
+from tvmflow.store.objects import MAX_PARTS, ObjectStore
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes sent since the last call."""
+
+
+class BlobStore:
+    """The blobs of an object store, below `blobs/sha256/`. Methods raise `StoreError` as those of the objects do."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    def put(self, path: Path, sha256: str, on_progress: Progress | None = None) -> str:
+        """Send a file whose SHA-256 is `sha256`, unless the store has it already; return its `s3://` address.
+
+        The file is hashed while it is sent, and nothing becomes visible when its digest differs. What was written is
+        read back and hashed too. A damaged blob in the store is replaced.
+        """
+        key = blob_key(sha256)
+        report = on_progress or _ignore
+        try:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                if self.find_fault(sha256, [size]) is None:
+                    _require_digest(hashlib.file_digest(file, "sha256").hexdigest(), path, sha256)
+                    report(size)
+                    return self._objects.uri(key)
+                if size <= self._objects.config.part_size:
+                    content = file.read()
+                    _require_digest(hashlib.sha256(content).hexdigest(), path, sha256)
+                    self._objects.put(key, content, f"sending {path.name}")
+                    report(len(content))
+                else:
+                    self._objects.put_in_parts(
+                        key, self._read_parts(file, path, sha256, size, report), f"sending {path.name}"
+                    )
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read for the release store: {error.strerror or error}.") from error
+        if fault := self.find_fault(sha256, [size], just_written=True):
+            raise StoreError(
+                f"{self._objects.uri(key)} {fault} right after it was written: check the server's disk and log, then "
+                "publish again."
+            )
+        return self._objects.uri(key)
+
+    def fetch(self, sha256: str, destination: Path) -> None:
+        """Fetch a blob into `destination`, which appears, or is replaced, only when the digest is right."""
+        key = blob_key(sha256)
+        partial = destination.with_name(f".{destination.name}.{secrets.token_hex(8)}.part")
+        try:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("xb") as file:
+                digest = self._objects.stream(key, file.write)
+            if digest is None:
+                raise StoreError(
+                    f"{self._objects.uri(key)} is missing: publish the release again from where it was built."
+                )
+            if digest != sha256:
+                raise StoreError(
+                    f"{self._objects.uri(key)} is damaged (its content has the digest {digest}): publish the release "
+                    "again from where it was built."
+                )
+            partial.replace(destination)
+        except OSError as error:
+            raise StoreError(
+                f"{destination} cannot be written with a blob of the release store: {error.strerror or error}."
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    def find_fault(self, sha256: str, sizes: Collection[int], *, just_written: bool = False) -> str | None:
+        """Read a blob in full and compare its digest, and its size in bytes with each of `sizes`.
+
+        Returns the fault as the end of a sentence, None if there is none.
+        """
+        length = 0
+
+        def count(chunk: bytes) -> None:
+            nonlocal length
+            length += len(chunk)
+
+        digest = self._objects.stream(blob_key(sha256), count, just_written=just_written)
+        if digest is None:
+            return "is missing"
+        for size in sizes:
+            if size != length:
+                return f"has {length} bytes instead of {size}"
+        if digest != sha256:
+            return f"is damaged (its content has the digest {digest})"
+        return None
+
+    def _read_parts(
+        self, file: io.BufferedReader, path: Path, sha256: str, size: int, report: Progress
+    ) -> Iterator[bytes]:
+        """The parts of a file, each reported when the next is asked for; raises StoreError if the digest differs."""
+        part_size = max(self._objects.config.part_size, -(-size // MAX_PARTS))
+        hasher = hashlib.sha256()
+        while part := file.read(part_size):
+            hasher.update(part)
+            yield part
+            report(len(part))
+        _require_digest(hasher.hexdigest(), path, sha256)
+
+
+def _require_digest(digest: str, path: Path, sha256: str) -> None:
+    if digest != sha256:
+        raise StoreError(
+            f"{path} has the SHA-256 {digest} instead of {sha256}: it changed since it was built; build it again."
+        )
+
+
+def _ignore(count: int) -> None:
+    """Report progress to nobody."""
