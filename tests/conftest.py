@@ -10,8 +10,6 @@ from xdist.scheduler import LoadFileScheduling
 
 from support import scale, servers
 
-pytest.register_assert_rewrite("support.waits")
-
 # A shell starts what runs in the background with SIGINT ignored, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

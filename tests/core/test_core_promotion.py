@@ -3,19 +3,16 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from moto.server import ThreadedMotoServer
 
+from support.proxies import intercepting
+from support.servers import moto_server
 from tvmflow import promotion
 from tvmflow.errors import SpecError, StoreError
 from tvmflow.registry import Registry, embedded_registry
@@ -39,13 +36,8 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConfig]:
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[StoreConfig]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    config = StoreConfig("releases", endpoint=f"http://{host}:{port}", access_key="test", secret_key="test-secret")
-    ReleaseStore(config).check()
-    yield config
-    server.stop()
+    with moto_server("releases") as config:
+        yield config
 
 
 @pytest.fixture(params=["rclone", "moto"])
@@ -195,7 +187,9 @@ def test_a_move_that_is_killed_between_alias_and_pointer_is_completed_at_once(
 ) -> None:
     release("1", "2")
     _move(services, name, "1", None)
-    with _killing_at(b"PUT /releases/channels/", services.store.config.endpoint or "") as (endpoint, victim):
+    victim: list[int] = []
+    endpoint = services.store.config.endpoint or ""
+    with intercepting(endpoint, b"PUT /releases/channels/", lambda: os.kill(victim[0], signal.SIGKILL)) as endpoint:
         behind = Services(ReleaseStore(replace(services.store.config, endpoint=endpoint)), services.registry)
         mover = _mover(behind, name, "2", "killed")
         victim.append(mover.pid)
@@ -208,38 +202,6 @@ def test_a_move_that_is_killed_between_alias_and_pointer_is_completed_at_once(
     _move(services, name, "2", "1", who="dora")
     assert promotion.read_state(services, name, "production").is_settled
     assert [move.who for move in channels.read(services.store, name, "production").history] == ["ann", "dora"]
-
-
-@contextmanager
-def _killing_at(request: bytes, endpoint: str) -> Iterator[tuple[str, list[int]]]:
-    """A server that passes everything on to `endpoint`, until it sees the request: it kills the process in the list."""
-    place = urlsplit(endpoint)
-    listening = socket.create_server(("127.0.0.1", 0))
-    victim: list[int] = []
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if request in data:
-                    os.kill(victim[0], signal.SIGKILL)
-                    break
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-
-    def accept() -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = listening.accept()
-                server = socket.create_connection((place.hostname or "", place.port or 0))
-                for pair in ((client, server), (server, client)):
-                    threading.Thread(target=pump, args=pair, daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}", victim
-    finally:
-        listening.shutdown(socket.SHUT_RDWR)
-        listening.close()
 
 
 def test_rollbacks_go_back_one_release_after_another(

@@ -3,24 +3,19 @@
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-import requests
 import yaml
 
+from support import servers
 from tvmflow.services import open_registry, open_store
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
@@ -146,64 +141,11 @@ class Machine:
             return Settings(home=self.home)
 
 
-def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]", what: str) -> None:
-    """Wait until something has happened, while a process lives."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        if process.poll() is not None:
-            pytest.fail(f"ended before {what}: {process.communicate()}")
-        if time.monotonic() > deadline:
-            process.send_signal(signal.SIGKILL)
-            pytest.fail(f"not within {LIMIT_SECONDS:.0f} s: {what}")
-        time.sleep(0.02)
-
-
-@contextmanager
-def serving(command: list[str], port: int, health: str, log: Path, environment: Mapping[str, str]) -> Iterator[str]:
-    """A server on 127.0.0.1 as a process of its own, healthy, while the body runs."""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            env={**Machine(log.parent).environment, **environment},
-            stdout=output,
-            stderr=output,
-            text=True,
-            start_new_session=True,
-        )
-    address = f"http://127.0.0.1:{port}"
-
-    def healthy() -> bool:
-        try:
-            return requests.get(f"{address}{health}", timeout=5).ok
-        except requests.ConnectionError:
-            return False
-
-    try:
-        wait_until(healthy, process, f"{address} answers, see {log}")
-        yield address
-    finally:
-        # A server's own children may outlive it: the whole group ends.
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(30)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The API address of a real Prefect server."""
-    folder, port = tmp_path_factory.mktemp("prefect"), free_port()
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    settings = {"PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-    with serving([*command, "--no-services"], port, "/api/health", folder / "log", settings) as address:
-        yield f"{address}/api"
+    with servers.prefect_server(tmp_path_factory.mktemp("prefect")) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -271,25 +213,11 @@ def make_onnx(
     name: str = "model.onnx",
 ) -> Path:
     """An ONNX model from `x` to `y`; by default a dense layer of 4 x 3 weights with a softmax."""
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
+    from support import models
 
     if nodes is None:
-        weights = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)}
-        nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node("Softmax", ["z"], ["y"])]
-    graph = helper.make_graph(
-        nodes,
-        "model",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(shape))],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(value, key) for key, value in (weights or {}).items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
-    model = onnx.shape_inference.infer_shapes(model)
-    for output in model.graph.output:
-        output.type.tensor_type.shape.SetInParent()  # the checker wants one, also where none can be inferred
-    onnx.save(model, folder / name)
-    return folder / name
+        return models.save_dense(folder / name)
+    return models.save_model(folder / name, nodes, [("x", list(shape))], ["y"], weights)
 
 
 def make_file(folder: Path, **sections: Any) -> Path:
@@ -307,8 +235,8 @@ def make_file(folder: Path, **sections: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def make() -> SimpleNamespace:
-    """What tests make their releases of: `onnx`, `file`, and servers to release to."""
-    return SimpleNamespace(onnx=make_onnx, file=make_file, wait_until=wait_until, serving=serving, free_port=free_port)
+    """What tests make their releases of: `onnx`, `file`."""
+    return SimpleNamespace(onnx=make_onnx, file=make_file)
 
 
 @pytest.fixture(scope="session")

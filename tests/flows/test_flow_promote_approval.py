@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from support.waits import wait_until
+
 # What a worker does: it takes the runs of the deployment promote/tiny from the server, each into a process of its own.
 _RUNNER = """
 import asyncio
@@ -47,7 +49,7 @@ def runner(released: Any, make: Any) -> Iterator[Any]:
             text=True,
         )
     try:
-        make.wait_until(lambda: _deployed(released), process, "the deployment is there")
+        wait_until(lambda: _deployed(released), message="the deployment is there", process=process)
         yield process
     finally:
         process.terminate()
@@ -67,7 +69,7 @@ def _ask(machine: Any, runner: Any, make: Any, channel: str) -> dict[str, Any]:
     ended = machine.run("promote", "tiny", "1", "--channel", channel, "--why", "please", "--json")
     assert ended.code == 0, ended.stderr
     assert (ended.document["status"], ended.document["moved"]) == ("waiting", False)
-    make.wait_until(lambda: _waiting(machine, channel) is not None, runner, "it waits")
+    wait_until(lambda: _waiting(machine, channel) is not None, message="it waits", process=runner)
     found = _waiting(machine, channel)
     assert found is not None
     assert found["run"] == ended.document["flow_run_id"]
@@ -112,12 +114,12 @@ def test_an_approved_promotion_goes_on_and_moves_the_channel(released: Any, runn
 
     approved = released.run("approve", waits["run"][:13], "--why", "fine", "--json")
     assert approved.code == 0, approved.stderr
-    make.wait_until(lambda: _held(released, "yes")[0] == "1", runner, "the channel moves")
+    wait_until(lambda: _held(released, "yes")[0] == "1", message="the channel moves", process=runner)
     assert _held(released, "yes") == ("1", "1")
     (move,) = released.channel("tiny", "yes").history
     assert move.why.startswith("please; approved by ")
     assert move.why.endswith("; fine")
-    make.wait_until(_ended(released, waits["run"]), runner, "the verdict is kept")
+    wait_until(_ended(released, waits["run"]), message="the verdict is kept", process=runner)
     run, verdict, _ = _verdict(released, waits["run"])
     assert (run.data.tags["tvmflow.verdict"], verdict["approval"]["approve"]) == ("passed", True)
 
@@ -130,8 +132,8 @@ def test_a_rejected_promotion_leaves_the_channel_and_puts_the_alias_back(release
     waits = _ask(released, runner, make, "no")
     rejected = released.run("approve", waits["run"], "--reject", "--why", "not on a Friday", "--json")
     assert rejected.code == 0, rejected.stderr
-    make.wait_until(lambda: _held(released, "no") == (None, None), runner, "the alias is put back")
-    make.wait_until(_ended(released, waits["run"]), runner, "the verdict is kept")
+    wait_until(lambda: _held(released, "no") == (None, None), message="the alias is put back", process=runner)
+    wait_until(_ended(released, waits["run"]), message="the verdict is kept", process=runner)
     run, verdict, _ = _verdict(released, waits["run"])
     assert run.data.tags["tvmflow.verdict"] == "refused"
     assert "rejected it (not on a Friday)" in verdict["reasons"][0]

@@ -10,6 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+from support.waits import wait_until
+
 # Held-out data that takes for ever, until somebody says go: what a step in the middle of the release waits for.
 _DATA = """
 import time
@@ -74,7 +76,7 @@ def test_an_interrupted_release_leaves_nothing_behind_and_goes_on(
     task = {"dataset": "waiting:held_out", "arguments": {"case": case}}
     file = make.file(folder, name=case, validate={"task": task})
     process = embedded.start("release", file, "--json")
-    make.wait_until((folder / f"{case}.reached").exists, process, "the held-out data is asked for")
+    wait_until((folder / f"{case}.reached").exists, message="the held-out data is asked for", process=process)
     started = psutil.Process(process.pid).children(recursive=True)
     assert started
     os.kill(process.pid, number)
@@ -103,7 +105,7 @@ def test_an_interrupt_ends_targets_that_are_made_side_by_side(
     task = {"dataset": "waiting:prompt", "metric": "waiting:slow"}
     file = make.file(folder, name="parallel", targets=["x86-64-v2", "native"], validate={"task": task})
     process = replace(embedded, settings=side_by_side).start("release", file, "--json")
-    make.wait_until((folder / "target.reached").exists, process, "a bundle is scored")
+    wait_until((folder / "target.reached").exists, message="a bundle is scored", process=process)
     started = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGINT)
     ended = embedded.finish(process)

@@ -1,46 +1,22 @@
 """A release to real servers that settings name, and a store that dies in the middle of it."""
 
-import socket
-import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import requests
-from moto.server import ThreadedMotoServer
 
+from support.proxies import dying
+from support.servers import moto_server
 from tvmflow.store import ReleaseStore, StoreConfig
 
 
 @pytest.fixture(scope="module")
-def mlflow_server(tmp_path_factory: pytest.TempPathFactory, make: Any) -> Iterator[str]:
-    folder, port = tmp_path_factory.mktemp("mlflow"), make.free_port()
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += [
-        "--backend-store-uri",
-        f"sqlite:///{folder / 'mlflow.db'}",
-        "--artifacts-destination",
-        f"{folder / 'files'}",
-    ]
-    settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    with make.serving(command, port, "/health", folder / "log", settings) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
 def moto() -> Iterator[ReleaseStore]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield ReleaseStore(
-        StoreConfig("shipped", "models", f"http://{host}:{port}", access_key="testing", secret_key="testing-secret")
-    )
-    server.stop()
+    with moto_server("shipped", "models") as config:
+        yield ReleaseStore(config)
 
 
 def _with_store(machine: Any, config: StoreConfig) -> Any:
@@ -95,7 +71,7 @@ def test_a_store_that_dies_half_way_leaves_no_release_and_a_second_run_completes
 ) -> None:
     make.onnx(tmp_path)
     file = make.file(tmp_path, name="dying")
-    with _dying_at(b"PUT /tvmflow/blobs/", s3.config.endpoint or "") as endpoint:
+    with dying(s3.config.endpoint or "", b"PUT /tvmflow/blobs/") as endpoint:
         ended = _with_store(machine, replace(s3.config, endpoint=endpoint)).release(file)
     assert ended.code == 1
     assert f"the S3 endpoint {endpoint}" in ended.sentence
@@ -110,41 +86,3 @@ def test_a_store_that_dies_half_way_leaves_no_release_and_a_second_run_completes
     assert s3.verify_release("dying", "1")["version"] == "1"
     (version,) = machine.versions("dying")
     assert version.tags["tvmflow.status"] == "published"
-
-
-@contextmanager
-def _dying_at(request: bytes, endpoint: str) -> Iterator[str]:
-    """The address of a server that passes everything on to `endpoint` until it sees the request, and then is gone."""
-    place = urlsplit(endpoint)
-    listening = socket.create_server(("127.0.0.1", 0))
-    open_sockets = [listening]
-
-    def die() -> None:
-        for each in open_sockets:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if request in data:
-                    die()
-                    return
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-
-    def accept() -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = listening.accept()
-                server = socket.create_connection((place.hostname or "", place.port or 0))
-                open_sockets.extend((client, server))
-                for pair in ((client, server), (server, client)):
-                    threading.Thread(target=pump, args=pair, daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        die()

@@ -14,6 +14,8 @@ import pytest
 import requests
 import yaml
 
+from support.servers import free_port, mlflow_server, serving
+from support.waits import wait_until
 from tvmflow.store import ReleaseStore
 from tvmflow.triggers.webhook import DELIVERY_HEADER, PATH, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
 
@@ -40,11 +42,7 @@ class House:
 
     def awaited(self, deployment: str, tag: str) -> list[dict[str, Any]]:
         """The same, once there is one."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not (found := self.runs(deployment, tag)):
-            assert time.monotonic() < deadline, f"no run of {deployment} with {tag}"
-            time.sleep(0.1)
-        return found
+        return wait_until(lambda: self.runs(deployment, tag), WAIT_SECONDS, f"no run of {deployment} with {tag}")
 
     def ask(self, what: str, body: dict[str, Any]) -> Any:
         """Post to Prefect's API."""
@@ -67,7 +65,7 @@ def house(
     make.onnx(folder)
     channels = {"staging": {}, "production": {"after": "staging"}}
     file = make.file(folder, name="house", model={"mlflow": "models:/graph@candidate"}, channels=channels)
-    mlflow_port, port = make.free_port(), make.free_port()
+    mlflow_port, port = free_port(), free_port()
     settings = {
         **machine.settings,
         "TVMFLOW_S3_ENDPOINT": s3.config.endpoint,
@@ -80,12 +78,7 @@ def house(
         "PREFECT_HOME": str(folder / "prefect"),
     }
     known = replace(machine, settings=settings)
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(mlflow_port)]
-    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"]
-    command += ["--artifacts-destination", f"{folder / 'files'}"]
-    server = {
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
+    webhooks = {
         "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=",
         "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
         "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
@@ -95,10 +88,9 @@ def house(
 
     def receiving() -> AbstractContextManager[str]:
         start = [str(Path(sys.executable).with_name("tvmflow")), "receive", "--port", str(port)]
-        served: AbstractContextManager[str] = make.serving(start, port, "/health", folder / "receiver.log", settings)
-        return served
+        return serving(start, port, "/health", folder / "receiver.log", settings)
 
-    with make.serving(command, mlflow_port, "/health", folder / "mlflow.log", server):
+    with mlflow_server(folder, port=mlflow_port, **webhooks):
         client = known.mlflow
         for name in ("graph", "house"):
             client.create_registered_model(name)
@@ -167,12 +159,12 @@ def test_two_runs_of_one_model_take_turns(house: House, deployed: dict[str, Any]
         return (tmp_path / name).exists()
 
     with start("first", "house") as first:
-        make.wait_until(lambda: begun("first"), first, "the first has its turn")
+        wait_until(lambda: begun("first"), message="the first has its turn", process=first)
         with start("second", "house") as second, start("other", "another") as other:
-            make.wait_until(lambda: begun("other"), other, "a run of another model has its turn")
+            wait_until(lambda: begun("other"), message="a run of another model has its turn", process=other)
             waits = not begun("second")
             (tmp_path / "go").touch()
-            make.wait_until(lambda: begun("second"), second, "the second has its turn")
+            wait_until(lambda: begun("second"), message="the second has its turn", process=second)
     assert waits
     assert [item.returncode for item in (first, second, other)] == [0, 0, 0]
 
@@ -231,14 +223,14 @@ def test_a_delivery_counts_once_also_when_the_receiver_restarts(house: House, de
 
 
 def test_without_prefect_the_receiver_asks_mlflow_to_try_again(house: House, make: Any, tmp_path: Path) -> None:
-    port, dead = make.free_port(), make.free_port()
+    port, dead = free_port(), free_port()
     settings = {**house.machine.settings, "TVMFLOW_PREFECT_API_URL": f"http://127.0.0.1:{dead}/api"}
     command = [str(Path(sys.executable).with_name("tvmflow")), "receive", "--port", str(port)]
     data = {"name": "graph", "alias": "candidate", "version": "1"}
     body = json.dumps({"entity": "model_version_alias", "action": "created", "timestamp": "", "data": data}).encode()
     now = str(int(time.time()))
     headers = {DELIVERY_HEADER: "d2", TIMESTAMP_HEADER: now, SIGNATURE_HEADER: sign(SECRET, "d2", now, body)}
-    with make.serving(command, port, "/health", tmp_path / "log", settings) as address:
+    with serving(command, port, "/health", tmp_path / "log", settings) as address:
         answer = requests.post(address + PATH, data=body, headers=headers, timeout=60)
     assert answer.status_code == 503
     assert "does not answer" in answer.json()["reason"]

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from onnx import helper
 
+from support.waits import wait_until
 from tvmflow.target import resolve
 from tvmflow.tuning import RecordStore
 
@@ -44,7 +45,7 @@ def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
         return sum(effort.trials for effort in store.efforts(native) if not effort.on_decisions)
 
     process = machine.start("tune", file, "--minutes", "30", "--json")
-    make.wait_until(lambda: spent() > 0, process, "trials are measured")
+    wait_until(lambda: spent() > 0, message="trials are measured", process=process)
     started = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     interrupted = machine.finish(process)

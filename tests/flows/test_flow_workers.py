@@ -21,6 +21,8 @@ from onnx import helper
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.make import pools_of
+from support.servers import prefect_server
+from support.waits import wait_until
 from tvmflow.errors import SettingsError
 from tvmflow.services import open_workspace
 from tvmflow.settings import Settings
@@ -105,7 +107,7 @@ def working(cluster: Cluster, make: Any, pool: str, home: str) -> Iterator["subp
             start_new_session=True,
         )
     try:
-        make.wait_until(lambda: home in cluster.online(pool), worker, f"the worker {home} is online")
+        wait_until(lambda: home in cluster.online(pool), message=f"the worker {home} is online", process=worker)
         yield worker
     finally:
         kill(worker)
@@ -124,19 +126,13 @@ def cluster(
     tmp_path_factory: pytest.TempPathFactory, postgres: Callable[[str], str], s3: ReleaseStore, machine: Any, make: Any
 ) -> Iterator[Cluster]:
     """The servers, and work pools with their deployments; `bare` has none."""
-    folder, port = tmp_path_factory.mktemp("cluster"), make.free_port()
-    settings = {
-        "PREFECT_HOME": str(folder / "prefect"),
-        "PREFECT_API_DATABASE_CONNECTION_URL": postgres("workers").replace("postgresql:", "postgresql+asyncpg:"),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-    }
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with make.serving(command, port, "/api/health", folder / "server.log", settings) as address:
+    folder = tmp_path_factory.mktemp("cluster")
+    database = postgres("workers").replace("postgresql:", "postgresql+asyncpg:")
+    with prefect_server(folder, services=True, PREFECT_API_DATABASE_CONNECTION_URL=database) as api:
         shared = {
-            "TVMFLOW_PREFECT_API_URL": f"{address}/api",
-            "PREFECT_API_URL": f"{address}/api",
-            "PREFECT_HOME": str(folder / "prefect"),
+            "TVMFLOW_PREFECT_API_URL": api,
+            "PREFECT_API_URL": api,
+            "PREFECT_HOME": str(folder),
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "TVMFLOW_SHARED_WORKSPACE": "true",
             "TVMFLOW_S3_ENDPOINT": s3.config.endpoint,
@@ -147,7 +143,7 @@ def cluster(
             "TVMFLOW_MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
         }
         store = ReleaseStore(replace(s3.config, prefix="workers"))
-        made = Cluster(f"{address}/api", store, folder, replace(machine, home=folder / "nobody", settings=shared))
+        made = Cluster(api, store, folder, replace(machine, home=folder / "nobody", settings=shared))
         for pool in ("first", "second", "third", "idle", "bare"):
             made.ask("/work_pools/", name=pool, type="process")
         subprocess.run(
@@ -211,7 +207,7 @@ def test_what_a_killed_worker_had_done_is_reused_by_another(cluster: Cluster, ma
     machine = cluster.releasing({"native": "third"})
     with working(cluster, make, "third", "worker-c") as worker:
         process = machine.start("release", file, "--json")
-        make.wait_until((tmp_path / "reached").exists, process, "the worker scores the bundle")
+        wait_until((tmp_path / "reached").exists, message="the worker scores the bundle", process=process)
         kill(worker)
         ended = machine.finish(process)
     assert ended.code == 1
@@ -238,13 +234,15 @@ def test_an_interrupt_of_the_release_cancels_its_runs(
 ) -> None:
     file = waiting(make, tmp_path, "cancelled")
     process = cluster.releasing({"native": "second"}).start("release", file, "--json")
-    make.wait_until((tmp_path / "reached").exists, process, "the worker scores the bundle")
+    wait_until((tmp_path / "reached").exists, message="the worker scores the bundle", process=process)
     scoring = psutil.Process(second.pid).children(recursive=True)
     assert scoring
     os.kill(process.pid, signal.SIGINT)
     assert cluster.machine.finish(process).code == 130
-    make.wait_until(
-        lambda: [run["state_type"] for run in cluster.runs("cancelled")] == ["CANCELLED"], second, "it is cancelled"
+    wait_until(
+        lambda: [run["state_type"] for run in cluster.runs("cancelled")] == ["CANCELLED"],
+        message="it is cancelled",
+        process=second,
     )
     _, alive = psutil.wait_procs(scoring, timeout=30)
     assert not [child.cmdline() for child in alive]

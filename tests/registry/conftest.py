@@ -1,21 +1,14 @@
 """Registries to test against: SQLite files, one real MLflow server, and small real bundles."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import requests
 
+from support.servers import mlflow_server
 from tvmflow.bundle import Manifest, TensorSpec, installed_versions, pack
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
 from tvmflow.target import host
@@ -35,47 +28,10 @@ def _quiet_client() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of an MLflow server, started as `mlflow/README.md` says."""
-    folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    settings = Path(__file__).parents[2] / "mlflow" / "server.env.example"
-    environment = dict(
-        line.split("=", 1) for line in settings.read_text().splitlines() if line and not line.startswith("#")
-    )
-    environment |= {
-        "MLFLOW_PORT": str(port),
-        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder / 'mlflow.db'}",
-        "MLFLOW_ARTIFACTS_DESTINATION": str(folder / "artifacts"),
-    }
-    with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server"],
-            env={**os.environ, **environment},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        _await_health(f"http://127.0.0.1:{port}", process, folder / "server.log")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        # The command's own child serves and may outlive it: the whole group ends.
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(20)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _await_health(address: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if requests.get(f"{address}/health", timeout=5).ok:
-                return
-        except requests.ConnectionError:
-            time.sleep(0.1)
-    pytest.fail(f"the MLflow server did not start:\n{log.read_text()[-2000:]}")
+    text = (Path(__file__).parents[2] / "mlflow" / "server.env.example").read_text()
+    settings = dict(line.split("=", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    with mlflow_server(tmp_path_factory.mktemp("server"), **settings) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")

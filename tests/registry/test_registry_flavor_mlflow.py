@@ -1,11 +1,6 @@
 """The flavor as MLflow's users know flavors: log, load, evaluate and serve, through MLflow's own commands."""
 
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +12,7 @@ import pandas as pd  # type: ignore[import-untyped]
 import pytest
 import requests
 
+from support.servers import free_port, serving
 from tvmflow.bundle import TensorSpec, extract, pack
 from tvmflow.errors import BundleError, InputError
 from tvmflow.registry import Registry, RegistryConfig
@@ -222,22 +218,11 @@ def test_mlflow_serves_the_model(server: str, build_bundle: BuildBundle, tmp_pat
     outputs = [TensorSpec(name, ("n", 4), "float32") for name in ("double", "square")]
     ref = registry.log_model(run_id, "model", bundles, fields, outputs, {"x": X})
     registry.set_alias("served", "production", registry.register("served", ref, run_id, {}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = ["models", "serve", "-m", "models:/served@production", "--env-manager", "local", "--workers", "1"]
-    with (tmp_path / "serve.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", *command, "--host", "127.0.0.1", "--port", str(port)],
-            env={**os.environ, "MLFLOW_TRACKING_URI": server},
-            cwd=tmp_path,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        address = f"http://127.0.0.1:{port}"
-        _await(f"{address}/ping", process, tmp_path / "serve.log")
+    port = free_port()
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/served@production"]
+    command += ["--env-manager", "local", "--workers", "1", "--host", "127.0.0.1", "--port", str(port)]
+    settings = {"MLFLOW_TRACKING_URI": server}
+    with serving(command, port, "/ping", tmp_path / "serve.log", settings) as address:
         frame = {"columns": ["x"], "data": [[row] for row in X.tolist()]}
         for body in ({"inputs": {"x": X.tolist()}}, {"dataframe_split": frame}):
             answer = requests.post(f"{address}/invocations", json=body, timeout=60)
@@ -245,18 +230,3 @@ def test_mlflow_serves_the_model(server: str, build_bundle: BuildBundle, tmp_pat
             assert answer.json()["predictions"] == {"double": (2 * X).tolist(), "square": (X * X).tolist()}
         refused = requests.post(f"{address}/invocations", json={"inputs": {"x": [[1.0, 2.0]]}}, timeout=60)
         assert refused.status_code == 400
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(30)
-
-
-def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
-        try:
-            if requests.get(url, timeout=5).status_code == 200:
-                return
-        except requests.ConnectionError:
-            time.sleep(0.1)
-    pytest.fail(f"no answer from {url}: {log.read_text()}")

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from botocore.exceptions import ClientError
-from moto.server import ThreadedMotoServer
 
+from support import servers
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store.embedded import embedded_s3
 
@@ -30,15 +30,8 @@ def rclone_server(rclone_data: Path) -> Iterator[StoreConfig]:
 
 @pytest.fixture(scope="session")
 def moto_server() -> Iterator[StoreConfig]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    config = StoreConfig(
-        "releases", endpoint=f"http://{host}:{port}", access_key="testing", secret_key="testing-secret"
-    )
-    ReleaseStore(config).check()
-    yield config
-    server.stop()
+    with servers.moto_server("releases") as config:
+        yield config
 
 
 def _prefix_of(request: pytest.FixtureRequest) -> str:

@@ -57,19 +57,27 @@ def serving(command: list[str], port: int, health: str, log: Path, settings: Map
 
 
 @contextmanager
-def prefect_server(folder: Path) -> Iterator[str]:
-    """Run a Prefect server without its background services; yield the address of its API."""
+def prefect_server(folder: Path, *, services: bool = False, **settings: str) -> Iterator[str]:
+    """Run a Prefect server and yield the address of its API.
+
+    Its state is in `folder` unless `settings`, environment variables, name a database. With `services` it has its
+    background services, as a stack has: schedules, triggers and late runs.
+    """
     port = free_port()
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    settings = {"PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-    with serving([*command, "--no-services"], port, "/api/health", folder / "log", settings) as address:
+    fixed = {"PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    command += [] if services else ["--no-services"]
+    with serving(command, port, "/api/health", folder / "log", {**settings, **fixed}) as address:
         yield f"{address}/api"
 
 
 @contextmanager
-def mlflow_server(folder: Path, **settings: str) -> Iterator[str]:
-    """Run an MLflow server on a SQLite file, with further settings; yield its address."""
-    port = free_port()
+def mlflow_server(folder: Path, *, port: int | None = None, **settings: str) -> Iterator[str]:
+    """Run an MLflow server on a SQLite file with one worker and yield its address.
+
+    `settings` are further environment variables; without `port` it listens at a free one.
+    """
+    port = port or free_port()
     fixed = {
         "MLFLOW_HOST": "127.0.0.1",
         "MLFLOW_PORT": str(port),
@@ -80,7 +88,7 @@ def mlflow_server(folder: Path, **settings: str) -> Iterator[str]:
         "MLFLOW_WORKERS": "1",
     }
     command = [sys.executable, "-m", "mlflow", "server"]
-    with serving(command, port, "/health", folder / "server.log", {**fixed, **settings}) as address:
+    with serving(command, port, "/health", folder / "server.log", {**settings, **fixed}) as address:
         yield address
 
 

@@ -14,15 +14,15 @@ _PAUSE_SECONDS = 0.02
 
 def wait_until(
     condition: Callable[[], T],
-    timeout: float = 60.0,
+    timeout: float = 240.0,
     message: str | Callable[[], str] = "the condition did not become true",
     *,
     process: "subprocess.Popen[str] | subprocess.Popen[bytes] | None" = None,
 ) -> T:
     """Poll until `condition` returns something true, and return that.
 
-    The test fails after `timeout` seconds with `message` (a function is called then, e.g. to read a log), and at once
-    when `process` has ended.
+    The test fails after `timeout` seconds with `message` (a function is called then, e.g. to read a log). It fails at
+    once when `process` has ended; after the timeout `process` is killed, so that nothing waits for it.
     """
     deadline = time.monotonic() + timeout
     while not (value := condition()):
@@ -30,6 +30,8 @@ def wait_until(
             output = process.communicate() if process.stdout or process.stderr else ""
             pytest.fail(f"the process ended with code {process.returncode}: {_text(message)} {output}")
         if time.monotonic() > deadline:
+            if process is not None:
+                process.kill()
             pytest.fail(f"not within {timeout:.0f} s: {_text(message)}")
         time.sleep(_PAUSE_SECONDS)
     return value
