@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from support import scale, servers
+from support import durations, scale, servers
 
 # A shell starts what runs in the background with SIGINT ignored, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tvmflow")
     group.addoption("--long", action="store_true", help="try more cases per test, and run the tests marked `long`")
     group.addoption("--quick", action="store_true", help="run only tests that take no server and little time")
+    group.addoption("--record", type=Path, help="write what every test and fixture costs to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.long and config.option.quick:
         raise pytest.UsageError("--long and --quick exclude each other")
     scale.set_mode("long" if config.option.long else "quick" if config.option.quick else "normal")
+    if config.option.record:
+        config.pluginmanager.register(durations.Recorder(config.option.record, hasattr(config, "workerinput")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -55,6 +58,20 @@ class _ByFile(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
     """Distribute the tests as `_ByFile` does."""
     return _ByFile(config, log)
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the API of a Prefect server without background services."""
+    with servers.prefect_server(tmp_path_factory.mktemp("prefect")) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an MLflow server."""
+    with servers.mlflow_server(tmp_path_factory.mktemp("mlflow")) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import yaml
 
-from support import servers
 from tvmflow.services import open_registry, open_store
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
@@ -139,13 +138,6 @@ class Machine:
             for name, value in self.settings.items():
                 patch.setenv(name, value)
             return Settings(home=self.home)
-
-
-@pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The API address of a real Prefect server."""
-    with servers.prefect_server(tmp_path_factory.mktemp("prefect")) as address:
-        yield address
 
 
 @pytest.fixture(scope="module")
