@@ -14,7 +14,8 @@ from tasks.step import Context, Job, step
 from tasks.train import TrainResult
 from tvmflow import samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
-from tvmflow.errors import ExportError
+from tvmflow.errors import ExportError, naming_model
+from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
 from tvmflow.process import Emit
 from tvmflow.samples import Named
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
@@ -63,10 +64,11 @@ class ExportResult(StepResult):
 def work(job: ExportJob, emit: Emit) -> ExportResult:
     """Export, in a process of its own."""
     workspace = job.workspace
-    with workspace.scratch() as folder:
+    label = job.source.model.label
+    with workspace.scratch() as folder, naming_model(label):
         path = folder / "model.onnx"
         if job.source.framework == "onnx":
-            model = read_onnx(job.source.path or Path())
+            model = read_onnx(job.source.path or Path(), label)
             inputs = _pinned(job.inputs or described_by(model), job.dimensions)
             _fix_shapes(model, inputs)
             module = None
@@ -261,18 +263,23 @@ def _root_cause(error: BaseException) -> str:
     return describe(error)
 
 
-def read_onnx(path: Path) -> "onnx.ModelProto":
-    """Read an ONNX file. Raises ExportError when it is missing or none."""
+def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
+    """Read an ONNX file; free dimensions of its inputs that have no name get one, as `x_0` for input `x`.
+
+    Raises ExportError, which calls the file `label`, by default its path, when it is missing or no ONNX file.
+    """
     import onnx
 
+    label = label or str(path)
     try:
         model = onnx.load(str(path))
         if not model.graph.node and not model.graph.output:
             raise ValueError("it holds no graph")
     except FileNotFoundError as error:
-        raise ExportError(f"there is no ONNX file {str(path)!r}") from error
+        raise ExportError(f"there is no ONNX file {label!r}") from error
     except Exception as error:
-        raise ExportError(f"{str(path)!r} is not a readable ONNX file ({describe(error)})") from error
+        raise ExportError(f"{label!r} is not a readable ONNX file ({describe(error)})") from error
+    name_free_dimensions(model.graph, zero_is_free=True)
     return model
 
 
@@ -289,25 +296,20 @@ def _save(model: "onnx.ModelProto", path: Path) -> None:
     path.write_bytes(model.SerializeToString(deterministic=True))
 
 
-def _graph_inputs(model: "onnx.ModelProto") -> "list[onnx.ValueInfoProto]":
-    constants = {item.name for item in model.graph.initializer}
-    return [item for item in model.graph.input if item.name not in constants]
-
-
 def described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
-    """The inputs as the ONNX file itself describes them. Raises ExportError for a dtype that is not supported."""
+    """The inputs as the ONNX model, as `read_onnx` returns it, describes them.
+
+    Raises ExportError for a dtype that is not supported.
+    """
     import onnx
 
     described = []
-    for item in _graph_inputs(model):
+    for item in graph_inputs(model.graph):
         tensor = item.type.tensor_type
         dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
         if dtype not in _DTYPES:
             raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}; supported are {', '.join(_DTYPES)}")
-        shape = tuple(
-            dim.dim_value or (dim.dim_param if dim.dim_param.isidentifier() else f"dim_{axis}")
-            for axis, dim in enumerate(tensor.shape.dim)
-        )
+        shape = tuple(dim.dim_value or dim.dim_param for dim in tensor.shape.dim)
         floating = dtype.startswith("float")
         kind: dict[str, Any] = {"kind": "normal"} if floating else {"kind": "integers", "low": 0, "high": 2}
         described.append(Input.model_validate({"name": item.name, "shape": shape, "dtype": dtype, "samples": kind}))
@@ -318,7 +320,7 @@ def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
     """Write the release file's shapes into the graph's inputs, and its dimension names everywhere."""
     import onnx
 
-    found = {item.name: item for item in _graph_inputs(model)}
+    found = {item.name: item for item in graph_inputs(model.graph)}
     if set(found) != {item.name for item in inputs}:
         raise ExportError(
             f"the ONNX model takes the inputs {', '.join(found)}, the release file names "

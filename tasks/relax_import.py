@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 class ImportJob(Job):
-    """The ONNX file and the shapes to import it with."""
+    """The ONNX file, what messages call the model, and the shapes to import it with."""
 
+    label: str
     onnx: Artifact
     shapes: dict[str, tuple[int | str, ...]]
 
@@ -35,9 +36,7 @@ def work(job: ImportJob, emit: Emit) -> ImportResult:
 
     workspace = job.workspace
     with workspace.scratch() as folder:
-        model = folder / job.onnx.name
-        model.symlink_to(workspace.path(job.onnx))
-        imported = compiler.import_onnx(model, job.shapes)
+        imported = compiler.import_onnx(workspace.path(job.onnx), job.shapes, job.label)
         compiler.save_module(imported.mod, folder / "ir.json")
         compiler.save_params(imported.params, folder / "params.npz")
         (folder / "ir.txt").write_text(compiler.ir_text(imported.mod))
@@ -57,7 +56,8 @@ def relax_import(context: Context, exported: Outcome[ExportResult]) -> Outcome[I
     Raises UnsupportedOperatorError, naming operator and node, for what TVM cannot take, and ModelImportError.
     """
     shapes = {item.name: item.shape for item in exported.result.inputs}
-    job = ImportJob(home=context.workspace.folder, onnx=exported.result.onnx, shapes=shapes)
+    label = context.spec.model.label
+    job = ImportJob(home=context.workspace.folder, label=label, onnx=exported.result.onnx, shapes=shapes)
     reads = {"onnx": job.onnx.sha256, "shapes": shapes}
     return run_step(
         context.workspace,

@@ -26,7 +26,8 @@ Every message is one sentence that names the file or value, what was expected, a
 `to_data` and `from_data` carry an error from one process to another as JSON.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
 
@@ -157,3 +158,14 @@ def from_data(data: Mapping[str, Any]) -> TvmflowError:
     error = kind.__new__(kind, message)
     vars(error).update(fields)
     return error
+
+
+@contextmanager
+def naming_model(label: str) -> Iterator[None]:
+    """Make every TvmflowError that is raised inside name the model: `model 'LABEL': ` precedes a message without it."""
+    try:
+        yield
+    except TvmflowError as error:
+        if label not in str(error):
+            error.args = (f"model {label!r}: {error}",)
+        raise

@@ -102,7 +102,9 @@ def open_session(path: Path, threads: int | None = None) -> "onnxruntime.Inferen
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise ExportError(f"ONNX Runtime cannot load the model ({describe(error)})") from error
+        # The file may be a copy, whose place says nothing to a user.
+        cause = describe(error).replace(f"Load model from {path} failed:", "").replace(str(path), path.name)
+        raise ExportError(f"ONNX Runtime cannot load the model ({cause})") from error
 
 
 def run_session(session: "onnxruntime.InferenceSession", inputs: Named) -> Named:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from tvmflow.target import host, missing_features, needed_features, resolve
 Command = Callable[..., Any]
 
 
-def write_model(nodes: list[onnx.NodeProto], path: Path) -> Path:
-    """A model of one input x and one output y, both float32[1, 4]."""
+def write_model(nodes: list[onnx.NodeProto], path: Path, shape: Sequence[int | None] = (1, 4)) -> Path:
+    """A model of one input x and one output y, both float32 and of the same shape."""
     graph = helper.make_graph(
         nodes,
         "model",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(shape))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, list(shape))],
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
     return path
@@ -52,6 +52,13 @@ def test_symbolic_dimensions_can_be_fixed(tvmflow: Command, models: Path) -> Non
     assert [item.shape for item in (*manifest.inputs, *manifest.outputs)] == [(4, 8), (4, 4), (4, 4), (4, 4), (4, 4)]
     assert manifest.dimensions == {}
     assert tvmflow("run", "four.tar.gz").out.startswith("sum: float32[4, 4]\n")
+
+
+def test_a_model_whose_dimensions_have_no_names_compiles(tvmflow: Command) -> None:
+    path = write_model([helper.make_node("Relu", ["x"], ["y"])], Path("unnamed.onnx"), shape=[-1, None, 4])
+    _compiled(tvmflow, path)
+    (item,) = read_manifest(Path("b.tar.gz")).inputs
+    assert item.shape == ("x_0", "x_1", 4)
 
 
 BAD_SHAPES = [
@@ -129,14 +136,17 @@ def test_a_truncated_model_is_one_sentence(tvmflow: Command, models: Path) -> No
 
 def test_a_model_that_is_not_valid_is_one_sentence(tvmflow: Command) -> None:
     write_model([helper.make_node("Relu", ["nowhere"], ["y"])], Path("bad.onnx"))
-    assert "the ONNX model is not valid" in _refused(tvmflow, "bad.onnx")
+    said = _refused(tvmflow, "bad.onnx")
+    assert "bad.onnx" in said
+    assert "the ONNX model is not valid" in said
 
 
-def test_an_operator_that_tvm_does_not_know_is_named(tvmflow: Command) -> None:
+def test_an_operator_that_tvm_does_not_know_is_named_with_the_users_own_file(tvmflow: Command, state: Path) -> None:
     write_model([helper.make_node("RandomUniformLike", ["x"], ["y"], name="toss")], Path("toss.onnx"))
     ended = tvmflow("compile", "toss.onnx", "-o", "b.tar.gz", "--json")
     assert ended.code == 1
-    assert "operator RandomUniformLike (node 'toss') cannot be imported by TVM" in ended.sentence
+    assert "toss.onnx: operator RandomUniformLike (node 'toss') cannot be imported by TVM" in ended.sentence
+    assert str(state) not in ended.sentence
     assert json.loads(ended.out)["error"]["type"] == "UnsupportedOperatorError"
     assert not Path("b.tar.gz").exists()
 

@@ -83,6 +83,27 @@ def test_symbolic_dimensions_keep_their_names_and_types(make_model: Any) -> None
     assert (imported.inputs[0].dtype, imported.outputs[0].dtype) == ("int64", "float32")
 
 
+@pytest.mark.parametrize("size", [-1, None, "?"])
+def test_a_free_dimension_without_a_name_is_called_after_its_input_and_axis(make_model: Any, size: Any) -> None:
+    imported = import_onnx(make_model([helper.make_node("Relu", ["x"], ["y"])], [("x", [size, 4])], ["y"]))
+    assert imported.inputs[0].shape == ("x_0", 4)
+    assert imported.outputs[0].shape == ("x_0", 4)
+
+
+def test_messages_call_the_model_by_its_label(make_model: Any) -> None:
+    path = make_model([helper.make_node("RandomUniformLike", ["x"], ["y"])], [("x", [3])], ["y"])
+    with pytest.raises(UnsupportedOperatorError, match=r"^the/users\.onnx: ") as refused:
+        import_onnx(path, label="the/users.onnx")
+    assert str(path) not in str(refused.value)
+
+
+def test_a_refusal_of_a_model_with_free_dimensions_names_them(make_model: Any) -> None:
+    flat = helper.make_node("Reshape", ["x", "shape"], ["y"])
+    path = make_model([flat], [("x", [-1, 4]), ("shape", [2], TensorProto.INT64)], ["y"])
+    with pytest.raises(ModelImportError, match="x_0"):
+        import_onnx(path)
+
+
 def test_weights_are_parameters_in_the_order_of_main(make_model: Any) -> None:
     rng = np.random.default_rng(0)
     weights = {"w": rng.random((8, 3, 3, 3), "float32"), "b": rng.random(40, "float32")[:20].copy()}

@@ -120,6 +120,8 @@ def test_an_operator_that_tvm_does_not_know(machine: Any, tmp_path: Path, make: 
     sentence = _refused(machine, make.file(tmp_path))
     assert "GRU" in sentence
     assert "memory" in sentence
+    assert "model.onnx" in sentence
+    assert str(machine.home) not in sentence
 
 
 def test_an_input_that_is_not_the_model_s(machine: Any, tmp_path: Path, make: Any) -> None:

@@ -62,6 +62,7 @@ def folder(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) ->
     """A folder with a model of every kind; two more are in the machine's registry."""
     folder = tmp_path_factory.mktemp("sources")
     make.onnx(folder)
+    make.onnx(folder, name="unnamed.onnx", shape=(-1, 4))
     (folder / "network.py").write_text(_NETWORK)
     (folder / "make.py").write_text(_MAKE)
     assert machine.versions("trained") == []  # which makes the registry's file as tvmflow does
@@ -94,14 +95,21 @@ def test_a_pytorch_model_is_released(machine: Any, folder: Path, make: Any, name
 
 
 @pytest.mark.parametrize(
-    ("name", "model"),
-    [("graph-file", {"onnx": "model.onnx"}), ("registered-graph", {"mlflow": "models:/graph@candidate"})],
+    ("name", "model", "dimension"),
+    [
+        ("graph-file", {"onnx": "unnamed.onnx"}, "x_0"),
+        ("registered-graph", {"mlflow": "models:/graph@candidate"}, "batch"),
+    ],
+    ids=["a file that leaves its dimension unnamed", "a registered model"],
 )
-def test_an_onnx_model_is_released(machine: Any, folder: Path, make: Any, name: str, model: dict[str, Any]) -> None:
+def test_an_onnx_model_is_released(
+    machine: Any, folder: Path, make: Any, name: str, model: dict[str, Any], dimension: str
+) -> None:
     ended = machine.release(make.file(folder, name=name, model=model))
     assert ended.code == 0, ended.stderr
     (release,) = machine.releases(name)
     assert [item["against"] for item in release["targets"][0]["verdict"]["comparisons"]] == ["onnxruntime"]
+    assert release["inputs"][0]["shape"] == [dimension, 4]
 
 
 def test_a_moved_alias_is_another_model(machine: Any, folder: Path, make: Any) -> None:

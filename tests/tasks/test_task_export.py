@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
-from tasks.export import ExportResult, read_onnx
+from tasks.export import ExportResult, described_by, read_onnx
 from tvmflow.errors import ExportError
 from tvmflow.spec import Spec, parse
 
@@ -170,3 +172,36 @@ def test_a_factory_that_gives_no_module_is_refused(
     spec = parse({"name": "exported", "model": {"factory": f"{name}:create"}, "inputs": [_X]}, tmp_path)
     with pytest.raises(ExportError, match=said):
         export_spec(spec)
+
+
+def test_free_dimensions_without_a_name_are_called_after_input_and_axis(tmp_path: Path) -> None:
+    sizes: list[int | str | None] = [-1, None, 0, "?", "time", "p2o.Size.1", 3]
+    model = helper.make_model(
+        helper.make_graph(
+            [helper.make_node("Relu", ["in.put"], ["y"])],
+            "model",
+            [helper.make_tensor_value_info("in.put", TensorProto.FLOAT, sizes)],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [-1, None, 0, "?", "time", "p2o.Size.1", 3])],
+        )
+    )
+    onnx.save(model, tmp_path / "model.onnx")
+    read = read_onnx(tmp_path / "model.onnx")
+    assert described_by(read)[0].shape == ("in_put_0", "in_put_1", "in_put_2", "in_put_3", "time", "p2o_Size_1", 3)
+    assert read.graph.output[0].type.tensor_type.shape.dim[5].dim_param == "p2o_Size_1"
+
+
+def test_unnamed_dimensions_of_two_inputs_get_two_names_that_no_other_dimension_has(tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Relu", [name], [f"{name}_out"]) for name in ("x", "y", "z")],
+        "model",
+        [
+            value("x", TensorProto.FLOAT, [-1, 4]),
+            value("y", TensorProto.FLOAT, [-1, 4]),
+            value("z", TensorProto.FLOAT, ["x_0", 4]),
+        ],
+        [value(f"{name}_out", TensorProto.FLOAT, None) for name in ("x", "y", "z")],
+    )
+    onnx.save(helper.make_model(graph), tmp_path / "model.onnx")
+    inputs = described_by(read_onnx(tmp_path / "model.onnx"))
+    assert [item.shape[0] for item in inputs] == ["x_0_2", "y_0", "x_0"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from tvmflow.errors import InputError, StepError, VerdictError
+from tvmflow.errors import InputError, StepError, VerdictError, naming_model
 
 if TYPE_CHECKING:
     from tvmflow.spec import Spec
@@ -78,7 +78,11 @@ class _Setting(click.ParamType[tuple[str, Any]]):
 @click.option(
     "--target", default="native", show_default=True, help="A preset, or a TVM target such as 'llvm -mcpu=znver4'."
 )
-@click.option("--input-shapes", help='Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]".')
+@click.option(
+    "--input-shapes",
+    help='Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]". '
+    "A free dimension that the file leaves unnamed is called after its input and axis, as x_0.",
+)
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "bf16", "fp16", "int8"]),
@@ -166,7 +170,7 @@ def compile_command(
     if linker is not None:
         resolved = dataclasses.replace(resolved, cross_compiler=linker)
     inspect = build.Inspect(before=print_ir_before, after=print_ir_after, code=dump_code)
-    with RichReporter(Console(stderr=True)).live():
+    with RichReporter(Console(stderr=True)).live(), naming_model(str(model)):
         exported = export.export.fn(context)
         imported = relax_import.relax_import.fn(context, exported)
         tuned = tune.tune.fn(context, imported, resolved)

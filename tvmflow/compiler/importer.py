@@ -32,6 +32,7 @@ from tvmflow.compiler.onnx_operators import (
 )
 from tvmflow.compiler.reason import reason
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
+from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
 
 # TVM computes wrongly or not at all with floats of 8 bits and fewer, and whole numbers of fewer than 8.
 _SMALL_TYPES = {
@@ -58,23 +59,25 @@ class Imported:
     outputs: tuple[TensorSpec, ...]
 
 
-def import_onnx(path: Path, shapes: Mapping[str, Sequence[int | str]] | None = None) -> Imported:
+def import_onnx(
+    path: Path, shapes: Mapping[str, Sequence[int | str]] | None = None, label: str | None = None
+) -> Imported:
     """Import an ONNX file of opset 7 or later into Relax.
 
     `shapes` fixes or renames symbolic dimensions of inputs by name: `{"x": (1, 3, 224, 224)}`, `{"x": ("batch", 10)}`.
-    Dimensions that are symbolic in the file and not given stay symbolic.
+    Dimensions that are symbolic in the file and not given stay symbolic; those without a name are called after their
+    input and axis, as `x_0`. `label` is what messages call the file, by default its path.
 
     Raises UnsupportedOperatorError for operators that TVM's importer does not know, ModelImportError for a file that
     is damaged, shapes that contradict the model, and anything else that TVM's importer refuses.
     """
-    path = Path(path)
-    model = _expand_functions(path, _load(path))
+    label = label or str(path)
+    model = _expand_functions(label, _load(Path(path), label))
     graph = model.graph
-    weights = {tensor.name for tensor in graph.initializer}
-    free = [value for value in graph.input if value.name not in weights]
-    renamed = _apply_shapes(path, graph, free, shapes or {})
-    _check_operators(path, graph)
-    _check_types(path, graph)
+    free = graph_inputs(graph)
+    renamed = _apply_shapes(label, graph, free, shapes or {})
+    _check_operators(label, graph)
+    _check_types(label, graph)
     opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=1)
     importer = _Importer(graph, renamed)
     chatter = io.StringIO()
@@ -84,15 +87,14 @@ def import_onnx(path: Path, shapes: Mapping[str, Sequence[int | str]] | None = N
             mod = importer.from_onnx(graph, opset)
     except Refused as error:
         raise UnsupportedOperatorError(
-            f"{path}: {importer.current_node} is not supported in this form ({error}); export the model without it"
+            f"{label}: {importer.current_node} is not supported in this form ({error}); export the model without it"
         ) from error
     except tvm.error.OpNotImplemented as error:
-        raise UnsupportedOperatorError(f"{path}: {reason(error)}; export the model without it") from error
+        raise UnsupportedOperatorError(f"{label}: {reason(error)}; export the model without it") from error
     except Exception as error:  # TVM's converters raise every kind of exception for graphs they do not expect.
         where = f" at {importer.current_node}" if importer.current_node else ""
         raise ModelImportError(
-            f"{path}: TVM cannot import the model{where}: {reason(error)}; "
-            "check it with onnx.checker or export it anew with another opset"
+            f"{label}: TVM cannot import the model{where}: {reason(error)}; {_advice(free)}"
         ) from error
     if any(node.op_type == "If" for node in graph.node):
         # The importer makes no dataflow block where there may be control flow; nothing is fused outside of one.
@@ -110,21 +112,30 @@ def import_onnx(path: Path, shapes: Mapping[str, Sequence[int | str]] | None = N
     return Imported(mod, dict(zip(names, params, strict=True)), inputs, outputs)
 
 
-def _load(path: Path) -> onnx.ModelProto:
+def _advice(inputs: Sequence[onnx.ValueInfoProto]) -> str:
+    """What to do about a model that TVM cannot import: free dimensions are the usual reason."""
+    dims = [dim for value in inputs for dim in value.type.tensor_type.shape.dim]
+    symbols = list(dict.fromkeys(dim.dim_param for dim in dims if dim.dim_param))
+    if not symbols:
+        return "check it with onnx.checker or export it anew with another opset"
+    return f"give the inputs fixed sizes for the free dimensions {', '.join(symbols)}, or export it anew"
+
+
+def _load(path: Path, label: str) -> onnx.ModelProto:
     try:
         model = onnx.load(path)
         onnx.checker.check_model(model)
     except FileNotFoundError as error:
-        raise ModelImportError(f"{path}: {error.strerror or 'file not found'}; expected an ONNX file") from error
+        raise ModelImportError(f"{label}: {error.strerror or 'file not found'}; expected an ONNX file") from error
     except Exception as error:  # protobuf, checker and external-data errors share no base class
-        raise ModelImportError(f"{path} is not a valid ONNX model ({reason(error)}); export it again") from error
+        raise ModelImportError(f"{label} is not a valid ONNX model ({reason(error)}); export it again") from error
     if not model.graph.output:
-        raise ModelImportError(f"{path} is not a valid ONNX model (it has no outputs); export it again")
+        raise ModelImportError(f"{label} is not a valid ONNX model (it has no outputs); export it again")
     return model
 
 
 def _apply_shapes(
-    path: Path,
+    label: str,
     graph: onnx.GraphProto,
     inputs: Sequence[onnx.ValueInfoProto],
     shapes: Mapping[str, Sequence[int | str]],
@@ -138,41 +149,44 @@ def _apply_shapes(
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"its inputs are {', '.join(map(repr, known))}"
-            raise ModelImportError(f"{path} has no input {name!r}; {hint}")
+            raise ModelImportError(f"{label} has no input {name!r}; {hint}")
     bound: dict[str, int | str] = {}
     for value in inputs:
         if not value.type.HasField("tensor_type"):
-            raise ModelImportError(f"{path}: input {value.name!r} is no tensor; only tensor inputs are supported")
+            raise ModelImportError(f"{label}: input {value.name!r} is no tensor; only tensor inputs are supported")
         tensor = value.type.tensor_type
         wanted = shapes.get(value.name)
         if not tensor.HasField("shape"):
             if wanted is None:
-                raise ModelImportError(f"{path}: input {value.name!r} has no shape; give one")
+                raise ModelImportError(f"{label}: input {value.name!r} has no shape; give one")
             for _ in wanted:
                 tensor.shape.dim.add()
-        dims = tensor.shape.dim
+    name_free_dimensions(graph)
+    for value in inputs:
+        wanted = shapes.get(value.name)
+        dims = value.type.tensor_type.shape.dim
         if wanted is not None and len(wanted) != len(dims):
             raise ModelImportError(
-                f"{path}: input {value.name!r} has {len(dims)} dimensions, the given shape {tuple(wanted)} "
+                f"{label}: input {value.name!r} has {len(dims)} dimensions, the given shape {tuple(wanted)} "
                 f"has {len(wanted)}"
             )
         for axis, dim in enumerate(dims):
-            if not dim.HasField("dim_value") and not dim.dim_param:
-                dim.dim_param = f"{value.name}_{axis}"
             size = None if wanted is None else wanted[axis]
             if size is None:
                 continue
             if isinstance(size, int) and size < 1:
-                raise ModelImportError(f"{path}: dimension {axis} of input {value.name!r} must be positive, not {size}")
+                raise ModelImportError(
+                    f"{label}: dimension {axis} of input {value.name!r} must be positive, not {size}"
+                )
             if dim.HasField("dim_value"):
                 if size != dim.dim_value:
                     raise ModelImportError(
-                        f"{path}: dimension {axis} of input {value.name!r} is fixed to {dim.dim_value} in the model, "
+                        f"{label}: dimension {axis} of input {value.name!r} is fixed to {dim.dim_value} in the model, "
                         f"not {size!r}; export the model with a dynamic dimension"
                     )
             elif bound.setdefault(dim.dim_param, size) != size:
                 raise ModelImportError(
-                    f"{path}: dimension {dim.dim_param!r} is given both as {bound[dim.dim_param]!r} and {size!r}"
+                    f"{label}: dimension {dim.dim_param!r} is given both as {bound[dim.dim_param]!r} and {size!r}"
                 )
     for value in inputs:
         for dim in value.type.tensor_type.shape.dim:
@@ -192,7 +206,7 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
                 yield from _nodes(attribute.g)
 
 
-def _expand_functions(path: Path, model: onnx.ModelProto) -> onnx.ModelProto:
+def _expand_functions(label: str, model: onnx.ModelProto) -> onnx.ModelProto:
     """Replace the model's own functions, and operators that only ONNX's definition as a function makes known, by these.
 
     Attention is one: TVM's importer knows another operator by that name.
@@ -207,7 +221,7 @@ def _expand_functions(path: Path, model: onnx.ModelProto) -> onnx.ModelProto:
             model = onnx.inliner.inline_selected_functions(model, names, False, True)
     except Exception as error:
         raise ModelImportError(
-            f"{path}: the functions of the model cannot be inlined ({reason(error)}); export it without functions"
+            f"{label}: the functions of the model cannot be inlined ({reason(error)}); export it without functions"
         ) from error
     return model
 
@@ -235,7 +249,7 @@ def _is_known(node: onnx.NodeProto) -> bool:
     return node.domain == "com.microsoft" and node.op_type in CONTRIBUTED
 
 
-def _check_operators(path: Path, graph: onnx.GraphProto) -> None:
+def _check_operators(label: str, graph: onnx.GraphProto) -> None:
     """Name every operator that has no converter, with the first node that uses it."""
     unknown: dict[str, str] = {}
     for node in _nodes(graph):
@@ -246,18 +260,18 @@ def _check_operators(path: Path, graph: onnx.GraphProto) -> None:
         listed = ", ".join(f"{operator} (node {node!r})" for operator, node in unknown.items())
         noun = "operator" if len(unknown) == 1 else "operators"
         raise UnsupportedOperatorError(
-            f"{path}: {noun} {listed} cannot be imported by TVM {tvm.__version__}; export the model without"
+            f"{label}: {noun} {listed} cannot be imported by TVM {tvm.__version__}; export the model without"
         )
 
 
-def _check_types(path: Path, graph: onnx.GraphProto) -> None:
+def _check_types(label: str, graph: onnx.GraphProto) -> None:
     """Refuse what no tensor of numbers can hold."""
     for output in graph.output:
         if not output.type.HasField("tensor_type"):
-            raise ModelImportError(f"{path}: output {output.name!r} is no tensor; only tensor outputs are supported")
+            raise ModelImportError(f"{label}: output {output.name!r} is no tensor; only tensor outputs are supported")
     for value in (*graph.input, *graph.output):
         if value.type.tensor_type.elem_type == onnx.TensorProto.STRING:
-            raise ModelImportError(f"{path}: {value.name!r} holds strings; only tensors of numbers are supported")
+            raise ModelImportError(f"{label}: {value.name!r} holds strings; only tensors of numbers are supported")
     types = {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
     types |= {tensor.data_type for tensor in graph.initializer}
     for node in _nodes(graph):
@@ -265,7 +279,7 @@ def _check_types(path: Path, graph: onnx.GraphProto) -> None:
     small = sorted(onnx.TensorProto.DataType.Name(item) for item in types & _SMALL_TYPES)
     if small:
         raise ModelImportError(
-            f"{path}: tensors of {' and '.join(small)} are not supported; export the model with wider types"
+            f"{label}: tensors of {' and '.join(small)} are not supported; export the model with wider types"
         )
 
 

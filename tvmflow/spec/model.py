@@ -45,6 +45,11 @@ class Model(Section):
             raise ValueError(f"mlflow {self.mlflow!r} is not of the form models:/NAME@ALIAS or models:/NAME/VERSION")
         return self
 
+    @property
+    def label(self) -> str:
+        """What messages call the model: the factory, file or registered model that the release file names."""
+        return self.factory or self.mlflow or str(self.pt2 or self.onnx)
+
 
 class Train(Section):
     """How the weights are trained: `function(output: pathlib.Path, **arguments)` writes a state dict to `output`.

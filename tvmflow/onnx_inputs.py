@@ -1,0 +1,63 @@
+"""The inputs of an ONNX graph, and names for those of their dimensions that may take any size."""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def graph_inputs(graph: "onnx.GraphProto") -> "list[onnx.ValueInfoProto]":
+    """The inputs that a caller gives: those of the graph without its weights."""
+    weights = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in weights]
+
+
+def name_free_dimensions(graph: "onnx.GraphProto", *, zero_is_free: bool = False) -> None:
+    """Give every dimension of an input that has no fixed size a name that is an identifier, in place.
+
+    A dimension without a name, or with the size -1 that some exporters write for one, is called after its input and
+    axis: `x_0` is the first of input `x`. With `zero_is_free` so is one of size 0. In a name that the file gives,
+    underscores replace the characters that no identifier has, wherever the graph's values mention it. Dimensions of
+    different names keep different names.
+    """
+    for value in _values(graph):
+        for dimension in value.type.tensor_type.shape.dim:
+            if dimension.dim_value < 0:
+                dimension.ClearField("dim_value")
+    free = [
+        (value.name, axis, dimension)
+        for value in graph_inputs(graph)
+        for axis, dimension in enumerate(value.type.tensor_type.shape.dim)
+        if not dimension.HasField("dim_value") or (zero_is_free and dimension.dim_value == 0)
+    ]
+    identifiers = {dimension.dim_param for *_, dimension in free if dimension.dim_param.isidentifier()}
+    renamed: dict[str, str] = {}
+    for name, axis, dimension in free:
+        symbol = dimension.dim_param
+        if re.search(r"\w", symbol) is None:
+            dimension.dim_param = _unused(f"{name}_{axis}", identifiers)
+        elif not symbol.isidentifier() and symbol not in renamed:
+            renamed[symbol] = _unused(symbol, identifiers)
+    for value in _values(graph):
+        for dimension in value.type.tensor_type.shape.dim:
+            if dimension.dim_param in renamed:
+                dimension.dim_param = renamed[dimension.dim_param]
+
+
+def _values(graph: "onnx.GraphProto") -> "Iterator[onnx.ValueInfoProto]":
+    yield from graph.input
+    yield from graph.output
+    yield from graph.value_info
+
+
+def _unused(name: str, identifiers: set[str]) -> str:
+    """An identifier like `name` that is none of `identifiers`; it becomes one of them."""
+    stem = re.sub(r"\W", "_", name)
+    stem = stem if stem.isidentifier() else f"_{stem}"
+    identifier, number = stem, 2
+    while identifier in identifiers:
+        identifier, number = f"{stem}_{number}", number + 1
+    identifiers.add(identifier)
+    return identifier
