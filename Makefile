@@ -7,8 +7,9 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # torch must be the CPU build: from local wheels where PIP_FIND_LINKS names them, else from PyTorch's own index.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend cpu)
 
-# How `make test` runs: on two processes, each test file in one of them; the times of all tests in build/tests/junit.xml.
-TESTS := pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=40 --junit-xml=build/tests/junit.xml
+# How `make test` runs: on two processes, each test file in one of them; what every test took is in build/tests/. In
+# continuous integration (CI is set) a skipped test is a failure.
+TESTS := pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=40 --junit-xml=build/tests/junit.xml 	--record=build/tests/record.json $(if $(CI),--no-skips)
 
 .PHONY: setup demo test test-quick test-long bench check format docs reference clean
 

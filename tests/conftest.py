@@ -1,14 +1,14 @@
 """How the tests run: their scale, their order on several processes, and the servers that folders share."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from support import durations, scale, servers
+from support import durations, scale, servers, skips
 
 # A shell starts what runs in the background with SIGINT ignored, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tvmflow")
     group.addoption("--long", action="store_true", help="try more cases per test, and run the tests marked `long`")
     group.addoption("--quick", action="store_true", help="run only tests that take no server and little time")
+    group.addoption("--no-skips", action="store_true", help="a skip that tests/skips.toml does not permit is a failure")
     group.addoption("--record", type=Path, help="write what every test and fixture costs to this file")
 
 
@@ -44,6 +45,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_selected(item: pytest.Item) -> bool:
     return scale.is_long() or item.get_closest_marker("long") is None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With `--no-skips`, make a failure of every skip that is not permitted."""
+    report = yield
+    if item.config.option.no_skips:
+        skips.refuse_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a whole file that is skipped."""
+    report = yield
+    if collector.config.option.no_skips:
+        skips.refuse_skip(report)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which packages would let the skipped tests run."""
+    if packages := skips.packages_to_install(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.section("not everything was tested")
+        terminalreporter.write_line(f"Some tests were skipped. To run them: `apt-get install {' '.join(packages)}`.")
 
 
 class _ByFile(LoadFileScheduling):

@@ -1,19 +1,19 @@
 """`benchmarks/deployment.py`: the table of the ways to run a model."""
 
 import json
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from support.skips import needs
 from tvmflow.target import host
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed: the C++ runner cannot be built")
+@needs("cmake", "c++")
 def test_every_way_is_measured_or_says_why_not(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = ("--rounds", "2", "--seconds", "0.01", "--threads", "1", "--runs", "40", "--json", str(figures))

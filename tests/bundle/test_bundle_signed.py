@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.skips import needs
 from tvmflow.bundle import Manifest, extract, keygen, pack, public_key, read_manifest, sign, signed_by
 from tvmflow.errors import BundleError, SettingsError
 
@@ -166,7 +166,7 @@ def test_what_is_no_key_is_one_sentence(bundle: Path, public: Path, tmp_path: Pa
     assert not (tmp_path / "s.tar.gz").exists()
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+@needs("openssl")
 def test_openssl_finds_the_signature_right(signed: Path, public: Path, tmp_path: Path) -> None:
     with tarfile.open(signed) as archive:
         archive.extractall(tmp_path / "files", filter="data")

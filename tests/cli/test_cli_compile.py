@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from support.skips import needs
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.cli.compile import parse_shapes
 from tvmflow.errors import InputError
@@ -391,7 +391,7 @@ def test_a_record_that_changes_nothing_is_not_compared(
 
 
 @pytest.mark.skipif(host().arch != "x86_64", reason="a target that this machine cannot run is meant")
-@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="no cross compiler for aarch64 is installed")
+@needs("aarch64-linux-gnu-g++")
 def test_what_cannot_be_compared_here_is_tuned(
     tvmflow: Command, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

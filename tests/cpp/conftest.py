@@ -1,7 +1,6 @@
 """The C++ runner, built by CMake, and a small model compiled by the real steps for it to run."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from support.skips import require
 from tvmflow import npz, runtime
 from tvmflow.target import Target, host
 
@@ -80,9 +80,7 @@ def _environment() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """The runner for this machine, with the sanitisers: whatever a damaged file makes it read or write is seen."""
-    missing = [name for name in ("cmake", "c++") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"{' and '.join(missing)} not installed: the C++ runner cannot be built")
+    require("cmake", "c++")
     command = _configure_and_build(
         tmp_path_factory.mktemp("runner"), "-DTVMFLOW_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=Debug"
     )
@@ -95,9 +93,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 @pytest.fixture(scope="session")
 def aarch64_runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """The runner for 64-bit ARM, cross-built and emulated."""
-    missing = [name for name in ("cmake", *CROSS) if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"{' and '.join(missing)} not installed: nothing can be built for ARM and run here")
+    require("cmake", *CROSS)
     wheels = CACHE / f"aarch64-tvm-{version('apache-tvm')}-ffi-{version('apache-tvm-ffi')}"
     if not wheels.is_dir():
         arguments = [sys.executable, str(CPP / "wheels.py"), "--platform", "manylinux_2_28_aarch64", str(wheels)]

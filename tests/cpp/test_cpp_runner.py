@@ -126,7 +126,6 @@ def test_the_json_document_tells_shapes_and_times(runner: Runner, bundle: Path, 
 def test_a_signed_bundle_runs_and_where_signatures_are_asked_for_it_is_refused(
     runner: Runner, bundle: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("cryptography")
     public = signature.keygen(tmp_path / "key")
     files = tmp_path / "files"
     files.mkdir()

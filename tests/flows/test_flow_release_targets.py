@@ -1,11 +1,11 @@
 """Several targets in one release, and those that this machine cannot run."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.skips import needs
 from tvmflow.target import host
 
 _LEVELS = ["x86-64-v2", "x86-64-v3"]
@@ -44,7 +44,7 @@ def test_a_target_that_cannot_be_verified_here_is_refused_before_any_work(
 
 
 @pytest.mark.skipif(host().arch != "x86_64", reason="a target that this machine cannot run is meant")
-@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="no cross compiler for aarch64 is installed")
+@needs("aarch64-linux-gnu-g++")
 def test_an_unverified_target_is_released_where_that_is_allowed(machine: Any, tmp_path: Path, make: Any) -> None:
     make.onnx(tmp_path)
     targets = ["aarch64-cortex-a72"]

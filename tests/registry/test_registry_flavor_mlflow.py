@@ -168,7 +168,8 @@ def test_inputs_of_many_kinds_give_the_same(build_bundle: BuildBundle, tmp_path:
 
 
 def test_a_torch_tensor_is_taken(build_bundle: BuildBundle, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     from tvmflow.registry import flavor
 
     flavor.save_model(build_bundle(), tmp_path / "model", input_example=False)

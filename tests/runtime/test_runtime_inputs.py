@@ -88,7 +88,8 @@ def test_the_model_runs_on_after_a_refused_input(model: CompiledModel, inputs: M
 
 
 def test_torch_tensors_are_taken_like_arrays(model: CompiledModel, inputs: MakeInputs) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     given = inputs(3)
     tensors = {name: torch.from_numpy(array.copy()) for name, array in given.items()}
     expected = model(**given)
@@ -97,7 +98,8 @@ def test_torch_tensors_are_taken_like_arrays(model: CompiledModel, inputs: MakeI
 
 
 def test_an_aligned_tensor_is_not_copied(model: CompiledModel) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     tensor = torch.zeros(8, 8)
     assert tensor.data_ptr() % 64 == 0
     array = model.check_inputs({"x": tensor, "y": torch.zeros(8, 4), "scale": torch.tensor(1.0)})["x"]
@@ -115,13 +117,15 @@ def test_an_array_of_another_library_is_taken_by_dlpack(model: CompiledModel, in
 
 
 def test_a_tensor_that_needs_gradients_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     with pytest.raises(InputError, match=r"^input 'x' cannot be read as an array \(.*detach\(\)\)$"):
         model(**{**inputs(2), "x": torch.zeros(2, 8, requires_grad=True)})
 
 
 def test_a_tensor_of_another_dtype_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     with pytest.raises(InputError, match=r"^input 'x' is float64, expected float32; convert it first$"):
         model(**{**inputs(2), "x": torch.zeros(2, 8, dtype=torch.float64)})
 

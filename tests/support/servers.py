@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
-
 from support.processes import clean_environment
+from support.skips import require
 from support.waits import wait_until
 from tvmflow.store import ReleaseStore, StoreConfig
 
@@ -111,9 +110,7 @@ def moto_server(bucket: str, prefix: str = "") -> Iterator[StoreConfig]:
 @contextmanager
 def postgres_server() -> Iterator[Callable[[str], str]]:
     """Run PostgreSQL; yield a function that creates an empty database and returns its address, `postgresql://...`."""
-    missing = [name for name in ("initdb", "postgres", "createdb") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"PostgreSQL's {missing[0]} is not on PATH")
+    require("initdb", "postgres", "createdb", "pg_ctl")
     # The server refuses to run as root, and the folders of pytest are closed to everybody else.
     as_other = ["setpriv", "--reuid=nobody", "--clear-groups", "--regid=nogroup"] if os.geteuid() == 0 else []
     port = str(free_port())
