@@ -1,0 +1,138 @@
+"""Runs: a run per release, target, promotion and evaluation, with its parameters, tags, metrics and files."""
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from tvmflow.errors import RegistryError
+from tvmflow.registry.connection import Connection, get_or_none, quote
+
+RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
+MetricPoint = tuple[str, float, int]
+"""The key of a metric, its value, and its step."""
+
+_PARENT_RUN = "mlflow.parentRunId"
+_FLOW_RUN = "tvmflow.flow_run"
+
+
+class Runs(Connection):
+    """Runs of MLflow, by their ids."""
+
+    def start_run(self, name: str, params: Mapping[str, object], tags: Mapping[str, str]) -> str:
+        """Open a run in the configured experiment and return its id."""
+        with self._explained(f"open the run {name!r}"):
+            from mlflow.entities import Param
+
+            client = self._client()
+            run_id = str(client.create_run(self._experiment(), tags=dict(tags), run_name=name).info.run_id)
+            client.log_batch(run_id, params=[Param(key, str(value)) for key, value in params.items()])
+            return run_id
+
+    def start_target_run(
+        self, parent_run_id: str, target_name: str, params: Mapping[str, object], tags: Mapping[str, str]
+    ) -> str:
+        """Open the run of one target inside a release's run and return its id."""
+        return self.start_run(target_name, params, {**tags, _PARENT_RUN: parent_run_id})
+
+    def open_promotion_run(
+        self, release_run: str, name: str, tags: Mapping[str, str], flow_run: str | None = None
+    ) -> str:
+        """Open the run of a promotion and return its id. It lies inside the release's run where that still exists.
+
+        A flow run that was suspended and starts again gets the run that it opened before, with the tags set anew.
+        """
+        with self._explained(f"open the run {name!r}"):
+            client = self._client()
+            release = get_or_none(client.get_run, release_run)
+            experiment = self._experiment() if release is None else str(release.info.experiment_id)
+            if flow_run is not None:
+                query = f"tags.`{_FLOW_RUN}` = {quote(flow_run)}"
+                for run in client.search_runs([experiment], query, max_results=1):
+                    for key, value in tags.items():
+                        client.set_tag(run.info.run_id, key, value)
+                    return str(run.info.run_id)
+            all_tags = dict(tags)
+            if release is not None:
+                all_tags[_PARENT_RUN] = release_run
+            if flow_run is not None:
+                all_tags[_FLOW_RUN] = flow_run
+            return str(client.create_run(experiment, tags=all_tags, run_name=name).info.run_id)
+
+    def set_run_tag(self, run_id: str, key: str, value: str) -> None:
+        """Set a tag of a run."""
+        with self._explained(f"tag the run {run_id}"):
+            self._client().set_tag(run_id, key, value)
+
+    def finish_run(self, run_id: str, status: RunStatus) -> None:
+        """Close a run."""
+        with self._explained(f"close the run {run_id}"):
+            self._client().set_terminated(run_id, status)
+
+    def run_exists(self, run_id: str) -> bool:
+        """Whether the run exists and is not deleted."""
+        with self._explained(f"read the run {run_id}"):
+            run = get_or_none(self._client().get_run, run_id)
+        return run is not None and run.info.lifecycle_stage == "active"
+
+    def find_runs(self, tags: Mapping[str, str]) -> list[str]:
+        """The ids of the finished runs of the configured experiment that have all of these tags, newest first."""
+        with self._explained("search its runs"):
+            query = " and ".join(f"tags.`{key}` = {quote(value)}" for key, value in tags.items())
+            runs = self._client().search_runs([self._experiment()], f"attributes.status = 'FINISHED' and {query}")
+            return [str(run.info.run_id) for run in runs]
+
+    def log_metrics(self, run_id: str, metrics: Mapping[str, float]) -> None:
+        """Record metrics of a run."""
+        with self._explained(f"record metrics of the run {run_id}"):
+            self._log_points(run_id, [(key, value, 0) for key, value in metrics.items()])
+
+    def log_curve(self, run_id: str, key: str, curve: Sequence[tuple[int, float]]) -> None:
+        """Record a metric of a run by step, at most 1000 steps in one call; a value that is not finite is left out."""
+        points = [(key, value, step) for step, value in curve if math.isfinite(value)]
+        with self._explained(f"record {key!r} of the run {run_id}"):
+            self._log_points(run_id, points)
+
+    def log_artifacts(self, run_id: str, files: Mapping[str, Path]) -> None:
+        """Store files with a run, each under its artifact path (`folder/name`).
+
+        Raises RegistryError for a file that is missing, before any is stored.
+        """
+        for path in files.values():
+            if not path.is_file():
+                raise RegistryError(f"the artifact {str(path)!r} is not a file; run the step that writes it again")
+        with self._explained(f"store artifacts of the run {run_id}"), tempfile.TemporaryDirectory() as scratch:
+            for artifact_path, path in files.items():
+                place = PurePosixPath(artifact_path)
+                local = path
+                if path.name != place.name:
+                    # MLflow stores a file under its own name only.
+                    local = Path(scratch, place.name)
+                    shutil.copyfile(path, local)
+                folder = str(place.parent)
+                self._client().log_artifact(run_id, str(local), None if folder == "." else folder)
+
+    def fetch_artifact(self, run_id: str, artifact_path: str, folder: Path) -> Path | None:
+        """Fetch a file of a run into `folder`; None when the run or the file does not exist."""
+        with self._explained(f"read {artifact_path!r} of the run {run_id}"):
+            client = self._client()
+            if get_or_none(client.get_run, run_id) is None:
+                return None
+            parent = str(PurePosixPath(artifact_path).parent)
+            siblings = client.list_artifacts(run_id, None if parent == "." else parent)
+            if all(item.path != artifact_path for item in siblings):
+                return None
+            return Path(client.download_artifacts(run_id, artifact_path, str(folder)))
+
+    def _log_points(self, run_id: str, points: Iterable[MetricPoint], model_id: str | None = None) -> None:
+        """Record points of metrics on a run, and on a logged model where one is named."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(key, float(value), now, step, model_id=model_id, run_id=run_id) for key, value, step in points
+        ]
+        self._client().log_batch(run_id, metrics=metrics)

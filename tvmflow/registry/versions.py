@@ -1,0 +1,155 @@
+"""Versions of registered models, with their tags and aliases, and the webhook that reports aliases."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tvmflow.errors import RegistryError
+from tvmflow.registry.config import sqlite_file
+from tvmflow.registry.connection import Connection, get_or_none, quote
+from tvmflow.registry.models import LoggedModelRef
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """A version of a registered model; `created` is in milliseconds since 1970."""
+
+    name: str
+    version: str
+    run_id: str | None
+    aliases: tuple[str, ...]
+    tags: dict[str, str]
+    created: int
+
+
+class Versions(Connection):
+    """Registered models by name, their versions by number."""
+
+    def register(self, name: str, model_ref: LoggedModelRef, run_id: str, tags: Mapping[str, str]) -> str:
+        """Make the logged model a version of the registered model `name` and return the version's number.
+
+        The registered model is created when it is missing. A run has at most one version: registering it again sets
+        its tags anew and returns the same number.
+        """
+        with self._explained(f"register the model {name!r}"):
+            client = self._client()
+            self._create_registered_model(name)
+            versions = [
+                int(version.version)
+                for version in client.search_model_versions(f"run_id = {quote(run_id)}")
+                if version.name == name
+            ]
+            if versions:
+                number = str(min(versions))
+                for key, value in tags.items():
+                    client.set_model_version_tag(name, number, key, value)
+                return number
+            # The location itself, not `models:/<id>`: a SQL store resolves that through MLflow's global address.
+            location = client.get_logged_model(model_ref.model_id).artifact_location
+            version = client.create_model_version(
+                name, location, run_id=run_id, tags=dict(tags), model_id=model_ref.model_id
+            )
+            return str(version.version)
+
+    def list_versions(self, name: str, limit: int = 100) -> list[ModelVersion]:
+        """The latest `limit` versions of a registered model, newest first; none when the model does not exist."""
+        with self._explained(f"list the versions of {name!r}"):
+            versions = self._client().search_model_versions(
+                f"name = {quote(name)}", max_results=limit, order_by=["version_number DESC"]
+            )
+            # The results of a search have no aliases.
+            model = get_or_none(self._client().get_registered_model, name) if versions else None
+            aliases = {} if model is None else model.aliases
+        return [
+            ModelVersion(
+                name=name,
+                version=str(version.version),
+                run_id=version.run_id or None,
+                aliases=tuple(
+                    sorted(alias for alias, number in aliases.items() if str(number) == str(version.version))
+                ),
+                tags=dict(version.tags),
+                created=version.creation_timestamp,
+            )
+            for version in versions
+        ]
+
+    def version_exists(self, name: str, version: str) -> bool:
+        """Whether the registered model has that version."""
+        with self._explained(f"read version {version} of {name!r}"):
+            return get_or_none(self._client().get_model_version, name, version) is not None
+
+    def get_version_tags(self, name: str, version: str) -> dict[str, str]:
+        """The tags of a version; none when the version does not exist."""
+        with self._explained(f"read version {version} of {name!r}"):
+            model_version = get_or_none(self._client().get_model_version, name, version)
+        return {} if model_version is None else dict(model_version.tags)
+
+    def set_version_tag(self, name: str, version: str, key: str, value: str) -> None:
+        """Set a tag of a version."""
+        with self._explained(f"tag version {version} of {name!r}"):
+            self._client().set_model_version_tag(name, version, key, value)
+
+    def delete_version_tag(self, name: str, version: str, key: str) -> None:
+        """Delete a tag of a version; it is no error when there is none."""
+        with self._explained(f"tag version {version} of {name!r}"):
+            self._client().delete_model_version_tag(name, version, key)
+
+    def get_alias_version(self, name: str, alias: str) -> str | None:
+        """The version that an alias points at; None when the alias or the model does not exist."""
+        with self._explained(f"read the alias {alias!r} of {name!r}"):
+            model = get_or_none(self._client().get_registered_model, name)
+        version = None if model is None else model.aliases.get(alias)
+        return None if version is None else str(version)
+
+    def list_aliases(self, name: str) -> dict[str, str]:
+        """The aliases of a registered model with their versions; none when the model does not exist."""
+        with self._explained(f"read the aliases of {name!r}"):
+            model = get_or_none(self._client().get_registered_model, name)
+        return {} if model is None else {alias: str(version) for alias, version in model.aliases.items()}
+
+    def set_alias(self, name: str, alias: str, version: str) -> None:
+        """Point an alias at a version."""
+        with self._explained(f"set the alias {alias!r} of {name!r}"):
+            self._client().set_registered_model_alias(name, alias, version)
+
+    def delete_alias(self, name: str, alias: str) -> None:
+        """Delete an alias; it is no error when there is none."""
+        with self._explained(f"delete the alias {alias!r} of {name!r}"):
+            self._client().delete_registered_model_alias(name, alias)
+
+    def connect_webhook(self, name: str, url: str, secret: str) -> bool:
+        """Make the server report every alias that is set to `url`, signed with `secret`; return whether that is new.
+
+        An existing webhook of that name is changed. Raises RegistryError for a registry without a server.
+        """
+        uri = self.config.uris[-1]
+        if sqlite_file(uri) is not None:
+            raise RegistryError(f"the registry {uri} has no server that could send webhooks; use an MLflow server")
+        events = ["model_version_alias.created"]
+        with self._explained(f"create the webhook to {url}"):
+            client = self._client()
+            token = None
+            while True:
+                page = client.list_webhooks(page_token=token)
+                for webhook in page:
+                    if webhook.name == name:
+                        client.update_webhook(
+                            webhook.webhook_id, url=url, events=events, secret=secret, status="ACTIVE"
+                        )
+                        return False
+                token = page.token
+                if not token:
+                    break
+            client.create_webhook(name, url, events, description="tvmflow receive", secret=secret)
+            return True
+
+    def _create_registered_model(self, name: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        if get_or_none(self._client().get_registered_model, name) is not None:
+            return
+        try:
+            self._client().create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
