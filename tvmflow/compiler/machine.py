@@ -13,6 +13,9 @@ class Machine:
     second-level cache, in bytes, `cache` what weights may fill before they are read once rather than kept. All cores
     share the `third_cache`; `cold` says that a model's weights come from memory anew in every run. `amx` names the dot
     products (`tvmflow.compiler.dotproduct`) that it has by whole tiles.
+
+    A parallel region costs more than it gains below `parallel_iterations` of a loop nest, and in a function of fewer
+    than `parallel_cycles`: a region takes two to four thousand cycles to start and to end.
     """
 
     lanes: int
@@ -23,6 +26,8 @@ class Machine:
     third_cache: int = 1 << 25
     cold: bool = False
     amx: frozenset[str] = frozenset()
+    parallel_iterations: int = 4096
+    parallel_cycles: int = 8192
 
     def for_weights(self, size: int) -> "Machine":
         """The same for a model with so many bytes of weights, beside which a cache holds other things."""

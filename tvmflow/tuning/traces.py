@@ -40,9 +40,9 @@ def replay(trace: str, func: "PrimFunc") -> "PrimFunc":
 
     Whatever TVM raises when the trace does not fit is passed on.
     """
-    from tvmflow.compiler.schedules import prefetch
+    from tvmflow.compiler.schedules import complete
 
-    scheduled = prefetch.expand(_scheduled(json.loads(trace), normalize(func)).mod["main"])
+    scheduled = complete(_scheduled(json.loads(trace), normalize(func)).mod["main"])
     scheduled = scheduled.without_attr("global_symbol")
     for name, value in (func.attrs or {}).items():
         scheduled = scheduled.with_attr(name, value)

@@ -1,8 +1,12 @@
-"""Pooling of NHWC activations: taps in registers, indices clamped to the image instead of a padded copy."""
+"""Pooling of NHWC activations: taps in registers, without a padded copy of the image.
+
+At the border a maximum reads the nearest element of the image again; an average skips what lies outside by a branch.
+(A `tirx.Select` would read what it skips: see `tvmflow.compiler.schedules.guards`.)
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 from tvm import relax, te, tirx
 
@@ -47,24 +51,35 @@ def _windows_inside(size: Any, out: Any, kernel: int, stride: int, padding: Sequ
     return (windows - 1) * stride - before < known
 
 
+class _Tap(NamedTuple):
+    """One tap of a window: its place, the place of the image nearest to it, and whether the two are the same.
+
+    `is_inside` is None for a tap that is inside of every window.
+    """
+
+    place: Any
+    nearest: Any
+    is_inside: Any
+
+
 class _Window:
     """A window along one dimension: its taps, the distance to the next one, the padding around the image."""
 
     def __init__(self, taps: int, stride: int, before: int, after: int) -> None:
         self.taps, self.stride, self.before, self.after = taps, stride, before, after
 
-    def places(self, index: Any, size: Any) -> list[tuple[Any, Any]]:
-        """For each tap the element it reads, clamped, and whether that is inside; None where it always is."""
-        places = []
+    def taps_of(self, index: Any, size: Any) -> list[_Tap]:
+        """The taps of the window at `index` of an image of `size` elements."""
+        taps = []
         for tap in range(self.taps):
             place = index * self.stride + (tap - self.before)
             low = None if tap >= self.before else place >= 0
             high = None if tap == 0 and not self.before else place < size
-            clamped = place if low is None else tirx.max(place, 0)
-            clamped = clamped if high is None else tirx.min(clamped, size - 1)
-            conditions = [item for item in (low, high) if item is not None]
-            places.append((clamped, tirx.all(*conditions) if conditions else None))
-        return places
+            nearest = place if low is None else tirx.max(place, 0)
+            nearest = nearest if high is None else tirx.min(nearest, size - 1)
+            conditions = [condition for condition in (low, high) if condition is not None]
+            taps.append(_Tap(place, nearest, tirx.all(*conditions) if conditions else None))
+        return taps
 
     def count(self, index: Any, size: Any, counted: bool) -> Any:
         """How many of a window's taps an average counts."""
@@ -84,13 +99,14 @@ def pool(
     def combine(a: Any, b: Any) -> Any:
         return tirx.max(a, b) if largest else a + b
 
+    def inside(condition: Any, value: Any) -> Any:
+        return value if condition is None else tirx.if_then_else(condition, value, tirx.const(0, "float32"))
+
     def window(element: Callable[[Any], Any], along: _Window, index: Any, length: Any) -> Any:
-        values = []
-        for place, inside in along.places(index, length):
-            value = element(place)
-            # Repeating an element leaves a maximum as it is, but not a sum.
-            values.append(value if largest or inside is None else tirx.Select(inside, value, tirx.const(0, "float32")))
-        return reduce(combine, values)
+        # Repeating an element leaves a maximum as it is, but not a sum.
+        if largest:
+            return reduce(combine, [element(tap.nearest) for tap in along.taps_of(index, length)])
+        return reduce(combine, [inside(tap.is_inside, element(tap.place)) for tap in along.taps_of(index, length)])
 
     def scaled(value: Any, h: Any, w: Any) -> Any:
         if largest:
@@ -112,8 +128,11 @@ def pool(
 
     def column(n: Any, h: Any, x: Any, c: Any) -> Any:
         place = x - across.before
-        value = window(lambda y: data[n, y, tirx.min(tirx.max(place, 0), in_w - 1), c], down, h, in_h)
-        return value if largest else tirx.Select(tirx.all(place >= 0, place < in_w), value, tirx.const(0, "float32"))
+        if largest:
+            nearest = tirx.min(tirx.max(place, 0), in_w - 1)
+            return window(lambda y: data[n, y, nearest, c], down, h, in_h)
+        value = window(lambda y: data[n, y, place, c], down, h, in_h)
+        return inside(tirx.all(place >= 0, place < in_w), value)
 
     columns = te.compute((batch, size[0], width, channels), column, name="columns")
     return te.compute(

@@ -20,6 +20,7 @@ from tvmflow.compiler.schedules import (
     depthwise,
     dot,
     fallback,
+    guards,
     pooling,
     prefetch,
     products,
@@ -109,9 +110,9 @@ def _scheduled(
     func: PrimFunc, machine: Machine, rules: Mapping[str, Rule], cycles: float
 ) -> tuple[Schedule | None, str]:
     threads = {"all": machine}
-    if cycles < _CLOSE * common.WORTH_THREADS:
+    if cycles < _CLOSE * machine.parallel_cycles:
         threads["one"] = replace(machine, cores=1)
-    if cycles < common.WORTH_THREADS:
+    if cycles < machine.parallel_cycles:
         threads = dict(reversed(threads.items()))
     machine = choose("threads", "", threads)
     for name, rule in (*rules.items(), ("fallback", fallback.apply)):
@@ -144,8 +145,13 @@ def error_bounds(func: PrimFunc) -> dict[str, float]:
     return {name: bound for name, bound in found.items() if bound is not None}
 
 
+def complete(scheduled: PrimFunc) -> PrimFunc:
+    """What a schedule's primitives cannot write: the prefetches that it asks for, and guards of memory reads."""
+    return guards.guard_reads(prefetch.expand(scheduled))
+
+
 def _finish(scheduled: PrimFunc, func: PrimFunc) -> PrimFunc:
-    scheduled = prefetch.expand(scheduled).with_attr("tirx.is_scheduled", True)
+    scheduled = complete(scheduled).with_attr("tirx.is_scheduled", True)
     if "global_symbol" in (func.attrs or {}):
         scheduled = scheduled.with_attr("global_symbol", func.attrs["global_symbol"])
     return scheduled

@@ -1,7 +1,7 @@
 """What the schedule rules share: looking at blocks and loops, inlining, vectorising."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import tvm
@@ -13,10 +13,6 @@ from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import KERNEL, SUBJECT
 from tvmflow.compiler.machine import Machine
 
-# Below this many iterations a parallel region costs more than it gains.
-WORTH_A_THREAD = 4096
-# Cycles of a whole function below which one core is faster: a region takes two to four thousand to start and to end.
-WORTH_THREADS = 8192
 # Steps of a reduction that may be unrolled: rarely better, and worse where registers are short. So many may be all.
 _UNROLLED = (2, 4)
 _ALL_UNROLLED = 8
@@ -37,6 +33,11 @@ def extent(sch: Schedule, loop: LoopRV) -> int | None:
     """A loop's extent, None where it is symbolic."""
     value = sch.get(loop).extent
     return int(value) if isinstance(value, tirx.IntImm) else None
+
+
+def iterations(sch: Schedule, loops: Iterable[LoopRV], machine: Machine) -> int:
+    """The iterations of a loop nest; a symbolic extent counts as many as are worth a parallel region."""
+    return math.prod(extent(sch, loop) or machine.parallel_iterations for loop in loops)
 
 
 def is_reduction(sch: Schedule, block: SBlockRV) -> bool:
@@ -66,11 +67,10 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
     reduced = [loop for loop, kind in zip(loops, kinds, strict=True) if kind == tirx.IterVar.CommReduce]
     if len(spatial) + len(reduced) != len(loops) or not spatial:
         return
-    total, tasks = 1, 1
-    for loop in loops:
-        total *= extent(sch, loop) or WORTH_A_THREAD
+    tasks = 1
     for loop in spatial[:-1]:
         tasks *= extent(sch, loop) or machine.cores
+    is_worth_threads = iterations(sch, loops, machine) >= machine.parallel_iterations
     inner = spatial.pop()
     size = extent(sch, inner)
     serial: list[LoopRV] = []
@@ -94,7 +94,7 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
     sch.reorder(*spatial, *serial, *reduced, *([] if vector is None else [vector]))
     if vector is not None:
         sch.vectorize(vector)
-    if total >= WORTH_A_THREAD and spatial:
+    if spatial and is_worth_threads:
         parallel(sch, fuse(sch, spatial), machine)
     if reduced:
         sch.decompose_reduction(block, reduced[0])

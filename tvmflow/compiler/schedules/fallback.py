@@ -33,11 +33,7 @@ def apply(sch: Schedule, machine: Machine) -> bool:
 
 def _parallel(sch: Schedule, loops: Sequence[LoopRV], work: int, machine: Machine) -> None:
     """Spread loops over the cores where the iterations in all, `work` in each, are worth it."""
-    if (
-        loops
-        and work * math.prod(common.extent(sch, loop) or common.WORTH_A_THREAD for loop in loops)
-        >= common.WORTH_A_THREAD
-    ):
+    if loops and work * common.iterations(sch, loops, machine) >= machine.parallel_iterations:
         common.parallel(sch, common.fuse(sch, loops), machine)
 
 

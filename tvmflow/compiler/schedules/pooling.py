@@ -17,10 +17,8 @@ def apply(sch: Schedule, machine: Machine) -> bool:
         sch.compute_inline(pool)
     loops = list(sch.get_loops(last))
     task = common.fuse(sch, loops[:-2])
-    work = 1
-    for loop in loops[-2:]:
-        work *= common.extent(sch, loop) or common.WORTH_A_THREAD
-    if work * (common.extent(sch, task) or machine.cores) >= common.WORTH_A_THREAD:
+    tasks = common.extent(sch, task) or machine.cores
+    if tasks * common.iterations(sch, loops[-2:], machine) >= machine.parallel_iterations:
         common.parallel(sch, task, machine)
     for block in columns:
         sch.compute_at(block, task, preserve_unit_loops=True)

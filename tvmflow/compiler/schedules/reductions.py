@@ -49,16 +49,13 @@ def inline_around(sch: Schedule) -> None:
                 sch.reverse_compute_inline(block)
 
 
-def _work(sch: Schedule, block: SBlockRV) -> int:
-    total = 1
-    for loop in sch.get_loops(block):
-        total *= common.extent(sch, loop) or common.WORTH_A_THREAD
-    return total
+def _is_worth_threads(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    return common.iterations(sch, sch.get_loops(block), machine) >= machine.parallel_iterations
 
 
 def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Vectors of neighbouring results, each core with its own part of the reduction or of the results."""
-    parallel = _work(sch, block) >= common.WORTH_A_THREAD
+    parallel = _is_worth_threads(sch, block, machine)
     *outer, c, r = sch.get_loops(block)
     size = common.extent(sch, c) or 1
     if size <= machine.lanes:
@@ -91,9 +88,10 @@ def _after_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     loops = list(sch.get_loops(block))
     if not folds or not loops:
         return False
-    work = max(_work(sch, producer) for fold in folds for producer in sch.get_producers(fold))
+    lanes = [producer for fold in folds for producer in sch.get_producers(fold)]
+    is_parallel = any(_is_worth_threads(sch, block, machine) for block in lanes)
     task = common.fuse(sch, loops)
-    if work >= common.WORTH_A_THREAD:
+    if is_parallel:
         common.parallel(sch, task, machine)
     for fold in folds:
         (accumulators,) = sch.get_producers(fold)

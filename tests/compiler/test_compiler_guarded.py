@@ -1,0 +1,295 @@
+"""Every kind of kernel stays within its buffers, on the parallel way, whatever its size and however it is scheduled."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import tvm
+from onnx import NodeProto, helper
+from tvm import te, tirx
+
+from support import scale
+from support.guarded import assert_within_buffers
+from support.machines import runnable_levels
+from support.models import make_model
+from tvmflow.compiler import BuildOptions, import_onnx, lower, workloads
+from tvmflow.compiler.choices import Choices, shape_text
+from tvmflow.compiler.machine import Machine, machine
+from tvmflow.compiler.schedules import complete, guards, schedule, variants
+from tvmflow.target import Precision, Target, missing_features, resolve
+
+Array = np.ndarray[Any, Any]
+# Of the schedules that the rules can make of a function, one of so many is drawn.
+_SCHEDULES = scale.count(normal=4, long=32)
+
+
+@dataclass
+class Drawn:
+    """A small model under construction, whose numbers a generator draws."""
+
+    rng: np.random.Generator
+    nodes: list[NodeProto] = field(default_factory=list)
+    inputs: list[tuple[str, list[Any]]] = field(default_factory=list)
+    weights: dict[str, Array] = field(default_factory=dict)
+    # How a decision is to be made, by its kind; others are drawn.
+    decisions: dict[str, str] = field(default_factory=dict)
+    precision: Precision = "fp32"
+
+    def integer(self, low: int, high: int) -> int:
+        return int(self.rng.integers(low, high + 1))
+
+    def choice(self, *options: Any) -> Any:
+        return options[self.integer(0, len(options) - 1)]
+
+    def input(self, *shape: int) -> str:
+        self.inputs.append((f"x{len(self.inputs)}", list(shape)))
+        return self.inputs[-1][0]
+
+    def weight(self, *shape: int) -> str:
+        return self.array(self.rng.standard_normal(shape).astype("float32"))
+
+    def array(self, value: Any) -> str:
+        self.weights[f"w{len(self.weights)}"] = np.asarray(value)
+        return f"w{len(self.weights) - 1}"
+
+    def node(self, operator: str, *operands: str, outputs: int = 1, **attributes: Any) -> str:
+        names = [f"v{len(self.nodes)}_{place}" for place in range(outputs)]
+        self.nodes.append(helper.make_node(operator, operands, names, **attributes))
+        return names[0]
+
+    def conv(self, x: str, channels: int, out: int, kernel: int = 1, **attributes: Any) -> str:
+        weight = self.weight(out, channels // attributes.get("group", 1), kernel, kernel)
+        attributes.setdefault("pads", [(kernel - 1) // 2] * 4)
+        return self.node("Relu", self.node("Conv", x, weight, self.weight(out), **attributes))
+
+    def proto(self) -> onnx.ModelProto:
+        read = {name for node in self.nodes for name in node.input}
+        outputs = [name for node in self.nodes for name in node.output if name not in read]
+        return make_model(self.nodes, self.inputs, outputs, self.weights, opset=20)
+
+
+def _pooling(model: Drawn) -> None:
+    channels = model.choice(16, 19, 32, 70)
+    height, width = model.integer(3, 20), model.integer(3, 20)
+    kernel = [model.integer(1, min(7, size)) for size in (height, width)]
+    pads = [model.integer(0, size - 1) for size in kernel * 2]
+    x = model.conv(model.input(model.integer(1, 2), 3, height, width), 3, channels)
+    for operator, more in (
+        ("MaxPool", {}),
+        ("AveragePool", {"count_include_pad": 0}),
+        ("AveragePool", {"count_include_pad": 1}),
+    ):
+        strides = [model.integer(1, 3)] * 2
+        y = model.node(operator, x, kernel_shape=kernel, pads=pads, strides=strides, **more)
+        model.conv(y, channels, 16)
+
+
+def _convolutions(model: Drawn) -> None:
+    groups = model.choice(1, 1, 1, 2)
+    channels, out = model.integer(1, 35) * groups, model.integer(1, 50) * groups
+    kernel, dilation = model.choice(1, 3, 5), model.choice(1, 1, 2)
+    size = [model.integer(dilation * (kernel - 1) + 1, 24) for _ in range(2)]
+    model.decisions = {"algorithm": "direct", "block": "apart"}
+    pads, strides = [model.integer(0, 2) for _ in range(4)], [model.integer(1, 3)] * 2
+    x = model.input(model.integer(1, 2), channels, *size)
+    model.conv(x, channels, out, kernel, group=groups, pads=pads, strides=strides, dilations=[dilation] * 2)
+
+
+def _depthwise(model: Drawn) -> None:
+    group = model.choice(1, 1, 2, 4, 8)
+    channels, kernel = group * model.integer(1, 9) * model.choice(1, 4), model.choice(3, 5, 7)
+    pads, strides = [model.integer(0, kernel // 2) for _ in range(4)], [model.integer(1, 2)] * 2
+    x = model.input(model.integer(1, 2), channels, model.integer(kernel, 20), model.integer(kernel, 20))
+    model.conv(x, channels, channels, kernel, group=channels // group, pads=pads, strides=strides)
+
+
+def _winograd(model: Drawn) -> None:
+    channels, out = model.integer(8, 40), model.integer(8, 40)
+    stride = model.choice(1, 2)
+    model.decisions = {"algorithm": f"winograd {model.choice(2, 4)}", "block": "apart"}
+    x = model.input(model.integer(1, 2), channels, model.integer(4, 20), model.integer(4, 20))
+    model.conv(x, channels, out, 3, pads=[model.integer(0, 2) for _ in range(4)], strides=[stride] * 2)
+
+
+def _strassen(model: Drawn) -> None:
+    rows, depth = 4 * model.integer(3, 12), 2 * model.integer(8, 40)
+    model.decisions = {"algorithm": "strassen", "block": "apart"}
+    x = model.node("MatMul", model.input(1, rows, depth), model.weight(depth, 32 * model.integer(1, 3)))
+    model.node("Relu", x)
+
+
+def _blocks(model: Drawn) -> None:
+    channels, between, out = model.integer(8, 24), 16 * model.integer(1, 3), model.integer(8, 40)
+    is_depthwise, stride = model.choice(True, False), model.choice(1, 2)
+    high, wide = 4 * model.integer(2, 5), 4 * model.integer(2, 7)
+    model.decisions = {"block": "whole"}
+    x = model.conv(model.input(model.integer(1, 2), channels, high, wide), channels, between)
+    x = model.conv(x, between, between, 3, group=between if is_depthwise else 1, strides=[stride] * 2)
+    model.conv(x, between, out)
+
+
+def _attention(model: Drawn) -> None:
+    batch, heads, rows, keys, depth = (model.integer(1, high) for high in (2, 3, 40, 40, 40))
+    query, value = model.input(batch, heads, rows, depth), model.input(batch, heads, keys, depth)
+    key = model.node("Transpose", model.input(batch, heads, keys, depth), perm=[0, 1, 3, 2])
+    scores = model.node("MatMul", query, key)
+    if model.choice(True, False):
+        scores = model.node("Add", scores, model.input(batch, 1, model.choice(1, rows), keys))
+    model.node("MatMul", model.node("Softmax", scores, axis=-1), value)
+
+
+def _products(model: Drawn) -> None:
+    model.decisions = {"algorithm": "direct"}
+    rows, depth, units = (model.integer(1, 70) for _ in range(3))
+    x = model.node("MatMul", model.input(rows, depth), model.weight(depth, units))
+    model.node("Add", x, model.weight(units))
+    left, right = model.input(2, rows, depth), model.input(2, depth, units)
+    model.node("MatMul", left, right)
+
+
+def _norms(model: Drawn) -> None:
+    size, channels = model.integer(1, 200), 2 * model.integer(1, 40)
+    x = model.input(3, model.integer(1, 5), size)
+    model.node(model.choice("Softmax", "LogSoftmax"), x, axis=-1)
+    model.node("LayerNormalization", x, model.weight(size), model.weight(size))
+    axis = model.array(np.array([model.integer(0, 2)], "int64"))
+    model.node(model.choice("ReduceMean", "ReduceMax", "ReduceSum"), x, axis, keepdims=1)
+    image = model.input(2, channels, model.integer(1, 12), model.integer(1, 12))
+    model.node("InstanceNormalization", image, model.weight(channels), model.weight(channels))
+    model.node("GlobalAveragePool", model.conv(image, channels, channels))
+
+
+def _movement(model: Drawn) -> None:
+    sizes = [model.integer(1, 40) for _ in range(4)]
+    x = model.input(*sizes)
+    model.node("Transpose", x, perm=[int(place) for place in model.rng.permutation(4)])
+    axis = model.integer(0, 3)
+    other = [*sizes]
+    other[axis] = model.integer(1, 40)
+    model.node("Concat", x, model.input(*other), x, axis=axis)
+    pads = [model.integer(0, 2) for _ in range(8)]
+    model.node("Pad", x, model.array(np.array(pads, "int64")), mode=model.choice("constant", "edge"))
+    image = model.input(1, model.integer(1, 20), model.integer(2, 12), model.integer(2, 12))
+    scales = np.array([1, 1, *(model.choice(0.5, 1.5, 2, 3) for _ in range(2))], "float32")
+    for mode in ("nearest", "linear"):
+        model.node("Resize", image, "", model.array(scales), mode=mode)
+    model.node("Slice", x, *(model.array(np.array([value], "int64")) for value in (0, sizes[axis], axis, 2)))
+
+
+def _bfloat16(model: Drawn) -> None:
+    model.precision = "bf16"
+    model.choice(_convolutions, _winograd, _products)(model)
+    model.decisions.pop("block", None)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How models of a kind of kernel are drawn, how many in a normal run, and the name that its functions begin with."""
+
+    draw: Callable[[Drawn], None]
+    count: int
+    function: str
+
+
+KINDS = {
+    "pooling": Kind(_pooling, 2, "avg_pool2d"),
+    "convolutions": Kind(_convolutions, 3, "conv2d"),
+    "depthwise convolutions": Kind(_depthwise, 2, "conv2d"),
+    "winograd": Kind(_winograd, 1, "winograd"),
+    "strassen": Kind(_strassen, 1, "strassen"),
+    "blocks": Kind(_blocks, 2, "conv2d_block"),
+    "attention": Kind(_attention, 2, "attention"),
+    "products": Kind(_products, 2, "dense"),
+    "norms": Kind(_norms, 1, "layer_norm"),
+    "movement": Kind(_movement, 1, "concatenate"),
+    "bfloat16": Kind(_bfloat16, 3, ""),
+}
+# Functions that every image model begins and ends with.
+_AT_THE_ENDS = ("transpose", "round", "widen")
+
+
+def _target(precision: Precision) -> Target:
+    """The best level of x86-64 that this machine runs, or this machine."""
+    level = "x86-64-v4-bf16" if precision == "bf16" else "".join(runnable_levels()[-1:])
+    if level and missing_features(resolve(level).features):
+        pytest.skip(f"this CPU does not run {level}")
+    return resolve(level or "native")
+
+
+def _always_parallel(target: Target) -> Machine:
+    return replace(machine(target), cores=2, parallel_iterations=0, parallel_cycles=0)
+
+
+def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.PrimFunc]:
+    """The scheduled functions of a model, by a name that says what they compute; what is not decided is drawn."""
+    path = folder / "model.onnx"
+    onnx.save(model.proto(), path)
+    imported, options, met = import_onnx(path), BuildOptions(precision=model.precision), Choices()
+    lower(imported, target, options, met)
+    made = {site.key: model.decisions.get(site.kind) or model.choice(*site.options) for site in met.met.values()}
+    functions = {}
+    for workload in workloads(lower(imported, target, options, Choices(made))):
+        drawn = variants(workload.func, _always_parallel(target), _SCHEDULES)
+        scheduled = (
+            complete(model.choice(*drawn).mod["main"])
+            if drawn
+            else schedule(workload.func, _always_parallel(target))[0]
+        )
+        shapes = "_".join(shape_text(parameter.shape) for parameter in workload.func.params)
+        functions[f"{workload.name}_{shapes}"] = scheduled
+    return functions
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_stay_within_their_buffers(kind: str, tmp_path: Path) -> None:
+    functions: dict[str, tirx.PrimFunc] = {}
+    for seed in range(scale.count(normal=KINDS[kind].count, long=60)):
+        model = Drawn(np.random.default_rng([seed, *kind.encode()]))
+        KINDS[kind].draw(model)
+        target = _target(model.precision)
+        functions |= _functions(model, target, tmp_path)
+    if kind != "movement":
+        functions = {name: func for name, func in functions.items() if not name.startswith(_AT_THE_ENDS)}
+    assert any(KINDS[kind].function in name for name in functions), sorted(functions)
+    assert_within_buffers(functions, target)
+
+
+@pytest.mark.parametrize("counted", [0, 1])
+@pytest.mark.parametrize("size", scale.choose(normal=[35], long=[5, 14, 35, 71, 113]))
+def test_padded_average_pooling_between_convolutions_stays_within_its_buffers(
+    size: int, counted: int, tmp_path: Path
+) -> None:
+    model = Drawn(np.random.default_rng(0))
+    x = model.conv(model.input(1, 32, size, size), 32, 192)
+    x = model.node("AveragePool", x, kernel_shape=[3, 3], pads=[1] * 4, count_include_pad=counted)
+    model.conv(x, 192, 32)
+    functions = _functions(model, _target("fp32"), tmp_path)
+    assert_within_buffers({name: func for name, func in functions.items() if "pool" in name}, _target("fp32"))
+
+
+def _shifted(offset: int, guarded: bool) -> tirx.PrimFunc:
+    """A vectorised function that reads `offset` elements further along, up to the end of its input if `guarded`."""
+    x = te.placeholder((4096,), "float32", name="x")
+    zero = tirx.const(0, "float32")
+    y = te.compute((4096,), lambda i: tirx.Select(i + offset < 4096, x[i + offset], zero) if guarded else x[i + offset])
+    sch = tvm.s_tir.Schedule(te.create_prim_func([x, y]))
+    (loop,) = sch.get_loops(sch.get_sblock("compute"))
+    sch.vectorize(sch.split(loop, [None, 8])[1])
+    return sch.mod["main"]
+
+
+@pytest.mark.parametrize("offset", [-16, 16])
+def test_a_read_beyond_either_end_is_found_by_the_name_of_its_function(offset: int) -> None:
+    with pytest.raises(AssertionError, match="shifted"):
+        assert_within_buffers({"shifted": _shifted(offset, guarded=False)}, _target("fp32"))
+
+
+def test_a_select_that_may_read_out_of_bounds_becomes_a_branch_and_others_stay() -> None:
+    unsafe, safe = _shifted(16, guarded=True), _shifted(0, guarded=True)
+    assert "Select" not in guards.guard_reads(unsafe).script()
+    assert guards.guard_reads(safe).same_as(safe)
+    assert_within_buffers({"guarded": guards.guard_reads(unsafe)}, _target("fp32"))

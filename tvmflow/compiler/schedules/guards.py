@@ -1,0 +1,60 @@
+"""Guards of memory reads: no `Select` of a scheduled function reads a place that only its condition keeps in bounds.
+
+`Select` computes both of its values and then takes one. TVM's simplifier does not know that: it drops a clamp such as
+`max(y - 1, 0)` where the condition says `y >= 1`, and the read of the value that is not taken leaves the buffer. TVM
+itself turns such a `Select` into a branch, but not within a vectorised loop, where the condition has become a vector.
+"""
+
+from typing import Any
+
+import tvm_ffi
+from tvm import sym, tirx
+from tvm.ir import Range, TensorLoad
+from tvm.s_tir import SBlock
+from tvm.tirx import For, PrimFunc, Select
+
+
+def guard_reads(func: PrimFunc) -> PrimFunc:
+    """The function with a branch (`if_then_else`) for every `Select` one of whose values may read out of bounds.
+
+    A value may do so where the ranges of the loops alone, without the condition, do not prove that each of its indices
+    lies within its buffer. A function without such a `Select` is returned as it is.
+    """
+    bounds = _Bounds(func)
+
+    def guard(select: Select) -> Any:
+        if bounds.hold_in(select.true_value) and bounds.hold_in(select.false_value):
+            return select
+        return tirx.if_then_else(select.condition, select.true_value, select.false_value)
+
+    body = tvm_ffi.structural_map(func.body, (Select, guard))
+    return func if body.same_as(func.body) else func.with_body(body)
+
+
+class _Bounds:
+    """What the loops of a function prove of the indices that it reads."""
+
+    def __init__(self, func: PrimFunc) -> None:
+        self._analyzer = sym.Analyzer()
+        self._proofs: dict[int, bool] = {}
+        tvm_ffi.structural_walk(func.body, [(For, self._bind_loop), (SBlock, self._bind_block)], order="pre")
+
+    def _bind_loop(self, loop: For) -> None:
+        self._analyzer.bind(loop.loop_var, Range.from_min_extent(loop.min, loop.extent))
+
+    def _bind_block(self, block: SBlock) -> None:
+        for variable in block.iter_vars:
+            self._analyzer.bind(variable.var, variable.dom)
+
+    def hold_in(self, value: Any) -> bool:
+        """Whether every read within a value is of a place within its buffer."""
+        return tvm_ffi.structural_walk(value, (TensorLoad, self._check)) is None
+
+    def _check(self, load: TensorLoad) -> Any:
+        key = tvm_ffi.structural_hash(load, map_free_vars=False)
+        if key not in self._proofs:
+            self._proofs[key] = all(
+                self._analyzer.can_prove(tirx.all(index >= 0, index < size))
+                for index, size in zip(load.indices, load.source.shape, strict=True)
+            )
+        return None if self._proofs[key] else tvm_ffi.VisitInterrupt(load)
