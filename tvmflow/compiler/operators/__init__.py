@@ -37,12 +37,11 @@ _OPERATORS: dict[str, _Own] = {
 def legalizations(machine: Machine, fast: bool = True) -> dict[str, Legalization]:
     """The operators that are not left to TVM's own definitions, for one machine; TVM's takes what ours does not.
 
-    `fast` allows the algorithms of fewer multiplications: Winograd's for convolutions, Strassen's for products.
+    `fast` allows Winograd's algorithm for convolutions.
     """
     operators: dict[str, _Own] = {
         **_OPERATORS,
         "relax.nn.conv2d": partial(convolution.legalize, fast=fast),
-        "relax.matmul": partial(products.legalize, fast=fast),
     }
 
     def with_default(own: _Own) -> Legalization:

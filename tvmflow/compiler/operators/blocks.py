@@ -262,10 +262,10 @@ _CHOICES = 4
 _FEWEST_ACCUMULATORS = 8
 
 
-def plans(block: Block, batch: int, machine: Machine, fast: bool = True) -> tuple[list[Plan], float]:
+def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> tuple[list[Plan], float]:
     """The ways to compute a block strip by strip, the fastest first, and the cycles of its parts one by one.
 
-    There are none where it cannot be computed so. `fast` says that parts may be computed by Strassen's algorithm.
+    There are none where it cannot be computed so. `strassen` allows that algorithm for the parts one by one.
     """
     lanes, middle = machine.lanes, block.middle
     high, wide, depth = block.inner
@@ -284,7 +284,7 @@ def plans(block: Block, batch: int, machine: Machine, fast: bool = True) -> tupl
     if min(others, default=0) < _FEWEST_ACCUMULATORS:
         return [], 0.0
 
-    costs = _Costs(block, batch, machine, fast)
+    costs = _Costs(block, batch, machine, strassen)
     ranked: list[Plan] = []
     for lines in (lines for lines in range(step, out_h + 1, step) if out_h % lines == 0):
         cycles = costs.whole(lines, first_tile)
@@ -297,7 +297,7 @@ def plans(block: Block, batch: int, machine: Machine, fast: bool = True) -> tupl
 class _Costs:
     """Counts the cycles of a block on all cores, in the time of a multiply-add of vectors."""
 
-    def __init__(self, block: Block, batch: int, machine: Machine, fast: bool) -> None:
+    def __init__(self, block: Block, batch: int, machine: Machine, use_strassen: bool) -> None:
         self._block = block
         self._batch = batch
         self._machine = machine
@@ -326,7 +326,7 @@ class _Costs:
             self._weights += 4 * block.depth * depth if first else 0
             self._weights += 4 * middle.channels * last.channels if last else 0
         self._saved = (1.0, 1.0)
-        if fast:
+        if use_strassen:
             self._saved = (
                 self._strassen((batch, high, wide), block.depth, depth) if first and first.kernel == (1, 1) else 1.0,
                 self._strassen((batch, self._out_h, self._out_w), middle.channels, last.channels) if last else 1.0,

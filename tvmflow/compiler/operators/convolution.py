@@ -36,14 +36,11 @@ _MOST_STEPS = 6
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fast: bool = True) -> relax.Expr | None:
     """Choose how a convolution is computed; None for what is not ours: other layouts, dtypes, unknown kernels."""
-    data, weight = call.args
-    attrs = call.attrs
-    if (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) != ("NHWC", "NHWC", "OIHW"):
+    if not _is_ours(call):
         return None
-    if not is_float32(data, weight) or any(static(dim) is None for dim in weight.ty.shape.values):
-        return None
+    (data, weight), attrs = call.args, call.attrs
     groups, channels = int(attrs.groups), static(data.ty.shape.values[3])
-    out_channels, depth, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
+    out_channels, depth, *_ = (int(dim) for dim in weight.ty.shape.values)
     geometry: dict[str, Any] = {
         "strides": [int(item) for item in attrs.strides],
         "padding": [int(item) for item in attrs.padding],
@@ -77,22 +74,43 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
     if groups > 1:
         # A vector of output channels must read one group's input channels only.
         lanes = math.gcd(per_group, machine.lanes)
-    pointwise = (kernel_h, kernel_w) == (1, 1) and groups == 1 and not any(geometry["padding"])
-    if pointwise and fast and known:
-        matrix = weight.value.numpy()[:, :, 0, 0].T
-        product = products.fast_product(builder, data, matrix, machine, subject, geometry["strides"])
-        if product is not None:
-            return product
     packed = _pack(builder, weight, lanes)
-    if pointwise and geometry["strides"] == [1, 1]:
+    if _is_pointwise(call) and geometry["strides"] == [1, 1]:
         compute = partial(pointwise_conv2d, channels=out_channels, machine=machine, subject=subject)
     else:
         data, axes = _edge(builder, data, subject)
         compute = partial(
             conv2d, channels=out_channels, groups=groups, machine=machine, subject=subject, axes=axes, **geometry
         )
-    attrs = {**FUSABLE, SUBJECT: subject}
-    return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=attrs)
+    kind = {**FUSABLE, SUBJECT: subject}
+    return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=kind)
+
+
+def multiply_fast(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """Compute a 1x1 convolution by Strassen's algorithm; None for others, and where the algorithm does not pay."""
+    data, weight = call.args
+    if not _is_ours(call) or not _is_pointwise(call) or not isinstance(weight, tvm.ir.GenericConst):
+        return None
+    matrix = weight.value.numpy()[:, :, 0, 0].T
+    strides = [int(item) for item in call.attrs.strides]
+    return products.fast_product(builder, data, matrix, machine, subject_of(call), strides)
+
+
+def _is_ours(call: relax.Call) -> bool:
+    """Whether a call convolves float32 NHWC data with kernels of known size."""
+    data, weight = call.args
+    attrs = call.attrs
+    return (
+        (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) == ("NHWC", "NHWC", "OIHW")
+        and is_float32(data, weight)
+        and all(static(dim) is not None for dim in weight.ty.shape.values)
+    )
+
+
+def _is_pointwise(call: relax.Call) -> bool:
+    """Whether a convolution's kernel is a single tap, without groups and padding."""
+    kernel = [int(dim) for dim in call.args[1].ty.shape.values[2:]]
+    return kernel == [1, 1] and int(call.attrs.groups) == 1 and not any(int(item) for item in call.attrs.padding)
 
 
 def legalize_transpose(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:

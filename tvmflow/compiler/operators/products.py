@@ -30,20 +30,13 @@ _FEWEST_ROWS = 4
 _TILES = (2, 3, 4)
 
 
-def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fast: bool = True) -> relax.Expr | None:
+def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
     """Choose how a matrix product is computed; None for what is not ours: other dtypes, symbolic matrices alone."""
+    if not _is_product(call):
+        return None
     left, right = call.args
-    if not is_float32(left, right) or str(call.ty.dtype) != "float32":
-        return None
-    left_shape, right_shape = list(left.ty.shape.values), list(right.ty.shape.values)
-    if len(left_shape) < 2 or len(right_shape) < 2 or static(right_shape[-2]) == 0:
-        return None
-    subject = f"matmul {shape_text(left_shape)} by {shape_text(right_shape)}"
-    if len(right_shape) == 2 and static(right_shape[0]) and static(right_shape[1]):
-        if fast and isinstance(right, tvm.ir.GenericConst):
-            product = fast_product(builder, left, right.value.numpy(), machine, subject)
-            if product is not None:
-                return product
+    left_shape, right_shape, subject = list(left.ty.shape.values), list(right.ty.shape.values), subject_of(call)
+    if _is_dense(right):
         lanes = vector(int(right_shape[1]), machine)
         packed = _pack_dense(builder, right, lanes)
         compute = partial(dense, units=int(right_shape[1]), machine=machine, subject=subject)
@@ -53,6 +46,34 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
         return None
     compute = partial(batch_matmul, batch=batch, machine=machine, subject=subject)
     return builder.call_te(compute, left, right, primfunc_name_hint="batch_matmul", primfunc_attrs=FUSABLE)
+
+
+def multiply_fast(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """Compute a dense layer by Strassen's algorithm; None for other products, and where the algorithm does not pay."""
+    left, right = call.args
+    if not _is_product(call) or not _is_dense(right) or not isinstance(right, tvm.ir.GenericConst):
+        return None
+    return fast_product(builder, left, right.value.numpy(), machine, subject_of(call))
+
+
+def _is_product(call: relax.Call) -> bool:
+    """Whether a call multiplies float32 matrices, neither of which is empty or of one dimension."""
+    if not is_float32(*call.args) or str(call.ty.dtype) != "float32":
+        return False
+    left, right = (argument.ty.shape.values for argument in call.args)
+    return len(left) >= 2 and len(right) >= 2 and static(right[-2]) != 0
+
+
+def _is_dense(right: relax.Expr) -> bool:
+    """Whether the right operand of a product is a matrix of known size."""
+    shape = right.ty.shape.values
+    return len(shape) == 2 and bool(static(shape[0]) and static(shape[1]))
+
+
+def subject_of(call: relax.Call) -> str:
+    """What the decisions about a matrix product are about: the shapes of its operands."""
+    left, right = (shape_text(argument.ty.shape.values) for argument in call.args)
+    return f"matmul {left} by {right}"
 
 
 def fast_product(

@@ -12,6 +12,7 @@ from tvmflow.compiler.passes.blocks import FuseBlocks
 from tvmflow.compiler.passes.fp16 import HalveProducts
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.layout import ChannelsLast
+from tvmflow.compiler.passes.strassen import StrassenProducts
 from tvmflow.target import Precision, Target
 
 
@@ -78,6 +79,7 @@ def pass_names() -> list[str]:
     others = {
         "ComposeAttention",
         "FuseBlocks",
+        "StrassenProducts",
         "MarkFollowers",
         "LowerAttention",
         "RoundProducts",
@@ -109,7 +111,7 @@ def lower_passes(
             "fp16": HalveProducts(cpu),
             "int8": IntegerProducts(cpu),
         }[precision]
-        fused = [narrow, attention.lower_attention(cpu)]
+        fused = [narrow, attention.lower_attention(cpu), *([StrassenProducts(cpu)] if fast else [])]
         integers = [IntegerArithmetic(cpu)] if precision == "int8" else []
         legalize = relax.transform.LegalizeOps(legalizations(cpu, fast))
     return [

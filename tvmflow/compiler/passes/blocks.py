@@ -15,6 +15,7 @@ from tvmflow.compiler import choices, winograd
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import blocks, convolution, depthwise, elementwise
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
+from tvmflow.compiler.passes.strassen import takes_one_item
 
 Array = np.ndarray[Any, Any]
 
@@ -126,7 +127,7 @@ def _find(function: relax.Function, machine: Machine, fast: bool) -> dict[relax.
                 taken = {step.result for step in steps if step}
                 if (steps[1] is with_last and last is None) or len(taken) < 2 or taken & used:
                     continue
-                candidate = _describe(steps, machine, fast)
+                candidate = _describe(steps, machine, fast, takes_one_item(function))
                 if candidate is not None:
                     candidates.append((candidate, steps, taken))
             for candidate, steps, taken in sorted(candidates, key=lambda item: item[0].gain, reverse=True):
@@ -263,13 +264,16 @@ class _Candidate:
         return self.apart - self.plans[0].cycles
 
 
-def _describe(steps: _Steps, machine: Machine, fast: bool) -> _Candidate | None:
-    """The block of these convolutions; None where it cannot be one or comes nowhere near what they take one by one."""
+def _describe(steps: _Steps, machine: Machine, fast: bool, one_item: bool) -> _Candidate | None:
+    """The block of these convolutions; None where it cannot be one or comes nowhere near what they take one by one.
+
+    One by one, the pointwise ones may take Strassen's algorithm in a function of `one_item`.
+    """
     first, last = (None if step is None else _convolution(step, False, machine, fast) for step in (steps[0], steps[2]))
     middle = _convolution(steps[1], True, machine, fast)
     batch, height, width, depth = _data(steps).ty.shape.values
     block = blocks.Block(int(height), int(width), int(depth), first, middle, last)
-    ranked, apart = blocks.plans(block, static(batch) or 1, machine, fast)
+    ranked, apart = blocks.plans(block, static(batch) or 1, machine, strassen=fast and one_item)
     if not ranked or (not middle.depthwise and ranked[0].cycles > CLOSE * apart):
         return None
     return _Candidate(block, ranked, apart)

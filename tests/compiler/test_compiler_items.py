@@ -1,0 +1,190 @@
+"""One item of a batch never changes another's answer: a server joins the inputs of several clients into one batch."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from onnx import NodeProto, helper
+from tvm import relax
+
+from support import scale
+from support.arrays import normal
+from support.builds import rule_counts
+from support.models import save_model
+from tvmflow.compiler import BuildOptions, Built, build, import_onnx
+from tvmflow.compiler.choices import Choices
+from tvmflow.target import Precision, Target, missing_features, resolve
+
+Array = np.ndarray[Any, Any]
+_ITEMS = 4
+_POISON = (np.nan, np.inf, -np.inf, 1e30)
+# A model's nodes, the shape of an item, its weights.
+Parts = tuple[list[NodeProto], tuple[int, ...], dict[str, Array]]
+
+
+def _images() -> Parts:
+    """Convolutions in every way that the compiler knows, pooling, norms, a resize and a classifier."""
+    nodes = [
+        helper.make_node("Conv", ["x", "winograd"], ["a"], pads=[1] * 4),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "pointwise"], ["c"]),
+        helper.make_node("AveragePool", ["c"], ["d"], kernel_shape=[3, 3], pads=[1] * 4),
+        helper.make_node("Conv", ["d", "expand"], ["e"]),
+        helper.make_node("Conv", ["e", "depthwise"], ["f"], pads=[1] * 4, group=96),
+        helper.make_node("Conv", ["f", "project"], ["g"]),
+        helper.make_node("Add", ["g", "d"], ["h"]),
+        helper.make_node("InstanceNormalization", ["h", "ones", "ones"], ["i"]),
+        helper.make_node("Conv", ["i", "strided"], ["j"], strides=[3, 3]),
+        helper.make_node("Resize", ["j", "", "scales"], ["k"], mode="linear"),
+        helper.make_node("MaxPool", ["k"], ["l"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Concat", ["j", "l"], ["m"], axis=1),
+        helper.make_node("GlobalAveragePool", ["m"], ["n"]),
+        helper.make_node("Flatten", ["n"], ["o"]),
+        helper.make_node("Gemm", ["o", "dense"], ["p"]),
+        helper.make_node("Softmax", ["p"], ["y"]),
+    ]
+    weights = {
+        "winograd": normal(32, 16, 3, 3) / 12,
+        "pointwise": normal(64, 32, 1, 1) / 6,
+        "expand": normal(96, 64, 1, 1) / 8,
+        "depthwise": normal(96, 1, 3, 3) / 3,
+        "project": normal(64, 96, 1, 1) / 10,
+        "ones": np.ones(64, "float32"),
+        "strided": normal(40, 64, 5, 5) / 40,
+        "scales": np.array([1, 1, 2, 2], "float32"),
+        "dense": normal(80, 10) / 9,
+    }
+    return nodes, (16, 28, 28), weights
+
+
+def _tokens() -> Parts:
+    """A layer of an encoder, whose dense layers are large enough for Strassen's algorithm."""
+    heads = np.array([0, 14, 4, 64])
+    nodes = [
+        helper.make_node("LayerNormalization", ["x", "scale", "scale"], ["n"]),
+        *(helper.make_node("MatMul", ["n", f"w{part}"], [f"{part}0"]) for part in "qkv"),
+        *(helper.make_node("Reshape", [f"{part}0", "heads"], [f"{part}1"]) for part in "qkv"),
+        helper.make_node("Transpose", ["q1"], ["q"], perm=[0, 2, 1, 3]),
+        helper.make_node("Transpose", ["k1"], ["k"], perm=[0, 2, 3, 1]),
+        helper.make_node("Transpose", ["v1"], ["v"], perm=[0, 2, 1, 3]),
+        helper.make_node("MatMul", ["q", "k"], ["s"]),
+        helper.make_node("Softmax", ["s"], ["p"], axis=-1),
+        helper.make_node("MatMul", ["p", "v"], ["o0"]),
+        helper.make_node("Transpose", ["o0"], ["o1"], perm=[0, 2, 1, 3]),
+        helper.make_node("Reshape", ["o1", "flat"], ["o2"]),
+        helper.make_node("Add", ["o2", "x"], ["o3"]),
+        helper.make_node("MatMul", ["o3", "up"], ["u"]),
+        helper.make_node("Gelu", ["u"], ["g"]),
+        helper.make_node("Transpose", ["g"], ["t"], perm=[1, 0, 2]),
+        helper.make_node("MatMul", ["t", "down"], ["d"]),
+        helper.make_node("Transpose", ["d"], ["y"], perm=[1, 0, 2]),
+    ]
+    weights = {
+        "scale": normal(256),
+        "heads": heads,
+        "flat": np.array([0, 14, 256]),
+        **{f"w{part}": normal(256, 256, seed=ord(part)) / 16 for part in "qkv"},
+        "up": normal(256, 512) / 16,
+        "down": normal(512, 256) / 23,
+    }
+    return nodes, (14, 256), weights
+
+
+def _features() -> Parts:
+    """A dense layer each of whose rows is an item."""
+    return [helper.make_node("MatMul", ["x", "w"], ["y"])], (256,), {"w": normal(256, 128) / 16}
+
+
+def _integers() -> Parts:
+    """A convolution and a dense layer with quantised operands."""
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["a"]),
+        helper.make_node("DequantizeLinear", ["a", "s", "z"], ["b"]),
+        helper.make_node("DequantizeLinear", ["w", "s", "w_zero"], ["c"]),
+        helper.make_node("Conv", ["b", "c"], ["d"], pads=[1] * 4),
+        helper.make_node("QuantizeLinear", ["d", "one", "z"], ["e"]),
+        helper.make_node("DequantizeLinear", ["e", "one", "z"], ["f"]),
+        helper.make_node("Flatten", ["f"], ["g"]),
+        helper.make_node("DequantizeLinear", ["v", "s", "w_zero"], ["h"]),
+        helper.make_node("MatMul", ["g", "h"], ["y"]),
+    ]
+    rng = np.random.default_rng(0)
+    weights = {
+        "w": rng.integers(-127, 128, (32, 16, 3, 3)).astype("int8"),
+        "v": rng.integers(-127, 128, (32 * 25, 24)).astype("int8"),
+        "s": np.array(0.02, "float32"),
+        "one": np.array(1, "float32"),
+        "z": np.array(121, "uint8"),
+        "w_zero": np.array(0, "int8"),
+    }
+    return nodes, (16, 5, 5), weights
+
+
+def _import(parts: Parts, batch: int | str, folder: Path) -> Any:
+    nodes, shape, weights = parts
+    return import_onnx(save_model(folder / "model.onnx", nodes, [("x", [batch, *shape])], ["y"], weights, opset=20))
+
+
+def _assert_items_apart(built: Built, function: str, shape: Sequence[int], items: int = _ITEMS) -> None:
+    """Run a batch with each kind of poison in one of its items, and compare the others bit by bit."""
+    machine = relax.VirtualMachine(built.executable, tvm.cpu())
+    x = normal(items, *shape)
+    expected = machine[function](tvm.runtime.tensor(x)).numpy()
+    for place, poison in enumerate(_POISON):
+        poisoned = x.copy()
+        poisoned[place] = poison
+        actual = machine[function](tvm.runtime.tensor(poisoned)).numpy()
+        others = [item for item in range(items) if item != place]
+        changed = [item for item in others if actual[item].tobytes() != expected[item].tobytes()]
+        assert not changed, f"{poison} in item {place} changes items {changed} of {function}"
+
+
+MODELS: dict[str, Callable[[], Parts]] = {"images": _images, "tokens": _tokens}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_items_of_any_batch_and_of_a_variant_are_apart(model: str, tmp_path: Path, native: Target) -> None:
+    parts = MODELS[model]()
+    built = build(_import(parts, "batch", tmp_path), native, BuildOptions(variants=({"batch": _ITEMS},)))
+    for function in ("main", f"main_batch{_ITEMS}"):
+        _assert_items_apart(built, function, parts[1])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("seed", range(scale.count(normal=1, long=12)))
+def test_items_of_a_fixed_batch_are_apart_whatever_is_decided(
+    seed: int, model: str, tmp_path: Path, native: Target
+) -> None:
+    parts, met = MODELS[model](), Choices()
+    imported, rng = _import(parts, _ITEMS, tmp_path), np.random.default_rng(seed)
+    usual = build(imported, native, choices=met)
+    drawn = {site.key: site.options[int(rng.integers(len(site.options)))] for site in met.met.values()}
+    for built in (usual, *([build(imported, native, choices=Choices(drawn))] if seed else [])):
+        _assert_items_apart(built, "main", parts[1])
+
+
+@pytest.mark.parametrize("items", [56, 128])
+def test_each_row_of_a_dense_layer_is_an_item(items: int, tmp_path: Path, native: Target) -> None:
+    parts = _features()
+    built = build(_import(parts, items, tmp_path), native)
+    assert rule_counts(built) == {"rows": 1}
+    _assert_items_apart(built, "main", parts[1], items)
+
+
+@pytest.mark.parametrize(
+    ("precision", "name", "parts"),
+    [("bf16", "x86-64-v4-bf16", _images), ("bf16", "x86-64-v4-bf16", _tokens), ("int8", "x86-64-v4-vnni", _integers)],
+)
+def test_items_are_apart_in_other_precisions(
+    precision: Precision, name: str, parts: Callable[[], Parts], tmp_path: Path
+) -> None:
+    target = resolve(name)
+    if missing_features(target.features):
+        pytest.skip(f"this CPU does not run {name}")
+    made = parts()
+    built = build(_import(made, _ITEMS, tmp_path), target, BuildOptions(precision=precision))
+    assert rule_counts(built).keys() & {"dot_conv2d", "dot_rows", "dot_winograd"}
+    _assert_items_apart(built, "main", made[1])

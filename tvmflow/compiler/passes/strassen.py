@@ -1,0 +1,61 @@
+"""Computes matrix products by Strassen's algorithm where that is faster, in functions of one item."""
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import convolution, products
+from tvmflow.compiler.operators.common import static
+
+
+@tvm.transform.module_pass(opt_level=2, name="StrassenProducts")
+class StrassenProducts:
+    """Replaces dense layers and 1x1 convolutions by Strassen's algorithm where the cost model says that it is faster.
+
+    The algorithm adds rows of its left operand to each other. A row that is not a number makes its partner so, too, and
+    a row of large numbers leaves its partner few correct digits. The rows of one product may belong to several items
+    of a batch, which a server joins from several clients, and one client's input must not reach another's answer.
+    Behind reshapes and transposes nothing says which row belongs to which item, so the pass leaves every function alone
+    that may take more than one item.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Rewrite the Relax functions of the module that take one item."""
+        rewriter = _Rewriter(mod, self._machine)
+        for variable, function in mod.functions_items():
+            if isinstance(function, relax.Function) and takes_one_item(function):
+                rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
+        return rewriter.builder_.get()
+
+
+def takes_one_item(function: relax.Function) -> bool:
+    """Whether a function takes a single item: the first dimension of each of its tensors is known to be one.
+
+    The function's weights must be constants by now, so that its parameters are its inputs.
+    """
+    return all(
+        isinstance(parameter.ty, relax.TensorType)
+        and isinstance(parameter.ty.shape, relax.ShapeExpr)
+        and all(static(size) == 1 for size in parameter.ty.shape.values[:1])
+        for parameter in function.params
+    )
+
+
+@mutator
+class _Rewriter(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.IRModule, machine: Machine) -> None:
+        super().__init__(mod)
+        self._machine = machine
+
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        call = super().visit_call_(op)
+        multiply = {
+            "relax.matmul": products.multiply_fast,
+            "relax.nn.conv2d": convolution.multiply_fast,
+        }.get(getattr(op.op, "name", ""))
+        product = None if multiply is None else multiply(self.builder_, call, self._machine)
+        return call if product is None else product
