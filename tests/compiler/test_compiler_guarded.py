@@ -188,7 +188,7 @@ def _bfloat16(model: Drawn) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """How models of a kind of kernel are drawn, how many in a normal run, and the name that its functions begin with."""
+    """How models of a kind of kernel are drawn, how many in a normal run, and a name that one of its functions has."""
 
     draw: Callable[[Drawn], None]
     count: int
