@@ -110,21 +110,22 @@ def release_file() -> str:
     """The page of the release file: one table of keys for each section."""
     from tvmflow.spec import Spec
 
-    sections: list[tuple[str, type[BaseModel]]] = [("", Spec)]
-    lines = [_RELEASE_FILE]
-    for path, model in sections:
-        lines += [f"## `{path}`" if path else "## The file", "", _prose(model.__doc__), ""]
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for name, field in model.model_fields.items():
-            below = _models(field.annotation)
-            nested = f"{path}.{name}" if path else name
-            seen = {other for _, other in sections}
-            for part in below:
-                if part not in seen:
-                    sections.append((nested + _suffix(field.annotation), part))
-            lines.append(f"| `{name}` | {_type(field)} | {_default(field)} | {_meaning(model, name, field)} |")
-        lines.append("")
-    return "\n".join(lines)
+    return "\n".join([_RELEASE_FILE, *_section("", Spec, set())])
+
+
+def _section(path: str, model: type[BaseModel], written: set[type[BaseModel]]) -> Iterator[str]:
+    """The lines on a section and, after it, on the sections below it; `written` are those that have been written."""
+    written.add(model)
+    yield from (f"## `{path}`" if path else "## The file", "", _prose(model.__doc__), "")
+    yield from ("| key | type | default | meaning |", "|---|---|---|---|")
+    keys = {field.alias or name: (name, field) for name, field in model.model_fields.items()}
+    for key, (name, field) in keys.items():
+        yield f"| `{key}` | {_type(field)} | {_default(field)} | {_meaning(model, name, field)} |"
+    yield ""
+    for key, (_, field) in keys.items():
+        for below in _models(field.annotation):
+            if below not in written:
+                yield from _section(f"{path}.{key}".lstrip(".") + _suffix(field.annotation), below, written)
 
 
 def settings() -> str:
@@ -171,9 +172,9 @@ def _type_name(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_type_name(item) for item in arguments if item is not type(None))
     if origin is dict:
-        return f"mapping of {_type_name(arguments[1])}"
+        return "mapping" if arguments[1] is Any else f"mapping to {_type_name(arguments[1])}"
     if origin in (tuple, list):
-        return f"list of {_type_name(arguments[0])}"
+        return f"list: {_type_name(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     names = {str: "text", int: "integer", float: "number", bool: "`true` or `false`", Path: "path", SecretStr: "secret"}
@@ -219,6 +220,7 @@ def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
 
 _PAGES: dict[str, tuple[Callable[[], str], str]] = {
     "command-line.md": (command_line, "the commands' own help"),
+    "release-file.md": (release_file, "the models of `tvmflow.spec`"),
 }
 
 

@@ -11,23 +11,33 @@ class ChannelGates(Section):
     The current release is the one that the channel holds. `max_ratio_current` bounds the median latency over the
     current release's, both measured side by side on the machine that promotes. `max_metric_drop` bounds how far the
     task metric lies below the current release's. `max_latency_ms` and `min_metric` bound what was measured when the
-    release was made.
+    release was made. On a channel without a release the two comparing gates pass. A gate that cannot be checked
+    refuses: nothing was measured, there is no task metric, no bundle runs here, or the inputs have changed.
     """
 
     max_ratio_current: PositiveFloat | None = None
+    """Median latency over the current release's."""
     max_latency_ms: PositiveFloat | None = None
+    """Median latency in milliseconds of each target that was measured."""
     max_metric_drop: NonNegativeFloat | None = None
+    """How far the task metric may lie below the current release's; the lowest of a release's targets counts."""
     min_metric: float | None = None
+    """The lowest task metric."""
 
 
 class Channel(Section):
     """What a release needs to reach a channel; `after` names another channel that must have held the release before."""
 
     automatic: bool = False
+    """Whether every release is promoted to this channel, in the file's order."""
     approval: Literal["none", "required"] = "none"
+    """Whether a person has to agree first."""
     signature: Literal["optional", "required"] = "optional"
+    """Whether every bundle must be signed with a key of `TVMFLOW_TRUSTED_KEYS`."""
     after: str | None = None
+    """Another channel that must have held the release before."""
     gates: ChannelGates = ChannelGates()
+    """Bounds on the release."""
 
 
 class Retrain(Section):
@@ -39,5 +49,8 @@ class Retrain(Section):
     """
 
     channel: str = "production"
+    """The channel that holds the champion."""
     min_gain: float = 0.0
+    """How much the retrained model's task metric must exceed the champion's."""
     source: str | None = None
+    """The MLflow model that retrained models become versions of; NAME-source unless given."""

@@ -25,10 +25,15 @@ class TaskMetric(Section):
     """
 
     dataset: FunctionName
+    """A function that returns the data."""
     arguments: dict[str, Any] = Field(default={})
+    """Keyword arguments of `dataset`."""
     metric: str = "accuracy"
+    """`accuracy`, or a function."""
     drop: NonNegativeFloat = 0.0
+    """How far the bundle's metric may lie below the original model's."""
     batch: PositiveInt = 64
+    """The number of samples in one run."""
 
     @field_validator("metric")
     @classmethod
@@ -44,12 +49,21 @@ class Validate(Section):
     """
 
     samples: PositiveInt = 4
+    """The number of samples."""
     seed: int = 0
+    """The seed of the samples."""
     rtol: NonNegativeFloat = 1e-3
+    """Relative tolerance of each element."""
     atol: NonNegativeFloat = 1e-4
+    """Absolute tolerance of each element."""
     max_relative_error: NonNegativeFloat | None = None
+    """Largest error of an output over its largest magnitude; replaces `rtol` and `atol`. Without any bound it is 0.05
+    for a reduced precision."""
     top1_agreement: Share | None = 1.0
+    """The share of samples whose largest output is the same as the original's. `null` where outputs are not class
+    scores."""
     task: TaskMetric | None = None
+    """A metric on held-out data."""
 
     @property
     def has_bounds(self) -> bool:
@@ -61,17 +75,27 @@ class Benchmark(Section):
     """How a bundle is measured, and what it is compared with."""
 
     repeats: PositiveInt = 50
+    """Runs in each round."""
     rounds: PositiveInt = 3
+    """Rounds; the bundle and its peers take turns."""
     warmup: NonNegativeInt = 10
+    """Runs before each round that are not counted."""
     threads: PositiveInt | None = None
+    """Threads of each runner; the target's unless given."""
     peers: tuple[Literal["onnxruntime", "pytorch"], ...] = ("onnxruntime", "pytorch")
+    """What the bundle is compared with."""
 
 
 class Gates(Section):
     """Bounds that a release must keep to be published; a bound that is not set is not checked."""
 
     max_latency_ms: PositiveFloat | None = None
+    """Median latency in milliseconds."""
     max_ratio_onnxruntime: PositiveFloat | None = None
+    """Median latency over ONNX Runtime's."""
     max_ratio_pytorch: PositiveFloat | None = None
+    """Median latency over PyTorch's."""
     max_bundle_mb: PositiveFloat | None = None
+    """Size of a bundle in megabytes."""
     unverified_targets: Literal["refuse", "allow"] = "refuse"
+    """Whether a bundle that this machine cannot run may be released."""

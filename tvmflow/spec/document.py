@@ -21,38 +21,61 @@ class RegistrySection(Section):
     """Names in MLflow."""
 
     experiment: str | None = None
+    """The experiment of the runs; the release's name unless given."""
     model: str | None = None
+    """The registered model; the release's name unless given."""
     tags: dict[str, str] = Field(default={})
+    """Tags of run and model version."""
 
 
 class Store(Section):
     """Where releases are kept. This machine's settings override it; credentials come from the settings alone."""
 
     endpoint: str | None = None
+    """The S3 endpoint, as `https://HOST`."""
     bucket: str | None = None
+    """The bucket."""
     prefix: str | None = None
+    """A prefix of all keys."""
 
 
 class Spec(Section):
     """A whole release file."""
 
     name: str
+    """The release's name: letters, digits, dots, dashes and underscores."""
     model: Model
+    """Where the model comes from."""
     train: Train | None = None
+    """How the weights of a factory's model are trained."""
     inputs: tuple[Input, ...] = ()
+    """The inputs. An ONNX file describes its own; an unnamed free dimension is called after input and axis: `x_0`."""
     dimensions: dict[str, Dimension] = Field(default={})
+    """The symbolic dimensions, by name."""
     outputs: tuple[str, ...] = ()
+    """Names of the outputs, in the model's order."""
     export: Export = Export()
+    """How PyTorch is exported to ONNX."""
     targets: tuple[str | dict[str, Any], ...] = ("native",)
+    """Machines to build for: presets such as `native` or `x86-64-v3`, or full TVM targets."""
     build: Build = Build()
+    """How TVM builds the library."""
     tune: Tune = Tune()
+    """The tuning budget."""
     validation: Validate = Field(default=Validate(), alias="validate")
+    """When a bundle counts as equal to the original."""
     benchmark: Benchmark = Benchmark()
+    """How a bundle is measured."""
     gates: Gates = Gates()
+    """Bounds that a release must keep to be published."""
     channels: dict[str, Channel] = Field(default={})
+    """What a release needs to reach a channel, by the channel's name. Without channels, a release may go to any."""
     retrain: Retrain | None = None
+    """When a retrained model is released."""
     registry: RegistrySection = RegistrySection()
+    """Names in MLflow."""
     store: Store = Store()
+    """Where releases are kept."""
 
     _folder: Path = Path()
 

@@ -15,7 +15,7 @@ NAME_RULE = "must consist of letters, digits, dots, dashes and underscores"
 class Section(BaseModel):
     """A section of the release file: immutable, and without keys other than its own."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 def is_name(text: str) -> bool:

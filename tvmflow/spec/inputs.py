@@ -18,13 +18,21 @@ class Samples(Section):
     """
 
     kind: Literal["ones", "uniform", "normal", "integers", "npz", "function"] = "normal"
+    """Where the values come from."""
     low: float | None = None
+    """The lowest value; 0 for `uniform` unless given, required for `integers`."""
     high: float | None = None
+    """The highest value; 1 for `uniform` unless given, required for `integers`, which stay below it."""
     mean: float = 0.0
+    """The mean of `normal`."""
     std: PositiveFloat = 1.0
+    """The standard deviation of `normal`."""
     file: Path | None = None
+    """The file of `npz`."""
     key: str | None = None
+    """The array's name in the file of `npz`; the input's name unless given."""
     function: str | None = None
+    """The function of `function`: `package.module:function`, called as `function(shape, seed)`, returns an array."""
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -48,9 +56,13 @@ class Input(Section):
     """One input: its shape in elements per dimension, where a name stands for a symbolic dimension."""
 
     name: str
+    """The input's name in the model."""
     shape: tuple[int | str, ...]
+    """The size of each dimension; a name is a symbolic dimension."""
     dtype: Dtype = "float32"
+    """The element type."""
     samples: Samples = Samples()
+    """How samples of it are made."""
 
     @field_validator("shape")
     @classmethod
@@ -72,9 +84,13 @@ class Dimension(Section):
     """The range of a symbolic dimension, the size to tune for and the sizes to measure."""
 
     min: PositiveInt = 1
+    """The smallest size."""
     max: PositiveInt | None = None
+    """The largest size; any unless given."""
     tune: PositiveInt | None = None
+    """A size that the bundle has a function of its own for, with static shapes and tuned."""
     measure: tuple[PositiveInt, ...] = ()
+    """The sizes to measure. Gates look at the first."""
 
     @model_validator(mode="after")
     def _is_in_range(self) -> Self:

@@ -25,11 +25,17 @@ class Model(Section):
     """Where the model comes from: exactly one of `factory`, `pt2`, `onnx` and `mlflow`."""
 
     factory: str | None = None
+    """A function that returns the module: `package.module:function`."""
     arguments: dict[str, Any] = Field(default={})
+    """Keyword arguments of the factory."""
     weights: Path | None = None
+    """A state dict for the module, read with `weights_only=True`."""
     pt2: Path | None = None
+    """A file that `torch.export.save` wrote."""
     onnx: Path | None = None
+    """An ONNX file."""
     mlflow: str | None = None
+    """A model of the MLflow registry, flavor pytorch or onnx: `models:/NAME@ALIAS` or `models:/NAME/VERSION`."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
@@ -58,31 +64,49 @@ class Train(Section):
     """
 
     function: FunctionName
+    """The function: `package.module:function`."""
     arguments: dict[str, Any] = Field(default={})
+    """Further keyword arguments of the function."""
     reads: tuple[Path, ...] = ()
+    """Files that the function reads. When one of them changes, the model is trained again."""
 
 
 class Export(Section):
     """How PyTorch is exported to ONNX; ONNX Runtime must agree with PyTorch within `rtol` and `atol`."""
 
     opset: Annotated[int, Field(ge=18, le=24)] = 18
+    """The version of ONNX's operators."""
     optimize: bool = True
+    """Whether the exporter simplifies the graph."""
     options: dict[str, Any] = Field(default={})
+    """Further arguments of `torch.onnx.export`."""
     rtol: NonNegativeFloat = 1e-3
+    """Relative tolerance of ONNX Runtime against PyTorch."""
     atol: NonNegativeFloat = 1e-4
+    """Absolute tolerance of ONNX Runtime against PyTorch."""
 
 
 class Build(Section):
     """How TVM builds the library."""
 
     opt_level: Annotated[int, Field(ge=0, le=4)] = 3
+    """TVM's optimisation level."""
     required_passes: tuple[str, ...] = ()
+    """Passes that run at any optimisation level."""
     disabled_passes: tuple[str, ...] = ()
+    """Passes that do not run."""
     config: dict[str, Any] = Field(default={})
+    """Options of TVM's pass context."""
     exec_mode: Literal["bytecode", "compiled"] = "bytecode"
+    """How the virtual machine runs the model: interpreted bytecode or compiled code."""
     weights: Literal["inside", "apart"] = "inside"
+    """Where the weights are: in the library, or in a file of their own that targets and releases share."""
     precision: Precision = "fp32"
+    """What convolutions and matrix products compute in; everything else stays in float32. See [reduced
+    precision](../explanation/the-cpu-compiler.md#reduced-precision)."""
     fast_algorithms: Literal["allow", "forbid"] = "allow"
+    """Whether algorithms may be used that multiply less and round more. See
+    [fast algorithms](../explanation/the-cpu-compiler.md#fast-algorithms)."""
 
 
 class Tune(Section):
@@ -94,11 +118,17 @@ class Tune(Section):
     """
 
     trials: NonNegativeInt | None = None
+    """The number of trials over all workloads together. 0 means: use stored records, measure nothing."""
     minutes: PositiveFloat | None = None
+    """The time for each target."""
     until: Fraction | None = None
+    """A fraction of the model's time, such as `2%`. Tuning ends when another minute is expected to save less."""
     early_stopping: PositiveInt = 256
+    """Tuning leaves a workload after this many trials in a row that were not faster."""
     tuner: Literal["xgb", "ga", "random", "grid"] = "xgb"
+    """How schedules are searched: with a learned cost model, by a genetic algorithm, at random, or all in turn."""
     seed: int = 0
+    """The seed of the search."""
 
     @model_validator(mode="after")
     def _has_one_budget(self) -> Self:
