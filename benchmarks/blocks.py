@@ -29,7 +29,7 @@ from rich.table import Table
 from tvmflow import process
 from tvmflow.errors import TvmflowError
 from tvmflow.process import Emit
-from tvmflow.runtime.profile import function_times
+from tvmflow.runtime.profile import measure_functions
 from tvmflow.target import Target
 from tvmflow.workspace import Record
 
@@ -172,7 +172,7 @@ def work(job: BlockJob, emit: Emit) -> BlockTime:
     best = dict.fromkeys(ways, math.inf)
     for _ in range(job.rounds):
         for way, (machine, rules) in machines.items():
-            times = function_times(machine, partial(machine["main"], data), rules, job.repeats)
+            times = measure_functions(machine, partial(machine["main"], data), rules, job.repeats)
             own = (item for item in times if item.name in rules and not item.name.startswith("transpose"))
             best[way] = min(best[way], 1e6 * sum(item.seconds for item in own))
     built = "apart" if not usual else "whole" if len(usual[0].parts) == _CONVOLUTIONS else "in part"

@@ -23,7 +23,7 @@ from rich.table import Table
 from tvmflow import process
 from tvmflow.errors import TvmflowError
 from tvmflow.process import Emit
-from tvmflow.runtime.profile import function_times
+from tvmflow.runtime.profile import measure_functions
 from tvmflow.target import Target
 from tvmflow.workspace import Record
 
@@ -96,7 +96,7 @@ def time_functions(built: "Built", sample: Path, repeats: int) -> Profile:
             bytes=item.bytes,
             shapes=item.shapes,
         )
-        for item in function_times(machine, lambda: main(*inputs), rules, repeats)
+        for item in measure_functions(machine, lambda: main(*inputs), rules, repeats)
     )
     return Profile(functions=functions, whole=whole * 1e6)
 

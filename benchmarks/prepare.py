@@ -82,7 +82,7 @@ def sample_for(onnx: Path, state: Path) -> Path:
 
     inputs = described_by(read_onnx(onnx))
     symbols = {dim: 1 for item in inputs for dim in item.shape if isinstance(dim, str)}
-    return save(state / f"{onnx.stem}-sample.npz", samples.at_sizes(inputs, symbols, 0, onnx.parent))
+    return save(state / f"{onnx.stem}-sample.npz", samples.make_at_sizes(inputs, symbols, 0, onnx.parent))
 
 
 def export(model: Model, batch: int, state: Path) -> Path:

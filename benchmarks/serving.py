@@ -127,7 +127,7 @@ def row(model: Path) -> dict[str, Any]:
 
     inputs = described_by(read_onnx(model))
     symbols = {size: 1 for item in inputs for size in item.shape if isinstance(size, str)}
-    return dict(samples.at_sizes(inputs, symbols, 0, model.parent))
+    return dict(samples.make_at_sizes(inputs, symbols, 0, model.parent))
 
 
 @contextlib.contextmanager

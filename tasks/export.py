@@ -191,7 +191,7 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
         name: max(2, job.dimensions.get(name, Dimension()).typical_size)
         for name in {dim for item in inputs for dim in item.shape if isinstance(dim, str)}
     }
-    example = samples.at_sizes(inputs, traced, job.seed, job.folder)
+    example = samples.make_at_sizes(inputs, traced, job.seed, job.folder)
     arguments = tuple(torch.from_numpy(array) for array in example.values())
     symbols = {name: _symbol(name, job.dimensions.get(name, Dimension())) for name in traced}
     shapes = tuple({axis: symbols[dim] for axis, dim in enumerate(item.shape) if dim in symbols} for item in inputs)

@@ -270,9 +270,9 @@ def _side_by_side(item: Candidate) -> Iterator[Check]:
 
 def _best(release: Document) -> TargetEntry:
     """The target of a release that this machine runs."""
-    from tvmflow.runtime.choose import best_first
+    from tvmflow.runtime.selection import select_runnable
 
-    fitting, refusals = best_first((entry, entry) for entry in TargetEntry.read_all(release))
+    fitting, refusals = select_runnable((entry, entry) for entry in TargetEntry.read_all(release))
     if not fitting:
         raise BundleError(
             f"no bundle of {release['name']} {release['version']} runs on this machine ({'; '.join(refusals)}); "

@@ -54,7 +54,7 @@ def work(job: SaveJob, emit: Emit) -> Saved:
     # torch.export bakes sizes 0 and 1 into the program, so symbolic dimensions are traced at two or more.
     used = {dim for item in job.inputs for dim in item.shape if isinstance(dim, str)}
     sizes = {name: max(2, job.dimensions.get(name, Dimension()).typical_size) for name in used}
-    example = samples.at_sizes(job.inputs, sizes, 0, job.folder)
+    example = samples.make_at_sizes(job.inputs, sizes, 0, job.folder)
     inputs, outputs = job.signature
     mlflow.pytorch.save_model(
         load_module(job.source),

@@ -64,12 +64,12 @@ class ProfileJob(Job):
 def work(job: ProfileJob, emit: Emit) -> Profile:
     """Time each compiled function on the golden sample, in a process of its own."""
     from tvmflow import runtime
-    from tvmflow.runtime.profile import MACHINE, function_times, rules
+    from tvmflow.runtime.profile import MACHINE, measure_functions, schedule_rules
 
     with runtime.load(job.bundle) as model:
         inputs = model.sample[0]
-        names = rules(job.bundle, model.manifest)
-        times = function_times(model.machine, lambda: model(**inputs), names, _REPEATS, model.device.sync)
+        names = schedule_rules(job.bundle, model.manifest)
+        times = measure_functions(model.machine, lambda: model(**inputs), names, _REPEATS, model.device.sync)
     return Profile(functions={item.name: item.seconds for item in times if item.name != MACHINE})
 
 

@@ -31,7 +31,7 @@ def measured_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension])
     ]
 
 
-def sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int) -> dict[str, int]:
+def choose_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int) -> dict[str, int]:
     """The sizes of the symbolic dimensions for sample `index`.
 
     The first samples have the sizes that are measured; the others go through the size to tune at, an odd one and the
@@ -62,7 +62,7 @@ def sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: i
 
 def make(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int, seed: int, folder: Path) -> Named:
     """Sample `index`: one array per input, repeatable for a seed. Raises SpecError when a sample cannot be made."""
-    chosen = sizes(inputs, dimensions, index)
+    chosen = choose_sizes(inputs, dimensions, index)
     made = {}
     for position, item in enumerate(inputs):
         shape = tuple(chosen[dim] if isinstance(dim, str) else dim for dim in item.shape)
@@ -71,7 +71,7 @@ def make(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: in
     return made
 
 
-def at_sizes(inputs: Sequence[Input], chosen: Mapping[str, int], seed: int, folder: Path) -> Named:
+def make_at_sizes(inputs: Sequence[Input], chosen: Mapping[str, int], seed: int, folder: Path) -> Named:
     """A sample whose symbolic dimensions have the given sizes."""
     fixed = {name: Dimension(min=size, max=size) for name, size in chosen.items()}
     return make(inputs, fixed, 0, seed, folder)

@@ -150,7 +150,7 @@ def needed_features(target: Target, precision: Precision) -> tuple[str, ...]:
 
 
 @cache
-def permit_amx() -> bool:
+def request_amx() -> bool:
     """Ask the kernel for AMX's tile registers, which a process may use only then; whether it may.
 
     Threads and forks have the permission, too; a program that is started has not.
@@ -160,7 +160,7 @@ def permit_amx() -> bool:
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
-def without_unit(target: Target, precision: Precision) -> str | None:
+def explain_missing_unit(target: Target, precision: Precision) -> str | None:
     """Why a target cannot compute in a precision, in one sentence; None if it can."""
     units = _UNITS[precision]
     if not units or set(units) & set(target.features):

@@ -26,7 +26,7 @@ _REFUSALS = {kind.__name__: kind for kind in (BundleError, VerdictError, Setting
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """A bundle that is whole, may run here, and gives the original's outputs on its golden sample.
 
     `max_abs_error` is the largest absolute difference from these.
@@ -36,7 +36,7 @@ class Verified:
     max_abs_error: float
 
 
-def verify(bundle: Path, *, trusted: Sequence[Path] | None = None, timeout: float = 300.0) -> Verified:
+def verify(bundle: Path, *, trusted: Sequence[Path] | None = None, timeout: float = 300.0) -> Verification:
     """Check a bundle's form, digests, signature and needs, then run its golden sample, all in another process.
 
     `trusted` are files with public keys, one of which must have signed it, by default those that TVMFLOW_TRUSTED_KEYS
@@ -76,7 +76,7 @@ def verify(bundle: Path, *, trusted: Sequence[Path] | None = None, timeout: floa
             with answer.open("rb") as stream:
                 document = json.loads(stream.read(_LARGEST_ANSWER))
             if "error" not in document:
-                return Verified(Manifest.parse(document["manifest"].encode()), float(document["max_abs_error"]))
+                return Verification(Manifest.parse(document["manifest"].encode()), float(document["max_abs_error"]))
             refusal = _REFUSALS[document["error"]](str(document["message"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             # A library that runs may write anything there, too.

@@ -6,7 +6,7 @@ import pytest
 
 from tvmflow.bundle import Manifest, installed_versions
 from tvmflow.errors import BundleError
-from tvmflow.target import host, needed_features, permit_amx, resolve
+from tvmflow.target import host, needed_features, request_amx, resolve
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_bundle_that_uses_amx_needs_the_systems_permission(
 ) -> None:
     monkeypatch.setattr("tvmflow.bundle.manifest.missing_features", lambda _: ())
     bundle = dataclasses.replace(manifest, cpu_features=("amx_bf16", "amx_tile"))
-    if permit_amx():
+    if request_amx():
         bundle.check_host()
     else:
         with pytest.raises(BundleError, match="uses AMX, which the system does not let this process do; take a bundle"):

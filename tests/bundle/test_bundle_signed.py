@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.skips import needs
-from tvmflow.bundle import Manifest, extract, keygen, pack, public_key, read_manifest, sign, signed_by
+from tvmflow.bundle import Manifest, extract, keygen, pack, public_key, read_manifest, read_signer, sign
 from tvmflow.errors import BundleError, SettingsError
 
 WriteFiles = Callable[[Path], dict[str, Path]]
@@ -138,12 +138,12 @@ def test_signing_is_deterministic_and_leaves_the_content_alone(
 
 def test_signing_again_replaces_the_signature(signed: Path, tmp_path: Path, other: Path) -> None:
     sign(signed, tmp_path / "other", signed)
-    assert signed_by(signed) == public_key(other)
+    assert read_signer(signed) == public_key(other)
 
 
 def test_who_signed_is_told(signed: Path, bundle: Path, key: Path) -> None:
-    assert signed_by(signed) == public_key(key)
-    assert signed_by(bundle) is None
+    assert read_signer(signed) == public_key(key)
+    assert read_signer(bundle) is None
 
 
 def test_the_private_key_is_its_owners_alone_and_never_overwritten(key: Path, public: Path) -> None:

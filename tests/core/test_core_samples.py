@@ -159,7 +159,7 @@ def seen() -> Callable[[Dimension], list[int]]:
 
     def sizes(dimension: Dimension) -> list[int]:
         item = Input(name="x", shape=("batch",))
-        return [samples.sizes([item], {"batch": dimension}, index)["batch"] for index in range(8)]
+        return [samples.choose_sizes([item], {"batch": dimension}, index)["batch"] for index in range(8)]
 
     return sizes
 
@@ -204,7 +204,7 @@ def test_a_symbolic_dimension_has_one_size_in_all_inputs(tmp_path: Path) -> None
 
 
 def test_sizes_can_be_given(tmp_path: Path) -> None:
-    made = samples.at_sizes([Input(name="a", shape=("batch", 2))], {"batch": 7}, 0, tmp_path)
+    made = samples.make_at_sizes([Input(name="a", shape=("batch", 2))], {"batch": 7}, 0, tmp_path)
     assert made["a"].shape == (7, 2)
 
 

@@ -29,7 +29,7 @@ def assert_same(actual: Arrays, expected: Arrays) -> None:
 @pytest.fixture(params=[1 << 20, 0], ids=["small", "large"])
 def model(bundle: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledModel]:
     """The model twice: its inputs are small ones, which are copied, or large ones, which are not where they suit."""
-    monkeypatch.setattr("tvmflow.runtime.model._SMALL", request.param)
+    monkeypatch.setattr("tvmflow.runtime.model._LARGEST_COPY", request.param)
     with runtime.load(bundle) as loaded:
         yield loaded
 
@@ -62,7 +62,7 @@ def test_outputs_stay_as_they_are_when_the_model_is_called_again(model: Compiled
 def test_calls_of_many_shapes_in_turn_give_each_its_own_result(
     model: CompiledModel, inputs: MakeInputs, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tvmflow.runtime.model._MOST_CALLS", 3)
+    monkeypatch.setattr("tvmflow.runtime.model._CALL_CACHE_SIZE", 3)
     for batch in (1, 2, 3, 1, 4, 5, 3, 1, 1):
         assert_same(model(**inputs(batch)), reference(inputs(batch)))
 

@@ -104,7 +104,7 @@ def test_an_aligned_tensor_is_not_copied(model: CompiledModel) -> None:
     assert tensor.data_ptr() % 64 == 0
     array = model.check_inputs({"x": tensor, "y": torch.zeros(8, 4), "scale": torch.tensor(1.0)})["x"]
     assert array.ctypes.data == tensor.data_ptr()
-    assert np.from_dlpack(model._tensor(array)).ctypes.data == tensor.data_ptr()
+    assert np.from_dlpack(model._to_tensor(array)).ctypes.data == tensor.data_ptr()
 
 
 def test_an_array_of_another_library_is_taken_by_dlpack(model: CompiledModel, inputs: MakeInputs) -> None:

@@ -1,6 +1,6 @@
 """The bundle: one compiled model for one target in one deterministic file, verified before anything in it runs."""
 
-from tvmflow.bundle.archive import extract, missing_weights, pack, read_manifest, sha256_file, sign, signed_by
+from tvmflow.bundle.archive import extract, missing_weights, pack, read_manifest, read_signer, sha256_file, sign
 from tvmflow.bundle.manifest import FORMAT, FileEntry, Manifest, TensorSpec, Variant, Versions, installed_versions
 from tvmflow.bundle.signature import keygen, public_key
 
@@ -18,7 +18,7 @@ __all__ = [
     "pack",
     "public_key",
     "read_manifest",
+    "read_signer",
     "sha256_file",
     "sign",
-    "signed_by",
 ]

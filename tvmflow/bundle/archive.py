@@ -120,7 +120,7 @@ def missing_weights(bundle: Path) -> FileEntry | None:
     return entry
 
 
-def signed_by(bundle: Path) -> str | None:
+def read_signer(bundle: Path) -> str | None:
     """The public key, in hexadecimal, that a bundle says it is signed with; None for an unsigned one.
 
     That the signature is right is checked by `extract`, with that key among the trusted ones.

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from tvmflow.errors import BundleError
-from tvmflow.target import host, missing_features, permit_amx
+from tvmflow.target import host, missing_features, request_amx
 
 # Raised whenever a reader of the former number could misread a bundle of the new one.
 FORMAT = 1
@@ -145,7 +145,7 @@ def check_machine(
             f"bundle {name!r} for target {target!r} needs the CPU features {', '.join(missing)}, "
             f"which this machine lacks; take a bundle for a lower target"
         )
-    if "amx_tile" in cpu_features and not permit_amx():
+    if "amx_tile" in cpu_features and not request_amx():
         raise BundleError(
             f"bundle {name!r} for target {target!r} uses AMX, which the system does not let this process do; "
             f"take a bundle for a lower target, or allow arch_prctl in the sandbox that the process runs in"

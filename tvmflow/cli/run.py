@@ -190,10 +190,10 @@ def _sizes(model: "CompiledModel", given: Sequence[str]) -> dict[str, int]:
 
 
 def _profile(bundle: str, model: "CompiledModel", arrays: "Mapping[str, Array]", repeats: int) -> list[_Function]:
-    from tvmflow.runtime.profile import function_times, rules
+    from tvmflow.runtime.profile import measure_functions, schedule_rules
 
-    known = rules(bundle, model.manifest)
-    times = function_times(model.machine, lambda: model(**arrays), known, repeats, model.device.sync)
+    known = schedule_rules(bundle, model.manifest)
+    times = measure_functions(model.machine, lambda: model(**arrays), known, repeats, model.device.sync)
     total = sum(item.seconds for item in times)
     return [_Function(known.get(item.name, ""), item, item.seconds / total) for item in times]
 

@@ -27,7 +27,7 @@ def verify_command(bundle: Path, keys: tuple[Path, ...], timeout: float, source:
     Whatever is in the bundle runs in another process. Exit code 3: it runs, and its outputs are not the original's, or
     what it is said to be made from gives another bundle.
     """
-    from tvmflow.bundle import read_manifest, signed_by
+    from tvmflow.bundle import read_manifest, read_signer
     from tvmflow.bundle.signature import trusted_keys
     from tvmflow.target import host
     from tvmflow.verification import verify
@@ -44,7 +44,7 @@ def verify_command(bundle: Path, keys: tuple[Path, ...], timeout: float, source:
         except BundleError as refusal:
             unable = str(refusal)
     worst = None if unable else verify(bundle, trusted=trusted, timeout=timeout).max_abs_error
-    manifest, signer = read_manifest(bundle), signed_by(bundle)
+    manifest, signer = read_manifest(bundle), read_signer(bundle)
     if as_json:
         document = {
             "bundle": str(bundle),

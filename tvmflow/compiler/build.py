@@ -31,7 +31,7 @@ from tvmflow.compiler.schedules import error_bounds, schedule
 from tvmflow.compiler.serialise import ir_text
 from tvmflow.errors import BuildError, OptionError, TargetError
 from tvmflow.runtime.profile import RULE
-from tvmflow.target import Precision, Target, without_unit
+from tvmflow.target import Precision, Target, explain_missing_unit
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _algorithms(lowered: tvm.IRModule) -> dict[str, Algorithm]:
 
 
 def _check_precision(target: Target, options: BuildOptions) -> None:
-    reason = without_unit(target, options.precision)
+    reason = explain_missing_unit(target, options.precision)
     if reason is not None:
         raise TargetError(reason)
 

@@ -40,7 +40,7 @@ from tvmflow.bundle import Manifest, extract, missing_weights, read_manifest, sh
 from tvmflow.errors import BundleError, InputError
 from tvmflow.registry.signature import model_signature
 from tvmflow.runtime import CompiledModel, load
-from tvmflow.runtime.choose import best_first
+from tvmflow.runtime.selection import select_runnable
 
 Array = npt.NDArray[Any]
 Bundles: TypeAlias = str | Path | Mapping[str, Path]
@@ -275,7 +275,7 @@ def _load(path: str, wanted: str | None, threads: int | None, spin: int | None) 
         entries = [entry for entry in entries if entry["target"] == wanted]
         if not entries:
             raise BundleError(f"the model has no bundle for the target {wanted!r}; it has {known}")
-    fitting, refusals = best_first((read_manifest(Path(path, entry["file"])), entry) for entry in entries)
+    fitting, refusals = select_runnable((read_manifest(Path(path, entry["file"])), entry) for entry in entries)
     for entry in fitting:
         file = Path(path, entry["file"])
         if sha256_file(file) != entry["sha256"]:

@@ -1,4 +1,4 @@
-"""Load a bundle and run it: needs TVM's runtime and NumPy, nothing else."""
+"""The runtime: loads a bundle and runs it. It needs TVM's runtime and NumPy, nothing else."""
 
 from tvmflow.runtime.model import CompiledModel, Timings, load
 

@@ -1,6 +1,6 @@
-"""TVM's runtime library without TVM's Python package, whose import costs several times as much, or the compiler too.
+"""TVM's runtime library on a CPU, used without TVM's Python package, whose import takes several times as long.
 
-Does for a CPU what `tvm/base.py` (loading) and `tvm/runtime/vm.py` (a virtual machine) do in TVM 0.27.
+This module does what `tvm/base.py` (loading the library) and `tvm/runtime/vm.py` (a virtual machine) do in TVM 0.27.
 """
 
 import ctypes
@@ -15,18 +15,19 @@ from typing import Any
 
 from tvmflow.errors import BundleError
 
-_CPU, _POOLED = 1, 2
+# TVM's numbers of the device type `cpu` and of the allocator that keeps freed memory for later calls.
+_CPU, _POOLED_ALLOCATOR = 1, 2
 
 
 @cache
 def load() -> None:
-    """Load the library, once; a later `import tvm` finds it loaded. Raises BundleError where there is none."""
+    """Load the library once per process; a later `import tvm` uses it. Raises BundleError if there is none."""
     package = find_spec("tvm")
     if package is None or package.origin is None:
         raise BundleError("bundles run with the package apache-tvm, which is not installed; install tvmflow anew")
     folder = Path(os.environ.get("TVM_LIBRARY_PATH") or Path(package.origin).parent / "lib")
     with without_torch():
-        # First, for it brings the library of tvm-ffi, on which the others depend.
+        # First: it loads the library of tvm-ffi, which the others need.
         import tvm_ffi  # noqa: F401
     try:
         ctypes.CDLL(str(folder / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)
@@ -38,16 +39,16 @@ def load() -> None:
         ctypes.CDLL(str(extra), ctypes.RTLD_GLOBAL)
 
 
-def machine(library: Any) -> "Callable[[str], Callable[..., Any]]":
-    """A new virtual machine of a library on the CPU, as what gives its functions by name."""
-    made = library["vm_load_executable"]()
-    made["vm_initialization"](_CPU, 0, _POOLED)
-    function: Callable[[str], Callable[..., Any]] = made.get_function
-    return function
+def create_machine(library: Any) -> "Callable[[str], Callable[..., Any]]":
+    """Create a virtual machine of a library on the CPU; return the function that looks up its functions by name."""
+    machine = library["vm_load_executable"]()
+    machine["vm_initialization"](_CPU, 0, _POOLED_ALLOCATOR)
+    find_function: Callable[[str], Callable[..., Any]] = machine.get_function
+    return find_function
 
 
-def wrapped_anew(library: Any) -> Any:
-    """The same library as an object of the class that Python has for one by now."""
+def rewrap(library: Any) -> Any:
+    """Return the same library as an object of the class that TVM's Python package registers when it is imported."""
     import tvm_ffi
 
     return tvm_ffi.convert(lambda item: item)(library)
@@ -55,7 +56,7 @@ def wrapped_anew(library: Any) -> Any:
 
 @contextmanager
 def without_torch() -> Iterator[None]:
-    """Keep `tvm_ffi` from importing torch, which it does wherever torch is installed and which costs seconds."""
+    """Keep `tvm_ffi` from importing torch: it imports torch wherever it is installed, which takes seconds."""
     if "torch" in sys.modules:
         yield
         return

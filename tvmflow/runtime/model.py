@@ -1,4 +1,4 @@
-"""A bundle loaded into this process: a callable that knows its signature."""
+"""A bundle loaded into this process: a model to call with arrays."""
 
 import operator
 import statistics
@@ -22,40 +22,41 @@ from tvmflow.bundle import Manifest, TensorSpec, extract
 from tvmflow.errors import BundleError, InputError
 from tvmflow.runtime import library
 from tvmflow.runtime import threads as pools
-from tvmflow.runtime.uri import files
+from tvmflow.runtime.uri import locate
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 # Bytes; TVM's kAllocAlignment.
 _ALIGNMENT = 64
-# Up to this many bytes, to copy an input into memory that TVM knows already is quicker than to show it the array.
-_SMALL = 1 << 14
+# Bytes; up to this size, copying an input into a tensor that exists is quicker than making a tensor of its memory.
+_LARGEST_COPY = 1 << 14
 # DLPack's kDLCPU, kDLCUDAHost and kDLCUDAManaged: what NumPy can read.
 _HOST_MEMORY = (1, 3, 13)
-# A thread forgets its calls when they are of more different shapes than this.
-_MOST_CALLS = 64
+# A thread's cache of prepared calls is emptied when it holds calls of this many shapes.
+_CALL_CACHE_SIZE = 64
 
 
 def load(path_or_uri: Path | str, *, threads: int | None = None, spin: int | None = None) -> "CompiledModel":
     """Verify a bundle, load its library and return the model.
 
     A bundle is at a path, `file://`, `s3://BUCKET/KEY`, or in a release, `release://NAME@CHANNEL` or
-    `release://NAME/VERSION`: of the release's bundles the one that asks most of this machine is taken, and kept in a
+    `release://NAME/VERSION`. Of a release's bundles the best one that this machine can run is loaded, and kept in a
     cache.
 
-    `threads` is the number of worker threads of a call, by default TVM_NUM_THREADS, else the bundle's own as far as
-    there are cores. Each thread that calls a model gets its pool of workers at its first call, for the model with the
-    most workers loaded by then; a model loaded later for more is told by a RuntimeWarning that it has fewer.
-    `spin` is how often an idle worker looks for work before it sleeps, 300000 times by default; 0 spares the processor
-    and costs some microseconds per call. It is fixed by the first call of the process.
+    `threads` is the number of worker threads of a call: by default TVM_NUM_THREADS, else the bundle's own number but at
+    most the number of cores. A thread that calls models gets its pool of workers at its first call, as large as the
+    largest number of any model loaded by then; a model that is loaded later with a larger `threads` gives a
+    RuntimeWarning at its first call and runs on fewer.
+    `spin` is how many times an idle worker looks for work before it sleeps, by default 300000; 0 spares the processor
+    and costs some microseconds per call. The first call of the process fixes it.
 
-    Raises BundleError when the file is damaged or this machine cannot run it, and nothing of it is executed then;
-    StoreError when it cannot be fetched.
+    Raises BundleError when the file is damaged or this machine cannot run it, before any of its code runs; StoreError
+    when it cannot be fetched; InputError for a number of threads below 1 or a spin below 0.
     """
     refusals: list[BundleError] = []
-    with closing(files(path_or_uri)) as found:
-        for file in found:
+    with closing(locate(path_or_uri)) as files:
+        for file in files:
             try:
                 return _open(file, threads, spin)
             except BundleError as error:
@@ -69,15 +70,15 @@ def _open(file: Path, threads: int | None, spin: int | None) -> "CompiledModel":
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
         manifest = extract(file, Path(folder))
         manifest.check_host()
-        workers = pools.settle(threads, manifest.threads, spin)
-        # The library stays mapped when its file goes with the folder.
-        return CompiledModel(manifest, Path(folder), workers, told=threads is not None)
+        workers = pools.reserve(threads, manifest.threads, spin)
+        # The library stays in memory when its file is removed with the folder.
+        return CompiledModel(manifest, Path(folder), workers, warn_of_fewer_threads=threads is not None)
 
 
 def _arrays(path: Path, bundle: str) -> "dict[str, Array]":
-    """A bundle's weights kept apart, in the order that `main` takes them, or its golden sample: arrays by name.
+    """Read a bundle's weights, in the order in which `main` takes them, or its golden sample: arrays by name.
 
-    Raises BundleError when the file is none of plain arrays.
+    Raises BundleError when the file does not hold plain arrays.
     """
     try:
         return npz.read(path)
@@ -89,14 +90,14 @@ def _arrays(path: Path, bundle: str) -> "dict[str, Array]":
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How to call the library with inputs of certain shapes: its function, and for each input what makes a tensor."""
+    """A call for inputs of certain shapes: the library's function, and for each input what makes its tensor."""
 
     function: "Callable[..., Any]"
     inputs: "tuple[Callable[[Array], Any], ...]"
 
 
 class _PerThread(threading.local):
-    """A thread's own virtual machine, the functions of it, and its calls by the shapes of the inputs."""
+    """A thread's own virtual machine, the machine's functions, and prepared calls by the shapes of the inputs."""
 
     def __init__(self) -> None:
         self.machine: Any = None
@@ -106,7 +107,7 @@ class _PerThread(threading.local):
 
 @dataclass(frozen=True)
 class Timings:
-    """How long calls took: `seconds` per run, one value per measurement, each the mean over `number` runs."""
+    """The times of calls: `seconds` per run, one value per measurement, each the mean over `number` runs."""
 
     seconds: tuple[float, ...]
     number: int = 1
@@ -128,38 +129,48 @@ class Timings:
 
     @property
     def min(self) -> float:
-        """The smallest, in seconds."""
+        """The smallest time, in seconds."""
         return min(self.seconds)
 
     @property
     def max(self) -> float:
-        """The largest, in seconds."""
+        """The largest time, in seconds."""
         return max(self.seconds)
 
     def percentile(self, percent: float) -> float:
-        """The value, in seconds, below which `percent` of the measurements are."""
+        """Return the time, in seconds, below which `percent` per cent of the measurements lie."""
         return float(np.percentile(self.seconds, percent))
 
 
 class CompiledModel:
-    """A compiled model: call it with arrays by name or in order, get the outputs by name.
+    """A compiled model: call it with arrays in order or by name; it returns the outputs by name.
 
-    Safe to share between threads: each thread gets a virtual machine of its own.
+    Threads can share a model: each thread gets a virtual machine of its own.
     """
 
-    def __init__(self, manifest: Manifest, folder: Path, threads: int, told: bool = False, session: Any = None) -> None:
-        """Load what `extract` took out of a bundle; `session` is TVM's RPC session of another machine to run it on."""
+    def __init__(
+        self,
+        manifest: Manifest,
+        folder: Path,
+        threads: int,
+        warn_of_fewer_threads: bool = False,
+        session: Any = None,
+    ) -> None:
+        """Load the library from the folder that `extract` filled.
+
+        `session` is TVM's RPC session of another machine, which runs the model then. Raises BundleError when the
+        library cannot be loaded or the machine has not the GPU that it needs.
+        """
         self.manifest = manifest
         self.threads = threads
-        # Whether the number was asked for: who asked is told when a call has fewer.
-        self._told = told
+        self._warns_of_fewer_threads = warn_of_fewer_threads
         library.load()
         import tvm_ffi
 
         self._from_dlpack = tvm_ffi.from_dlpack
         self._tensor_type = tvm_ffi.Tensor
         self._remote = session is not None
-        # Of this machine: the memory of another's, as that of a GPU, cannot be shared.
+        # Whether arrays can share memory with tensors: not with another machine's, and not with a GPU's.
         self._on_cpu = manifest.arch != "cuda" and not self._remote
         kind = "cuda" if manifest.arch == "cuda" else "cpu"
         self._device = session.device(kind, 0) if self._remote else None
@@ -176,7 +187,7 @@ class CompiledModel:
             reason = str(error).strip().splitlines()[-1]
             raise BundleError(f"bundle {manifest.name!r}: its library cannot be loaded ({reason})") from error
         self._params = tuple(
-            self._tensor(array)
+            self._to_tensor(array)
             for array in (_arrays(folder / "mod.params", manifest.name).values() if manifest.weights == "apart" else ())
         )
         self._sample = _arrays(folder / "sample.npz", manifest.name)
@@ -187,41 +198,42 @@ class CompiledModel:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What the model takes."""
+        """The model's inputs, in order."""
         return self.manifest.inputs
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """What the model returns."""
+        """The model's outputs, in order."""
         return self.manifest.outputs
 
     @property
     def sample(self) -> "tuple[dict[str, Array], dict[str, Array]]":
-        """The golden sample: inputs, and the outputs of the original model, both by name."""
+        """The golden sample: inputs by name, and the outputs that the original model gives for them, by name."""
         return tuple(  # type: ignore[return-value]
             {name.removeprefix(prefix): array for name, array in self._sample.items() if name.startswith(prefix)}
             for prefix in ("input:", "output:")
         )
 
     def __call__(self, /, *args: "npt.ArrayLike", **kwargs: "npt.ArrayLike") -> "dict[str, Array]":
-        """Run the model once.
+        """Run the model once and return its outputs by name, as arrays with memory of their own.
 
-        Takes every input, in order or by name. Raises InputError for a missing, unknown, wrongly shaped or typed one.
+        Takes every input, in order or by name. Raises InputError for an input that is missing, unknown, or of the wrong
+        shape or dtype, and ValueError when the model is closed.
         """
         arrays: Sequence[Any] = (*args, *map(kwargs.get, self._names[len(args) :])) if kwargs else args
-        call = self._known(arrays) if len(args) + len(kwargs) == len(self._names) else None
+        call = self._find_call(arrays) if len(args) + len(kwargs) == len(self._names) else None
         if call is None:
-            checked, sizes = self._checked(self._by_name(args, kwargs))
+            checked, sizes = self._check(self._name_inputs(args, kwargs))
             arrays = tuple(checked.values())
-            call = self._known(arrays) or self._prepare(arrays, sizes)
-        if pools.mixed and self._on_cpu:
-            pools.use(self.threads)
+            call = self._find_call(arrays) or self._prepare_call(arrays, sizes)
+        if pools.are_mixed and self._on_cpu:
+            pools.use_workers(self.threads)
         result = call.function(*map(operator.call, call.inputs, arrays), *self._params)
         values = [result] if isinstance(result, self._tensor_type) else result
-        return dict(zip(self._output_names, map(self._array, values), strict=True))
+        return dict(zip(self._output_names, map(self._to_array, values), strict=True))
 
-    def _known(self, values: Sequence[Any]) -> _Call | None:
-        """How to call with these inputs, if all are arrays of the right dtype and were of these shapes before."""
+    def _find_call(self, values: Sequence[Any]) -> _Call | None:
+        """The prepared call for inputs of these shapes; None if there is none, or one is no array of its dtype."""
         shapes = []
         for value, dtype in zip(values, self._dtypes, strict=True):
             if type(value) is not np.ndarray or value.dtype != dtype:
@@ -229,53 +241,54 @@ class CompiledModel:
             shapes.append(value.shape)
         return self._local.calls.get(tuple(shapes))
 
-    def _prepare(self, arrays: "Sequence[Array]", sizes: Mapping[str, int]) -> _Call:
-        """How this thread calls the library with inputs of these shapes, which are known to be right."""
+    def _prepare_call(self, arrays: "Sequence[Array]", sizes: Mapping[str, int]) -> _Call:
+        """Prepare this thread's call for inputs of these shapes, which have been checked, and cache it."""
         if self._on_cpu:
             self._start_pool()
         inputs = tuple(
-            self._small(array) if self._on_cpu and array.nbytes <= _SMALL else self._tensor for array in arrays
+            self._copier(array) if self._on_cpu and array.nbytes <= _LARGEST_COPY else self._to_tensor
+            for array in arrays
         )
         call = _Call(self._functions()[self._function_for(sizes)], inputs)
         calls = self._local.calls
-        if len(calls) >= _MOST_CALLS:
+        if len(calls) >= _CALL_CACHE_SIZE:
             calls.clear()
         calls[tuple(array.shape for array in arrays)] = call
         return call
 
     def _start_pool(self) -> None:
-        found = pools.use(self.threads)
-        if self._told and found < self.threads:
+        workers = pools.use_workers(self.threads)
+        if self._warns_of_fewer_threads and workers < self.threads:
             warnings.warn(
                 f"model {self.manifest.name!r} was loaded for {self.threads} threads, but the workers of this thread "
-                f"are {found} already; load the model with most threads first, or set TVM_NUM_THREADS={self.threads}",
+                f"are {workers} already; load the model with most threads first, or set TVM_NUM_THREADS={self.threads}",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
-    def _small(self, like: "Array") -> "Callable[[Array], Any]":
-        """What copies arrays of this shape and dtype into one tensor."""
-        buffer = _aligned_copy(like)
+    def _copier(self, example: "Array") -> "Callable[[Array], Any]":
+        """Make a tensor for arrays of the example's shape and dtype; return the function that copies one into it."""
+        buffer = _aligned_copy(example)
         tensor = self._from_dlpack(buffer)
 
-        def take(array: "Array") -> Any:
+        def copy(array: "Array") -> Any:
             buffer[...] = array
             return tensor
 
-        return take
+        return copy
 
-    def _tensor(self, array: "Array") -> Any:
-        """An array as a tensor on the model's device; not copied on a CPU if it is aligned."""
+    def _to_tensor(self, array: "Array") -> Any:
+        """An array as a tensor on the model's device; on a CPU an aligned array is not copied."""
         if not self._on_cpu:
             from tvm import runtime
 
             return runtime.tensor(array, self.device)
-        # The library loads whole vectors: it may be given only memory that is aligned as TVM aligns its own.
-        suits = _address(array) % _ALIGNMENT == 0 and array.flags.writeable and array.flags.c_contiguous
-        return self._from_dlpack(array if suits else _aligned_copy(array))
+        # The library loads whole vectors, so it needs memory that is aligned as TVM aligns its own.
+        is_usable = _address(array) % _ALIGNMENT == 0 and array.flags.writeable and array.flags.c_contiguous
+        return self._from_dlpack(array if is_usable else _aligned_copy(array))
 
     def _function_for(self, sizes: Mapping[str, int]) -> str:
-        """The library's function for these sizes of the symbolic dimensions: a variant built for them, or `main`."""
+        """The name of the function for these sizes of the symbolic dimensions: a variant built for them, or `main`."""
         for variant in self.manifest.variants:
             if all(sizes[name] == size for name, size in variant.sizes.items()):
                 return variant.function
@@ -287,51 +300,56 @@ class CompiledModel:
             if self._library is None:
                 raise ValueError(f"model {self.manifest.name!r} is closed")
             if self._on_cpu:
-                self._local.functions = self._named(library.machine(self._library))
+                self._local.functions = self._find_functions(library.create_machine(self._library))
             else:
-                self._local.functions = self._named(self._of_machine(self.machine))
+                self._local.functions = self._find_functions(self._lookup_of(self.machine))
         return self._local.functions
 
-    def _of_machine(self, machine: Any) -> "Callable[[str], Callable[..., Any]]":
-        # A remote function may return one tensor, not several: these are asked for one by one.
+    def _lookup_of(self, machine: Any) -> "Callable[[str], Callable[..., Any]]":
+        """The function that looks up a function of TVM's virtual machine by its name."""
+        # A remote call can return one tensor only: a stateful one keeps several there, to be fetched one by one.
         return partial(_stateful, machine) if self._remote else machine.__getitem__
 
-    def _named(self, find: "Callable[[str], Callable[..., Any]]") -> "dict[str, Callable[..., Any]]":
+    def _find_functions(self, find: "Callable[[str], Callable[..., Any]]") -> "dict[str, Callable[..., Any]]":
+        """Look up `main` and the variants. Raises BundleError for one that the library does not have."""
         names = ("main", *(item.function for item in self.manifest.variants))
         try:
             return {name: find(name) for name in names}
         except AttributeError as error:
             raise BundleError(f"bundle {self.manifest.name!r}: {error}; build it again") from error
 
-    def _array(self, tensor: Any) -> "Array":
+    def _to_array(self, tensor: Any) -> "Array":
         # A copy: an output may be memory of an input or a constant of the library.
         return np.from_dlpack(tensor).copy() if self._on_cpu else tensor.numpy()
 
-    def check_inputs(self, given: "Mapping[str, npt.ArrayLike]") -> "dict[str, Array]":
-        """The inputs as contiguous arrays of the right shape and dtype, or an InputError that says what is wrong."""
-        return self._checked(given)[0]
+    def check_inputs(self, inputs: "Mapping[str, npt.ArrayLike]") -> "dict[str, Array]":
+        """Return inputs by name as contiguous arrays, in the model's order.
 
-    def _checked(self, given: "Mapping[str, npt.ArrayLike]") -> "tuple[dict[str, Array], dict[str, int]]":
-        """The same with the sizes of the symbolic dimensions."""
-        known = {spec.name for spec in self.inputs}
-        for name in given:
-            if name not in known:
+        Raises InputError for an input that is missing, unknown, or of the wrong shape or dtype.
+        """
+        return self._check(inputs)[0]
+
+    def _check(self, inputs: "Mapping[str, npt.ArrayLike]") -> "tuple[dict[str, Array], dict[str, int]]":
+        """As `check_inputs`; return the sizes of the symbolic dimensions, too."""
+        for name in inputs:
+            if name not in self._names:
                 raise InputError(f"model {self.manifest.name!r} has no input {name!r}; it takes {self._signature()}")
         sizes: dict[str, int] = {}
         arrays = {}
         for spec in self.inputs:
-            if spec.name not in given:
+            if spec.name not in inputs:
                 raise InputError(f"input {spec.name!r} is missing; the model takes {self._signature()}")
-            array = _array_of(spec.name, given[spec.name])
+            array = _array_of(spec.name, inputs[spec.name])
             if array.dtype.name != spec.dtype:
                 raise InputError(f"input {spec.name!r} is {array.dtype.name}, expected {spec.dtype}; convert it first")
             self._check_shape(spec, array.shape, sizes)
-            # Native byte order as well: the dtype's name is the same for either. (np.ascontiguousarray would turn a
+            # In native byte order as well, which the dtype's name does not tell. (np.ascontiguousarray would turn a
             # scalar into a vector.)
             arrays[spec.name] = np.asarray(array, dtype=spec.dtype, order="C")
         return arrays, sizes
 
     def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+        """Check an input's shape against the manifest, and against `sizes`, which gets its symbolic dimensions."""
         expected = f"[{', '.join(map(str, spec.shape))}]"
         if len(shape) != len(spec.shape):
             raise InputError(f"input {spec.name!r} has shape {list(shape)}, expected {expected}")
@@ -351,7 +369,7 @@ class CompiledModel:
                     f"input {spec.name!r}: dimension {dimension!r} is {size}, but {sizes[dimension]} in another input"
                 )
 
-    def _by_name(
+    def _name_inputs(
         self, args: "tuple[npt.ArrayLike, ...]", kwargs: "dict[str, npt.ArrayLike]"
     ) -> "dict[str, npt.ArrayLike]":
         if len(args) > len(self.inputs):
@@ -372,10 +390,11 @@ class CompiledModel:
         number: int = 1,
         warmup: int = 1,
     ) -> "Timings":
-        """Time calls of the model, as they are made here: checks, copies and outputs included.
+        """Time whole calls of the model: checks of the inputs, copies and outputs included.
 
-        `repeat` measurements of `number` runs each, after `warmup` runs that are not counted, on `inputs` by name, by
-        default the golden sample. Raises InputError for inputs that do not fit or numbers that make no sense.
+        Takes `repeat` measurements of `number` runs each, after `warmup` runs that are not counted, on `inputs` by
+        name, by default the golden sample. Raises InputError for wrong inputs, for `repeat` or `number` below 1, and
+        for `warmup` below 0.
         """
         for name, value, least in (("repeat", repeat, 1), ("number", number, 1), ("warmup", warmup, 0)):
             if value < least:
@@ -394,12 +413,12 @@ class CompiledModel:
     def time_function(
         self, inputs: "Mapping[str, npt.ArrayLike]", *, repeat: int = 10, number: int = 1, warmup: int = 1
     ) -> "Timings":
-        """Time the library's function alone, its inputs on the device before and its outputs left there.
+        """Time the library's function alone: its inputs are on the device already, its outputs stay there.
 
-        TVM's own evaluator on the machine that runs the model, so that an RPC connection does not count. See
-        `benchmark` for the numbers.
+        TVM's evaluator measures on the machine that runs the model, so that an RPC connection does not count. For
+        `repeat`, `number` and `warmup` see `benchmark`. Raises InputError for wrong inputs.
         """
-        arrays, sizes = self._checked(inputs)
+        arrays, sizes = self._check(inputs)
         if self._on_cpu:
             self._start_pool()
         machine, name = self.machine, self._function_for(sizes)
@@ -408,7 +427,7 @@ class CompiledModel:
         # TVM's package takes tensors of its own class, which those made before it was imported do not have.
         tensors = [
             tensor if self._remote else runtime.from_dlpack(tensor)
-            for tensor in (*map(self._tensor, arrays.values()), *self._params)
+            for tensor in (*map(self._to_tensor, arrays.values()), *self._params)
         ]
         machine.set_input(name, *tensors)
         for _ in range(warmup):
@@ -418,21 +437,21 @@ class CompiledModel:
 
     @property
     def machine(self) -> Any:
-        """This thread's virtual machine, as TVM's own class, for its instruments; needs TVM's Python package."""
+        """This thread's virtual machine, of TVM's own class, for its instruments; needs TVM's Python package."""
         if self._local.machine is None:
             if self._library is None:
                 raise ValueError(f"model {self.manifest.name!r} is closed")
             with library.without_torch():
                 from tvm.runtime.vm import VirtualMachine
-            # TVM's package has its own class for a library, which one that was loaded before it does not have.
-            self._local.machine = VirtualMachine(library.wrapped_anew(self._library), self.device)
+            # TVM's package takes libraries of its own class, which one loaded before the package's import has not.
+            self._local.machine = VirtualMachine(library.rewrap(self._library), self.device)
             self._local.calls.clear()
-            self._local.functions = self._named(self._of_machine(self._local.machine))
+            self._local.functions = self._find_functions(self._lookup_of(self._local.machine))
         return self._local.machine
 
     @property
     def device(self) -> Any:
-        """The device that runs the model, as TVM's own class; needs TVM's Python package."""
+        """The device that runs the model, of TVM's own class; needs TVM's Python package."""
         if self._device is None:
             with library.without_torch():
                 from tvm import runtime
@@ -440,7 +459,7 @@ class CompiledModel:
         return self._device
 
     def close(self) -> None:
-        """Let go of the library and its memory; calling the model afterwards raises ValueError."""
+        """Free the library and its memory; calling the model afterwards raises ValueError."""
         self._local = _PerThread()
         self._library = None
         self._params = ()
@@ -455,7 +474,7 @@ class CompiledModel:
 
 
 def _stateful(machine: Any, name: str) -> "Callable[..., Any]":
-    """A function of a virtual machine whose outputs stay there until they are asked for."""
+    """A function of a virtual machine that keeps its outputs in the machine and fetches them one by one."""
 
     def call(*tensors: Any) -> Any:
         machine.set_input(name, *tensors)
@@ -466,7 +485,10 @@ def _stateful(machine: Any, name: str) -> "Callable[..., Any]":
 
 
 def _array_of(name: str, value: Any) -> "Array":
-    """A value as an array, not copied if it has memory of its own: an array, a tensor with DLPack, a list."""
+    """A value as an array: an array, a tensor with DLPack (neither is copied) or a list.
+
+    Raises InputError for a tensor on a GPU and for a value that is none of these.
+    """
     if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack_device__"):
         try:
             kind, _ = value.__dlpack_device__()
@@ -474,23 +496,25 @@ def _array_of(name: str, value: Any) -> "Array":
                 raise InputError(f"input {name!r} is in the memory of a device; copy it to the CPU first")
             return np.from_dlpack(value)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise InputError(f"input {name!r} cannot be read as an array ({_sentence(error)})") from error
+            raise InputError(f"input {name!r} cannot be read as an array ({_one_line(error)})") from error
     try:
         return np.asarray(value)
     except ValueError as error:
         raise InputError(f"input {name!r} is not an array ({error}); give equally long rows") from error
 
 
-def _sentence(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
 def _address(array: "Array") -> int:
+    """The address of an array's first byte."""
     # Half the time of array.ctypes.data, which counts in a call of a few microseconds.
     return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
 
 
 def _aligned_copy(array: "Array") -> "Array":
+    """A copy whose memory is aligned as TVM aligns its own."""
     buffer = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = -_address(buffer) % _ALIGNMENT
     copy = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

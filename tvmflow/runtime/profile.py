@@ -1,4 +1,4 @@
-"""Where the time of a run goes: the functions that TVM's virtual machine calls, timed by its instrument."""
+"""A profile of a run: the time of each function that TVM's virtual machine calls, taken by its instrument."""
 
 import tempfile
 import time
@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 
 from tvmflow.bundle import Manifest, extract, read_manifest
-from tvmflow.runtime.uri import files
+from tvmflow.runtime.uri import locate
 
 RULE = "schedule_rule"
 """The attribute that names, in a bundle's `mod.json`, the rule that scheduled a function."""
 MACHINE = "(virtual machine)"
-"""Stands for all that the virtual machine does between the compiled functions."""
+"""The name of the profile's entry for what the virtual machine itself does between the compiled functions."""
 
 
 @dataclass(frozen=True)
 class FunctionTime:
-    """A compiled function: seconds of all its calls in one run, and the bytes that they read and write.
+    """A compiled function in one run: its calls, and the seconds and bytes (read and written) of all its calls.
 
-    `shapes` are the arguments of its first call, the result last.
+    `shapes` are the shapes of the arguments of its first call; the results come last.
     """
 
     name: str
@@ -32,17 +32,18 @@ class FunctionTime:
     shapes: tuple[tuple[int, ...], ...]
 
 
-def function_times(
+def measure_functions(
     machine: Any,
     run: Callable[[], object],
     names: Collection[str],
     repeats: int,
     synchronize: Callable[[], object] = lambda: None,
 ) -> tuple[FunctionTime, ...]:
-    """Time the functions `names` that `run` calls in a virtual machine, the slowest first.
+    """Time the functions that `run` calls in a virtual machine; return them the slowest first.
 
-    The time of a call is the smallest of `repeats` runs, so that other work on the machine hardly shows. `synchronize`
-    waits for a device that works on after a call has returned. The machine has no instrument afterwards.
+    Everything but the functions `names` is one entry, MACHINE. The time of a call is the smallest of `repeats` runs, so
+    that other work on the machine hardly shows. `synchronize` waits for a device that works on after a call has
+    returned. The machine has no instrument afterwards.
     """
     recorder = _Recorder(synchronize)
     machine.set_instrument(recorder)
@@ -55,12 +56,15 @@ def function_times(
     return _grouped(recorder.sites, names)
 
 
-def rules(path_or_uri: Path | str, manifest: Manifest) -> dict[str, str]:
-    """The compiled functions of a bundle, and the rule that scheduled each; needs all of TVM, not its runtime alone."""
+def schedule_rules(path_or_uri: Path | str, manifest: Manifest) -> dict[str, str]:
+    """Return the compiled functions of a bundle, each with the name of the rule that scheduled it, or "".
+
+    `manifest` tells which of a release's bundles is meant. Needs all of TVM, not its runtime alone.
+    """
     import tvm
 
-    found = files(path_or_uri)
-    file = next(file for file in found if read_manifest(file) == manifest)
+    files = locate(path_or_uri)
+    file = next(file for file in files if read_manifest(file) == manifest)
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
         extract(file, Path(folder))
         lowered = tvm.ir.load_json((Path(folder) / "mod.json").read_text())
@@ -73,7 +77,7 @@ def rules(path_or_uri: Path | str, manifest: Manifest) -> dict[str, str]:
 
 @dataclass
 class _Site:
-    """One call site: the function's name, the arguments' shapes and bytes, and the smallest time in seconds."""
+    """A call site: the function's name, its arguments' shapes and bytes, and the smallest time so far in seconds."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -91,7 +95,7 @@ class _Recorder:
         self._start = 0.0
 
     def restart(self) -> None:
-        """Begin with the first call site again."""
+        """Begin a run: the next call is the first call site's."""
         self._position = 0
 
     def __call__(self, func: Any, name: str, before: bool, _returned: Any, *args: Any) -> int:
@@ -112,18 +116,18 @@ class _Recorder:
 
 
 def _grouped(sites: list[_Site], names: Collection[str]) -> tuple[FunctionTime, ...]:
-    """The call sites of each function together; what the virtual machine does itself is one entry."""
+    """Add up the call sites of each function; all others are one entry, MACHINE."""
     groups: dict[str, list[_Site]] = {}
     for site in sites:
         groups.setdefault(site.name if site.name in names else MACHINE, []).append(site)
     functions = [
         FunctionTime(
             name=name,
-            calls=len(own),
-            seconds=sum(site.seconds for site in own),
-            bytes=sum(site.bytes for site in own) if name in names else 0,
-            shapes=own[0].shapes if name in names else (),
+            calls=len(group),
+            seconds=sum(site.seconds for site in group),
+            bytes=sum(site.bytes for site in group) if name in names else 0,
+            shapes=group[0].shapes if name in names else (),
         )
-        for name, own in groups.items()
+        for name, group in groups.items()
     ]
     return tuple(sorted(functions, key=lambda function: -function.seconds))

@@ -1,4 +1,4 @@
-"""A bundle run on another machine: sent to a server of TVM's RPC, which a tracker finds by its key."""
+"""Running a bundle on another machine: on a server of TVM's RPC, which a tracker finds by its key."""
 
 import contextlib
 import queue
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 def run(bundle: Path, host: str, port: int, key: str, timeout: float, work: Callable[[CompiledModel], T]) -> T:
-    """Load a bundle on a server with `key` of the tracker at `host` and `port`, and do `work` with the model.
+    """Load a bundle on a server with `key` of the tracker at `host` and `port`, and return what `work` returns.
 
-    The bundle is checked here, save that the machine is the server's and not asked for its CPU's features. All of it
-    takes `timeout` seconds at most: TVM waits for ever for a server that is busy or has fallen silent. Raises
-    RemoteError when there is no tracker, no such server, or no answer in time.
+    The bundle's files are checked here; the CPU features of the server's machine are not. Everything together takes
+    `timeout` seconds at most, where TVM itself would wait for ever for a busy or silent server. Raises BundleError for
+    a damaged bundle, RemoteError when there is no tracker, no such server, or no answer in time.
     """
 
-    def there() -> T:
+    def run_remotely() -> T:
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
             manifest = extract(bundle, Path(folder))
             session = _session(host, port, key, timeout)
@@ -33,21 +33,21 @@ def run(bundle: Path, host: str, port: int, key: str, timeout: float, work: Call
                 with CompiledModel(manifest, Path(folder), manifest.threads, session=session) as model:
                     return work(model)
             finally:
-                # Else the server waits until the last object of the session is gone here.
+                # Otherwise the server waits until this process frees the last object of the session.
                 with contextlib.suppress(Exception):
                     session.get_function("CloseRPCConnection")()
 
     where = f"the RPC server with key {key!r} of tracker {host}:{port}"
     outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
-    def watched() -> None:
+    def report() -> None:
         try:
-            outcome.put((there(), None))
+            outcome.put((run_remotely(), None))
         except BaseException as error:
             outcome.put((None, error))
 
-    # A call that waits for a silent server cannot be interrupted: its thread is left behind, and ends with the process.
-    threading.Thread(target=watched, daemon=True).start()
+    # A call that waits for a silent server cannot be interrupted: its thread stays until the process ends.
+    threading.Thread(target=report, daemon=True).start()
     try:
         result, error = outcome.get(timeout=timeout)
     except queue.Empty:
@@ -58,22 +58,23 @@ def run(bundle: Path, host: str, port: int, key: str, timeout: float, work: Call
         return result  # type: ignore[return-value]
     if isinstance(error, TvmflowError) or not isinstance(error, Exception):
         raise error
-    raise RemoteError(f"{where} failed ({_words(error)}); look at its log") from error
+    raise RemoteError(f"{where} failed ({_last_line(error)}); look at its log") from error
 
 
 def _session(host: str, port: int, key: str, timeout: float) -> Any:
     tracker = Tracker(Address(host, port))
     keys = tracker.summary().keys
     if key not in keys:
-        known = f"its keys are {', '.join(keys)}" if keys else "it has no server at all"
-        raise RemoteError(f"the RPC tracker at {host}:{port} has no server with key {key!r}; {known}")
-    while (place := tracker.request(key, timeout)) is None:
-        pass  # Whoever waits for us has given up by then.
+        alternatives = f"its keys are {', '.join(keys)}" if keys else "it has no server at all"
+        raise RemoteError(f"the RPC tracker at {host}:{port} has no server with key {key!r}; {alternatives}")
+    while (match := tracker.request(key, timeout)) is None:
+        pass  # `run` has raised its timeout by then; this thread may go on waiting.
     with without_torch():
         from tvm import rpc
-    return rpc.connect(place.address.host, place.address.port, place.word, session_timeout=timeout)
+    return rpc.connect(match.address.host, match.address.port, match.key, session_timeout=timeout)
 
 
-def _words(error: BaseException) -> str:
+def _last_line(error: BaseException) -> str:
+    """The last line of an error's message, where TVM says what happened; at most 200 letters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:200] if lines else type(error).__name__

@@ -1,7 +1,8 @@
-"""The worker threads of TVM: how many a model's calls use, and how long they look for work before they sleep.
+"""The worker threads of TVM: how many of them a call uses, and how long an idle one looks for work before it sleeps.
 
-Every thread that calls a model gets a pool of its own at its first call, as large as TVM_NUM_THREADS says then. Later a
-pool can be used in part, it cannot grow. TVM_THREAD_POOL_SPIN_COUNT is read once, by the first worker of the process.
+TVM gives every thread that calls a model a pool of workers at the thread's first call, as large as TVM_NUM_THREADS says
+then. Later a call can use fewer workers of the pool; the pool cannot grow. The first worker of the process reads
+TVM_THREAD_POOL_SPIN_COUNT, and nothing reads it again.
 """
 
 import os
@@ -17,48 +18,49 @@ _BIND = "TVM_BIND_THREADS"
 
 
 class _Pool(threading.local):
-    """The pool of a thread: how many workers were asked of it last, 0 before its first call, and how many it uses."""
+    """A thread's pool of workers: the number last requested (0 before the first call), and the number in use."""
 
-    asked = 0
-    used = 0
+    requested = 0
+    size = 0
 
 
 _lock = threading.Lock()
 _pool = _Pool()
-_users: str | None = None
-_written: str | None = None
+# The user's value of TVM_NUM_THREADS, and the value that this module wrote in its place.
+_user_count: str | None = None
+_own_count: str | None = None
 _counts: set[int] = set()
-_started = False
+_is_started = False
 
-mixed = False
+are_mixed = False
 """Whether models of this process use different numbers of workers: each call has to say its own then."""
 
 
-def settle(asked: int | None, built_for: int, spin: int | None) -> int:
-    """The number of workers for a model that is loaded now; sets the environment for the pools that start later.
+def reserve(requested: int | None, built_for: int, spin: int | None) -> int:
+    """Return the number of workers for a model that is being loaded, and set the environment of pools that start later.
 
-    `asked` comes first, then the user's TVM_NUM_THREADS, then what the bundle was built for as far as there are cores.
-    Warns of a `spin` that comes too late. Raises InputError for numbers that make no sense.
+    The number is `requested`, else the user's TVM_NUM_THREADS, else `built_for` but at most the number of cores. Warns
+    if the process has workers already and so ignores `spin`. Raises InputError for a number that is too small.
     """
-    global _users, _written, mixed
-    for name, value, least in (("threads", asked, 1), ("spin", spin, 0)):
+    global _user_count, _own_count, are_mixed
+    for name, value, least in (("threads", requested, 1), ("spin", spin, 0)):
         if value is not None and value < least:
             raise InputError(f"{name} is {value}, expected {least} or more")
     with _lock:
-        found = os.environ.get(_COUNT)
-        if found != _written:
-            _users = found
-        if _users is not None and not (_users.isdigit() and int(_users)):
-            raise InputError(f"the environment variable {_COUNT} is {_users!r}, expected a positive number")
-        count = asked or int(_users or 0) or min(built_for, host().cores)
+        variable = os.environ.get(_COUNT)
+        if variable != _own_count:
+            _user_count = variable
+        if _user_count is not None and not (_user_count.isdigit() and int(_user_count)):
+            raise InputError(f"the environment variable {_COUNT} is {_user_count!r}, expected a positive number")
+        count = requested or int(_user_count or 0) or min(built_for, host().cores)
         _counts.add(count)
-        mixed = len(_counts) > 1
-        _written = os.environ[_COUNT] = str(max(_counts))
-        if _written == "1":
+        are_mixed = len(_counts) > 1
+        _own_count = os.environ[_COUNT] = str(max(_counts))
+        if _own_count == "1":
             # TVM would bind every thread that calls a model to the first core.
             os.environ.setdefault(_BIND, "0")
         if spin is not None and os.environ.get(_SPIN) != str(spin):
-            if _started:
+            if _is_started:
                 warnings.warn(
                     f"spin={spin} comes too late, this process has workers already: give it with the first model, "
                     f"or set {_SPIN}",
@@ -70,16 +72,16 @@ def settle(asked: int | None, built_for: int, spin: int | None) -> int:
     return count
 
 
-def use(count: int) -> int:
-    """Give the calls of this thread `count` workers, or as many as its pool has; returns how many that is."""
-    global _started
-    if _pool.asked != count:
+def use_workers(count: int) -> int:
+    """Let this thread's calls use `count` workers, or its whole pool if that has fewer; return the number in use."""
+    global _is_started
+    if _pool.requested != count:
         from tvm_ffi import get_global_func
 
-        _started = True
-        size = get_global_func("runtime.NumThreads")
-        # The first question starts the pool.
-        if size() != count:
+        _is_started = True
+        pool_size = get_global_func("runtime.NumThreads")
+        # The first call of it starts the pool.
+        if pool_size() != count:
             get_global_func("runtime.config_threadpool")(0, count)
-        _pool.asked, _pool.used = count, size()
-    return _pool.used
+        _pool.requested, _pool.size = count, pool_size()
+    return _pool.size

@@ -1,4 +1,4 @@
-"""A client of TVM's RPC tracker in which every request has a time-out; TVM's own waits for ever."""
+"""A client of TVM's RPC tracker. Every request has a timeout; TVM's own client waits for ever."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from tvmflow.errors import RemoteError
 _MAGIC, _SERVER_MAGIC = 0x2F271, 0xFF271
 _REQUEST, _SUMMARY = 4, 6
 _SUCCESS = 0
-# The protocol's own bound: a longer text comes from something that is no tracker.
+# The longest text of the protocol; only something that is no tracker sends a longer one.
 _MAX_BYTES = 1 << 20
 _CONNECT_SECONDS = 5.0
 
@@ -31,7 +31,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """The address that HOST:PORT says. Raises ValueError."""
+        """Parse HOST:PORT; brackets around an IPv6 address are taken off. Raises ValueError for another form."""
         host, colon, port = text.rpartition(":")
         if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise ValueError(f"{text!r} is not of the form HOST:PORT")
@@ -40,7 +40,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Queue:
-    """The servers of one key: those that wait for a session, and the sessions that wait for a server."""
+    """The queue of one key: the number of servers without a session, and of sessions that wait for a server."""
 
     free: int
     pending: int
@@ -48,34 +48,34 @@ class Queue:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a tracker knows: every server with its key, and the queue of each key."""
+    """The state of a tracker: every server with its key, and the queue of each key."""
 
     servers: tuple[tuple[str, Address], ...]
     queues: dict[str, Queue]
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that some server has."""
+        """The keys of the servers, sorted."""
         return tuple(sorted({key for key, _ in self.servers}))
 
 
 @dataclass(frozen=True)
-class Place:
-    """A server that the tracker gave away: its address, and the word with which it takes one session."""
+class Match:
+    """A server that the tracker assigned to this client: its address, and the match key that opens one session."""
 
     address: Address
-    word: str
+    key: str
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """The tracker at an address; each method is a connection of its own."""
+    """The tracker at an address; each method opens a connection of its own."""
 
     address: Address
 
     def summary(self, timeout: float = _CONNECT_SECONDS) -> Summary:
-        """What the tracker knows. Raises RemoteError when it does not answer within `timeout` seconds."""
-        document = self._ask([_SUMMARY], timeout)
+        """Return the tracker's state. Raises RemoteError when it does not answer within `timeout` seconds."""
+        document = self._query([_SUMMARY], timeout)
         servers = [
             (str(item["key"]).partition(":")[2], Address(str(item["addr"][0]), int(item["addr"][1])))
             for item in document["server_info"]
@@ -83,20 +83,24 @@ class Tracker:
         queues = {key: Queue(int(item["free"]), int(item["pending"])) for key, item in document["queue_info"].items()}
         return Summary(tuple(sorted(servers, key=str)), queues)
 
-    def request(self, key: str, timeout: float) -> Place | None:
-        """A free server with `key`; None when there is none within `timeout` seconds.
+    def request(self, key: str, timeout: float) -> Match | None:
+        """Request a server with `key` that has no session; return None when none is free within `timeout` seconds.
 
         Raises RemoteError when there is no tracker.
         """
         try:
-            host, port, word = self._ask([_REQUEST, key, "", 1], timeout)
+            host, port, match_key = self._query([_REQUEST, key, "", 1], timeout)
         except TimeoutError:
             return None
-        return Place(Address(str(host), int(port)), str(word))
+        return Match(Address(str(host), int(port)), str(match_key))
 
-    def _ask(self, question: list[Any], timeout: float) -> Any:
+    def _query(self, message: list[Any], timeout: float) -> Any:
+        """Send a message and return the answer.
+
+        Raises RemoteError when there is no tracker, TimeoutError when a tracker has no server to give in time.
+        """
         deadline = time.monotonic() + timeout
-        connected = False
+        is_connected = False
         try:
             with socket.create_connection(
                 (self.address.host, self.address.port), min(timeout, _CONNECT_SECONDS)
@@ -105,8 +109,8 @@ class Tracker:
                 connection.sendall(struct.pack("<i", _MAGIC))
                 if _receive(connection, 4, time.monotonic() + _CONNECT_SECONDS) != struct.pack("<i", _MAGIC):
                     raise OSError("it is something else")
-                connected = True
-                text = json.dumps(question).encode()
+                is_connected = True
+                text = json.dumps(message).encode()
                 connection.sendall(struct.pack("<i", len(text)) + text)
                 (size,) = struct.unpack("<i", _receive(connection, 4, deadline))
                 if not 0 < size <= _MAX_BYTES:
@@ -116,34 +120,35 @@ class Tracker:
                     raise OSError(f"it refuses with code {code}")
                 return answer
         except TimeoutError as error:
-            if connected and question[0] == _REQUEST:
+            if is_connected and message[0] == _REQUEST:
                 raise
-            raise self._gone(error) from error
+            raise self._no_tracker(error) from error
         except (OSError, ValueError, TypeError) as error:
-            raise self._gone(error) from error
+            raise self._no_tracker(error) from error
 
-    def _gone(self, error: Exception) -> RemoteError:
+    def _no_tracker(self, error: Exception) -> RemoteError:
         return RemoteError(f"there is no RPC tracker at {self.address} ({error}); start one with `tvmflow devices up`")
 
 
-def answers(server: Address, timeout: float) -> bool:
-    """Whether a server that has no session answers within `timeout` seconds; it is asked with a wrong word."""
-    word = b"client:nobody"
+def is_answering(server: Address, timeout: float) -> bool:
+    """Whether a server without a session answers within `timeout` seconds; the probe's match key opens no session."""
+    match_key = b"client:nobody"
     try:
         with socket.create_connection((server.host, server.port), timeout) as connection:
-            connection.sendall(struct.pack("<ii", _SERVER_MAGIC, len(word)) + word)
+            connection.sendall(struct.pack("<ii", _SERVER_MAGIC, len(match_key)) + match_key)
             return bool(_receive(connection, 4, time.monotonic() + timeout))
     except OSError:
         return False
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Receive exactly `size` bytes. Raises TimeoutError at the deadline, OSError when the connection ends."""
     data = b""
     while len(data) < size:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError("it does not answer")
-        connection.settimeout(left)
+        connection.settimeout(remaining)
         with contextlib.suppress(OSError, AttributeError):
             # The tracker sends length and text apart: the second waits for our acknowledgement of the first.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)

@@ -1,4 +1,4 @@
-"""Where a bundle is: a path, or a URI from which it is fetched."""
+"""Addresses of bundles: a path, or a URI from which a bundle is fetched."""
 
 import importlib
 from collections.abc import Generator
@@ -7,23 +7,23 @@ from urllib.parse import unquote, urlsplit
 
 from tvmflow.errors import BundleError, StoreError
 
-# Who fetches what. Named, not imported: the runtime alone needs neither a store nor its libraries.
+# The module that fetches bundles of a scheme, by name: the runtime alone needs neither a store nor its libraries.
 _FETCHERS = {"s3": "tvmflow.fetch", "release": "tvmflow.fetch"}
 
 
-def files(place: Path | str) -> Generator[Path, None, None]:
-    """The bundles at a path, `file://`, `s3://BUCKET/KEY` or `release://NAME@CHANNEL` (or `/VERSION`).
+def locate(path_or_uri: Path | str) -> Generator[Path, None, None]:
+    """Yield the bundles at a path, `file://`, `s3://BUCKET/KEY`, `release://NAME@CHANNEL` or `release://NAME/VERSION`.
 
-    A release has several: the one that asks most of this machine comes first, and the next is fetched only when it is
-    asked for. A file that is not kept in the cache is gone when the iterator is. Raises BundleError for another kind of
-    address, StoreError when it cannot be fetched.
+    A release has several bundles: the best for this machine comes first, and each is fetched only when the caller asks
+    for it. A file outside the cache is removed when the generator is closed. Raises BundleError for another kind of
+    address, StoreError when a bundle cannot be fetched.
     """
-    text = str(place)
+    text = str(path_or_uri)
     scheme, separator, _ = text.partition("://")
-    if isinstance(place, Path) or not separator:
-        yield Path(place)
+    if isinstance(path_or_uri, Path) or not separator:
+        yield Path(path_or_uri)
     elif scheme == "file":
-        yield _local(text)
+        yield _path_of(text)
     elif scheme in _FETCHERS:
         try:
             fetcher = importlib.import_module(_FETCHERS[scheme])
@@ -33,11 +33,12 @@ def files(place: Path | str) -> Generator[Path, None, None]:
             ) from error
         yield from fetcher.bundles(text)
     else:
-        known = ", ".join(f"{name}://" for name in ("file", *_FETCHERS))
-        raise BundleError(f"{text!r} is no address of a bundle; give a path, or one of {known}")
+        schemes = ", ".join(f"{name}://" for name in ("file", *_FETCHERS))
+        raise BundleError(f"{text!r} is no address of a bundle; give a path, or one of {schemes}")
 
 
-def _local(uri: str) -> Path:
+def _path_of(uri: str) -> Path:
+    """The path of a `file://` URI. Raises BundleError for a file of another machine."""
     parts = urlsplit(uri)
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise BundleError(f"{uri!r} names another machine; write file:///PATH, with three slashes")

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from tvmflow.errors import SpecError, TargetError
 from tvmflow.spec.document import Spec
 from tvmflow.spec.messages import describe
-from tvmflow.target import without_unit
+from tvmflow.target import explain_missing_unit
 
 
 def load(path: Path) -> Spec:
@@ -54,7 +54,7 @@ def parse(document: object, folder: Path, source: str = "release file") -> Spec:
     except TargetError as error:
         raise SpecError(f"{source}: targets: {error}") from error
     for target in targets:
-        reason = without_unit(target, spec.build.precision)
+        reason = explain_missing_unit(target, spec.build.precision)
         if reason is not None:
             raise SpecError(f"{source}: build.precision: {reason}")
     for key, file in (

@@ -9,7 +9,7 @@ from typing import Any, Self
 from tvmflow.bundle import missing_weights, sha256_file
 from tvmflow.bundle.manifest import check_machine
 from tvmflow.errors import BundleError, StoreError
-from tvmflow.runtime.choose import best_first
+from tvmflow.runtime.selection import select_runnable
 from tvmflow.store.releases import ReleaseStore
 
 
@@ -20,7 +20,7 @@ def fetch_bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> 
     BundleError when none of the bundles is for this machine.
     """
     entries = TargetEntry.read_all(store.get_release(name, version))
-    fitting, refusals = best_first((entry, entry) for entry in entries)
+    fitting, refusals = select_runnable((entry, entry) for entry in entries)
     if not fitting:
         reasons = "; ".join(refusals) or "it holds none"
         raise BundleError(f"no bundle of release {name} {version} runs on this machine: {reasons}")

@@ -23,7 +23,7 @@ import psutil
 
 import tvmflow
 from tvmflow.errors import RemoteError, SettingsError, StackError
-from tvmflow.runtime.tracker import Address, Tracker, answers
+from tvmflow.runtime.tracker import Address, Tracker, is_answering
 from tvmflow.stack.record import birth
 
 LOOPBACK = "127.0.0.1"
@@ -340,7 +340,7 @@ class _Kept:
         if time.monotonic() < self._probed + _PROBE_SECONDS:
             return
         self._probed = time.monotonic()
-        if self._process.has_session() or answers(Address(host, self.seen.port), _PROBE_TIMEOUT):
+        if self._process.has_session() or is_answering(Address(host, self.seen.port), _PROBE_TIMEOUT):
             self._unanswered = 0
             return
         self._unanswered += 1

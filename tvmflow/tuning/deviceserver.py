@@ -17,7 +17,7 @@ import time
 
 from tvmflow.process import die_with_parent
 from tvmflow.runtime import library
-from tvmflow.target import permit_amx
+from tvmflow.target import request_amx
 
 _BACKLOG = 64
 # How soon a server looks again for a tracker that is away; TVM's own looks every five seconds.
@@ -39,7 +39,7 @@ def serve(host: str, tracker: tuple[str, int], key: str) -> None:
     """Run a server with `key` of a tracker."""
     listening = _listen(host, 0)
     library.load()  # With its extras, which candidates may call.
-    permit_amx()
+    request_amx()
     from tvm.rpc import server
 
     server.logger.setLevel(logging.ERROR)  # Every look of the supervisor would be a warning.

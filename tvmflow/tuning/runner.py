@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tvmflow.errors import RemoteError, TuneError
-from tvmflow.runtime.tracker import Address, Place, Tracker
+from tvmflow.runtime.tracker import Address, Match, Tracker
 from tvmflow.tuning.worker_process import CrashError, LateError, LostError, TrialError, WorkerProcess
 
 # A candidate that ends its session this many times, each time on a device that was well, is taken for the cause.
@@ -78,7 +78,7 @@ class Devices:
         """Let nobody wait any longer."""
         self._stopped.set()
 
-    def take(self, since: float) -> Place:
+    def take(self, since: float) -> Match:
         """The next free device, for one who has waited for it since then (of `time.monotonic`).
 
         Raises TrialError at the end of the run, TuneError when no device comes back.
@@ -153,7 +153,7 @@ class DeviceRunner:
                 self._devices.released()
         raise AssertionError
 
-    def _connect(self, allowed: Callable[[], float]) -> Place:
+    def _connect(self, allowed: Callable[[], float]) -> Match:
         """Open a session on the next free device that takes one."""
         since = time.monotonic()
         while True:
@@ -163,7 +163,7 @@ class DeviceRunner:
                 session = {
                     "host": place.address.host,
                     "port": place.address.port,
-                    "word": place.word,
+                    "word": place.key,
                     "seconds": seconds + _SESSION_MARGIN_SECONDS,
                     "threads": self._threads,
                 }

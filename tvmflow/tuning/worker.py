@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmflow.runtime import library
-from tvmflow.target import permit_amx
+from tvmflow.target import request_amx
 from tvmflow.tuning.cache_state import warm_arguments
 from tvmflow.tuning.worker_process import read_frame, write_frame
 
@@ -363,7 +363,7 @@ def main() -> None:
         operations = _Operations()
         if os.environ.get("TVM_USE_RUNTIME_LIB"):
             library.load()  # With its extras, which candidates may call.
-            permit_amx()
+            request_amx()
         import tvm  # noqa: F401 -- so that the first request does not pay for it
 
         write_frame(replies, {"ready": True})
