@@ -103,6 +103,9 @@ Settings belong to a machine. Each is an environment variable, or the same name 
 [local stack](../how-to/run-the-local-stack.md) of the state folder while it runs, then the default. An unknown name in
 the file is refused. A release file may also name `store.endpoint`, `store.bucket` and `store.prefix`; settings come
 first, and credentials come from settings alone.
+
+`TVMFLOW_TRUSTED_KEYS` is an environment variable only, because devices read no settings file. It names public keys,
+separated by `:`. Where it is set, only bundles that one of them has signed are opened.
 """
 
 
@@ -221,6 +224,7 @@ def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
 _PAGES: dict[str, tuple[Callable[[], str], str]] = {
     "command-line.md": (command_line, "the commands' own help"),
     "release-file.md": (release_file, "the models of `tvmflow.spec`"),
+    "settings.md": (settings, "`tvmflow.settings`"),
 }
 
 

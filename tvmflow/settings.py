@@ -52,36 +52,64 @@ class _RunningStack(PydanticBaseSettingsSource):
 class Settings(BaseSettings):
     """The environment (`TVMFLOW_...`), the settings file, the running local stack, and then embedded defaults."""
 
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, populate_by_name=True)
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX, extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True
+    )
 
     home: Path = Path(".tvmflow")
+    """The state folder: artifacts, step records, tuning records, fetched bundles, data of embedded servers."""
     s3_endpoint: str | None = None
+    """The S3 endpoint, as `https://HOST`; an embedded server unless given."""
     s3_bucket: str | None = None
+    """The bucket, `tvmflow` unless given. A bucket without an endpoint means Amazon S3."""
     s3_prefix: str | None = None
+    """A prefix of all keys."""
     s3_region: str = "us-east-1"
+    """The region."""
     s3_access_key: SecretStr | None = None
+    """The access key; boto3's own chain unless given."""
     s3_secret_key: SecretStr | None = None
+    """The secret key."""
     s3_session_token: SecretStr | None = None
+    """The session token of temporary credentials."""
     s3_path_style: bool = True
+    """Whether the bucket stands in the path rather than in the host name."""
     s3_checksums: Literal["when_supported", "when_required"] = "when_required"
+    """When requests carry checksums."""
     mlflow_tracking_uri: str | None = Field(
         default=None,
         validation_alias=AliasChoices("TVMFLOW_MLFLOW_TRACKING_URI", "mlflow_tracking_uri", "MLFLOW_TRACKING_URI"),
     )
+    """The MLflow server, or `sqlite:///FILE`; also `MLFLOW_TRACKING_URI`. Embedded unless given."""
     mlflow_registry_uri: str | None = None
+    """The model registry, where it is not the tracking server."""
     prefect_api_url: str | None = Field(
         default=None, validation_alias=AliasChoices("TVMFLOW_PREFECT_API_URL", "prefect_api_url", "PREFECT_API_URL")
     )
+    """The Prefect server's API; also `PREFECT_API_URL`. Embedded unless given."""
     models: tuple[Path, ...] = ()
+    """The release files that this installation manages, in the environment as a JSON list: those that aliases may
+    start and `tvmflow deploy` registers."""
     webhook_secret: SecretStr | None = None
+    """The secret that MLflow signs its webhooks with."""
     database_url: SecretStr | None = None
+    """A PostgreSQL server in which `tvmflow up` keeps the state of Prefect and MLflow:
+    `postgresql://USER:PASSWORD@HOST:PORT`. SQLite unless given."""
     work_pool: str = "tvmflow"
+    """The Prefect work pool that deployments run on."""
     target_pools: dict[str, str] = {}
+    """Targets that workers of a Prefect work pool build, as `{"TARGET": "POOL"}`; needs a shared workspace
+    ([how to](../how-to/spread-over-workers.md))."""
     shared_workspace: bool = False
+    """Whether the release store also keeps the results of steps, below `work/`, for every machine that shares it."""
     share_records: bool = True
+    """Whether tuning records are kept in the release store too, below `records/`, where that is a named S3 server."""
     parallel_targets: Annotated[int, Field(ge=1)] | None = None
+    """Targets that are built at a time; half of the cores unless given."""
     signing_key: Path | None = None
+    """The private key that bundles are signed with."""
     step_timeout_minutes: Annotated[float, Field(gt=0)] = 120.0
+    """Minutes after which a step's process is ended."""
 
     @classmethod
     def settings_customise_sources(
