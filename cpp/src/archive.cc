@@ -1,266 +1,187 @@
 #include "archive.h"
 
+#include <archive.h>
+#include <archive_entry.h>
+
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
+#include <exception>
 #include <vector>
 
 #include "bytes.h"
-#include "sha256.h"
+#include "text.h"
 #include "tvmflow/error.h"
 
 namespace tvmflow {
 namespace {
 
-namespace fs = std::filesystem;
-
-constexpr const char* kManifest = "bundle.json";
-constexpr uint64_t kManifestLimit = 1 << 20;
-constexpr size_t kChunk = 1 << 20;
-
-// Calls `read`; its errors name the bundle then.
-template <typename Read>
-auto Naming(const std::string& bundle, const Read& read) {
-  try {
-    return read();
-  } catch (const Unusable& error) {
-    throw Error("bundle '" + bundle + "' cannot be used: " + error.what());
-  } catch (const Error& error) {
-    throw Error("'" + bundle + "' is not a bundle or is damaged (" + error.what() + "); fetch it again");
-  }
-}
-
-std::string ReadManifest(const fs::path& folder, const std::string& bundle) {
-  return Naming(bundle, [&] {
-    if (!fs::exists(folder / kManifest)) throw Error(std::string("it has no ") + kManifest);
-    InputFile file((folder / kManifest).string());
-    if (file.size() > kManifestLimit) throw Error(std::string("its ") + kManifest + " is too large");
-    std::string text(static_cast<size_t>(file.size()), '\0');
-    file.Read(0, text.data(), text.size());
-    return text;
-  });
-}
-
-void CheckDigest(const fs::path& path, const FileEntry& entry) {
-  InputFile file(path.string());
-  bool same = file.size() == static_cast<uint64_t>(entry.size);
-  if (same) {
-    Stored source(file, 0, file.size());
-    std::vector<char> chunk(kChunk);
-    Sha256 digest;
-    while (source.left() > 0) {
-      const size_t count = static_cast<size_t>(std::min<uint64_t>(source.left(), kChunk));
-      source.Read(chunk.data(), count);
-      digest.Update(chunk.data(), count);
-    }
-    same = digest.Finish() == entry.sha256;
-  }
-  if (!same) throw Error("it is not what the manifest says");
-}
-
-#ifdef TVMFLOW_ZLIB
-
 constexpr size_t kBlock = 512;
 constexpr uint64_t kRecord = 10240;
-// Bytes of a compressed one; DEFLATE can do more, but not at the level at which bundles are packed.
-constexpr uint64_t kMostCompressed = 256;
-constexpr uint64_t kSignatureLimit = 1 << 10;
+// The largest ratio of an archive's size to its compressed size. DEFLATE reaches 1032, the level at which tvmflow packs
+// bundles never 240.
+constexpr uint64_t kMaxRatio = 256;
+// The largest size that the digits of a header can express.
+constexpr uint64_t kMaxMember = (uint64_t{8} << 30) - 1;
+// A gzip header without a name and a time, written at the fastest level.
+constexpr char kGzipHeader[] = {'\x1f', '\x8b', '\x08', 0, 0, 0, 0, 0, '\x04', '\xff'};
 
-struct Header {
-  std::string name;
-  uint64_t size;
-};
+uint64_t RoundUp(uint64_t size, uint64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-// The block before a member as tvmflow packs it.
-std::string HeaderBlock(const Header& header) {
-  char size[12];
-  std::snprintf(size, sizeof size, "%011llo", static_cast<unsigned long long>(header.size));
-  std::string block = header.name;
-  const auto add = [&](size_t at, const std::string& field) { block.resize(at, '\0'), block += field; };
-  add(100, "0000644"), add(108, "0000000"), add(116, "0000000"), add(124, size), add(136, "00000000000");
-  add(148, "        0");
-  add(257, std::string("ustar\00000", 8));
-  add(kBlock, "");
+bool IsZero(const uint8_t* begin, const uint8_t* end) {
+  return std::all_of(begin, end, [](uint8_t byte) { return byte == 0; });
+}
+
+// The header with which tvmflow packs a file: format ustar, mode 644, no owner, no time.
+std::string PackedHeader(const std::string& name, uint64_t size) {
+  char size_digits[12];
+  std::snprintf(size_digits, sizeof size_digits, "%011llo", static_cast<unsigned long long>(size));
+  std::string header(kBlock, '\0');
+  const auto put = [&header](size_t offset, const std::string& field) {
+    header.replace(offset, field.size(), field);
+  };
+  put(0, name.substr(0, 100));
+  put(100, "0000644");
+  put(108, "0000000");
+  put(116, "0000000");
+  put(124, size_digits);
+  put(136, "00000000000");
+  put(148, "        0");  // the check sum, counted as spaces, and the type of a regular file
+  put(257, std::string("ustar\00000", 8));
   unsigned sum = 0;
-  for (char byte : block) sum += static_cast<unsigned char>(byte);
-  char digits[8];
-  std::snprintf(digits, sizeof digits, "%06o", sum);
-  return block.replace(148, 7, digits, 7);
+  for (char byte : header) sum += static_cast<unsigned char>(byte);
+  char sum_digits[8];
+  std::snprintf(sum_digits, sizeof sum_digits, "%06o", sum);
+  put(148, std::string(sum_digits, 7));
+  return header;
 }
-
-// The members of a bundle. Takes what tvmflow packs and nothing else.
-class Archive {
- public:
-  explicit Archive(const std::string& bundle) : file_(bundle), tail_(8) {
-    static constexpr char kGzip[] = "\x1f\x8b\x08\0\0\0\0\0\x04\xff";
-    constexpr uint64_t kHead = sizeof kGzip - 1;
-    char head[kHead];
-    if (file_.size() < kHead + tail_.size()) throw Error("it ends too early");
-    file_.Read(0, head, kHead);
-    if (std::memcmp(head, kGzip, kHead) != 0) throw Error("it does not begin as one");
-    file_.Read(file_.size() - tail_.size(), tail_.data(), tail_.size());
-    stream_ = std::make_unique<Deflated>(file_, kHead, file_.size() - kHead - tail_.size(),
-                                         file_.size() * kMostCompressed);
-  }
-
-  // Reads the header of the next member, false at the end.
-  bool Next(Header& header) {
-    std::string block(kBlock, '\0');
-    Read(block.data(), kBlock);
-    if (block == std::string(kBlock, '\0')) return false;
-    header.name.assign(block, 0, std::min<size_t>(block.find('\0'), 100));
-    header.size = 0;
-    for (size_t i = 124; i < 135; ++i) header.size = header.size * 8 + static_cast<uint64_t>((block[i] - '0') & 7);
-    if (block != HeaderBlock(header)) throw Error("something in it is not as tvmflow packs it");
-    return true;
-  }
-
-  // Writes the member whose header was read to a file.
-  void Extract(const Header& header, const fs::path& path) {
-    OutputFile file(path.string());
-    Content(header, [&](const char* data, size_t size) { file.Write(data, size); });
-    file.Close();
-  }
-
-  void Skip(const Header& header) {
-    Content(header, [](const char*, size_t) {});
-  }
-
-  // Holds that nothing follows the last member but what fills tar's record, and that gzip's check sum is right.
-  void End() {
-    const uint64_t rest = (kRecord - (size_ + kBlock) % kRecord) % kRecord + kBlock;
-    std::vector<char> padding(static_cast<size_t>(rest));
-    Read(padding.data(), padding.size());
-    if (!AllZero(padding) || !stream_->Ended()) throw Error("it goes on after its end");
-    if (Little<uint32_t>(tail_.data()) != crc_.value() ||
-        Little<uint32_t>(tail_.data() + 4) != static_cast<uint32_t>(size_)) {
-      throw Error("its check sum is wrong");
-    }
-  }
-
- private:
-  template <typename Take>
-  void Content(const Header& header, const Take& take) {
-    std::vector<char> chunk(kChunk);
-    for (uint64_t left = header.size; left > 0;) {
-      const size_t count = static_cast<size_t>(std::min<uint64_t>(left, kChunk));
-      Read(chunk.data(), count);
-      take(chunk.data(), count);
-      left -= count;
-    }
-    std::vector<char> padding((kBlock - header.size % kBlock) % kBlock);
-    Read(padding.data(), padding.size());
-    if (!AllZero(padding)) throw Error("something stands between its files");
-  }
-
-  void Read(char* data, size_t size) {
-    stream_->Read(data, size);
-    crc_.Update(data, size);
-    size_ += size;
-  }
-
-  static bool AllZero(const std::vector<char>& bytes) {
-    return std::all_of(bytes.begin(), bytes.end(), [](char byte) { return byte == 0; });
-  }
-
-  InputFile file_;
-  std::vector<uint8_t> tail_;
-  std::unique_ptr<Deflated> stream_;
-  Crc32 crc_;
-  uint64_t size_ = 0;
-};
-
-void CheckSpace(const Manifest& manifest, const fs::path& folder) {
-  std::error_code error;
-  const uintmax_t free = fs::space(folder, error).available;
-  uintmax_t needed = 0;
-  for (const auto& [name, entry] : manifest.files) {
-    const uintmax_t size = static_cast<uintmax_t>(entry.size);
-    needed = size > UINTMAX_MAX - needed ? UINTMAX_MAX : needed + size;
-  }
-  if (error || needed <= free) return;
-  throw Unusable("it needs " + std::to_string(needed >> 20) + " MiB in '" + folder.string() + "', " +
-                 std::to_string(free >> 20) + " MiB are free");
-}
-
-#endif
 
 }  // namespace
 
-TemporaryFolder::TemporaryFolder() {
-  std::error_code error;
-  const fs::path parent = fs::temp_directory_path(error);
-  std::string pattern = ((error ? fs::path("/tmp") : parent) / "tvmflow-XXXXXX").string();
-  if (mkdtemp(pattern.data()) == nullptr) {
-    throw Error("no folder can be made in '" + parent.string() + "'; set TMPDIR to another one");
+// The blocks of a compressed tar archive. libarchive is given one block at a time and asks for the next only when it
+// needs it, so `current` is a member's header after that was read, and its last block after its content was.
+class TarBlocks {
+ public:
+  explicit TarBlocks(const std::string& path)
+      : file_(path), limit_(file_.size() * kMaxRatio), inflater_(Section(file_), Inflater::Frame::kGzip) {
+    char header[sizeof kGzipHeader];
+    file_.Read(0, header, sizeof header);
+    if (std::memcmp(header, kGzipHeader, sizeof header) != 0) throw Error("it does not begin as a bundle does");
   }
-  path_ = pattern;
-}
 
-TemporaryFolder::~TemporaryFolder() {
-  std::error_code ignored;
-  fs::remove_all(path_, ignored);
-}
+  // The next block; null after the last. It is valid until the next call.
+  const uint8_t* Next() {
+    offset_ += kBlock;
+    if (offset_ >= filled_) Fill();
+    if (filled_ == 0) return nullptr;
+    size_ += kBlock;
+    return current();
+  }
 
-void Unpack(const std::string& bundle, const fs::path& folder) {
-#ifdef TVMFLOW_ZLIB
-  Naming(bundle, [&] {
-    Archive archive(bundle);
-    Header header;
-    if (!archive.Next(header) || header.name != kManifest) {
-      throw Error(std::string("it does not begin with ") + kManifest);
-    }
-    if (header.size > kManifestLimit) throw Error(std::string("its ") + kManifest + " is too large");
-    archive.Extract(header, folder / kManifest);
-    const Manifest manifest = ParseManifest(ReadManifest(folder, bundle));
-    CheckSpace(manifest, folder);
-    std::map<std::string, FileEntry> left = manifest.files;
-    bool more = archive.Next(header);
-    if (more && header.name == "bundle.sig") {
-      if (header.size > kSignatureLimit) throw Error("its signature is too large");
-      archive.Skip(header);
-      more = archive.Next(header);
-    }
-    for (; more; more = archive.Next(header)) {
-      const auto entry = left.find(header.name);
-      if (entry == left.end() || static_cast<uint64_t>(entry->second.size) != header.size) {
-        throw Error("its manifest does not describe its file '" + header.name + "'");
-      }
-      left.erase(entry);
-      archive.Extract(header, folder / header.name);
-    }
-    archive.End();
-    left.erase("mod.params");  // may lie beside the bundle
-    if (!left.empty()) throw Error("it lacks " + left.begin()->first);
-  });
-#else
-  (void)folder;
-  throw Error("this program is built without zlib; unpack '" + bundle +
-              "' with `tar -xzf` into an empty folder and give that");
-#endif
-}
+  const uint8_t* current() const { return buffer_.data() + offset_; }
+  // The number of bytes so far.
+  uint64_t size() const { return size_; }
+  // Whether the compressed stream ends where the file ends.
+  bool IsComplete() const { return inflater_.IsComplete(); }
 
-fs::path WeightsPath(const Manifest& manifest, const fs::path& folder, const std::string& bundle) {
-  const fs::path inside = folder / "mod.params";
-  std::error_code ignored;
-  if (fs::exists(inside, ignored)) return inside;
-  return fs::absolute(bundle).lexically_normal().parent_path() / manifest.files.at("mod.params").sha256;
-}
-
-Manifest Verify(const fs::path& folder, const std::string& bundle) {
-  Manifest manifest = Naming(bundle, [&] { return ParseManifest(ReadManifest(folder, bundle)); });
-  for (const auto& [name, entry] : manifest.files) {
-    const fs::path path = name == "mod.params" ? WeightsPath(manifest, folder, bundle) : folder / name;
+  // What libarchive calls. An exception must not pass through C code: it waits in `failure`.
+  static la_ssize_t Read(struct archive*, void* self, const void** buffer) {
+    auto* blocks = static_cast<TarBlocks*>(self);
     try {
-      CheckDigest(path, entry);
-    } catch (const Error& error) {
-      const std::string place = path.parent_path() == folder ? name : path.string();
-      throw Error("bundle '" + bundle + "': " + place + " cannot be used (" + error.what() + "); fetch it again");
+      *buffer = blocks->Next();
+      return *buffer == nullptr ? 0 : static_cast<la_ssize_t>(kBlock);
+    } catch (...) {
+      blocks->failure = std::current_exception();
+      return ARCHIVE_FATAL;
     }
   }
-  return manifest;
+
+  std::exception_ptr failure;
+
+ private:
+  static FileSection Section(InputFile& file) { return FileSection(file, 0, file.size()); }
+
+  void Fill() {
+    filled_ = inflater_.Read(buffer_.data(), buffer_.size());
+    offset_ = 0;
+    if (filled_ % kBlock != 0) throw Error("it ends too early");
+    if (filled_ > limit_ - size_) throw Error("it unpacks to more than any bundle of its size");
+  }
+
+  InputFile file_;
+  uint64_t limit_;
+  Inflater inflater_;
+  std::vector<uint8_t> buffer_ = std::vector<uint8_t>(128 * kBlock);
+  size_t offset_ = 0;
+  size_t filled_ = 0;
+  uint64_t size_ = 0;
+};
+
+BundleArchive::BundleArchive(const std::string& path)
+    : blocks_(std::make_unique<TarBlocks>(path)), archive_(archive_read_new(), &archive_read_free) {
+  if (!archive_) throw Error("there is no memory to read it");
+  // Every filter and format that is not enabled here is left out of a static program.
+  CheckStatus(archive_read_support_format_tar(archive_.get()));
+  CheckStatus(archive_read_open(archive_.get(), blocks_.get(), nullptr, &TarBlocks::Read, nullptr));
+}
+
+BundleArchive::~BundleArchive() = default;
+
+bool BundleArchive::Next() {
+  archive_entry* entry = nullptr;
+  const int status = archive_read_next_header(archive_.get(), &entry);
+  if (status == ARCHIVE_EOF) {
+    CheckEnd();
+    return false;
+  }
+  CheckStatus(status);
+  const char* name = archive_entry_pathname(entry);
+  const la_int64_t size = archive_entry_size(entry);
+  if (name == nullptr || size < 0 || static_cast<uint64_t>(size) > kMaxMember) {
+    throw Error("a file in it has no name or no size");
+  }
+  name_ = name;
+  size_ = static_cast<uint64_t>(size);
+  if (std::memcmp(blocks_->current(), PackedHeader(name_, size_).data(), kBlock) != 0) {
+    throw Error("'" + Escape(name_) + "' in it is not packed as tvmflow packs a file");
+  }
+  members_end_ += kBlock + RoundUp(size_, kBlock);
+  return true;
+}
+
+void BundleArchive::Read(const Sink& sink) {
+  uint64_t count = 0;
+  const void* data = nullptr;
+  size_t piece = 0;
+  la_int64_t offset = 0;
+  int status;
+  while ((status = archive_read_data_block(archive_.get(), &data, &piece, &offset)) != ARCHIVE_EOF) {
+    CheckStatus(status);
+    if (static_cast<uint64_t>(offset) != count || piece > size_ - count) throw Error("it holds a sparse file");
+    sink(data, piece);
+    count += piece;
+  }
+  if (count != size_) throw Error("it ends too early");
+  const size_t rest = size_ % kBlock;
+  if (rest != 0 && !IsZero(blocks_->current() + rest, blocks_->current() + kBlock)) {
+    throw Error("it holds bytes between its files");
+  }
+}
+
+void BundleArchive::CheckStatus(int status) {
+  if (blocks_->failure) std::rethrow_exception(blocks_->failure);
+  if (status != ARCHIVE_OK) throw Error("its archive is damaged");
+}
+
+// Two blocks of zeros end an archive, and more of them fill its last record.
+void BundleArchive::CheckEnd() {
+  if (blocks_->failure) std::rethrow_exception(blocks_->failure);
+  // libarchive has checked the first block of zeros, and this function checks those from the second on.
+  bool is_zero = IsZero(blocks_->current(), blocks_->current() + kBlock);
+  while (const uint8_t* block = blocks_->Next()) is_zero = is_zero && IsZero(block, block + kBlock);
+  if (!is_zero || blocks_->size() != RoundUp(members_end_ + 2 * kBlock, kRecord) || !blocks_->IsComplete()) {
+    throw Error("it does not end after its last file");
+  }
 }
 
 }  // namespace tvmflow

@@ -1,5 +1,7 @@
-// Reading files as they lie there and inflated, with every size checked.
+// Reading files and compressed parts of files with every size checked, and writing files.
 #pragma once
+
+#include <zlib.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -9,14 +11,11 @@
 #include <string>
 #include <vector>
 
-#ifdef TVMFLOW_ZLIB
-#include <zlib.h>
-#endif
-
 namespace tvmflow {
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers of files are read and written as they lie in memory");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers in files are copied to memory as they are");
 
+// The number in little-endian order at `bytes`.
 template <typename T>
 T Little(const uint8_t* bytes) {
   T value;
@@ -27,18 +26,21 @@ T Little(const uint8_t* bytes) {
 // The CRC-32 of gzip and zip.
 class Crc32 {
  public:
-  void Update(const void* data, size_t size);
-  uint32_t value() const { return ~state_; }
+  void Update(const void* data, size_t size) {
+    value_ = static_cast<uint32_t>(crc32_z(value_, static_cast<const Bytef*>(data), size));
+  }
+  uint32_t value() const { return value_; }
 
  private:
-  uint32_t state_ = 0xFFFFFFFF;
+  uint32_t value_ = 0;
 };
 
-// An open regular file. Its errors do not name it.
+// A regular file, open for reading. Its errors do not name the file.
 class InputFile {
  public:
   explicit InputFile(const std::string& path);
   uint64_t size() const { return size_; }
+  // Reads exactly `size` bytes. Throws Error if the file has fewer from `offset` on.
   void Read(uint64_t offset, void* data, size_t size);
 
  private:
@@ -46,54 +48,64 @@ class InputFile {
   uint64_t size_ = 0;
 };
 
-// Bytes to be read in order, at most so many.
+// A sequence of a fixed number of bytes.
 class Source {
  public:
   virtual ~Source() = default;
-  // Reads exactly so many bytes. Throws Error if there are fewer.
+  // Reads exactly `size` bytes. Throws Error if there are fewer.
   virtual void Read(void* data, size_t size) = 0;
-  uint64_t left() const { return left_; }
+  uint64_t remaining() const { return remaining_; }
 
  protected:
-  explicit Source(uint64_t left) : left_(left) {}
-  uint64_t left_;
+  explicit Source(uint64_t size) : remaining_(size) {}
+  uint64_t remaining_;
 };
 
-// A part of a file as it is.
-class Stored : public Source {
+// A section of a file.
+class FileSection : public Source {
  public:
-  Stored(InputFile& file, uint64_t offset, uint64_t size) : Source(size), file_(file), at_(offset) {}
+  FileSection(InputFile& file, uint64_t offset, uint64_t size) : Source(size), file_(file), offset_(offset) {}
   void Read(void* data, size_t size) override;
 
  private:
   InputFile& file_;
-  uint64_t at_;
+  uint64_t offset_;
 };
 
-#ifdef TVMFLOW_ZLIB
-
-// A part of a file that is one stream of DEFLATE; what it holds has at most `limit` bytes.
-class Deflated : public Source {
+// Decompresses a section of a file: one DEFLATE stream, bare or in gzip's frame, whose check sum zlib verifies.
+class Inflater {
  public:
-  Deflated(InputFile& file, uint64_t offset, uint64_t compressed, uint64_t limit);
-  ~Deflated() override;
-  void Read(void* data, size_t size) override;
-  // Whether nothing is left, neither in the stream nor in the part of the file after it.
-  bool Ended();
+  enum class Frame { kNone, kGzip };
+  Inflater(FileSection section, Frame frame);
+  ~Inflater();
+  Inflater(const Inflater&) = delete;
+  Inflater& operator=(const Inflater&) = delete;
+
+  // Reads up to `size` bytes and returns their number, which is smaller only at the end of the stream. Throws Error for
+  // a damaged or truncated stream.
+  size_t Read(void* data, size_t size);
+  // Whether the stream has ended exactly where its section ends.
+  bool IsComplete() const { return has_ended_ && stream_.avail_in == 0 && section_.remaining() == 0; }
 
  private:
-  // Inflates up to `size` bytes and returns how many those are: fewer only at the stream's end.
-  size_t Inflate(void* data, size_t size);
-
-  Stored input_;
+  FileSection section_;
   std::vector<uint8_t> buffer_;
   z_stream stream_{};
-  bool ended_ = false;
+  bool has_ended_ = false;
 };
 
-#endif
+// A compressed section of a file, as a zip archive holds it.
+class DeflatedSection : public Source {
+ public:
+  // `size` is the number of bytes before they were compressed.
+  DeflatedSection(FileSection section, uint64_t size) : Source(size), inflater_(section, Inflater::Frame::kNone) {}
+  void Read(void* data, size_t size) override;
 
-// A file that is written from its start.
+ private:
+  Inflater inflater_;
+};
+
+// A new file, or an old one overwritten from its start.
 class OutputFile {
  public:
   explicit OutputFile(const std::string& path);

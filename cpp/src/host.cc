@@ -25,7 +25,7 @@ std::string HostArch() {
 
 #if defined(__aarch64__)
 
-// Asked of the kernel by a call: /proc/cpuinfo describes another machine where this one is emulated.
+// Under emulation /proc/cpuinfo describes the machine that emulates, so the kernel's own call is asked.
 std::set<std::string> HostFeatures() {
   static constexpr std::pair<unsigned long, const char*> kFirst[] = {
       {HWCAP_FP, "fp"},         {HWCAP_ASIMD, "asimd"},     {HWCAP_AES, "aes"},         {HWCAP_PMULL, "pmull"},
@@ -46,7 +46,7 @@ std::set<std::string> HostFeatures() {
 
 #else
 
-// The kernel's list and not the CPUID instruction's: it leaves out what the kernel does not let processes use.
+// The kernel's list leaves out features that it does not let processes use; the CPUID instruction does not.
 std::set<std::string> HostFeatures() {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {

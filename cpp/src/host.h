@@ -1,4 +1,4 @@
-// What this machine is and what it can run.
+// This machine: its architecture, its CPU's features and its cores.
 #pragma once
 
 #include <set>
@@ -6,16 +6,17 @@
 
 namespace tvmflow {
 
-// Its architecture as `uname -m` says it.
+// The architecture as `uname -m` prints it.
 std::string HostArch();
 
-// What its CPU can do, in the words of /proc/cpuinfo.
+// The CPU's features, as /proc/cpuinfo names them.
 std::set<std::string> HostFeatures();
 
-// Asks the kernel for AMX's tile registers, which a process may use only then; whether it may.
+// Asks the kernel for the permission to use AMX's tile registers, which every process needs. Returns whether the kernel
+// gives it.
 bool PermitAmx();
 
-// The cores that this process may use.
+// The number of cores that this process may use.
 int HostCores();
 
 }  // namespace tvmflow

@@ -1,52 +1,63 @@
-// A strict reader of JSON.
+// Reading JSON documents that may be hostile.
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
-#include <variant>
+#include <utility>
 #include <vector>
 
 namespace tvmflow {
 
-struct Member;
+using Json = nlohmann::json;
 
-// A value of a document. What asks for a kind throws Error if the value is of another.
-class Json {
+// A value of a document with its path, by which errors name it. Its accessors throw Error for a value of another kind.
+class Field {
  public:
-  // Reads a whole document. Throws Error for anything that is not JSON in UTF-8, for repeated names and integers of
-  // more than 64 bits.
-  static Json Parse(std::string_view text);
+  // `value` must outlive the field.
+  Field(const Json& value, std::string path) : value_(&value), path_(std::move(path)) {}
 
-  Json() = default;
-  explicit Json(std::nullptr_t) {}
-  template <typename T>
-  explicit Json(T value) : value_(std::move(value)) {}
-
-  bool IsNull() const { return std::holds_alternative<std::nullptr_t>(value_); }
-  bool IsText() const { return std::holds_alternative<std::string>(value_); }
+  // The value of a key of an object.
+  Field At(const std::string& key) const;
+  std::vector<std::pair<std::string, Field>> Members() const;
+  std::vector<Field> Items() const;
+  // A string that may stand in a message.
   const std::string& Text() const;
-  // An integer that is not negative.
-  int64_t Count() const;
-  const std::vector<Json>& List() const;
-  const std::vector<Member>& Members() const;
-  // A member of an object; null if there is none.
-  const Json* Find(std::string_view name) const;
-  // The same, which must be there.
-  const Json& At(std::string_view name) const;
+  // A string that is one of `words`.
+  const std::string& Word(std::initializer_list<const char*> words) const;
+  // A whole number from `minimum` to 2^63 - 1.
+  int64_t Count(int64_t minimum = 0) const;
+
+  bool IsNull() const;
+  bool IsText() const;
+  bool IsObject() const;
+
+  // Throws Error: this field is not `expected`.
+  [[noreturn]] void Refuse(const std::string& expected) const;
 
  private:
-  std::variant<std::nullptr_t, bool, int64_t, double, std::string, std::vector<Json>, std::vector<Member>> value_;
+  const Json* value_;
+  std::string path_;
 };
 
-struct Member {
-  std::string name;
-  Json value;
+// A whole JSON document.
+class Document {
+ public:
+  // Parses a document. Throws Error for text that is not JSON in UTF-8, or that nests more than 64 levels.
+  explicit Document(std::string_view text);
+  ~Document();
+
+  // Throws Error unless `text` is this document as tvmflow writes it: sorted keys, two spaces of indentation, a line
+  // feed at the end. Text that two parsers could read differently, such as a repeated key or an integer of more than
+  // 64 bits, is never written like that.
+  void CheckSpelling(std::string_view text) const;
+  // The outermost value. The document must outlive it.
+  Field root() const { return Field(*value_, ""); }
+
+ private:
+  std::unique_ptr<const Json> value_;
 };
-
-bool IsUtf8(std::string_view text);
-
-// A string as JSON writes it, with its quotes.
-std::string Quoted(std::string_view text);
 
 }  // namespace tvmflow

@@ -5,6 +5,7 @@
 
 #include "host.h"
 #include "json.h"
+#include "text.h"
 #include "tvmflow/error.h"
 
 namespace tvmflow {
@@ -13,105 +14,134 @@ namespace {
 // The version of the format that this library reads.
 constexpr int64_t kFormat = 1;
 
-// Text that may stand in messages: nothing in it breaks the line or steers a terminal.
-const std::string& Printable(const Json& value) {
-  for (char byte : value.Text()) {
-    if (static_cast<unsigned char>(byte) < 0x20 || byte == 0x7F) throw Error("a name is not printable");
+TensorSpec ReadTensor(const Field& field) {
+  TensorSpec spec;
+  spec.name = field.At("name").Text();
+  spec.dtype = field.At("dtype").Word({"bool", "bfloat16", "float16", "float32", "float64", "int8", "int16", "int32",
+                                       "int64", "uint8", "uint16", "uint32", "uint64"});
+  for (const Field& size : field.At("shape").Items()) {
+    spec.shape.push_back(size.IsText() ? Dimension(size.Text()) : Dimension(size.Count()));
   }
-  return value.Text();
+  return spec;
 }
 
-std::vector<TensorSpec> Tensors(const Json& list) {
-  std::vector<TensorSpec> result;
-  for (const Json& item : list.List()) {
-    TensorSpec spec{Printable(item.At("name")), {}, Printable(item.At("dtype"))};
-    for (const Json& size : item.At("shape").List()) {
-      spec.shape.push_back(size.IsText() ? Dimension(Printable(size)) : Dimension(size.Count()));
-    }
-    result.push_back(std::move(spec));
-  }
-  return result;
+std::vector<TensorSpec> ReadTensors(const Field& field) {
+  std::vector<TensorSpec> specs;
+  for (const Field& item : field.Items()) specs.push_back(ReadTensor(item));
+  return specs;
 }
 
-std::string Digest(const Json& value) {
-  const std::string& text = Printable(value);
-  if (text.size() != 64 || text.find_first_not_of("0123456789abcdef") != std::string::npos) {
-    throw Error("'" + text + "' is not a SHA-256");
-  }
-  return text;
+std::pair<int64_t, std::optional<int64_t>> ReadRange(const Field& field) {
+  const std::vector<Field> bounds = field.Items();
+  if (bounds.size() != 2) field.Refuse("a pair of bounds");
+  const int64_t low = bounds[0].Count();
+  if (bounds[1].IsNull()) return {low, std::nullopt};
+  return {low, bounds[1].Count(low)};
 }
 
-std::string Word(const Json& value, std::initializer_list<const char*> allowed) {
-  for (const char* word : allowed) {
-    if (value.Text() == word) return word;
+Variant ReadVariant(const Field& field, const std::set<std::string>& symbols) {
+  Variant variant{field.At("function").Text(), {}};
+  for (const auto& [symbol, size] : field.At("sizes").Members()) {
+    if (symbols.count(symbol) == 0) size.Refuse("the size of a dimension of an input");
+    variant.sizes[symbol] = size.Count();
   }
-  throw Error("'" + Printable(value) + "' is unknown");
+  return variant;
 }
 
-// The architecture of the code that the CPU runs.
-std::string HostArchOf(const std::string& arch, const Json& target) {
+FileEntry ReadFileEntry(const Field& field) {
+  const std::string& digest = field.At("sha256").Text();
+  if (digest.size() != 64 || digest.find_first_not_of("0123456789abcdef") != std::string::npos) {
+    field.At("sha256").Refuse("a SHA-256 in hexadecimal");
+  }
+  return {digest, field.At("size").Count()};
+}
+
+// The members of an object whose keys are printable.
+std::vector<std::pair<std::string, Field>> PrintableMembers(const Field& field) {
+  auto members = field.Members();
+  for (const auto& [key, value] : members) {
+    if (!IsPrintable(key)) field.Refuse("an object with printable keys");
+  }
+  return members;
+}
+
+// The architecture of the code that the CPU runs; empty if the manifest does not say.
+std::string HostArchOf(const std::string& arch, const Field& target) {
   if (arch != "cuda") return arch;
-  const Json* host = target.Find("host");
-  const Json* triple = host == nullptr || host->IsText() ? nullptr : host->Find("mtriple");
-  return triple == nullptr ? "" : Printable(*triple).substr(0, triple->Text().find('-'));
+  for (const auto& [key, host] : target.Members()) {
+    if (key != "host" || !host.IsObject()) continue;
+    for (const auto& [host_key, triple] : host.Members()) {
+      if (host_key == "mtriple") return triple.Text().substr(0, triple.Text().find('-'));
+    }
+  }
+  return "";
 }
 
-Manifest Read(const Json& document) {
-  Manifest result;
-  result.name = Printable(document.At("name"));
-  result.target = Printable(document.At("target"));
-  result.arch = Printable(document.At("arch"));
-  result.host_arch = HostArchOf(result.arch, document.At("tvm_target"));
-  for (const Json& item : document.At("cpu_features").List()) result.cpu_features.push_back(Printable(item));
-  result.threads = document.At("threads").Count();
-  if (result.threads < 1) throw Error("it is for no threads");
-  result.inputs = Tensors(document.At("inputs"));
-  result.outputs = Tensors(document.At("outputs"));
-  for (const Member& item : document.At("dimensions").Members()) {
-    const std::vector<Json>& range = item.value.List();
-    if (range.size() != 2) throw Error("a dimension has no range");
-    std::optional<int64_t> high;
-    if (!range[1].IsNull()) high = range[1].Count();
-    result.dimensions[item.name] = {range[0].Count(), high};
+Manifest ReadManifest(const Field& document) {
+  Manifest manifest;
+  manifest.name = document.At("name").Text();
+  manifest.target = document.At("target").Text();
+  manifest.arch = document.At("arch").Text();
+  const Field target = document.At("tvm_target");
+  target.Members();
+  manifest.host_arch = HostArchOf(manifest.arch, target);
+  for (const Field& feature : document.At("cpu_features").Items()) manifest.cpu_features.push_back(feature.Text());
+  manifest.threads = document.At("threads").Count(1);
+  manifest.inputs = ReadTensors(document.At("inputs"));
+  manifest.outputs = ReadTensors(document.At("outputs"));
+  for (const auto& [symbol, range] : PrintableMembers(document.At("dimensions"))) {
+    manifest.dimensions[symbol] = ReadRange(range);
   }
-  for (const Json& item : document.At("variants").List()) {
-    Variant variant{Printable(item.At("function")), {}};
-    for (const Member& size : item.At("sizes").Members()) variant.sizes[size.name] = size.value.Count();
-    result.variants.push_back(std::move(variant));
+  std::set<std::string> symbols;
+  for (const TensorSpec& input : manifest.inputs) {
+    for (const Dimension& size : input.shape) {
+      if (const auto* symbol = std::get_if<std::string>(&size)) symbols.insert(*symbol);
+    }
   }
-  result.weights_apart = Word(document.At("weights"), {"inside", "apart"}) == "apart";
-  result.tvm_version = Printable(document.At("versions").At("tvm"));
-  result.tvm_ffi_version = Printable(document.At("versions").At("tvm_ffi"));
-  for (const Member& item : document.At("files").Members()) {
-    result.files[Word(Json(item.name), {"mod.json", "mod.params", "mod.so", "sample.npz"})] = {
-        Digest(item.value.At("sha256")), item.value.At("size").Count()};
+  for (const Field& item : document.At("variants").Items()) manifest.variants.push_back(ReadVariant(item, symbols));
+  manifest.weights_apart = document.At("weights").Word({"inside", "apart"}) == "apart";
+  const Field versions = document.At("versions");
+  for (const char* package : {"tvmflow", "llvm"}) versions.At(package).Text();
+  manifest.tvm_version = versions.At("tvm").Text();
+  manifest.tvm_ffi_version = versions.At("tvm_ffi").Text();
+  for (const auto& [key, value] : PrintableMembers(document.At("provenance"))) value.Text();
+  const Field files = document.At("files");
+  for (const auto& [name, entry] : PrintableMembers(files)) {
+    static const std::set<std::string> kNames = {"mod.json", "mod.params", "mod.so", "sample.npz"};
+    if (kNames.count(name) == 0) entry.Refuse("a file of a bundle");
+    manifest.files[name] = ReadFileEntry(entry);
   }
-  for (const char* name : {"mod.json", "mod.so", "sample.npz"}) {
-    if (result.files.count(name) == 0) throw Error(std::string("it names no ") + name);
+  for (const char* name : {"mod.json", "mod.so", "sample.npz"}) files.At(name);
+  if ((manifest.files.count("mod.params") != 0) != manifest.weights_apart) {
+    throw Error("'weights' and 'files' in its manifest contradict each other");
   }
-  if ((result.files.count("mod.params") != 0) != result.weights_apart) throw Error("it does not say where weights are");
-  return result;
+  return manifest;
 }
 
-std::string Minor(const std::string& version) {
-  size_t dot = version.find('.');
+// The major and minor number of a version.
+std::string MinorVersion(const std::string& version) {
+  const size_t dot = version.find('.');
   return dot == std::string::npos ? version : version.substr(0, version.find('.', dot + 1));
 }
 
-void CheckVersion(const Manifest& manifest, const char* package, const std::string& built, const std::string& here) {
-  if (Minor(built) == Minor(here)) return;
-  throw Error("bundle '" + manifest.name + "' is built with " + package + " " + built + ", this program with " + here +
-              "; build it with " + package + " " + built);
+void CheckVersion(const Manifest& manifest, const std::string& package, const std::string& bundle_version,
+                  const std::string& program_version) {
+  if (MinorVersion(bundle_version) == MinorVersion(program_version)) return;
+  throw Error("bundle '" + manifest.name + "' is built with " + package + " " + bundle_version +
+              ", this program with " + program_version + "; build it with " + package + " " + bundle_version);
 }
 
 }  // namespace
 
 Manifest ParseManifest(std::string_view json) {
-  const Json document = Json::Parse(json);
-  const int64_t format = document.At("format").Count();
-  if (format == kFormat) return Read(document);
-  throw Unusable("its format is " + std::to_string(format) + ", this program reads " + std::to_string(kFormat) +
-                 "; take a newer program");
+  const Document document(json);
+  const int64_t format = document.root().At("format").Count();
+  if (format != kFormat) {
+    throw Unusable("its format is " + std::to_string(format) + ", this program reads " + std::to_string(kFormat) +
+                   "; take a newer program");
+  }
+  document.CheckSpelling(json);
+  return ReadManifest(document.root());
 }
 
 void CheckHost(const Manifest& manifest) {
@@ -120,16 +150,15 @@ void CheckHost(const Manifest& manifest) {
     throw Error("bundle '" + manifest.name + "' is built for " + manifest.host_arch + ", this machine is " + arch +
                 "; take the bundle of this machine's target");
   }
-  const std::set<std::string> features = HostFeatures();
-  std::set<std::string> missing(manifest.cpu_features.begin(), manifest.cpu_features.end());
-  for (const std::string& feature : features) missing.erase(feature);
+  const auto& needed = manifest.cpu_features;
+  std::set<std::string> missing(needed.begin(), needed.end());
+  for (const std::string& feature : HostFeatures()) missing.erase(feature);
   if (!missing.empty()) {
     std::string list;
     for (const std::string& feature : missing) list += (list.empty() ? "" : ", ") + feature;
     throw Error("bundle '" + manifest.name + "' for target '" + manifest.target + "' needs the CPU features " + list +
                 ", which this machine lacks; take a bundle for a lower target");
   }
-  const auto& needed = manifest.cpu_features;
   if (std::find(needed.begin(), needed.end(), "amx_tile") != needed.end() && !PermitAmx()) {
     throw Error("bundle '" + manifest.name + "' for target '" + manifest.target +
                 "' uses AMX, which the system does not let this process do; take a bundle for a lower target, or allow "

@@ -4,10 +4,9 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <filesystem>
 #include <optional>
 
-#include "archive.h"
+#include "bundle.h"
 #include "host.h"
 
 namespace tvmflow {
@@ -20,14 +19,14 @@ constexpr int kPooledAllocator = 2;
 
 bool OnCpu(const DLDevice& device) { return device.device_type == kDLCPU; }
 
-// What TVM throws has lines of a stack before its message.
+// Returns what `call` returns; an error of TVM becomes an Error that begins with `sentence`.
 template <typename Call>
-auto Naming(const std::string& what, const Call& call) {
+auto TranslateErrors(const std::string& sentence, const Call& call) {
   try {
     return call();
   } catch (const ffi::Error& error) {
     const std::string message = error.message();
-    throw Error(what + " (" + message.substr(0, message.find('\n')) + ")");
+    throw Error(sentence + " (" + message.substr(0, message.find('\n')) + ")");
   }
 }
 
@@ -73,39 +72,40 @@ void CheckInput(const Manifest& manifest, const TensorSpec& spec, const Tensor& 
     }
     const std::string& symbol = std::get<std::string>(spec.shape[i]);
     const auto range = manifest.dimensions.find(symbol);
-    static const std::pair<int64_t, std::optional<int64_t>> any{1, std::nullopt};
-    const auto& [low, high] = range == manifest.dimensions.end() ? any : range->second;
+    static const std::pair<int64_t, std::optional<int64_t>> kAnySize{1, std::nullopt};
+    const auto& [low, high] = range == manifest.dimensions.end() ? kAnySize : range->second;
     if (size < low || (high && size > *high)) {
       throw Error(name + ": dimension '" + symbol + "' is " + std::to_string(size) + ", expected " +
                   std::to_string(low) + " to " + (high ? std::to_string(*high) : "any"));
     }
-    const auto [known, added] = sizes.emplace(symbol, size);
-    if (!added && known->second != size) {
+    const auto [earlier, is_first] = sizes.emplace(symbol, size);
+    if (!is_first && earlier->second != size) {
       throw Error(name + ": dimension '" + symbol + "' is " + std::to_string(size) + ", but " +
-                  std::to_string(known->second) + " in another input");
+                  std::to_string(earlier->second) + " in another input");
     }
   }
 }
 
-// Sets the environment that TVM's pool of workers starts by.
-void SettleThreads(int asked, int64_t built_for) {
-  const char* found = std::getenv("TVM_NUM_THREADS");
-  int64_t count = std::min<int64_t>(built_for, HostCores());
-  if (asked > 0) {
-    count = asked;
-  } else if (found != nullptr) {
-    count = std::atoi(found);
+// Sets the environment variables from which TVM's thread pool takes the number of its worker threads. `threads` is the
+// number that the caller demands, or 0.
+void SetWorkerThreads(int threads, int64_t bundle_threads) {
+  const char* variable = std::getenv("TVM_NUM_THREADS");
+  int64_t count = std::min<int64_t>(bundle_threads, HostCores());
+  if (threads > 0) {
+    count = threads;
+  } else if (variable != nullptr) {
+    count = std::atoi(variable);
     if (count < 1) {
-      throw Error("the environment variable TVM_NUM_THREADS is '" + std::string(found) +
+      throw Error("the environment variable TVM_NUM_THREADS is '" + std::string(variable) +
                   "', expected a positive number");
     }
   }
   setenv("TVM_NUM_THREADS", std::to_string(count).c_str(), 1);
-  // With one worker TVM would bind the thread that calls to the first core.
+  // With one worker TVM would bind the calling thread to the first core.
   if (count == 1) setenv("TVM_BIND_THREADS", "0", 0);
 }
 
-// TVM's runtime for CUDA is a library of its own, which needs NVIDIA's driver.
+// Loads TVM's runtime for CUDA, a separate library that needs NVIDIA's driver.
 void LoadCuda(const std::string& bundle) {
   if (dlopen("libtvm_runtime_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
     throw Error("bundle '" + bundle + "' needs an NVIDIA GPU with its driver and CUDA's runtime (" + dlerror() + ")");
@@ -115,34 +115,22 @@ void LoadCuda(const std::string& bundle) {
 }  // namespace
 
 Model Model::Open(const std::string& bundle, int threads) {
-  const char* trusted = std::getenv("TVMFLOW_TRUSTED_KEYS");
-  if (trusted != nullptr && *trusted != '\0') {
-    throw Error("TVMFLOW_TRUSTED_KEYS is set and this program checks no signatures; check it with `tvmflow verify`");
-  }
-  std::optional<TemporaryFolder> unpacked;
-  std::filesystem::path folder = bundle;
-  std::error_code ignored;
-  if (!std::filesystem::exists(folder, ignored)) throw Error("there is no bundle '" + bundle + "'");
-  if (!std::filesystem::is_directory(folder, ignored)) {
-    unpacked.emplace();
-    folder = unpacked->path();
-    Unpack(bundle, folder);
-  }
+  const OpenBundle files(bundle);
   Model model;
-  model.manifest_ = Verify(folder, bundle);
+  model.manifest_ = files.manifest();
   const Manifest& manifest = model.manifest_;
   CheckHost(manifest);
-  SettleThreads(threads, manifest.threads);
+  SetWorkerThreads(threads, manifest.threads);
   if (manifest.arch == "cuda") {
     LoadCuda(manifest.name);
     model.device_ = {kDLCUDA, 0};
   }
-  const std::string about = "bundle '" + manifest.name + "': its library cannot be loaded";
-  Naming(about, [&] {
-    // The library stays mapped when its file goes with the folder.
-    model.library_ = ffi::Module::LoadFromFile((folder / "mod.so").string());
+  const std::string sentence = "bundle '" + manifest.name + "': its library cannot be loaded";
+  TranslateErrors(sentence, [&] {
+    // The library stays mapped when its file is removed with the temporary folder.
+    model.library_ = ffi::Module::LoadFromFile(files.PathOf("mod.so").string());
     const auto load = model.library_.value()->GetFunction("vm_load_executable");
-    if (!load.has_value()) throw Error(about + " (it is no executable of Relax)");
+    if (!load.has_value()) throw Error(sentence + " (it is no executable of Relax)");
     model.machine_ = (*load)().cast<ffi::Module>();
     const ffi::Function initialise = model.machine_.value()->GetFunction("vm_initialization").value();
     if (OnCpu(model.device_)) {
@@ -160,11 +148,11 @@ Model Model::Open(const std::string& bundle, int threads) {
     model.functions_.push_back(*function);
   }
   if (manifest.weights_apart) {
-    for (const auto& [name, tensor] : ReadNpz(WeightsPath(manifest, folder, bundle).string())) {
+    for (const auto& [name, tensor] : ReadNpz(files.PathOf("mod.params").string())) {
       model.weights_.push_back(model.ToDevice(tensor));
     }
   }
-  for (auto& [name, tensor] : ReadNpz((folder / "sample.npz").string())) {
+  for (auto& [name, tensor] : ReadNpz(files.PathOf("sample.npz").string())) {
     constexpr std::string_view kPrefix = "input:";
     if (name.rfind(kPrefix, 0) == 0) model.sample_.emplace(name.substr(kPrefix.size()), std::move(tensor));
   }
@@ -175,16 +163,16 @@ std::vector<Tensor> Model::CheckInputs(const std::map<std::string, Tensor>& inpu
   std::vector<Tensor> ordered;
   std::map<std::string, int64_t> sizes;
   for (const TensorSpec& spec : manifest_.inputs) {
-    const auto found = inputs.find(spec.name);
-    if (found == inputs.end()) {
+    const auto input = inputs.find(spec.name);
+    if (input == inputs.end()) {
       throw Error("input '" + spec.name + "' is missing; the model takes " + Signature(manifest_));
     }
-    CheckInput(manifest_, spec, found->second, sizes);
-    ordered.push_back(found->second);
+    CheckInput(manifest_, spec, input->second, sizes);
+    ordered.push_back(input->second);
   }
   for (const auto& [name, tensor] : inputs) {
-    const auto same = [&name = name](const TensorSpec& spec) { return spec.name == name; };
-    if (std::none_of(manifest_.inputs.begin(), manifest_.inputs.end(), same)) {
+    const auto has_name = [&name = name](const TensorSpec& spec) { return spec.name == name; };
+    if (std::none_of(manifest_.inputs.begin(), manifest_.inputs.end(), has_name)) {
       throw Error("model '" + manifest_.name + "' has no input '" + name + "'; it takes " + Signature(manifest_));
     }
   }
@@ -203,10 +191,10 @@ const ffi::Function& Model::FunctionFor(const std::vector<Tensor>& inputs) const
     }
   }
   for (size_t i = 0; i < manifest_.variants.size(); ++i) {
-    const std::map<std::string, int64_t>& wanted = manifest_.variants[i].sizes;
-    const bool fits = std::all_of(wanted.begin(), wanted.end(), [&](const auto& item) {
-      const auto found = sizes.find(item.first);
-      return found != sizes.end() && found->second == item.second;
+    const std::map<std::string, int64_t>& variant = manifest_.variants[i].sizes;
+    const bool fits = std::all_of(variant.begin(), variant.end(), [&sizes](const auto& item) {
+      const auto size = sizes.find(item.first);
+      return size != sizes.end() && size->second == item.second;
     });
     if (fits) return functions_[i + 1];
   }
@@ -224,10 +212,10 @@ Tensor Model::ToDevice(const Tensor& tensor) const {
 
 std::vector<Tensor> Model::Run(const std::vector<Tensor>& inputs) {
   const ffi::Function& function = FunctionFor(inputs);
-  return Naming("model '" + manifest_.name + "' failed", [&] {
-    std::vector<Tensor> given;
-    for (const Tensor& input : inputs) given.push_back(ToDevice(input));
-    std::vector<ffi::AnyView> arguments(given.begin(), given.end());
+  return TranslateErrors("model '" + manifest_.name + "' failed", [&] {
+    std::vector<Tensor> on_device;
+    for (const Tensor& input : inputs) on_device.push_back(ToDevice(input));
+    std::vector<ffi::AnyView> arguments(on_device.begin(), on_device.end());
     arguments.insert(arguments.end(), weights_.begin(), weights_.end());
     ffi::Any result;
     function.CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &result);
@@ -244,9 +232,9 @@ std::vector<Tensor> Model::Run(const std::vector<Tensor>& inputs) {
     if (!OnCpu(device_)) {
       static const ffi::Function copy = ffi::Function::GetGlobalRequired("runtime.TVMTensorCopyToBytes");
       for (Tensor& output : outputs) {
-        Tensor here = Allocate({output.shape().begin(), output.shape().end()}, output.dtype());
-        copy(output, here.data_ptr(), static_cast<int64_t>(ffi::GetDataSize(here)));
-        output = here;
+        Tensor on_cpu = Allocate({output.shape().begin(), output.shape().end()}, output.dtype());
+        copy(output, on_cpu.data_ptr(), static_cast<int64_t>(ffi::GetDataSize(on_cpu)));
+        output = on_cpu;
       }
     }
     return outputs;

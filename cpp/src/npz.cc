@@ -49,16 +49,16 @@ struct AllocateAligned {
   void FreeData(DLTensor* tensor) { std::free(tensor->data); }
 };
 
-// The header of an array: a Python dictionary of which only what NumPy writes is read.
+// The header of an array: a Python dictionary with the three keys that NumPy writes.
 class Header {
  public:
   explicit Header(std::string_view text) : text_(text) {
-    std::set<std::string> seen;
+    std::set<std::string> keys;
     Expect('{');
-    while (!Take('}')) {
+    while (!Accept('}')) {
       const std::string key = String();
       Expect(':');
-      if (!seen.insert(key).second) Fail();
+      if (!keys.insert(key).second) Fail();
       if (key == "descr") {
         descr = String();
       } else if (key == "fortran_order") {
@@ -68,9 +68,9 @@ class Header {
       } else {
         Fail();
       }
-      if (!Take(',') && Peek() != '}') Fail();
+      if (!Accept(',') && Peek() != '}') Fail();
     }
-    if (seen.size() != 3 || Peek() != '\0') Fail();
+    if (keys.size() != 3 || Peek() != '\0') Fail();
   }
 
   std::string descr;
@@ -79,32 +79,34 @@ class Header {
 
  private:
   [[noreturn]] static void Fail() { throw Error("its header is not one of NumPy's for an array of numbers"); }
+  // The next character that is no space; 0 at the end.
   char Peek() {
-    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n')) ++at_;
-    return at_ < text_.size() ? text_[at_] : '\0';
+    while (position_ < text_.size() && (text_[position_] == ' ' || text_[position_] == '\n')) ++position_;
+    return position_ < text_.size() ? text_[position_] : '\0';
   }
-  bool Take(char wanted) {
-    if (Peek() != wanted) return false;
-    ++at_;
+  // Consumes `character` if it comes next, and returns whether it did.
+  bool Accept(char character) {
+    if (Peek() != character) return false;
+    ++position_;
     return true;
   }
-  void Expect(char wanted) {
-    if (!Take(wanted)) Fail();
+  void Expect(char character) {
+    if (!Accept(character)) Fail();
   }
   std::string String() {
     const char quote = Peek();
     if (quote != '\'' && quote != '"') Fail();
-    const size_t end = text_.find(quote, at_ + 1);
+    const size_t end = text_.find(quote, position_ + 1);
     if (end == std::string_view::npos) Fail();
-    std::string result(text_.substr(at_ + 1, end - at_ - 1));
-    at_ = end + 1;
+    std::string result(text_.substr(position_ + 1, end - position_ - 1));
+    position_ = end + 1;
     return result;
   }
   bool Boolean() {
     Peek();
     for (auto [word, value] : {std::pair<std::string_view, bool>{"True", true}, {"False", false}}) {
-      if (text_.substr(at_, word.size()) == word) {
-        at_ += word.size();
+      if (text_.substr(position_, word.size()) == word) {
+        position_ += word.size();
         return value;
       }
     }
@@ -112,31 +114,31 @@ class Header {
   }
   void Shape() {
     Expect('(');
-    while (!Take(')')) {
+    while (!Accept(')')) {
       int64_t size = 0;
       if (Peek() < '0' || Peek() > '9') Fail();
-      for (; at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9'; ++at_) {
+      for (; position_ < text_.size() && text_[position_] >= '0' && text_[position_] <= '9'; ++position_) {
         if (size > std::numeric_limits<int64_t>::max() / 16) Fail();
-        size = size * 10 + (text_[at_] - '0');
+        size = size * 10 + (text_[position_] - '0');
       }
       shape.push_back(size);
       if (shape.size() > kMostDimensions) Fail();
-      if (!Take(',') && Peek() != ')') Fail();
+      if (!Accept(',') && Peek() != ')') Fail();
     }
   }
 
   std::string_view text_;
-  size_t at_ = 0;
+  size_t position_ = 0;
 };
 
-// Reads one array, which must fill the source.
+// Reads the one array that fills the source.
 Tensor ReadArray(Source& source, Crc32& crc) {
   const auto read = [&](void* data, size_t size) {
     source.Read(data, size);
     crc.Update(data, size);
   };
   uint8_t prefix[12];
-  if (source.left() < 10) throw Error("it is no array of NumPy");
+  if (source.remaining() < 10) throw Error("it is no array of NumPy");
   read(prefix, 8);
   if (std::memcmp(prefix, "\x93NUMPY", 6) != 0 || prefix[6] < 1 || prefix[6] > 3) {
     throw Error("it is no array of NumPy");
@@ -154,12 +156,12 @@ Tensor ReadArray(Source& source, Crc32& crc) {
   }
   if (entry == nullptr) throw Error("its dtype '" + header.descr + "' is not one of numbers in native byte order");
   if (header.fortran) throw Error("it is in Fortran's order; save numpy.ascontiguousarray of it");
-  // In floating point no product overflows, and one that fits the file is exact.
+  // A product in floating point cannot overflow, and one as small as a file's size is exact.
   double bytes = entry->dtype.bits / 8;
   for (int64_t size : header.shape) bytes *= static_cast<double>(size);
-  if (bytes != static_cast<double>(source.left())) throw Error("its size is not that of its shape and dtype");
+  if (bytes != static_cast<double>(source.remaining())) throw Error("its size is not that of its shape and dtype");
   Tensor tensor = Allocate(header.shape, entry->dtype);
-  read(tensor.data_ptr(), static_cast<size_t>(source.left()));
+  read(tensor.data_ptr(), static_cast<size_t>(source.remaining()));
   return tensor;
 }
 
@@ -171,20 +173,20 @@ struct Member {
   uint64_t compressed, size, header;
 };
 
-// The members of an archive, from its central directory. Follows the format's 64-bit fields where they are used.
-std::vector<Member> Directory(InputFile& file) {
+// Reads the central directory of an archive, with the format's 64-bit fields where they are used.
+std::vector<Member> ReadDirectory(InputFile& file) {
   constexpr size_t kEnd = 22, kLocator = 20, kEnd64 = 56, kEntry = 46;
   const size_t span = static_cast<size_t>(std::min<uint64_t>(file.size(), kEnd + 0xFFFF));
   if (span < kEnd) throw Error("it is no zip archive");
   std::vector<uint8_t> tail(span);
   file.Read(file.size() - span, tail.data(), span);
-  size_t at = span - kEnd;
-  while (Little<uint32_t>(&tail[at]) != 0x06054b50) {
-    if (at-- == 0) throw Error("it is no zip archive or ends too early");
+  size_t position = span - kEnd;
+  while (Little<uint32_t>(&tail[position]) != 0x06054b50) {
+    if (position-- == 0) throw Error("it is no zip archive or ends too early");
   }
-  uint64_t count = Little<uint16_t>(&tail[at + 10]), size = Little<uint32_t>(&tail[at + 12]);
-  uint64_t offset = Little<uint32_t>(&tail[at + 16]);
-  const uint64_t end = file.size() - span + at;
+  uint64_t count = Little<uint16_t>(&tail[position + 10]), size = Little<uint32_t>(&tail[position + 12]);
+  uint64_t offset = Little<uint32_t>(&tail[position + 16]);
+  const uint64_t end = file.size() - span + position;
   if ((count == 0xFFFF || size == 0xFFFFFFFF || offset == 0xFFFFFFFF) && end >= kLocator) {
     uint8_t locator[kLocator], end64[kEnd64];
     file.Read(end - kLocator, locator, kLocator);
@@ -207,8 +209,8 @@ std::vector<Member> Directory(InputFile& file) {
       throw Error("its directory is damaged");
     }
     const size_t name = Little<uint16_t>(entry + 28), extra = Little<uint16_t>(entry + 30);
-    const size_t whole = kEntry + name + extra + Little<uint16_t>(entry + 32);
-    if (directory.size() - next < whole) throw Error("its directory is damaged");
+    const size_t length = kEntry + name + extra + Little<uint16_t>(entry + 32);
+    if (directory.size() - next < length) throw Error("its directory is damaged");
     if (Little<uint16_t>(entry + 8) & 1) throw Error("it is encrypted");
     Member member{std::string(reinterpret_cast<const char*>(entry) + kEntry, name),
                   Little<uint16_t>(entry + 10),
@@ -217,7 +219,7 @@ std::vector<Member> Directory(InputFile& file) {
                   Little<uint32_t>(entry + 24),
                   Little<uint32_t>(entry + 42)};
     for (size_t field = kEntry + name; field + 4 <= kEntry + name + extra;) {
-      const size_t length = Little<uint16_t>(entry + field + 2), stop = field + 4 + length;
+      const size_t stop = field + 4 + Little<uint16_t>(entry + field + 2);
       if (stop > kEntry + name + extra) throw Error("its directory is damaged");
       if (Little<uint16_t>(entry + field) == 1) {
         size_t value = field + 4;
@@ -231,7 +233,7 @@ std::vector<Member> Directory(InputFile& file) {
       field = stop;
     }
     members.push_back(std::move(member));
-    next += whole;
+    next += length;
   }
   return members;
 }
@@ -244,11 +246,9 @@ Tensor ReadMember(InputFile& file, const Member& member) {
   if (start > file.size() || member.compressed > file.size() - start) throw Error("it ends too early");
   std::unique_ptr<Source> source;
   if (member.method == 0 && member.size == member.compressed) {
-    source = std::make_unique<Stored>(file, start, member.size);
-#ifdef TVMFLOW_ZLIB
+    source = std::make_unique<FileSection>(file, start, member.size);
   } else if (member.method == 8 && member.size / 1032 <= member.compressed) {  // deflate's highest ratio
-    source = std::make_unique<Deflated>(file, start, member.compressed, member.size);
-#endif
+    source = std::make_unique<DeflatedSection>(FileSection(file, start, member.compressed), member.size);
   } else {
     throw Error("it is compressed in a way that cannot be read; write it with numpy.savez");
   }
@@ -258,9 +258,9 @@ Tensor ReadMember(InputFile& file, const Member& member) {
   return tensor;
 }
 
-// Every error of `read` with the name of the file.
+// Returns what `read` returns of the file; its name is added to the errors.
 template <typename Read>
-auto Naming(const std::string& path, const Read& read) {
+auto ReadFile(const std::string& path, const Read& read) {
   try {
     InputFile file(path);
     return read(file);
@@ -280,7 +280,7 @@ std::string NpyHeader(const Tensor& tensor) {
   return std::string("\x93NUMPY\x01\x00", 8) + std::string(length, 2) + text;
 }
 
-// Numbers of zip's headers, of two or four bytes each.
+// The numbers of a zip header, of two or four bytes each.
 struct Fields {
   std::string bytes;
   Fields& Two(uint64_t value) { return Add(value, 2); }
@@ -301,24 +301,24 @@ Tensor Allocate(const std::vector<int64_t>& shape, DLDataType dtype) {
 std::string DtypeName(DLDataType dtype) { return EntryOf(dtype).name; }
 
 Tensor ReadNpy(const std::string& path) {
-  return Naming(path, [](InputFile& file) {
-    Stored source(file, 0, file.size());
-    Crc32 unused;
-    return ReadArray(source, unused);
+  return ReadFile(path, [](InputFile& file) {
+    FileSection source(file, 0, file.size());
+    Crc32 ignored;  // a file of one array has no check sum
+    return ReadArray(source, ignored);
   });
 }
 
 Arrays ReadNpz(const std::string& path) {
-  return Naming(path, [](InputFile& file) {
+  return ReadFile(path, [](InputFile& file) {
     Arrays arrays;
-    std::set<std::string> seen;
-    for (const Member& member : Directory(file)) {
+    std::set<std::string> names;
+    for (const Member& member : ReadDirectory(file)) {
       const size_t length = member.name.size();
       if (length < 4 || member.name.compare(length - 4, 4, ".npy") != 0) {
         throw Error("it holds '" + member.name + "', which is no array");
       }
       const std::string name = member.name.substr(0, length - 4);
-      if (!seen.insert(name).second) throw Error("it holds '" + name + "' twice");
+      if (!names.insert(name).second) throw Error("it holds '" + name + "' twice");
       try {
         arrays.emplace_back(name, ReadMember(file, member));
       } catch (const Error& error) {
@@ -330,7 +330,7 @@ Arrays ReadNpz(const std::string& path) {
 }
 
 void WriteNpz(const std::string& path, const Arrays& arrays) {
-  constexpr uint64_t kLargest = 0xFFFFFFFE;  // more would need the format's 64-bit fields
+  constexpr uint64_t kLargest = 0xFFFFFFFE;  // larger sizes would need the format's 64-bit fields
   OutputFile file(path);
   std::string directory;
   uint64_t offset = 0;
@@ -344,7 +344,8 @@ void WriteNpz(const std::string& path, const Arrays& arrays) {
     Crc32 crc;
     crc.Update(header.data(), header.size());
     crc.Update(tensor.data_ptr(), data);
-    // Version 2.0, names in UTF-8, stored, the first of January 1980; as in the local header so in the directory.
+    // The part that the local header and the directory share: version 2.0, names in UTF-8, no compression, the first of
+    // January 1980.
     Fields common;
     common.Two(20).Two(0x800).Two(0).Two(0).Two(0x21).Four(crc.value()).Four(size).Four(size).Two(member.size()).Two(0);
     const std::string local = Fields().Four(0x04034b50).bytes + common.bytes + member;

@@ -1,15 +1,16 @@
-// `tvmflow-run`: runs a bundle on arrays of NumPy's files.
+// The command `tvmflow-run`, which runs a bundle on arrays in NumPy's files.
 
 #include <algorithm>
 #include <charconv>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <exception>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
 
-#include "json.h"
+#include "text.h"
 #include "tvmflow/model.h"
 
 namespace {
@@ -17,7 +18,6 @@ namespace {
 using tvmflow::Arrays;
 using tvmflow::Error;
 using tvmflow::Model;
-using tvmflow::Quoted;
 using tvmflow::Tensor;
 using Clock = std::chrono::steady_clock;
 
@@ -25,17 +25,17 @@ constexpr const char* kUsage =
     "usage: tvmflow-run BUNDLE [--inputs IN.npz | --inputs NAME=IN.npy ...] [--output OUT.npz]\n"
     "                   [--repeat N] [--warmup N] [--threads N] [--json]\n"
     "\n"
-    "Runs BUNDLE, a .tar.gz or the folder that it was unpacked into, verified first, and writes its outputs by name\n"
-    "and as output_0, output_1, ... Without inputs it runs on the golden sample.\n"
+    "Verifies BUNDLE, a .tar.gz or the folder into which it was unpacked, and runs it. Outputs are written by name and\n"
+    "as output_0, output_1, ... Without inputs the golden sample is run.\n"
     "\n"
     "  --inputs   arrays by input name, or one array for one input; may be repeated\n"
     "  --output   the file to write\n"
     "  --repeat   timed runs (1)\n"
-    "  --warmup   runs before them that are not timed (0)\n"
-    "  --threads  worker threads (TVM_NUM_THREADS, else the bundle's own as far as there are cores)\n"
+    "  --warmup   runs before the timed ones (0)\n"
+    "  --threads  worker threads (TVM_NUM_THREADS, else the bundle's number but at most the number of cores)\n"
     "  --json     print one JSON document\n";
 
-// A mistake in how the command is called.
+// A mistake in the command line.
 class UsageError : public Error {
  public:
   using Error::Error;
@@ -51,17 +51,17 @@ struct Options {
   bool json = false;
 };
 
-int Number(const std::string& option, const std::string& text, int least) {
+int ParseNumber(const std::string& option, const std::string& text, int minimum) {
   int value = 0;
   const char* end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || stop != end || value < least) {
-    throw UsageError(option + " is '" + text + "'; give a whole number of at least " + std::to_string(least));
+  if (error != std::errc() || stop != end || value < minimum) {
+    throw UsageError(option + " is '" + text + "'; give a whole number of at least " + std::to_string(minimum));
   }
   return value;
 }
 
-Options Parse(const std::vector<std::string>& arguments) {
+Options ParseOptions(const std::vector<std::string>& arguments) {
   Options options;
   for (size_t i = 0; i < arguments.size(); ++i) {
     std::string option = arguments[i];
@@ -90,9 +90,9 @@ Options Parse(const std::vector<std::string>& arguments) {
     }
     if (option == "--inputs") options.inputs.push_back(*value);
     if (option == "--output") options.output = *value;
-    if (option == "--repeat") options.repeat = Number(option, *value, 1);
-    if (option == "--warmup") options.warmup = Number(option, *value, 0);
-    if (option == "--threads") options.threads = Number(option, *value, 1);
+    if (option == "--repeat") options.repeat = ParseNumber(option, *value, 1);
+    if (option == "--warmup") options.warmup = ParseNumber(option, *value, 0);
+    if (option == "--threads") options.threads = ParseNumber(option, *value, 1);
   }
   if (options.bundle.empty()) throw UsageError("no bundle is given; see --help");
   return options;
@@ -102,15 +102,16 @@ bool EndsWith(const std::string& text, const std::string& end) {
   return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
 
-std::map<std::string, Tensor> ReadInputs(const std::vector<std::string>& places) {
+// Reads the values of --inputs: `FILE.npz`, or `NAME=FILE.npy`.
+std::map<std::string, Tensor> ReadInputs(const std::vector<std::string>& values) {
   std::map<std::string, Tensor> inputs;
-  for (const std::string& place : places) {
+  for (const std::string& value : values) {
     Arrays arrays;
-    const size_t equals = place.find('=');
-    if (equals != std::string::npos && !EndsWith(place, ".npz")) {
-      arrays.emplace_back(place.substr(0, equals), tvmflow::ReadNpy(place.substr(equals + 1)));
+    const size_t equals = value.find('=');
+    if (equals != std::string::npos && !EndsWith(value, ".npz")) {
+      arrays.emplace_back(value.substr(0, equals), tvmflow::ReadNpy(value.substr(equals + 1)));
     } else {
-      arrays = tvmflow::ReadNpz(place);
+      arrays = tvmflow::ReadNpz(value);
     }
     for (auto& [name, tensor] : arrays) {
       if (!inputs.emplace(name, tensor).second) throw Error("input '" + name + "' is given twice");
@@ -119,11 +120,12 @@ std::map<std::string, Tensor> ReadInputs(const std::vector<std::string>& places)
   return inputs;
 }
 
+// Milliseconds.
 struct Times {
   double mean, p50, p90, min;
 };
 
-Times Summary(std::vector<double> milliseconds) {
+Times Summarise(std::vector<double> milliseconds) {
   std::sort(milliseconds.begin(), milliseconds.end());
   const size_t count = milliseconds.size();
   const double total = std::accumulate(milliseconds.begin(), milliseconds.end(), 0.0);
@@ -131,20 +133,43 @@ Times Summary(std::vector<double> milliseconds) {
           milliseconds[(count * 9 + 9) / 10 - 1], milliseconds[0]};
 }
 
-double Milliseconds(Clock::time_point since) {
-  return std::chrono::duration<double, std::milli>(Clock::now() - since).count();
+double MillisecondsSince(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
 }
 
-std::string Shape(const Tensor& tensor) {
+std::string ShapeText(const Tensor& tensor) {
   std::string text = "[";
   for (int i = 0; i < tensor.ndim(); ++i) text += (i ? ", " : "") + std::to_string(tensor.size(i));
   return text + "]";
 }
 
+// Prints the JSON document of --json. `load` is in milliseconds.
+void PrintDocument(const Options& options, const std::vector<tvmflow::TensorSpec>& specs,
+                   const std::vector<Tensor>& outputs, double load, const Times& times) {
+  using Json = nlohmann::ordered_json;
+  const auto round_to_nanoseconds = [](double milliseconds) { return std::round(milliseconds * 1e6) / 1e6; };
+  Json document = {{"outputs", Json::object()},
+                   {"output", options.output ? Json(*options.output) : Json()},
+                   {"runs", options.repeat},
+                   {"load_ms", round_to_nanoseconds(load)},
+                   {"latency_ms", Json::object()}};
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    document["outputs"][specs[i].name] = {
+        {"shape", std::vector<int64_t>(outputs[i].shape().begin(), outputs[i].shape().end())},
+        {"dtype", tvmflow::DtypeName(outputs[i].dtype())}};
+  }
+  const std::pair<const char*, double> latencies[] = {
+      {"mean", times.mean}, {"p50", times.p50}, {"p90", times.p90}, {"min", times.min}};
+  for (const auto& [name, milliseconds] : latencies) document["latency_ms"][name] = round_to_nanoseconds(milliseconds);
+  // A path may hold bytes that are not UTF-8.
+  std::printf("%s\n", document.dump(-1, ' ', false, Json::error_handler_t::replace).c_str());
+}
+
+// Runs the bundle and prints what the options ask for.
 void Run(const Options& options) {
   const Clock::time_point start = Clock::now();
   Model model = Model::Open(options.bundle, options.threads);
-  const double load = Milliseconds(start);
+  const double load = MillisecondsSince(start);
   const std::vector<Tensor> inputs =
       model.CheckInputs(options.inputs.empty() ? model.sample() : ReadInputs(options.inputs));
   for (int i = 0; i < options.warmup; ++i) model.Run(inputs);
@@ -153,54 +178,36 @@ void Run(const Options& options) {
   for (int i = 0; i < options.repeat; ++i) {
     const Clock::time_point begin = Clock::now();
     outputs = model.Run(inputs);
-    milliseconds.push_back(Milliseconds(begin));
+    milliseconds.push_back(MillisecondsSince(begin));
   }
   const std::vector<tvmflow::TensorSpec>& specs = model.manifest().outputs;
   if (options.output) {
     Arrays arrays;
     for (size_t i = 0; i < outputs.size(); ++i) arrays.emplace_back("output_" + std::to_string(i), outputs[i]);
     for (size_t i = 0; i < outputs.size(); ++i) {
-      const auto same = [&](const auto& item) { return item.first == specs[i].name; };
-      arrays.erase(std::remove_if(arrays.begin(), arrays.end(), same), arrays.end());
+      const auto has_name = [&](const auto& array) { return array.first == specs[i].name; };
+      arrays.erase(std::remove_if(arrays.begin(), arrays.end(), has_name), arrays.end());
       arrays.emplace_back(specs[i].name, outputs[i]);
     }
     tvmflow::WriteNpz(*options.output, arrays);
   }
-  const Times times = Summary(milliseconds);
+  const Times times = Summarise(milliseconds);
   if (options.json) {
-    std::string shapes;
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      shapes += (i ? ", " : "") + Quoted(specs[i].name) + ": {\"shape\": " + Shape(outputs[i]) + ", \"dtype\": " +
-                Quoted(tvmflow::DtypeName(outputs[i].dtype())) + "}";
-    }
-    std::printf(
-        "{\"outputs\": {%s}, \"output\": %s, \"runs\": %d, \"load_ms\": %.3f, "
-        "\"latency_ms\": {\"mean\": %.6f, \"p50\": %.6f, \"p90\": %.6f, \"min\": %.6f}}\n",
-        shapes.c_str(), options.output ? Quoted(*options.output).c_str() : "null", options.repeat, load, times.mean,
-        times.p50, times.p90, times.min);
+    PrintDocument(options, specs, outputs, load, times);
     return;
   }
   for (size_t i = 0; i < outputs.size(); ++i) {
     std::printf("%s: %s%s\n", specs[i].name.c_str(), tvmflow::DtypeName(outputs[i].dtype()).c_str(),
-                Shape(outputs[i]).c_str());
+                ShapeText(outputs[i]).c_str());
   }
   std::printf("loaded in %.1f ms; %d run%s: mean %.3f ms, median %.3f ms, p90 %.3f ms, min %.3f ms\n", load,
               options.repeat, options.repeat > 1 ? "s" : "", times.mean, times.p50, times.p90, times.min);
   if (options.output) std::printf("written to %s\n", options.output->c_str());
 }
 
-// A message on one line of text, whatever a damaged file has put into it.
-void Say(const std::exception& error) {
-  const std::string message = error.what();
-  const bool utf8 = tvmflow::IsUtf8(message);
-  std::string line;
-  for (char byte : message) {
-    const auto code = static_cast<unsigned char>(byte);
-    char escape[8];
-    std::snprintf(escape, sizeof escape, "\\x%02x", code);
-    line += code < 0x20 || code == 0x7F || (code >= 0x80 && !utf8) ? escape : std::string(1, byte);
-  }
-  std::fprintf(stderr, "tvmflow-run: %s\n", line.c_str());
+// Prints a message as one printable line, whatever a damaged file has put into it.
+void PrintError(const std::exception& error) {
+  std::fprintf(stderr, "tvmflow-run: %s\n", tvmflow::Escape(error.what()).c_str());
 }
 
 }  // namespace
@@ -212,13 +219,13 @@ int main(int argc, char** argv) {
     return 0;
   }
   try {
-    Run(Parse(arguments));
+    Run(ParseOptions(arguments));
     return 0;
   } catch (const UsageError& error) {
-    Say(error);
+    PrintError(error);
     return 2;
   } catch (const std::exception& error) {
-    Say(error);
+    PrintError(error);
     return 1;
   }
 }

@@ -1,17 +1,18 @@
-// The one kind of error: what a user can act on, as one sentence.
+// The errors of the library: each message is one sentence that says what is wrong and what to do.
 #pragma once
 
 #include <stdexcept>
 
 namespace tvmflow {
 
-// A bundle that cannot be trusted or run here, an input that does not fit, or a file that cannot be read or written.
+// A bundle that is damaged or that this machine cannot run, an input that does not fit the model, or a file that
+// cannot be read or written.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// A bundle that may be sound and cannot be used here all the same.
+// A bundle that may be intact but cannot be opened here: another version of the format, or no space to unpack it.
 class Unusable : public Error {
  public:
   using Error::Error;

@@ -1,4 +1,4 @@
-// The manifest `bundle.json`: what a bundle holds, what it was built with and which machine it needs.
+// The manifest `bundle.json`: the files of a bundle, the versions it was built with and the machine it needs.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace tvmflow {
 // A size in elements, or the name of a symbolic dimension.
 using Dimension = std::variant<int64_t, std::string>;
 
-// One input or output. `dtype` is NumPy's name of it.
+// One input or output. `dtype` is NumPy's name of the element type.
 struct TensorSpec {
   std::string name;
   std::vector<Dimension> shape;
@@ -28,7 +28,7 @@ struct FileEntry {
   int64_t size;
 };
 
-// A function of the library built for fixed sizes of symbolic dimensions; `main` takes any.
+// A function of the library that is built for fixed sizes of symbolic dimensions. The function `main` takes any size.
 struct Variant {
   std::string function;
   std::map<std::string, int64_t> sizes;
@@ -38,25 +38,31 @@ struct Manifest {
   std::string name;
   std::string target;
   std::string arch;
-  // The architecture that runs the library's own code: of a GPU's bundle that of its host, empty if it does not say.
+  // The architecture of the CPU that the library runs on; for a GPU's bundle its host's, empty if the manifest names none.
   std::string host_arch;
   std::vector<std::string> cpu_features;
   int64_t threads;
   std::vector<TensorSpec> inputs;
   std::vector<TensorSpec> outputs;
-  // The least and the largest size of each symbolic dimension.
+  // The smallest and the largest size of each symbolic dimension; without a largest, any size from the smallest.
   std::map<std::string, std::pair<int64_t, std::optional<int64_t>>> dimensions;
   std::vector<Variant> variants;
+  // Whether the weights are a file of their own, `mod.params`, and not part of the library.
   bool weights_apart;
   std::string tvm_version;
   std::string tvm_ffi_version;
   std::map<std::string, FileEntry> files;
 };
 
-// Reads a manifest. Throws Error for anything unexpected.
+// Reads a manifest. Throws Error for text that is not a manifest as tvmflow writes it, Unusable for another format.
 Manifest ParseManifest(std::string_view json);
 
-// Throws Error if this machine, or the TVM that this library is built with, cannot run the bundle.
+// Throws Error if this machine, or the version of TVM that this library is built with, cannot run the bundle.
 void CheckHost(const Manifest& manifest);
+
+// Checks a bundle, a `.tar.gz` or a folder into which one was unpacked, and returns its manifest. Throws Error unless the
+// bundle holds exactly the files of its manifest and each equals its digest. It executes nothing of the bundle and does
+// not check that this machine can run it.
+Manifest VerifyBundle(const std::string& bundle);
 
 }  // namespace tvmflow

@@ -15,29 +15,29 @@
 
 namespace tvmflow {
 
-// A compiled model. Not to be called by two threads at once: give each a model of its own.
+// A compiled model. Only one thread at a time may call it: give each thread a model of its own.
 class Model {
  public:
   // Verifies a bundle, a `.tar.gz` or a folder into which one was unpacked, and loads its library.
   //
-  // `threads` is the number of worker threads; 0 takes TVM_NUM_THREADS, else the bundle's own, as far as the machine
-  // has the cores. TVM fixes the number for the whole process with its first parallel call. Throws Error when the
-  // bundle is damaged or this machine cannot run it; nothing of it is executed then.
+  // `threads` is the number of worker threads. For 0 it is TVM_NUM_THREADS, or, where that is not set, the bundle's own
+  // number but at most the number of cores. TVM fixes the number for the whole process with its first parallel call.
+  // Throws Error when the bundle is damaged or this machine cannot run it; nothing of it is executed then.
   static Model Open(const std::string& bundle, int threads = 0);
 
   const Manifest& manifest() const { return manifest_; }
 
-  // The inputs of the golden sample, by name, as far as it holds those of the model.
+  // The inputs in the bundle's golden sample, by name.
   const std::map<std::string, Tensor>& sample() const { return sample_; }
 
-  // The inputs in the model's order, each of the right dtype and shape. Throws Error for a missing, unknown, wrongly
-  // shaped or typed one.
+  // Returns the inputs in the model's order. Throws Error for a missing or unknown input, and for a dtype or a shape
+  // that the model does not take.
   std::vector<Tensor> CheckInputs(const std::map<std::string, Tensor>& inputs) const;
 
-  // Runs the model on inputs in its order, in the CPU's memory, and returns its outputs in order, there as well.
+  // Runs the model on inputs in its order and returns its outputs in the order of the manifest.
   //
-  // They are checked as by CheckInputs; one that is not contiguous and aligned to 64 bytes is refused. An output may
-  // share memory with an input.
+  // Inputs and outputs are in the CPU's memory. An output may share memory with an input. Throws Error for an input
+  // that CheckInputs refuses, or whose memory is not contiguous or not aligned to 64 bytes.
   std::vector<Tensor> Run(const std::vector<Tensor>& inputs);
 
  private:
@@ -50,7 +50,7 @@ class Model {
   DLDevice device_{kDLCPU, 0};
   tvm::ffi::Optional<tvm::ffi::Module> library_;
   tvm::ffi::Optional<tvm::ffi::Module> machine_;
-  // `main`, then those of the variants in order.
+  // `main`, then the function of each variant in the manifest's order.
   std::vector<tvm::ffi::Function> functions_;
   std::vector<Tensor> weights_;
 };

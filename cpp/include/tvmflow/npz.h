@@ -1,4 +1,4 @@
-// Arrays in NumPy's files: `.npy`, and `.npz`, stored or deflated.
+// Reading and writing arrays in NumPy's files: `.npy`, and `.npz` with or without compression.
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
@@ -15,14 +15,15 @@ using tvm::ffi::Tensor;
 // Arrays by name, in the file's order.
 using Arrays = std::vector<std::pair<std::string, Tensor>>;
 
-// An uninitialised tensor in the CPU's memory, aligned as TVM's generated code needs it.
+// Returns an uninitialised tensor in the CPU's memory, aligned to 64 bytes as TVM's generated code needs it.
 Tensor Allocate(const std::vector<int64_t>& shape, DLDataType dtype);
 
-// NumPy's name of a dtype. Throws Error for one that NumPy does not have.
+// Returns NumPy's name of a dtype. Throws Error for a dtype that NumPy does not have.
 std::string DtypeName(DLDataType dtype);
 
-// Read arrays of numbers in native byte order and C order. Throw Error for anything else and for a damaged file.
+// Reads one array of numbers in native byte order and C order. Throws Error for anything else and for a damaged file.
 Tensor ReadNpy(const std::string& path);
+// Reads all arrays of a file; each must be as for ReadNpy.
 Arrays ReadNpz(const std::string& path);
 
 // Writes arrays as `numpy.savez` does. Throws Error if the file cannot be written.

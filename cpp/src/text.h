@@ -1,0 +1,16 @@
+// Text from files that may be hostile.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace tvmflow {
+
+// Whether text is UTF-8 and every character of it is printable by the rule of Python's `str.isprintable`, save that
+// code points without a character pass. Control, format and separator characters are not printable; the space is.
+bool IsPrintable(std::string_view text);
+
+// The text with every byte of an unprintable character as `\xNN`.
+std::string Escape(std::string_view text);
+
+}  // namespace tvmflow
