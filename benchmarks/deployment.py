@@ -15,7 +15,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -96,32 +95,31 @@ class CppRunner:
             arguments = ["--inputs", str(self._job.sample), "--output", str(output), "--json"]
             numbers = {"repeat": self._repeat, "warmup": max(self._repeat // 5, 1), "threads": self._job.threads}
             arguments += [f"--{key}={value}" for key, value in numbers.items()]
-            done = subprocess.run(
-                [
-                    *self._command,
-                    str(self._bundle),
-                    *arguments,
-                    *(f"--{key}={value}" for key, value in numbers.items()),
-                ],
+            process = subprocess.run(
+                [*self._command, str(self._bundle), *arguments],
                 capture_output=True,
                 text=True,
                 timeout=_TIMEOUT,
             )
-            if done.returncode != 0:
-                raise Unavailable(done.stderr.strip().removeprefix("tvmflow-run: ") or f"it ended by {done.returncode}")
-            found, expected = npz.read(output), npz.read(self._job.expected)
+            if process.returncode != 0:
+                refusal = process.stderr.strip().removeprefix("tvmflow-run: ")
+                raise Unavailable(refusal or f"it ended by {process.returncode}")
+            actual, expected = npz.read(output), npz.read(self._job.expected)
         differences = [
-            np.max(np.abs(found[f"output_{name}"] - array)) / (np.max(np.abs(array)) or 1.0)
+            np.max(np.abs(actual[f"output_{name}"] - array)) / (np.max(np.abs(array)) or 1.0)
             for name, array in expected.items()
         ]
-        document = json.loads(done.stdout)
+        document = json.loads(process.stdout)
         times = document["latency_ms"]
         self._repeat = max(_FEWEST_RUNS, int(self._job.seconds * 1e3 / times["mean"]))
         return Measured(p50=times["p50"], min=times["min"], runs=document["runs"], error=float(np.max(differences)))
 
 
 def build_runner(folder: Path, *options: str) -> Path:
-    """Build the C++ runner, as far as it is not, and return the command. Raises Unavailable if that fails."""
+    """Build the C++ runner in a folder, where an earlier build is reused. Raises Unavailable if that fails.
+
+    Returns the path of the command.
+    """
     cmake = shutil.which("cmake")
     if cmake is None:
         raise Unavailable("cmake is not installed")
@@ -129,9 +127,9 @@ def build_runner(folder: Path, *options: str) -> Path:
         ["-S", str(_CPP), "-B", str(folder), f"-DPython3_EXECUTABLE={sys.executable}", *options],
         ["--build", str(folder), "--parallel", str(host().cores)],
     ):
-        done = subprocess.run([cmake, *arguments], capture_output=True, text=True, timeout=_TIMEOUT)
-        if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
+        process = subprocess.run([cmake, *arguments], capture_output=True, text=True, timeout=_TIMEOUT)
+        if process.returncode != 0:
+            lines = [line for line in process.stderr.splitlines() if line.strip()]
             raise Unavailable(f"the C++ runner cannot be built ({lines[0].strip() if lines else 'cmake failed'})")
     return folder / "tvmflow-run"
 
@@ -155,13 +153,18 @@ def emulated(state: Path) -> tuple[str, ...]:
     if missing:
         raise Unavailable(f"{' and '.join(missing)} not installed")
     wheels = state / f"wheels-aarch64-{version('apache-tvm')}-{version('apache-tvm-ffi')}"
-    if not wheels.is_dir():
-        arguments = [sys.executable, str(_CPP / "wheels.py"), "--platform", "manylinux_2_28_aarch64", str(wheels)]
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT)
-        if done.returncode != 0:
-            raise Unavailable("the wheels of TVM for ARM cannot be fetched here")
+    sysroot = state / "sysroot-aarch64"
+    for folder, arguments in (
+        (wheels, ["wheels.py", "--platform", "manylinux_2_28_aarch64"]),
+        (sysroot, ["sysroot.py", "arm64"]),
+    ):
+        script, *options = arguments
+        command = [sys.executable, str(_CPP / script), *options, str(folder)]
+        if not folder.is_dir() and subprocess.run(command, capture_output=True, timeout=_TIMEOUT).returncode != 0:
+            raise Unavailable(f"the libraries for ARM cannot be fetched here: cpp/{script} fails")
     toolchain = f"-DCMAKE_TOOLCHAIN_FILE={_CPP / 'aarch64-linux-gnu.cmake'}"
-    return (*_EMULATOR, str(build_runner(state / "cpp-aarch64", toolchain, f"-DTVMFLOW_WHEELS={wheels}")))
+    libraries = (f"-DTVMFLOW_WHEELS={wheels}", f"-DTVMFLOW_SYSROOT={sysroot}")
+    return (*_EMULATOR, str(build_runner(state / "cpp-aarch64", toolchain, *libraries)))
 
 
 def measure(model: Model, arguments: argparse.Namespace, state: Path, told: Callable[[str], None]) -> Document:
@@ -203,12 +206,7 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, told: Call
 
     def by_qemu() -> CppRunner:
         command = emulated(state)
-        # A runner without zlib reads the folder.
-        unpacked = state / f"{model.name}-aarch64"
-        shutil.rmtree(unpacked, ignore_errors=True)
-        with tarfile.open(bundle(resolve(_PI))) as archive:
-            archive.extractall(unpacked, filter="data")
-        return CppRunner(command, unpacked, job)
+        return CppRunner(command, bundle(resolve(_PI)), job)
 
     ways: dict[FromCpp, tuple[str, Callable[[], CppRunner]]] = {
         "cpp": (here, cpp),

@@ -1,4 +1,4 @@
-"""What the C++ runner refuses: one sentence, and neither a crash nor anything that the sanitisers object to."""
+"""Bundles, inputs and command lines that the C++ runner refuses: in one sentence, and without a sanitiser's report."""
 
 import gzip
 import hashlib
@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 import struct
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -17,26 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from support import scale
+from support.cpp import Runner
+from support.mutants import spelled
 from tvmflow import npz
 from tvmflow.target import host
 
 Arrays = dict[str, npt.NDArray[Any]]
 MakeInputs = Callable[[int], Arrays]
 Change = Callable[[dict[str, Any]], None]
-Runner = Any
 OTHER_ARCH = "aarch64" if host().arch == "x86_64" else "x86_64"
 
 
-@pytest.fixture
-def unpacked(bundle: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "unpacked"
-    with tarfile.open(bundle) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
-
-
 def set_in(*path: str | int, value: Any) -> Change:
-    """A change of a manifest's document: the value at a path."""
+    """A function that sets the value at a path of a manifest's document."""
 
     def change(document: dict[str, Any]) -> None:
         place: Any = document
@@ -65,7 +58,7 @@ def test_a_flipped_byte_anywhere_in_a_bundle_is_refused(runner: Runner, bundle: 
             continue  # deflate can say the same in several ways, as a run of zeros at another distance
         path = tmp_path / "damaged.tar.gz"
         path.write_bytes(damaged)
-        assert "damaged" in runner.refusal(path), position
+        assert str(path) in runner.refusal(path), position
 
 
 def test_a_truncated_bundle_or_one_that_goes_on_is_refused(runner: Runner, bundle: Path, tmp_path: Path) -> None:
@@ -73,7 +66,7 @@ def test_a_truncated_bundle_or_one_that_goes_on_is_refused(runner: Runner, bundl
     path = tmp_path / "damaged.tar.gz"
     for content in (b"", data[:5], data[:18], data[: len(data) // 2], data[:-1], data + b"\0", data + data):
         path.write_bytes(content)
-        assert "is not a bundle or is damaged" in runner.refusal(path)
+        assert str(path) in runner.refusal(path)
 
 
 @pytest.mark.parametrize("name", ["mod.so", "mod.json", "sample.npz"])
@@ -81,47 +74,53 @@ def test_a_flipped_byte_in_an_unpacked_file_is_refused(runner: Runner, unpacked:
     data = bytearray((unpacked / name).read_bytes())
     data[len(data) // 2] ^= 1
     (unpacked / name).write_bytes(data)
-    assert f"{name} cannot be used (it is not what the manifest says)" in runner.refusal(unpacked)
+    assert name in runner.refusal(unpacked)
 
 
 def test_a_missing_file_is_refused(runner: Runner, unpacked: Path, tmp_path: Path) -> None:
     (unpacked / "mod.so").unlink()
-    assert "mod.so cannot be used (there is no such file)" in runner.refusal(unpacked)
+    assert "mod.so" in runner.refusal(unpacked)
     (unpacked / "bundle.json").unlink()
-    assert "it has no bundle.json" in runner.refusal(unpacked)
-    assert "there is no bundle" in runner.refusal(tmp_path / "missing.tar.gz")
+    assert "bundle.json" in runner.refusal(unpacked)
+    assert "missing.tar.gz" in runner.refusal(tmp_path / "missing.tar.gz")
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "names"),
     [
-        (set_in("arch", value=OTHER_ARCH), f"is built for {OTHER_ARCH}, this machine is {host().arch}; take the"),
-        (set_in("cpu_features", value=["sve9", "avx4096"]), "needs the CPU features avx4096, sve9, which this machine"),
-        (set_in("versions", "tvm", value="0.19.3"), "is built with apache-tvm 0.19.3, this program with 0."),
-        (set_in("versions", "tvm_ffi", value="0.9.1"), "is built with apache-tvm-ffi 0.9.1, this program with 0."),
-        (set_in("format", value=99), "its format is 99, this program reads 1; take a newer program"),
-        (set_in("format", value="1"), "a value is not a count"),
-        (set_in("threads", value=-1), "a value is not a count"),
-        (set_in("threads", value=0), "it is for no threads"),
-        (set_in("threads", value=1 << 64), "a number of at most 64 bits"),
-        (set_in("inputs", 0, "shape", value=[1.5]), "a value is not a count"),
-        (set_in("inputs", 0, "name", value="two\nlines"), "a name is not printable"),
-        (set_in("dimensions", "batch", value=[1]), "a dimension has no range"),
-        (set_in("weights", value="elsewhere"), "'elsewhere' is unknown"),
-        (set_in("weights", value="apart"), "it does not say where weights are"),
-        (set_in("files", "mod.so", "sha256", value="00"), "'00' is not a SHA-256"),
-        (set_in("files", "../escaped", value={"sha256": "0" * 64, "size": 1}), "'../escaped' is unknown"),
-        (set_in("files", value={}), "it names no mod.json"),
-        (set_in("variants", value=[{"function": "missing", "sizes": {}}]), "has no function 'missing'"),
-        (lambda document: document.pop("name"), "it lacks 'name'"),
-        (lambda document: document.pop("versions"), "it lacks 'versions'"),
+        (set_in("arch", value=OTHER_ARCH), [OTHER_ARCH, host().arch]),
+        (set_in("cpu_features", value=["sve9", "avx4096"]), ["avx4096", "sve9"]),
+        (set_in("versions", "tvm", value="0.19.3"), ["apache-tvm 0.19.3"]),
+        (set_in("versions", "tvm_ffi", value="0.9.1"), ["apache-tvm-ffi 0.9.1"]),
+        (set_in("format", value=99), ["format is 99", "reads 1"]),
+        (set_in("format", value="1"), ["'format'"]),
+        (set_in("threads", value=-1), ["'threads'"]),
+        (set_in("threads", value=0), ["'threads'"]),
+        (set_in("threads", value=1 << 63), ["'threads'"]),
+        (set_in("inputs", 0, "shape", value=[1.5]), ["'inputs[0].shape[0]'"]),
+        (set_in("inputs", 0, "name", value="two\nlines"), ["'inputs[0].name'"]),
+        (set_in("inputs", 0, "dtype", value="float33"), ["'inputs[0].dtype'"]),
+        (set_in("dimensions", "batch", value=[1]), ["'dimensions.batch'"]),
+        (set_in("dimensions", "batch", value=[2, 1]), ["'dimensions.batch[1]'"]),
+        (set_in("weights", value="elsewhere"), ["'weights'"]),
+        (set_in("weights", value="apart"), ["'weights'", "'files'"]),
+        (set_in("files", "mod.so", "sha256", value="00"), ["'files.mod.so.sha256'"]),
+        (set_in("files", "../escaped", value={"sha256": "0" * 64, "size": 1}), ["'files.../escaped'"]),
+        (set_in("files", value={}), ["'files.mod.json'"]),
+        (set_in("variants", value=[{"function": "missing", "sizes": {}}]), ["'missing'"]),
+        (set_in("variants", value=[{"function": "main", "sizes": {"height": 1}}]), ["'variants[0].sizes.height'"]),
+        (lambda document: document.pop("name"), ["'name'"]),
+        (lambda document: document.pop("versions"), ["'versions'"]),
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused(runner: Runner, unpacked: Path, change: Change, sentence: str) -> None:
+def test_a_manifest_that_does_not_fit_is_refused(
+    runner: Runner, unpacked: Path, change: Change, names: list[str]
+) -> None:
     document = json.loads((unpacked / "bundle.json").read_text())
     change(document)
-    (unpacked / "bundle.json").write_text(json.dumps(document))
-    assert sentence in runner.refusal(unpacked)
+    (unpacked / "bundle.json").write_bytes(spelled(document))
+    refusal = runner.refusal(unpacked)
+    assert [name for name in names if name not in refusal] == []
 
 
 @pytest.mark.parametrize(
@@ -135,72 +134,105 @@ def test_a_manifest_that_does_not_fit_is_refused(runner: Runner, unpacked: Path,
         '"\\ud800"',
         '"\\u12',
         "nul",
-        '{"a" 1}',
         "[" * 5000,
         '"\x01"',
         "1 2",
+        "1e999",
     ],
 )
-def test_what_is_not_json_is_refused(runner: Runner, unpacked: Path, text: str) -> None:
+def test_text_that_is_not_json_is_refused(program: Runner, unpacked: Path, text: str) -> None:
     (unpacked / "bundle.json").write_text(text)
-    assert "it is not JSON" in runner.refusal(unpacked)
-
-
-def test_a_library_that_is_none_is_refused(runner: Runner, unpacked: Path) -> None:
-    (unpacked / "mod.so").write_bytes(b"no library")
-    document = json.loads((unpacked / "bundle.json").read_text())
-    document["files"]["mod.so"] = {"sha256": hashlib.sha256(b"no library").hexdigest(), "size": 10}
-    (unpacked / "bundle.json").write_text(json.dumps(document))
-    assert "bundle 'small': its library cannot be loaded" in runner.refusal(unpacked)
+    process = program("verify", text=f"{unpacked}\n")
+    assert process.returncode == 0, process.stderr
+    assert str(unpacked) in process.stdout
 
 
 @pytest.mark.parametrize(
-    ("name", "array", "sentence"),
+    ("old", "new"),
     [
-        ("image", np.zeros((2, 3, 8, 8)), "input 'image' is float64, expected float32; convert it first"),
-        ("image", np.zeros((2, 3, 8), np.float32), "has shape [2, 3, 8], expected [batch, 3, 8, 8]"),
-        ("image", np.zeros((2, 3, 8, 9), np.float32), "has shape [2, 3, 8, 9], expected [batch, 3, 8, 8]"),
-        ("image", np.zeros((9, 3, 8, 8), np.float32), "dimension 'batch' is 9, expected 1 to 8"),
-        ("image", np.zeros((0, 3, 8, 8), np.float32), "dimension 'batch' is 0, expected 1 to 8"),
-        ("image", np.zeros((3, 3, 8, 8), np.float32), "dimension 'batch' is 2, but 3 in another input"),
-        ("image", None, "input 'image' is missing; the model takes image float32[batch, 3, 8, 8]"),
-        ("imagine", np.zeros(1, np.float32), "has no input 'imagine'; it takes image"),
-        ("image", np.asfortranarray(np.zeros((2, 3, 8, 8), np.float32)), "save numpy.ascontiguousarray of it"),
-        ("image", np.zeros((2, 3, 8, 8), ">f4"), "its dtype '>f4' is not one of numbers in native byte order"),
-        ("image", np.array(["a"]), "its dtype '<U1' is not one of numbers"),
+        ('"threads"', '"threads": 1, "threads"'),
+        ('"threads": ', '"threads": -0, "x": '),
+        ('"threads"', ' "threads"'),
+        ('"x86_64', '"\\u0078\\u0038\\u0036_64'),
+        ('"tvm_target": {', '"tvm_target": {"a": 100000000000000000000,'),
+    ],
+)
+def test_a_manifest_in_another_spelling_is_refused(program: Runner, unpacked: Path, old: str, new: str) -> None:
+    text = (unpacked / "bundle.json").read_text()
+    assert old in text
+    (unpacked / "bundle.json").write_text(text.replace(old, new, 1))
+    assert "spelled" in program("verify", text=f"{unpacked}\n").stdout
+
+
+def test_a_file_that_is_no_library_is_refused(runner: Runner, unpacked: Path) -> None:
+    (unpacked / "mod.so").write_bytes(b"no library")
+    document = json.loads((unpacked / "bundle.json").read_text())
+    document["files"]["mod.so"] = {"sha256": hashlib.sha256(b"no library").hexdigest(), "size": 10}
+    (unpacked / "bundle.json").write_bytes(spelled(document))
+    assert "'small': its library" in runner.refusal(unpacked)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "words"),
+    [
+        ("image", np.zeros((2, 3, 8, 8)), ["'image'", "float64", "float32"]),
+        ("image", np.zeros((2, 3, 8), np.float32), ["'image'", "[2, 3, 8]", "[batch, 3, 8, 8]"]),
+        ("image", np.zeros((2, 3, 8, 9), np.float32), ["'image'", "[2, 3, 8, 9]", "[batch, 3, 8, 8]"]),
+        ("image", np.zeros((9, 3, 8, 8), np.float32), ["'image'", "'batch' is 9", "1 to 8"]),
+        ("image", np.zeros((0, 3, 8, 8), np.float32), ["'image'", "'batch' is 0", "1 to 8"]),
+        ("image", np.zeros((3, 3, 8, 8), np.float32), ["'batch' is 2", "3 in"]),
+        ("image", None, ["'image'", "float32[batch, 3, 8, 8]"]),
+        ("imagine", np.zeros(1, np.float32), ["'imagine'", "image float32[batch, 3, 8, 8]"]),
+        ("image", np.asfortranarray(np.zeros((2, 3, 8, 8), np.float32)), ["'image'", "ascontiguousarray"]),
+        ("image", np.zeros((2, 3, 8, 8), ">f4"), ["'image'", "'>f4'"]),
+        ("image", np.array(["a"]), ["'image'", "'<U1'"]),
     ],
 )
 def test_an_input_that_does_not_fit_is_refused(
     runner: Runner,
     bundle: Path,
-    inputs: MakeInputs,
+    make_inputs: MakeInputs,
     tmp_path: Path,
     name: str,
     array: npt.NDArray[Any] | None,
-    sentence: str,
+    words: list[str],
 ) -> None:
-    given = {key: value for key, value in {**inputs(2), name: array}.items() if value is not None}
-    npz.write(tmp_path / "in.npz", given)
-    assert sentence in runner.refusal(bundle, "--inputs", tmp_path / "in.npz")
+    arrays = {key: value for key, value in {**make_inputs(2), name: array}.items() if value is not None}
+    npz.write(tmp_path / "in.npz", arrays)
+    refusal = runner.refusal(bundle, "--inputs", tmp_path / "in.npz")
+    assert [word for word in words if word not in refusal] == []
 
 
-def test_damaged_inputs_are_refused(runner: Runner, bundle: Path, inputs: MakeInputs, tmp_path: Path) -> None:
-    place, data = tmp_path / "in.npz", io.BytesIO()
-    np.savez_compressed(data, **inputs(2))  # type: ignore[arg-type]
-    npz.write(place, inputs(2))
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_damaged_inputs_are_refused_or_change_nothing(
+    runner: Runner, bundle: Path, make_inputs: MakeInputs, tmp_path: Path, save: Callable[..., None]
+) -> None:
+    path, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    save(path, **make_inputs(2))
+    original = path.read_bytes()
+    expected = runner.outputs(bundle, make_inputs(2), tmp_path)
+    for size in (0, 21, 22, 100, len(original) // 2, len(original) - 1):
+        path.write_bytes(original[:size])
+        assert str(path) in runner.refusal(bundle, "--inputs", path), size
     generator = np.random.default_rng(1)
-    for whole in (place.read_bytes(), data.getvalue()):
-        for size in (0, 21, 22, 100, len(whole) // 2, len(whole) - 1):
-            place.write_bytes(whole[:size])
-            assert "cannot be read" in runner.refusal(bundle, "--inputs", place), size
-        for position in generator.integers(0, len(whole), 12).tolist():
-            damaged = bytearray(whole)
-            damaged[position] ^= 0xFF
-            place.write_bytes(damaged)
-            done = runner(bundle, "--inputs", place)
-            # Not every byte of a zip archive says something.
-            assert done.returncode in (0, 1), done.stderr
-            assert done.stderr.count("\n") == done.returncode, done.stderr
+    refusals = 0
+    positions = generator.integers(0, len(original), scale.count(normal=12, long=500))
+    for position in positions.tolist():
+        damaged = bytearray(original)
+        damaged[position] ^= 0xFF
+        path.write_bytes(damaged)
+        process = runner(bundle, "--inputs", path, "--output", output)
+        assert process.returncode in (0, 1), (position, process.stderr)
+        if process.returncode == 1:
+            refusals += 1
+            assert process.stderr.count("\n") == 1, position
+            continue
+        # Times and attributes of a member say nothing about its array.
+        actual = npz.read(output)
+        assert actual.keys() == expected.keys(), position
+        for name, array in expected.items():
+            np.testing.assert_array_equal(actual[name], array, err_msg=f"byte {position}")
+    assert refusals > len(positions) / 2
 
 
 def test_sizes_that_lie_are_refused(runner: Runner, bundle: Path, tmp_path: Path) -> None:
@@ -209,40 +241,53 @@ def test_sizes_that_lie_are_refused(runner: Runner, bundle: Path, tmp_path: Path
         text = (header % shape).encode()
         array = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(4)
         (tmp_path / "a.npy").write_bytes(array)
-        assert "cannot be read" in runner.refusal(bundle, "--inputs", f"image={tmp_path / 'a.npy'}")
+        assert "a.npy" in runner.refusal(bundle, "--inputs", f"image={tmp_path / 'a.npy'}")
         with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("image.npy", array)
-        assert "cannot be read" in runner.refusal(bundle, "--inputs", tmp_path / "a.npz")
+        assert "a.npz" in runner.refusal(bundle, "--inputs", tmp_path / "a.npz")
 
 
-def test_what_is_no_file_of_arrays_is_refused(runner: Runner, bundle: Path, tmp_path: Path) -> None:
+def test_a_bomb_of_zeros_is_refused_in_little_memory(runner: Runner, bundle: Path, tmp_path: Path) -> None:
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (16777216,), }\n"
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("image.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(1 << 26))
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    # The directory now declares a member of four gigabytes, which no compression makes so small.
+    entry = data.rindex(b"PK\x01\x02")
+    data[entry + 24 : entry + 28] = struct.pack("<L", 0xFFFFFFFE)
+    (tmp_path / "a.npz").write_bytes(data)
+    assert "a.npz" in runner.refusal(bundle, "--inputs", tmp_path / "a.npz")
+
+
+def test_a_file_that_holds_no_arrays_is_refused(runner: Runner, bundle: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("readme.txt", "no array")
-    assert "it holds 'readme.txt', which is no array" in runner.refusal(bundle, "--inputs", tmp_path / "a.npz")
-    assert "there is no such file" in runner.refusal(bundle, "--inputs", tmp_path / "missing.npz")
-    assert "it is no regular file" in runner.refusal(bundle, "--inputs", tmp_path)
+    assert "'readme.txt'" in runner.refusal(bundle, "--inputs", tmp_path / "a.npz")
+    assert "missing.npz" in runner.refusal(bundle, "--inputs", tmp_path / "missing.npz")
+    assert str(tmp_path) in runner.refusal(bundle, "--inputs", tmp_path)
 
 
 def test_an_output_that_cannot_be_written_is_refused(runner: Runner, bundle: Path, tmp_path: Path) -> None:
-    assert "cannot be written" in runner.refusal(bundle, "--output", tmp_path / "missing" / "out.npz")
+    output = tmp_path / "missing" / "out.npz"
+    assert str(output) in runner.refusal(bundle, "--output", output)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "word"),
     [
-        ((), "no bundle is given; see --help"),
-        (("a", "b"), "'b' is one bundle too many; see --help"),
-        (("a", "--repeat", "0"), "--repeat is '0'; give a whole number of at least 1"),
-        (("a", "--repeat", "2x"), "--repeat is '2x'; give a whole number of at least 1"),
-        (("a", "--threads"), "--threads lacks its value; see --help"),
-        (("a", "--fast"), "there is no option '--fast'; see --help"),
+        ((), "bundle"),
+        (("a", "b"), "'b'"),
+        (("a", "--repeat", "0"), "--repeat is '0'"),
+        (("a", "--repeat", "2x"), "--repeat is '2x'"),
+        (("a", "--threads"), "--threads"),
+        (("a", "--fast"), "'--fast'"),
     ],
 )
-def test_a_wrong_command_line_is_refused(runner: Runner, arguments: tuple[str, ...], sentence: str) -> None:
-    assert runner.refusal(*arguments, code=2) == sentence
+def test_a_wrong_command_line_is_refused(runner: Runner, arguments: tuple[str, ...], word: str) -> None:
+    assert word in runner.refusal(*arguments, code=2)
 
 
-def test_nothing_is_left_behind(runner: Runner, bundle: Path, tmp_path: Path) -> None:
+def test_no_temporary_file_remains(runner: Runner, bundle: Path, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     damaged = tmp_path / "damaged.tar.gz"

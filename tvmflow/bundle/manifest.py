@@ -98,7 +98,7 @@ class Manifest:
     @staticmethod
     def parse(data: bytes) -> "Manifest":
         """Read a manifest. Raises ValueError, KeyError, TypeError or RecursionError for anything unexpected."""
-        document = _mapping(json.loads(data))
+        document = _mapping(json.loads(data, parse_int=_integer))
         number = document["format"]
         reader = _READERS.get(number) if type(number) is int else None
         if reader is None:
@@ -204,6 +204,14 @@ def _read_1(document: dict[str, Any]) -> Manifest:
 
 # A reader for every format ever written.
 _READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read_1}
+
+
+def _integer(digits: str) -> int:
+    """An integer of JSON. Raises ValueError beyond 64 bits, where other readers round."""
+    value = int(digits)
+    if not -(1 << 63) <= value < 1 << 64:
+        raise ValueError(f"an integer has more than 64 bits: {digits[:_WORDS]}")
+    return value
 
 
 def _mapping(value: object) -> dict[str, Any]:

@@ -1,0 +1,33 @@
+// `program run BUNDLE` runs a bundle with one input of 8 numbers on 0 to 7 and prints the outputs. `program verify`
+// reads the paths of bundles, one a line, and prints for each `intact` or why it is refused.
+#include <tvmflow/model.h>
+
+#include <iostream>
+#include <string>
+
+int main(int argc, char** argv) {
+  if (argc == 2 && argv[1] == std::string("verify")) {
+    for (std::string path; std::getline(std::cin, path);) {
+      try {
+        tvmflow::VerifyBundle(path);
+        std::cout << "intact" << std::endl;
+      } catch (const tvmflow::Error& error) {
+        std::cout << error.what() << std::endl;
+      }
+    }
+    return 0;
+  }
+  try {
+    tvmflow::Model model = tvmflow::Model::Open(argv[2]);
+    tvmflow::Tensor input = tvmflow::Allocate({1, 8}, {kDLFloat, 32, 1});
+    for (int i = 0; i < 8; ++i) static_cast<float*>(input.data_ptr())[i] = static_cast<float>(i);
+    for (const tvmflow::Tensor& output : model.Run({input})) {
+      for (int64_t i = 0; i < output.numel(); ++i) std::cout << static_cast<float*>(output.data_ptr())[i] << " ";
+    }
+    std::cout << std::endl;
+    return 0;
+  } catch (const tvmflow::Error& error) {
+    std::cerr << error.what() << std::endl;
+    return 1;
+  }
+}

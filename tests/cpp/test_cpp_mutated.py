@@ -1,0 +1,147 @@
+"""The reader of bundles in C++ takes exactly the bundles that the reader in Python takes.
+
+A failure names its mutant: `mutant(mutator, seed)` of tests/support/mutants.py writes it again.
+"""
+
+import gzip
+import hashlib
+import json
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from support import scale
+from support.cpp import Runner
+from support.mutants import (
+    DOCUMENT,
+    MEMBERS,
+    MUTATORS,
+    ORIGINAL,
+    ORIGINAL_FILE,
+    TAR,
+    Mutator,
+    archive,
+    bomb,
+    compressed,
+    mutant,
+    plain,
+    spelled,
+)
+from tvmflow.bundle import extract
+from tvmflow.errors import BundleError
+
+
+def is_intact_for_python(path: Path, folder: Path) -> bool:
+    """Whether the reader in Python takes a bundle."""
+    folder.mkdir()
+    try:
+        extract(path, folder, trusted=())
+    except BundleError:
+        return False
+    return True
+
+
+def verdicts(program: Runner, paths: Iterable[Path]) -> list[str]:
+    """What the reader in C++ says of each bundle; it must survive all of them."""
+    process = program("verify", text="".join(f"{path}\n" for path in paths))
+    assert process.returncode == 0, process.stderr[-4000:]
+    return process.stdout.splitlines()
+
+
+@pytest.mark.parametrize("mutator", MUTATORS, ids=lambda mutator: mutator.__name__)
+def test_both_readers_agree_on_a_mutated_bundle(program: Runner, mutator: Mutator, tmp_path: Path) -> None:
+    normal = 1 if mutator is bomb else max(3, MUTATORS[mutator] // 4)
+    seeds = range(scale.count(normal=normal, long=MUTATORS[mutator] * 10))
+    paths = [tmp_path / f"{mutator.__name__}-{seed}.tar.gz" for seed in seeds]
+    for seed, path in zip(seeds, paths, strict=True):
+        path.write_bytes(mutant(mutator, seed))
+    for seed, path, verdict in zip(seeds, paths, verdicts(program, paths), strict=True):
+        expected = is_intact_for_python(path, tmp_path / str(seed))
+        assert (verdict == "intact") == expected, f"mutant({mutator.__name__}, {seed}): {verdict}"
+    assert not (tmp_path.parent / "evil").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mutator", MUTATORS, ids=lambda mutator: mutator.__name__)
+def test_the_runner_survives_every_mutated_bundle(runner: Runner, mutator: Mutator, tmp_path: Path) -> None:
+    path = tmp_path / "mutated.tar.gz"
+    for seed in range(MUTATORS[mutator]):
+        path.write_bytes(mutant(mutator, seed))
+        process = runner(path)
+        origin = f"mutant({mutator.__name__}, {seed})"
+        assert process.returncode in (0, 1), f"{origin}: {process.stderr[-4000:]}"
+        assert process.stderr.count("\n") == process.returncode, f"{origin}: {process.stderr[-4000:]}"
+
+
+def special(kind: bytes, name: str, link: str = "") -> tuple[tarfile.TarInfo, bytes]:
+    """A member that is not a regular file."""
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, link
+    return info, b""
+
+
+def without(name: str) -> list[tuple[tarfile.TarInfo, bytes]]:
+    return [member for member in MEMBERS if member[0].name != name]
+
+
+CRAFTED = {
+    "a symbolic link": [*without("mod.so"), special(tarfile.SYMTYPE, "mod.so", "/etc/passwd")],
+    "a hard link": [*without("mod.so"), special(tarfile.LNKTYPE, "mod.so", "mod.json")],
+    "a folder": [*MEMBERS, special(tarfile.DIRTYPE, "folder")],
+    "a device": [*MEMBERS, special(tarfile.CHRTYPE, "mod.params")],
+    "a pipe": [*MEMBERS, special(tarfile.FIFOTYPE, "mod.params")],
+    "a file above the folder": [*MEMBERS, plain("../evil", b"evil")],
+    "a file at the root": [*MEMBERS, plain("/evil", b"evil")],
+    "a file below another": [*MEMBERS, plain("mod.so/evil", b"evil")],
+    "the manifest's own name with a prefix": [*without("mod.so"), plain("./mod.so", b"evil")],
+    "a file twice": [*MEMBERS, MEMBERS[-1]],
+    "a foreign file": [*MEMBERS, plain("evil", b"evil")],
+    "a damaged signature": [MEMBERS[0], plain("bundle.sig", b"evil"), *MEMBERS[1:]],
+    "a signature before the manifest": [plain("bundle.sig", b"evil"), *MEMBERS],
+    "no file": [],
+}
+
+
+def test_crafted_archives_are_refused_by_both_readers(program: Runner, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.tar.gz" for number in range(len(CRAFTED))]
+    for path, members in zip(paths, CRAFTED.values(), strict=True):
+        path.write_bytes(compressed(archive(members)))
+    for path, label, verdict in zip(paths, CRAFTED, verdicts(program, paths), strict=True):
+        assert str(path) in verdict, label
+        assert not is_intact_for_python(path, tmp_path / path.stem), label
+    assert not (tmp_path.parent / "evil").exists()
+
+
+def test_extended_headers_are_refused_by_both_readers(program: Runner, tmp_path: Path) -> None:
+    paths = []
+    for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        info = tarfile.TarInfo("n" * 200)
+        info.size = 4
+        header = info.tobuf(form)
+        path = tmp_path / f"{form}.tar.gz"
+        path.write_bytes(compressed(header + b"evil" + bytes(508) + TAR))
+        paths.append(path)
+    for path, verdict in zip(paths, verdicts(program, paths), strict=True):
+        assert str(path) in verdict
+        assert not is_intact_for_python(path, tmp_path / path.stem)
+
+
+def test_a_bomb_is_refused_before_it_fills_the_disk(program: Runner, tmp_path: Path) -> None:
+    size = 1 << 26
+    document = json.loads(spelled(DOCUMENT))
+    document["files"]["mod.so"] = {"sha256": hashlib.sha256(bytes(size)).hexdigest(), "size": size}
+    members = [plain("bundle.json", spelled(document)), MEMBERS[1], plain("mod.so", bytes(size)), MEMBERS[3]]
+    path = tmp_path / "bomb.tar.gz"
+    # A bundle's header, and a thousand times smaller than its content, which the level of bundles cannot reach.
+    path.write_bytes(ORIGINAL[:10] + gzip.compress(archive(members), compresslevel=9, mtime=0)[10:])
+    # No file may grow beyond 40,960 blocks of 512 bytes.
+    limited = ["/bin/sh", "-c", 'ulimit -f 40960; exec "$0" "$@"', *program.command]
+    process = Runner(tuple(limited), {**program.environment, "TMPDIR": str(tmp_path)})("verify", text=f"{path}\n")
+    assert process.returncode == 0, process.stderr
+    assert str(path) in process.stdout
+
+
+def test_the_original_is_intact(program: Runner) -> None:
+    assert verdicts(program, [ORIGINAL_FILE]) == ["intact"]
