@@ -9,6 +9,7 @@ import json
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,46 @@ def test_extended_headers_are_refused_by_both_readers(program: Runner, tmp_path:
     for path, verdict in zip(paths, verdicts(program, paths), strict=True):
         assert str(path) in verdict
         assert not is_intact_for_python(path, tmp_path / path.stem)
+
+
+# Values at the edges of what a manifest may hold, and whether a bundle with them is intact.
+EDGES: list[tuple[str, Any, bool]] = [
+    ("tvm_target", {"kind": (1 << 64) - 1}, True),
+    ("tvm_target", {"kind": 1 << 64}, False),
+    ("tvm_target", {"kind": -(1 << 63)}, True),
+    ("tvm_target", {"kind": -(1 << 63) - 1}, False),
+    ("tvm_target", {"kind": [0.1, -2.5, 1e300, 1e-07, 1e22], "\x7f": "\u202e\x7f\x08\x1f\u2028"}, True),
+    ("tvm_target", [], False),
+    ("name", "\u00e9\u65e5\u672c\U0001f600", True),
+    ("name", "a\x7f", False),
+    ("name", "a\u00a0", False),
+    ("name", "a\u200b", False),
+    ("name", "a\U000e0020", False),
+    ("threads", (1 << 63) - 1, True),
+    ("threads", 1 << 63, False),
+    ("threads", True, False),
+    ("threads", 2.0, False),
+    ("dimensions", {"batch": [0, 0]}, True),
+    ("dimensions", {"batch": [2, 1]}, False),
+    ("dimensions", {"batch": "12"}, False),
+    ("dimensions", {"batch": [1, 2, 3]}, False),
+    ("dimensions", {"\n": [1, 2]}, False),
+    ("variants", [{"function": "main", "sizes": {"batch": 1}}], True),
+    ("variants", [{"function": "main", "sizes": {"height": 1}}], False),
+    ("provenance", {"note": 1}, False),
+    ("versions", {"tvm": "1", "tvm_ffi": "1", "llvm": "1"}, False),
+    ("a key that no reader knows", [None, {}], True),
+]
+
+
+def test_both_readers_agree_on_the_edges_of_a_manifest(program: Runner, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.tar.gz" for number in range(len(EDGES))]
+    for path, (key, value, _) in zip(paths, EDGES, strict=True):
+        manifest = plain("bundle.json", spelled({**DOCUMENT, key: value}))
+        path.write_bytes(compressed(archive([manifest, *MEMBERS[1:]])))
+    for path, edge, verdict in zip(paths, EDGES, verdicts(program, paths), strict=True):
+        assert (verdict == "intact") == edge[2], (edge, verdict)
+        assert is_intact_for_python(path, tmp_path / path.stem) == edge[2], edge
 
 
 def test_a_bomb_is_refused_before_it_fills_the_disk(program: Runner, tmp_path: Path) -> None:

@@ -118,19 +118,19 @@ def _build_folder(name: str) -> Iterator[Path]:
 def build(folder: Path, source: Path, *options: str) -> None:
     """Configure and build a project of CMake."""
     # Without optimisation the compiler needs half of the time.
-    process = _finished("cmake", "-S", str(source), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Debug", *options)
+    process = _execute("cmake", "-S", str(source), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Debug", *options)
     if process.returncode != 0 and "could not find" in process.stderr.lower():
         pytest.skip(without_packages(["the libraries of cpp/"], LIBRARIES))
     _check(process)
     _run("cmake", "--build", str(folder), "--parallel", str(host().cores))
 
 
-def _finished(*command: str) -> subprocess.CompletedProcess[str]:
+def _execute(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 def _run(*command: str) -> None:
-    _check(_finished(*command))
+    _check(_execute(*command))
 
 
 def _check(process: subprocess.CompletedProcess[str]) -> None:
