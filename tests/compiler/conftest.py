@@ -12,7 +12,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from tvmflow.compiler import BuildOptions, Built, build, import_onnx
+from support import builds
+from tvmflow.compiler import BuildOptions, Built
 from tvmflow.target import Target, resolve
 
 Array = np.ndarray[Any, Any]
@@ -78,22 +79,10 @@ def run_built(tmp_path: Path) -> RunBuilt:
 
 
 @pytest.fixture
-def assert_same_as_onnxruntime(native: Target, run_built: RunBuilt) -> Callable[..., Built]:
+def assert_same_as_onnxruntime(native: Target) -> Callable[..., Built]:
     """Build the model for this machine, run it and ONNX Runtime on the same inputs, and compare."""
 
     def check(path: Path, *feeds: dict[str, Array], options: BuildOptions | None = None, rtol: float = 1e-4) -> Built:
-        import onnxruntime
-
-        imported = import_onnx(path)
-        built = build(imported, native, options)
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        for feed in feeds:
-            expected = session.run(None, feed)
-            actual = run_built(built, *(feed[spec.name] for spec in imported.inputs))
-            for ours, theirs in zip(actual, expected, strict=True):
-                assert ours.shape == theirs.shape
-                scale = float(np.abs(theirs).max()) or 1.0
-                np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=1e-5 * scale)
-        return built
+        return builds.assert_same_as_onnxruntime(path, feeds, native, options, rtol)
 
     return check

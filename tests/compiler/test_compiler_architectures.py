@@ -1,7 +1,8 @@
 """Whole architectures with seeded weights, from PyTorch through ONNX to a library, compared with ONNX Runtime.
 
 They are small models of `transformers`' configurations; nothing is downloaded. (`timm` needs torchvision, which does
-not import beside this torch.)
+not import beside this torch.) The normal run takes one network for images; the encoder of the examples, with symbolic
+dimensions, is tested beside it (`tests/examples/test_example_encoder.py`).
 """
 
 import os
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from support import scale
 from tvmflow.compiler import Built
 
 _TEXT = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 99}
@@ -152,7 +154,7 @@ class _FirstResult(torch.nn.Module):
         return result
 
 
-@pytest.mark.parametrize("name", _ARCHITECTURES)
+@pytest.mark.parametrize("name", scale.choose(normal=["regnet"], long=list(_ARCHITECTURES)))
 def test_architectures_equal_onnx_runtime(
     name: str, tmp_path: Path, assert_same_as_onnxruntime: Callable[..., Built]
 ) -> None:

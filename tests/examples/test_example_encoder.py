@@ -1,10 +1,15 @@
-"""The encoder example ignores padding, whatever stands there."""
+"""The encoder example ignores padding, and compiles with symbolic batch and sequence."""
 
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+
+from support import scale
+from support.builds import assert_same_as_onnxruntime
+from tvmflow.target import resolve
 
 EXAMPLE = "encoder"
 
@@ -73,3 +78,25 @@ def test_sample_masks_keep_the_first_token_and_pad_the_last(
 
 def test_the_sample_mask_of_a_single_token_keeps_it(example: dict[str, ModuleType]) -> None:
     np.testing.assert_array_equal(example["data"].mask((3, 1), seed=0), np.ones((3, 1)))
+
+
+def test_the_compiled_encoder_of_any_batch_and_length_equals_onnx_runtime(
+    example: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    small = {"vocabulary": 99, "width": 48, "layers": 1, "heads": 4, "positions": 64}
+    model = example["model"].create(**scale.choose(normal=small, long={}))
+    batch, sequence = torch.export.Dim("batch", max=64), torch.export.Dim("sequence", min=2, max=64)
+    torch.onnx.export(
+        model,
+        (torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64)),
+        tmp_path / "encoder.onnx",
+        input_names=["ids", "mask"],
+        dynamic_shapes=({0: batch, 1: sequence}, {0: batch, 1: sequence}),
+        dynamo=True,
+        verbose=False,
+    )
+    feeds = [
+        {"ids": _ids(*shape).numpy() % 99, "mask": example["data"].mask(shape, seed=0)}
+        for shape in ((1, 2), (3, 17), (2, 64))
+    ]
+    assert_same_as_onnxruntime(tmp_path / "encoder.onnx", feeds, resolve("native"), rtol=1e-3)

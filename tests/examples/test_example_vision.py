@@ -9,6 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from support.builds import assert_same_as_onnxruntime
+from tvmflow.target import resolve
+
 EXAMPLE = "vision"
 NETWORKS = ("mobilenet_v2", "resnet18", "resnet50")
 
@@ -118,3 +121,16 @@ def test_predicting_with_a_file_that_is_no_picture_ends_with_one_sentence(
     (tmp_path / "cat.jpg").write_text("no picture")
     with pytest.raises(SystemExit, match=r"error: .*cat\.jpg"):
         example["predict"].main([str(tmp_path / "model.tar.gz"), str(tmp_path / "cat.jpg")])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_compiled_network_equals_onnx_runtime(
+    example: dict[str, ModuleType], networks: dict[str, torch.nn.Module], tmp_path: Path, name: str
+) -> None:
+    image = example["data"].sample_image((1, 3, 224, 224), seed=0)
+    path = tmp_path / f"{name}.onnx"
+    torch.onnx.export(
+        networks[name], (torch.from_numpy(image),), path, input_names=["image"], dynamo=True, verbose=False
+    )
+    assert_same_as_onnxruntime(path, [{"image": image}], resolve("native"), rtol=1e-3)

@@ -1,10 +1,53 @@
-"""What the compiler did to a model."""
+"""Building models with the compiler alone, and what it did to them."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from tvmflow.compiler import Built
+import numpy as np
+
+from tvmflow.compiler import BuildOptions, Built, build, import_onnx
+from tvmflow.target import Target
+
+Array = np.ndarray[Any, Any]
 
 
 def rule_counts(built: Built) -> Counter[str]:
     """How many functions of a built model each schedule rule scheduled, by the rule's name."""
     return Counter(rule for _, rule in built.schedules)
+
+
+def run_in_memory(built: Built, feeds: Sequence[Sequence[Array]]) -> list[list[Array]]:
+    """Return the outputs for each of `feeds`, the inputs in order, of a library that is neither linked nor exported."""
+    import tvm
+    from tvm import relax
+
+    main = relax.VirtualMachine(built.executable, tvm.cpu())["main"]
+    results = [main(*(tvm.runtime.tensor(array) for array in (*feed, *built.params.values()))) for feed in feeds]
+    return [[item.numpy() for item in ([result] if hasattr(result, "numpy") else result)] for result in results]
+
+
+def assert_same_as_onnxruntime(
+    path: Path,
+    feeds: Sequence[Mapping[str, Array]],
+    target: Target,
+    options: BuildOptions | None = None,
+    rtol: float = 1e-4,
+) -> Built:
+    """Build an ONNX file and compare its outputs with those of ONNX Runtime for each of `feeds`, inputs by name.
+
+    The tolerance is `rtol` of an element, or 1e-5 of the output's largest.
+    """
+    import onnxruntime
+
+    imported = import_onnx(path)
+    built = build(imported, target, options)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    outputs = run_in_memory(built, [[feed[item.name] for item in imported.inputs] for feed in feeds])
+    for feed, actual in zip(feeds, outputs, strict=True):
+        for ours, theirs in zip(actual, session.run(None, dict(feed)), strict=True):
+            assert ours.shape == theirs.shape
+            scale = float(np.abs(theirs).max(initial=0.0)) or 1.0
+            np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=1e-5 * scale)
+    return built
