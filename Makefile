@@ -9,7 +9,8 @@ TORCH := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $
 
 # How `make test` runs: on two processes, each test file in one of them; what every test took is in build/tests/. In
 # continuous integration (CI is set) a skipped test is a failure.
-TESTS := pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=40 --junit-xml=build/tests/junit.xml 	--record=build/tests/record.json $(if $(CI),--no-skips)
+TESTS := pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=40 --junit-xml=build/tests/junit.xml \
+	--record=build/tests/record.json $(if $(CI),--no-skips)
 
 .PHONY: setup demo test test-quick test-long bench check format docs reference clean
 
@@ -49,6 +50,7 @@ bench: setup
 reference: setup
 	@python docs/generate.py
 
+# The site of the documentation, in build/site; a broken link fails.
 docs: setup
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
