@@ -94,9 +94,9 @@ class Killer(threading.Thread):
                 with suppress(psutil.NoSuchProcess, IndexError):
                     _sessions(chosen)[0].kill()
                     self._outcome.sessions_killed += 1
-            elif turn % 10 == 0 and self._outcome.trackers_killed < turn // 10 and status.own is not None:
+            elif turn % 10 == 0 and self._outcome.trackers_killed < turn // 10 and status.own_tracker is not None:
                 with suppress(psutil.NoSuchProcess):
-                    psutil.Process(status.own.pid).kill()
+                    psutil.Process(status.own_tracker.pid).kill()
                     self._outcome.trackers_killed += 1
             else:
                 with suppress(psutil.NoSuchProcess):
@@ -142,7 +142,7 @@ def run(state: Path, kills: int, count: int, threads: int, seed: int) -> Outcome
     target = resolve("native")
     store = RecordStore(state / "records")
     reported: set[tuple[str, str]] = set()
-    status = devices.up(state, devices.Wanted(_KEY, count, max(1, threads // count)))
+    status = devices.up(state, devices.DeviceConfig(_KEY, count, max(1, threads // count)))
     killer = Killer(state, kills, seed, outcome)
 
     def report(progress: Progress) -> None:

@@ -23,9 +23,9 @@ from tasks.step import Context, slug
 from tasks.track import TargetOutcomes, TrackResult, track
 from tasks.train import TrainResult, train
 from tasks.validate import reference
-from tvmflow import process
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
+from tvmflow import supervisor
 from tvmflow.errors import VerdictError
 from tvmflow.services import open_services, open_workspace
 from tvmflow.spec import Spec
@@ -197,7 +197,7 @@ def _each(
             if not isinstance(error, Exception):
                 # An interrupt: the pools wait for their threads, and those wait for processes and flow runs.
                 interrupted.set()
-                process.end_all()
+                supervisor.kill_all()
             raise
 
 

@@ -26,6 +26,7 @@ Every message is one sentence that names the file or value, what was expected, a
 `to_data` and `from_data` carry an error from one process to another as JSON.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypedDict
@@ -134,11 +135,14 @@ class ErrorData(TypedDict):
 
 
 def to_data(error: TvmflowError) -> ErrorData:
-    """Return an error as JSON data, for `from_data` in another process. Its attributes must be JSON values."""
+    """Return an error as JSON data, for `from_data` in another process.
+
+    Attributes that are no JSON values are left out.
+    """
     return {
         "types": [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, TvmflowError)],
         "message": str(error),
-        "fields": dict(vars(error)),
+        "fields": {name: value for name, value in vars(error).items() if _is_json(value)},
     }
 
 
@@ -169,3 +173,11 @@ def naming_model(label: str) -> Iterator[None]:
         if label not in str(error):
             error.args = (f"model {label!r}: {error}",)
         raise
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,13 +1,11 @@
-"""Verifying a bundle in a process of its own: nothing in it can take the caller down."""
+"""The verification of a bundle in a process of its own: nothing that the bundle holds can end the caller."""
 
-import contextlib
 import json
 import os
 import resource
-import signal
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,21 +13,22 @@ from typing import Any
 
 from tvmflow.bundle import Manifest
 from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
-from tvmflow.errors import BundleError, SettingsError, VerdictError
+from tvmflow.errors import BundleError, SettingsError, VerdictError, from_data, to_data
+from tvmflow.supervisor import ChildProcess
 
-# How far an element of an output may be from the original's: relative to it, and absolute.
+# The tolerance for an element of an output: relative to the original's, and absolute.
 _RTOL, _ATOL = 1e-2, 1e-3
 # The same relative to the output's largest magnitude, for bundles that compute in a reduced precision.
 _REDUCED_RTOL = 1e-1
-_LARGEST_ANSWER = 1 << 22
-_REFUSALS = {kind.__name__: kind for kind in (BundleError, VerdictError, SettingsError)}
+_LARGEST_REPLY = 1 << 22
+_REFUSALS = (BundleError, VerdictError, SettingsError)
 
 
 @dataclass(frozen=True)
 class Verification:
     """A bundle that is whole, may run here, and gives the original's outputs on its golden sample.
 
-    `max_abs_error` is the largest absolute difference from these.
+    `max_abs_error` is the largest absolute difference between its outputs and the original's.
     """
 
     manifest: Manifest
@@ -40,67 +39,61 @@ def verify(bundle: Path, *, trusted: Sequence[Path] | None = None, timeout: floa
     """Check a bundle's form, digests, signature and needs, then run its golden sample, all in another process.
 
     `trusted` are files with public keys, one of which must have signed it, by default those that TVMFLOW_TRUSTED_KEYS
-    names. Raises BundleError when it is refused, crashes or takes longer than `timeout` seconds, and VerdictError when
-    its outputs are not the original's.
+    names. Raises BundleError when it is refused, crashes or takes longer than `timeout` seconds, VerdictError when its
+    outputs differ from the original's, and SettingsError when a file of keys cannot be read.
     """
-    environment = {**os.environ, "TVM_USE_RUNTIME_LIB": "1"}
-    if trusted is not None:
-        environment[TRUSTED_KEYS_VARIABLE] = os.pathsep.join(str(path.absolute()) for path in trusted)
     with tempfile.TemporaryDirectory(prefix="tvmflow-", ignore_cleanup_errors=True) as scratch:
-        answer, said = Path(scratch) / "answer.json", Path(scratch) / "said.txt"
-        # The child unpacks here, so that what it leaves when it is killed goes as well.
-        environment["TMPDIR"] = scratch
-        with said.open("wb") as output:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "tvmflow.verification", str(bundle), str(answer), str(timeout)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        reply = Path(scratch) / "reply.json"
+        with ChildProcess(
+            "tvmflow.verification",
+            str(bundle),
+            str(reply),
+            environment=_environment(trusted, Path(scratch)),
+            log=Path(scratch) / "log.txt",
+        ) as child:
             try:
-                code = child.wait(timeout)
-            except subprocess.TimeoutExpired as error:
+                code = child.wait(time.monotonic() + timeout)
+            except TimeoutError as error:
                 raise BundleError(
                     f"bundle {str(bundle)!r} did not finish its golden sample within {timeout:g} seconds; "
                     f"do not use it, or give it more time"
                 ) from error
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        try:
-            if code != 0:
-                raise ValueError("it did not end by itself")
-            with answer.open("rb") as stream:
-                document = json.loads(stream.read(_LARGEST_ANSWER))
-            if "error" not in document:
-                return Verification(Manifest.parse(document["manifest"].encode()), float(document["max_abs_error"]))
-            refusal = _REFUSALS[document["error"]](str(document["message"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            # A library that runs may write anything there, too.
-            raise _died(bundle, code, said) from error
-    raise refusal
+            child.kill()
+            try:
+                return _read_reply(reply, code)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                # A library that runs may also write anything into the file of the reply.
+                raise BundleError(
+                    f"bundle {str(bundle)!r}: the process that ran its golden sample {child.describe_end()}; "
+                    "do not use it, build it again"
+                ) from error
 
 
-def _died(bundle: Path, code: int, said: Path) -> BundleError:
-    if code < 0:
-        known = {int(item): item.name for item in signal.Signals}
-        cause = f"was killed by {known.get(-code, f'signal {-code}')}"
-    else:
-        with said.open("rb") as stream:
-            stream.seek(max(0, said.stat().st_size - 4096))
-            lines = stream.read().decode(errors="replace").strip().splitlines() or ["no last words"]
-        last = "".join(letter for letter in lines[-1] if letter.isprintable())[:200]
-        cause = f"ended with exit code {code} ({last})"
-    return BundleError(
-        f"bundle {str(bundle)!r}: the process that ran its golden sample {cause}; do not use it, build it again"
-    )
+def _environment(trusted: Sequence[Path] | None, scratch: Path) -> dict[str, str]:
+    """The whole environment of the process that runs a bundle's library."""
+    # The child unpacks into the scratch folder, so that nothing stays when it is killed.
+    environment = {**os.environ, "TVM_USE_RUNTIME_LIB": "1", "TMPDIR": str(scratch)}
+    if trusted is not None:
+        environment[TRUSTED_KEYS_VARIABLE] = os.pathsep.join(str(path.absolute()) for path in trusted)
+    return environment
 
 
-def _work(bundle: Path) -> dict[str, Any]:
-    """The child's side: open, load, run, compare."""
+def _read_reply(reply: Path, exit_code: int) -> Verification:
+    """The child's reply. Raises what it refused the bundle for, and ValueError or the like for any other reply."""
+    if exit_code != 0:
+        raise ValueError("the child did not end by itself")
+    with reply.open("rb") as stream:
+        document = json.loads(stream.read(_LARGEST_REPLY))
+    if "error" not in document:
+        return Verification(Manifest.parse(document["manifest"].encode()), float(document["max_abs_error"]))
+    error = from_data(document["error"])
+    if not isinstance(error, _REFUSALS):
+        raise ValueError(f"no refusal of a bundle: {type(error).__name__}")
+    raise error
+
+
+def _run_sample(bundle: Path) -> dict[str, Any]:
+    """The child's side: open and load the bundle, run its golden sample, and compare the outputs."""
     import numpy as np
 
     from tvmflow import runtime
@@ -110,45 +103,48 @@ def _work(bundle: Path) -> dict[str, Any]:
         computed = model(**inputs)
         manifest = model.manifest
     if set(expected) != {item.name for item in manifest.outputs}:
-        raise BundleError(f"bundle {str(bundle)!r}: its golden sample is not of its outputs; build it again")
+        raise BundleError(
+            f"bundle {str(bundle)!r}: its golden sample has other outputs than the bundle; build it again"
+        )
     reduced = _precision(manifest) != "fp32"
     worst = 0.0
     for name, array in expected.items():
-        wanted, got = array.astype(np.float64), computed[name].astype(np.float64)
-        if wanted.shape != got.shape:
-            raise VerdictError(f"bundle {str(bundle)!r}: output {name!r} has shape {got.shape}, not {wanted.shape}")
-        difference = np.abs(got - wanted)
+        reference, output = array.astype(np.float64), computed[name].astype(np.float64)
+        if reference.shape != output.shape:
+            raise VerdictError(
+                f"bundle {str(bundle)!r}: output {name!r} has shape {output.shape}, not {reference.shape}"
+            )
+        difference = np.abs(output - reference)
         worst = max(worst, float(np.nanmax(difference, initial=0.0)))
-        atol = _ATOL + (_REDUCED_RTOL * float(np.nanmax(np.abs(wanted), initial=0.0)) if reduced else 0.0)
-        if not np.allclose(got, wanted, rtol=_RTOL, atol=atol, equal_nan=True):
+        atol = _ATOL + (_REDUCED_RTOL * float(np.nanmax(np.abs(reference), initial=0.0)) if reduced else 0.0)
+        if not np.allclose(output, reference, rtol=_RTOL, atol=atol, equal_nan=True):
             raise VerdictError(f"bundle {str(bundle)!r}: output {name!r} differs from the original's by {worst:.3g}")
     return {"manifest": manifest.to_json().decode(), "max_abs_error": worst}
 
 
 def _precision(manifest: Manifest) -> str:
-    """What the bundle's products compute in, as far as its provenance says."""
+    """The precision in which the bundle computes its products, "fp32" where its provenance names none."""
     try:
         return str(json.loads(manifest.provenance.get("options", "{}"))["build"]["precision"])
     except (ValueError, KeyError, TypeError):
         return "fp32"
 
 
-def _main(bundle: Path, answer: Path, timeout: float) -> None:
+def _main(bundle: Path, reply: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ends this process also where the one that waits for it is gone.
-    signal.alarm(int(timeout) + 5)
+    document: dict[str, Any]
     try:
-        document = _work(bundle)
-    except (BundleError, VerdictError, SettingsError) as error:
-        document = {"error": type(error).__name__, "message": str(error)}
+        document = _run_sample(bundle)
+    except _REFUSALS as error:
+        document = {"error": to_data(error)}
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        told = f"bundle {str(bundle)!r} cannot run its golden sample ({words}); build it again"
-        document = {"error": "BundleError", "message": told}
-    answer.write_text(json.dumps(document))
+        refusal = BundleError(f"bundle {str(bundle)!r} cannot run its golden sample ({words}); build it again")
+        document = {"error": to_data(refusal)}
+    reply.write_text(json.dumps(document))
     # Not by way of the exit handlers of a library that is not trusted yet.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))
+    _main(Path(sys.argv[1]), Path(sys.argv[2]))

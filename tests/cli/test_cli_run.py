@@ -358,7 +358,7 @@ def test_a_profile_leaves_the_outputs_as_they_are(
 _RPC = """
 import runpy, sys
 sys.modules["torch"] = None  # tvm_ffi would import it
-from tvmflow.process import die_with_parent
+from tvmflow.launch import die_with_parent
 die_with_parent(int(sys.argv[1]))
 sys.argv = sys.argv[2:]
 runpy.run_module(sys.argv[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""Verifying in another process: libraries that crash, hang, leave or lie are one sentence, and this process goes on."""
+"""Verification in another process: a library that crashes, hangs or lies is one error, and this process goes on."""
 
 import dataclasses
 import shutil
@@ -58,42 +58,43 @@ def runnable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "cause"),
     [
-        ("raise(SIGSEGV);", "was killed by SIGSEGV"),
-        ("raise(SIGILL);", "was killed by SIGILL"),
-        ("raise(SIGKILL);", "was killed by SIGKILL"),
-        ("raise(40);", "was killed by signal 40"),
-        ("_exit(0);", "ended with exit code 0"),
-        ('write(2, "far too \\033[31mred\\n", 17); _exit(7);', "ended with exit code 7 (far too [31mred)"),
+        ("raise(SIGSEGV);", "SIGSEGV"),
+        ("raise(SIGILL);", "SIGILL"),
+        ("raise(SIGKILL);", "SIGKILL"),
+        ("raise(40);", "signal 40"),
+        ("_exit(0);", "exit code 0"),
+        ('write(2, "far too \\033[31mred\\n", 17); _exit(7);', r"exit code 7, last output 'far too \x1b[31mred'"),
     ],
 )
-def test_a_library_that_ends_its_process_is_one_sentence(bundle_of: Bundle, code: str, said: str) -> None:
+def test_a_library_that_ends_its_process_is_refused_with_the_cause(bundle_of: Bundle, code: str, cause: str) -> None:
+    path = bundle_of(code)
     with pytest.raises(BundleError) as caught:
-        verify(bundle_of(code), trusted=())
+        verify(path, trusted=())
     assert str(caught.value).isprintable()
-    assert f"the process that ran its golden sample {said}" in str(caught.value)
-    assert str(caught.value).endswith("do not use it, build it again")
+    assert cause in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 def test_a_library_that_hangs_is_given_up(bundle_of: Bundle, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     # The child of a child, too, is ended.
     code = f'if (!fork()) {{ execl("/bin/sh", "sh", "-c", "echo $$ > {pid}; exec sleep 600", 0); }} for (;;) pause();'
-    with pytest.raises(BundleError, match=r"did not finish its golden sample within 8 seconds; do not use it, or give"):
-        verify(bundle_of(code), trusted=(), timeout=8)
+    with pytest.raises(BundleError, match=r"within 4 seconds"):
+        verify(bundle_of(code), trusted=(), timeout=4)
     child = int(pid.read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_library_that_is_none_of_tvms_is_one_sentence(bundle_of: Bundle) -> None:
+def test_a_library_that_was_not_built_by_tvm_is_refused(bundle_of: Bundle) -> None:
     with pytest.raises(BundleError, match="bundle ") as caught:
         verify(bundle_of(""), trusted=())
     assert str(caught.value).isprintable()
 
 
 @pytest.mark.usefixtures("runnable")
-def test_a_good_bundle_is_told_with_its_error(bundle_of: Bundle) -> None:
+def test_a_good_bundle_is_verified_with_its_error(bundle_of: Bundle) -> None:
     path = bundle_of()
     verified = verify(path, trusted=())
     assert verified.manifest == read_manifest(path)
@@ -102,19 +103,19 @@ def test_a_good_bundle_is_told_with_its_error(bundle_of: Bundle) -> None:
 
 @pytest.mark.usefixtures("runnable")
 def test_other_outputs_than_the_originals_are_a_verdict(bundle_of: Bundle) -> None:
-    with pytest.raises(VerdictError, match="output 'y' differs from the original's by "):
+    with pytest.raises(VerdictError, match="output 'y'"):
         verify(bundle_of(output_y=np.full((1, 4), 9, np.float32)), trusted=())
 
 
 @pytest.mark.usefixtures("runnable")
 def test_outputs_of_another_shape_are_a_verdict(bundle_of: Bundle) -> None:
-    with pytest.raises(VerdictError, match=r"output 'y' has shape \(1, 4\), not \(2, 4\)"):
+    with pytest.raises(VerdictError, match=r"output 'y' .*\(1, 4\).*\(2, 4\)"):
         verify(bundle_of(output_y=np.zeros((2, 4), np.float32)), trusted=())
 
 
 @pytest.mark.usefixtures("runnable")
 def test_a_sample_of_other_outputs_is_refused(bundle_of: Bundle) -> None:
-    with pytest.raises(BundleError, match="golden sample is not of its outputs"):
+    with pytest.raises(BundleError, match="its golden sample"):
         verify(bundle_of(output_z=np.zeros(3, np.float32)), trusted=())
 
 

@@ -119,6 +119,6 @@ def _interrupt(*_: Any) -> None:
 
 def _end_children() -> None:
     """End the processes of running steps, if any were started."""
-    process = sys.modules.get("tvmflow.process")
-    if process is not None:
-        process.end_all()
+    supervisor = sys.modules.get("tvmflow.supervisor")
+    if supervisor is not None:
+        supervisor.kill_all()

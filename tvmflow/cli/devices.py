@@ -1,4 +1,4 @@
-"""`tvmflow devices`: this machine as devices to tune on, and what a tracker knows of devices anywhere."""
+"""`tvmflow devices`: starts, ends and lists RPC servers that candidates are measured on, and lists a tracker's."""
 
 import json
 import os
@@ -11,13 +11,13 @@ import click
 
 if TYPE_CHECKING:
     from tvmflow.runtime.tracker import Address
-    from tvmflow.tuning.devices import Status
+    from tvmflow.tuning.devices import Server, Status
 
 _MARKS = {"up": "green", "starting": "yellow", "dropped": "red"}
 
 
 def tracker_address(text: str) -> "Address":
-    """The address that --tracker says."""
+    """Parse the address of --tracker. Raises click's BadParameter when it is not HOST:PORT."""
     from tvmflow.runtime.tracker import Address
 
     try:
@@ -27,14 +27,14 @@ def tracker_address(text: str) -> "Address":
 
 
 def own_tracker(state: Path) -> str:
-    """The tracker of the devices that run in a state folder. Raises RemoteError when none run."""
+    """Return the address of the devices' tracker in a state folder. Raises RemoteError when no devices run there."""
     from tvmflow.errors import RemoteError
     from tvmflow.tuning import devices
 
     running = devices.status(state)
     if running is None or running.tracker is None:
         raise RemoteError(
-            "no devices were started in this state folder; start some with `tvmflow devices up`, or name a tracker "
+            "no devices run in this state folder; start some with `tvmflow devices up`, or name a tracker "
             "with --tracker HOST:PORT"
         )
     return running.tracker
@@ -59,14 +59,14 @@ def up_command(
     """Start RPC servers and their tracker on this machine, and keep them running until `tvmflow devices down`.
 
     A server that dies or leaves the tracker is started again. Whoever reaches a server can run any code on this
-    machine: listen elsewhere than on 127.0.0.1 only in a network where everybody may.
+    machine: listen elsewhere than on 127.0.0.1 only in a network whose users may all do so.
     """
     from tvmflow import settings as machine
     from tvmflow.tuning import devices
 
     if tracker is not None:
         if port is not None:
-            raise click.UsageError("--port is that of a tracker to start; leave it out with --tracker")
+            raise click.UsageError("--port is the port of a tracker to start; leave it out with --tracker")
         if host == devices.LOOPBACK and tracker_address(tracker).host not in (devices.LOOPBACK, "localhost"):
             raise click.UsageError(
                 f"nobody at the tracker {tracker} could reach servers that listen at {host}; say with --host where to "
@@ -75,8 +75,8 @@ def up_command(
     if not key.strip() or any(letter.isspace() or letter == ":" for letter in key):
         raise click.BadParameter("a key has neither spaces nor colons", param_hint="--key")
     share = max(1, len(os.sched_getaffinity(0)) // count)
-    wanted = devices.Wanted(key, count, threads or share, host, port, tracker)
-    status = devices.up(machine.load().state, wanted)
+    config = devices.DeviceConfig(key, count, threads or share, host, port, tracker)
+    status = devices.up(machine.load().state, config)
     _show(status.tracker or "", status, as_json)
 
 
@@ -95,7 +95,7 @@ def down_command(as_json: bool) -> None:
 
 
 @devices_command.command("list")
-@click.option("--tracker", metavar="HOST:PORT", help="The tracker to ask, by default that of `tvmflow devices up`.")
+@click.option("--tracker", metavar="HOST:PORT", help="The tracker to ask, by default the one of `tvmflow devices up`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_command(tracker: str | None, as_json: bool) -> None:
     """List the keys and servers that a tracker knows, and how the servers of this machine are."""
@@ -126,7 +126,7 @@ def _show(address: str, status: "Status | None", as_json: bool) -> None:
         for key in summary.keys
     }
     if as_json:
-        click.echo(json.dumps({"tracker": address, "keys": keys, "own": [asdict(server) for server in own]}))
+        click.echo(json.dumps({"tracker": address, "keys": keys, "own": [_document(server) for server in own]}))
         return
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -143,8 +143,15 @@ def _show(address: str, status: "Status | None", as_json: bool) -> None:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("server", "state", "port", "pid", "deaths", "last"):
             table.add_column(column, no_wrap=True)
-        named = [(f"server{number}", server) for number, server in enumerate(own)]
-        for name, server in [*([("tracker", status.own)] if status.own else []), *named]:
+        rows = [(f"server{number}", server) for number, server in enumerate(own)]
+        for name, server in [*([("tracker", status.own_tracker)] if status.own_tracker else []), *rows]:
             mark = f"[{_MARKS[server.state]}]{server.state}[/]"
-            table.add_row(name, mark, str(server.port or ""), str(server.pid or ""), str(server.deaths), server.told)
+            table.add_row(name, mark, str(server.port or ""), str(server.pid or ""), str(server.deaths), server.message)
         console.print(table)
+
+
+def _document(server: "Server") -> dict[str, object]:
+    """A server as --json prints it: the message is `told` there."""
+    document = asdict(server)
+    document["told"] = document.pop("message")
+    return document

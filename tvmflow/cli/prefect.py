@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tvmflow import process
 from tvmflow.errors import SettingsError, StepError
+from tvmflow.launch import die_with_parent
 
 if TYPE_CHECKING:
     from tvmflow.settings import Settings
@@ -127,7 +127,7 @@ def answers(address: str, seconds: float) -> bool:
 
 def _serve(parent: int, listening: int) -> None:
     """The server's side."""
-    process.die_with_parent(parent)
+    die_with_parent(parent)
     os.environ["PREFECT_UI_ENABLED"] = "0"
     import uvicorn
     from prefect.server.api.server import create_app

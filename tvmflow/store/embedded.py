@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,25 +14,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tvmflow.errors import StoreError
+from tvmflow.launch import program_command
 from tvmflow.store.client import connect, explained
 from tvmflow.store.config import StoreConfig
 
 _START_SECONDS = 30.0
 _STOP_SECONDS = 5.0
 _ADDRESS = re.compile(rb"Starting s3 server on \[(http://127\.0\.0\.1:\d+)/?\]")
-
-# Runs in the server's process before it becomes rclone: the kernel is asked to kill it when its parent dies, which
-# outlasts the exec. A `preexec_fn` would do this in a forked copy of a process with threads, which may deadlock.
-# The comparison closes the gap in which the parent died before the kernel was asked.
-_TIED_TO_PARENT = """
-import ctypes, os, signal, sys
-PR_SET_PDEATHSIG = 1
-if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-    sys.exit("prctl: " + os.strerror(ctypes.get_errno()))
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 @contextlib.contextmanager
@@ -94,13 +81,9 @@ def server_environment(access_key: str, secret_key: str) -> dict[str, str]:
 
 
 def _start(data: Path, access_key: str, secret_key: str, log: BinaryIO) -> "subprocess.Popen[bytes]":
-    command = [
-        *(sys.executable, "-I", "-S", "-c", _TIED_TO_PARENT, str(os.getpid())),
-        *server_command(data, "127.0.0.1:0"),
-    ]
     try:
         return subprocess.Popen(
-            command,
+            program_command(server_command(data, "127.0.0.1:0")),
             env=server_environment(access_key, secret_key),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -1,11 +1,11 @@
 """The processes of `tvmflow devices up`: TVM's RPC tracker, and RPC servers that no session can bring down.
 
-`python -m tvmflow.tuning.deviceserver PARENT tracker HOST PORT`, or `... PARENT server HOST TRACKER_HOST TRACKER_PORT
-KEY`, prints the port on which it listens and serves until its parent dies.
+`python -m tvmflow.tuning.deviceserver tracker HOST PORT`, or `... server HOST TRACKER_HOST TRACKER_PORT KEY`, sends its
+parent the port at which it listens (`{"port": 9190}`) and serves until it is killed.
 
-TVM's own `tvm.exec.rpc_server` puts the server into a child that outlives it, and the server's loop ends, the process
-staying, as soon as one session dies. Here the loop runs in the process itself and goes on with the next session, and
-sessions die with the server.
+TVM's own `tvm.exec.rpc_server` puts the server into a child that outlives it, and as soon as one session dies, the
+server's loop ends while its process stays. Here the loop runs in the process itself and goes on with the next session,
+and sessions die with the server.
 """
 
 import functools
@@ -15,8 +15,9 @@ import socket
 import sys
 import time
 
-from tvmflow.process import die_with_parent
+from tvmflow.launch import die_with_parent
 from tvmflow.runtime import library
+from tvmflow.supervisor import Channel, forbid_torch
 from tvmflow.target import request_amx
 
 _BACKLOG = 64
@@ -26,23 +27,23 @@ _RETRY_SECONDS = 0.5
 _PAUSE_SECONDS = 0.2
 
 
-def track(host: str, port: int) -> None:
-    """Run a tracker."""
-    listening = _listen(host, port)
+def run_tracker(channel: Channel, host: str, port: int) -> None:
+    """Run a tracker that listens at `host` and `port`. Raises OSError when it cannot listen there."""
+    listening = _listen(channel, host, port)
     from tvm.rpc import tracker
 
     tracker.logger.setLevel(logging.WARNING)
     tracker._tracker_server(listening, "")
 
 
-def serve(host: str, tracker: tuple[str, int], key: str) -> None:
-    """Run a server with `key` of a tracker."""
-    listening = _listen(host, 0)
+def run_server(channel: Channel, host: str, tracker: tuple[str, int], key: str) -> None:
+    """Run a server with `key` of a tracker, at a free port of `host`. Raises OSError when it cannot listen there."""
+    listening = _listen(channel, host, 0)
     library.load()  # With its extras, which candidates may call.
     request_amx()
     from tvm.rpc import server
 
-    server.logger.setLevel(logging.ERROR)  # Every look of the supervisor would be a warning.
+    server.logger.setLevel(logging.ERROR)  # Every probe of the supervisor would be a warning.
     connect = server.base.connect_with_retry
 
     def connect_soon(address: tuple[str, int]) -> socket.socket:
@@ -51,13 +52,13 @@ def serve(host: str, tracker: tuple[str, int], key: str) -> None:
         return connection
 
     server.base.connect_with_retry = connect_soon
-    # Each session is a fork of this process; a fork does not inherit that it dies with its parent.
+    # Each session is a fork of this process, and a fork does not inherit that it dies with its parent.
     os.register_at_fork(after_in_child=functools.partial(_die_with, os.getpid()))
-    folder = os.getcwd()  # noqa: PTH109 -- the session that dies has left the process in its own
+    folder = os.getcwd()  # noqa: PTH109 -- a session that dies leaves the process in the session's folder
     while True:
         try:
             server._listen_loop(listening, listening.getsockname()[1], key, tracker, None, None)
-        except Exception as error:  # A session that died, or a tracker that is not there.
+        except Exception as error:  # A session has died, or there is no tracker.
             print(f"{time.strftime('%H:%M:%S')} {error}", file=sys.stderr, flush=True)  # noqa: T201 -- this is the log
         os.chdir(folder)
         time.sleep(_PAUSE_SECONDS)
@@ -66,33 +67,31 @@ def serve(host: str, tracker: tuple[str, int], key: str) -> None:
 def _die_with(parent: int) -> None:
     try:
         die_with_parent(parent)
-    except SystemExit:
+    except (SystemExit, OSError):
         os._exit(1)  # An exception would not get out of a fork's hook.
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(channel: Channel, host: str, port: int) -> socket.socket:
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Of what it accepts as well: lengths and texts are sent apart, and each pair would take 40 ms.
+    # Accepted connections inherit this: lengths and texts are sent apart, and each pair would take 40 ms.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listening.bind((host, port))
     listening.listen(_BACKLOG)
-    print(listening.getsockname()[1], flush=True)  # noqa: T201 -- whoever started this process reads it
-    os.dup2(2, 1)  # Nobody reads what candidates print.
+    channel.send({"port": listening.getsockname()[1]})
     return listening
 
 
 def main() -> None:
-    """Do what the command line says."""
-    parent, what, host, *more = sys.argv[1:]
-    die_with_parent(int(parent))
-    # tvm_ffi imports torch where it is installed, which costs seconds and is not needed here.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    if what == "tracker":
-        track(host, int(more[0]))
+    """Run the tracker or the server of the command line."""
+    kind, host, *arguments = sys.argv[1:]
+    forbid_torch()
+    channel = Channel()
+    if kind == "tracker":
+        run_tracker(channel, host, int(arguments[0]))
     else:
-        serve(host, (more[0], int(more[1])), more[2])
+        run_server(channel, host, (arguments[0], int(arguments[1])), arguments[2])
 
 
 if __name__ == "__main__":

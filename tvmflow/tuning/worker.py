@@ -4,13 +4,10 @@ It runs them itself, or on a device: between `connect` and `disconnect` everythi
 """
 
 import contextlib
-import ctypes
 import json
 import math
 import os
 import shlex
-import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tvmflow.runtime import library
+from tvmflow.supervisor import Channel, forbid_torch
 from tvmflow.target import request_amx
 from tvmflow.tuning.cache_state import warm_arguments
-from tvmflow.tuning.worker_process import read_frame, write_frame
 
-_PR_SET_PDEATHSIG = 1
 # One timed sample lasts about this long, so that the clock and the first cache misses do not matter.
 _SAMPLE_SECONDS = 0.008
 _SAMPLES = 5
@@ -71,8 +67,8 @@ class _Operations:
         place, self._place, self._inputs = self._place, _Place(), ([], [])
         place.close()
 
-    def _lost(self) -> bool:
-        """Whether the session's device is gone, which is closed then."""
+    def drop_lost_device(self) -> bool:
+        """Close the session if its device is gone, and return whether it is."""
         if self._place.answers():
             return False
         self.disconnect()
@@ -351,31 +347,25 @@ def _linker(command: str) -> Any:
 
 
 def main() -> None:
-    """Serve requests until the tuner closes the pipe or dies."""
-    if sys.platform == "linux":
-        # A worker in an endless loop would never see that the pipe is closed: the kernel ends it.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # tvm_ffi imports torch where it is installed, which costs seconds and is not needed here.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    requests = sys.stdin.buffer
-    with os.fdopen(os.dup(1), "wb") as replies:
-        os.dup2(2, 1)  # Whatever a library prints must not land between two replies.
-        operations = _Operations()
-        if os.environ.get("TVM_USE_RUNTIME_LIB"):
-            library.load()  # With its extras, which candidates may call.
-            request_amx()
-        import tvm  # noqa: F401 -- so that the first request does not pay for it
+    """Serve the tuner's requests until it closes the pipe."""
+    forbid_torch()
+    channel = Channel()
+    operations = _Operations()
+    if os.environ.get("TVM_USE_RUNTIME_LIB"):
+        library.load()  # With its extras, which candidates may call.
+        request_amx()
+    import tvm  # noqa: F401 -- so that the first request does not pay for it
 
-        write_frame(replies, {"ready": True})
-        while (request := read_frame(requests)) is not None:
-            operation: Callable[..., Any] = getattr(operations, request.pop("operation"))
-            try:
-                write_frame(replies, {"value": operation(**request)})
-            except Exception as error:
-                traceback.print_exc()
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                told = f"{type(error).__name__}: {lines[-1].strip()}"
-                write_frame(replies, {"error": told, "lost": operations._lost()})
+    channel.send({"ready": True})
+    while (request := channel.receive()) is not None:
+        operation: Callable[..., Any] = getattr(operations, request["operation"])
+        try:
+            reply = {"value": operation(**request["arguments"])}
+        except Exception as error:
+            traceback.print_exc()
+            lines = str(error).strip().splitlines() or [""]
+            reply = {"error": f"{type(error).__name__}: {lines[-1].strip()}", "is_lost": operations.drop_lost_device()}
+        channel.send(reply)
 
 
 if __name__ == "__main__":

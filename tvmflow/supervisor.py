@@ -1,0 +1,252 @@
+"""Child processes under supervision: a session and a log for each, deadlines for what they do, and a clean end.
+
+A child dies with its parent. What it started ends with it, for all of them are one process group. The steps of a run
+(`tvmflow.process`), the tuner's workers, devices and the verification of bundles are built on this.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+from tvmflow.launch import module_command
+
+# Seconds between looks whether a silent child still lives, and whether one that is waited for has ended.
+_LOOK_SECONDS = 0.5
+_WAIT_SECONDS = 0.02
+# A child whose pipes are closed is about to end.
+_END_SECONDS = 10.0
+_CHUNK_BYTES = 1 << 16
+_TAIL_BYTES = 4096
+
+_live: "set[ChildProcess]" = set()
+_live_lock = threading.Lock()
+
+
+class ChildProcess:
+    """A Python module that runs in a process and a session of its own, and dies with the thread that starts it.
+
+    With `pipes` it exchanges JSON messages with this process: `send` and `receive` here, a `Channel` there. Everything
+    that it prints goes to the file `log`. `environment` is its whole environment.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str],
+        log: Path,
+        append: bool = False,
+        pipes: bool = False,
+        folder: Path | None = None,
+        from_working_folder: bool = False,
+    ) -> None:
+        """Start `python -m module arguments`.
+
+        `append` keeps what the log holds, `folder` is the child's working folder, and `from_working_folder` lets it
+        import modules from there. Raises OSError when the process or its log cannot be made.
+        """
+        self.log = log
+        self._lock = threading.RLock()
+        self._exit_code: int | None = None
+        self._pending = b""
+        with log.open("ab" if append else "wb") as output:
+            self._process = subprocess.Popen(
+                module_command(module, *arguments, from_working_folder=from_working_folder),
+                cwd=folder,
+                stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if pipes else output,
+                stderr=output,
+                env=dict(environment),
+                # An interrupt at the terminal is the parent's to handle.
+                start_new_session=True,
+            )
+        if pipes:
+            os.set_blocking(_open(self._process.stdin).fileno(), False)
+        with _live_lock:
+            _live.add(self)
+
+    @property
+    def pid(self) -> int:
+        """The process's number, which is its group's as well."""
+        return self._process.pid
+
+    def send(self, message: Mapping[str, Any], deadline: float) -> None:
+        """Write a message to the child. Raises EOFError when it is gone, TimeoutError at `deadline` (monotonic)."""
+        descriptor, data = _open(self._process.stdin).fileno(), _encode(message)
+        while data:
+            if not _ready(descriptor, select.POLLOUT, deadline, self):
+                raise EOFError
+            try:
+                data = data[os.write(descriptor, data) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError as error:
+                raise EOFError from error
+
+    def receive(self, deadline: float) -> dict[str, Any]:
+        """Return the child's next message. Raises EOFError when it is gone, TimeoutError at `deadline` (monotonic)."""
+        descriptor = _open(self._process.stdout).fileno()
+        while b"\n" not in self._pending:
+            if not _ready(descriptor, select.POLLIN, deadline, self):
+                raise EOFError
+            data = os.read(descriptor, _CHUNK_BYTES)
+            if not data:
+                raise EOFError
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        return cast(dict[str, Any], json.loads(line))
+
+    def exit_code(self) -> int | None:
+        """Return the exit code, minus the signal's number where a signal ended the child, None while it lives."""
+        with self._lock:
+            if self._exit_code is not None:
+                return self._exit_code
+            # The process is not reaped before `close`: until then no other process and no other group has its number.
+            status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def wait(self, deadline: float) -> int:
+        """Wait for the child's end and return its exit code. Raises TimeoutError at `deadline` (monotonic)."""
+        while (code := self.exit_code()) is None:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                raise TimeoutError
+            time.sleep(min(_WAIT_SECONDS, seconds))
+        return code
+
+    def describe_end(self) -> str:
+        """Say how the child ended, with the last line of its log: "was killed by SIGSEGV", for example.
+
+        Waits for the end of a child that has closed its pipes, but not for long.
+        """
+        try:
+            end = describe_exit(self.wait(time.monotonic() + _END_SECONDS))
+        except TimeoutError:
+            end = "closed its pipes and went on"
+        line = last_line(self.log)
+        return f"{end}, last output {line!r}" if line else end
+
+    def kill(self) -> None:
+        """Kill the child and all that it started, from any thread; a child that has been closed is left alone."""
+        with self._lock:
+            if self._exit_code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the child and all that it started, and free what it held here."""
+        with self._lock:
+            code = self.exit_code()
+            self.kill()
+            killed = self._process.wait()
+            # A child that had ended before keeps its own code, for the kill was meant for those that it started.
+            self._exit_code = killed if code is None else code
+        with _live_lock:
+            _live.discard(self)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def __enter__(self) -> "ChildProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Channel:
+    """The child's end of the pipes: messages from the parent and to it.
+
+    From its construction on, standard input is empty and standard output goes to the log, so that nothing that a
+    library prints is taken for a message.
+    """
+
+    def __init__(self) -> None:
+        """Take standard input and output."""
+        self._requests = os.fdopen(os.dup(0), "rb")
+        self._replies = os.fdopen(os.dup(1), "wb")
+        self._lock = threading.Lock()
+        with Path(os.devnull).open("rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return the parent's next message, None when there will be no more."""
+        line = self._requests.readline()
+        return cast(dict[str, Any], json.loads(line)) if line.endswith(b"\n") else None
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Write a message to the parent at once, from any thread. Raises BrokenPipeError when nobody reads it."""
+        with self._lock:
+            self._replies.write(_encode(message))
+            self._replies.flush()
+
+
+def kill_all() -> None:
+    """Kill every child of this process that is under supervision."""
+    with _live_lock:
+        children = list(_live)
+    for child in children:
+        child.kill()
+
+
+def describe_exit(code: int) -> str:
+    """Say in words how a process ended, by its exit code or, if negative, by minus the signal's number."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {item.value: item.name for item in signal.Signals}
+    hint = " (out of memory, perhaps)" if -code == signal.SIGKILL else ""
+    return f"was killed by {names.get(-code, f'signal {-code}')}{hint}"
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log, at most 200 characters, "" where there is none."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            lines = stream.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].strip()[:200] if lines else ""
+
+
+def forbid_torch() -> None:
+    """Keep this process from importing torch: tvm_ffi would, which takes seconds and a third of a gigabyte."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+def _ready(descriptor: int, event: int, deadline: float, child: ChildProcess) -> bool:
+    """Wait until a pipe is ready; False when the child has ended before. Raises TimeoutError at `deadline`."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    while True:
+        seconds = deadline - time.monotonic()
+        if poll.poll(1000 * max(0.0, min(seconds, _LOOK_SECONDS))):
+            return True
+        if seconds <= 0:
+            raise TimeoutError
+        # A process that the child has forked may hold the pipe open after the child's end.
+        if child.exit_code() is not None:
+            return bool(poll.poll(0))
+
+
+def _encode(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _open(pipe: IO[bytes] | None) -> BinaryIO:
+    if pipe is None:
+        raise ValueError("this child was started without pipes")
+    return cast(BinaryIO, pipe)
