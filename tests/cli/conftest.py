@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
+from support.models import save_model
 from tvmflow.cli import main
 
 
@@ -83,28 +83,16 @@ def executable() -> str:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with small.onnx: sum = x @ weights + y, positive = relu(sum), above = sum > 0."""
     weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "weights"], ["product"]),
-            helper.make_node("Add", ["product", "y"], ["sum"]),
-            helper.make_node("Relu", ["sum"], ["positive"]),
-            helper.make_node("Greater", ["sum", "zero"], ["above"]),
-        ],
-        "small",
-        [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8]),
-            helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4]),
-        ],
-        [
-            helper.make_tensor_value_info("sum", TensorProto.FLOAT, ["batch", 4]),
-            helper.make_tensor_value_info("positive", TensorProto.FLOAT, ["batch", 4]),
-            helper.make_tensor_value_info("above", TensorProto.BOOL, ["batch", 4]),
-        ],
-        [numpy_helper.from_array(weights, "weights"), numpy_helper.from_array(np.zeros((), np.float32), "zero")],
-    )
+    nodes = [
+        helper.make_node("MatMul", ["x", "weights"], ["product"]),
+        helper.make_node("Add", ["product", "y"], ["sum"]),
+        helper.make_node("Relu", ["sum"], ["positive"]),
+        helper.make_node("Greater", ["sum", "zero"], ["above"]),
+    ]
+    inputs = [("x", ["batch", 8]), ("y", ["batch", 4])]
+    outputs = [("sum", ["batch", 4]), ("positive", ["batch", 4]), ("above", ["batch", 4], TensorProto.BOOL)]
     folder = tmp_path_factory.mktemp("models")
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
-    onnx.save(model, folder / "small.onnx")
+    save_model(folder / "small.onnx", nodes, inputs, outputs, {"weights": weights, "zero": np.zeros((), np.float32)})
     return folder
 
 

@@ -10,9 +10,9 @@ os.environ.setdefault("TVM_NUM_THREADS", "2")
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from support import builds
+from support.models import save_model
 from tvmflow.compiler import BuildOptions, Built
 from tvmflow.target import Target, resolve
 
@@ -38,24 +38,7 @@ def make_model(tmp_path: Path) -> MakeModel:
         name: str = "model.onnx",
         opset: int = 18,
     ) -> Path:
-        graph = helper.make_graph(
-            list(nodes),
-            "model",
-            [
-                helper.make_tensor_value_info(item[0], item[2] if len(item) > 2 else TensorProto.FLOAT, item[1])
-                for item in inputs
-            ],
-            [helper.make_tensor_value_info(output, TensorProto.FLOAT, None) for output in outputs],
-            [numpy_helper.from_array(value, key) for key, value in (weights or {}).items()],
-        )
-        domains = sorted({node.domain for node in nodes if node.domain})
-        opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
-        model = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opsets, ir_version=9))
-        for output in model.graph.output:
-            output.type.tensor_type.shape.SetInParent()  # the checker wants one, also where none can be inferred
-        path = tmp_path / name
-        onnx.save(model, path)
-        return path
+        return save_model(tmp_path / name, nodes, inputs, outputs, weights, opset=opset)
 
     return make
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
+from support.models import save_model
+from support.steps import compile_by_steps
 from tvmflow import runtime
 from tvmflow.bundle import extract, pack
 from tvmflow.runtime import CompiledModel
@@ -25,37 +26,22 @@ Repack = Callable[..., Path]
 def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`sum` = (x @ weights) * scale + y, `positive` = relu(sum)."""
     weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "weights"], ["product"]),
-            helper.make_node("Mul", ["product", "scale"], ["scaled"]),
-            helper.make_node("Add", ["scaled", "y"], ["sum"]),
-            helper.make_node("Relu", ["sum"], ["positive"]),
-        ],
-        "small",
-        [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8]),
-            helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4]),
-            helper.make_tensor_value_info("scale", TensorProto.FLOAT, []),
-        ],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in ("sum", "positive")],
-        [numpy_helper.from_array(weights, "weights")],
-    )
+    nodes = [
+        helper.make_node("MatMul", ["x", "weights"], ["product"]),
+        helper.make_node("Mul", ["product", "scale"], ["scaled"]),
+        helper.make_node("Add", ["scaled", "y"], ["sum"]),
+        helper.make_node("Relu", ["sum"], ["positive"]),
+    ]
+    inputs = [("x", ["batch", 8]), ("y", ["batch", 4]), ("scale", [])]
+    outputs = [(name, ["batch", 4]) for name in ("sum", "positive")]
     path = tmp_path_factory.mktemp("model") / "small.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
-    return path
+    return save_model(path, nodes, inputs, outputs, {"weights": weights})
 
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory, onnx_file: Path) -> Callable[[str], Path]:
     """Compile the model with its weights `inside` or `apart`."""
-    from tasks import build, export, package, relax_import, tune
-    from tasks.step import Context
-    from tvmflow import spec
-    from tvmflow.settings import Settings
-    from tvmflow.workspace import Workspace
-
-    workspace = Workspace(tmp_path_factory.mktemp("state"))
+    state = tmp_path_factory.mktemp("state")
 
     def compile_model(weights: str) -> Path:
         document = {
@@ -64,13 +50,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, onnx_file: Path) -> Calla
             "dimensions": {"batch": {"min": 1, "max": 8}},
             "build": {"weights": weights},
         }
-        context = Context(spec.parse(document, onnx_file.parent), Settings(), workspace)
-        (target,) = context.spec.resolve_targets()
-        exported = export.export.fn(context)
-        imported = relax_import.relax_import.fn(context, exported)
-        tuned = tune.tune.fn(context, imported, target)
-        built = build.build.fn(context, imported, tuned, target)
-        return context.file(package.package.fn(context, exported, imported, tuned, built, target).result.bundle)
+        return compile_by_steps(document, onnx_file.parent, state)
 
     return compile_model
 

@@ -13,10 +13,11 @@ from typing import Any
 import httpx
 import numpy as np
 import numpy.typing as npt
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
+from support.models import save_model
+from support.steps import compile_by_steps
 from tvmflow.bundle import extract, pack
 from tvmflow.store import ReleaseStore, StoreConfig, channels
 from tvmflow.store.embedded import embedded_s3
@@ -48,25 +49,14 @@ Serve = Callable[..., AbstractContextManager[Running]]
 def _save(path: Path, seed: int) -> None:
     """sum = x @ weights + y, doubled = rounded = 2 * count; weights by seed."""
     weights = np.random.default_rng(seed).normal(size=(8, 4)).astype(np.float32)
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "weights"], ["product"]),
-            helper.make_node("Add", ["product", "y"], ["sum"]),
-            helper.make_node("Mul", ["count", "two"], ["doubled"]),
-        ],
-        NAME,
-        [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8]),
-            helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4]),
-            helper.make_tensor_value_info("count", TensorProto.INT64, ["batch"]),
-        ],
-        [
-            helper.make_tensor_value_info("sum", TensorProto.FLOAT, ["batch", 4]),
-            helper.make_tensor_value_info("doubled", TensorProto.INT64, ["batch"]),
-        ],
-        [numpy_helper.from_array(weights, "weights"), numpy_helper.from_array(np.array([2], np.int64), "two")],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    nodes = [
+        helper.make_node("MatMul", ["x", "weights"], ["product"]),
+        helper.make_node("Add", ["product", "y"], ["sum"]),
+        helper.make_node("Mul", ["count", "two"], ["doubled"]),
+    ]
+    inputs = [("x", ["batch", 8]), ("y", ["batch", 4]), ("count", ["batch"], TensorProto.INT64)]
+    outputs = [("sum", ["batch", 4]), ("doubled", ["batch"], TensorProto.INT64)]
+    save_model(path, nodes, inputs, outputs, {"weights": weights, "two": np.array([2], np.int64)})
 
 
 @pytest.fixture(scope="session")
@@ -81,25 +71,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def bundles(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> dict[str, Path]:
     """The bundles of versions 1 and 2, built by the real steps, and of 3, whose golden sample is another model's."""
-    from tasks import build, export, package, relax_import, tune
-    from tasks.step import Context
-    from tvmflow import spec
-    from tvmflow.settings import Settings
-    from tvmflow.workspace import Workspace
-
-    workspace = Workspace(tmp_path_factory.mktemp("state"))
+    state = tmp_path_factory.mktemp("state")
     found = {}
     for version, model in models.items():
         document = {"name": NAME, "model": {"onnx": str(model)}, "dimensions": {"batch": {"min": 1, "max": 64}}}
-        context = Context(spec.parse(document, model.parent), Settings(), workspace)
-        (target,) = context.spec.resolve_targets()
-        exported = export.export.fn(context)
-        imported = relax_import.relax_import.fn(context, exported)
-        tuned = tune.tune.fn(context, imported, target)
-        built = build.build.fn(context, imported, tuned, target)
-        found[version] = context.file(
-            package.package.fn(context, exported, imported, tuned, built, target).result.bundle
-        )
+        found[version] = compile_by_steps(document, model.parent, state)
 
     first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     manifest = extract(found["1"], first)
