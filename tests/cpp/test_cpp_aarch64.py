@@ -20,7 +20,10 @@ MakeInputs = Callable[[int], Arrays]
 InPython = Callable[[Path, Arrays], Arrays]
 
 
-@pytest.mark.parametrize(("target", "weights"), [("aarch64-cortex-a72", "apart"), ("aarch64-generic", "inside")])
+@pytest.mark.parametrize(
+    ("target", "weights"),
+    [("aarch64-cortex-a72", "apart"), pytest.param("aarch64-generic", "inside", marks=pytest.mark.long)],
+)
 def test_outputs_for_arm_equal_those_of_this_machine(
     aarch64_runner: Runner,
     compile_small: Compile,
