@@ -12,7 +12,11 @@ from support.pages import Session, blocks, missing_lines
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-GUIDES = sorted(DOCS.glob("tutorial/*.md"))
+# The tutorial runs always, the how-to guides with `--long`. Blocks of a guide that nobody can run here say why.
+GUIDES = [
+    *sorted(DOCS.glob("tutorial/*.md")),
+    *(pytest.param(page, marks=pytest.mark.long) for page in sorted(DOCS.glob("how-to/*.md"))),
+]
 LANGUAGES = {"sh", "console", "text", "python", "yaml", "toml", "cpp", "json"}
 
 
