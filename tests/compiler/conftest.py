@@ -12,9 +12,10 @@ import onnx
 import pytest
 
 from support import builds
+from support.machines import on_two_cores, runnable_levels
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, Built
-from tvmflow.target import Target, resolve
+from tvmflow.target import Target, host, missing_features, resolve
 
 Array = np.ndarray[Any, Any]
 MakeModel = Callable[..., Path]
@@ -23,7 +24,36 @@ RunBuilt = Callable[..., list[Array]]
 
 @pytest.fixture(scope="session")
 def native() -> Target:
+    """Whatever this machine is: for tests that hold for every target."""
     return resolve("native")
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    """The best level of x86-64 that this machine runs, on two cores, so that equal tests build equal code."""
+    level = runnable_levels()[-1:]
+    return on_two_cores(*level) if level else resolve("native")
+
+
+@pytest.fixture(scope="session")
+def bf16() -> Target:
+    """AVX-512 with dot products of bfloat16, without AMX, which `test_compiler_amx.py` is about."""
+    return _or_skip("x86-64-v4-bf16")
+
+
+@pytest.fixture(scope="session")
+def int8() -> Target:
+    """AVX-512, or else AVX2, with dot products of 8-bit integers, without AMX."""
+    if "avx512_vnni" not in host().features and "avx_vnni" in host().features:
+        return on_two_cores("llvm -mcpu=x86-64-v3 -mattr=+avxvnni")
+    return _or_skip("x86-64-v4-vnni")
+
+
+def _or_skip(name: str) -> Target:
+    target = on_two_cores(name)
+    if missing_features(target.features):
+        pytest.skip(f"this CPU does not run {name}")
+    return target
 
 
 @pytest.fixture
@@ -44,28 +74,28 @@ def make_model(tmp_path: Path) -> MakeModel:
 
 
 @pytest.fixture
-def run_built(tmp_path: Path) -> RunBuilt:
-    """Export a built model, load the library and run it on arrays."""
+def run_built() -> RunBuilt:
+    """Run a built model on arrays."""
 
     def run(built: Built, *arrays: Array) -> list[Array]:
         import tvm
         from tvm import relax
 
-        library = tmp_path / "mod.so"
-        library.unlink(missing_ok=True)
-        built.export(library)
-        machine = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
-        result = machine["main"](*(tvm.runtime.tensor(array) for array in (*arrays, *built.params.values())))
+        # From memory: to link a library would take as long as all the rest.
+        if machines[:1] != [built]:
+            machines[:] = [built, relax.VirtualMachine(built.executable, tvm.cpu())]
+        result = machines[1]["main"](*(tvm.runtime.tensor(array) for array in (*arrays, *built.params.values())))
         return [item.numpy() for item in ([result] if hasattr(result, "numpy") else result)]
 
+    machines: list[Any] = []
     return run
 
 
 @pytest.fixture
-def assert_same_as_onnxruntime(native: Target) -> Callable[..., Built]:
-    """Build the model for this machine, run it and ONNX Runtime on the same inputs, and compare."""
+def assert_same_as_onnxruntime(target: Target) -> Callable[..., Built]:
+    """Build the model for `target`, run it and ONNX Runtime on the same inputs, and compare."""
 
     def check(path: Path, *feeds: dict[str, Array], options: BuildOptions | None = None, rtol: float = 1e-4) -> Built:
-        return builds.assert_same_as_onnxruntime(path, feeds, native, options, rtol)
+        return builds.assert_same_as_onnxruntime(path, feeds, target, options, rtol)
 
     return check

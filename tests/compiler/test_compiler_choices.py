@@ -51,105 +51,105 @@ def _run(built: Any, run_built: Any) -> np.ndarray[Any, Any]:
     return np.asarray(run_built(built, x)[0])
 
 
-def test_every_decision_made_otherwise_gives_the_same_results(model: Path, native: Target, run_built: Any) -> None:
+def test_every_decision_made_otherwise_gives_the_same_results(model: Path, target: Target, run_built: Any) -> None:
     imported, met = import_onnx(model), Choices()
-    usual = build(imported, native, choices=met)
+    usual = build(imported, target, choices=met)
     expected = _run(usual, run_built)
     open_sites = [site for site in met.met.values() if len(site.options) > 1]
     assert {site.kind for site in open_sites} >= {"algorithm", "block", "lines", "last", "rows"}
     for place in (1, 2):
         other = Choices({site.key: site.options[min(place, len(site.options) - 1)] for site in open_sites})
-        built = build(imported, native, choices=other)
+        built = build(imported, target, choices=other)
         assert built.ir_text != usual.ir_text
         np.testing.assert_allclose(_run(built, run_built), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_every_schedule_that_the_rules_can_make_of_a_function_gives_the_same_results(
-    model: Path, native: Target
+    model: Path, target: Target
 ) -> None:
     inputs = np.random.default_rng(2)
-    for workload in workloads(lower(import_onnx(model), native)):
+    for workload in workloads(lower(import_onnx(model), target)):
         func = normalize(workload.func)
-        usual, *others = variants(func, machine(native))
-        assert tvm_ffi.structural_equal(usual.mod["main"].body, schedule(func, machine(native))[0].body)
+        usual, *others = variants(func, machine(target))
+        assert tvm_ffi.structural_equal(usual.mod["main"].body, schedule(func, machine(target))[0].body)
         arrays = [inputs.standard_normal([int(size) for size in item.shape]).astype(item.dtype) for item in func.params]
-        expected = _called(usual.mod["main"], native, arrays)
+        expected = _called(usual.mod["main"], target, arrays)
         for other in others:
             assert not tvm_ffi.structural_equal(other.mod["main"].body, usual.mod["main"].body)
             replayed = replay(trace_of(other), func)
             assert tvm_ffi.structural_equal(replayed.body, other.mod["main"].body)
         for other in (others[0], others[-1]) if others else ():
-            np.testing.assert_allclose(_called(other.mod["main"], native, arrays), expected, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(_called(other.mod["main"], target, arrays), expected, rtol=1e-4, atol=1e-4)
 
 
-def _called(func: Any, native: Target, arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def _called(func: Any, target: Target, arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     """What a scheduled function, whose last parameter is its result, makes of arrays."""
     marked = func.with_attr("global_symbol", "main").with_attr("tirx.is_scheduled", True)
-    library = tvm.compile(tvm.IRModule({"main": marked}), tvm.target.Target(native.tvm))
+    library = tvm.compile(tvm.IRModule({"main": marked}), tvm.target.Target(target.tvm))
     tensors = [tvm.runtime.tensor(array) for array in arrays]
     library["main"](*tensors)
     return np.asarray(tensors[-1].numpy())
 
 
-def test_a_machine_of_one_core_gets_no_parallel_loops(model: Path, native: Target) -> None:
-    one = replace(machine(native), cores=1)
-    for workload in workloads(lower(import_onnx(model), native)):
+def test_a_machine_of_one_core_gets_no_parallel_loops(model: Path, target: Target) -> None:
+    one = replace(machine(target), cores=1)
+    for workload in workloads(lower(import_onnx(model), target)):
         assert "parallel" not in schedule(workload.func, one)[0].script()
 
 
-def test_a_decision_is_met_under_the_same_name_in_every_build(model: Path, native: Target) -> None:
+def test_a_decision_is_met_under_the_same_name_in_every_build(model: Path, target: Target) -> None:
     imported, first, second = import_onnx(model), Choices(), Choices()
-    build(imported, native, choices=first)
-    build(imported, native, choices=second)
+    build(imported, target, choices=first)
+    build(imported, target, choices=second)
     assert first.met == second.met
 
 
-def test_the_first_option_is_what_is_built_without_choices(model: Path, native: Target) -> None:
+def test_the_first_option_is_what_is_built_without_choices(model: Path, target: Target) -> None:
     imported, met = import_onnx(model), Choices()
-    usual = build(imported, native, choices=met)
+    usual = build(imported, target, choices=met)
     named = Choices({site.key: site.options[0] for site in met.met.values()})
-    assert build(imported, native, choices=named).ir_text == usual.ir_text
+    assert build(imported, target, choices=named).ir_text == usual.ir_text
 
 
-def test_an_option_that_is_none_of_the_decision_is_passed_over(model: Path, native: Target) -> None:
+def test_an_option_that_is_none_of_the_decision_is_passed_over(model: Path, target: Target) -> None:
     imported, met = import_onnx(model), Choices()
-    usual = build(imported, native, choices=met)
+    usual = build(imported, target, choices=met)
     unknown = Choices(dict.fromkeys(met.met, "no such option"))
-    assert build(imported, native, choices=unknown).ir_text == usual.ir_text
+    assert build(imported, target, choices=unknown).ir_text == usual.ir_text
 
 
 def test_prefetching_weights_that_the_cache_cannot_hold_is_a_choice_with_the_same_results(
-    make_model: Any, native: Target
+    make_model: Any, target: Target
 ) -> None:
     weight = np.random.default_rng(3).standard_normal((48, 256, 3, 3)).astype("float32")
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4, strides=[2, 2])
     model = make_model([node], [("x", [1, 256, 9, 9])], ["y"], {"w": weight})
-    (func,) = (normalize(item.func) for item in workloads(lower(import_onnx(model), native)) if "conv" in item.name)
-    small = replace(machine(native), cache=4 * weight.size - 1)
+    (func,) = (normalize(item.func) for item in workloads(lower(import_onnx(model), target)) if "conv" in item.name)
+    small = replace(machine(target), cache=4 * weight.size - 1)
     assert not any("prefetch" in str(item.trace) for item in variants(func, replace(small, cache=4 * weight.size)))
     usual, *others = variants(func, small)
     fetching = [replay(trace_of(other), func) for other in others if "prefetch" in str(other.trace)]
     assert fetching
     inputs = np.random.default_rng(4)
     arrays = [inputs.standard_normal([int(size) for size in item.shape]).astype("float32") for item in func.params]
-    expected = _called(usual.mod["main"], native, arrays)
+    expected = _called(usual.mod["main"], target, arrays)
     for scheduled in (fetching[0], fetching[-1]):
         assert "T.prefetch" in scheduled.script()
-        np.testing.assert_allclose(_called(scheduled, native, arrays), expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(_called(scheduled, target, arrays), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rows_that_share_a_set_of_the_cache_may_be_packed_first(
-    batch: int, make_model: Any, native: Target, run_built: Any
+    batch: int, make_model: Any, target: Target, run_built: Any
 ) -> None:
     rng = np.random.default_rng(3)
     weight = (rng.standard_normal((40, 1024, 1, 1)) / 32).astype("float32")
     nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Relu", ["c"], ["y"])]
     imported = import_onnx(make_model(nodes, [("x", [batch, 1024, 7, 6])], ["y"], {"w": weight}))
     met = Choices()
-    usual = build(imported, native, choices=met)
+    usual = build(imported, target, choices=met)
     (panel,) = (site for site in met.met.values() if site.kind == "panel")
-    other = build(imported, native, choices=Choices({panel.key: panel.options[1]}))
+    other = build(imported, target, choices=Choices({panel.key: panel.options[1]}))
     assert panel.options == ("in place", "packed")
     assert "packed_rows" in other.ir_text
     assert "packed_rows" not in usual.ir_text
@@ -160,7 +160,7 @@ def test_rows_that_share_a_set_of_the_cache_may_be_packed_first(
 
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_the_last_convolution_may_write_the_output_as_it_leaves(
-    kernel: int, make_model: Any, native: Target, run_built: Any
+    kernel: int, make_model: Any, target: Target, run_built: Any
 ) -> None:
     rng = np.random.default_rng(7)
     weights = {
@@ -175,23 +175,23 @@ def test_the_last_convolution_may_write_the_output_as_it_leaves(
     ]
     imported = import_onnx(make_model(nodes, [("x", [2, 3, 39, 35])], ["y"], weights))
     met = Choices()
-    usual = build(imported, native, choices=met)
+    usual = build(imported, target, choices=met)
     (output,) = (site for site in met.met.values() if site.kind == "output")
-    other = build(imported, native, choices=Choices({output.key: output.options[1]}))
+    other = build(imported, target, choices=Choices({output.key: output.options[1]}))
     assert len(usual.schedules) - len(other.schedules) == 1
     assert "fallback" not in dict(other.schedules)["fused_conv2d1_add_sigmoid_transpose1"]
     x = rng.standard_normal((2, 3, 39, 35)).astype("float32")
     np.testing.assert_allclose(run_built(other, x)[0], run_built(usual, x)[0], rtol=1e-6)
 
 
-def test_the_first_convolution_may_read_the_input_as_it_comes(make_model: Any, native: Target, run_built: Any) -> None:
+def test_the_first_convolution_may_read_the_input_as_it_comes(make_model: Any, target: Target, run_built: Any) -> None:
     weight = np.random.default_rng(5).standard_normal((24, 3, 5, 5)).astype("float32")
     nodes = [helper.make_node("Conv", ["x", "w"], ["c"], pads=[2] * 4), helper.make_node("Relu", ["c"], ["y"])]
     imported = import_onnx(make_model(nodes, [("x", [1, 3, 17, 19])], ["y"], {"w": weight}))
     met = Choices()
-    usual = build(imported, native, choices=met)
+    usual = build(imported, target, choices=met)
     (edge,) = (site for site in met.met.values() if site.kind == "edge")
-    other = build(imported, native, choices=Choices({edge.key: edge.options[1]}))
+    other = build(imported, target, choices=Choices({edge.key: edge.options[1]}))
     assert [name for name, _ in usual.schedules if name not in dict(other.schedules)] == ["transpose"]
     x = np.random.default_rng(6).standard_normal((1, 3, 17, 19)).astype("float32")
     np.testing.assert_array_equal(run_built(other, x)[0], run_built(usual, x)[0])

@@ -16,7 +16,7 @@ from support.builds import rule_counts
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, Built, build, import_onnx
 from tvmflow.compiler.choices import Choices
-from tvmflow.target import Precision, Target, missing_features, resolve
+from tvmflow.target import Precision, Target
 
 Array = np.ndarray[Any, Any]
 _ITEMS = 4
@@ -146,9 +146,9 @@ MODELS: dict[str, Callable[[], Parts]] = {"images": _images, "tokens": _tokens}
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_items_of_any_batch_and_of_a_variant_are_apart(model: str, tmp_path: Path, native: Target) -> None:
+def test_items_of_any_batch_and_of_a_variant_are_apart(model: str, tmp_path: Path, target: Target) -> None:
     parts = MODELS[model]()
-    built = build(_import(parts, "batch", tmp_path), native, BuildOptions(variants=({"batch": _ITEMS},)))
+    built = build(_import(parts, "batch", tmp_path), target, BuildOptions(variants=({"batch": _ITEMS},)))
     for function in ("main", f"main_batch{_ITEMS}"):
         _assert_items_apart(built, function, parts[1])
 
@@ -156,34 +156,31 @@ def test_items_of_any_batch_and_of_a_variant_are_apart(model: str, tmp_path: Pat
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(scale.count(normal=1, long=12)))
 def test_items_of_a_fixed_batch_are_apart_whatever_is_decided(
-    seed: int, model: str, tmp_path: Path, native: Target
+    seed: int, model: str, tmp_path: Path, target: Target
 ) -> None:
     parts, met = MODELS[model](), Choices()
     imported, rng = _import(parts, _ITEMS, tmp_path), np.random.default_rng(seed)
-    usual = build(imported, native, choices=met)
+    usual = build(imported, target, choices=met)
     drawn = {site.key: site.options[int(rng.integers(len(site.options)))] for site in met.met.values()}
-    for built in (usual, *([build(imported, native, choices=Choices(drawn))] if seed else [])):
+    for built in (usual, *([build(imported, target, choices=Choices(drawn))] if seed else [])):
         _assert_items_apart(built, "main", parts[1])
 
 
 @pytest.mark.parametrize("items", [56, 128])
-def test_each_row_of_a_dense_layer_is_an_item(items: int, tmp_path: Path, native: Target) -> None:
+def test_each_row_of_a_dense_layer_is_an_item(items: int, tmp_path: Path, target: Target) -> None:
     parts = _features()
-    built = build(_import(parts, items, tmp_path), native)
+    built = build(_import(parts, items, tmp_path), target)
     assert rule_counts(built) == {"rows": 1}
     _assert_items_apart(built, "main", parts[1], items)
 
 
 @pytest.mark.parametrize(
-    ("precision", "name", "parts"),
-    [("bf16", "x86-64-v4-bf16", _images), ("bf16", "x86-64-v4-bf16", _tokens), ("int8", "x86-64-v4-vnni", _integers)],
+    ("precision", "parts"), [("bf16", _images), ("bf16", _tokens), ("int8", _integers)], ids=["bf16", "tokens", "int8"]
 )
 def test_items_are_apart_in_other_precisions(
-    precision: Precision, name: str, parts: Callable[[], Parts], tmp_path: Path
+    precision: Precision, parts: Callable[[], Parts], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    target = resolve(name)
-    if missing_features(target.features):
-        pytest.skip(f"this CPU does not run {name}")
+    target: Target = request.getfixturevalue(precision)
     made = parts()
     built = build(_import(made, _ITEMS, tmp_path), target, BuildOptions(precision=precision))
     assert rule_counts(built).keys() & {"dot_conv2d", "dot_rows", "dot_winograd"}

@@ -65,13 +65,13 @@ def test_reductions_of_symbolic_shapes_equal_onnx_runtime(
     assert_same_as_onnxruntime(path, *({"x": normal(*size)} for size in sizes))
 
 
-def test_the_largest_of_infinities_is_infinite(make_model: Any, native: Target, run_built: Any) -> None:
+def test_the_largest_of_infinities_is_infinite(make_model: Any, target: Target, run_built: Any) -> None:
     node = helper.make_node("ReduceMax", ["x", "axes"], ["y"], keepdims=0)
     path = make_model([node], [("x", [4, 40])], ["y"], {"axes": np.array([1])})
     x = normal(4, 40)
     x[1] = -np.inf
     x[2, 3] = np.inf
-    built = build(import_onnx(path), native)
+    built = build(import_onnx(path), target)
     np.testing.assert_array_equal(run_built(built, x)[0], x.max(1))
     assert rule_counts(built) == {"reduction": 1}
 

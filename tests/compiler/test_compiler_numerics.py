@@ -280,13 +280,13 @@ def test_vector_functions_are_accurate_over_the_whole_range(
 
 
 def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(
-    make_model: Any, native: Any, run_built: Any
+    make_model: Any, target: Any, run_built: Any
 ) -> None:
     from tvmflow.compiler import build, import_onnx
 
     path = make_model([helper.make_node("Exp", ["x"], ["y"])], [("x", [16])], ["y"])
     x = np.array([-np.inf, -1000, 1000, np.inf, np.nan, *[0.0] * 11], "float32")
-    (y,) = run_built(build(import_onnx(path), native), x)
+    (y,) = run_built(build(import_onnx(path), target), x)
     np.testing.assert_array_equal(y[:6], np.array([0, 0, np.inf, np.inf, np.nan, 1], "float32"))
 
 

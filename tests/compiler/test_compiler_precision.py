@@ -21,7 +21,7 @@ from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import variants
 from tvmflow.errors import BuildError, SpecError, TargetError
 from tvmflow.spec import parse
-from tvmflow.target import Target, host, resolve
+from tvmflow.target import Precision, Target, resolve
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
 from tvmflow.tuning.measure import MeasurePool
 from tvmflow.tuning.traces import normalize, trace_of
@@ -31,10 +31,11 @@ Array = np.ndarray[Any, Any]
 RunBuilt = Callable[..., list[Array]]
 MakeModel = Callable[..., Path]
 
-bfloat16 = pytest.mark.skipif("avx512_bf16" not in host().features, reason="this CPU has no avx512_bf16")
-integers = pytest.mark.skipif(
-    not {"avx512_vnni", "avx_vnni"} & host().features, reason="this CPU has neither avx512_vnni nor avx_vnni"
-)
+
+@pytest.fixture(params=["bf16", "int8"])
+def narrow(request: pytest.FixtureRequest) -> tuple[Precision, Target]:
+    """A reduced precision, and the target that has its dot products."""
+    return request.param, request.getfixturevalue(request.param)
 
 
 def _rounded(value: Array) -> Array:
@@ -78,10 +79,9 @@ _CONVOLUTIONS = [
 ]
 
 
-@bfloat16
 @pytest.mark.parametrize("case", _CONVOLUTIONS, ids=lambda case: "-".join(map(str, case)))
 def test_bfloat16_convolutions_equal_those_of_rounded_operands(
-    case: tuple[int, ...], make_model: MakeModel, run_built: RunBuilt, native: Target
+    case: tuple[int, ...], make_model: MakeModel, run_built: RunBuilt, bf16: Target
 ) -> None:
     channels, out, groups, kernel, stride, pad, dilation, height, width = case
     nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
@@ -89,7 +89,7 @@ def test_bfloat16_convolutions_equal_those_of_rounded_operands(
     x, bias = normal(1, channels, height, width), normal(out)
     weight = normal(out, channels // groups, kernel, kernel)
     imported = import_onnx(make_model(nodes, shape, ["y"], {"w": weight, "b": bias}))
-    built = build(imported, native, BuildOptions(precision="bf16", fast_algorithms=False))
+    built = build(imported, bf16, BuildOptions(precision="bf16", fast_algorithms=False))
     (actual,) = run_built(built, x)
     rounded = make_model(nodes, shape, ["y"], {"w": _rounded(weight), "b": bias}, name="rounded.onnx")
     expected = _onnxruntime(rounded, x=_rounded(x))
@@ -97,12 +97,11 @@ def test_bfloat16_convolutions_equal_those_of_rounded_operands(
     assert rule_counts(built).keys() & {"dot_conv2d", "dot_rows"}
 
 
-@bfloat16
 @pytest.mark.parametrize(
     ("channels", "size", "rule"), [(128, 28, "dot_winograd"), (96, 14, "dot_winograd"), (45, 56, "winograd")]
 )
 def test_winograd_rounds_little_more_than_the_direct_way(
-    channels: int, size: int, rule: str, make_model: MakeModel, run_built: RunBuilt, native: Target
+    channels: int, size: int, rule: str, make_model: MakeModel, run_built: RunBuilt, bf16: Target
 ) -> None:
     weights = {"w": normal(64, channels, 3, 3), "b": normal(64)}
     path = make_model([_conv(1, 3, 1, 1, 1)], [("x", [1, channels, size, size])], ["c"], weights)
@@ -110,43 +109,40 @@ def test_winograd_rounds_little_more_than_the_direct_way(
     expected = _onnxruntime(path, x=x)
     errors = []
     for winograd in (False, True):
-        built = build(imported, native, BuildOptions(precision="bf16", fast_algorithms=winograd))
+        built = build(imported, bf16, BuildOptions(precision="bf16", fast_algorithms=winograd))
         errors.append(float(np.abs(run_built(built, x)[0] - expected).max() / np.abs(expected).max()))
         assert (rule_counts(built)[rule] == 1) is winograd
     assert errors[1] <= 2 * errors[0] <= 1e-2
 
 
-@bfloat16
 @pytest.mark.parametrize(("groups", "rule"), [(2, "conv2d"), (7, "depthwise"), (14, "depthwise")])
 def test_groups_narrower_than_a_vector_are_multiplied_in_float32(
-    groups: int, rule: str, make_model: MakeModel, run_built: RunBuilt, native: Target
+    groups: int, rule: str, make_model: MakeModel, run_built: RunBuilt, bf16: Target
 ) -> None:
     weights = {"w": normal(14, 14 // groups, 3, 3), "b": normal(14)}
     path = make_model([_conv(groups, 3, 1, 1, 1)], [("x", [1, 14, 8, 8])], ["c"], weights)
-    built = build(import_onnx(path), native, BuildOptions(precision="bf16"))
+    built = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
     x = _rounded(normal(1, 14, 8, 8))
     np.testing.assert_allclose(run_built(built, x)[0], _onnxruntime(path, x=x), rtol=1e-4, atol=1e-5)
     assert rule_counts(built)[rule] == 1
 
 
-@bfloat16
 @pytest.mark.parametrize("weights", ["inside", "apart"])
 @pytest.mark.parametrize(
     ("shape", "units"), [((1, 5), 3), ((7, 33), 70), ((49, 64), 32), ((2, 3, 31), 17), ((13, 130), 1)]
 )
 def test_bfloat16_dense_layers_equal_those_of_rounded_operands(
-    shape: tuple[int, ...], units: int, weights: Any, make_model: MakeModel, run_built: RunBuilt, native: Target
+    shape: tuple[int, ...], units: int, weights: Any, make_model: MakeModel, run_built: RunBuilt, bf16: Target
 ) -> None:
     x, weight, bias = normal(*shape), normal(shape[-1], units), normal(units)
     nodes = [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Add", ["p", "b"], ["y"])]
     path = make_model(nodes, [("x", ["batch", *shape[1:]])], ["y"], {"w": weight, "b": bias})
-    built = build(import_onnx(path), native, BuildOptions(precision="bf16", weights=weights))
+    built = build(import_onnx(path), bf16, BuildOptions(precision="bf16", weights=weights))
     expected = _rounded(x) @ _rounded(weight) + bias
     np.testing.assert_allclose(run_built(built, x)[0], expected, rtol=1e-5, atol=1e-5)
     assert rule_counts(built)["dot_rows"] == 1
 
 
-@bfloat16
 @pytest.mark.parametrize(
     ("batch", "rows", "depth", "units"), [((3,), 14, 64, 32), ((2, 3), 5, 7, 9), ((1,), 50, 1, 70)]
 )
@@ -157,25 +153,24 @@ def test_bfloat16_products_of_activations_equal_those_of_rounded_operands(
     units: int,
     make_model: MakeModel,
     run_built: RunBuilt,
-    native: Target,
+    bf16: Target,
 ) -> None:
     left, right = normal(*batch, rows, depth), normal(*batch, depth, units, seed=1)
     shapes = [("a", [*batch, "rows", depth]), ("b", [*batch, depth, "units"])]
     path = make_model([helper.make_node("MatMul", ["a", "b"], ["y"])], shapes, ["y"])
     for sizes in (None, {"a": left.shape, "b": right.shape}):
-        built = build(import_onnx(path, sizes), native, BuildOptions(precision="bf16"))
+        built = build(import_onnx(path, sizes), bf16, BuildOptions(precision="bf16"))
         actual = run_built(built, left, right)[0]
         np.testing.assert_allclose(actual, _rounded(left) @ _rounded(right), rtol=1e-5, atol=1e-5)
         assert any(name.startswith("batch_matmul_bf16") for name, _ in built.schedules)
 
 
-@bfloat16
-def test_not_a_number_and_infinity_survive_rounding(make_model: MakeModel, run_built: RunBuilt, native: Target) -> None:
+def test_not_a_number_and_infinity_survive_rounding(make_model: MakeModel, run_built: RunBuilt, bf16: Target) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     path = make_model(nodes, [("x", [5, 1])], ["y"], {"w": np.ones((1, 4), "float32")})
     x = np.array([[np.nan], [np.inf], [-np.inf], [3.4e38], [1.0]], "float32")
     x[0].view("uint32")[:] = 0x7FFFFFFF  # the payload that rounding would carry over
-    built = build(import_onnx(path), native, BuildOptions(precision="bf16"))
+    built = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
     np.testing.assert_array_equal(run_built(built, x)[0][:, 0], np.array([np.nan, np.inf, -np.inf, np.inf, 1], "f"))
 
 
@@ -212,13 +207,12 @@ def _residual_network(make_model: MakeModel) -> Path:
     return make_model(nodes, [("x", [1, 3, 32, 32])], ["y"], weights)
 
 
-@bfloat16
 def test_a_network_in_bfloat16_is_within_its_bound(
-    make_model: MakeModel, run_built: RunBuilt, native: Target, tmp_path: Path
+    make_model: MakeModel, run_built: RunBuilt, bf16: Target, tmp_path: Path
 ) -> None:
     path = _residual_network(make_model)
     spec = parse({"name": "n", "model": {"onnx": str(path)}, "build": {"precision": "bf16"}}, tmp_path)
-    built = build(import_onnx(path), native, BuildOptions(precision=spec.build.precision))
+    built = build(import_onnx(path), bf16, BuildOptions(precision=spec.build.precision))
     x = normal(1, 3, 32, 32)
     expected = _onnxruntime(path, x=x)
     error = float(np.abs(run_built(built, x)[0] - expected).max() / np.abs(expected).max())
@@ -227,17 +221,32 @@ def test_a_network_in_bfloat16_is_within_its_bound(
     assert rule_counts(built)["dot_conv2d"] + rule_counts(built)["dot_rows"] == 5
 
 
-@bfloat16
-@integers
-def test_equal_models_give_equal_libraries(make_model: MakeModel, native: Target, tmp_path: Path) -> None:
-    path = _residual_network(make_model)
-    quantised = _quantise(path, tmp_path / "quantised.onnx")
-    for model, precision in ((path, "bf16"), (quantised, "int8")):
-        libraries = []
-        for name in ("one.so", "two.so"):
-            build(import_onnx(model), native, BuildOptions(precision=precision)).export(tmp_path / name)  # type: ignore[arg-type]
-            libraries.append((tmp_path / name).read_bytes())
-        assert libraries[0] == libraries[1]
+def test_equal_models_give_equal_libraries(
+    narrow: tuple[Precision, Target], make_model: MakeModel, tmp_path: Path
+) -> None:
+    precision, target = narrow
+    path = _small_network(make_model)
+    if precision == "int8":
+        path = _quantise(path, tmp_path / "quantised.onnx")
+    libraries = []
+    for name in ("one.so", "two.so"):
+        build(import_onnx(path), target, BuildOptions(precision=precision)).export(tmp_path / name)
+        libraries.append((tmp_path / name).read_bytes())
+    assert libraries[0] == libraries[1]
+
+
+def _small_network(make_model: MakeModel) -> Path:
+    """A convolution, a depthwise one and a classifier."""
+    nodes = [
+        helper.make_node("Conv", ["x", "w0"], ["a"], pads=[1] * 4),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "w1"], ["c"], group=24),
+        helper.make_node("GlobalAveragePool", ["c"], ["d"]),
+        helper.make_node("Flatten", ["d"], ["e"]),
+        helper.make_node("Gemm", ["e", "w2"], ["y"]),
+    ]
+    weights = {"w0": normal(24, 3, 3, 3) / 5, "w1": normal(24, 1, 3, 3) / 3, "w2": normal(24, 10) / 5}
+    return make_model(nodes, [("x", [1, 3, 12, 12])], ["y"], weights)
 
 
 def _quantise(path: Path, output: Path, *, signed: bool = False, per_channel: bool = True) -> Path:
@@ -279,18 +288,17 @@ def _assert_steps(actual: Array, expected: Array, step: float, steps: int = 1) -
     assert (distance > 0).mean() <= 0.01
 
 
-@integers
 @pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
 @pytest.mark.parametrize("case", [*_CONVOLUTIONS, (14, 14, 14, 3, 1, 1, 1, 8, 8)], ids=lambda c: "-".join(map(str, c)))
 def test_quantised_convolutions_equal_onnx_runtime(
-    case: tuple[int, ...], signed: bool, make_model: MakeModel, run_built: RunBuilt, native: Target, tmp_path: Path
+    case: tuple[int, ...], signed: bool, make_model: MakeModel, run_built: RunBuilt, int8: Target, tmp_path: Path
 ) -> None:
     channels, out, groups, kernel, stride, pad, dilation, height, width = case
     nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("LeakyRelu", ["c"], ["y"], alpha=0.3)]
     weights = {"w": normal(out, channels // groups, kernel, kernel), "b": normal(out)}
     path = make_model(nodes, [("x", [1, channels, height, width])], ["y"], weights)
     quantised = _quantise(path, tmp_path / "quantised.onnx", signed=signed, per_channel=groups != 3)
-    built = build(import_onnx(quantised), native, BuildOptions(precision="int8"))
+    built = build(import_onnx(quantised), int8, BuildOptions(precision="int8"))
     x = normal(1, channels, height, width, seed=9)
     _assert_steps(run_built(built, x)[0], _onnxruntime(quantised, x=x), _step(quantised, "y"))
     in_integers = {"dot_conv2d", "dot_rows", "depthwise"} if depth_fits(case) else {"conv2d"}
@@ -303,7 +311,6 @@ def depth_fits(case: tuple[int, ...]) -> bool:
     return groups == 1 or channels // groups % 4 == 0 or channels == groups
 
 
-@integers
 @pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
 @pytest.mark.parametrize(("rows", "depth", "units"), [(1, 5, 3), (7, 33, 70), (49, 64, 32)])
 def test_quantised_dense_layers_equal_onnx_runtime(
@@ -313,26 +320,25 @@ def test_quantised_dense_layers_equal_onnx_runtime(
     signed: bool,
     make_model: MakeModel,
     run_built: RunBuilt,
-    native: Target,
+    int8: Target,
     tmp_path: Path,
 ) -> None:
     weights = {"w": normal(units, depth), "b": normal(units)}
     nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["y"], transB=1)]
     path = make_model(nodes, [("x", [rows, depth])], ["y"], weights)
     quantised = _quantise(path, tmp_path / "quantised.onnx", signed=signed)
-    built = build(import_onnx(quantised), native, BuildOptions(precision="int8"))
+    built = build(import_onnx(quantised), int8, BuildOptions(precision="int8"))
     x = normal(rows, depth, seed=9)
     _assert_steps(run_built(built, x)[0], _onnxruntime(quantised, x=x), _step(quantised, "y"))
     assert rule_counts(built)["dot_rows"] == 1
 
 
-@integers
 @pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
 def test_a_quantised_network_stays_in_integers(
-    signed: bool, make_model: MakeModel, run_built: RunBuilt, native: Target, tmp_path: Path
+    signed: bool, make_model: MakeModel, run_built: RunBuilt, int8: Target, tmp_path: Path
 ) -> None:
     quantised = _quantise(_residual_network(make_model), tmp_path / "quantised.onnx", signed=signed)
-    built = build(import_onnx(quantised), native, BuildOptions(precision="int8"))
+    built = build(import_onnx(quantised), int8, BuildOptions(precision="int8"))
     x = normal(1, 3, 32, 32, seed=9)
     expected = _onnxruntime(quantised, x=x)
     assert float(np.abs(run_built(built, x)[0] - expected).max()) <= 2 * _step(quantised, "y") + 1e-6
@@ -343,11 +349,10 @@ def test_a_quantised_network_stays_in_integers(
     assert pooling.count('"uint8"') == 2
 
 
-@integers
-def test_int8_refuses_a_model_that_is_not_quantised(make_model: MakeModel, native: Target) -> None:
+def test_int8_refuses_a_model_that_is_not_quantised(make_model: MakeModel, int8: Target) -> None:
     imported = import_onnx(_residual_network(make_model))
     with pytest.raises(BuildError, match=r"needs a quantised model.*quantize_static"):
-        build(imported, native, BuildOptions(precision="int8"))
+        build(imported, int8, BuildOptions(precision="int8"))
 
 
 @pytest.mark.parametrize(
@@ -393,9 +398,8 @@ def test_products_are_instructions_on_narrow_numbers(
     assert len(re.findall(instruction, assembly)) > 50
 
 
-@bfloat16
 def test_values_read_by_products_and_returned_are_right(
-    make_model: MakeModel, run_built: RunBuilt, native: Target
+    make_model: MakeModel, run_built: RunBuilt, bf16: Target
 ) -> None:
     nodes = [
         helper.make_node("Split", ["x"], ["left", "right"], num_outputs=2, axis=1),
@@ -408,7 +412,7 @@ def test_values_read_by_products_and_returned_are_right(
     weights = {"w": _rounded(normal(8, 8, 1, 1)), "v": _rounded(normal(3, 16, 1, 1))}
     outputs = ["a", "b", "c", "d", "e"]
     built = build(
-        import_onnx(make_model(nodes, [("x", [1, 16, 5, 5])], outputs, weights)), native, BuildOptions(precision="bf16")
+        import_onnx(make_model(nodes, [("x", [1, 16, 5, 5])], outputs, weights)), bf16, BuildOptions(precision="bf16")
     )
     x = _rounded(normal(1, 16, 5, 5))
 
@@ -423,30 +427,28 @@ def test_values_read_by_products_and_returned_are_right(
         np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=0.05)
 
 
-def _candidate(path: Path, native: Target, precision: Any) -> tuple[tvm.tirx.PrimFunc, Candidate]:
+def _candidate(path: Path, target: Target, precision: Precision) -> tuple[tvm.tirx.PrimFunc, Candidate]:
     """The one convolution of a model, unscheduled, and what builds it."""
     options = BuildOptions(precision=precision, fast_algorithms=False)
-    found = workloads(lower(import_onnx(path), native, options))
-    (func,) = (normalize(item.func) for item in found if "conv2d" in item.name)
+    lowered = lower(import_onnx(path), target, options)
+    (func,) = (normalize(item.func) for item in workloads(lowered) if "conv2d" in item.name)
     return func, Candidate(tvm.ir.save_json(func), arguments_of(func) or ())
 
 
-@bfloat16
-@integers
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_other_schedules_of_dot_products_are_built_in_other_processes_and_right(
-    precision: str, make_model: MakeModel, tmp_path: Path, native: Target
+    narrow: tuple[Precision, Target], make_model: MakeModel, tmp_path: Path
 ) -> None:
+    precision, target = narrow
     nodes, weights = [_conv(1, 3, 1, 1, 1)], {"w": normal(64, 32, 3, 3), "b": normal(64)}
     path = make_model(nodes, [("x", [1, 32, 9, 9])], ["c"], weights)
     if precision == "int8":
         path = _quantise(path, tmp_path / "quantised.onnx")
-    func, unscheduled = _candidate(path, native, precision)
-    found = variants(func, machine(native))
-    assert all("Tensorize" in {step.kind.name for step in item.trace.insts} for item in found)
-    first, last = (trace_of(found[place]) for place in (0, -1))
+    func, unscheduled = _candidate(path, target, precision)
+    schedules = variants(func, machine(target))
+    assert all("Tensorize" in {step.kind.name for step in item.trace.insts} for item in schedules)
+    first, last = (trace_of(schedules[place]) for place in (0, -1))
     assert first != last
-    with MeasurePool(native.canonical, builders=2, threads=1, timeout=60, deadline=math.inf) as pool:
+    with MeasurePool(target.canonical, builders=2, threads=1, timeout=60, deadline=math.inf) as pool:
         reference, *built = pool.build([unscheduled, *(replace(unscheduled, trace=trace) for trace in (first, last))])
         assert isinstance(reference, Library)
         for library in built:
@@ -455,16 +457,15 @@ def test_other_schedules_of_dot_products_are_built_in_other_processes_and_right(
             assert pool.time(library) > 0
 
 
-@bfloat16
 def test_a_schedule_in_bfloat16_that_computes_something_else_is_found_wrong(
-    make_model: MakeModel, native: Target
+    make_model: MakeModel, bf16: Target
 ) -> None:
     shape, weights = [("x", [1, 32, 9, 9])], {"w": normal(64, 32, 3, 3), "b": normal(64)}
     conv, relu = _conv(1, 3, 1, 1, 1), helper.make_node("Relu", ["c"], ["y"])
     one = make_model([conv], shape, ["c"], weights)
     other = make_model([conv, relu], shape, ["y"], weights, name="relu.onnx")
-    candidates = [_candidate(path, native, "bf16")[1] for path in (one, other)]
-    with MeasurePool(native.canonical, builders=2, threads=1, timeout=60, deadline=math.inf) as pool:
+    candidates = [_candidate(path, bf16, "bf16")[1] for path in (one, other)]
+    with MeasurePool(bf16.canonical, builders=2, threads=1, timeout=60, deadline=math.inf) as pool:
         plain, clipped = pool.build(candidates)
         assert isinstance(plain, Library)
         assert isinstance(clipped, Library)

@@ -22,10 +22,10 @@ def relu(rows: Any, columns: int) -> tvm.tirx.PrimFunc:
     ("rows", "threads"), [(8, False), (4096, True), (None, True)], ids=["tiny", "large", "unknown"]
 )
 def test_a_function_uses_threads_unless_one_core_is_done_before_they_start(
-    native: Target, rows: int | None, threads: bool
+    target: Target, rows: int | None, threads: bool
 ) -> None:
     func = relu(tvm.te.var("n", "int64") if rows is None else rows, 256)
-    scheduled, rule = schedule(func, machine(native))
+    scheduled, rule = schedule(func, machine(target))
     assert rule == "fallback"
     assert ("T.parallel" in scheduled.script()) == threads
     assert "T.vectorized" in scheduled.script()

@@ -63,7 +63,7 @@ def test_pointwise_convolutions_with_residuals_equal_onnx_runtime(
 
 
 def test_the_error_is_a_few_times_that_of_the_usual_product(
-    make_model: Any, native: Any, run_built: Callable[..., list[np.ndarray[Any, Any]]]
+    make_model: Any, target: Any, run_built: Callable[..., list[np.ndarray[Any, Any]]]
 ) -> None:
     from tvmflow.compiler import build, import_onnx
 
@@ -72,7 +72,7 @@ def test_the_error_is_a_few_times_that_of_the_usual_product(
     exact = x.astype("float64") @ weight
     errors = []
     for allowed in (True, False):
-        built = build(import_onnx(path), native, BuildOptions(fast_algorithms=allowed))
+        built = build(import_onnx(path), target, BuildOptions(fast_algorithms=allowed))
         assert (rule_counts(built)["strassen"] == 1) is allowed
         (actual,) = run_built(built, x)
         errors.append(np.abs(actual - exact).max() / np.abs(exact).max())

@@ -31,9 +31,9 @@ def run(built: Built, function: str, x: np.ndarray) -> np.ndarray:  # type: igno
 
 
 @pytest.mark.parametrize("weights", ["inside", "apart"])
-def test_a_variant_and_main_compute_the_same(imported: Imported, native: Target, weights: str) -> None:
+def test_a_variant_and_main_compute_the_same(imported: Imported, target: Target, weights: str) -> None:
     options = BuildOptions(weights=weights, variants=({"batch": 2, "length": 5},))  # type: ignore[arg-type]
-    built = build(imported, native, options)
+    built = build(imported, target, options)
     assert built.variants == {"main_batch2_length5": {"batch": 2, "length": 5}}
     x = np.random.default_rng(1).standard_normal((2, 5, 24)).astype(np.float32)
     expected = np.maximum(x @ WEIGHT, 0)
@@ -41,31 +41,31 @@ def test_a_variant_and_main_compute_the_same(imported: Imported, native: Target,
         np.testing.assert_allclose(run(built, function, x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_main_still_takes_other_sizes(imported: Imported, native: Target) -> None:
-    built = build(imported, native, BuildOptions(variants=({"batch": 2, "length": 5},)))
+def test_main_still_takes_other_sizes(imported: Imported, target: Target) -> None:
+    built = build(imported, target, BuildOptions(variants=({"batch": 2, "length": 5},)))
     x = np.random.default_rng(1).standard_normal((3, 7, 24)).astype(np.float32)
     np.testing.assert_allclose(run(built, "main", x), np.maximum(x @ WEIGHT, 0), rtol=1e-4, atol=1e-5)
 
 
-def test_a_dimension_that_is_not_fixed_stays_symbolic_in_a_variant(imported: Imported, native: Target) -> None:
-    built = build(imported, native, BuildOptions(variants=({"batch": 1},)))
+def test_a_dimension_that_is_not_fixed_stays_symbolic_in_a_variant(imported: Imported, target: Target) -> None:
+    built = build(imported, target, BuildOptions(variants=({"batch": 1},)))
     for length in (1, 6):
         x = np.random.default_rng(1).standard_normal((1, length, 24)).astype(np.float32)
         np.testing.assert_allclose(run(built, "main_batch1", x), np.maximum(x @ WEIGHT, 0), rtol=1e-4, atol=1e-5)
 
 
-def test_weights_are_kept_once_for_all_variants(imported: Imported, native: Target) -> None:
-    alone = build(imported, native, BuildOptions(weights="apart"))
-    with_variant = build(imported, native, BuildOptions(weights="apart", variants=({"batch": 1, "length": 4},)))
+def test_weights_are_kept_once_for_all_variants(imported: Imported, target: Target) -> None:
+    alone = build(imported, target, BuildOptions(weights="apart"))
+    with_variant = build(imported, target, BuildOptions(weights="apart", variants=({"batch": 1, "length": 4},)))
     sizes = [sum(value.nbytes for value in built.params.values()) for built in (alone, with_variant)]
     assert sizes[1] <= 2 * sizes[0]
     digests = {value.tobytes() for value in with_variant.params.values()}
     assert len(digests) == len(with_variant.params)
 
 
-def test_a_variant_gives_the_tuner_static_workloads(imported: Imported, native: Target) -> None:
+def test_a_variant_gives_the_tuner_static_workloads(imported: Imported, target: Target) -> None:
     def static(options: BuildOptions) -> int:
-        functions = [item.func for item in workloads(lower(imported, native, options))]
+        functions = [item.func for item in workloads(lower(imported, target, options))]
         return sum(
             all(isinstance(size, tvm.tirx.IntImm) for buffer in function.params for size in buffer.ty.shape)
             for function in functions

@@ -69,12 +69,12 @@ def test_every_tile_size_serves_every_batch(
     ("stride", "size", "bound"), [(1, 2, 2e-6), (1, 4, 4e-6), (2, 2, 2e-6), (2, 3, 2e-6), (2, 4, 4e-6)]
 )
 def test_the_error_stays_within_the_algorithms_bound(
-    stride: int, size: int, bound: float, make_model: Any, native: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
+    stride: int, size: int, bound: float, make_model: Any, target: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
     case = (128, 128, 16, 16, 0, 0, 0, 0)
     x, weight, bias = normal(1, 128, 16, 16), normal(128, 128, 3, 3), normal(128)
-    (actual,) = run_built(build(import_onnx(_convolution(make_model, case, stride=stride)), native), x)
+    (actual,) = run_built(build(import_onnx(_convolution(make_model, case, stride=stride)), target), x)
     windows = np.lib.stride_tricks.sliding_window_view(x.astype("float64"), (3, 3), axis=(2, 3))
     windows = windows[:, :, ::stride, ::stride]
     exact = np.einsum("nchwyx,ocyx->nohw", windows, weight) + bias[:, None, None]
@@ -113,13 +113,13 @@ def test_large_weights_get_small_tiles(height: int, channels: int) -> None:
     assert winograd.ranked(height, height, channels, channels, AVX512)[0] == 2
 
 
-def test_the_tuner_has_a_search_space_for_winograd(make_model: Any, native: Any) -> None:
+def test_the_tuner_has_a_search_space_for_winograd(make_model: Any, target: Any) -> None:
     from tvmflow.tuning.space import make_search
     from tvmflow.tuning.traces import normalize
 
     imported = import_onnx(_convolution(make_model, (64, 64, 28, 28, 1, 1, 1, 1)))
-    (function,) = (item.func for item in workloads(lower(imported, native)) if "winograd" in item.name)
-    search = make_search(normalize(function), native.canonical, "random", batch=2, seed=1, cost_model=None)
+    (function,) = (item.func for item in workloads(lower(imported, target)) if "winograd" in item.name)
+    search = make_search(normalize(function), target.canonical, "random", batch=2, seed=1, cost_model=None)
     assert search.propose()
 
 
@@ -151,20 +151,20 @@ def test_winograd_can_be_forbidden(make_model: Any, assert_same_as_onnxruntime: 
     assert built.algorithms == {}
 
 
-def test_a_build_says_what_is_computed_by_winograd_and_its_bound(make_model: Any, native: Any) -> None:
-    built = build(import_onnx(_convolution(make_model, (64, 64, 56, 56, 1, 1, 1, 1))), native)
+def test_a_build_says_what_is_computed_by_winograd_and_its_bound(make_model: Any, target: Any) -> None:
+    built = build(import_onnx(_convolution(make_model, (64, 64, 56, 56, 1, 1, 1, 1))), target)
     assert built.algorithms["winograd"].functions == 1
     assert built.algorithms["winograd"].bound == winograd.error_bound(4, 1, 64)
 
 
 @pytest.mark.parametrize(("size", "stride"), [(2, 1), (4, 1), (2, 2), (3, 2), (4, 2)])
 def test_errors_are_below_the_bound_that_is_known_before(
-    size: int, stride: int, make_model: Any, native: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
+    size: int, stride: int, make_model: Any, target: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
     x, weight = normal(1, 40, 12, 12), normal(24, 40, 3, 3)
     nodes = [helper.make_node("Conv", ["x", "w"], ["y"], strides=[stride, stride])]
-    built = build(import_onnx(make_model(nodes, [("x", x.shape)], ["y"], {"w": weight})), native)
+    built = build(import_onnx(make_model(nodes, [("x", x.shape)], ["y"], {"w": weight})), target)
     assert rule_counts(built)["winograd"] == 1
     windows = np.lib.stride_tricks.sliding_window_view(x.astype("float64"), (3, 3), axis=(2, 3))
     exact = np.einsum("nchwyx,ocyx->nohw", windows[:, :, ::stride, ::stride], weight)

@@ -1,7 +1,9 @@
 """Machines to compile for that are not this one, so that a test means the same on every host."""
 
+import os
+
 from tvmflow.compiler.machine import Machine
-from tvmflow.target import host, missing_features, resolve
+from tvmflow.target import Target, host, missing_features, resolve
 
 AVX512 = Machine(lanes=16, registers=32, cores=2)
 AVX2 = Machine(lanes=8, registers=16, cores=2, cache=1 << 18)
@@ -10,7 +12,17 @@ _LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
 
 
 def runnable_levels() -> list[str]:
-    """The levels of x86-64 whose code this machine runs, the lowest first; none on another architecture."""
+    """The levels of x86-64 whose code this machine runs, the lowest first; none on another architecture.
+
+    The variable TVMFLOW_TEST_LEVEL, e.g. x86-64-v3, leaves out those above: so a test is tried as on a lesser machine.
+    """
     if host().arch != "x86_64":
         return []
-    return [level for level in _LEVELS if not missing_features(resolve(level).features)]
+    highest = os.environ.get("TVMFLOW_TEST_LEVEL", _LEVELS[-1])
+    levels = _LEVELS[: _LEVELS.index(highest) + 1]
+    return [level for level in levels if not missing_features(resolve(level).features)]
+
+
+def on_two_cores(name: str) -> Target:
+    """A target by its name as on a machine of two cores: what is decided depends on their number."""
+    return resolve({**resolve(name).tvm, "num-cores": 2})
