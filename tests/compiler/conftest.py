@@ -78,16 +78,8 @@ def run_built() -> RunBuilt:
     """Run a built model on arrays."""
 
     def run(built: Built, *arrays: Array) -> list[Array]:
-        import tvm
-        from tvm import relax
+        return builds.run_in_memory(built, [arrays])[0]
 
-        # From memory: to link a library would take as long as all the rest.
-        if machines[:1] != [built]:
-            machines[:] = [built, relax.VirtualMachine(built.executable, tvm.cpu())]
-        result = machines[1]["main"](*(tvm.runtime.tensor(array) for array in (*arrays, *built.params.values())))
-        return [item.numpy() for item in ([result] if hasattr(result, "numpy") else result)]
-
-    machines: list[Any] = []
     return run
 
 
