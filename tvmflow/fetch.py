@@ -1,4 +1,4 @@
-"""Fetch bundles from S3 and from releases, into a cache by digest."""
+"""Fetching bundles of releases and objects on S3, into a cache by digest."""
 
 import os
 import re
@@ -21,44 +21,45 @@ _RELEASE = re.compile(r"release://(?P<name>[^/@]+)(?:@(?P<channel>[^/@]+)|/(?P<v
 
 
 def bundles(uri: str) -> Iterator[Path]:
-    """The bundles of a `release://` URI, the best for this machine first, or the one of an `s3://` URI.
+    """Yield the bundles of a `release://` URI, the best for this machine first, or the one bundle of an `s3://` URI.
 
-    Each is fetched when it is asked for. Raises StoreError when the store cannot be read, BundleError when none of a
-    release's bundles is for this machine.
+    Each is fetched when the caller asks for it. Raises StoreError when the store cannot be read or has no such bundle,
+    and BundleError when this machine can run none of a release's bundles.
     """
-    known = settings.load()
-    yield from _of_release(known, uri) if uri.startswith("release://") else _of_object(known, uri)
+    configuration = settings.load()
+    yield from _of_release(configuration, uri) if uri.startswith("release://") else _of_object(configuration, uri)
 
 
-def _of_release(known: Settings, uri: str) -> Iterator[Path]:
-    found = _RELEASE.fullmatch(uri)
-    if found is None:
+def _of_release(configuration: Settings, uri: str) -> Iterator[Path]:
+    match = _RELEASE.fullmatch(uri)
+    if match is None:
         raise StoreError(f"{uri!r} names no release: expected release://NAME@CHANNEL or release://NAME/VERSION.")
-    name, version = found["name"], found["version"]
-    if known.s3_endpoint is None and known.s3_bucket is None and not (known.state / "s3").is_dir():
+    name, version = match["name"], match["version"]
+    has_server = configuration.s3_endpoint is not None or configuration.s3_bucket is not None
+    if not has_server and not (configuration.state / "s3").is_dir():
         raise StoreError(
             f"No release store is named for {uri!r}: set TVMFLOW_S3_ENDPOINT, or TVMFLOW_S3_BUCKET for Amazon S3."
         )
-    with open_store(known) as store:
+    with open_store(configuration) as store:
         if version is None:
-            version = channels.read(store, name, found["channel"]).version
-        yield from resolve.fetch_bundles(store, name, version, cache_folder(known))
+            version = channels.read(store, name, match["channel"]).version
+        yield from resolve.fetch_bundles(store, name, version, cache_folder(configuration))
 
 
-def cache_folder(known: Settings) -> Path:
-    """Where fetched bundles are kept: in `TVMFLOW_HOME` where that is set, else with the user's caches."""
-    if "home" in known.model_fields_set:
-        return known.state / "bundles"
+def cache_folder(configuration: Settings) -> Path:
+    """Return the folder of fetched bundles: in `TVMFLOW_HOME` if that is set, else in the user's cache folder."""
+    if "home" in configuration.model_fields_set:
+        return configuration.state / "bundles"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tvmflow" / "bundles"
 
 
-def _of_object(known: Settings, uri: str) -> Iterator[Path]:
+def _of_object(configuration: Settings, uri: str) -> Iterator[Path]:
     place = parse_uri(uri)
-    with _store_of(known, place.bucket) as config:
+    with _store_of(configuration, place.bucket) as config:
         blob = _BLOB.fullmatch(place.key)
         if blob:
             store = ReleaseStore(replace(config, prefix=blob["prefix"] or ""))
-            yield resolve.fetch_bundle(store, blob["digest"], cache_folder(known))
+            yield resolve.fetch_bundle(store, blob["digest"], cache_folder(configuration))
             return
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
             path = Path(folder, "bundle.tar.gz")
@@ -67,11 +68,11 @@ def _of_object(known: Settings, uri: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _store_of(known: Settings, bucket: str) -> Iterator[StoreConfig]:
-    """The server that the settings name; without any, Amazon, but for the bucket of the embedded server."""
-    if known.s3_endpoint is None and known.s3_bucket is None and bucket != BUCKET:
-        known = known.model_copy(update={"s3_bucket": bucket})
-    with open_store(known) as store:
+def _store_of(configuration: Settings, bucket: str) -> Iterator[StoreConfig]:
+    """The S3 server of the settings; without one it is Amazon's, except for the embedded server's own bucket."""
+    if configuration.s3_endpoint is None and configuration.s3_bucket is None and bucket != BUCKET:
+        configuration = configuration.model_copy(update={"s3_bucket": bucket})
+    with open_store(configuration) as store:
         yield replace(store.config, bucket=bucket, prefix="")
 
 

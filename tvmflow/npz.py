@@ -1,4 +1,4 @@
-"""Arrays by name in .npz files: read from anywhere safely, written under any name."""
+"""Arrays by name in .npz files: read safely from any source, written under any name."""
 
 import zipfile
 from collections.abc import Mapping
@@ -12,7 +12,10 @@ Array = npt.NDArray[Any]
 
 
 def read(path: Path) -> dict[str, Array]:
-    """The arrays of a file. Raises OSError when it cannot be opened, ValueError when it is no .npz of plain arrays."""
+    """Return the arrays by name. Raises OSError for a file that cannot be opened, ValueError for one without arrays.
+
+    Nothing is unpickled: an array of Python objects raises ValueError.
+    """
     with path.open("rb") as stream:
         try:
             loaded = np.load(stream, allow_pickle=False)
@@ -24,7 +27,7 @@ def read(path: Path) -> dict[str, Array]:
 
 
 def write(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write arrays as `numpy.savez` does, also under the names of its own parameters."""
+    """Write arrays as `numpy.savez` does; other than there, the names `file` and `allow_pickle` are possible, too."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:

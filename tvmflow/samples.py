@@ -1,4 +1,4 @@
-"""Sample inputs as the release file describes them, and how results on them are kept."""
+"""Sample inputs as the release file describes them, and the files that keep them with the original's outputs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,31 +16,31 @@ Named = dict[str, Array]
 
 
 def measured_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension]) -> list[dict[str, int]]:
-    """The sizes of the symbolic dimensions at each point that is measured; one empty point for static shapes."""
-    symbols = sorted({dim for item in inputs for dim in item.shape if isinstance(dim, str)})
-    known = {name: dimensions.get(name, Dimension()) for name in symbols}
-    points = max((len(dimension.measure) for dimension in known.values()), default=0) or 1
+    """Return the sizes of the symbolic dimensions at each point to measure; for static shapes one empty point."""
+    symbols = sorted({size for item in inputs for size in item.shape if isinstance(size, str)})
+    ranges = {name: dimensions.get(name, Dimension()) for name in symbols}
+    points = max((len(dimension.measure) for dimension in ranges.values()), default=0) or 1
     return [
         {
             name: dimension.measure[min(point, len(dimension.measure) - 1)]
             if dimension.measure
             else dimension.typical_size
-            for name, dimension in known.items()
+            for name, dimension in ranges.items()
         }
         for point in range(points)
     ]
 
 
 def choose_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int) -> dict[str, int]:
-    """The sizes of the symbolic dimensions for sample `index`.
+    """Return the sizes of the symbolic dimensions for sample `index`.
 
-    The first samples have the sizes that are measured; the others go through the size to tune at, an odd one and the
-    ends of the range, so that a size baked into the model by mistake shows.
+    The first samples have the sizes to measure. The others go through the size to tune for, an odd one and the ends of
+    the range, so that a size that was built into the model by mistake shows.
     """
     points = measured_sizes(inputs, dimensions)
     if index < len(points):
         return points[index]
-    chosen = {}
+    sizes = {}
     for name in points[0]:
         dimension = dimensions.get(name, Dimension())
         beyond = dimension.typical_size + 3
@@ -56,28 +56,31 @@ def choose_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], i
             ),
         ]
         distinct = [size for size in dict.fromkeys(candidates) if size != dimension.typical_size] or candidates[:1]
-        chosen[name] = distinct[(index - len(points)) % len(distinct)]
-    return chosen
+        sizes[name] = distinct[(index - len(points)) % len(distinct)]
+    return sizes
 
 
 def make(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int, seed: int, folder: Path) -> Named:
-    """Sample `index`: one array per input, repeatable for a seed. Raises SpecError when a sample cannot be made."""
-    chosen = choose_sizes(inputs, dimensions, index)
-    made = {}
+    """Return sample `index`: one array per input by name; equal seeds give equal samples. Raises SpecError.
+
+    `folder` is the folder of the release file, where files and modules of samples are looked up.
+    """
+    sizes = choose_sizes(inputs, dimensions, index)
+    arrays = {}
     for position, item in enumerate(inputs):
-        shape = tuple(chosen[dim] if isinstance(dim, str) else dim for dim in item.shape)
+        shape = tuple(sizes[size] if isinstance(size, str) else size for size in item.shape)
         generator = np.random.default_rng([seed, index, position])
-        made[item.name] = _one(item, shape, generator, seed + index, folder)
-    return made
+        arrays[item.name] = _make_array(item, shape, generator, seed + index, folder)
+    return arrays
 
 
-def make_at_sizes(inputs: Sequence[Input], chosen: Mapping[str, int], seed: int, folder: Path) -> Named:
-    """A sample whose symbolic dimensions have the given sizes."""
-    fixed = {name: Dimension(min=size, max=size) for name, size in chosen.items()}
-    return make(inputs, fixed, 0, seed, folder)
+def make_at_sizes(inputs: Sequence[Input], sizes: Mapping[str, int], seed: int, folder: Path) -> Named:
+    """Return a sample whose symbolic dimensions have these sizes. Raises SpecError."""
+    dimensions = {name: Dimension(min=size, max=size) for name, size in sizes.items()}
+    return make(inputs, dimensions, 0, seed, folder)
 
 
-def _one(item: Input, shape: tuple[int, ...], generator: np.random.Generator, seed: int, folder: Path) -> Array:
+def _make_array(item: Input, shape: tuple[int, ...], generator: np.random.Generator, seed: int, folder: Path) -> Array:
     samples = item.samples
     match samples.kind:
         case "ones":
@@ -115,7 +118,7 @@ def _from_npz(item: Input, folder: Path) -> Array:
 
 
 def save(path: Path, pairs: Sequence[tuple[Named, Named]]) -> None:
-    """Keep samples: inputs and the original's outputs of each, by name."""
+    """Write samples to a file: the inputs and the original's outputs of each, by name."""
     arrays = {}
     for index, (inputs, outputs) in enumerate(pairs):
         arrays.update({f"{index}/input:{name}": array for name, array in inputs.items()})
@@ -125,7 +128,7 @@ def save(path: Path, pairs: Sequence[tuple[Named, Named]]) -> None:
 
 
 def load(path: Path) -> list[tuple[Named, Named]]:
-    """What `save` kept."""
+    """Read the samples that `save` wrote: the inputs and the outputs of each, by name."""
     pairs: list[tuple[Named, Named]] = []
     with np.load(path, allow_pickle=False) as archive:
         for name in archive.files:

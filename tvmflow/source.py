@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Source(Record):
-    """Where the original is on this machine: `path` is a weights file, a .pt2, an ONNX file or a flavor's folder."""
+    """The original model on this machine: `path` is a weights file, a .pt2, an ONNX file or the folder of a flavor."""
 
     kind: Literal["factory", "pt2", "onnx", "mlflow-pytorch"]
     model: Model
@@ -26,12 +26,12 @@ class Source(Record):
 
     @property
     def framework(self) -> Literal["pytorch", "onnx"]:
-        """What runs the original."""
+        """The framework that runs the original."""
         return "onnx" if self.kind == "onnx" else "pytorch"
 
 
 def load_module(source: Source) -> "torch.nn.Module":
-    """The original as a PyTorch module in evaluation mode. Raises ExportError in one sentence."""
+    """Load the original as a PyTorch module in evaluation mode. Raises ExportError when it cannot be loaded."""
     import torch
 
     module: Any
@@ -59,7 +59,7 @@ def load_module(source: Source) -> "torch.nn.Module":
                 raise ExportError(f"model {source.model.mlflow!r} cannot be loaded ({describe(error)})") from error
         case _:
             raise ExportError(f"model {str(source.path)!r} is no PyTorch model")
-    # MLflow's default format holds a traced program, which has no modes to switch between.
+    # MLflow's default format is a traced program, which has no evaluation mode.
     return module if isinstance(module, torch.fx.GraphModule) else module.eval()
 
 
@@ -78,7 +78,10 @@ def _load_weights(module: "torch.nn.Module", path: Path, model: Model) -> None:
 
 
 def run_module(module: "torch.nn.Module", inputs: Named, names: tuple[str, ...] = ()) -> Named:
-    """The module's outputs on arrays given in order, flattened, by name."""
+    """Return the module's outputs by name; the arrays are its arguments in order, and nested outputs are flattened.
+
+    Without `names` the outputs are output_0, output_1, ... Raises ExportError for another number of outputs than names.
+    """
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -92,7 +95,7 @@ def run_module(module: "torch.nn.Module", inputs: Named, names: tuple[str, ...] 
 
 
 def open_session(path: Path, threads: int | None = None) -> "onnxruntime.InferenceSession":
-    """ONNX Runtime on an ONNX file, on the CPU. Raises ExportError when it cannot read it."""
+    """Load an ONNX file with ONNX Runtime on the CPU. Raises ExportError when ONNX Runtime cannot load it."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -108,7 +111,7 @@ def open_session(path: Path, threads: int | None = None) -> "onnxruntime.Inferen
 
 
 def run_session(session: "onnxruntime.InferenceSession", inputs: Named) -> Named:
-    """ONNX Runtime's outputs by name."""
+    """Return ONNX Runtime's outputs by name. Raises ExportError when it cannot run the model on these inputs."""
     names = [output.name for output in session.get_outputs()]
     try:
         return dict(zip(names, session.run(names, inputs), strict=True))

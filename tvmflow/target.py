@@ -1,4 +1,4 @@
-"""Targets: named presets, full TVM targets, and what the host can run."""
+"""Targets: named presets, full TVM targets, and the features that this machine's processor has."""
 
 import ctypes
 import json
@@ -30,7 +30,7 @@ _EXTENSIONS = {
     "amx_bf16": "amx-bf16",
     "amx_int8": "amx-int8",
 }
-# What convolutions and matrix products compute in, and the extensions of which a processor needs one for it.
+# The precisions of convolutions and matrix products; for each the extensions of which a processor needs at least one.
 Precision = Literal["fp32", "bf16", "fp16", "int8"]
 _UNITS: dict[Precision, tuple[str, ...]] = {
     "fp32": (),
@@ -39,7 +39,7 @@ _UNITS: dict[Precision, tuple[str, ...]] = {
     "int8": ("avx512_vnni", "avx_vnni"),
 }
 _AMX: dict[Precision, tuple[str, ...]] = {"bf16": ("amx_bf16", "amx_tile"), "int8": ("amx_int8", "amx_tile")}
-# Linux's call that asks for AMX: its number on x86-64, ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA.
+# Linux's call that requests AMX: the call's number on x86-64, ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 # Presets of x86-64-v4 with extensions.
 _EXTENDED = {
@@ -52,8 +52,8 @@ _HALF, _LLVM_HALF = "asimdhp", "+fullfp16"
 _WITH_HALF = {"aarch64-cortex-a76": (_HALF,), "aarch64-neoverse-n1": (_HALF,)}
 
 _AVX = ("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
-# LLVM's name -> /proc/cpuinfo's, where the two differ; a feature absent from cpuinfo's words maps to None.
-_LLVM_TO_CPUINFO: dict[str, str | None] = {
+# LLVM's name of a feature -> the name in /proc/cpuinfo, for the features that a bundle's code can depend on.
+_LLVM_TO_CPUINFO: dict[str, str] = {
     **{llvm: cpuinfo for cpuinfo, llvm in _EXTENSIONS.items()},
     "avx512vbmi2": "avx512_vbmi2",
     "avx512bitalg": "avx512_bitalg",
@@ -94,8 +94,8 @@ _ARCH_NAMES = {"amd64": "x86_64", "x86-64": "x86_64", "arm64": "aarch64"}
 class Target:
     """A machine to build for.
 
-    `tvm` is the canonical TVM target as JSON; `features` are the CPU features that the host must have, in the words
-    of /proc/cpuinfo; `cross_compiler` links for another architecture, `None` means the host's own compiler.
+    `tvm` is the TVM target as JSON data. `features` are the CPU features that the machine must have, in the words of
+    /proc/cpuinfo. `cross_compiler` is the linker for another architecture; None is this machine's own compiler.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Target:
 
     @property
     def canonical(self) -> str:
-        """The TVM target as one line of JSON with sorted keys: what records and caches are keyed by."""
+        """The TVM target as one line of JSON with sorted keys: part of the keys of tuning records and caches."""
         return json.dumps(self.tvm, sort_keys=True, separators=(",", ":"))
 
     @property
@@ -117,7 +117,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Host:
-    """What this machine can run."""
+    """A machine: its architecture, its CPU features in the words of /proc/cpuinfo, and its cores for this process."""
 
     arch: str
     features: frozenset[str]
@@ -126,34 +126,34 @@ class Host:
 
 @cache
 def host() -> Host:
-    """Describe this machine: architecture, CPU features as the kernel reports them, cores this process may use."""
+    """Return this machine: architecture, CPU features as the kernel reports them, cores that this process may use."""
     machine = platform.machine().lower()
     arch = _ARCH_NAMES.get(machine, machine)
     features: frozenset[str] = frozenset()
     try:
-        found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        features = frozenset(found.group(1).split()) if found else features
+        match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        features = frozenset(match.group(1).split()) if match else features
     except OSError:
-        pass  # Not Linux: no features are known, so only baseline bundles are accepted.
+        pass  # Not Linux: the features are unknown, so that only bundles that need none can run.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Host(arch, features, cores)
 
 
 def missing_features(features: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `features` (in /proc/cpuinfo's words) that this machine's CPU lacks."""
+    """Return those of `features` (in /proc/cpuinfo's words) that this machine's CPU lacks, sorted."""
     return tuple(sorted(set(features) - host().features))
 
 
 def needed_features(target: Target, precision: Precision) -> tuple[str, ...]:
-    """Those of a target's CPU features that code may use which computes in a precision: AMX is used for two alone."""
+    """Return those of a target's CPU features that its code may use in a precision: AMX in bf16 and int8 only."""
     return tuple(name for name in target.features if not name.startswith("amx_") or name in _AMX.get(precision, ()))
 
 
 @cache
 def request_amx() -> bool:
-    """Ask the kernel for AMX's tile registers, which a process may use only then; whether it may.
+    """Request the kernel's permission to use AMX's tile registers; return whether this process has it.
 
-    Threads and forks have the permission, too; a program that is started has not.
+    Threads and forks inherit the permission; a program that the process starts does not.
     """
     if host().arch != "x86_64" or "amx_tile" not in host().features:
         return False
@@ -161,20 +161,20 @@ def request_amx() -> bool:
 
 
 def explain_missing_unit(target: Target, precision: Precision) -> str | None:
-    """Why a target cannot compute in a precision, in one sentence; None if it can."""
+    """Return the reason why a target cannot compute in a precision, in one sentence, or None if it can."""
     units = _UNITS[precision]
     if not units or set(units) & set(target.features):
         return None
     extended = {**_EXTENDED, **_WITH_HALF}
-    fitting = [name for name, extensions in extended.items() if set(units) & set(extensions)]
+    alternatives = [name for name, extensions in extended.items() if set(units) & set(extensions)]
     return (
         f"target {target.name!r} has no instructions for precision {precision} ({' or '.join(units)}); "
-        f"build for {' or '.join(fitting)}, or for native on such a machine"
+        f"build for {' or '.join(alternatives)}, or for native on such a machine"
     )
 
 
 def presets() -> dict[str, str]:
-    """The named targets with one line each on what they are."""
+    """Return the named targets, each with a line that describes it."""
     return {
         "native": "the machine that builds",
         "x86-64-v2": "x86-64 with SSE4.2: any server of the last 15 years",
@@ -193,13 +193,16 @@ def presets() -> dict[str, str]:
 
 
 def resolve(text: str | Mapping[str, Any]) -> Target:
-    """Resolve a preset's name, a TVM target in JSON or in the older `llvm -mcpu=...` form.
+    """Resolve a preset's name, or a TVM target as JSON, as JSON data or in the older form `llvm -mcpu=...`.
 
-    Raises TargetError for an unknown preset, kind or architecture. Whether this TVM can build for the target is
-    checked by the compiler, which has TVM at hand.
+    Raises TargetError for an unknown preset, kind, architecture or CPU, and for an option of a wrong form. Whether the
+    installed TVM can build for the target is checked by the compiler.
     """
     if isinstance(text, Mapping):
-        return _from_tvm(json.dumps(dict(text), sort_keys=True), dict(text))
+        try:
+            return _from_tvm(json.dumps(dict(text), sort_keys=True), dict(text))
+        except (TypeError, ValueError) as error:
+            raise TargetError(f"target {dict(text)!r} is not JSON data ({error}); quote its values as text") from error
     name = text.strip()
     if name == "native":
         return _native()
@@ -217,7 +220,7 @@ def resolve(text: str | Mapping[str, Any]) -> Target:
     if name.startswith("{"):
         try:
             return _from_tvm(name, json.loads(name))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TargetError(f"target {name!r} is not valid JSON ({error}); quote it as one argument") from error
     words = name.split()
     if words and words[0] in ("llvm", "cuda", "c"):
@@ -234,7 +237,7 @@ def _native() -> Target:
     if machine.arch != "x86_64":
         raise TargetError(f"target 'native' is not known for this machine's architecture {machine.arch!r}; name one")
     level = max(
-        (name for name, needed in _LEVELS.items() if machine.features.issuperset(needed)), key=list(_LEVELS).index
+        (name for name, features in _LEVELS.items() if machine.features.issuperset(features)), key=list(_LEVELS).index
     )
     extensions = tuple(name for name in _EXTENSIONS if name in machine.features)
     return _x86("native", level, extensions, machine.cores)
@@ -243,7 +246,7 @@ def _native() -> Target:
 def _x86(name: str, level: str, extensions: tuple[str, ...], cores: int) -> Target:
     attributes = [f"+{_EXTENSIONS[extension]}" for extension in extensions]
     if "avx512f" in _LEVELS[level]:
-        # LLVM halves every vector on this level by default; our schedules choose the width themselves.
+        # On this level LLVM halves every vector by default; the schedules choose the width themselves.
         attributes.append("-prefer-256-bit")
     tvm: dict[str, Any] = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": level, "num-cores": cores}
     if attributes:
@@ -287,7 +290,7 @@ def _cross_compiler(arch: str, prefix: str) -> str | None:
 
 
 def _parse_older_form(name: str, words: list[str]) -> dict[str, Any]:
-    """Parse `llvm -mcpu=x -mattr=+a,+b -num-cores 4`, the form TVM itself no longer takes."""
+    """Parse `llvm -mcpu=x -mattr=+a,+b -num-cores 4`, a form that TVM itself no longer reads. Raises TargetError."""
     tvm: dict[str, Any] = {"kind": words[0]}
     rest = words[1:]
     while rest:
@@ -299,14 +302,14 @@ def _parse_older_form(name: str, words: list[str]) -> dict[str, Any]:
         if key in ("mattr", "libs", "keys"):
             tvm[key] = value.split(",")
         else:
-            tvm[key] = int(value) if value.isdigit() else value
+            tvm[key] = int(value) if re.fullmatch("[0-9]{1,9}", value) else value
     return tvm
 
 
 def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
     kind = tvm.get("kind")
     cores, attributes = tvm.get("num-cores", 1), tvm.get("mattr", [])
-    if not isinstance(cores, int) or cores < 1:
+    if type(cores) is not int or cores < 1:
         raise TargetError(f"target {name!r}: num-cores is {cores!r}; give a positive number")
     if not isinstance(attributes, list) or not all(str(item).startswith(("+", "-")) for item in attributes):
         raise TargetError(f"target {name!r}: mattr is {attributes!r}; give a list such as ['+avx2', '-fma']")
@@ -324,27 +327,27 @@ def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
 
 
 def _llvm_features(name: str, tvm: dict[str, Any]) -> tuple[str, ...]:
-    """The CPU features that LLVM may use for an x86-64 target, in /proc/cpuinfo's words."""
+    """The CPU features that LLVM may use for an x86-64 target, in /proc/cpuinfo's words. Raises TargetError."""
     mcpu, attributes = str(tvm.get("mcpu", "x86-64")), [str(item) for item in tvm.get("mattr", [])]
     if mcpu in ("generic", "x86-64") and not attributes:
         return ()
     if mcpu in _LEVELS:
         features = set(_LEVELS[mcpu])
         for attribute in attributes:
-            mapped = _LLVM_TO_CPUINFO.get(attribute[1:])
-            if mapped:
-                (features.add if attribute.startswith("+") else features.discard)(mapped)
+            feature = _LLVM_TO_CPUINFO.get(attribute[1:])
+            if feature:
+                (features.add if attribute.startswith("+") else features.discard)(feature)
         return tuple(sorted(features))
     import tvm as library
     from tvm_ffi import get_global_func
 
-    # Asked first, of a target that names no CPU: with an unknown one TVM only warns, and builds for any.
+    # For an unknown CPU TVM only warns, and builds for any. The list of CPUs comes from a target that names none.
     generic = library.target.Target({"kind": "llvm", "mtriple": tvm["mtriple"]})
-    if mcpu not in [str(known) for known in get_global_func("target.llvm_get_cpu_archlist")(generic)]:
+    if mcpu not in [str(name) for name in get_global_func("target.llvm_get_cpu_archlist")(generic)]:
         raise TargetError(f"target {name!r}: LLVM knows no CPU {mcpu!r}; see `llc -mcpu=help` for its names")
     try:
         target = library.target.Target({key: value for key, value in tvm.items() if key != "num-cores"})
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise TargetError(f"target {name!r} is refused by TVM: {str(error).splitlines()[0]}") from error
-    names = (str(feature) for feature in get_global_func("target.llvm_get_cpu_features")(target))
-    return tuple(sorted({mapped for feature in names if (mapped := _LLVM_TO_CPUINFO.get(feature))}))
+    features_of_llvm = (str(feature) for feature in get_global_func("target.llvm_get_cpu_features")(target))
+    return tuple(sorted({_LLVM_TO_CPUINFO[feature] for feature in features_of_llvm if feature in _LLVM_TO_CPUINFO}))

@@ -78,7 +78,7 @@ def test_bundles_of_two_targets_share_one_file(
 
 def test_missing_weights_are_told_by_the_name_they_need(without: Path, beside: Path, folder: Path) -> None:
     beside.unlink()
-    with pytest.raises(BundleError, match=f"is without its weights, and '.*{beside.name}' cannot be read"):
+    with pytest.raises(BundleError, match=f"lacks its weights, and '.*{beside.name}' cannot be read"):
         extract(without, folder)
 
 

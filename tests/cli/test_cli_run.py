@@ -231,11 +231,11 @@ def test_inputs_can_be_zeros_or_ones_of_any_size(tvmflow: Command, bundle: Path,
 
 
 def test_random_inputs_are_the_same_each_time_and_within_the_golden_samples_range(bundle: Path) -> None:
-    from tvmflow.cli.run import filled
+    from tvmflow.cli.run import fill_inputs
     from tvmflow.runtime import load
 
     with load(bundle) as model:
-        one, two = (filled(model, "random", {"batch": 500}) for _ in range(2))
+        one, two = (fill_inputs(model, "random", {"batch": 500}) for _ in range(2))
         for name, known in model.sample[0].items():
             assert (one[name] == two[name]).all()
             assert one[name].dtype == known.dtype

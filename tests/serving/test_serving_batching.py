@@ -158,7 +158,7 @@ def test_an_error_reaches_its_requests_and_the_thread_goes_on(model: CompiledMod
 def test_more_requests_than_may_wait_are_refused(
     model: CompiledModel, inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batching, "MOST_WAITING", 2)
+    monkeypatch.setattr(batching, "QUEUE_LIMIT", 2)
     held = _Held()
     started = threading.Event()
     held.release.set()

@@ -1,4 +1,4 @@
-"""The bundle: one compiled model for one target in one deterministic file, verified before anything in it runs."""
+"""The bundle: one compiled model for one target, in one deterministic file that is checked before its code runs."""
 
 from tvmflow.bundle.archive import extract, missing_weights, pack, read_manifest, read_signer, sha256_file, sign
 from tvmflow.bundle.manifest import FORMAT, FileEntry, Manifest, TensorSpec, Variant, Versions, installed_versions

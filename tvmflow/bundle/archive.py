@@ -1,4 +1,4 @@
-"""Packing a bundle deterministically, and opening one safely."""
+"""The bundle as an archive: packed so that equal content gives equal bytes, and opened safely."""
 
 import contextlib
 import dataclasses
@@ -23,23 +23,25 @@ from tvmflow.errors import BundleError
 MANIFEST = "bundle.json"
 SIGNATURE = "bundle.sig"
 WEIGHTS = "mod.params"
-# Every file a bundle may hold; weights apart add mod.params.
+# Every file that a bundle can hold beside its manifest and signature; mod.params only where weights are kept apart.
 MEMBERS = ("mod.json", WEIGHTS, "mod.so", "sample.npz")
 _REQUIRED = ("mod.json", "mod.so", "sample.npz")
 _MANIFEST_LIMIT = 1 << 20
 _SIGNATURE_LIMIT = 1 << 10
-# Bytes; what a header of tar has digits for.
+# Bytes; the largest size that tar's header has digits for.
 _LARGEST_MEMBER = (8 << 30) - 1
-# What gzip writes first, without a name and a time.
+# The header that gzip writes without a name and a time.
 _GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x04\xff"
-# The level that `pack` compresses at makes nothing 240 times smaller; DEFLATE can, up to 1032 times.
-_MOST_COMPRESSED = 256
+# The largest ratio of unpacked to packed bytes. The level that `pack` compresses at stays below 240; an archive that
+# is meant to fill a disk can reach DEFLATE's 1032.
+_LARGEST_RATIO = 256
+# Bytes of content that are held at a time, and bytes that are read from the file at a time.
 _CHUNK = 1 << 20
 _READ = 1 << 17
 
 
 def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -52,11 +54,12 @@ def pack(
     key: Path | None = None,
     leave_weights_out: bool = False,
 ) -> Manifest:
-    """Write a bundle: `files` by member name, and the manifest completed with their digests and sizes.
+    """Write a bundle of `files` by member name, and return the manifest completed with their digests and sizes.
 
-    The same manifest, files and key give the same bytes. `key` is a file with the private key to sign with. A bundle
-    whose weights are left out is opened with them beside it, in a file named by their digest. The file appears at
-    `destination` whole or not at all. Raises BundleError for what no reader would take.
+    The same manifest, files and key give the same bytes. `key` is a file with the private key to sign with. With
+    `leave_weights_out`, the bundle lacks its weights: a reader takes them from a file beside it that is named by their
+    digest. The file appears at `destination` whole or not at all. Raises BundleError for content that no reader
+    accepts, ValueError for a member that no bundle has, SettingsError for a key that cannot be read.
     """
     unknown = set(files) - set(MEMBERS)
     if unknown:
@@ -73,7 +76,7 @@ def pack(
                 raise ValueError(f"{name} has {entry.size} bytes, more than 8 GiB")
     except (ValueError, KeyError, TypeError) as error:
         raise BundleError(f"bundle {manifest.name!r} cannot be packed ({error}); change that in the model") from error
-    signed = None if key is None else signature.sign(data, key)
+    signature_line = None if key is None else signature.sign(data, key)
     destination.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=destination.parent, prefix=f".{destination.name}.")
     try:
@@ -84,8 +87,8 @@ def pack(
             tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive,
         ):
             archive.addfile(_member(MANIFEST, len(data)), io.BytesIO(data))
-            if signed is not None:
-                archive.addfile(_member(SIGNATURE, len(signed)), io.BytesIO(signed))
+            if signature_line is not None:
+                archive.addfile(_member(SIGNATURE, len(signature_line)), io.BytesIO(signature_line))
             for name, path in sorted(files.items()):
                 if leave_weights_out and name == WEIGHTS:
                     continue
@@ -100,16 +103,16 @@ def pack(
 
 
 def read_manifest(bundle: Path) -> Manifest:
-    """The manifest of a bundle; neither its signature nor the other files are looked at."""
+    """Read a bundle's manifest; its signature and its other files are not checked. Raises BundleError."""
     with _opened(bundle) as stream:
-        return Manifest.from_json(_first(_members(stream), bundle), str(bundle))
+        return Manifest.from_json(_read_manifest(_members(stream), bundle), str(bundle))
 
 
 def missing_weights(bundle: Path) -> FileEntry | None:
-    """What a bundle without its weights needs beside it, in a file named by the digest; None for a complete one."""
+    """Return digest and size of the weights that a bundle lacks; None for a bundle that needs no file beside it."""
     with _opened(bundle) as stream:
         members = _members(stream)
-        entry = Manifest.from_json(_first(members, bundle), str(bundle)).files.get(WEIGHTS)
+        entry = Manifest.from_json(_read_manifest(members, bundle), str(bundle)).files.get(WEIGHTS)
         if entry is None:
             return None
         for member, content in members:
@@ -121,19 +124,19 @@ def missing_weights(bundle: Path) -> FileEntry | None:
 
 
 def read_signer(bundle: Path) -> str | None:
-    """The public key, in hexadecimal, that a bundle says it is signed with; None for an unsigned one.
+    """Return the public key, in hexadecimal, that a bundle names as its signer's; None for an unsigned bundle.
 
-    That the signature is right is checked by `extract`, with that key among the trusted ones.
+    The signature itself is not checked: `extract` does so, for a key among the trusted ones.
     """
     with _opened(bundle) as stream:
         members = _members(stream)
-        _first(members, bundle)
-        signed, _ = _signature(members, bundle)
-    return None if signed is None else signature.signer(signed, str(bundle))
+        _read_manifest(members, bundle)
+        signature_line, _ = _read_signature(members, bundle)
+    return None if signature_line is None else signature.signer(signature_line, str(bundle))
 
 
 def sign(bundle: Path, key: Path, destination: Path) -> Manifest:
-    """Write the bundle again, signed with the private key in the file `key`, in the place of any former signature."""
+    """Write a bundle anew, signed with the private key in the file `key`; an earlier signature is replaced."""
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as scratch:
         folder = Path(scratch)
         manifest = extract(bundle, folder, trusted=())
@@ -143,27 +146,28 @@ def sign(bundle: Path, key: Path, destination: Path) -> Manifest:
 def extract(bundle: Path, destination: Path, *, trusted: Sequence[Path] | None = None) -> Manifest:
     """Extract a bundle into an empty folder, each file checked against the manifest's digest as it is written.
 
-    `trusted` are files with public keys, one of which must have signed the bundle, by default those that
-    TVMFLOW_TRUSTED_KEYS names; with none, a signature is not looked at. Weights that the bundle is without are taken
-    from the file beside it that is named by their digest. Raises BundleError for a file that is no bundle, truncated,
-    altered, not signed as it must be, or that holds anything but the regular files its manifest names, as `pack`
-    writes them; nothing of it may be used then.
+    `trusted` are files with public keys, by default those that TVMFLOW_TRUSTED_KEYS names. One of them must have signed
+    the bundle; without any, signatures are not checked. Weights that the bundle lacks are taken from the file beside it
+    that is named by their digest. Raises BundleError for a file that is no bundle, is truncated or altered, lacks a
+    trusted signature, or holds anything but the files of its manifest in the form that `pack` writes; the caller must
+    not use the folder then.
     """
     trusted = signature.trusted_keys() if trusted is None else trusted
     with _opened(bundle) as stream:
         members = _members(stream)
-        data = _first(members, bundle)
-        signed, following = _signature(members, bundle)
-        signature.check(data, signed, trusted, str(bundle))
-        if signed is not None:
-            signature.signer(signed, str(bundle))
+        data = _read_manifest(members, bundle)
+        signature_line, following = _read_signature(members, bundle)
+        signature.check(data, signature_line, trusted, str(bundle))
+        if signature_line is not None:
+            # Without trusted keys, too, a damaged signature is refused.
+            signature.signer(signature_line, str(bundle))
         manifest = Manifest.from_json(data, str(bundle))
         _check_files(manifest, bundle, destination)
-        left = dict(manifest.files)
+        missing = dict(manifest.files)
         while following is not None:
             member, content = following
-            entry = left.pop(member.name, None)
-            if entry is None or not member.plain or member.size != entry.size:
+            entry = missing.pop(member.name, None)
+            if entry is None or not member.is_plain or member.size != entry.size:
                 raise BundleError(
                     f"bundle {str(bundle)!r} holds {member.name!r}, which its manifest does not describe; "
                     f"do not trust it"
@@ -171,18 +175,16 @@ def extract(bundle: Path, destination: Path, *, trusted: Sequence[Path] | None =
             _write_checked(content, entry, destination / member.name, bundle)
             following = next(members, None)
         stream.finish()
-        beside = {name: entry for name, entry in left.items() if name == WEIGHTS}
-        if len(left) > len(beside):
-            raise BundleError(
-                f"bundle {str(bundle)!r} ends before {min(left.keys() - beside.keys())!r}; fetch it again"
-            )
-    for name, entry in beside.items():
-        _take_weights(bundle, entry, destination / name)
+        weights = missing.pop(WEIGHTS, None)
+        if missing:
+            raise BundleError(f"bundle {str(bundle)!r} ends before {min(missing)!r}; fetch it again")
+    if weights is not None:
+        _copy_weights(bundle, weights, destination / WEIGHTS)
     return manifest
 
 
 def _check_files(manifest: Manifest, bundle: Path, destination: Path) -> None:
-    """Raise BundleError unless the files that a manifest names are those of a bundle, and fit into `destination`."""
+    """Raise BundleError unless a manifest names the files of a bundle, and they fit into the folder `destination`."""
     absent = set(_REQUIRED) - set(manifest.files)
     if absent or (manifest.weights == "apart") != (WEIGHTS in manifest.files):
         raise BundleError(f"bundle {str(bundle)!r} lacks {', '.join(sorted(absent)) or 'its weights'}; build it again")
@@ -198,6 +200,7 @@ def _check_files(manifest: Manifest, bundle: Path, destination: Path) -> None:
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:
+    """The header of a member as `pack` writes it: a plain file that tells nothing of the machine or the time."""
     info = tarfile.TarInfo(name)
     info.size, info.mode, info.mtime = size, 0o644, 0
     return info
@@ -205,13 +208,13 @@ def _member(name: str, size: int) -> tarfile.TarInfo:
 
 @contextlib.contextmanager
 def _opened(bundle: Path) -> "Iterator[_Unzipped]":
-    """The bundle's tar stream, with every way a file can be broken or unreadable turned into BundleError."""
+    """Open a bundle as a stream of tar's bytes. Whatever is broken or unreadable raises BundleError."""
     try:
         status = bundle.stat()
         if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
             raise BundleError(f"{str(bundle)!r} is no regular file, and so not a bundle; name a file")
         with bundle.open("rb") as raw:
-            yield _Unzipped(raw, status.st_size * _MOST_COMPRESSED)
+            yield _Unzipped(raw, status.st_size * _LARGEST_RATIO)
     except (tarfile.TarError, EOFError, zlib.error, ValueError) as error:
         raise BundleError(f"{str(bundle)!r} is not a bundle or is damaged ({error}); fetch it again") from error
     except OSError as error:
@@ -228,38 +231,38 @@ def _opened(bundle: Path) -> "Iterator[_Unzipped]":
 
 
 class _Unzipped:
-    """The content of a gzip file as `pack` writes it: that header, one compressed stream, and nothing after it.
+    """The content of a gzip file as `pack` writes it: a header, one compressed stream, and nothing after it.
 
-    gzip's own reader also takes names, times and comments, further streams and zeros at the end, where something can
-    hide that no digest covers.
+    gzip's own reader also accepts names, times and comments, further streams and zeros at the end: no digest covers
+    these, so that something could hide there.
     """
 
     def __init__(self, raw: IO[bytes], limit: int) -> None:
-        """`limit` is the number of bytes above which the content is refused."""
+        """Read the header; content of more than `limit` bytes is refused. Raises ValueError for another header."""
         if raw.read(len(_GZIP_HEADER)) != _GZIP_HEADER:
             raise ValueError("it does not begin as one")
-        self._raw, self._left = raw, limit
+        self._raw, self._limit = raw, limit
         self._inflate = zlib.decompressobj(-zlib.MAX_WBITS)
         self._sum, self._size = zlib.crc32(b""), 0
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes, fewer only at the end."""
+        """Return the next `size` bytes, fewer only at the end. Raises ValueError beyond the limit."""
         parts = []
         while size and not self._inflate.eof:
-            given = self._inflate.unconsumed_tail or self._raw.read(_READ)
-            data = self._inflate.decompress(given, size)
-            if not data and not given:
+            compressed = self._inflate.unconsumed_tail or self._raw.read(_READ)
+            data = self._inflate.decompress(compressed, size)
+            if not data and not compressed:
                 break
             parts.append(data)
             size -= len(data)
             self._size += len(data)
             self._sum = zlib.crc32(data, self._sum)
-            if self._size > self._left:
+            if self._size > self._limit:
                 raise ValueError("it unpacks to more than any bundle of its size")
         return b"".join(parts)
 
     def finish(self) -> None:
-        """Hold that all was read, that it is what was packed, and that nothing follows it."""
+        """Raise ValueError or EOFError unless all was read, the check sum is right, and nothing follows."""
         if self.read(1):
             raise ValueError("it goes on after its end")
         trailer = self._inflate.unused_data + self._raw.read(9)
@@ -272,30 +275,31 @@ class _Unzipped:
 
 
 class _Member(NamedTuple):
-    """A member of the archive: its name, its size in bytes, and whether its header is the one that `pack` writes."""
+    """A member of the archive: its name, its size in bytes, and whether its header is as `pack` writes it."""
 
     name: str
     size: int
-    plain: bool
+    is_plain: bool
 
 
 def _members(stream: _Unzipped) -> Iterator[tuple[_Member, Iterator[bytes]]]:
-    """The archive's members in order, each with its content in chunks, to be consumed before the next is asked for.
+    """Yield the archive's members in order, each with its content in chunks, which must be consumed before the next.
 
-    Reads what `pack` writes and no more. tarfile's own reader also follows long names, extended headers and sparse
-    files, and holds in memory whatever sizes those declare.
+    Reads the form that `pack` writes and no other. tarfile's own reader also follows long names, extended headers and
+    sparse files, and holds in memory whatever sizes these declare. Raises ValueError for another form, EOFError for an
+    end too early.
     """
     total = 0
     while (header := _exactly(stream, tarfile.BLOCKSIZE)) != bytes(tarfile.BLOCKSIZE):
         info = tarfile.TarInfo.frombuf(header, "ascii", "strict")
-        written = _member(info.name, info.size) if 0 <= info.size <= _LARGEST_MEMBER else None
-        plain = written is not None and header == written.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict")
-        yield _Member(info.name, info.size, plain), _content(stream, info.size)
+        expected = _member(info.name, info.size) if 0 <= info.size <= _LARGEST_MEMBER else None
+        is_plain = expected is not None and header == expected.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict")
+        yield _Member(info.name, info.size, is_plain), _content(stream, info.size)
         padding = -info.size % tarfile.BLOCKSIZE
         if any(_exactly(stream, padding)):
             raise ValueError("something stands between its files")
         total += tarfile.BLOCKSIZE + info.size + padding
-    # One block of zeros is read; tar writes two, and fills the last record.
+    # One block of zeros has been read; tar writes two and fills the last record with more.
     rest = -(total + tarfile.BLOCKSIZE * 2) % tarfile.RECORDSIZE + tarfile.BLOCKSIZE
     if any(_exactly(stream, rest)):
         raise ValueError("it goes on after its end")
@@ -307,16 +311,17 @@ def _content(stream: _Unzipped, size: int) -> Iterator[bytes]:
 
 
 def _exactly(stream: _Unzipped, size: int) -> bytes:
+    """The next `size` bytes. Raises EOFError if there are fewer."""
     data = stream.read(size)
     if len(data) != size:
         raise EOFError("it ends too early")
     return data
 
 
-def _first(members: Iterator[tuple[_Member, Iterator[bytes]]], bundle: Path) -> bytes:
-    """The bytes of the manifest, which is the first member."""
+def _read_manifest(members: Iterator[tuple[_Member, Iterator[bytes]]], bundle: Path) -> bytes:
+    """The bytes of the manifest. Raises BundleError unless it is the first member and of a possible size."""
     first = next(members, None)
-    if first is None or first[0].name != MANIFEST or not first[0].plain:
+    if first is None or first[0].name != MANIFEST or not first[0].is_plain:
         raise BundleError(f"{str(bundle)!r} is not a bundle: it does not begin with {MANIFEST}")
     member, content = first
     if member.size > _MANIFEST_LIMIT:
@@ -324,21 +329,21 @@ def _first(members: Iterator[tuple[_Member, Iterator[bytes]]], bundle: Path) -> 
     return b"".join(content)
 
 
-def _signature(
+def _read_signature(
     members: Iterator[tuple[_Member, Iterator[bytes]]], bundle: Path
 ) -> tuple[bytes | None, tuple[_Member, Iterator[bytes]] | None]:
-    """The signature, which may follow the manifest, and the member after it."""
+    """The bytes of the signature, if one follows the manifest, and the member after it, if there is one."""
     second = next(members, None)
     if second is None or second[0].name != SIGNATURE:
         return None, second
     member, content = second
-    if not member.plain or member.size > _SIGNATURE_LIMIT:
+    if not member.is_plain or member.size > _SIGNATURE_LIMIT:
         raise BundleError(f"bundle {str(bundle)!r} has a damaged signature; fetch it again")
     return b"".join(content), next(members, None)
 
 
-def _take_weights(bundle: Path, entry: FileEntry, path: Path) -> None:
-    """Copy the weights that a bundle is without from beside it, checked."""
+def _copy_weights(bundle: Path, entry: FileEntry, path: Path) -> None:
+    """Copy the weights that a bundle lacks from the file beside it, and check them. Raises BundleError."""
     beside = bundle.with_name(entry.sha256)
     try:
         with beside.open("rb") as stream:
@@ -350,12 +355,13 @@ def _take_weights(bundle: Path, entry: FileEntry, path: Path) -> None:
             _write_checked(iter(lambda: stream.read(_CHUNK), b""), entry, path, bundle)
     except OSError as error:
         raise BundleError(
-            f"bundle {str(bundle)!r} is without its weights, and {str(beside)!r} cannot be read ({error.strerror}); "
+            f"bundle {str(bundle)!r} lacks its weights, and {str(beside)!r} cannot be read ({error.strerror}); "
             f"fetch that blob of the release beside it"
         ) from error
 
 
 def _write_checked(content: Iterator[bytes], entry: FileEntry, path: Path, bundle: Path) -> None:
+    """Write a new file; remove it and raise BundleError if its bytes have not the manifest's digest."""
     digest = hashlib.sha256()
     with path.open("xb") as output:
         for chunk in content:

@@ -1,4 +1,4 @@
-"""The manifest `bundle.json`: what a bundle holds, what it was built with and which machine it needs."""
+"""The manifest `bundle.json`: the content of a bundle, the versions it was built with and the machine it needs."""
 
 import json
 from collections.abc import Callable, Mapping, Set
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tvmflow.errors import BundleError
 from tvmflow.target import host, missing_features, request_amx
 
-# Raised whenever a reader of the former number could misread a bundle of the new one.
+# The format's number. It is raised whenever a reader of the number before could misread a new bundle.
 FORMAT = 1
 _DTYPES = frozenset(
     (
@@ -17,10 +17,10 @@ _DTYPES = frozenset(
         *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     )
 )
-# The largest size that a tensor of TVM can say.
-_MOST = (1 << 63) - 1
+# The largest size that a tensor of TVM can have.
+_LARGEST_SIZE = (1 << 63) - 1
 # The most letters of a wrong value that a message shows.
-_WORDS = 200
+_MESSAGE_LENGTH = 200
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Variant:
-    """A function of the library built for fixed sizes of symbolic dimensions; `main` takes any."""
+    """A function of the library that is built for fixed sizes of symbolic dimensions; `main` takes all sizes."""
 
     function: str
     sizes: dict[str, int]
@@ -50,7 +50,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions a library was built with; it runs with the same minor version of TVM."""
+    """The versions that a library was built with; it runs with the same minor version of TVM."""
 
     tvmflow: str
     tvm: str
@@ -60,7 +60,11 @@ class Versions:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `bundle.json`: nothing in it varies from run to run."""
+    """The content of `bundle.json`: nothing in it varies from run to run.
+
+    `dimensions` holds the smallest and the largest size of each symbolic dimension; None is no largest one. `weights`
+    says whether they are in the library or in a file of their own.
+    """
 
     name: str
     target: str
@@ -79,7 +83,7 @@ class Manifest:
     format: int = FORMAT
 
     def to_json(self) -> bytes:
-        """The manifest as canonical JSON: the same manifest gives the same bytes."""
+        """Return canonical JSON: equal manifests give equal bytes. Raises ValueError for NaN or infinity."""
         return _canonical(asdict(self))
 
     @classmethod
@@ -89,11 +93,12 @@ class Manifest:
             return cls.parse(data)
         except _OtherFormatError as error:
             raise BundleError(
-                f"bundle {source!r} has format {str(error)[:_WORDS]}, this tvmflow reads {FORMAT}; upgrade tvmflow"
+                f"bundle {source!r} has format {str(error)[:_MESSAGE_LENGTH]}, this tvmflow reads {FORMAT}; "
+                f"upgrade tvmflow"
             ) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            words = f"{type(error).__name__}: {error}"[:_WORDS]
-            raise BundleError(f"bundle {source!r} has a damaged manifest ({words}); fetch it again") from error
+            reason = f"{type(error).__name__}: {error}"[:_MESSAGE_LENGTH]
+            raise BundleError(f"bundle {source!r} has a damaged manifest ({reason}); fetch it again") from error
 
     @staticmethod
     def parse(data: bytes) -> "Manifest":
@@ -108,7 +113,7 @@ class Manifest:
         return reader(document)
 
     def check_host(self) -> None:
-        """Raise BundleError, in one sentence, if this machine or the installed TVM cannot run the bundle."""
+        """Raise BundleError if this machine or the installed TVM cannot run the bundle; for AMX see `check_machine`."""
         check_machine(self.name, self.target, self.arch, self.tvm_target, self.cpu_features)
         running = installed_versions()
         if _minor(running.tvm) != _minor(self.versions.tvm):
@@ -126,9 +131,9 @@ class Manifest:
 def check_machine(
     name: str, target: str, arch: str, tvm_target: Mapping[str, Any], cpu_features: tuple[str, ...]
 ) -> None:
-    """Raise BundleError, in one sentence, if this machine's processor cannot run a bundle of these needs.
+    """Raise BundleError if this machine's processor cannot run a bundle with these needs.
 
-    For one that uses AMX this process gets the permission to.
+    A bundle that uses AMX needs the kernel's permission: this function requests it for the process.
     """
     machine = host()
     if arch == "cuda":
@@ -153,15 +158,15 @@ def check_machine(
 
 
 def installed_versions(llvm: str = "") -> Versions:
-    """The versions that run here; `llvm` is known only where the compiler is loaded."""
+    """Return the installed versions, "none" for a missing package; only the compiler can tell `llvm`."""
 
-    def installed(name: str) -> str:
+    def version_of(package: str) -> str:
         try:
-            return version(name)
+            return version(package)
         except PackageNotFoundError:
             return "none"
 
-    return Versions(installed("tvmflow"), installed("apache-tvm"), installed("apache-tvm-ffi"), llvm)
+    return Versions(version_of("tvmflow"), version_of("apache-tvm"), version_of("apache-tvm-ffi"), llvm)
 
 
 def _minor(number: str) -> list[str]:
@@ -173,12 +178,12 @@ class _OtherFormatError(ValueError):
 
 
 def _canonical(document: Mapping[str, Any]) -> bytes:
-    """The one spelling of a manifest. Raises ValueError for what JSON cannot say."""
+    """The canonical JSON of a document. Raises ValueError for NaN and infinity."""
     return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _read_1(document: dict[str, Any]) -> Manifest:
-    """Read format 1. Keys that it does not know are left alone: a writer may add what no reader needs."""
+    """Read format 1. Unknown keys are ignored: a later writer may add keys that no reader needs."""
     inputs = tuple(_tensor(item) for item in _list(document["inputs"]))
     symbols = {dim for item in inputs for dim in item.shape if isinstance(dim, str)}
     return Manifest(
@@ -229,14 +234,14 @@ def _list(value: object) -> list[Any]:
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a string")
-    # Names stand in messages: none may break the line or steer a terminal.
+    # Names appear in messages: none may break the line or control a terminal.
     if not value.isprintable():
         raise ValueError(f"{value!r} is not printable")
     return value
 
 
 def _count(value: object, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST_SIZE:
         raise TypeError(f"{value!r} is not a count")
     return value
 

@@ -1,4 +1,4 @@
-"""Signatures of bundles: Ed25519 over the manifest, whose digests cover everything else."""
+"""Signatures of bundles: Ed25519 over the manifest, whose digests cover all other files."""
 
 import os
 import re
@@ -18,11 +18,12 @@ _LARGEST_KEY = 1 << 14
 
 
 def keygen(path: Path) -> Path:
-    """Make a key pair: the private key at `path`, which only its owner may read, the public one beside it.
+    """Write a new key pair: the private key at `path`, readable by its owner only, the public key beside it.
 
-    Returns the public key's path, `path` with `.pub` added. Raises SettingsError when either file exists.
+    Returns the public key's path, which is `path` with `.pub` added. Raises SettingsError when a file exists or cannot
+    be written, and when the library `cryptography` is not installed.
     """
-    _library()
+    _require_library()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ed25519
 
@@ -46,18 +47,21 @@ def keygen(path: Path) -> Path:
 
 
 def sign(manifest: bytes, key: Path) -> bytes:
-    """The signature of a manifest's bytes by the private key in a PEM file; the same each time."""
+    """Sign a manifest's bytes with the private key in a PEM file; return the content of `bundle.sig`.
+
+    Equal bytes and keys give equal signatures. Raises SettingsError for a file without an Ed25519 private key.
+    """
     private = _private(key)
     return f"ed25519 {_raw(private.public_key()).hex()} {private.sign(manifest).hex()}\n".encode()
 
 
 def public_key(path: Path) -> str:
-    """The public key, in hexadecimal, of a PEM file with a public or private key."""
+    """Return the public key, in hexadecimal, of a PEM file with a public or a private key. Raises SettingsError."""
     return _raw(_public(path)).hex()
 
 
 def signer(signature: bytes, source: str) -> str:
-    """The public key, in hexadecimal, that a signature says it is made with. Raises BundleError for a damaged one."""
+    """Return the public key, in hexadecimal, that a signature names. Raises BundleError for a damaged signature."""
     form = _FORM.fullmatch(signature)
     if form is None:
         raise BundleError(f"bundle {source!r} has a damaged signature; fetch it again")
@@ -65,38 +69,39 @@ def signer(signature: bytes, source: str) -> str:
 
 
 def trusted_keys() -> tuple[Path, ...]:
-    """The files of public keys that this machine trusts: TVMFLOW_TRUSTED_KEYS, divided as PATH is. None: trust all."""
+    """Return the public key files in TVMFLOW_TRUSTED_KEYS, a list like PATH; without any, everyone is trusted."""
     return tuple(Path(item) for item in os.environ.get(TRUSTED_KEYS_VARIABLE, "").split(os.pathsep) if item)
 
 
 def check(manifest: bytes, signature: bytes | None, trusted: Sequence[Path], source: str) -> None:
-    """Raise BundleError unless one of the `trusted` keys has signed the manifest; with no keys, anything passes."""
+    """Raise BundleError unless one of the `trusted` keys has signed the manifest; without trusted keys, do nothing."""
     if not trusted:
         return
     keys = {_raw(key).hex(): key for key in map(_public, trusted)}
     if signature is None:
         raise BundleError(
-            f"bundle {source!r} is not signed, and only signed ones are taken here; "
+            f"bundle {source!r} is not signed, and this machine accepts signed bundles only; "
             f"sign it with `tvmflow sign`, or take a signed one"
         )
-    by = signer(signature, source)
-    if by not in keys:
+    public = signer(signature, source)
+    if public not in keys:
         raise BundleError(
-            f"bundle {source!r} is signed with the key {by[:16]}, which is not trusted here; "
+            f"bundle {source!r} is signed with the key {public[:16]}, which is not trusted here; "
             f"take one signed with a trusted key, or add that key to {TRUSTED_KEYS_VARIABLE}"
         )
     from cryptography.exceptions import InvalidSignature
 
     form: Any = _FORM.fullmatch(signature)
     try:
-        keys[by].verify(bytes.fromhex(form[2].decode()), manifest)
+        keys[public].verify(bytes.fromhex(form[2].decode()), manifest)
     except InvalidSignature as error:
         raise BundleError(f"bundle {source!r} was changed after it was signed; do not trust it") from error
 
 
-def _library() -> None:
+def _require_library() -> None:
+    """Raise SettingsError unless the library `cryptography` is installed."""
     try:
-        import cryptography  # noqa: F401 - whether it is there
+        import cryptography  # noqa: F401 - whether it is installed
     except ModuleNotFoundError as error:
         raise SettingsError(
             "signatures need the library 'cryptography'; install it with `pip install tvmflow[sign]`"
@@ -116,8 +121,8 @@ def _public(path: Path) -> "Ed25519PublicKey":
 
 
 def _load(path: Path) -> Any:
-    """The key in a PEM file, private or public."""
-    _library()
+    """The Ed25519 key in a PEM file, private or public. Raises SettingsError."""
+    _require_library()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ed25519

@@ -1,4 +1,4 @@
-"""`tvmflow init`: a new release file, commented."""
+"""`tvmflow init`: writes a new, commented release file."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from tvmflow.errors import SpecError
 
 @click.command("init")
 @click.argument("file", type=click.Path(path_type=Path), default=Path("release.yaml"))
-@click.option("--name", help="The release's name; by default that of the folder.")
+@click.option("--name", help="The release's name; by default the folder's name.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 def init_command(file: Path, name: str | None, force: bool) -> None:
     """Write a release file with every key explained to FILE, by default release.yaml."""
@@ -22,7 +22,7 @@ def init_command(file: Path, name: str | None, force: bool) -> None:
         with file.open("w" if force else "x", encoding="utf-8") as stream:
             stream.write(text)
     except FileExistsError as error:
-        raise SpecError(f"{str(file)!r} is there already; name another file, or overwrite it with --force") from error
+        raise SpecError(f"{str(file)!r} exists; name another file, or overwrite it with --force") from error
     except OSError as error:
-        raise SpecError(f"{str(file)!r} cannot be written ({error.strerror})") from error
+        raise SpecError(f"{str(file)!r} cannot be written ({error.strerror}); choose another place") from error
     click.echo(f"{file} written; say your model and inputs in it, then run `tvmflow release {file}`")

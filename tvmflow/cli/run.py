@@ -1,8 +1,9 @@
-"""`tvmflow run`: run a bundle on arrays of an .npz file, time it, and see where the time goes."""
+"""`tvmflow run`: runs a bundle on arrays of an .npz file, times it, and shows where the time goes."""
 
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from tvmflow.runtime import CompiledModel, Timings
     from tvmflow.runtime.profile import FunctionTime
+    from tvmflow.runtime.tracker import Address
 
     Array = npt.NDArray[Any]
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 @click.option(
     "--fill-mode",
     type=click.Choice(["zeros", "ones", "random"]),
-    help="Inputs made here; random ones are uniform within the golden sample's range.",
+    help="Make the inputs; random ones are uniform within the golden sample's range.",
 )
 @click.option(
     "--size", "sizes", multiple=True, help="With --fill-mode, a symbolic dimension's size: batch=4. Repeatable."
@@ -45,7 +47,11 @@ if TYPE_CHECKING:
 @click.option("--rpc-tracker", metavar="HOST:PORT", help="Run on a server of TVM's RPC, found through this tracker.")
 @click.option("--rpc-key", metavar="KEY", help="The server's key at the tracker.")
 @click.option(
-    "--rpc-timeout", type=click.FloatRange(min=1), default=300, show_default=True, help="Seconds before it is given up."
+    "--rpc-timeout",
+    type=click.FloatRange(min=1),
+    default=300,
+    show_default=True,
+    help="The timeout of a run there, in seconds.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def run_command(
@@ -67,7 +73,7 @@ def run_command(
     rpc_timeout: float,
     as_json: bool,
 ) -> None:
-    """Run BUNDLE, a path or URI, verified first, and write its outputs by name and as output_0, output_1, ..."""
+    """Check BUNDLE, a path or URI, run it, and write its outputs by name and as output_0, output_1, ..."""
     if fill_mode is not None and inputs is not None:
         raise click.UsageError("--inputs and --fill-mode both say what to run on; give one")
     if sizes and fill_mode is None:
@@ -77,52 +83,53 @@ def run_command(
     if rpc_tracker is not None and profile:
         raise click.UsageError("--profile works on this machine only; leave out --rpc-tracker")
     if not profile:
-        # The compiler is not needed to run: TVM's runtime alone loads in a fraction of the time.
+        # Running needs no compiler, and TVM's runtime alone loads in a fraction of the time.
         os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
-    given = None if inputs is None else _read(inputs)
+    file_inputs = None if inputs is None else _read(inputs)
 
-    def work(model: "CompiledModel") -> _Ran:
+    def work(model: "CompiledModel") -> _Run:
         if device is not None and device != (built_for := "cuda" if model.manifest.arch == "cuda" else "cpu"):
             raise click.BadParameter(
                 f"{bundle!r} is built for {built_for}; compile for another target", param_hint="--device"
             )
-        made = filled(model, fill_mode, _sizes(model, sizes)) if fill_mode is not None else None
-        arrays = model.check_inputs(given or made or model.sample[0])
+        filled_inputs = fill_inputs(model, fill_mode, _sizes(model, sizes)) if fill_mode is not None else None
+        arrays = model.check_inputs(file_inputs or filled_inputs or model.sample[0])
         results = model(**arrays)
         measure = model.benchmark if end_to_end else model.time_function
         times = measure(arrays, repeat=repeat, number=number, warmup=warmup)
-        return _Ran(results, times, _profile(bundle, model, arrays, repeat) if profile else None)
+        return _Run(results, times, _profile(bundle, model, arrays, repeat) if profile else None)
 
     if rpc_tracker is None or rpc_key is None:
         from tvmflow import runtime
 
         with runtime.load(bundle) as model:
-            ran = work(model)
+            run = work(model)
     else:
         from tvmflow.runtime import remote
 
-        ran = remote.run(_path(bundle), *_address(rpc_tracker), rpc_key, rpc_timeout, work)
+        address = _address(rpc_tracker)
+        run = remote.run(_path(bundle), address.host, address.port, rpc_key, rpc_timeout, work)
     if output is not None:
-        _write(output, ran.outputs)
+        _write(output, run.outputs)
     if as_json:
-        click.echo(json.dumps(_document(ran, output, end_to_end, print_top)))
+        click.echo(json.dumps(_document(run, output, end_to_end, print_top)))
         return
-    for name, array in ran.outputs.items():
+    for name, array in run.outputs.items():
         click.echo(f"{name}: {array.dtype.name}{list(array.shape)}")
-    for name, values in _top(ran.outputs, print_top).items():
+    for name, values in _top(run.outputs, print_top).items():
         click.echo(
             f"{name}, largest of the last axis: {', '.join(f'[{index}] {value:.6g}' for index, value in values)}"
         )
-    _show_times(ran.times, table=print_time, end_to_end=end_to_end)
-    if ran.profile is not None:
-        _show_profile(ran.profile)
+    _show_times(run.times, table=print_time, end_to_end=end_to_end)
+    if run.profile is not None:
+        _show_profile(run.profile)
     if output is not None:
         click.echo(f"written to {output}")
 
 
 @dataclass(frozen=True)
 class _Function:
-    """A function of the profile: the rule that scheduled it, empty for the virtual machine, its calls and time."""
+    """A function of the profile: its time, its share of the whole, and its schedule's rule ("" for none)."""
 
     rule: str
     time: "FunctionTime"
@@ -130,19 +137,19 @@ class _Function:
 
 
 @dataclass(frozen=True)
-class _Ran:
-    """What running a bundle gave."""
+class _Run:
+    """The outputs, the times and, if it was requested, the profile of a bundle's runs."""
 
     outputs: "dict[str, Array]"
     times: "Timings"
     profile: list[_Function] | None
 
 
-def filled(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> "dict[str, Array]":
-    """Inputs of zeros, ones or random values, by name, for sizes of the symbolic dimensions.
+def fill_inputs(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> "dict[str, Array]":
+    """Return inputs by name for sizes of the symbolic dimensions; `mode` is zeros, ones or random.
 
-    Random values lie between the smallest and largest that the golden sample has for the input, so that an index stays
-    one; where these are equal, a floating-point input is between 0 and 1.
+    Random values lie between the smallest and the largest value of the golden sample's input, so that indices remain
+    valid; where these are equal, the values of a floating-point input lie between 0 and 1.
     """
     import numpy as np
 
@@ -151,30 +158,30 @@ def filled(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> "dict
     arrays: dict[str, Array] = {}
     for spec in model.inputs:
         shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
-        known = sample[spec.name]
+        example = sample[spec.name]
         if mode != "random":
             arrays[spec.name] = np.full(shape, mode == "ones", spec.dtype)
-        elif known.dtype == bool:
+        elif example.dtype == bool:
             arrays[spec.name] = generator.integers(0, 2, shape).astype(bool)
-        elif np.issubdtype(known.dtype, np.integer):
-            arrays[spec.name] = generator.integers(known.min(), known.max(), shape, spec.dtype, endpoint=True)
+        elif np.issubdtype(example.dtype, np.integer):
+            arrays[spec.name] = generator.integers(example.min(), example.max(), shape, spec.dtype, endpoint=True)
         else:
-            low, high = float(known.min()), float(known.max())
+            low, high = float(example.min()), float(example.max())
             low, high = (low, high) if low < high else (0.0, 1.0)
             arrays[spec.name] = generator.uniform(low, high, shape).astype(spec.dtype)
     return arrays
 
 
-def _sizes(model: "CompiledModel", given: Sequence[str]) -> dict[str, int]:
-    """The sizes of the symbolic dimensions: those given as NAME=SIZE, else the golden sample's."""
+def _sizes(model: "CompiledModel", options: Sequence[str]) -> dict[str, int]:
+    """The sizes of the symbolic dimensions: those of the options NAME=SIZE, else the golden sample's."""
     sizes: dict[str, int] = {}
     for spec in model.inputs:
         for dim, size in zip(spec.shape, model.sample[0][spec.name].shape, strict=True):
             if isinstance(dim, str):
                 sizes[dim] = size
-    for text in given:
+    for text in options:
         name, equals, value = text.partition("=")
-        if not equals or not value.strip().isdigit():
+        if not equals or not re.fullmatch(r"[0-9]{1,18}", value.strip()):
             raise click.BadParameter(f"{text!r} is not of the form NAME=SIZE, as batch=4", param_hint="--size")
         if name not in sizes:
             close = get_close_matches(name, sizes, n=1)
@@ -192,10 +199,10 @@ def _sizes(model: "CompiledModel", given: Sequence[str]) -> dict[str, int]:
 def _profile(bundle: str, model: "CompiledModel", arrays: "Mapping[str, Array]", repeats: int) -> list[_Function]:
     from tvmflow.runtime.profile import measure_functions, schedule_rules
 
-    known = schedule_rules(bundle, model.manifest)
-    times = measure_functions(model.machine, lambda: model(**arrays), known, repeats, model.device.sync)
+    rules = schedule_rules(bundle, model.manifest)
+    times = measure_functions(model.machine, lambda: model(**arrays), rules, repeats, model.device.sync)
     total = sum(item.seconds for item in times)
-    return [_Function(known.get(item.name, ""), item, item.seconds / total) for item in times]
+    return [_Function(rules.get(item.name, ""), item, item.seconds / total) for item in times]
 
 
 def _top(outputs: "Mapping[str, Array]", count: int | None) -> dict[str, list[tuple[int, float]]]:
@@ -204,20 +211,20 @@ def _top(outputs: "Mapping[str, Array]", count: int | None) -> dict[str, list[tu
 
     if count is None:
         return {}
-    found = {}
+    top = {}
     for name, array in outputs.items():
         if array.size:
             row = array.reshape(-1, array.shape[-1] if array.ndim else 1)[0].astype(np.float64)
-            found[name] = [(int(index), float(row[index])) for index in np.argsort(-row, kind="stable")[:count]]
-    return found
+            top[name] = [(int(index), float(row[index])) for index in np.argsort(-row, kind="stable")[:count]]
+    return top
 
 
-def _document(ran: _Ran, output: Path | None, end_to_end: bool, print_top: int | None) -> dict[str, object]:
-    times = ran.times
+def _document(run: _Run, output: Path | None, end_to_end: bool, print_top: int | None) -> dict[str, object]:
+    times = run.times
     figures = {"mean": times.mean, "p50": times.median, "max": times.max, "min": times.min, "std": times.std}
     document: dict[str, object] = {
         "outputs": {
-            name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in ran.outputs.items()
+            name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in run.outputs.items()
         },
         "output": output and str(output),
         "runs": len(times.seconds) * times.number,
@@ -227,9 +234,9 @@ def _document(ran: _Ran, output: Path | None, end_to_end: bool, print_top: int |
     if print_top is not None:
         document["top"] = {
             name: [{"index": index, "value": value if math.isfinite(value) else None} for index, value in values]
-            for name, values in _top(ran.outputs, print_top).items()
+            for name, values in _top(run.outputs, print_top).items()
         }
-    if ran.profile is not None:
+    if run.profile is not None:
         document["profile"] = [
             {
                 "name": item.time.name,
@@ -238,7 +245,7 @@ def _document(ran: _Ran, output: Path | None, end_to_end: bool, print_top: int |
                 "microseconds": item.time.seconds * 1e6,
                 "share": item.share,
             }
-            for item in ran.profile
+            for item in run.profile
         ]
     return document
 
@@ -266,16 +273,21 @@ def _show_profile(functions: Sequence[_Function]) -> None:
         click.echo(f"{name:<{names}}  {item.rule:<{rules}}  {calls:>5}  {micro:>9.1f}  {item.share:>6.1%}")
 
 
-def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise click.BadParameter(f"{text!r} is not of the form HOST:PORT", param_hint="--rpc-tracker")
-    return host.strip("[]"), int(port)
+def _address(text: str) -> "Address":
+    from tvmflow.runtime.tracker import Address
+
+    try:
+        return Address.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--rpc-tracker") from error
 
 
 def _path(bundle: str) -> Path:
     if "://" in bundle:
-        raise click.BadParameter(f"{bundle!r} is sent from here to the server: give a file", param_hint="BUNDLE")
+        raise click.BadParameter(
+            f"{bundle!r} is no file: a bundle is sent to the server from this machine, give its path",
+            param_hint="BUNDLE",
+        )
     return Path(bundle)
 
 

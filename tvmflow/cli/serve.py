@@ -25,24 +25,28 @@ _RELEASE = re.compile(r"([^/@]+)(?:@([^/@]+)|/([^/@]+))")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
 @click.option("--threads", type=click.IntRange(min=1), help="TVM's worker threads; by default the bundle's.")
 @click.option(
-    "--max-batch", type=click.IntRange(min=1), default=64, show_default=True, help="Rows that run together at most."
+    "--max-batch", type=click.IntRange(min=1), default=64, show_default=True, help="The most rows that run together."
 )
 @click.option(
     "--max-delay-ms",
     type=click.FloatRange(min=0),
     default=0,
     show_default=True,
-    help="How long a request waits for others to run with, while nothing else runs.",
+    help="How long an idle server lets a request wait for others to run with.",
 )
 @click.option(
-    "--max-body-mb", type=click.FloatRange(min=0, min_open=True), default=64, show_default=True, help="Largest request."
+    "--max-body-mb",
+    type=click.FloatRange(min=0, min_open=True),
+    default=64,
+    show_default=True,
+    help="The largest request.",
 )
 @click.option(
     "--poll",
     type=click.FloatRange(min=0, min_open=True),
     default=5,
     show_default=True,
-    help="Seconds between two looks at the channel.",
+    help="Seconds between two polls of the channel.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the address as a JSON document.")
 def serve_command(
@@ -56,11 +60,11 @@ def serve_command(
     poll: float,
     as_json: bool,
 ) -> None:
-    """Serve what a channel points at, a release or a bundle, over the Open Inference Protocol (REST, version 2).
+    """Serve a channel's release, a given release or a bundle over the Open Inference Protocol (REST, version 2).
 
-    Every bundle is verified before it is loaded. When the channel moves, the new version takes over without a request
-    being dropped; one that fails verification is refused, and the former served on. SIGTERM: what was accepted is
-    answered, then the server ends.
+    Every bundle is verified before it is loaded. When the channel moves, the server swaps to the new version without
+    dropping a request; it refuses a version that fails verification, and still serves the one before. On SIGTERM it
+    answers the requests that it has accepted, then ends.
     """
     os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
     try:
@@ -84,20 +88,20 @@ def serve_command(
 
 
 def _source(model: str, stack: ExitStack) -> "Source":
-    """What the argument names; a store that it needs stays open as long as the stack."""
+    """The source that the argument names; a store that it needs stays open as long as the stack."""
     from tvmflow.serving import bundle_source, channel_source, release_source
 
     path = Path(model)
     if model.endswith(".tar.gz") or path.is_file():
         return bundle_source(path)
-    # Only now: to serve a bundle takes neither a store nor what reads its settings.
+    # Imported here because serving a bundle needs neither a store nor its settings.
     from tvmflow import fetch, settings
     from tvmflow.services import open_store
 
-    named = _RELEASE.fullmatch(model)
-    if named is None:
-        raise SettingsError(f"{model!r} is nothing to serve; give NAME@CHANNEL, NAME/VERSION or a bundle's path")
-    name, channel, version = named.groups()
-    known = settings.load()
-    store, cache = stack.enter_context(open_store(known)), fetch.cache_folder(known)
+    match = _RELEASE.fullmatch(model)
+    if match is None:
+        raise SettingsError(f"{model!r} cannot be served; give NAME@CHANNEL, NAME/VERSION or a bundle's path")
+    name, channel, version = match.groups()
+    configuration = settings.load()
+    store, cache = stack.enter_context(open_store(configuration)), fetch.cache_folder(configuration)
     return channel_source(store, name, channel, cache) if channel else release_source(store, name, version, cache)

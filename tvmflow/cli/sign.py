@@ -1,4 +1,4 @@
-"""`tvmflow keygen` and `tvmflow sign`: signatures of bundles."""
+"""`tvmflow keygen` and `tvmflow sign`: key pairs, and signatures of bundles."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ import click
 @click.command("keygen")
 @click.argument("key", type=click.Path(path_type=Path))
 def keygen_command(key: Path) -> None:
-    """Make an Ed25519 key pair: the private key in the file KEY, the public one in KEY.pub."""
+    """Write a new Ed25519 key pair: the private key to the file KEY, the public key to KEY.pub."""
     from tvmflow.bundle import keygen, public_key
 
     public = keygen(key)
-    click.echo(f"{key}: sign with it, keep it secret")
-    click.echo(f"{public}: {public_key(public)}, verify with it, give it to anyone")
+    click.echo(f"{key}: the private key; sign with it and keep it secret")
+    click.echo(f"{public}: the public key {public_key(public)}; verify with it, anyone may have it")
 
 
 @click.command("sign")
@@ -21,7 +21,7 @@ def keygen_command(key: Path) -> None:
 @click.option("--key", type=click.Path(path_type=Path), envvar="TVMFLOW_SIGNING_KEY", help="The private key.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Default: BUNDLE itself.")
 def sign_command(bundle: Path, key: Path | None, output: Path | None) -> None:
-    """Sign BUNDLE, in the place of any former signature."""
+    """Sign BUNDLE; an earlier signature is replaced."""
     from tvmflow.bundle import public_key, sha256_file, sign
 
     if key is None:

@@ -10,7 +10,9 @@ from tvmflow.errors import BundleError
 
 @click.command("verify")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--key", "keys", type=click.Path(path_type=Path), multiple=True, help="A public key that has signed it.")
+@click.option(
+    "--key", "keys", type=click.Path(path_type=Path), multiple=True, help="A public key that must have signed it."
+)
 @click.option(
     "--timeout", type=click.FloatRange(min=1), default=300, show_default=True, help="Seconds for the golden sample."
 )
@@ -18,14 +20,14 @@ from tvmflow.errors import BundleError
     "--rebuild",
     "source",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Build it again from this release file or ONNX file, and compare.",
+    help="Build it again from this release file or ONNX file, and compare the two.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def verify_command(bundle: Path, keys: tuple[Path, ...], timeout: float, source: Path | None, as_json: bool) -> None:
     """Check BUNDLE's digests and signature and that this machine can run it, then run its golden sample.
 
-    Whatever is in the bundle runs in another process. Exit code 3: it runs, and its outputs are not the original's, or
-    what it is said to be made from gives another bundle.
+    The bundle's code runs in another process. Exit code 3: its outputs are not the original model's, or the source
+    given with --rebuild gives another bundle.
     """
     from tvmflow.bundle import read_manifest, read_signer
     from tvmflow.bundle.signature import trusted_keys
@@ -33,36 +35,38 @@ def verify_command(bundle: Path, keys: tuple[Path, ...], timeout: float, source:
     from tvmflow.verification import verify
 
     trusted = keys or trusted_keys()
-    rebuilt, unable = None, None
+    equal_parts, refusal = None, None
     if source is not None:
         from tasks.rebuild import rebuild
 
-        rebuilt = rebuild(bundle, source, trusted)
-        # What is built for another machine can be built again here, but not run.
+        equal_parts = rebuild(bundle, source, trusted)
+        # A bundle for another machine can be built again here, but cannot run.
         try:
             read_manifest(bundle).check_host()
-        except BundleError as refusal:
-            unable = str(refusal)
-    worst = None if unable else verify(bundle, trusted=trusted, timeout=timeout).max_abs_error
+        except BundleError as error:
+            refusal = str(error)
+    worst = None if refusal else verify(bundle, trusted=trusted, timeout=timeout).max_abs_error
     manifest, signer = read_manifest(bundle), read_signer(bundle)
     if as_json:
         document = {
             "bundle": str(bundle),
             "max_abs_error": worst,
-            "not_run": unable,
+            "not_run": refusal,
             "signed_by": signer,
             "trusted": bool(trusted),
-            "rebuilt": rebuilt and list(rebuilt),
+            "rebuilt": equal_parts and list(equal_parts),
             "manifest": json.loads(manifest.to_json()),
         }
         click.echo(json.dumps(document))
         return
-    said = f"{bundle}: {manifest.name} for {manifest.target}, whole, "
-    said += f"not run ({unable})" if worst is None else f"golden sample within {worst:.1e}"
+    message = f"{bundle}: {manifest.name} for {manifest.target}, whole, "
+    message += f"not run ({refusal})" if worst is None else f"golden sample within {worst:.1e}"
     if signer is not None:
-        said += f", signed with {signer[:16]}" + ("" if trusted else " (not checked: no key is trusted here)")
-    if rebuilt is not None:
-        said += f", the same when built again: {', '.join(rebuilt)}"
+        message += f", signed with {signer[:16]}" + ("" if trusted else " (not checked: no key is trusted here)")
+    if equal_parts is not None:
+        message += f", the same when built again: {', '.join(equal_parts)}"
     if worst is not None and manifest.threads > host().cores:
-        said += f"; slower here, as it is built for {manifest.threads} threads and {host().cores} cores are to be had"
-    click.echo(said)
+        message += (
+            f"; slower here: it is built for {manifest.threads} threads, and this machine has {host().cores} cores"
+        )
+    click.echo(message)

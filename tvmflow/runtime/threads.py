@@ -6,6 +6,7 @@ TVM_THREAD_POOL_SPIN_COUNT, and nothing reads it again.
 """
 
 import os
+import re
 import threading
 import warnings
 
@@ -50,7 +51,7 @@ def reserve(requested: int | None, built_for: int, spin: int | None) -> int:
         variable = os.environ.get(_COUNT)
         if variable != _own_count:
             _user_count = variable
-        if _user_count is not None and not (_user_count.isdigit() and int(_user_count)):
+        if _user_count is not None and not re.fullmatch("0*[1-9][0-9]{0,8}", _user_count):
             raise InputError(f"the environment variable {_COUNT} is {_user_count!r}, expected a positive number")
         count = requested or int(_user_count or 0) or min(built_for, host().cores)
         _counts.add(count)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import struct
 import time
@@ -33,7 +34,8 @@ class Address:
     def parse(cls, text: str) -> "Address":
         """Parse HOST:PORT; brackets around an IPv6 address are taken off. Raises ValueError for another form."""
         host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        is_port = re.fullmatch("[0-9]{1,5}", port) is not None and 0 < int(port) < 1 << 16
+        if not colon or not host or not is_port:
             raise ValueError(f"{text!r} is not of the form HOST:PORT")
         return cls(host.strip("[]"), int(port))
 

@@ -1,4 +1,4 @@
-"""Serve a compiled model over the Open Inference Protocol: batched, watched, and swapped when its channel moves."""
+"""The inference server: a compiled model over the Open Inference Protocol, in batches, with metrics and live swaps."""
 
 from tvmflow.serving.server import Options, serve
 from tvmflow.serving.source import Source, bundle_source, channel_source, release_source

@@ -1,4 +1,4 @@
-"""The server's endpoints: the Open Inference Protocol's and `/metrics`."""
+"""The server's endpoints: those of the Open Inference Protocol, and `/metrics`."""
 
 import asyncio
 import time
@@ -22,38 +22,39 @@ from tvmflow.serving.source import Served
 
 
 class Service:
-    """What the endpoints share: the version that is served now, and how it runs.
+    """The state that the endpoints share: the version that is served now, and what runs it.
 
-    `served` changes in the event loop's thread only: between taking it and queueing a request for it nothing happens.
+    `served` changes in the event loop's thread only, so that it cannot change between reading it and queueing a request
+    for it. A request of more than `body_limit` bytes is refused.
     """
 
-    def __init__(self, served: Served, batcher: Batcher, metrics: Metrics, most_bytes: int) -> None:
+    def __init__(self, served: Served, batcher: Batcher, metrics: Metrics, body_limit: int) -> None:
         self.served = served
         self.batcher = batcher
         self.metrics = metrics
-        self.most_bytes = most_bytes
-        self.draining = False
+        self.body_limit = body_limit
+        self.is_draining = False
         self.problem: str | None = None
-        """Why the version that is wanted is not the one that is served."""
+        """Why the server does not serve the version that its source names; None while it does."""
         metrics.model.labels(served.name, served.version).set(1)
 
     def swap(self, following: Served) -> None:
-        """Let another version, loaded and warm, take the requests that come from now on."""
-        before, self.served, self.problem = self.served, following, None
-        self.metrics.model.remove(before.name, before.version)
+        """Serve another version, which is loaded and warm, from the next request on; close the one before."""
+        previous, self.served, self.problem = self.served, following, None
+        self.metrics.model.remove(previous.name, previous.version)
         self.metrics.model.labels(following.name, following.version).set(1)
         self.metrics.swaps.inc()
-        # Behind the last request for it.
-        self.batcher.call(before.model.close)
+        # The batcher closes it after the last request for it.
+        self.batcher.call(previous.model.close)
 
 
 def application(service: Service) -> ASGIApp:
-    """The endpoints of a service, as an ASGI application."""
+    """Return the endpoints of a service as an ASGI application."""
     model = "/v2/models/{name}"
     version = model + "/versions/{version}"
     endpoints = _Endpoints(service)
     app = Starlette(
-        # In the order in which they are compared with a request's path.
+        # In the order in which a request's path is compared with them: the most frequent first.
         routes=[
             *(Route(f"{path}/infer", endpoints.infer, methods=["POST"]) for path in (model, version)),
             Route("/v2", endpoints.server),
@@ -63,10 +64,10 @@ def application(service: Service) -> ASGIApp:
             *(Route(f"{path}/ready", endpoints.model_ready) for path in (model, version)),
             Route("/metrics", endpoints.metrics),
         ],
-        exception_handlers={HTTPException: _told, Exception: _failed},
+        exception_handlers={HTTPException: _answer_refusal, Exception: _answer_failure},
     )
-    # Around everything, also what answers when an endpoint fails.
-    return _Counting(app, service.metrics)
+    # Outermost, so that it also counts the answers to failures.
+    return _CountingApplication(app, service.metrics)
 
 
 class _Endpoints:
@@ -83,11 +84,11 @@ class _Endpoints:
         return self._readiness({})
 
     async def model_ready(self, request: Request) -> Response:
-        served = self._asked_for(request)
+        served = self._served_model(request)
         return self._readiness({"name": served.name, "version": served.version})
 
     async def metadata(self, request: Request) -> Response:
-        served = self._asked_for(request)
+        served = self._served_model(request)
         return JSONResponse(
             {
                 "name": served.name,
@@ -104,7 +105,7 @@ class _Endpoints:
 
     async def infer(self, request: Request) -> Response:
         metrics, start = self._service.metrics, time.perf_counter()
-        self._asked_for(request)
+        self._served_model(request)
         with metrics.in_flight.track_inprogress():
             response = await self._infer(request)
         metrics.seconds.observe(time.perf_counter() - start)
@@ -112,13 +113,13 @@ class _Endpoints:
 
     async def _infer(self, request: Request) -> Response:
         body = await self._body(request)
-        # Only now: from here to the queue there is no pause in which another version could take over.
-        served = self._asked_for(request)
+        # Read again after the body: from here to the queue the event loop cannot swap the version.
+        served = self._served_model(request)
         try:
-            asked = protocol.parse(body, request.headers.get(protocol.HEADER_LENGTH), served.model.outputs)
-            running = self._service.batcher.submit(served.model, served.model.check_inputs(asked.inputs))
-            results = await asyncio.wrap_future(running)
-            answer = protocol.render(asked, served.name, served.version, results)
+            inference = protocol.parse(body, request.headers.get(protocol.HEADER_LENGTH), served.model.outputs)
+            future = self._service.batcher.submit(served.model, served.model.check_inputs(inference.inputs))
+            results = await asyncio.wrap_future(future)
+            answer = protocol.render(inference, served.name, served.version, results)
         except InputError as error:
             raise HTTPException(400, str(error)) from error
         except OverloadedError as error:
@@ -126,17 +127,17 @@ class _Endpoints:
         return Response(answer.body, headers=answer.headers)
 
     async def _body(self, request: Request) -> bytes:
-        chunks, size, most = [], 0, self._service.most_bytes
+        chunks, size, limit = [], 0, self._service.body_limit
         async for chunk in request.stream():
             size += len(chunk)
-            if size > most:
-                # The rest is not read: the connection cannot be used for another request.
-                raise HTTPException(413, f"the request is larger than {most} bytes", {"connection": "close"})
+            if size > limit:
+                # The rest is not read, so that the connection cannot serve another request.
+                raise HTTPException(413, f"the request is larger than {limit} bytes", {"connection": "close"})
             chunks.append(chunk)
         return b"".join(chunks)
 
-    def _asked_for(self, request: Request) -> Served:
-        """What is served, if it is what the path names."""
+    def _served_model(self, request: Request) -> Served:
+        """The served version. Raises HTTPException, status 404, when the path names another model or version."""
         served = self._service.served
         name, version = request.path_params["name"], request.path_params.get("version", served.version)
         if name != served.name:
@@ -146,14 +147,14 @@ class _Endpoints:
         return served
 
     def _readiness(self, document: dict[str, Any]) -> Response:
-        ready = not self._service.draining
-        document["ready"] = ready
+        is_ready = not self._service.is_draining
+        document["ready"] = is_ready
         if self._service.problem is not None:
             document["problem"] = self._service.problem
-        return JSONResponse(document, 200 if ready else 503)
+        return JSONResponse(document, 200 if is_ready else 503)
 
 
-class _Counting:
+class _CountingApplication:
     """Counts answers by their status code."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -169,11 +170,11 @@ class _Counting:
         await self._app(scope, receive, counting)
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)  # noqa: S101 - what it is registered for
+async def _answer_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101 - it is registered for this class only
     headers: Mapping[str, str] | None = error.headers
     return JSONResponse({"error": error.detail}, error.status_code, headers)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def _answer_failure(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": "the model could not be run; the server's log says why"}, 500)

@@ -1,4 +1,4 @@
-"""The one thread that runs models, and how requests that wait for it are put together into batches."""
+"""The batcher: one thread that runs models, and the batches that it makes of the requests that wait for it."""
 
 import threading
 import time
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Arrays = dict[str, Array]
 
-# Requests that may wait; beyond, the server says that it is overloaded instead of answering ever later.
-MOST_WAITING = 1024
+# The most requests that may wait. A further one is refused: otherwise answers would take longer and longer.
+QUEUE_LIMIT = 1024
 
 T = TypeVar("T")
 
 
 class OverloadedError(Exception):
-    """As many requests wait as may."""
+    """The queue is full: as many requests wait as may."""
 
 
 def batch_dimension(manifest: Manifest) -> str | None:
-    """The symbolic dimension along which requests can be put together: the first of every input and output.
+    """Return the symbolic dimension along which requests can be joined: the first one of every input and output.
 
-    None if there is none, or if it stands elsewhere too, where concatenation would not extend it.
+    Returns None if there is none, or if it also stands at another place, which joining requests would not extend.
     """
     shapes = [spec.shape for spec in (*manifest.inputs, *manifest.outputs)]
     names = {shape[0] if shape else None for shape in shapes}
@@ -45,22 +45,22 @@ def batch_dimension(manifest: Manifest) -> str | None:
 class _Request:
     """One call of a model that waits for its turn."""
 
-    def __init__(self, model: CompiledModel, arrays: "Arrays", batched: str | None) -> None:
+    def __init__(self, model: CompiledModel, arrays: "Arrays", dimension: str | None) -> None:
         self.model = model
         self.arrays = arrays
-        self.done: Future[Arrays] = Future()
-        self.arrived = time.monotonic()
-        # What has to be equal for two requests to run together; None: it runs alone.
-        self.key = batched and (model, tuple(array.shape[1:] for array in arrays.values()))
-        self.rows = next(iter(arrays.values())).shape[0] if batched else 1
+        self.result: Future[Arrays] = Future()
+        self.arrival = time.monotonic()
+        # Requests with equal keys can run together; one without a key runs alone.
+        self.key = dimension and (model, tuple(array.shape[1:] for array in arrays.values()))
+        self.rows = next(iter(arrays.values())).shape[0] if dimension else 1
 
 
 class Batcher:
-    """Runs models in a thread of its own, requests together where the batch dimension is symbolic.
+    """Runs models in a thread of its own, and joins requests into batches where the batch dimension is symbolic.
 
-    A request starts at once when the thread is free and `max_delay` (seconds) is 0: batches come about from what
-    arrives while another one runs. Otherwise the first of a batch waits up to that long for others. A batch has at most
-    `max_batch` rows, unless a single request brings more. `on_batch` is told the rows of each.
+    With a `max_delay` of 0 seconds, a request starts as soon as the thread is free: a batch is what has arrived while
+    the one before ran. Otherwise the first request of a batch waits up to `max_delay` for others. A batch has at most
+    `max_batch` rows, unless a single request has more. `on_batch` is called with the rows of each batch.
     """
 
     def __init__(self, *, max_batch: int, max_delay: float, on_batch: Callable[[int], object]) -> None:
@@ -70,42 +70,45 @@ class Batcher:
         self._dimensions: WeakKeyDictionary[CompiledModel, str | None] = WeakKeyDictionary()
         self._waiting: deque[_Request | Callable[[], object]] = deque()
         self._changed = threading.Condition()
-        self._hurried = False
-        self._closed = False
+        self._is_hurried = False
+        self._is_closed = False
         # TVM's worker threads belong to the thread that calls a model: one fixed thread, one pool.
         self._thread = threading.Thread(target=self._run, name="tvmflow-models", daemon=True)
         self._thread.start()
 
     def submit(self, model: CompiledModel, arrays: "Arrays") -> "Future[Arrays]":
-        """Queue checked inputs, in the model's order; raises OverloadedError when too many wait already."""
+        """Queue checked inputs in the model's order; return the future of the outputs. Raises OverloadedError.
+
+        The future carries the error of a model that cannot be run.
+        """
         if model not in self._dimensions:
             self._dimensions[model] = batch_dimension(model.manifest)
         request = _Request(model, arrays, self._dimensions[model])
         with self._changed:
-            if len(self._waiting) >= MOST_WAITING:
+            if len(self._waiting) >= QUEUE_LIMIT:
                 raise OverloadedError
             self._waiting.append(request)
             self._changed.notify()
-        return request.done
+        return request.result
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Run something else in the thread, after all that waits now."""
-        done: Future[T] = Future()
+        """Queue a function that is no request; return the future of its result."""
+        result: Future[T] = Future()
         with self._changed:
-            self._waiting.append(lambda: _settle(done, function))
+            self._waiting.append(lambda: _settle(result, function))
             self._changed.notify()
-        return done
+        return result
 
     def hurry(self) -> None:
-        """Wait for no more requests to fill a batch."""
+        """Start what waits at once: from now on no batch waits for more requests."""
         with self._changed:
-            self._hurried = True
+            self._is_hurried = True
             self._changed.notify()
 
     def close(self) -> None:
-        """Run what waits, then end the thread."""
+        """Run what waits, then end the thread; return when it has ended."""
         with self._changed:
-            self._hurried = self._closed = True
+            self._is_hurried = self._is_closed = True
             self._changed.notify()
         self._thread.join()
 
@@ -113,20 +116,20 @@ class Batcher:
         while True:
             with self._changed:
                 while not self._waiting:
-                    if self._closed:
+                    if self._is_closed:
                         return
                     self._changed.wait()
                 first = self._waiting.popleft()
                 batch = self._gather(first) if isinstance(first, _Request) else []
             if isinstance(first, _Request):
-                self._answer([request for request in batch if request.done.set_running_or_notify_cancel()])
+                self._answer([request for request in batch if request.result.set_running_or_notify_cancel()])
             else:
                 first()
-            # Or the last batch, and its model, would be kept until the next comes.
+            # Otherwise these names would keep the last batch and its model in memory until the next batch.
             del first, batch
 
     def _gather(self, first: _Request) -> list[_Request]:
-        """The requests to run with `first`; the lock is held, and let go while waiting for more."""
+        """The requests to run with `first`. The caller holds the lock, which is free while this waits for others."""
         batch = [first]
         if first.key is None:
             return batch
@@ -134,7 +137,7 @@ class Batcher:
         limit = self._max_batch if high is None else min(self._max_batch, high)
         room = limit - first.rows
         while True:
-            # In order of arrival, and only from the front: nobody is overtaken for ever.
+            # In order of arrival and from the front only, so that no request is overtaken.
             while self._waiting and room > 0:
                 following = self._waiting[0]
                 if not isinstance(following, _Request) or following.key != first.key or following.rows > room:
@@ -142,36 +145,38 @@ class Batcher:
                 self._waiting.popleft()
                 batch.append(following)
                 room -= following.rows
-            left = first.arrived + self._max_delay - time.monotonic()
-            if room <= 0 or left <= 0 or self._hurried:
+            remaining = first.arrival + self._max_delay - time.monotonic()
+            if room <= 0 or remaining <= 0 or self._is_hurried:
                 return batch
-            self._changed.wait(left)
+            self._changed.wait(remaining)
 
     def _answer(self, batch: list[_Request]) -> None:
+        """Run the requests of a batch together, and give each its rows of the outputs."""
         if not batch:
             return
         self._on_batch(sum(request.rows for request in batch))
         model = batch[0].model
         try:
             if len(batch) == 1:
-                batch[0].done.set_result(model(**batch[0].arrays))
+                batch[0].result.set_result(model(**batch[0].arrays))
                 return
-            together = {name: np.concatenate([request.arrays[name] for request in batch]) for name in batch[0].arrays}
-            results = model(**together)
+            joined = {name: np.concatenate([request.arrays[name] for request in batch]) for name in batch[0].arrays}
+            results = model(**joined)
         except Exception as error:
-            # Whatever it is, it belongs to these requests: the thread goes on.
+            # Whatever failed, it concerns these requests only: the thread goes on.
             for request in batch:
-                request.done.set_exception(error)
+                request.result.set_exception(error)
             return
         start = 0
         for request in batch:
             end = start + request.rows
-            request.done.set_result({name: array[start:end] for name, array in results.items()})
+            request.result.set_result({name: array[start:end] for name, array in results.items()})
             start = end
 
 
-def _settle(done: "Future[T]", function: Callable[[], T]) -> None:
+def _settle(future: "Future[T]", function: Callable[[], T]) -> None:
+    """Give a future the result of a function, or its exception."""
     try:
-        done.set_result(function())
+        future.set_result(function())
     except Exception as error:
-        done.set_exception(error)
+        future.set_exception(error)

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""The server's metrics, for Prometheus."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
@@ -29,13 +29,15 @@ class Metrics:
         self.model = Gauge(
             "tvmflow_model_info", "1 for the version that is served.", ["name", "version"], registry=self.registry
         )
-        self.swaps = Counter("tvmflow_swaps", "Times that another version took over.", registry=self.registry)
+        self.swaps = Counter(
+            "tvmflow_swaps", "Times that another version replaced the served one.", registry=self.registry
+        )
         self.failed_swaps = Counter(
             "tvmflow_failed_swaps",
-            "Versions that were wanted and refused: the one before is served on.",
+            "Versions that the channel named and the server refused: it serves the one before.",
             registry=self.registry,
         )
         self.failed_polls = Counter(
-            "tvmflow_failed_polls", "Times that the release store could not be asked or read.", registry=self.registry
+            "tvmflow_failed_polls", "Times that the release store could not be read.", registry=self.registry
         )
         ProcessCollector(registry=self.registry)

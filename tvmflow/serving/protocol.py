@@ -1,6 +1,6 @@
-"""The Open Inference Protocol, version 2, over REST: requests to arrays, arrays to responses.
+"""The Open Inference Protocol, version 2, over REST: requests are parsed into arrays, arrays rendered as responses.
 
-Tensors are JSON, or follow the JSON as raw bytes (the binary tensor data extension).
+A tensor is in the JSON, or follows it as raw bytes (the protocol's binary tensor data extension).
 https://github.com/kserve/open-inference-protocol
 """
 
@@ -21,44 +21,44 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 HEADER_LENGTH = "inference-header-content-length"
-# NumPy's names and the protocol's.
+# The protocol's name of each of NumPy's dtypes.
 DATATYPES = {
     "bool": "BOOL",
     **{f"{kind}{bits}": f"{kind.upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
     **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
 }
 _NUMPY = {datatype: np.dtype(name) for name, datatype in DATATYPES.items()}
-# The kinds of numbers in JSON (of numpy.asarray) that a tensor of each kind takes without loss.
-_TAKES = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
+# For each kind of dtype, the kinds (as numpy.asarray reads JSON) whose values it holds without loss.
+_LOSSLESS_KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
 
 
 @dataclass(frozen=True)
-class Wish:
-    """An output that a request asks for, as JSON or as bytes."""
+class OutputRequest:
+    """An output that a request asks for, and whether its values are to follow the JSON as bytes."""
 
     name: str
-    binary: bool
+    is_binary: bool
 
 
 @dataclass(frozen=True)
 class InferRequest:
-    """An inference request: its inputs by name, and the outputs that it asks for."""
+    """An inference request: the id that its response repeats, the inputs by name, and the outputs to return."""
 
     id: str | None
     inputs: "dict[str, Array]"
-    outputs: tuple[Wish, ...]
+    outputs: tuple[OutputRequest, ...]
 
 
 @dataclass(frozen=True)
 class InferResponse:
-    """The body of a response and the headers that go with it."""
+    """The body and the headers of a response."""
 
     body: bytes
     headers: dict[str, str]
 
 
 def describe(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-    """Inputs or outputs in a model's metadata: a symbolic dimension is -1."""
+    """Return inputs or outputs as they stand in a model's metadata; a symbolic dimension is -1."""
     return [
         {
             "name": spec.name,
@@ -70,10 +70,16 @@ def describe(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
 
 
 def parse(body: bytes, header_length: str | None, outputs: Sequence[TensorSpec]) -> InferRequest:
-    """Read a request. Raises InputError, in one sentence, for anything that the protocol does not allow."""
+    """Parse the body of a request for a model with these outputs.
+
+    `header_length` is the header HEADER_LENGTH: the bytes of the JSON, None for a body without binary data. Raises
+    InputError for anything that the protocol does not allow; whether the inputs fit the model is not checked.
+    """
     length = len(body)
     if header_length is not None:
-        if not header_length.isascii() or not header_length.isdigit() or int(header_length) > len(body):
+        # No body has a length of more digits, and Python refuses to read numbers of thousands of them.
+        is_number = header_length.isascii() and header_length.isdigit() and len(header_length) < 20
+        if not is_number or int(header_length) > len(body):
             raise InputError(f"{HEADER_LENGTH} is {header_length!r}, expected the length in bytes of the JSON")
         length = int(header_length)
     try:
@@ -93,17 +99,17 @@ def parse(body: bytes, header_length: str | None, outputs: Sequence[TensorSpec])
         inputs[name] = array
     if rest:
         raise InputError(f"{len(rest)} bytes follow that no input's 'binary_data_size' describes")
-    return InferRequest(identity, inputs, _wishes(document, [spec.name for spec in outputs]))
+    return InferRequest(identity, inputs, _requested_outputs(document, [spec.name for spec in outputs]))
 
 
 def render(request: InferRequest, name: str, version: str, results: "Mapping[str, Array]") -> InferResponse:
-    """The response to a request. Raises InputError when an output holds what JSON cannot carry."""
+    """Render the response to a request. Raises InputError for NaN or infinity in an output that is to be JSON."""
     outputs: list[dict[str, Any]] = []
     binary: list[bytes] = []
-    for wish in request.outputs:
-        array = results[wish.name]
-        entry = {"name": wish.name, "datatype": DATATYPES[array.dtype.name], "shape": list(array.shape)}
-        if wish.binary:
+    for output in request.outputs:
+        array = results[output.name]
+        entry = {"name": output.name, "datatype": DATATYPES[array.dtype.name], "shape": list(array.shape)}
+        if output.is_binary:
             binary.append(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
             outputs.append({**entry, "parameters": {"binary_data_size": len(binary[-1])}})
         else:
@@ -122,7 +128,7 @@ def render(request: InferRequest, name: str, version: str, results: "Mapping[str
 
 
 def _tensor(entry: Mapping[str, Any], rest: memoryview) -> "tuple[str, Array, memoryview]":
-    """One input, and the bytes that are left for the others."""
+    """The name and the array of one input, and the binary data that remains for the inputs after it."""
     name, datatype, shape = entry.get("name"), entry.get("datatype"), entry.get("shape")
     if not isinstance(name, str):
         raise InputError("an input has no 'name'")
@@ -150,46 +156,50 @@ def _tensor(entry: Mapping[str, Any], rest: memoryview) -> "tuple[str, Array, me
 
 
 def _from_json(name: str, data: Any, dtype: "np.dtype[Any]") -> "Array":
-    """Flat or nested numbers as an array of exactly this dtype: nothing is rounded to an integer or cut off."""
+    """Flat or nested numbers as an array of this dtype.
+
+    Raises InputError for values of another kind, for rows of different lengths, and for values outside the dtype's
+    range: no value is truncated or wrapped.
+    """
     try:
-        given = np.asarray(_list(data, f"'data' of input {name!r}"))
+        values = np.asarray(_list(data, f"'data' of input {name!r}"))
     except ValueError as error:
         raise InputError(f"input {name!r}: the rows of 'data' are not equally long") from error
-    if given.size == 0:
-        return np.empty(given.shape, dtype)
-    kind = given.dtype.kind
+    if values.size == 0:
+        return np.empty(values.shape, dtype)
+    kind = values.dtype.kind
     if dtype.kind in "iu" and kind in "fO":
         # NumPy has no integer for numbers of which some need the 64th bit.
         exact = np.asarray(data, dtype=object)
         if all(type(value) is int for value in exact.flat):
-            given, kind = exact, dtype.kind
-    if kind not in _TAKES[dtype.kind]:
+            values, kind = exact, dtype.kind
+    if kind not in _LOSSLESS_KINDS[dtype.kind]:
         raise InputError(f"input {name!r}: 'data' does not hold {DATATYPES[dtype.name]} values only")
     if dtype.kind in "iu":
         bounds = np.iinfo(dtype)
-        inside = int(given.min()) >= bounds.min and int(given.max()) <= bounds.max
-        array = given.astype(dtype) if inside else given
+        is_in_range = int(values.min()) >= bounds.min and int(values.max()) <= bounds.max
+        array = values.astype(dtype) if is_in_range else values
     else:
         with np.errstate(over="ignore"):
-            array = given.astype(dtype)
-        inside = dtype.kind == "b" or bool((np.isinf(array) <= np.isinf(given)).all())
-    if not inside:
+            array = values.astype(dtype)
+        is_in_range = dtype.kind == "b" or bool((np.isinf(array) <= np.isinf(values)).all())
+    if not is_in_range:
         raise InputError(f"input {name!r}: 'data' holds values outside the range of {DATATYPES[dtype.name]}")
     return array
 
 
-def _wishes(document: Mapping[str, Any], names: Sequence[str]) -> tuple[Wish, ...]:
-    everything_binary = _parameters(document).get("binary_data_output") is True
+def _requested_outputs(document: Mapping[str, Any], names: Sequence[str]) -> tuple[OutputRequest, ...]:
+    """The outputs that a request asks for, by default all `names`. Raises InputError for another name."""
+    is_binary = _parameters(document).get("binary_data_output") is True
     if "outputs" not in document:
-        return tuple(Wish(name, everything_binary) for name in names)
-    wishes = []
+        return tuple(OutputRequest(name, is_binary) for name in names)
+    requests = []
     for entry in _list(document["outputs"], "'outputs'"):
         name = _mapping(entry, "an output").get("name")
         if not isinstance(name, str) or name not in names:
             raise InputError(f"the model has no output {name!r}; it returns {', '.join(names)}")
-        binary = _parameters(entry).get("binary_data", everything_binary)
-        wishes.append(Wish(name, binary is True))
-    return tuple(wishes)
+        requests.append(OutputRequest(name, _parameters(entry).get("binary_data", is_binary) is True))
+    return tuple(requests)
 
 
 def _parameters(entry: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The server's process: it listens, watches the channel, and on SIGTERM answers what it has accepted and ends."""
+"""The server process: it listens, follows its channel, and ends on SIGTERM when accepted requests are answered."""
 
 import asyncio
 import contextlib
@@ -18,13 +18,13 @@ from tvmflow.serving.metrics import Metrics
 from tvmflow.serving.source import Served, Source, load
 
 _LOG = logging.getLogger("tvmflow.serving")
-# How long requests that were accepted before SIGTERM may take.
+# The time that requests accepted before SIGTERM have to be answered.
 _DRAIN_SECONDS = 30
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to serve: `threads` are TVM's workers, by default the bundle's; `port` 0 takes a free one."""
+    """How to serve. `threads` is the number of TVM's workers, by default the bundle's; port 0 is any free port."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -35,18 +35,18 @@ class Options:
     max_body: int = 64 * 2**20
     """Bytes."""
     poll: float = 5.0
-    """Seconds between two looks at the channel."""
+    """Seconds between two polls of the channel."""
 
 
 def serve(source: Source, options: Options, announce: Callable[[str, Served], object]) -> None:
-    """Serve until SIGTERM or SIGINT; `announce` is told the address, and what is served there, as soon as it is.
+    """Serve until SIGTERM or SIGINT; must be called by the main thread.
 
-    Must be called by the main thread. Raises SettingsError when the address cannot be listened on, StoreError,
-    BundleError or VerdictError when there is nothing to serve.
+    Calls `announce` with the address and the served version as soon as it listens. Raises SettingsError when it cannot
+    listen on the address, and StoreError, BundleError or VerdictError when the source's version cannot be served.
     """
     metrics = Metrics()
     with _bound(options.host, options.port) as listener:
-        served = load(source, source.wanted(), options.threads)
+        served = load(source, source.desired_version(), options.threads)
         batcher = Batcher(max_batch=options.max_batch, max_delay=options.max_delay, on_batch=metrics.batch_rows.observe)
         try:
             _warm(batcher, served)
@@ -63,7 +63,7 @@ async def _serve(
     listener: socket.socket,
     announce: Callable[[str, Served], object],
 ) -> None:
-    loop, ended = asyncio.get_running_loop(), threading.Event()
+    loop, is_over = asyncio.get_running_loop(), threading.Event()
     config = uvicorn.Config(
         application(service),
         log_config=None,
@@ -75,71 +75,71 @@ async def _serve(
     server = _Server(config, on_startup=lambda: announce(_address(listener), service.served))
 
     def drain() -> None:
-        service.draining = True
+        service.is_draining = True
         service.batcher.hurry()
         server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain)
-    if source.moves:
-        # A daemon: a download that hangs must not keep the process from ending.
+    if source.is_channel:
+        # A daemon, so that a download that hangs does not keep the process from ending.
         watcher = Watcher(service, source, options, loop)
-        threading.Thread(target=watcher.run, args=(ended,), name="tvmflow-channel", daemon=True).start()
+        threading.Thread(target=watcher.run, args=(is_over,), name="tvmflow-channel", daemon=True).start()
     try:
         await server.serve(sockets=[listener])
     finally:
-        ended.set()
+        is_over.set()
 
 
 class Watcher:
-    """Looks at a channel, and swaps the version that is served when the channel has moved."""
+    """Polls a channel, and swaps the served version when the channel points at another one."""
 
     def __init__(self, service: Service, source: Source, options: Options, loop: asyncio.AbstractEventLoop) -> None:
         self._service = service
         self._source = source
         self._options = options
         self._loop = loop
-        # A version that was refused is not tried again before the channel has pointed elsewhere.
-        self._refused: str | None = None
+        # A version that was refused is not tried again before the channel has pointed at another one.
+        self._refused_version: str | None = None
 
-    def run(self, ended: threading.Event) -> None:
-        """Look every so often until `ended` is set."""
-        while not ended.wait(self._options.poll):
+    def run(self, is_over: threading.Event) -> None:
+        """Poll every `options.poll` seconds until `is_over` is set."""
+        while not is_over.wait(self._options.poll):
             try:
-                self.look()
+                self.poll()
             except RuntimeError:
                 # The loop was closed meanwhile.
-                if not ended.is_set():
+                if not is_over.is_set():
                     raise
 
-    def look(self) -> None:
-        """Look once: load, verify and warm what is wanted beside what is served, then swap."""
+    def poll(self) -> None:
+        """Poll once: if the channel points at another version, load, verify and warm it, then swap."""
         try:
-            version = self._source.wanted()
+            version = self._source.desired_version()
         except TvmflowError as error:
             self._service.metrics.failed_polls.inc()
-            self._say(f"the channel cannot be read: {error}")
+            self._report(f"the channel cannot be read: {error}")
             return
         if version == self._service.served.version:
-            self._refused = None
-            self._say(None)
+            self._refused_version = None
+            self._report(None)
             return
-        if version == self._refused:
+        if version == self._refused_version:
             return
         try:
             following = load(self._source, version, self._options.threads)
             _warm(self._service.batcher, following)
         except StoreError as error:
-            # Perhaps it can be fetched next time.
+            # The next poll tries again.
             self._service.metrics.failed_polls.inc()
-            self._say(f"version {version} cannot be fetched: {error}")
+            self._report(f"version {version} cannot be fetched: {error}")
             return
         except Exception as error:
-            self._refused = version
+            self._refused_version = version
             self._service.metrics.failed_swaps.inc()
-            self._say(f"version {version} is refused: {error}")
+            self._report(f"version {version} is refused: {error}")
             return
-        self._refused = None
+        self._refused_version = None
         _LOG.info("version %s takes over from %s", version, self._service.served.version)
         swapped = threading.Event()
 
@@ -150,14 +150,15 @@ class Watcher:
         self._loop.call_soon_threadsafe(swap)
         swapped.wait()
 
-    def _say(self, problem: str | None) -> None:
+    def _report(self, problem: str | None) -> None:
+        """Log a new problem, and let the readiness endpoints show it; None when there is none any more."""
         if problem is not None and problem != self._service.problem:
-            _LOG.warning("%s; serving %s on", problem, self._service.served.version)
+            _LOG.warning("%s; still serving %s", problem, self._service.served.version)
         self._service.problem = problem
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, which end the process by the signal; tells when it listens."""
+    """uvicorn's server without its signal handlers, which would end the process; calls `on_startup` when it listens."""
 
     def __init__(self, config: uvicorn.Config, on_startup: Callable[[], object]) -> None:
         super().__init__(config)
@@ -173,17 +174,20 @@ class _Server(uvicorn.Server):
 
 
 def _warm(batcher: Batcher, served: Served) -> None:
-    """Run the golden sample where requests will run: the first call makes the thread's virtual machine."""
+    """Run the golden sample in the batcher's thread: the first call creates that thread's virtual machine."""
     batcher.call(lambda: served.model(**served.model.sample[0])).result()
 
 
 @contextlib.contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that has the address but does not listen yet: the address is known to be free before work is spent."""
+    """A socket bound to the address that does not listen yet: an address in use shows before a model is loaded.
+
+    Raises SettingsError.
+    """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        # With the protocol said: asyncio sets TCP_NODELAY only then, without which every answer takes 40 ms.
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
+        # The protocol is given because asyncio sets TCP_NODELAY only then; without it every answer takes 40 ms.
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise SettingsError(

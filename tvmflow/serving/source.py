@@ -1,4 +1,4 @@
-"""Where a served model comes from: a bundle, a release, or the release that a channel points at."""
+"""The source of a served model: a bundle, a release, or the release that a channel points at."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,20 +14,21 @@ from tvmflow.verification import verify
 
 @dataclass(frozen=True)
 class Source:
-    """What to serve: `wanted` says which version now, `bundles` gives its files, the best for this machine first.
+    """A model to serve, by name.
 
-    `moves` is whether `wanted` may change its answer.
+    `desired_version` returns the version to serve now; with `is_channel` it can change. `bundles` yields the bundles of
+    a version, the best for this machine first. Both raise StoreError when the store cannot be read.
     """
 
     name: str
-    wanted: Callable[[], str]
+    desired_version: Callable[[], str]
     bundles: Callable[[str], Iterator[Path]]
-    moves: bool = False
+    is_channel: bool = False
 
 
 @dataclass(frozen=True)
 class Served:
-    """A version of a model, loaded."""
+    """A loaded version of a model."""
 
     name: str
     version: str
@@ -35,41 +36,42 @@ class Served:
 
 
 def bundle_source(path: Path) -> Source:
-    """One bundle; its version is the beginning of its digest. Raises BundleError."""
+    """Return the source of one bundle; its version is the beginning of its digest. Raises BundleError."""
     name = bundle.read_manifest(path).name
     version = bundle.sha256_file(path)[:12]
     return Source(name, lambda: version, lambda _: iter([path]))
 
 
 def release_source(store: ReleaseStore, name: str, version: str, cache: Path) -> Source:
-    """One release; its bundles are kept in the folder `cache`."""
-    return Source(name, lambda: version, lambda wanted: resolve.fetch_bundles(store, name, wanted, cache))
+    """Return the source of one release; its bundles are kept in the folder `cache`."""
+    return Source(name, lambda: version, lambda item: resolve.fetch_bundles(store, name, item, cache))
 
 
 def channel_source(store: ReleaseStore, name: str, channel: str, cache: Path) -> Source:
-    """The release that a channel points at; bundles are kept in the folder `cache`."""
+    """Return the source of whatever release a channel points at; its bundles are kept in the folder `cache`."""
     return Source(
         name,
         lambda: channels.read(store, name, channel).version,
-        lambda wanted: resolve.fetch_bundles(store, name, wanted, cache),
-        moves=True,
+        lambda version: resolve.fetch_bundles(store, name, version, cache),
+        is_channel=True,
     )
 
 
 def load(source: Source, version: str, threads: int | None) -> Served:
-    """Fetch, verify and load a version.
+    """Fetch, verify and load a version; `threads` is the number of TVM's workers, None for the bundle's own.
 
-    The golden sample has run in another process before anything of a bundle is loaded in this one. Raises StoreError,
-    BundleError when no bundle of the version runs here, VerdictError when one computes something else.
+    A bundle's golden sample runs in another process before its library is loaded in this one. Raises StoreError when
+    the version cannot be fetched, BundleError when none of its bundles can be served here, and VerdictError when one
+    computes other outputs than its golden sample's.
     """
     refusals = []
     for path in source.bundles(version):
         try:
             manifest = verify(path).manifest
-            unknown = {spec.dtype for spec in (*manifest.inputs, *manifest.outputs)} - DATATYPES.keys()
-            if unknown:
-                raise BundleError(f"{', '.join(sorted(unknown))} cannot be served; build it with another dtype")
-            # Workers that look for work while they have none would take the cores from reading and writing requests.
+            dtypes = {spec.dtype for spec in (*manifest.inputs, *manifest.outputs)} - DATATYPES.keys()
+            if dtypes:
+                raise BundleError(f"{', '.join(sorted(dtypes))} cannot be served; build it with another dtype")
+            # Idle workers that look for work would take the cores from reading and writing requests.
             return Served(source.name, version, runtime.load(path, threads=threads, spin=0))
         except BundleError as error:
             refusals.append(str(error))
