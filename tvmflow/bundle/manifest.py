@@ -215,7 +215,7 @@ def _integer(digits: str) -> int:
     """An integer of JSON. Raises ValueError beyond 64 bits, where other readers round."""
     value = int(digits)
     if not -(1 << 63) <= value < 1 << 64:
-        raise ValueError(f"an integer has more than 64 bits: {digits[:_WORDS]}")
+        raise ValueError(f"an integer has more than 64 bits: {digits[:_MESSAGE_LENGTH]}")
     return value
 
 
