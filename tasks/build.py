@@ -6,7 +6,7 @@ from typing import Literal
 
 from tasks.relax_import import ImportResult, load_imported
 from tasks.step import Context, Job, as_options, step, variants
-from tasks.tune import TuneResult, best_records, decisions
+from tasks.tune import TuneResult
 from tvmflow.process import Emit
 from tvmflow.spec import Build
 from tvmflow.target import Target
@@ -68,6 +68,7 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
     from tvm_ffi import get_global_func
 
     from tvmflow import compiler
+    from tvmflow.tuning.best_records import read_decisions, read_schedules
 
     workspace, target = job.workspace, job.target
     emit(0, 3, "checking the target")
@@ -79,8 +80,8 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
     cache = workspace.folder / "code"
     inspect = compiler.Inspection(**job.inspect.model_dump())
     records = workspace.path(job.records)
-    choices = compiler.Choices(decisions(records))
-    built = compiler.build(imported, target, options, best_records(records), cache, inspect, choices)
+    choices = compiler.Choices(read_decisions(records))
+    built = compiler.build(imported, target, options, read_schedules(records), cache, inspect, choices)
     emit(2, 3, "linking")
     with workspace.scratch() as folder:
         built.export(folder / "mod.so")

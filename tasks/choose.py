@@ -13,12 +13,13 @@ from tasks.package import PackageResult, package
 from tasks.relax_import import ImportResult
 from tasks.sidebyside import DECIDING_PAIRS, Beside, side_by_side
 from tasks.step import Context, slug, step, variants
-from tasks.tune import NOTHING_TUNED, PARTS, Part, TuneResult, part_of, with_threads
+from tasks.tune import NOTHING_TUNED, TuneResult, part_of, with_threads
 from tasks.validate import ReferenceResult, Verdict, unable, validate
 from tvmflow import process, samples
 from tvmflow.progress import reporter
 from tvmflow.samples import Named
 from tvmflow.target import Target, host
+from tvmflow.tuning.best_records import PARTS, Part
 from tvmflow.workspace import Outcome, StepResult, Workspace, run_step
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ from tasks.build import Algorithm, BuildResult
 from tasks.export import ExportResult
 from tasks.relax_import import ImportResult
 from tasks.step import Context, step
-from tasks.tune import TuneResult, threads
+from tasks.tune import TuneResult
 from tvmflow import samples
 from tvmflow.bundle import Manifest, Variant, installed_versions, pack, public_key
 from tvmflow.spec import Spec
 from tvmflow.target import Target, needed_features
+from tvmflow.tuning.best_records import read_threads
 from tvmflow.workspace import Artifact, Outcome, Record, StepResult, code_digest, run_step
 
 
@@ -50,7 +51,7 @@ def package(
         tvm_target=target.tvm,
         arch=target.arch,
         cpu_features=needed_features(target, spec.build.precision),
-        threads=threads(context.file(tuned.result.records), target.threads),
+        threads=read_threads(context.file(tuned.result.records), target.threads),
         inputs=imported.result.inputs,
         outputs=imported.result.outputs,
         dimensions={

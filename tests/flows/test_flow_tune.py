@@ -42,7 +42,7 @@ def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     store, native = RecordStore(machine.home / "records"), resolve("native")
 
     def spent() -> int:
-        return sum(effort.trials for effort in store.efforts(native) if not effort.on_decisions)
+        return sum(effort.trials for effort in store.efforts(native) if not effort.is_on_decisions)
 
     process = machine.start("tune", file, "--minutes", "30", "--json")
     wait_until(lambda: spent() > 0, message="trials are measured", process=process)

@@ -15,12 +15,13 @@ from tasks.package import PackageResult, package
 from tasks.relax_import import relax_import
 from tasks.sidebyside import Beside
 from tasks.step import Context
-from tasks.tune import TuneResult, decisions, threads, with_threads
+from tasks.tune import TuneResult, with_threads
 from tasks.validate import Verdict
 from tvmflow.bundle import read_manifest
 from tvmflow.settings import Settings
 from tvmflow.spec import parse
 from tvmflow.target import host, resolve
+from tvmflow.tuning.best_records import read_decisions, read_threads
 from tvmflow.workspace import Artifact, Outcome, Workspace
 
 
@@ -168,8 +169,8 @@ def test_a_bundle_is_measured_on_fewer_threads_and_keeps_their_number(convolutio
 def test_a_number_of_threads_is_no_decision_of_the_compiler(workspace: Workspace) -> None:
     known = with_threads(workspace, with_threads(workspace, untuned(workspace), 4), 2)
     path = workspace.path(known.result.records)
-    assert (threads(path, 8), decisions(path)) == (2, {})
-    assert threads(workspace.path(untuned(workspace).result.records), 8) == 8
+    assert (read_threads(path, 8), read_decisions(path)) == (2, {})
+    assert read_threads(workspace.path(untuned(workspace).result.records), 8) == 8
 
 
 def test_builds_are_compared_at_the_sizes_that_are_tuned(workspace: Workspace, tmp_path: Path) -> None:

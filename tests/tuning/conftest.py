@@ -83,12 +83,6 @@ def aborts() -> tirx.PrimFunc:
 
 
 @pytest.fixture(scope="session")
-def instant() -> tirx.PrimFunc:
-    """A function that nothing can be faster than."""
-    return _from_body('a: T.Buffer((1,), "float32")', "a[0] = T.float32(0)")
-
-
-@pytest.fixture(scope="session")
 def adds_one() -> tirx.PrimFunc:
     arguments = 'a: T.Buffer((8,), "float32"), b: T.Buffer((8,), "float32")'
     return _from_body(arguments, "for i in range(8): b[i] = a[i] + T.float32(1)")

@@ -1,100 +1,145 @@
-"""Decisions of the compiler, measured: what is kept, what is passed over, what is remembered."""
+"""Decisions of the compiler, measured: which option is taken, which is passed over, and what a later run does."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import pytest
-from tvm.script import from_source
+import tvm
 from tvm.tirx import PrimFunc
 
+from support.measurers import GivenSeconds
 from tvmflow.compiler.choices import Site
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule
 from tvmflow.target import Target, resolve
 from tvmflow.tuning import RecordStore
-from tvmflow.tuning.decisions import Function, Spent, decide
+from tvmflow.tuning.candidates import Candidate
+from tvmflow.tuning.decisions import Function, Lower, TrialCount, decide
 from tvmflow.tuning.records import decisions_key
+from tvmflow.tuning.traces import normalize
 
-Lower = Callable[[Mapping[str, str]], tuple[Mapping[str, Site], Sequence[Function]]]
-
-
-def _slow(func: PrimFunc) -> PrimFunc:
-    return func.with_attr("tirx.is_scheduled", True)
+Decide = Callable[..., TrialCount]
 
 
-def _wrong(func: PrimFunc, native: Target) -> PrimFunc:
-    """Faster than what is right: it sums half of the products."""
-    text = schedule(func, machine(native))[0].script()
-    half = text.replace("for k in range(T.int64(64))", "for k in range(T.int64(32))")
-    assert half != text
-    return from_source(half).with_attr("tirx.is_scheduled", True)
-
-
-def _lower(site: Site, functions: Mapping[str, Sequence[Function]], seen: list[dict[str, str]]) -> Lower:
-    def lower(made: Mapping[str, str]) -> tuple[Mapping[str, Site], Sequence[Function]]:
-        seen.append(dict(made))
-        return {site.key: site}, functions[made.get(site.key, site.options[0])]
-
-    return lower
+@pytest.fixture(scope="module")
+def functions(matmul: PrimFunc, native: Target) -> dict[str, Function]:
+    """One function as two options schedule it: as it is, and by the rules."""
+    scheduled = {
+        "plain": matmul.with_attr("tirx.is_scheduled", True),
+        "rules": schedule(matmul, machine(native))[0],
+    }
+    return {option: Function("f", matmul, func, "product", 1) for option, func in scheduled.items()}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> RecordStore:
-    return RecordStore(tmp_path)
+def decide_between(functions: dict[str, Function], native: Target, store: RecordStore) -> Decide:
+    """Decide one site whose options take the given seconds; what is lowered is appended to `lowered`."""
+    texts = {tvm.ir.save_json(normalize(function.scheduled)): option for option, function in functions.items()}
 
+    def run(
+        site: Site,
+        seconds: Mapping[str, float],
+        wrong: str | None = None,
+        trials: int | None = None,
+        lowered: list[dict[str, str]] | None = None,
+    ) -> TrialCount:
+        def lower(options: Mapping[str, str]) -> tuple[Mapping[str, Site], Sequence[Function]]:
+            if lowered is not None:
+                lowered.append(dict(options))
+            return {site.key: site}, [functions[options.get(site.key, site.options[0])]]
 
-def _decide(lower: Lower, native: Target, store: RecordStore, trials: int | None = None) -> Spent:
-    return decide(lower, native, store, trials=trials, seconds=None, threads=1, on_progress=lambda told: None)
+        def option_of(candidate: Candidate) -> str:
+            return texts.get(candidate.func, "unscheduled")
+
+        measurer = GivenSeconds(
+            lambda candidate, _: seconds[option_of(candidate)], lambda candidate: option_of(candidate) != wrong
+        )
+        return run_decide(lower, measurer, trials)
+
+    def run_decide(lower: Lower, measurer: GivenSeconds, trials: int | None) -> TrialCount:
+        return decide(
+            lower,
+            native,
+            RecordStore(store.folder),
+            trials=trials,
+            seconds=None,
+            threads=1,
+            on_progress=lambda message: None,
+            measurer=measurer,
+        )
+
+    return run
 
 
 @pytest.mark.parametrize("kind", ["rows", "block"])
-def test_what_is_much_faster_is_decided_and_remembered(
-    kind: str, conv: PrimFunc, native: Target, store: RecordStore
+def test_a_faster_option_is_taken_and_not_measured_again(
+    kind: str, decide_between: Decide, native: Target, store: RecordStore
 ) -> None:
-    fast, slow = (Function("f", conv, made, "conv", 1) for made in (schedule(conv, machine(native))[0], _slow(conv)))
-    site = Site(kind, "conv", ("slow", "fast"))
-    seen: list[dict[str, str]] = []
-    lower = _lower(site, {"slow": [slow], "fast": [fast]}, seen)
-    assert _decide(lower, native, store) == Spent(2, 0)
+    site = Site(kind, "product", ("plain", "rules"))
+    assert decide_between(site, {"plain": 2.0, "rules": 1.0}) == TrialCount(2, 0)
     decision = store.decisions(native)[site.key]
-    assert (decision.option, decision.default) == ("fast", "slow")
-    assert 0 < decision.seconds < decision.default_seconds
+    assert (decision.option, decision.default) == ("rules", "plain")
+    assert (decision.seconds, decision.default_seconds) == (1.0, 2.0)
 
     # Nothing is left to decide: the model is lowered to see that, and nothing is measured.
-    seen.clear()
-    assert _decide(lower, native, RecordStore(store.folder)) == Spent(0, 2)
-    assert seen == [{}]
+    lowered: list[dict[str, str]] = []
+    assert decide_between(site, {}, lowered=lowered) == TrialCount(0, 2)
+    assert lowered == [{}]
 
 
-def test_the_default_stays_where_the_other_option_is_slower(conv: PrimFunc, native: Target, store: RecordStore) -> None:
-    fast, slow = (Function("f", conv, made, "conv", 1) for made in (schedule(conv, machine(native))[0], _slow(conv)))
-    site = Site("algorithm", "conv", ("fast", "slow"))
-    _decide(_lower(site, {"slow": [slow], "fast": [fast]}, []), native, store)
-    assert store.decisions(native)[site.key].option == "fast"
+@pytest.mark.parametrize("seconds", [2.0, 0.98])
+def test_the_default_stays_where_the_other_option_is_not_clearly_faster(
+    seconds: float, decide_between: Decide, native: Target, store: RecordStore
+) -> None:
+    site = Site("algorithm", "product", ("plain", "rules"))
+    decide_between(site, {"plain": 1.0, "rules": seconds})
+    assert store.decisions(native)[site.key].option == "plain"
 
 
-def test_an_option_with_wrong_results_is_passed_over(matmul: PrimFunc, native: Target, store: RecordStore) -> None:
-    right, wrong = (Function("f", matmul, made, "product", 1) for made in (_slow(matmul), _wrong(matmul, native)))
-    site = Site("rows", "product", ("right", "wrong"))
-    _decide(_lower(site, {"right": [right], "wrong": [wrong]}, []), native, store)
-    assert store.decisions(native)[site.key].option == "right"
+def test_an_option_with_wrong_results_is_passed_over(
+    decide_between: Decide, native: Target, store: RecordStore
+) -> None:
+    site = Site("rows", "product", ("plain", "rules"))
+    decide_between(site, {"plain": 2.0, "rules": 1.0}, wrong="rules")
+    assert store.decisions(native)[site.key].option == "plain"
 
 
 def test_trials_are_a_budget_that_earlier_runs_count_towards(
-    conv: PrimFunc, native: Target, store: RecordStore
+    decide_between: Decide, native: Target, store: RecordStore
 ) -> None:
-    fast, slow = (Function("f", conv, made, "conv", 1) for made in (schedule(conv, machine(native))[0], _slow(conv)))
-    site = Site("rows", "conv", ("slow", "fast"))
-    lower = _lower(site, {"slow": [slow], "fast": [fast]}, [])
-    assert _decide(lower, native, store, trials=0) == Spent(0, 0)
-    assert _decide(lower, native, store, trials=1) == Spent(1, 0)
+    site, seconds = Site("rows", "product", ("plain", "rules")), {"plain": 2.0, "rules": 1.0}
+    assert decide_between(site, seconds, trials=0) == TrialCount(0, 0)
+    assert decide_between(site, seconds, trials=1) == TrialCount(1, 0)
     assert not store.decisions(native)
-    assert _decide(lower, native, store, trials=1) == Spent(0, 1)
-    assert [effort.key for effort in store.efforts(native) if effort.on_decisions] == [decisions_key([site.key])]
+    assert decide_between(site, seconds, trials=1) == TrialCount(0, 1)
+    assert [effort.key for effort in store.efforts(native) if effort.is_on_decisions] == [decisions_key([site.key])]
 
 
-def test_nothing_is_decided_for_a_machine_that_is_not_this_one(conv: PrimFunc, store: RecordStore) -> None:
-    def lower(made: Mapping[str, str]) -> tuple[Mapping[str, Site], Sequence[Function]]:
+def test_options_are_built_run_and_checked_on_this_machine(
+    functions: dict[str, Function], native: Target, store: RecordStore
+) -> None:
+    site = Site("rows", "product", ("plain", "rules"))
+
+    def lower(options: Mapping[str, str]) -> tuple[Mapping[str, Site], Sequence[Function]]:
+        return {site.key: site}, [functions[options.get(site.key, site.options[0])]]
+
+    count = decide(lower, native, store, trials=None, seconds=None, threads=1, on_progress=lambda message: None)
+    assert count == TrialCount(2, 0)
+    decision = store.decisions(native)[site.key]
+    assert decision.seconds > 0
+    assert decision.default_seconds > 0
+
+
+def test_nothing_is_decided_for_a_machine_that_is_not_this_one(store: RecordStore) -> None:
+    def lower(options: Mapping[str, str]) -> tuple[Mapping[str, Site], Sequence[Function]]:
         raise AssertionError("nothing is to be lowered")
 
-    assert _decide(lower, resolve("aarch64-generic"), store) == Spent(0, 0)
+    count = decide(
+        lower,
+        resolve("aarch64-generic"),
+        store,
+        trials=None,
+        seconds=None,
+        threads=1,
+        on_progress=lambda message: None,
+    )
+    assert count == TrialCount(0, 0)

@@ -99,7 +99,7 @@ def device(lab: Path) -> Device:
 @pytest.fixture
 def pool(native: Target, device: Device) -> Iterator[MeasurePool]:
     with MeasurePool(
-        native.canonical, builders=1, threads=1, timeout=10, deadline=math.inf, device=device, footprint=1 << 20
+        native.canonical, builders=1, threads=1, timeout=10, deadline=math.inf, device=device, weights=1 << 20
     ) as pool:
         yield pool
 

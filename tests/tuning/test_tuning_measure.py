@@ -103,7 +103,7 @@ def test_what_is_called_between_two_calls_reads_every_byte(native: Target, threa
 def test_a_candidate_is_measured_with_the_weights_of_a_model_read_between_its_calls(
     native: Target, aborts: PrimFunc, adds_one: PrimFunc
 ) -> None:
-    with MeasurePool(native.canonical, builders=1, threads=2, timeout=10, deadline=math.inf, footprint=1 << 20) as pool:
+    with MeasurePool(native.canonical, builders=1, threads=2, timeout=10, deadline=math.inf, weights=1 << 20) as pool:
         library = build(pool, adds_one)
         assert pool.time(library) > 0
         with pytest.raises(TrialError, match="crashed"):

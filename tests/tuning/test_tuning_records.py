@@ -156,23 +156,11 @@ def test_two_processes_writing_to_one_folder_lose_nothing(store: RecordStore, na
     assert written == {(key, trial) for key in ("first", "second") for trial in range(50)}
 
 
-def test_the_digest_changes_with_each_record_of_its_target_only(store: RecordStore, native: Target) -> None:
-    other = resolve("aarch64-generic")
-    digests = [store.digest(native)]
-    for key in ("a", "b"):
-        store.append(make_record(key, native))
-        digests.append(store.digest(native))
-    store.append(make_record("a", other))
-    assert len(set(digests)) == 3
-    assert store.digest(native) == digests[-1]
-
-
-def test_the_digest_does_not_change_when_a_file_is_copied_in_twice(store: RecordStore, native: Target) -> None:
+def test_a_file_that_was_copied_in_twice_counts_once(store: RecordStore, native: Target) -> None:
     store.append(make_record("a", native))
-    digest = store.digest(native)
     (path,) = store.folder.glob("*.jsonl")
     path.with_name("copy.jsonl").write_bytes(path.read_bytes())
-    assert store.digest(native) == digest
+    assert len(store.records(native)) == 1
 
 
 def test_a_record_that_does_not_replay_is_skipped_with_a_warning(

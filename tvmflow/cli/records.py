@@ -255,7 +255,7 @@ def _summary(store: "RecordStore", context: "Context") -> dict[str, Any]:
     rows = _by_workload(store, context)
     entries = store.entries(context)
     decisions = [entry for entry in entries if isinstance(entry, Decision)]
-    spent = sum(entry.trials for entry in entries if isinstance(entry, Effort) and entry.on_decisions)
+    spent = sum(entry.trials for entry in entries if isinstance(entry, Effort) and entry.is_on_decisions)
     ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
     return {
         **asdict(context),
@@ -274,7 +274,7 @@ def _by_workload(store: "RecordStore", context: "Context") -> list[dict[str, Any
 
     groups: dict[str, list[Entry]] = {}
     for entry in store.entries(context):
-        if isinstance(entry, Decision) or (isinstance(entry, Effort) and entry.on_decisions):
+        if isinstance(entry, Decision) or (isinstance(entry, Effort) and entry.is_on_decisions):
             continue
         groups.setdefault(entry.key, []).append(entry)
     rows = []

@@ -1,4 +1,4 @@
-"""`tvmflow tune`: spend a budget on a model's workloads; what is found serves every later release."""
+"""`tvmflow tune`: spends a budget on a model's workloads; every later release uses the records."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     help="Leave a workload alone after N trials in a row that were not faster, by default 256.",
 )
 @click.option("--device", metavar="KEY", help="Measure on the devices with this key, not here.")
-@click.option("--tracker", metavar="HOST:PORT", help="The devices' tracker, by default that of `tvmflow devices up`.")
+@click.option("--tracker", metavar="HOST:PORT", help="The devices' tracker; by default it is `tvmflow devices up`'s.")
 @click.option("--target", "targets", multiple=True, help="Tune for this target instead of the file's; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def tune_command(
@@ -55,7 +55,7 @@ def tune_command(
     if minutes is not None and trials is not None:
         raise click.UsageError("--minutes and --trials are two budgets; give one")
     if tracker is not None and device is None:
-        raise click.UsageError("--tracker says where devices are found; name their key with --device")
+        raise click.UsageError("--tracker names the place of devices; give their key with --device")
     from rich.console import Console
 
     from tvmflow import settings as machine
@@ -77,7 +77,7 @@ def tune_command(
     from tasks.step import Context
     from tvmflow.services import open_services, open_workspace
 
-    measured_on = None if device is None or address is None else tune.MeasuredOn(key=device, tracker=address)
+    measured_on = None if device is None or address is None else tune.DeviceKey(key=device, tracker=address)
     console = Console(stderr=True)
     if not as_json:
         console.print(f"Tuning [bold]{file}[/]", highlight=False)
@@ -95,11 +95,11 @@ def tune_command(
                 outcome = tune.tune_more.fn(context, imported, target, budget, measured_on, curve.path)
                 curve.finish(outcome)
             tuned[target.name] = outcome
-            if curve.error is not None:  # What was found is kept all the same.
+            if curve.error is not None:  # The records are kept all the same.
                 console.print(f"the curve is not in MLflow: {curve.error}", highlight=False, soft_wrap=True)
     if as_json:
-        found = {name: outcome.result.model_dump(mode="json", exclude={"sources"}) for name, outcome in tuned.items()}
-        click.echo(json.dumps({"name": spec.name, "device": device, "targets": found}))
+        results = {name: _document(outcome.result) for name, outcome in tuned.items()}
+        click.echo(json.dumps({"name": spec.name, "device": device, "targets": results}))
         return
     output = Console(width=None if sys.stdout.isatty() else 120)
     for name, outcome in tuned.items():
@@ -107,7 +107,7 @@ def tune_command(
 
 
 def _budget(spec: "Spec", options: "Mapping[str, object]") -> "Tune":
-    """The budget of this run: the options of the command line, else the release file's.
+    """The budget of this run: from the options of the command line, else from the release file.
 
     Raises UsageError where there is none, SpecError for an option that is out of range.
     """
@@ -154,3 +154,11 @@ def _show(target: str, outcome: "Outcome[TuneResult]", console: "Console") -> No
     skipped = Counter(item.reason for item in result.workloads if item.status == "skipped")
     for reason, count in skipped.items():
         console.print(f"{count} not tuned: {reason}", highlight=False, soft_wrap=True)
+
+
+def _document(result: "TuneResult") -> dict[str, object]:
+    """A result as --json prints it: the digest is `known` there, and the keys are `looked_up`."""
+    document = result.model_dump(mode="json", exclude={"sources"})
+    document["known"] = document.pop("records_digest")
+    document["looked_up"] = document.pop("lookup_keys")
+    return document

@@ -1,11 +1,14 @@
-"""Tuning: schedules that were searched, measured and checked, and the records they are kept in."""
+"""Tuning: schedules are searched, measured and checked, and kept as records."""
 
+from tvmflow.tuning.budget import Budget
 from tvmflow.tuning.record_store import RecordStore
 from tvmflow.tuning.records import Decision, Record, Trial, current_context
+from tvmflow.tuning.report import Progress, TaskReport, TuneReport
 from tvmflow.tuning.runner import Device
 from tvmflow.tuning.space import TunerName
 from tvmflow.tuning.traces import apply, workload_key
-from tvmflow.tuning.tuner import Budget, Progress, Task, TaskReport, TuneReport, tune
+from tvmflow.tuning.tuner import tune
+from tvmflow.tuning.workloads import Task
 
 __all__ = [
     "Budget",

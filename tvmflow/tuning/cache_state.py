@@ -1,7 +1,8 @@
-"""What a model does between two calls of one of its functions, so that a candidate meets the caches that it will meet.
+"""The state of the caches in which candidates are measured: the state that they will find within the model.
 
-Called again and again, a function finds its weights in the cache; within a model it does only where those of all its
-functions fit. So a function of a model's own size is run before each sample: it reads as many bytes, on all cores.
+Called again and again, a function finds its weights in the cache. Within a model it does so only where the weights of
+all functions fit there. So before each sample a reader runs that reads, on all cores, as many bytes as the model has
+weights.
 """
 
 from collections.abc import Sequence
@@ -10,42 +11,51 @@ import numpy as np
 
 from tvmflow.tuning.candidates import Argument, Candidate
 
-# A vector of the widest registers, and the bytes of it; the most to read: no cache is larger.
+# The widest vector in elements and in bytes.
 _LANES = 16
-_BYTES = 4 * _LANES
-_MOST = 96 << 20
-_MOST_MOVED = 32 << 20
+_VECTOR_BYTES = 4 * _LANES
+# No cache is larger than this.
+_MOST_READ_BYTES = 96 << 20
+_MOST_MOVED_BYTES = 32 << 20
 
 
 def weight_bytes(calls: Sequence[tuple[Sequence[Argument], int]]) -> int:
-    """The bytes of a model's weights, by the arguments of its functions and their numbers of calls.
+    """Return the bytes of a model's weights, from the arguments of each of its functions and its number of calls.
 
-    All but the `warm_arguments` are taken for weights.
+    All arguments but the `warm_arguments` count as weights.
     """
     total = 0
     for arguments, count in calls:
-        others = set(range(len(arguments))) - set(warm_arguments([(item.shape, item.dtype) for item in arguments]))
-        sizes = (int(np.prod(arguments[at].shape)) * np.dtype(arguments[at].dtype).itemsize for at in others)
+        weights = set(range(len(arguments))) - set(warm_arguments([(item.shape, item.dtype) for item in arguments]))
+        sizes = (int(np.prod(arguments[index].shape)) * np.dtype(arguments[index].dtype).itemsize for index in weights)
         total += count * sum(sizes)
     return total
 
 
 def warm_arguments(arguments: Sequence[tuple[Sequence[int], str]]) -> list[int]:
-    """The places of those arguments, by shape and dtype, that other functions of a model have just used.
+    """Return the indices of a function's arguments, given as (shape, dtype), that are in the cache when it is called.
 
-    That is the first, which a function reads, the last, which it writes, and what is like the last, as a residual.
+    These are its first argument, which another function has just written, its last argument, which is its result, and
+    all others with the shape and dtype of the last one, such as a residual.
     """
     last = [(tuple(shape), dtype) for shape, dtype in arguments[-1:]]
-    return [at for at, (shape, dtype) in enumerate(arguments) if at == 0 or (tuple(shape), dtype) in last]
+    return [index for index, (shape, dtype) in enumerate(arguments) if index == 0 or (tuple(shape), dtype) in last]
 
 
-def bytes_to_move(size: int) -> int:
-    """As many bytes of `size` as a device has memory for, twice, whose caches are small."""
-    return min(size, _MOST_MOVED)
+def bytes_to_move(weights: int) -> int:
+    """Return how many bytes to move through the caches of a device whose model has so many bytes of weights.
+
+    A device's caches are small, and its memory must hold the bytes twice.
+    """
+    return min(weights, _MOST_MOVED_BYTES)
 
 
-def make_reader(size: int, threads: int) -> Candidate:
-    """What reads `size` bytes with all `threads`: `[threads, n, 16]` to `[threads, 16]`, summed; it takes any n."""
+def make_reader(weights: int, threads: int) -> Candidate:
+    """Return a scheduled function that reads so many bytes, each of `threads` threads a part of them.
+
+    It sums `data` [threads, n, 16] over n to `total` [threads, 16], both float32. The candidate's arguments have the n
+    that makes `data` as large as `weights`; the function takes any n.
+    """
     from tvm import IRModule, ir, te, tirx
     from tvm.s_tir import Schedule
 
@@ -60,6 +70,6 @@ def make_reader(size: int, threads: int) -> Candidate:
     if threads > 1:
         schedule.parallel(core)
     schedule.decompose_reduction(block, step)
-    steps = max(1, min(size, _MOST) // (_BYTES * threads))
+    steps = max(1, min(weights, _MOST_READ_BYTES) // (_VECTOR_BYTES * threads))
     arguments = (Argument((threads, steps, _LANES), "float32"), Argument((threads, _LANES), "float32"))
     return Candidate(ir.save_json(schedule.mod["main"]), arguments)

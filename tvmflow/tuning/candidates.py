@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Argument:
-    """Shape and dtype of one tensor that a function takes."""
+    """The shape and dtype of one tensor that a function takes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -18,7 +18,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Library:
-    """A function built into a shared library, and what to call it with."""
+    """A candidate that was built: its shared library, whose function is `main`, and the tensors that it takes."""
 
     path: Path
     arguments: tuple[Argument, ...]
@@ -26,7 +26,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A function (`tvm.ir.save_json`) and the trace that schedules it, None where it is scheduled or needs not be."""
+    """A function to build: as `tvm.ir.save_json` writes it, with a trace (JSON) that schedules it or None for none."""
 
     func: str
     arguments: tuple[Argument, ...]
@@ -34,7 +34,7 @@ class Candidate:
 
 
 def arguments_of(func: "PrimFunc") -> tuple[Argument, ...] | None:
-    """The tensors `func` takes, or None if it takes anything else or a dimension is symbolic."""
+    """Return the tensors that `func` takes, None if it takes anything else or one has a symbolic dimension."""
     from tvm.tirx import IntImm
 
     arguments = []

@@ -1,7 +1,7 @@
-"""Tuning the compiler's own decisions: whole blocks or their parts, algorithms, the rows of tiles, layout at the edge.
+"""The tuning of the compiler's own decisions: blocks or their parts, algorithms, rows of tiles, layout at the edge.
 
-They decide which functions a model is lowered to, so that no search over one function's schedules can make them. They
-are made otherwise, the model is lowered again, and what is new is measured.
+They decide which functions a model is lowered to, so that no search over one function's schedules can make them. To
+measure an option, the model is lowered with it, and the functions that change are measured.
 """
 
 import logging
@@ -9,28 +9,29 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tvmflow.target import Target, host
 from tvmflow.tuning.cache_state import weight_bytes
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
-from tvmflow.tuning.measure import MeasurePool
+from tvmflow.tuning.measure import MeasurePool, Measurer
 from tvmflow.tuning.record_store import RecordStore
 from tvmflow.tuning.records import Decision, Effort, current_context, decisions_key, now
 from tvmflow.tuning.traces import normalize, workload_key
-from tvmflow.tuning.tuner import why_not_here
 from tvmflow.tuning.worker_process import TrialError
+from tvmflow.tuning.workloads import why_not_measurable_here
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
-# All decisions of one of these kinds are made at once.
+# Each of these kinds is decided at once: the model is lowered with one option of all its decisions at a time.
 _TOGETHER = ("algorithm", "lines", "first", "last", "rows", "panel")
-# Last of all, how the model's input is read and its output written, and whether blocks are computed whole; then what
-# that leaves to be decided.
+# In this order: after the kinds above come how the model's input is read and its output written, and whether blocks are
+# computed whole; then the kinds above once more, for the functions that are new.
 KINDS = (*_TOGETHER, "edge", "output", "block", *_TOGETHER)
-# What another option must gain before it counts as faster: below lies the noise.
+# An option counts as faster below this part of the default's time; differences beyond are noise.
 _MARGIN = 0.97
 # Functions that together take less of the model's time than this are not worth a decision.
 _SMALLEST_SHARE = 0.002
@@ -39,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 
 class Site(Protocol):
-    """A decision that the compiler met: its options, the cost model's first, and whose functions it is about."""
+    """A place in the model where the compiler decides between options."""
 
     @property
     def key(self) -> str:
-        """What identifies it."""
+        """The decision's identity, in every model and run."""
 
     @property
     def kind(self) -> str:
@@ -51,11 +52,11 @@ class Site(Protocol):
 
     @property
     def subject(self) -> str:
-        """What its functions are about."""
+        """The subject of the functions that the decision affects."""
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What can be decided."""
+        """The options, the cost model's default first."""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -74,8 +75,8 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Decided:
-    """What measuring made of a decision; seconds are of all calls of its functions, as decided and by the default."""
+class MeasuredDecision:
+    """The fastest option of a decision; seconds are of all calls of its functions, with it and with the default."""
 
     key: str
     option: str
@@ -85,15 +86,15 @@ class Decided:
 
 
 @dataclass(frozen=True)
-class Spent:
-    """How many functions were measured: in this run, and in those before it on the same decisions."""
+class TrialCount:
+    """How many functions were measured: in this run, and in earlier runs on the same decisions."""
 
     trials: int
-    before: int
+    earlier: int
 
 
 Lower = Callable[[Mapping[str, str]], tuple[Mapping[str, Site], Sequence[Function]]]
-"""Lowers and schedules the model as decisions, by their keys, say: the decisions that were met, and the functions."""
+"""Lowers and schedules the model with options by their decisions' keys; returns its sites by key, and its functions."""
 
 
 def decide(
@@ -106,214 +107,241 @@ def decide(
     threads: int,
     on_progress: Callable[[str], None],
     timeout: float = 20.0,
-) -> Spent:
-    """Measure the decisions that are still open and add what is found to `store`.
+    measurer: Measurer | None = None,
+) -> TrialCount:
+    """Measure the options of the decisions that the store has no measurement of, and add the results to the store.
 
-    `trials` bounds that number, together with those of earlier runs on the same decisions, and `seconds` the time.
-    Where this machine cannot run the target nothing is decided.
+    `trials` bounds the number of functions that are measured, together with earlier runs on the same decisions, and
+    `seconds` bounds the time; a single build or run is given up after `timeout` seconds. `measurer` builds and measures
+    in the place of processes of this machine. Nothing is measured for a target that this machine cannot run.
     """
-    if trials == 0 or why_not_here(target) is not None:
-        return Spent(0, 0)
+    if trials == 0 or why_not_measurable_here(target) is not None:
+        return TrialCount(0, 0)
     sites, functions = lower({})
     key = decisions_key(sites)
     efforts = [effort for effort in store.efforts(target) if effort.key == key]
-    before = sum(effort.trials for effort in efforts)
+    earlier = sum(effort.trials for effort in efforts)
     # An effort has the model's time if nothing was left to decide after it.
-    if (trials is not None and before >= trials) or any(effort.baseline_seconds is not None for effort in efforts):
-        return Spent(0, before)
+    if (trials is not None and earlier >= trials) or any(effort.baseline_seconds is not None for effort in efforts):
+        return TrialCount(0, earlier)
     deadline = math.inf if seconds is None else time.monotonic() + seconds
 
-    def record(decided: Decided) -> None:
-        context = current_context(target)
-        store.append(Decision(**asdict(decided), **asdict(context), created_at=now()))
+    def record(decision: MeasuredDecision) -> None:
+        store.append(Decision(**asdict(decision), **asdict(current_context(target)), created_at=now()))
 
-    with MeasurePool(
-        target.canonical,
-        builders=host().cores,
-        threads=threads,
-        timeout=timeout,
-        deadline=deadline,
-        footprint=weight_bytes([(arguments_of(item.func) or (), item.calls) for item in functions]),
-    ) as pool:
-        decider = Decider(lower, pool, deadline=deadline, trials=None if trials is None else trials - before)
+    with (
+        nullcontext(measurer)
+        if measurer is not None
+        else MeasurePool(
+            target.canonical,
+            builders=host().cores,
+            threads=threads,
+            timeout=timeout,
+            deadline=deadline,
+            weights=weight_bytes([(arguments_of(item.func) or (), item.calls) for item in functions]),
+        ) as pool
+    ):
+        decider = Decider(lower, pool, deadline=deadline, trials=None if trials is None else trials - earlier)
         try:
             decider.decide({name: item.option for name, item in store.decisions(target).items()}, record, on_progress)
         finally:
             if decider.trials:
-                context, settled = asdict(current_context(target)), decider.settled_seconds
-                store.append(Effort(key, **context, trials=decider.trials, baseline_seconds=settled, created_at=now()))
-        return Spent(decider.trials, before)
+                context, seconds_at_end = asdict(current_context(target)), decider.settled_seconds
+                effort = Effort(
+                    key, **context, trials=decider.trials, baseline_seconds=seconds_at_end, created_at=now()
+                )
+                store.append(effort)
+        return TrialCount(decider.trials, earlier)
 
 
 class Decider:
-    """Measures the options of the decisions that a model meets."""
+    """Measures the options of a model's decisions."""
 
     def __init__(
-        self, lower: Lower, pool: MeasurePool, *, deadline: float = math.inf, trials: int | None = None
+        self, lower: Lower, measurer: Measurer, *, deadline: float = math.inf, trials: int | None = None
     ) -> None:
-        """Prepare to measure what `lower` makes of the model.
+        """Prepare to measure the model that `lower` lowers.
 
-        `trials` bounds the functions that are measured, `deadline` (of `time.monotonic`) the time.
+        `trials` bounds the number of functions that are measured, `deadline` (of `time.monotonic`) the time.
         """
         self._lower = lower
-        self._pool = pool
+        self._measurer = measurer
         self._deadline = deadline
-        self._left = math.inf if trials is None else trials
-        self._measured: dict[str, tuple[Library, float] | None] = {}
+        self._trials_left = math.inf if trials is None else trials
+        self._measurements: dict[str, tuple[Library, float] | None] = {}
         self.trials = 0
         self.settled_seconds: float | None = None
         """The time of the model's functions once everything is decided, in seconds; None before."""
 
     def decide(
-        self, known: Mapping[str, str], on_decided: Callable[[Decided], None], on_progress: Callable[[str], None]
+        self,
+        options: Mapping[str, str],
+        on_decision: Callable[[MeasuredDecision], None],
+        on_progress: Callable[[str], None],
     ) -> dict[str, str]:
-        """Every decision that is made now, by its key; those `known` are not measured again.
+        """Return the option of each decision by its key; those of `options` are not measured again.
 
-        What is decided is passed on at once. Where time or trials run out the rest stays with the cost model.
+        Each new decision is passed to `on_decision` at once. Where time or trials run out, the others keep the cost
+        model's default.
         """
-        made = dict(known)
+        options = dict(options)
         for kind in KINDS:
-            if self._over():
+            if self._is_over():
                 break
             on_progress(f"decisions: {kind}")
-            decide = self._decide if kind in _TOGETHER else self._decide_in_turn
-            made |= decide(kind, made, on_decided)
-        if not self._over():
-            total = sum(self._costs(self._lower(made)[1]).values())
+            decide = self._decide_together if kind in _TOGETHER else self._decide_in_turn
+            options |= decide(kind, options, on_decision)
+        if not self._is_over():
+            total = sum(self._seconds_by_subject(self._lower(options)[1]).values())
             self.settled_seconds = total if math.isfinite(total) else None
-        return made
+        return options
 
-    def _decide(self, kind: str, made: Mapping[str, str], on_decided: Callable[[Decided], None]) -> dict[str, str]:
-        """All decisions of a kind, each option of all at once: a function's subject says whose it is."""
-        sites, functions = self._lower(made)
-        costs = self._costs(functions)
-        open_sites = [site for site in self._open(kind, sites, made) if self._matters(costs[site.subject], costs)]
-        best = {site.key: (site.options[0], costs[site.subject], functions) for site in open_sites}
+    def _decide_together(
+        self, kind: str, options: Mapping[str, str], on_decision: Callable[[MeasuredDecision], None]
+    ) -> dict[str, str]:
+        """Decide all sites of a kind, lowering the model once for each place in their lists of options.
+
+        A function's subject tells which site it belongs to.
+        """
+        sites, functions = self._lower(options)
+        seconds = self._seconds_by_subject(functions)
+        open_sites = [
+            site for site in self._open_sites(kind, sites, options) if self._matters(seconds[site.subject], seconds)
+        ]
+        best = {site.key: (site.options[0], seconds[site.subject], functions) for site in open_sites}
         for place in range(1, max((len(site.options) for site in open_sites), default=0)):
-            tried = {site.key: site.options[place] for site in open_sites if place < len(site.options)}
-            _, others = self._lower({**made, **tried})
-            other_costs = self._costs(others)
-            if self._over():
+            others = {site.key: site.options[place] for site in open_sites if place < len(site.options)}
+            _, other_functions = self._lower({**options, **others})
+            other_seconds = self._seconds_by_subject(other_functions)
+            if self._is_over():
                 return {}
             for site in open_sites:
-                seconds = other_costs[site.subject]
-                if site.key in tried and 0 < seconds < best[site.key][1]:
-                    best[site.key] = (tried[site.key], seconds, others)
-        decided = {}
+                if site.key in others and 0 < other_seconds[site.subject] < best[site.key][1]:
+                    best[site.key] = (others[site.key], other_seconds[site.subject], other_functions)
+        new_options = {}
         for site in open_sites:
-            option, seconds, others = best[site.key]
-            usual, other = ([item for item in found if item.subject == site.subject] for found in (functions, others))
-            decided[site.key] = self._settle(site, option, usual, other, on_decided)
-        return decided
+            option, _, best_functions = best[site.key]
+            default, challengers = (
+                [function for function in group if function.subject == site.subject]
+                for group in (functions, best_functions)
+            )
+            new_options[site.key] = self._settle(site, option, default, challengers, on_decision)
+        return new_options
 
     def _decide_in_turn(
-        self, kind: str, made: Mapping[str, str], on_decided: Callable[[Decided], None]
+        self, kind: str, options: Mapping[str, str], on_decision: Callable[[MeasuredDecision], None]
     ) -> dict[str, str]:
-        """Decisions of a kind one by one: what one of them leaves, another may take."""
-        decided: dict[str, str] = {}
-        sites, functions = self._lower(made)
-        while not self._over():
-            costs = self._costs(functions)
-            open_sites = self._open(kind, sites, {**made, **decided})
-            involved = {site.key: sum(costs[part] for part in (site.subject, *site.parts)) for site in open_sites}
-            open_sites = [site for site in open_sites if self._matters(involved[site.key], costs)]
+        """Decide the sites of a kind one by one, the costliest first, because one decision may remove other sites."""
+        new_options: dict[str, str] = {}
+        sites, functions = self._lower(options)
+        while not self._is_over():
+            seconds = self._seconds_by_subject(functions)
+            open_sites = self._open_sites(kind, sites, {**options, **new_options})
+            affected = {site.key: sum(seconds[part] for part in (site.subject, *site.parts)) for site in open_sites}
+            open_sites = [site for site in open_sites if self._matters(affected[site.key], seconds)]
             if not open_sites:
                 break
-            site = max(open_sites, key=lambda site: involved[site.key])
-            other_sites, others = self._lower({**made, **decided, site.key: site.options[1]})
-            faster = sum(self._costs(others).values()) < sum(costs.values())
-            if self._over():
+            site = max(open_sites, key=lambda site: affected[site.key])
+            other_sites, other_functions = self._lower({**options, **new_options, site.key: site.options[1]})
+            is_faster = sum(self._seconds_by_subject(other_functions).values()) < sum(seconds.values())
+            if self._is_over():
                 break
-            decided[site.key] = self._settle(
-                site, site.options[int(faster)], _without(functions, others), _without(others, functions), on_decided
+            new_options[site.key] = self._settle(
+                site,
+                site.options[int(is_faster)],
+                _without(functions, other_functions),
+                _without(other_functions, functions),
+                on_decision,
             )
-            if decided[site.key] == site.options[1]:
-                sites, functions = other_sites, others
-        return decided
+            if new_options[site.key] == site.options[1]:
+                sites, functions = other_sites, other_functions
+        return new_options
 
-    def _open(self, kind: str, sites: Mapping[str, Site], made: Mapping[str, str]) -> list[Site]:
-        return [site for key, site in sites.items() if site.kind == kind and key not in made and len(site.options) > 1]
+    def _open_sites(self, kind: str, sites: Mapping[str, Site], options: Mapping[str, str]) -> list[Site]:
+        return [site for key, site in sites.items() if site.kind == kind and key not in options and site.options[1:]]
 
-    def _matters(self, seconds: float, costs: Mapping[str, float]) -> bool:
-        return seconds >= _SMALLEST_SHARE * sum(costs.values())
+    def _matters(self, seconds: float, all_seconds: Mapping[str, float]) -> bool:
+        return seconds >= _SMALLEST_SHARE * sum(all_seconds.values())
 
     def _settle(
         self,
         site: Site,
         option: str,
-        usual: Sequence[Function],
-        others: Sequence[Function],
-        on_decided: Callable[[Decided], None],
+        default: Sequence[Function],
+        challengers: Sequence[Function],
+        on_decision: Callable[[MeasuredDecision], None],
     ) -> str:
-        """The option if it is confirmed to be faster, else the default."""
-        confirmed = self._confirm(usual, others) if option != site.options[0] else None
-        if confirmed is None:
+        """Return the option if a comparison confirms that its functions are faster, else the default."""
+        comparison = self._compare(default, challengers) if option != site.options[0] else None
+        if comparison is None:
             option = site.options[0]
-            confirmed = (sum(self._seconds(function) for function in usual),) * 2
-        on_decided(Decided(site.key, option, site.options[0], *confirmed))
+            comparison = (sum(self._seconds(function) for function in default),) * 2
+        on_decision(MeasuredDecision(site.key, option, site.options[0], *comparison))
         return option
 
-    def _costs(self, functions: Iterable[Function]) -> Counter[str]:
+    def _seconds_by_subject(self, functions: Iterable[Function]) -> Counter[str]:
         """The seconds of all calls by subject; infinite where one of its functions cannot be measured."""
-        self._measure([function for function in functions if workload_key(function.scheduled) not in self._measured])
-        costs: Counter[str] = Counter()
+        self._measure(
+            [function for function in functions if workload_key(function.scheduled) not in self._measurements]
+        )
+        seconds: Counter[str] = Counter()
         for function in functions:
-            costs[function.subject] += self._seconds(function)  # type: ignore[assignment]
-        return costs
+            seconds[function.subject] += self._seconds(function)  # type: ignore[assignment]
+        return seconds
 
     def _seconds(self, function: Function) -> float:
-        found = self._measured.get(workload_key(function.scheduled))
-        return math.inf if found is None else found[1] * function.calls
+        measurement = self._measurements.get(workload_key(function.scheduled))
+        return math.inf if measurement is None else measurement[1] * function.calls
 
     def _measure(self, functions: Sequence[Function]) -> None:
         unique = {workload_key(function.scheduled): function for function in functions}
-        keys = list(unique)[: None if math.isinf(self._left) else int(self._left)]
-        built = self._pool.build([_candidate(unique[key].scheduled) for key in keys])
+        keys = list(unique)[: None if math.isinf(self._trials_left) else int(self._trials_left)]
+        built = self._measurer.build([_candidate(unique[key].scheduled) for key in keys])
         for key, library in zip(keys, built, strict=True):
-            if self._over():
+            if self._is_over():
                 return
             self.trials += 1
-            self._left -= 1
-            self._measured[key] = None
+            self._trials_left -= 1
+            self._measurements[key] = None
             try:
                 if isinstance(library, TrialError):
                     raise library
-                self._measured[key] = library, self._pool.time(library)
+                self._measurements[key] = library, self._measurer.time(library)
             except TrialError as error:
                 logger.debug("%s cannot be measured: %s", unique[key].name, error)
 
-    def _confirm(self, usual: Sequence[Function], others: Sequence[Function]) -> tuple[float, float] | None:
-        """The seconds of both, measured in turn, if the others are right and still faster; None if not."""
+    def _compare(self, default: Sequence[Function], challengers: Sequence[Function]) -> tuple[float, float] | None:
+        """The seconds of challengers and default, measured in turn, if the challengers are right and faster."""
         try:
-            for function in others:
-                library, _ = self._found(function)
-                (reference,) = self._pool.build([_candidate(function.func)])
+            for function in challengers:
+                library = self._library(function)
+                (reference,) = self._measurer.build([_candidate(function.func)])
                 if isinstance(reference, TrialError):
                     raise reference
-                self._pool.check(library, reference)
-            both = [*others, *usual]
-            times = self._pool.compare(*(self._found(function)[0] for function in both))
+                self._measurer.check(library, reference)
+            functions = [*challengers, *default]
+            times = self._measurer.compare(*(self._library(function) for function in functions))
         except TrialError as error:
             logger.debug("an option is passed over: %s", error)
             return None
-        of_calls = [function.calls * time for function, time in zip(both, times, strict=True)]
-        seconds, default_seconds = sum(of_calls[: len(others)]), sum(of_calls[len(others) :])
+        of_calls = [function.calls * time for function, time in zip(functions, times, strict=True)]
+        seconds, default_seconds = sum(of_calls[: len(challengers)]), sum(of_calls[len(challengers) :])
         return (seconds, default_seconds) if seconds < _MARGIN * default_seconds else None
 
-    def _found(self, function: Function) -> tuple[Library, float]:
-        found = self._measured.get(workload_key(function.scheduled))
-        if found is None:
+    def _library(self, function: Function) -> Library:
+        measurement = self._measurements.get(workload_key(function.scheduled))
+        if measurement is None:
             raise TrialError(f"{function.name} was not measured")
-        return found
+        return measurement[0]
 
-    def _over(self) -> bool:
-        return self._left <= 0 or time.monotonic() >= self._deadline
+    def _is_over(self) -> bool:
+        return self._trials_left <= 0 or time.monotonic() >= self._deadline
 
 
 def _without(functions: Iterable[Function], others: Iterable[Function]) -> list[Function]:
-    """The functions that are not among the others, or not called as often."""
-    known = {(workload_key(function.scheduled), function.calls) for function in others}
-    return [function for function in functions if (workload_key(function.scheduled), function.calls) not in known]
+    """The functions that are not among the others, or are called another number of times."""
+    keys = {(workload_key(function.scheduled), function.calls) for function in others}
+    return [function for function in functions if (workload_key(function.scheduled), function.calls) not in keys]
 
 
 def _candidate(func: "PrimFunc") -> Candidate:

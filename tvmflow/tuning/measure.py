@@ -1,4 +1,4 @@
-"""The tuner's side of measuring: candidates built side by side, then checked and timed here or on devices."""
+"""The measuring of candidates: they are built side by side, then run, checked and timed here or on devices."""
 
 import itertools
 import queue
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from tvmflow.tuning.cache_state import bytes_to_move, make_reader
 from tvmflow.tuning.candidates import Argument, Candidate, Library
@@ -19,20 +19,48 @@ from tvmflow.tuning.runner import Device, DeviceRunner, Devices, LocalRunner, Ru
 from tvmflow.tuning.worker_process import TrialError, WorkerProcess
 
 
+class Measurer(Protocol):
+    """Builds candidates, runs and times them; `MeasurePool` does so in processes and on devices."""
+
+    def build(self, candidates: Sequence[Candidate]) -> list[Library | TrialError]:
+        """Build all `candidates`; in the place of one that cannot be built stands the reason."""
+
+    def time(self, library: Library, limit: float = 1e9) -> float:
+        """Return the seconds of a call; above `limit` a rough measurement will do. Raises TrialError."""
+
+    def times(
+        self, libraries: Sequence[Library | TrialError], limit: Callable[[], float]
+    ) -> Generator[float | TrialError]:
+        """Yield the seconds of a call of each library in their order; in the place of a failure stands the reason.
+
+        `limit` returns what `time` takes as `limit`; it is called when a library's turn comes.
+        """
+
+    def compare(self, *libraries: Library) -> list[float]:
+        """Return the seconds of a call of each library, measured in turn at one place. Raises TrialError."""
+
+    def expect(self, reference: Library) -> None:
+        """Run `reference`, so that the first `check` against it is not charged for that. Raises TrialError."""
+
+    def check(self, library: Library, reference: Library) -> None:
+        """Raise TrialError unless `library` computes what `reference` does, from the same arguments."""
+
+
 class MeasurePool:
     """Workers that build candidates side by side on this machine, and runners that check and time them.
 
-    There is one runner here, which measures one candidate at a time; or, with `device`, one for each device, and so
-    many candidates are measured at once, each alone on its device. Whatever one request does, it does on one device.
+    On this machine one runner measures one candidate at a time. With `device` there is one runner for each device, so
+    that many candidates are measured at once, each alone on its device. Whatever one request does, it does on one
+    device.
 
-    `target` is the canonical TVM target as JSON; `builders` their number; `threads` those a candidate runs with;
-    `timeout` the seconds that a single build or run may take before its worker is killed; `cross_compiler` links for
-    another architecture. `footprint` are the bytes of weights of the model whose functions are measured: as many are
-    read before each call, so that it finds in the caches what it would within the model. No request outlives `deadline`
-    (of `time.monotonic`) by more than it takes to kill a process.
+    `target` is the canonical TVM target as JSON; `builders` the number of workers that build; `threads` the number of
+    threads that a candidate runs with; `timeout` the seconds after which the worker of a single build or run is killed;
+    `cross_compiler` links for another architecture. `weights` are the bytes of weights of the model whose functions are
+    measured: as many are read before each call, so that a call finds the caches as within the model. No request
+    outlives `deadline` (of `time.monotonic`) by more than the time to kill a process.
 
-    Raises RemoteError when the devices' tracker is not there or has none of their key. Any request raises TuneError
-    when all devices are lost and none comes back.
+    Raises RemoteError when the devices' tracker does not answer or has no device of their key. Any request raises
+    TuneError when all devices are lost and none comes back.
     """
 
     def __init__(
@@ -45,19 +73,19 @@ class MeasurePool:
         deadline: float,
         device: Device | None = None,
         cross_compiler: str | None = None,
-        footprint: int = 0,
+        weights: int = 0,
     ) -> None:
         self._target = target
-        self._footprint = footprint
+        self._weights = weights
         self._threads = threads
         self._timeout = timeout
         self._deadline = deadline
         self._cross_compiler = cross_compiler
         self._devices = None if device is None else Devices(device, deadline)
         self._scratch = Path(tempfile.mkdtemp(prefix="tvmflow-tune-"))
-        self._names = itertools.count()
+        self._numbers = itertools.count()
         environment = {"TVM_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
-        # Without the compiler TVM loads in a fraction of the time, which a candidate that crashes costs again.
+        # Without the compiler TVM loads in a fraction of the time, which each candidate that crashes costs again.
         runtime = {**environment, "TVM_USE_RUNTIME_LIB": "1"}
         self._builders = [
             WorkerProcess(self._scratch / f"builder{index}.log", environment) for index in range(builders)
@@ -107,20 +135,23 @@ class MeasurePool:
         return list(self._building.map(self._build, candidates))
 
     def time(self, library: Library, limit: float = 1e9) -> float:
-        """Seconds of a call, the least of a few samples; above `limit` it is measured roughly. Raises TrialError."""
+        """Return the seconds of a call, the least of a few samples, one sample above `limit`. Raises TrialError."""
         arguments = _plain(library.arguments)
-        between = self._between
-        return float(self._run("time", library=str(library.path), arguments=arguments, limit=limit, between=between))
+        preparation = self._preparation
+        return float(
+            self._run("time", library=str(library.path), arguments=arguments, limit=limit, preparation=preparation)
+        )
 
     def times(
         self, libraries: Sequence[Library | TrialError], limit: Callable[[], float]
     ) -> Generator[float | TrialError]:
-        """`time` of each in their order, on several devices side by side; what failed stands in its own place.
+        """Yield the `time` of each library in their order; in the place of a failure stands the reason.
 
-        `limit` is asked when a library's turn comes. Here, none is measured before it is asked for.
+        `limit` is called when a library's turn comes. On several devices libraries are measured side by side; on this
+        machine each is measured only when its time is asked for.
         """
 
-        def one(library: Library | TrialError) -> float | TrialError:
+        def time_one(library: Library | TrialError) -> float | TrialError:
             if isinstance(library, TrialError):
                 return library
             try:
@@ -129,9 +160,9 @@ class MeasurePool:
                 return error
 
         if len(self._runners) == 1:
-            yield from map(one, libraries)
+            yield from map(time_one, libraries)
             return
-        futures = [self._running.submit(one, library) for library in libraries]
+        futures = [self._running.submit(time_one, library) for library in libraries]
         try:
             for future in futures:
                 yield future.result()
@@ -140,10 +171,10 @@ class MeasurePool:
                 future.cancel()
 
     def compare(self, *libraries: Library) -> list[float]:
-        """Seconds of a call of each, the least of a few samples measured in turn on one device. Raises TrialError."""
+        """Return the seconds of a call of each, the least of samples taken in turn on one device. Raises TrialError."""
         arguments = [_plain(library.arguments) for library in libraries]
         paths = [str(library.path) for library in libraries]
-        seconds = self._run("compare", libraries=paths, arguments=arguments, between=self._between)
+        seconds = self._run("compare", libraries=paths, arguments=arguments, preparation=self._preparation)
         return [float(value) for value in seconds]
 
     def expect(self, reference: Library) -> None:
@@ -158,29 +189,29 @@ class MeasurePool:
             raise TrialError(f"wrong result: {difference}")
 
     @cached_property
-    def _between(self) -> dict[str, object] | None:
-        """What the worker is to run before each sample; on a device, the bytes that it moves instead."""
-        if self._footprint == 0:
+    def _preparation(self) -> dict[str, object] | None:
+        """What the worker does before each sample: it calls the reader, or on a device moves as many bytes."""
+        if self._weights == 0:
             return None
         if self._devices is not None:
-            return {"bytes": bytes_to_move(self._footprint)}
-        built = self._build(make_reader(self._footprint, self._threads))
-        if isinstance(built, TrialError):
-            raise built
-        return {"library": str(built.path), "arguments": _plain(built.arguments)}
+            return {"bytes": bytes_to_move(self._weights)}
+        reader = self._build(make_reader(self._weights, self._threads))
+        if isinstance(reader, TrialError):
+            raise reader
+        return {"library": str(reader.path), "arguments": _plain(reader.arguments)}
 
     def _build(self, candidate: Candidate) -> Library | TrialError:
-        path = self._scratch / f"{next(self._names)}.so"
+        path = self._scratch / f"{next(self._numbers)}.so"
         builder = self._idle_builders.get()
         try:
-            work = {
+            arguments = {
                 "func": candidate.func,
                 "trace": candidate.trace,
                 "target": self._target,
                 "library": str(path),
                 "cross_compiler": self._cross_compiler,
             }
-            builder.request("build", work, self._allowed())
+            builder.request("build", arguments, self._remaining_seconds())
         except TrialError as error:
             return error
         finally:
@@ -188,18 +219,18 @@ class MeasurePool:
         return Library(path, candidate.arguments)
 
     def _run(self, operation: str, **arguments: object) -> Any:
-        with self._runner() as runner:
-            return runner.run(operation, arguments, self._allowed)
+        with self._idle_runner() as runner:
+            return runner.run(operation, arguments, self._remaining_seconds)
 
     @contextmanager
-    def _runner(self) -> Iterator[Runner]:
+    def _idle_runner(self) -> Iterator[Runner]:
         runner = self._idle_runners.get()
         try:
             yield runner
         finally:
             self._idle_runners.put(runner)
 
-    def _allowed(self) -> float:
+    def _remaining_seconds(self) -> float:
         return min(self._timeout, self._deadline - time.monotonic())
 
 

@@ -1,9 +1,8 @@
-"""A folder of tuning records: appended to by many runs at once, read as one whole, and pruned."""
+"""The store of tuning records: a folder of files that many runs append to at once, and that is read as one."""
 
 import contextlib
 import errno
 import fcntl
-import hashlib
 import itertools
 import json
 import logging
@@ -40,17 +39,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A run begins another file beyond this size: a shared store is sent whole files, again and again as they grow.
+# A run begins another file beyond this size, because a shared store is sent whole files, again each time they grow.
 _FILE_BYTES = 2**20
-
 _NAME = re.compile(r"([0-9a-f]{16})-[\w.-]+\.jsonl")
-
+# The folder, within a store's own, of the files that other machines wrote.
 FETCHED = "fetched"
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What a store held before and after it was pruned: records, trials and efforts; and the files that went."""
+    """What pruning did: the number of entries before and after, and the number of files that were removed."""
 
     before: int
     after: int
@@ -59,7 +57,9 @@ class Pruned:
 
 @dataclass(frozen=True)
 class _Parsed:
-    """A file: its whole lines' bytes, entries with the offset behind each, and what it replaces."""
+    """The content of a file: the bytes of its whole lines, its entries, each with the offset of its end, and the files
+    that it replaces, by name, each up to a size in bytes.
+    """
 
     size: int
     entries: list[tuple[int, Entry]]
@@ -67,13 +67,13 @@ class _Parsed:
 
 
 class RecordStore:
-    """A folder of JSON-lines files, a few for each run, which together are what is known; one file will do to read.
+    """A folder of JSON-lines files, a few for each run; their union is the store. A single file can be read as well.
 
     Files are only ever appended to and each run writes its own, so any number of processes may write at once, and
-    copying files together merges two stores. A line that a crash tore is skipped. A file's name begins with the digest
-    of its `Context`; the function of a workload is written once in each file. What other machines wrote is in the
-    folder `fetched`. A file may say of others that it replaces them up to a size (`prune`): what was appended to them
-    afterwards still counts, and so nothing is lost to a run that is writing meanwhile.
+    copying the files of two stores into one folder merges them. A line that a crash has torn is skipped. A file's name
+    begins with the digest of its `Context`; each file has the function of a workload once. The folder `fetched` holds
+    the files of other machines. A pruned file names the files that it replaces and up to which size; what was appended
+    to them later still counts, so that nothing is lost of a run that writes meanwhile.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,10 +81,10 @@ class RecordStore:
         self._run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count(1)
         self._writers: dict[str, _Writer] = {}
-        self._known: dict[Path, tuple[tuple[int, int], _Parsed]] = {}
+        self._cache: dict[Path, tuple[tuple[int, int], _Parsed]] = {}
 
     def append(self, entry: Entry) -> None:
-        """Add `entry` and wait until it is on disk."""
+        """Append an entry to this run's file and wait until it is on disk. Raises OSError when it cannot be written."""
         context = context_of(entry).digest
         writer = self._writers.get(context)
         if writer is None or writer.size >= _FILE_BYTES:
@@ -96,72 +96,68 @@ class RecordStore:
         writer.write(entry)
 
     def close(self) -> None:
-        """End the files that were appended to; what is appended next goes to others."""
+        """Close the files of this run; the next entry begins another one."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
 
     def records(self, target: "Target") -> list[Record]:
-        """Every record for `target` that this TVM and this search space can use."""
+        """Return every record for a target that this TVM and this search space can use."""
         return [entry for entry in self.entries(current_context(target)) if isinstance(entry, Record)]
 
     def efforts(self, target: "Target") -> list[Effort]:
-        """What earlier runs spent on the workloads of `target`, with or without success."""
+        """Return what runs have spent on the workloads of a target, with or without success."""
         return [entry for entry in self.entries(current_context(target)) if isinstance(entry, Effort)]
 
     def decisions(self, target: "Target") -> dict[str, Decision]:
-        """The newest word on each decision for `target`, by its key."""
-        found = (entry for entry in self.entries(current_context(target)) if isinstance(entry, Decision))
-        return {entry.key: entry for entry in sorted(found, key=lambda entry: entry.created_at)}
+        """Return the newest measurement of each decision for a target, by the decision's key."""
+        decisions = (entry for entry in self.entries(current_context(target)) if isinstance(entry, Decision))
+        return {decision.key: decision for decision in sorted(decisions, key=lambda decision: decision.created_at)}
 
     def measurements(self, target: "Target") -> list[Record | Trial]:
-        """All schedules measured for `target` with this TVM, of any model and space: what a cost model starts from.
+        """Return all schedules measured for a target with this TVM, of every model and every search space.
 
-        Each has its workload, trace and seconds; those of another space's version may no longer replay.
+        Cost models learn from them. Those of another search space may no longer replay.
         """
-        found = (entry for entry in self.entries() if isinstance(entry, Record | Trial) and entry.workload)
-        return [entry for entry in found if (entry.target, entry.tvm_version) == (target.canonical, tvm_version())]
+        schedules = (entry for entry in self.entries() if isinstance(entry, Record | Trial) and entry.workload)
+        return [entry for entry in schedules if (entry.target, entry.tvm_version) == (target.canonical, tvm_version())]
 
     def best(self, func: "PrimFunc", target: "Target") -> Record | None:
-        """The fastest record of the workload that `func` is, or None; no name in `func` matters."""
+        """Return the fastest record of the workload that `func` is, None without one; names in `func` do not matter."""
         key = workload_key(func)
-        found = [record for record in self.records(target) if record.key == key]
-        return min(found, key=lambda record: record.seconds, default=None)
-
-    def digest(self, target: "Target") -> str:
-        """The SHA-256 of every record for `target`; it changes when one is added, not when files are merge_efforts."""
-        lines = sorted({json.dumps(asdict(record), sort_keys=True) for record in self.records(target)})
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        records = [record for record in self.records(target) if record.key == key]
+        return min(records, key=lambda record: record.seconds, default=None)
 
     def contexts(self) -> list[Context]:
-        """The targets and versions of which something is known, sorted."""
+        """Return the contexts of all entries, sorted."""
         return sorted({context_of(entry) for entry in self.entries()}, key=astuple)
 
     def entries(self, context: Context | None = None) -> Iterator[Entry]:
-        """All that is known, or what is known for a target and versions; what two files both hold, once."""
+        """Yield all entries, or those of one context; an entry that two files hold comes once."""
         files = self._load(None if context is None else context.digest)
         yield from (entry for entry in _union(files) if context is None or context_of(entry) == context)
 
     def own_files(self) -> list[Path]:
-        """The files that were written here, and are named as `append` names them."""
+        """Return the files of this machine's runs, less those that somebody else has named."""
         return [path for path in sorted(self.folder.glob("*.jsonl")) if context_digest(path.name) is not None]
 
     def replaced_files(self) -> dict[str, int]:
-        """The files that others replace, and up to which size in bytes."""
+        """Return the names of the files that others replace, each with the size in bytes up to which it is replaced."""
         return _replaced(self._load(None).values())
 
     def prune(self, keep: int) -> Pruned:
-        """Keep the fastest `keep` records of each workload for this TVM and search space, and drop all else.
+        """Keep the fastest `keep` records of each workload that this TVM and search space can use, and drop the others.
 
-        What was spent on a workload stays known, in one line. For each target and versions one new file appears that
-        replaces the others up to the size that was read; then those go. What a run of this machine is writing is left.
+        One effort for each workload and the newest decisions stay as well. For each context one new file appears that
+        replaces the others up to the size that was read; then the others are removed, except those that a run of this
+        machine is writing.
         """
         self.close()
         with hold_lock(self.folder / ".prune"):
-            found = {path: self._read(path) for path in self._files(None)}
-            # Only after it was read: a run locks its file before it writes the first line.
-            paths = {path.name: path for path, parsed in found.items() if parsed.size and not _is_live(path)}
-            files = {name: found[path] for name, path in paths.items()}
+            contents = {path: self._read(path) for path in self._files(None)}
+            # Locks are looked at after the files were read: a run locks its file before it writes the first line.
+            paths = {path.name: path for path, parsed in contents.items() if parsed.size and not _is_live(path)}
+            files = {name: contents[path] for name, path in paths.items()}
             replaced = self.replaced_files()
             groups: dict[str, list[Entry]] = {}
             for entry in _union(files, replaced):
@@ -169,45 +165,45 @@ class RecordStore:
             sizes = replaced | {name: max(parsed.size, replaced.get(name, 0)) for name, parsed in files.items()}
             after = 0
             for digest in sorted({*groups, *filter(None, map(context_digest, sizes))}):
-                known = groups.get(digest, [])
-                survivors = _survivors(known, keep)
+                entries = groups.get(digest, [])
+                survivors = _survivors(entries, keep)
                 after += len(survivors)
-                counting = [
+                effective = [
                     name
                     for name, parsed in files.items()
                     if parsed.size > replaced.get(name, 0) and digest in _digests(name, parsed)
                 ]
-                if [context_digest(name) for name in counting] == [digest] and Counter(survivors) == Counter(known):
-                    del sizes[counting[0]]  # It is pruned already.
+                if [context_digest(name) for name in effective] == [digest] and Counter(survivors) == Counter(entries):
+                    del sizes[effective[0]]  # It is pruned already.
                     continue
-                gone = {name: size for name, size in sizes.items() if context_digest(name) == digest}
-                write_entries(self.folder / f"{digest}-{self._run}-{next(self._numbers)}.jsonl", survivors, gone)
+                replaces = {name: size for name, size in sizes.items() if context_digest(name) == digest}
+                write_entries(self.folder / f"{digest}-{self._run}-{next(self._numbers)}.jsonl", survivors, replaces)
             removed = sum(_remove(path, sizes.get(name, -1)) for name, path in paths.items())
             return Pruned(sum(map(len, groups.values())), after, removed)
 
     def _load(self, digest: str | None) -> dict[str, _Parsed]:
-        """The files that may hold something of a context, by name."""
+        """The content of the files that may hold entries of a context, by name."""
         while True:
             paths = self._files(digest)
             files = {path.name: self._read(path) for path in paths}
-            # Otherwise one was pruned meanwhile, and what counted of it is in a file that was not listed yet.
+            # A file that is gone was pruned meanwhile, and its survivors are in a file that was not listed yet.
             if all(path.exists() for path in paths):
                 return files
 
     def _files(self, digest: str | None) -> list[Path]:
-        """The files that may hold something of a context, by name; here before fetched where both are."""
+        """The files that may hold entries of a context, sorted by name; a file of this machine hides a fetched one."""
         if self.folder.is_file():
             return [self.folder]
-        found = {path.name: path for place in (self.folder / FETCHED, self.folder) for path in place.glob("*.jsonl")}
-        return [found[name] for name in sorted(found) if digest is None or context_digest(name) in (None, digest)]
+        paths = {path.name: path for folder in (self.folder / FETCHED, self.folder) for path in folder.glob("*.jsonl")}
+        return [paths[name] for name in sorted(paths) if digest is None or context_digest(name) in (None, digest)]
 
     def _read(self, path: Path) -> _Parsed:
         try:
             status = path.stat()
             stamp = (status.st_size, status.st_mtime_ns)
-            known = self._known.get(path)
-            if known is not None and known[0] == stamp:
-                return known[1]
+            cached = self._cache.get(path)
+            if cached is not None and cached[0] == stamp:
+                return cached[1]
             content = path.read_bytes()
         except FileNotFoundError:
             return _Parsed(0, [], {})  # It was pruned since the folder was listed.
@@ -222,7 +218,7 @@ class RecordStore:
                 continue
             try:
                 obj: dict[str, Any] = json.loads(line)
-                # A line that says no kind is a record as `tune` hands it on to `build`.
+                # Lines without a kind are records in the file that the step `tune` hands to `build`.
                 kind = obj.get("kind", "record")
                 if kind == "workload":
                     workloads[str(obj["key"])] = str(obj["workload"])
@@ -236,12 +232,12 @@ class RecordStore:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             logger.warning("%s, line %d%s, is torn or not a tuning record; it is skipped", path, bad[0], more)
         parsed = _Parsed(len(whole_lines(content)), entries, replaces)
-        self._known[path] = (stamp, parsed)
+        self._cache[path] = (stamp, parsed)
         return parsed
 
 
 class _Writer:
-    """A new file that one run appends to; its lock tells `prune` that the run is alive."""
+    """A new file that one run appends to; the lock that it holds tells `prune` that the run is alive."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
@@ -260,7 +256,10 @@ class _Writer:
 
 
 def write_entries(path: Path, entries: Iterable[Entry], replaces: Mapping[str, int] | None = None) -> None:
-    """Write a whole file of records, which appears or is replaced at once; `replaces` says which others it replaces."""
+    """Write a whole file of entries, which appears, or replaces an older one, in one step.
+
+    `replaces` names the files that it replaces in the store, each with the size in bytes up to which it does.
+    """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     with partial.open("wb") as file:
         if replaces:
@@ -275,7 +274,7 @@ def write_entries(path: Path, entries: Iterable[Entry], replaces: Mapping[str, i
 
 @contextlib.contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Be the only process of this machine that holds the lock file `path` while the body runs."""
+    """Hold the lock file `path`, which one process of this machine can do at a time, while the body runs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -283,13 +282,13 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 
 def context_digest(name: str) -> str | None:
-    """The digest of the context that a file's name says, None where it says none."""
-    found = _NAME.fullmatch(name)
-    return found[1] if found else None
+    """Return the digest of a context from the name of its file, None for a file that is named otherwise."""
+    match = _NAME.fullmatch(name)
+    return match[1] if match else None
 
 
 def whole_lines(content: bytes) -> bytes:
-    """`content` without a line at its end that is not whole: torn, or still being written."""
+    """Return `content` without a line at its end that is torn or still being written."""
     return content[: content.rfind(b"\n") + 1]
 
 
@@ -298,27 +297,27 @@ def _line(obj: Mapping[str, Any]) -> bytes:
 
 
 def _lines(entry: Entry, written: set[str]) -> bytes:
-    """`entry` as a line, before it that of its workload unless the file has it already."""
+    """The line of an entry, after a line with its workload unless the file has that already."""
     kind = next(kind for kind, entry_type in KINDS.items() if isinstance(entry, entry_type))
     obj = {"kind": kind, **asdict(entry)}
-    before = b""
+    workload_line = b""
     if (workload := obj.pop("workload", None)) and entry.key not in written:
-        before = _line({"kind": "workload", "key": entry.key, "workload": workload})
+        workload_line = _line({"kind": "workload", "key": entry.key, "workload": workload})
         written.add(entry.key)
-    return before + _line(obj)
+    return workload_line + _line(obj)
 
 
 def _entry(kind: type[Entry], obj: Mapping[str, Any], workloads: Mapping[str, str]) -> Entry:
-    wanted = [field for field in fields(kind) if field.name != "workload"]
-    # What has a default came later: lines that were written before do without it.
-    values = {field.name: obj[field.name] for field in wanted if field.name in obj or field.default is MISSING}
+    own_fields = [field for field in fields(kind) if field.name != "workload"]
+    # Fields with a default were added later, and older lines do not have them.
+    values = {field.name: obj[field.name] for field in own_fields if field.name in obj or field.default is MISSING}
     if kind in (Record, Trial):
         values["workload"] = obj.get("workload") or workloads.get(obj["key"], "")
     return kind(**values)
 
 
 def _digests(name: str, parsed: _Parsed) -> set[str]:
-    """The contexts of a file: that of its name, or of what it holds where somebody else has named it."""
+    """The digests of a file's contexts: from its name, or from its entries where somebody else has named it."""
     digest = context_digest(name)
     return {context_of(entry).digest for _, entry in parsed.entries} if digest is None else {digest}
 
@@ -332,20 +331,20 @@ def _replaced(files: Iterable[_Parsed]) -> dict[str, int]:
 
 
 def _union(files: Mapping[str, _Parsed], replaced: Mapping[str, int] | None = None) -> Iterator[Entry]:
-    """The entries of all files by name, less what is replaced; what two files both hold, once."""
+    """The entries of all files less the replaced ones; an entry that two files hold comes once."""
     replaced = _replaced(files.values()) if replaced is None else replaced
-    before: set[Entry] = set()
+    earlier: set[Entry] = set()
     for name, parsed in files.items():
         entries = [entry for end, entry in parsed.entries if end > replaced.get(name, 0)]
-        # Within one file two equal lines are two events, as efforts that were spent in the same second.
-        yield from (entry for entry in entries if entry not in before)
-        before.update(entries)
+        # Two equal lines of one file are two events, such as equal efforts in the same second.
+        yield from (entry for entry in entries if entry not in earlier)
+        earlier.update(entries)
 
 
 def _survivors(entries: Iterable[Entry], keep: int) -> list[Entry]:
-    """The best `keep` records of each workload, what was spent on each in one line, and the newest decisions.
+    """The entries that pruning keeps, all of them of current contexts.
 
-    Nothing of other versions.
+    The fastest `keep` records and one effort for each workload, and the newest measurement of each decision.
     """
     records: dict[str, list[Record]] = {}
     efforts: dict[str, list[Effort]] = {}
@@ -364,7 +363,7 @@ def _survivors(entries: Iterable[Entry], keep: int) -> list[Entry]:
 
 
 def _is_live(path: Path) -> bool:
-    """Whether a run of this machine is writing the file."""
+    """Whether a run of this machine is writing to the file."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -374,7 +373,7 @@ def _is_live(path: Path) -> bool:
 
 
 def _remove(path: Path, size: int) -> bool:
-    """Remove a file if its whole lines have `size` bytes; whether it went."""
+    """Remove a file if its whole lines have `size` bytes, and return whether that was so."""
     with contextlib.suppress(FileNotFoundError):
         if len(whole_lines(path.read_bytes())) == size:
             path.unlink()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tvmflow.target import Target
 
-# Raise it when the rules of `space.py` change so that old traces no longer say what is best, or no longer replay.
+# Raise it when the rules of `space.py` change in such a way that old traces no longer replay or are no longer the best.
 SPACE_VERSION = "3"
 
 _ON_DECISIONS = "decisions-"
@@ -20,23 +20,23 @@ _ON_DECISIONS = "decisions-"
 
 @cache
 def tvm_version() -> str:
-    """The installed TVM's version: a trace is only replayed by the version that recorded it."""
+    """Return the installed TVM's version: a trace is only replayed by the version that recorded it."""
     return version("apache-tvm")
 
 
 def now() -> str:
-    """The present in UTC, ISO 8601."""
+    """Return the present time in UTC, in ISO 8601 to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)
 class Record:
-    """A schedule that was measured, checked and found faster than what was known before.
+    """A schedule that was measured, gave the right results, and was faster than the best one before it.
 
     `key` is `workload_key` of the function; `workload` is the function as `tvm.ir.save_json` writes it; `trace` is the
     schedule's trace in JSON; `seconds` and `baseline_seconds` are the least times of one call, measured in turn on one
-    machine (`baseline_seconds` is None where no analytic schedule was given); `target` is `Target.canonical`;
-    `trial` counts from 1 within the run; `created_at` is UTC in ISO 8601.
+    machine (`baseline_seconds` is None where there was no analytic schedule); `target` is `Target.canonical`; `tuner`
+    names the search that proposed it; `trial` counts from 1 within the run; `created_at` is UTC in ISO 8601.
     """
 
     key: str
@@ -56,10 +56,12 @@ class Record:
 class Effort:
     """How many trials a run spent on a workload, whether or not they led to a record.
 
-    It is what lets a second run know that a workload was tuned and its analytic schedule was not beaten.
-    `baseline_seconds` is the time of what needs no tuning, in seconds; `seconds` is how long the trials took in all,
-    None where that is not known. What was spent on decisions counts for all that a model meets together: their `key` is
-    that of `decisions_key`, and `baseline_seconds` the model's time if nothing was left to decide.
+    It tells a second run that a workload was tuned even where no schedule was faster than the analytic one.
+    `baseline_seconds` is the time of a call with the analytic schedule; `seconds` is how long the trials took in all,
+    None where they were not timed.
+
+    There is one effort for all decisions of a model together. Its `key` is `decisions_key`, and its `baseline_seconds`
+    is the time of the model's functions once nothing was left to decide, None before.
     """
 
     key: str
@@ -72,16 +74,16 @@ class Effort:
     seconds: float | None = None
 
     @property
-    def on_decisions(self) -> bool:
-        """Whether it was spent on decisions."""
+    def is_on_decisions(self) -> bool:
+        """Whether the trials were spent on the compiler's decisions."""
         return self.key.startswith(_ON_DECISIONS)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A schedule that was measured and did not become a record: what a cost model learns from beside the records.
+    """A schedule that was measured and did not become a record; cost models learn from it as from records.
 
-    The fields are those of `Record`; `seconds` is the least time of one call, None where the schedule failed.
+    The fields are as in `Record`; `seconds` is the least time of one call, None where the schedule failed.
     """
 
     key: str
@@ -97,10 +99,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Decision:
-    """What measuring made of a decision that the compiler's cost model takes otherwise.
+    """The fastest option of one of the compiler's decisions, as it was measured.
 
-    `key` says which (`tvmflow.compiler.choices.Site.key`), `option` what was found to be fastest, `default` what the
-    cost model takes; `seconds` and `default_seconds` are those of all calls of the functions that it is about.
+    `key` identifies the decision (`tvmflow.compiler.choices.Site.key`); `option` is the fastest option and `default`
+    the cost model's; `seconds` and `default_seconds` are the times of all calls of the functions that it affects.
     """
 
     key: str
@@ -121,7 +123,7 @@ KINDS: dict[str, type[Entry]] = {"record": Record, "effort": Effort, "trial": Tr
 
 @dataclass(frozen=True)
 class Context:
-    """What a record is only good for: a target (`Target.canonical`), a TVM version and a search space's version."""
+    """What a record is good for: one target (`Target.canonical`), TVM version and version of the search space."""
 
     target: str
     tvm_version: str
@@ -129,28 +131,28 @@ class Context:
 
     @property
     def digest(self) -> str:
-        """What the names of its files begin with."""
+        """The first 16 hexadecimal digits of its SHA-256, with which the names of its files begin."""
         text = json.dumps([self.target, self.tvm_version, self.space_version])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def is_current(self) -> bool:
-        """Whether this TVM and this search space can use it."""
+        """Whether this TVM and this search space can use its records."""
         return (self.tvm_version, self.space_version) == (tvm_version(), SPACE_VERSION)
 
 
 def context_of(entry: Entry) -> Context:
-    """What `entry` is good for."""
+    """Return the context that an entry is good for."""
     return Context(entry.target, entry.tvm_version, entry.space_version)
 
 
 def current_context(target: "Target") -> Context:
-    """What this TVM and this search space can use for `target`."""
+    """Return the context whose records this TVM and this search space can use for `target`."""
     return Context(target.canonical, tvm_version(), SPACE_VERSION)
 
 
 def merge_efforts(efforts: Sequence[Effort]) -> Effort:
-    """One effort in the place of several on one workload: all their trials, and the newest baseline that is known."""
+    """Return one effort in the place of several on one workload: the sum of their trials, and their newest baseline."""
     ordered = sorted(efforts, key=lambda effort: effort.created_at)
     timed = [effort.baseline_seconds for effort in ordered if effort.baseline_seconds is not None]
     seconds = [effort.seconds for effort in efforts if effort.trials]
@@ -162,6 +164,6 @@ def merge_efforts(efforts: Sequence[Effort]) -> Effort:
     )
 
 
-def decisions_key(met: Iterable[str]) -> str:
-    """What identifies the decisions that a model meets, by their keys."""
-    return _ON_DECISIONS + hashlib.sha256("\n".join(sorted(met)).encode()).hexdigest()[:32]
+def decisions_key(keys: Iterable[str]) -> str:
+    """Return the key of all decisions of a model together, from their own keys in any order."""
+    return _ON_DECISIONS + hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Where candidates run: in a worker process here, or through one on a device that an RPC tracker gives away."""
+"""The runners of candidates: a worker process on this machine, or one that runs them on a device of an RPC tracker."""
 
 import logging
 import threading
@@ -11,13 +11,13 @@ from tvmflow.errors import RemoteError, TuneError
 from tvmflow.runtime.tracker import Address, Match, Tracker
 from tvmflow.tuning.worker_process import CrashError, LateError, LostError, TrialError, WorkerProcess
 
-# A candidate that ends its session this many times, each time on a device that was well, is taken for the cause.
+# A candidate fails when its session has ended this often, each time on a device that worked before.
 _ATTEMPTS = 3
 _CONNECT_SECONDS = 10.0
 _DISCONNECT_SECONDS = 5.0
-# A device ends a session by itself this long after we would have: what hangs there must not hold it for ever.
+# A device ends a session by itself this long after its timeout, so that a hanging candidate does not hold it for ever.
 _SESSION_MARGIN_SECONDS = 2.0
-# How long one request waits at the tracker, and how long after one that failed at once.
+# How long one request waits at the tracker, and the pause after one that failed at once.
 _WAIT_SECONDS, _PAUSE_SECONDS = 2.0, 0.2
 _MAX_DEVICES = 16
 
@@ -37,27 +37,27 @@ class Device:
 
 
 class Runner(Protocol):
-    """Runs one operation of a worker at a time."""
+    """Runs the operations of a worker, one at a time."""
 
-    def run(self, operation: str, arguments: Mapping[str, object], allowed: Callable[[], float]) -> Any:
-        """What the operation returns; `allowed` are the seconds that it may take from now. Raises TrialError."""
+    def run(self, operation: str, arguments: Mapping[str, object], remaining: Callable[[], float]) -> Any:
+        """Return the operation's value; it may take `remaining()` seconds from now. Raises TrialError."""
 
 
 class LocalRunner:
-    """Runs candidates on this machine."""
+    """The runner of this machine."""
 
     def __init__(self, worker: WorkerProcess) -> None:
         self._worker = worker
 
-    def run(self, operation: str, arguments: Mapping[str, object], allowed: Callable[[], float]) -> Any:
-        """Run it here, again in a new process when the first one dies."""
-        return self._worker.request(operation, arguments, allowed())
+    def run(self, operation: str, arguments: Mapping[str, object], remaining: Callable[[], float]) -> Any:
+        """Run the operation here, again in a new process when the first one dies."""
+        return self._worker.request(operation, arguments, remaining())
 
 
 class Devices:
-    """The devices of a key, as all runners of a pool see them together: the tracker says which of them is free.
+    """The devices of a key, shared by all runners of a pool; the tracker says which of them is free.
 
-    Raises RemoteError when there is no tracker, or no such device at first.
+    `count` is their number. Raises RemoteError when there is no tracker, or when it has no device of the key.
     """
 
     def __init__(self, device: Device, deadline: float) -> None:
@@ -67,21 +67,21 @@ class Devices:
         keys = [key for key, _ in self._tracker.summary().servers]
         self.count = min(keys.count(device.key), _MAX_DEVICES)
         if self.count == 0:
-            known = f"its keys are {', '.join(sorted(set(keys)))}" if keys else "it has none at all"
-            raise RemoteError(f"the RPC tracker at {device.tracker} has no device with key {device.key!r}; {known}")
+            others = f"its keys are {', '.join(sorted(set(keys)))}" if keys else "it has none at all"
+            raise RemoteError(f"the RPC tracker at {device.tracker} has no device with key {device.key!r}; {others}")
         self._lock = threading.Lock()
         self._busy = 0
-        self._answered = 0.0
+        self._last_answer = 0.0
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waiting for a free device."""
         self._stopped.set()
 
     def take(self, since: float) -> Match:
-        """The next free device, for one who has waited for it since then (of `time.monotonic`).
+        """Wait for a free device and return its place; the caller waits `since` then (of `time.monotonic`).
 
-        Raises TrialError at the end of the run, TuneError when no device comes back.
+        Raises TrialError at the end of the run, TuneError when no device has answered for too long.
         """
         while True:
             if self._stopped.is_set():
@@ -90,58 +90,58 @@ class Devices:
                 raise TrialError("the budget's time is over")
             self._give_up_if_lost(since)
             try:
-                place = self._tracker.request(self.device.key, _WAIT_SECONDS)
+                match = self._tracker.request(self.device.key, _WAIT_SECONDS)
             except RemoteError:
                 self._stopped.wait(_PAUSE_SECONDS)
                 continue
-            if place is not None:
-                return place
+            if match is not None:
+                return match
 
     def connected(self) -> None:
-        """Note that a device has answered and works for us."""
+        """Note that a device has answered and is at work."""
         with self._lock:
             self._busy += 1
 
-    def released(self) -> None:
-        """Note that it no longer does."""
+    def disconnected(self) -> None:
+        """Note that a device is no longer at work."""
         with self._lock:
             self._busy -= 1
-            self._answered = time.monotonic()
+            self._last_answer = time.monotonic()
 
     def _give_up_if_lost(self, since: float) -> None:
         patience = self.device.patience
         with self._lock:
-            if self._busy or time.monotonic() < max(self._answered, since) + patience:
+            if self._busy or time.monotonic() < max(self._last_answer, since) + patience:
                 return
         try:
             keys = self._tracker.summary().keys
-            told = "all are busy or hang" if self.device.key in keys else "they have left the tracker"
+            cause = "all are busy or hang" if self.device.key in keys else "they have left the tracker"
         except RemoteError:
-            told = "the tracker does not answer either"
+            cause = "the tracker does not answer either"
         raise TuneError(
-            f"no device with {self.device} has answered for {patience:.0f} s ({told}); all that was measured is kept: "
+            f"no device with {self.device} has answered for {patience:.0f} s ({cause}); all that was measured is kept: "
             "start them again with `tvmflow devices up`, and tune again to go on"
         )
 
 
 class DeviceRunner:
-    """Runs candidates on whatever device is free, each operation in a session of its own on one of them."""
+    """The runner of any device that is free; each operation has a session of its own."""
 
     def __init__(self, worker: WorkerProcess, devices: Devices, threads: int) -> None:
         self._worker = worker
         self._devices = devices
         self._threads = threads
 
-    def run(self, operation: str, arguments: Mapping[str, object], allowed: Callable[[], float]) -> Any:
-        """Run it on a device, again on another when the first one is lost; a time-out counts as the candidate's."""
+    def run(self, operation: str, arguments: Mapping[str, object], remaining: Callable[[], float]) -> Any:
+        """Run the operation on a device, and on others when that one is lost; a timeout is the candidate's failure."""
         for attempt in range(1, _ATTEMPTS + 1):
-            place = self._connect(allowed)
+            match = self._connect(remaining)
             try:
-                value = self._worker.request(operation, arguments, allowed(), attempts=1)
+                value = self._worker.request(operation, arguments, remaining(), attempts=1)
                 self._disconnect()
                 return value
             except (CrashError, LostError) as error:
-                logger.warning("the device at %s was lost (%s: %s)", place.address, operation, error)
+                logger.warning("the device at %s was lost (%s: %s)", match.address, operation, error)
                 if attempt == _ATTEMPTS:
                     raise CrashError(f"{operation} ended its session on {_ATTEMPTS} devices: {error}") from error
             except LateError:
@@ -150,20 +150,20 @@ class DeviceRunner:
                 self._disconnect()
                 raise
             finally:
-                self._devices.released()
+                self._devices.disconnected()
         raise AssertionError
 
-    def _connect(self, allowed: Callable[[], float]) -> Match:
+    def _connect(self, remaining: Callable[[], float]) -> Match:
         """Open a session on the next free device that takes one."""
         since = time.monotonic()
         while True:
-            place = self._devices.take(since)
-            seconds = allowed()
+            match = self._devices.take(since)
+            seconds = remaining()
             try:
                 session = {
-                    "host": place.address.host,
-                    "port": place.address.port,
-                    "word": place.key,
+                    "host": match.address.host,
+                    "port": match.address.port,
+                    "match_key": match.key,
                     "seconds": seconds + _SESSION_MARGIN_SECONDS,
                     "threads": self._threads,
                 }
@@ -171,10 +171,10 @@ class DeviceRunner:
             except TrialError as error:
                 if seconds <= 0:
                     raise
-                logger.warning("the device at %s takes no session: %s", place.address, error)
+                logger.warning("the device at %s takes no session: %s", match.address, error)
                 continue
             self._devices.connected()
-            return place
+            return match
 
     def _disconnect(self) -> None:
         """Close the session; what was measured in it counts all the same when that fails."""

@@ -1,4 +1,4 @@
-"""Tuning records that several machines share: what is new there comes here, what is new here goes there."""
+"""The sharing of tuning records between machines: a store is kept in step with a shared place such as a bucket."""
 
 import contextlib
 import logging
@@ -10,32 +10,33 @@ from typing import Protocol
 from tvmflow.errors import TvmflowError
 from tvmflow.tuning.record_store import FETCHED, RecordStore, context_digest, hold_lock, whole_lines
 
-# How often what a run has measured is sent while it goes on, in seconds.
+# Seconds between two times that a run sends what it has recorded.
 _INTERVAL = 5.0
 
 logger = logging.getLogger(__name__)
 
 
 class SharedRecords(Protocol):
-    """A place that holds files of records by name, each replaced as a whole. One that fails raises StoreError."""
+    """A shared place for files of records, by name; each is written as a whole. Its methods raise StoreError."""
 
     def sizes(self, context: str | None = None) -> dict[str, int]:
-        """The files, or those of one context (`Context.digest`), with their sizes in bytes."""
+        """Return the names of its files, or of those of one context (`Context.digest`), with their sizes in bytes."""
 
     def read(self, name: str) -> bytes | None:
-        """What a file holds, None where there is none."""
+        """Return the content of a file, None where there is no such file."""
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, or replace it."""
+        """Write a file or replace it."""
 
     def remove(self, name: str) -> None:
         """Remove a file if it is there."""
 
 
 class Sharing:
-    """A folder of records and the shared place; what is here is never lost when that fails.
+    """A store of records and a shared place.
 
-    Files only grow, so sizes say what is new. Only what was written in this folder is sent.
+    Files only grow, so their sizes tell which side has more of them. Only files that this machine wrote are sent. When
+    the shared place fails, nothing is lost here.
     """
 
     def __init__(self, store: RecordStore, shared: SharedRecords) -> None:
@@ -43,57 +44,63 @@ class Sharing:
         self._shared = shared
 
     def fetch(self, context: str | None = None) -> int:
-        """Bring the files here, of one context or all, that are new or have grown; their number. Raises StoreError."""
+        """Fetch the files, of one context or all, that are new or have grown, and return their number.
+
+        Raises StoreError.
+        """
         fetched = self._store.folder / FETCHED
         own = {path.name for path in self._store.own_files()}
         replaced = self._store.replaced_files()
         count = 0
         for name, size in sorted(self._shared.sizes(context).items()):
-            place = fetched / name
-            known = place.stat().st_size if place.is_file() else replaced.get(name, 0)
-            if context_digest(name) is None or name in own or size <= known:
+            path = fetched / name
+            local_size = path.stat().st_size if path.is_file() else replaced.get(name, 0)
+            if context_digest(name) is None or name in own or size <= local_size:
                 continue
             content = self._shared.read(name)
             if content is not None:
                 fetched.mkdir(parents=True, exist_ok=True)
-                partial = place.with_suffix(f".{secrets.token_hex(4)}.part")
+                partial = path.with_suffix(f".{secrets.token_hex(4)}.part")
                 partial.write_bytes(content)
-                partial.replace(place)
+                partial.replace(path)
                 count += 1
         return count
 
     def send(self) -> int:
-        """Send the files that were written here and have grown since; their number. Raises StoreError."""
-        # One process of this machine at a time: a slow one must not put a shorter state in the place of a longer one.
+        """Send the files of this machine that have grown, and return their number. Raises StoreError."""
+        # One process of this machine at a time: a slow one must not replace a longer file by a shorter one.
         with hold_lock(self._store.folder / ".sending"):
             replaced = self._store.replaced_files()
             files = [path for path in self._store.own_files() if path.stat().st_size > replaced.get(path.name, 0)]
-            there: dict[str, int] = {}
+            shared_sizes: dict[str, int] = {}
             for context in sorted({context for path in files if (context := context_digest(path.name)) is not None}):
-                there |= self._shared.sizes(context)
+                shared_sizes |= self._shared.sizes(context)
             count = 0
             for path in files:
                 content = whole_lines(path.read_bytes())
-                if len(content) > there.get(path.name, 0):
+                if len(content) > shared_sizes.get(path.name, 0):
                     self._shared.write(path.name, content)
                     count += 1
             return count
 
     def clear(self) -> int:
-        """Remove from the shared place what other files replace entirely; the number of files. Raises StoreError."""
+        """Remove files from the shared place that other files replace entirely, and return their number.
+
+        Raises StoreError.
+        """
         replaced = self._store.replaced_files()
-        gone = [name for name, size in self._shared.sizes().items() if size <= replaced.get(name, -1)]
-        for name in gone:
+        names = [name for name, size in self._shared.sizes().items() if size <= replaced.get(name, -1)]
+        for name in names:
             self._shared.remove(name)
-        return len(gone)
+        return len(names)
 
 
 @contextlib.contextmanager
 def sharing(store: RecordStore, shared: SharedRecords | None, context: str) -> Iterator[None]:
-    """Fetch what others know of a context (`Context.digest`), then send what is recorded while the body runs.
+    """Fetch the records of a context (`Context.digest`), then send new ones now and then while the body runs.
 
-    When the shared place fails, one warning says so and the work goes on with what is here; what could not be sent is
-    sent by the next run.
+    Without a `shared` place it does nothing. When the place fails, one warning is logged, and the body runs with the
+    records that are here; the next run sends what could not be sent.
     """
     if shared is None:
         yield

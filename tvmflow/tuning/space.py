@@ -1,4 +1,7 @@
-"""The search space of a function, and the tuners that propose schedules out of it."""
+"""The search space of a function, and the searches that propose schedules from it.
+
+It is one module because each search is a short adapter of the same MetaSchedule context.
+"""
 
 import contextlib
 import itertools
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 TunerName = Literal["xgb", "ga", "random", "grid"]
 TUNERS: tuple[str, ...] = get_args(TunerName)
 
-# MetaSchedule's default of 512 costs a minute before the first candidate and finds no more in so few trials.
+# MetaSchedule's default of 512 costs a minute before the first candidate and is no better in so few trials.
 _POPULATION = 48
 _XGB_WARMUP_TRIALS = 16
 
@@ -38,10 +41,10 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Variants:
-    """Schedules of a function that the compiler's rules make with their choices left open.
+    """The schedules that the compiler's rules can make of a function.
 
-    With `only` nothing else is worth proposing: a search that knows each loop by itself takes a kernel of several
-    stages apart, slowly, and finds nothing faster.
+    With `only`, no other schedules are searched: MetaSchedule's rules look at each loop by itself, take a kernel of
+    several stages apart, and find nothing faster.
     """
 
     schedules: Sequence[Any]
@@ -49,20 +52,20 @@ class Variants:
 
 
 class Search(Protocol):
-    """Proposes schedules of one function and learns from what they measured."""
+    """Proposes schedules of one function and learns from their measurements."""
 
     def propose(self) -> list[Proposal]:
-        """The next schedules, none of them proposed before; empty when there are no more."""
+        """Return the next schedules, none of which was proposed before; empty when there are no more."""
 
     def tell(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
-        """What each of `proposals` measured, None where it failed."""
+        """Learn the seconds of each proposal, None where it failed."""
 
     def start_from(self, trace: str, seconds: float) -> None:
-        """Let a schedule known from an earlier run be a parent of what is proposed."""
+        """Let later proposals start from a schedule that an earlier run has measured."""
 
     @property
-    def beyond(self) -> bool:
-        """Whether the compiler's own rules have nothing left to propose."""
+    def is_beyond_rules(self) -> bool:
+        """Whether the schedules of the compiler's own rules have all been proposed."""
 
 
 def make_search(
@@ -75,29 +78,29 @@ def make_search(
     cost_model: Any | None,
     variants: Variants | None = None,
 ) -> Search:
-    """A search over the schedules of `func` (normalized) for `target` (TVM target as JSON).
+    """Return a search over the schedules of `func` (normalized) for `target` (TVM target as JSON).
 
-    First come `variants`, until all of them are proposed; then what MetaSchedule's own rules make.
+    It proposes all `variants` first, then schedules that MetaSchedule's own rules make, `batch` at a time.
 
     `xgb` evolves schedules that a gradient-boosted model of their cost rates best, `ga` evolves the fastest measured
     ones without a model, `random` draws each decision anew, and `grid` walks through the product of all decisions in
     steps that spread evenly. The same `seed` (1 to 2**31 - 2) makes the same proposals as long as the measurements
-    are the same; `random` and `grid` do not depend on measurements. `cost_model` is `make_cost_model`'s.
+    are the same; `random` and `grid` do not depend on measurements. `cost_model` comes from `make_cost_model`.
     """
 
-    def generic() -> Search:
+    def make_generic() -> Search:
         if tuner == "grid":
             return _GridSearch(func, target, batch, seed)
         return _MetaScheduleSearch(func, target, tuner, batch, seed, cost_model)
 
     if variants is None:
-        return generic()
+        return make_generic()
     own = _VariantSearch(func, target, tuner, variants.schedules, batch, seed, cost_model)
-    return own if variants.only else _InTurn(own, generic)
+    return own if variants.only else _Sequence(own, make_generic)
 
 
 def make_cost_model(tuner: TunerName, *, seed: int, threads: int) -> Any | None:
-    """The model that predicts costs for `tuner`, shared by all functions of a run; None where it uses none."""
+    """Return the cost model of a run with `tuner`, for all its functions; None for a tuner that uses none."""
     from tvm.s_tir import meta_schedule as ms
 
     if tuner == "ga":
@@ -140,9 +143,9 @@ def without_tensor_intrinsics() -> Iterator[None]:
 
 
 def _make_context(func: "PrimFunc", target: str, seed: int, strategy: Any) -> Any:
-    """MetaSchedule's context over its CPU rules, less `RewriteLayout`.
+    """MetaSchedule's context over its CPU rules, without `RewriteLayout`.
 
-    That step would pack a weight inside the function, at every call; packing is the compiler's part, done once.
+    RewriteLayout would pack a weight inside the function, at every call; the compiler packs it once.
     """
     import tvm
     from tvm.s_tir import meta_schedule as ms
@@ -172,7 +175,7 @@ def _to_proposal(candidate: Any) -> Proposal:
 
 
 class _NumpySeed:
-    """NumPy's global random state, which MetaSchedule's cost models draw from, kept apart from the process's."""
+    """A random state of its own for MetaSchedule's cost models, which draw from NumPy's global state."""
 
     def __init__(self, seed: int) -> None:
         import numpy as np
@@ -181,7 +184,7 @@ class _NumpySeed:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Make it the state in use, and put the process's own back."""
+        """Make it NumPy's global state while the body runs."""
         import numpy as np
 
         outside = np.random.get_state()
@@ -193,16 +196,16 @@ class _NumpySeed:
             np.random.set_state(outside)
 
 
-class _Beyond:
+class _BeyondRules:
     """A search that goes beyond the compiler's own rules."""
 
-    beyond = True
+    is_beyond_rules = True
 
 
-class _MetaScheduleSearch(_Beyond):
+class _MetaScheduleSearch(_BeyondRules):
     """MetaSchedule's evolutionary search (`xgb`, `ga`) or replay with new decisions (`random`)."""
 
-    # A draw that repeats what was proposed is no proposal; after as many in a row the space counts as exhausted.
+    # After so many draws in a row with nothing but earlier proposals, the space counts as exhausted.
     _EMPTY_DRAWS = 5
 
     def __init__(
@@ -224,7 +227,7 @@ class _MetaScheduleSearch(_Beyond):
         self._cost_model = cost_model
         self._database = ms.database.MemoryDatabase()
         self._workload = self._database.commit_workload(self._context.mod)
-        self._seen: set[str] = set()
+        self._proposed: set[str] = set()
         self._numpy = _NumpySeed(seed)
         self._context.pre_tuning(sys.maxsize >> 32, batch, None, self._database, cost_model)
 
@@ -235,9 +238,9 @@ class _MetaScheduleSearch(_Beyond):
             if not candidates:
                 return []
             proposals = {proposal.trace: proposal for proposal in map(_to_proposal, candidates)}
-            new = [proposal for trace, proposal in proposals.items() if trace not in self._seen]
+            new = [proposal for trace, proposal in proposals.items() if trace not in self._proposed]
             if new:
-                self._seen.update(proposals)
+                self._proposed.update(proposals)
                 return new
             self._context.notify_runner_results(candidates, [runner_result(None) for _ in candidates])
         return []
@@ -268,10 +271,10 @@ class _MetaScheduleSearch(_Beyond):
 
 
 class _VariantSearch:
-    """The schedules that the compiler's rules make of a function, each proposed once.
+    """Proposes the schedules that the compiler's rules make of a function, each once.
 
     `xgb` proposes those first that the cost model rates best, `grid` those that differ least from the compiler's own
-    choice, and the others in an order that only the seed decides.
+    choice, and the other tuners shuffle them by the seed.
     """
 
     def __init__(
@@ -287,7 +290,7 @@ class _VariantSearch:
         from tvm.s_tir import meta_schedule as ms
 
         self._context = _make_context(func, target, seed, ms.search_strategy.ReplayTrace())
-        # Only `xgb` has one that tells schedules apart.
+        # Only the cost model of `xgb` rates schedules.
         self._cost_model = cost_model if tuner == "xgb" else None
         self._batch = batch
         self._numpy = _NumpySeed(seed)
@@ -313,7 +316,7 @@ class _VariantSearch:
             self._cost_model.update(self._context, candidates, [runner_result(value) for value in seconds])
 
     @property
-    def beyond(self) -> bool:
+    def is_beyond_rules(self) -> bool:
         return not self._open
 
     def start_from(self, trace: str, seconds: float) -> None:
@@ -321,23 +324,23 @@ class _VariantSearch:
         self._open = [proposal for proposal in self._open if proposal.trace != trace]
 
 
-class _InTurn:
-    """A search, and another one when that has nothing left to propose."""
+class _Sequence:
+    """Two searches in turn: the second one begins when the first one has nothing left to propose."""
 
-    def __init__(self, first: Search, then: Callable[[], Search]) -> None:
+    def __init__(self, first: Search, make_second: Callable[[], Search]) -> None:
         self._search = first
-        self._then: Callable[[], Search] | None = then
+        self._make_second: Callable[[], Search] | None = make_second
         self._parents: list[tuple[str, float]] = []
 
     @property
-    def beyond(self) -> bool:
-        return self._search.beyond
+    def is_beyond_rules(self) -> bool:
+        return self._search.is_beyond_rules
 
     def propose(self) -> list[Proposal]:
         proposals = self._search.propose()
-        if proposals or self._then is None:
+        if proposals or self._make_second is None:
             return proposals
-        self._search, self._then = self._then(), None
+        self._search, self._make_second = self._make_second(), None
         for trace, seconds in self._parents:
             self._search.start_from(trace, seconds)
         return self._search.propose()
@@ -351,7 +354,7 @@ class _InTurn:
 
 
 def runner_result(seconds: float | None) -> Any:
-    """The seconds of a candidate as MetaSchedule has them; None where it failed."""
+    """Return MetaSchedule's result for a candidate that took `seconds`, None for one that failed."""
     from tvm.s_tir import meta_schedule as ms
 
     return ms.runner.RunnerResult(None, "failed") if seconds is None else ms.runner.RunnerResult([seconds], None)
@@ -359,16 +362,16 @@ def runner_result(seconds: float | None) -> Any:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A sampling instruction of a trace, by its place, and the decisions it may take."""
+    """A sampling instruction of a trace, by its index, and the decisions that it may take."""
 
-    place: int
+    index: int
     decisions: list[Any]
 
 
-class _GridSearch(_Beyond):
-    """The product of all tile sizes and categories, walked in steps that visit every point once, evenly spread."""
+class _GridSearch(_BeyondRules):
+    """Walks through the product of all tile sizes and categories in even steps that visit every point once."""
 
-    # Points that a post-processing step refuses are passed over; no batch looks at more than this many.
+    # Points that a post-processing step refuses are passed over; a batch looks at no more points than this.
     _TRIED_PER_BATCH = 400
 
     def __init__(self, func: "PrimFunc", target: str, batch: int, seed: int) -> None:
@@ -391,22 +394,22 @@ class _GridSearch(_Beyond):
         return proposals
 
     def tell(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
-        """Nothing: the grid goes on as it would."""
+        """Learn nothing: the grid does not depend on measurements."""
 
     def start_from(self, trace: str, seconds: float) -> None:
-        """Nothing: the grid has no parents."""
+        """Do nothing: the grid has no parents."""
 
     def _apply(self, trace: Any, decisions: dict[int, Any]) -> Proposal | None:
         from tvm.s_tir import Schedule
         from tvm.s_tir import meta_schedule as ms
 
-        places = itertools.count()
+        indices = itertools.count()
         schedule = Schedule(self._context.mod, seed=self._seed, error_render_level="none")
         try:
             trace.apply_to_schedule(
                 schedule,
                 remove_postproc=True,
-                decision_provider=lambda _inst, _inputs, _attrs, decision: decisions.get(next(places), decision),
+                decision_provider=lambda _inst, _inputs, _attrs, decision: decisions.get(next(indices), decision),
             )
             schedule.enter_postproc()
             applied = all(step.apply(schedule) for step in self._context.space_generator.postprocs)
@@ -420,15 +423,15 @@ class _GridSearch(_Beyond):
 
 
 def _choices(trace: Any) -> list[_Choice]:
-    found = []
-    for place, instruction in enumerate(trace.insts):
+    choices = []
+    for index, instruction in enumerate(trace.insts):
         if instruction.kind.name == "SamplePerfectTile":
             parts, innermost = (int(attr) for attr in instruction.attrs)
             extent = math.prod(int(factor) for factor in trace.get_decision(instruction))
-            found.append(_Choice(place, [t for t in _factorizations(extent, parts) if t[-1] <= innermost]))
+            choices.append(_Choice(index, [t for t in _factorizations(extent, parts) if t[-1] <= innermost]))
         elif instruction.kind.name == "SampleCategorical":
-            found.append(_Choice(place, list(range(len(instruction.attrs[0])))))
-    return found
+            choices.append(_Choice(index, list(range(len(instruction.attrs[0])))))
+    return choices
 
 
 def _factorizations(extent: int, parts: int) -> Iterator[list[int]]:
@@ -441,7 +444,7 @@ def _factorizations(extent: int, parts: int) -> Iterator[list[int]]:
 
 
 def _walk(trace: Any, choices: list[_Choice], seed: int) -> Iterator[tuple[Any, dict[int, Any]]]:
-    """Every point of one design's grid; a stride near the golden ratio of its size spreads them evenly."""
+    """Yield every point of one design's grid; a stride near the golden ratio of its size spreads them evenly."""
     size = math.prod(len(choice.decisions) for choice in choices)
     stride = max(1, round(size * (math.sqrt(5) - 1) / 2))
     while math.gcd(stride, size) != 1:
@@ -451,12 +454,13 @@ def _walk(trace: Any, choices: list[_Choice], seed: int) -> Iterator[tuple[Any, 
         rest, decisions = point, {}
         for choice in choices:
             rest, index = divmod(rest, len(choice.decisions))
-            decisions[choice.place] = choice.decisions[index]
+            decisions[choice.index] = choice.decisions[index]
         yield trace, decisions
         point = (point + stride) % size
 
 
 def _alternate(walks: list[Iterator[tuple[Any, dict[int, Any]]]]) -> Iterator[tuple[Any, dict[int, Any]]]:
+    """Yield one point of each walk in turn until all walks have ended."""
     while walks:
         for walk in list(walks):
             point = next(walk, None)

@@ -1,4 +1,7 @@
-"""A workload is a function whatever its names; a trace is a schedule of it as TVM writes it down and replays it."""
+"""Workloads and the traces that schedule them.
+
+A workload is a function whatever its names; a trace is TVM's list of the steps of a schedule, which can be replayed.
+"""
 
 import json
 import logging
@@ -15,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 def workload_key(func: "PrimFunc") -> str:
-    """The structural hash of `func` in hex: of its parameters and body, not of its name or other attributes."""
+    """Return the structural hash of a function in hex: of its parameters and body, not of its name or attributes."""
     import tvm_ffi
 
     return f"{tvm_ffi.structural_hash(normalize(func), map_free_vars=True):016x}"
 
 
 def normalize(func: "PrimFunc") -> "PrimFunc":
-    """`func` under the name `main`, with no attributes but those that say what kind of function it is."""
+    """Return the function under the name `main`, without attributes but those that every PrimFunc of TIR has."""
     import tvm
     from tvm.tirx import PrimFunc
 
@@ -31,52 +34,76 @@ def normalize(func: "PrimFunc") -> "PrimFunc":
 
 
 def trace_of(schedule: "Schedule") -> str:
-    """The trace of a schedule as JSON, for `replay`."""
+    """Return the trace of a schedule as JSON, for `replay`."""
     return json.dumps(schedule.trace.as_json(), default=lambda leaf: leaf.value)
 
 
 def replay(trace: str, func: "PrimFunc") -> "PrimFunc":
-    """Schedule `func` as `trace` (JSON) says; the result keeps the attributes of `func` and is marked as scheduled.
+    """Schedule `func` by a trace (JSON); the result keeps the attributes of `func` and is marked as scheduled.
 
-    Whatever TVM raises when the trace does not fit is passed on.
+    Passes on whatever TVM raises for a trace that does not fit the function.
     """
     from tvmflow.compiler.schedules import complete
 
-    scheduled = complete(_scheduled(json.loads(trace), normalize(func)).mod["main"])
+    scheduled = complete(_schedule(json.loads(trace), normalize(func)).mod["main"])
     scheduled = scheduled.without_attr("global_symbol")
     for name, value in (func.attrs or {}).items():
         scheduled = scheduled.with_attr(name, value)
     return scheduled.with_attr("tirx.is_scheduled", True)
 
 
-def adapt_record(record: Record, func: "PrimFunc") -> Record:
-    """`record` with its trace in the names of `func`, which is the same workload by other names.
+def apply(record: Record, func: "PrimFunc") -> "PrimFunc | None":
+    """Schedule `func` (unscheduled, with any names) by the trace of a record.
 
-    A trace finds blocks by name, and those that it makes itself get names derived from those of blocks and buffers.
-    Whatever TVM raises when the trace does not fit is passed on.
+    The result has the parameters and attributes of `func` and the attribute `tirx.is_scheduled`. For a record that does
+    not replay it logs a warning and returns None, so that the caller goes on with the next best schedule.
+    """
+    try:
+        return replay(adapt_record(record, func).trace, func)
+    except Exception as error:  # TVM raises whatever it likes for a trace that does not fit.
+        reason = str(error).strip().splitlines()
+        logger.warning("record %s (%s) does not replay: %s", record.key, record.created_at, reason[-1:] or error)
+        return None
+
+
+def adapt_record(record: Record, func: "PrimFunc") -> Record:
+    """Return a record with its trace in the names of `func`, which is the record's workload under other names.
+
+    A trace refers to blocks by name; blocks that it makes itself get names derived from those of blocks and buffers.
+    Passes on whatever TVM raises for a trace that does not fit the function.
     """
     from tvm import ir
 
     instructions, decisions = json.loads(record.trace)
     if not record.workload or not any(kind == "GetSBlock" for kind, *_ in instructions):
         return record
-    known, wanted = ir.load_json(record.workload), normalize(func)
-    if _names(known) == _names(wanted):
+    recorded, renamed = ir.load_json(record.workload), normalize(func)
+    if _names(recorded) == _names(renamed):
         return record
-    renamed: list[Any] = []
+    adapted: list[Any] = []
     for index, (kind, inputs, attributes, outputs) in enumerate(instructions):
         if kind == "GetSBlock":
             # At this point of the trace both functions have the same blocks, in the same order.
-            made = [decision for decision in decisions if decision[0] < index]
-            old = [block.name_hint for block in _blocks(_scheduled([instructions[:index], made], known))]
-            new = [block.name_hint for block in _blocks(_scheduled([renamed, made], wanted))]
+            earlier = [decision for decision in decisions if decision[0] < index]
+            old = [block.name_hint for block in _blocks(_schedule([instructions[:index], earlier], recorded))]
+            new = [block.name_hint for block in _blocks(_schedule([adapted, earlier], renamed))]
             attributes = [new[old.index(attributes[0])], *attributes[1:]]
-        renamed.append([kind, inputs, attributes, outputs])
-    return replace(record, workload=ir.save_json(wanted), trace=json.dumps([renamed, decisions]))
+        adapted.append([kind, inputs, attributes, outputs])
+    return replace(record, workload=ir.save_json(renamed), trace=json.dumps([adapted, decisions]))
 
 
-def _scheduled(trace: Any, func: "PrimFunc") -> Any:
-    """TVM's schedule of a normalized function after the steps of a trace (JSON, parsed)."""
+def schedule_steps(record: Record) -> str:
+    """Return the schedule of a record as Python code that makes it, step by step.
+
+    Passes on whatever TVM raises for a trace that does not replay.
+    """
+    from tvm import ir
+
+    return str(_schedule(json.loads(record.trace), ir.load_json(record.workload)).trace)
+
+
+def _schedule(trace: Any, func: "PrimFunc") -> Any:
+    """TVM's schedule of a normalized function after the steps of a trace (parsed JSON)."""
     from tvm import IRModule
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import Trace
@@ -92,43 +119,22 @@ def _scheduled(trace: Any, func: "PrimFunc") -> Any:
     return schedule
 
 
-def schedule_steps(record: Record) -> str:
-    """The schedule of a record as the steps that make it, in Python. TVM raises whatever it likes for a bad trace."""
-    from tvm import ir
-
-    return str(_scheduled(json.loads(record.trace), ir.load_json(record.workload)).trace)
-
-
 def _blocks(schedule: Any) -> list[Any]:
-    """The blocks of a schedule's function, in the order of the program, outer ones first."""
-    found: list[Any] = []
+    """The blocks of a schedule's function in the order of the program, each before the blocks inside it."""
+    blocks: list[Any] = []
 
     def visit(block: Any) -> None:
-        found.append(schedule.get(block))
+        blocks.append(schedule.get(block))
         for child in schedule.get_child_blocks(block):
             visit(child)
 
     visit(schedule.get_sblock("root"))
-    return found
+    return blocks
 
 
 def _names(func: "PrimFunc") -> list[str]:
     """The names that a trace may depend on: of blocks, and of the buffers that they read and write."""
     names: list[str] = []
-    for block in _blocks(_scheduled([[], []], func)):
+    for block in _blocks(_schedule([[], []], func)):
         names += [block.name_hint, *(str(region.source.name) for region in (*block.writes, *block.reads))]
     return names
-
-
-def apply(record: Record, func: "PrimFunc") -> "PrimFunc | None":
-    """Schedule `func` (unscheduled, any name) with the trace of `record`.
-
-    The result has the parameters and attributes of `func` and the attribute `tirx.is_scheduled`. A record which does
-    not replay is no error: a warning is logged and None returned, and the caller goes on with the next best schedule.
-    """
-    try:
-        return replay(adapt_record(record, func).trace, func)
-    except Exception as error:  # TVM raises whatever it likes for a trace that does not fit.
-        reason = str(error).strip().splitlines()
-        logger.warning("record %s (%s) does not replay: %s", record.key, record.created_at, reason[-1:] or error)
-        return None

@@ -1,6 +1,6 @@
-"""The process that builds, checks and times candidates for the tuner; it may crash or hang without harm to others.
+"""The worker process that builds, checks and times candidates for the tuner; it may crash or hang without harm.
 
-It runs them itself, or on a device: between `connect` and `disconnect` everything that is loaded is loaded there.
+It runs candidates itself or, between `connect` and `disconnect`, on a device.
 """
 
 import contextlib
@@ -26,21 +26,22 @@ _SAMPLES = 5
 _ROUNDS = 9
 # Beyond this a candidate is too slow to be worth more than a single call.
 _SLOW_SECONDS = 0.25
-# The samples, and the most calls for each, where something is done before each call, and what does it.
-_COLD = 8
-_BEFORE = "tvmflow.tuning.before"
+# With a preparation before each call: the number of samples, and the most calls that one sample stands for.
+_COLD_SAMPLES = 8
+# The name under which TVM's evaluator finds the function that prepares a call.
+_PREPARATION = "tvmflow.tuning.prepare"
 # The compiler keeps bfloat16 as its bits.
 _BFLOAT16 = "uint16"
 
 
 class _Operations:
-    """What a worker can be asked for; each public method is one operation."""
+    """The operations of a worker: each public method is one that the tuner may request."""
 
     def __init__(self) -> None:
         self._inputs: tuple[list[Any], list[Any]] = ([], [])
         self._expected: tuple[str, list[Any], list[Any]] = ("", [], [])
         self._place: _Place = _Place()
-        self._between: tuple[dict[str, Any], _Before] | None = None
+        self._preparation: tuple[dict[str, Any], _Preparation] | None = None
 
     def build(self, func: str, trace: str | None, target: str, library: str, cross_compiler: str | None) -> None:
         """Replay `trace` on `func` (JSON both), compile for `target` (JSON) and link to `library`."""
@@ -56,10 +57,10 @@ class _Operations:
         built = tvm.compile(module, tvm.target.Target(json.loads(target)))
         built.export_library(library, **({"fcompile": _linker(cross_compiler)} if cross_compiler else {}))
 
-    def connect(self, host: str, port: int, word: str, seconds: float, threads: int) -> None:
+    def connect(self, host: str, port: int, match_key: str, seconds: float, threads: int) -> None:
         """Open a session on the device's server, which ends it after `seconds`; calls use at most `threads` threads."""
         self.disconnect()
-        self._place = _Remote(host, port, word, seconds)
+        self._place = _Remote(host, port, match_key, seconds)
         self._place.limit_threads(threads)
 
     def disconnect(self) -> None:
@@ -74,28 +75,31 @@ class _Operations:
         self.disconnect()
         return True
 
-    def time(self, library: str, arguments: list[Any], limit: float, between: dict[str, Any] | None = None) -> float:
-        """Seconds of a call, the least of a few samples; one that is slower than `limit` is measured only once.
+    def time(
+        self, library: str, arguments: list[Any], limit: float, preparation: dict[str, Any] | None = None
+    ) -> float:
+        """Return the seconds of a call, the least of a few samples; above `limit` there is one sample only.
 
-        `between` is what to do before each sample: a `library` to call with `arguments`, or `bytes` to move. A sample
-        is one call then, else it is as many as fill some milliseconds.
+        `preparation` says what to do before each sample: call a `library` with `arguments`, or move so many `bytes`. A
+        sample is one call then; without a preparation it is as many calls as fill some milliseconds.
         """
-        call = _Call(self._place, library, self._tensors(arguments), self._before(between))
+        call = _Call(self._place, library, self._tensors(arguments), self._load_preparation(preparation))
         (estimate,) = call.seconds()
         if estimate > min(limit, _SLOW_SECONDS):
             return estimate
-        return min(call.seconds(estimate, _SAMPLES if between is None else _COLD))
+        return min(call.seconds(estimate, _SAMPLES if preparation is None else _COLD_SAMPLES))
 
     def compare(
-        self, libraries: list[str], arguments: list[list[Any]], between: dict[str, Any] | None = None
+        self, libraries: list[str], arguments: list[list[Any]], preparation: dict[str, Any] | None = None
     ) -> list[float]:
-        """Seconds of a call of each library, measured in turn so that all meet the same machine: the least of each.
+        """Return the seconds of a call of each library, the least of samples that they take in turn.
 
-        Whatever else the machine does makes times longer, never shorter. `between` is as in `time`.
+        They take turns so that other work on the machine slows all of them; it makes times longer, never shorter, hence
+        the least. `preparation` is as in `time`.
         """
-        before = self._before(between)
+        prepared = self._load_preparation(preparation)
         pairs = zip(libraries, arguments, strict=True)
-        calls = [_Call(self._place, library, self._tensors(shapes), before) for library, shapes in pairs]
+        calls = [_Call(self._place, library, self._tensors(shapes), prepared) for library, shapes in pairs]
         estimates = [call.seconds()[0] for call in calls]
         rounds = _ROUNDS if max(estimates) < _SLOW_SECONDS else 1
         samples = [
@@ -104,13 +108,16 @@ class _Operations:
         ]
         return [min(column) for column in zip(*samples, strict=True)]
 
-    def _before(self, between: dict[str, Any] | None) -> "_Before | None":
-        """What `between` says, loaded once."""
-        if between is None or "bytes" in between:
-            return None if between is None else _Before(0, between["bytes"])
-        if self._between is None or self._between[0] != between:
-            self._between = (between, _reading(self._place, between["library"], between["arguments"]))
-        return self._between[1]
+    def _load_preparation(self, preparation: dict[str, Any] | None) -> "_Preparation | None":
+        """The preparation that a request asks for; its library is loaded once."""
+        if preparation is None:
+            return None
+        if "bytes" in preparation:
+            return _Preparation(0, preparation["bytes"])
+        if self._preparation is None or self._preparation[0] != preparation:
+            reader = _load_reader(self._place, preparation["library"], preparation["arguments"])
+            self._preparation = (preparation, reader)
+        return self._preparation[1]
 
     def expect(self, reference: str, arguments: list[Any]) -> None:
         """Run `reference` on random input and keep what it computes."""
@@ -125,21 +132,21 @@ class _Operations:
         self._expected = (reference, inputs, expected)
 
     def check(self, library: str, reference: str, arguments: list[Any]) -> str | None:
-        """How the results of `library` differ from those of `reference` on random input, or None if they agree."""
+        """Say how the results of `library` differ from those of `reference` on random inputs, None if they agree."""
         import numpy as np
 
         if self._expected[0] != reference:
             self.expect(reference, arguments)
         _, inputs, expected = self._expected
         for index, results in enumerate(zip(_run(self._place, library, inputs), expected, strict=True)):
-            got, want = map(_widened, results)
-            if not np.issubdtype(want.dtype, np.floating):
-                agree = np.array_equal(got, want)
+            result, reference_result = map(_widen, results)
+            if not np.issubdtype(reference_result.dtype, np.floating):
+                is_equal = np.array_equal(result, reference_result)
             else:
                 rtol = 1e-3 if results[1].dtype.itemsize >= 4 else 2e-2
-                atol = 0.1 * rtol * float(np.nanmax(np.abs(want), initial=0.0))
-                agree = np.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
-            if not agree:
+                atol = 0.1 * rtol * float(np.nanmax(np.abs(reference_result), initial=0.0))
+                is_equal = np.allclose(result, reference_result, rtol=rtol, atol=atol, equal_nan=True)
+            if not is_equal:
                 return f"argument {index} differs from the reference's"
         return None
 
@@ -150,57 +157,57 @@ class _Operations:
 
 
 class _Place:
-    """This machine, where libraries are loaded and tensors live."""
+    """This machine as the place where libraries are loaded and tensors live."""
 
     def load(self, library: str) -> Any:
-        """The library's module."""
+        """Load a library and return its module."""
         import tvm
 
         return tvm.runtime.load_module(library)
 
     def tensor(self, array: Any) -> Any:
-        """A tensor with the values of `array`."""
+        """Return a tensor with the values of `array`."""
         import tvm
 
         return tvm.runtime.tensor(array, device=self.device())
 
     def random(self, shape: list[int], dtype: str) -> Any:
-        """A tensor of values to time with."""
+        """Return a tensor of random values."""
         (array,) = _random_inputs([(shape, dtype)], signed=True)
         return self.tensor(array)
 
     def device(self) -> Any:
-        """Its CPU."""
+        """Return the place's CPU."""
         import tvm
 
         return tvm.cpu()
 
     def answers(self) -> bool:
-        """Whether it is still there."""
+        """Return whether the place is still there."""
         return True
 
     def close(self) -> None:
-        """Leave it."""
+        """Leave the place."""
 
 
 class _Remote(_Place):
-    """A device, seen through a session with its RPC server."""
+    """A device as the place, through a session with its RPC server."""
 
-    def __init__(self, host: str, port: int, word: str, seconds: float) -> None:
+    def __init__(self, host: str, port: int, match_key: str, seconds: float) -> None:
         from tvm import rpc
 
-        self._session = rpc.connect(host, port, word, session_timeout=seconds)
+        self._session = rpc.connect(host, port, match_key, session_timeout=seconds)
         self._loaded: dict[str, Any] = {}
 
     def load(self, library: str) -> Any:
-        """The library's module, after sending it there, once: to overwrite a library that is loaded is to crash it."""
+        """Send a library there once, because overwriting a loaded library crashes it; load it and return its module."""
         if library not in self._loaded:
             self._session.upload(library)
             self._loaded[library] = self._session.load_module(Path(library).name)
         return self._loaded[library]
 
     def random(self, shape: list[int], dtype: str) -> Any:
-        """A tensor of values to time with, made there where they are not to be an index: sending them takes longer."""
+        """Return a tensor of random values, made on the device unless they are indices: sending takes longer."""
         import tvm
 
         if not dtype.startswith("float"):
@@ -214,7 +221,7 @@ class _Remote(_Place):
         return tensor
 
     def device(self) -> Any:
-        """Its CPU."""
+        """Return the place's CPU."""
         return self._session.cpu()
 
     def limit_threads(self, threads: int) -> None:
@@ -222,7 +229,7 @@ class _Remote(_Place):
         self._session.get_function("runtime.config_threadpool")(0, threads)
 
     def answers(self) -> bool:
-        """Whether the session still does."""
+        """Return whether the session still answers."""
         try:
             self._session.get_function("runtime.NumThreads")()
         except Exception:  # TVM has many words for a closed connection.
@@ -230,38 +237,38 @@ class _Remote(_Place):
         return True
 
     def close(self) -> None:
-        """Close the session; else the server waits until its last object is gone here."""
+        """Close the session; otherwise the server would wait until its last object is gone here."""
         self._loaded.clear()
         with contextlib.suppress(Exception):
             self._session.get_function("CloseRPCConnection")()
 
 
 class _Call:
-    """A loaded library together with its arguments."""
+    """A call of a loaded library with its arguments, after an optional preparation."""
 
-    def __init__(self, place: _Place, library: str, tensors: list[Any], before: "_Before | None") -> None:
+    def __init__(self, place: _Place, library: str, tensors: list[Any], preparation: "_Preparation | None") -> None:
         self._module = place.load(library)
         self._device = place.device()
         self._tensors = tensors
-        self._before = before
+        self._preparation = preparation
 
     def seconds(self, estimate: float = math.inf, samples: int = 1) -> list[float]:
-        """Seconds of a call that takes about `estimate`: as many samples, after one call that does not count.
+        """Return `samples` measurements of a call that takes about `estimate` seconds, after one that does not count.
 
-        A sample is the mean of as many calls as fill some milliseconds; with something to do before each of them it is
-        one call, and there are more of those where they are short.
+        A sample is the mean of as many calls as fill some milliseconds. With a preparation it is one call, and there
+        are more samples of calls that are short.
         """
-        each = estimate if self._before is None else estimate + self._before.seconds
+        each = estimate if self._preparation is None else estimate + self._preparation.seconds
         number, options = max(1, round(_SAMPLE_SECONDS / max(each, 1e-7))), {}
-        if self._before is not None:
-            number, samples, options = 1, samples * min(number, _COLD), self._before.options
+        if self._preparation is not None:
+            number, samples, options = 1, samples * min(number, _COLD_SAMPLES), self._preparation.options
         evaluator = self._module.time_evaluator("main", self._device, number=number, repeat=samples, **options)
         return [float(seconds) for seconds in evaluator(*self._tensors).results]
 
 
 @dataclass(frozen=True)
-class _Before:
-    """What is done before each sample and takes about `seconds`: `bytes` that are moved, or a function of that name."""
+class _Preparation:
+    """A preparation before each sample, which takes about `seconds`: `bytes` to move, or the name of a `function`."""
 
     seconds: float
     bytes: int = 0
@@ -269,41 +276,41 @@ class _Before:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The same for TVM's evaluator."""
+        """The options of TVM's evaluator for it."""
         return {"f_preproc": self.function} if self.function else {"cache_flush_bytes": self.bytes}
 
 
-def _reading(place: _Place, library: str, arguments: list[Any]) -> _Before:
-    """Call a library before each sample, and then have it read what is in the caches within a model.
+def _load_reader(place: _Place, library: str, arguments: list[Any]) -> _Preparation:
+    """The preparation that reads as many bytes as the model has weights, and then a call's warm arguments.
 
-    Another function has just written a function's first argument and those of its result's shape, each thread a part,
-    and the memory of the result was used before.
+    `library` is that of `make_reader`. Within a model another function has just written the warm arguments, each thread
+    a part of them.
     """
     import numpy as np
     import tvm_ffi
 
     data, total = _random_inputs(arguments, signed=True)
-    tensors, few = ([place.tensor(array) for array in (values, total)] for values in (data, data[:, :1]))
+    tensors, small = ([place.tensor(array) for array in (values, total)] for values in (data, data[:, :1]))
     main = place.load(library)["main"]
     threads, _, lanes = data.shape
 
-    def before(*values: Any) -> None:
+    def prepare(*values: Any) -> None:
         main(*tensors)
-        for at in warm_arguments([(value.shape, str(value.dtype)) for value in values]):
-            value = values[at]
+        for index in warm_arguments([(value.shape, str(value.dtype)) for value in values]):
+            value = values[index]
             steps = np.dtype(str(value.dtype)).itemsize * math.prod(value.shape) // total.nbytes
             if steps:
                 main(value._create_view((threads, steps, lanes), "float32"), tensors[1])
-        main(*few)  # The threads of the pool are awake, as they are within a model.
+        main(*small)  # The threads of the pool are awake, as they are within a model.
 
-    tvm_ffi.register_global_func(_BEFORE, before, override=True)
+    tvm_ffi.register_global_func(_PREPARATION, prepare, override=True)
     start = time.perf_counter()
     main(*tensors)
-    return _Before(time.perf_counter() - start, function=_BEFORE)
+    return _Preparation(time.perf_counter() - start, function=_PREPARATION)
 
 
 def _random_inputs(arguments: list[Any], *, signed: bool) -> list[Any]:
-    """The same random arrays every time; indices are zero, since only zero is inside every array."""
+    """Random arrays, the same at every call; integers that may be indices are 0, which is inside every array."""
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -324,22 +331,22 @@ def _random_inputs(arguments: list[Any], *, signed: bool) -> list[Any]:
     return arrays
 
 
-def _widened(array: Any) -> Any:
-    """The numbers of an array of bits of bfloat16; any other as it is."""
+def _widen(array: Any) -> Any:
+    """An array of bfloat16's bits as float32, any other array as it is."""
     import numpy as np
 
     return (array.astype(np.uint32) << 16).view(np.float32) if str(array.dtype) == _BFLOAT16 else array
 
 
 def _run(place: _Place, library: str, inputs: list[Any]) -> list[Any]:
-    """Every argument after a call; comparing all of them needs no knowledge of which are outputs."""
+    """Every argument after a call: to compare all of them, nobody needs to know which are outputs."""
     tensors = [place.tensor(array) for array in inputs]
     place.load(library)["main"](*tensors)
     return [tensor.numpy() for tensor in tensors]
 
 
 def _linker(command: str) -> Any:
-    """What links a library with the cross compiler that `command` names, followed by its options."""
+    """The function that links a library with a cross compiler; `command` is its name and its options."""
     from tvm.support import cc
 
     compiler, *options = shlex.split(command)
