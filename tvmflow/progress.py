@@ -1,4 +1,4 @@
-"""What a run tells the person or program that watches it: steps as they start and end, and progress within them."""
+"""The events of a run, for the person or program that watches it: a step starts, makes progress, ends."""
 
 import logging
 from collections.abc import Iterator
@@ -14,24 +14,24 @@ class Reporter(Protocol):
     """Receives the events of a run, possibly from several threads; `target` is None for steps shared by all."""
 
     def started(self, step: str, target: str | None) -> None:
-        """A step begins its work; steps that are skipped never start."""
+        """Receive that a step begins its work; a cached step never starts."""
 
     def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
-        """A step is `done` of `total` units on its way."""
+        """Receive that a step has done `done` of `total` units; `total` is 0 where nobody knows it."""
 
     def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
-        """A step ended, or was found done."""
+        """Receive that a step ended after so many seconds, or that it was cached."""
 
 
 class LogReporter:
-    """Reports to the log; what runs without a terminal uses."""
+    """Writes the events to the log, for runs without a terminal."""
 
     def started(self, step: str, target: str | None) -> None:
         """Log the start."""
         _log.info("%s started%s", step, _of(target))
 
     def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
-        """Log the progress where it is looked for."""
+        """Log the progress at the level DEBUG."""
         _log.debug("%s%s: %g of %g %s", step, _of(target), done, total, message)
 
     def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
@@ -43,19 +43,19 @@ _current: Reporter = LogReporter()
 
 
 def reporter() -> Reporter:
-    """The reporter of this process."""
+    """Return the reporter of this process."""
     return _current
 
 
 @contextmanager
 def reporting_to(new: Reporter) -> Iterator[None]:
-    """Send the events of this process to `new` for a while."""
+    """Send the events of this process to `new` while the body runs."""
     global _current
-    before, _current = _current, new
+    previous, _current = _current, new
     try:
         yield
     finally:
-        _current = before
+        _current = previous
 
 
 def _of(target: str | None) -> str:

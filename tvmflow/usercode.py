@@ -17,10 +17,14 @@ _INSTALLED = tuple(
 
 
 def find(path: str, what: str, error: type[TvmflowError]) -> Callable[..., Any]:
-    """The function `package.module:function`; `what` names it in the error, as in "model factory"."""
+    """Import `package.module:function` and return the function.
+
+    Raises `error` when there is no such module or function, its import fails, or it cannot be called; `what` names the
+    function in the message, such as "model factory".
+    """
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as problem:
         if problem.name and (module == problem.name or module.startswith(problem.name + ".")):
             raise error(
@@ -31,13 +35,16 @@ def find(path: str, what: str, error: type[TvmflowError]) -> Callable[..., Any]:
         raise error(f"{what} {path!r}: module {module!r} has no {name!r}") from problem
     except Exception as problem:
         raise error(f"{what} {path!r}: importing {module!r} raised {describe(problem)}") from problem
-    if not callable(found):
-        raise error(f"{what} {path!r} is a {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise error(f"{what} {path!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
 
 
 def call(path: str, what: str, error: type[TvmflowError], /, *args: object, **arguments: object) -> Any:
-    """Call the function; whatever it raises becomes one sentence."""
+    """Call the function `package.module:function` and return its result.
+
+    Raises `error` as `find` does, and with the type and message of whatever the function raises.
+    """
     function = find(path, what, error)
     try:
         return function(*args, **arguments)
@@ -46,25 +53,29 @@ def call(path: str, what: str, error: type[TvmflowError], /, *args: object, **ar
 
 
 def describe(problem: BaseException) -> str:
-    """An exception in a few words: its type and the first line of its message."""
+    """Return the type of an exception and the first line of its message."""
     words = str(problem).strip().splitlines()
     return f"{type(problem).__name__}: {words[0][:300]}" if words else type(problem).__name__
 
 
 def imported_sources(folder: Path | None = None) -> Sources:
-    """The modules of the user that this process has imported, with their digests; paths in `folder` relative to it."""
-    ours = str(Path(__file__).resolve().parent.parent)
-    beside = folder.resolve() if folder is not None else None
-    found = {}
+    """Return the user's modules that this process has imported, with their digests.
+
+    Modules of Python, of installed packages and of this project do not count. Paths in `folder` are relative to it, all
+    others absolute.
+    """
+    project = str(Path(__file__).resolve().parent.parent)
+    base = folder.resolve() if folder is not None else None
+    digests = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if not file or not file.endswith(".py"):
             continue
         path = Path(file).resolve()
         package = module.__name__.partition(".")[0]
-        own = package in ("tvmflow", "tasks", "flows") and str(path).startswith(ours)
-        installed = "site-packages" in path.parts or str(path).startswith(_INSTALLED)
-        if not own and not installed and module.__name__ != "__main__" and path.is_file():
-            known = path.relative_to(beside) if beside is not None and path.is_relative_to(beside) else path
-            found[str(known)] = sha256_file(path)
-    return Sources(files=dict(sorted(found.items())))
+        is_ours = package in ("tvmflow", "tasks", "flows") and str(path).startswith(project)
+        is_installed = "site-packages" in path.parts or str(path).startswith(_INSTALLED)
+        if not is_ours and not is_installed and module.__name__ != "__main__" and path.is_file():
+            name = path.relative_to(base) if base is not None and path.is_relative_to(base) else path
+            digests[str(name)] = sha256_file(path)
+    return Sources(files=dict(sorted(digests.items())))

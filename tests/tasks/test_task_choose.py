@@ -152,16 +152,37 @@ def convolution(workspace: Workspace, tmp_path: Path) -> Making:
     return Making(context, exported, relax_import.fn(context, exported), resolve("native"))
 
 
-@pytest.mark.skipif(host().cores < 2, reason="one core has no choice of threads")
-def test_a_bundle_is_measured_on_fewer_threads_and_keeps_their_number(convolution: Making) -> None:
-    context, target = convolution.context, convolution.target
+@pytest.fixture
+def usual_and_one_thread(convolution: Making) -> tuple[Candidate, Outcome[TuneResult], Outcome[PackageResult]]:
+    """The untuned candidate, and the same build packaged to run on one thread."""
+    context = convolution.context
     (usual,) = convolution.candidates([untuned(context.workspace)])
-    known = with_threads(context.workspace, usual.known, 1)
-    packaged = package.fn(context, convolution.exported, convolution.imported, known, usual.built, target)
+    tuned = with_threads(context.workspace, usual.known, 1)
+    return (
+        usual,
+        tuned,
+        package.fn(context, convolution.exported, convolution.imported, tuned, usual.built, convolution.target),
+    )
+
+
+@pytest.mark.skipif(host().cores < 2, reason="one core has no choice of threads")
+def test_a_bundle_keeps_its_number_of_threads(
+    convolution: Making, usual_and_one_thread: tuple[Candidate, Outcome[TuneResult], Outcome[PackageResult]]
+) -> None:
+    context = convolution.context
+    usual, _, packaged = usual_and_one_thread
     assert read_manifest(context.file(packaged.result.bundle)).threads == 1
-    assert read_manifest(context.file(usual.packaged.result.bundle)).threads == target.threads
+    assert read_manifest(context.file(usual.packaged.result.bundle)).threads == convolution.target.threads
+
+
+@pytest.mark.long
+@pytest.mark.skipif(host().cores < 2, reason="one core has no choice of threads")
+def test_a_bundle_is_measured_once_on_fewer_threads(
+    convolution: Making, usual_and_one_thread: tuple[Candidate, Outcome[TuneResult], Outcome[PackageResult]]
+) -> None:
+    context, target = convolution.context, convolution.target
+    usual, known, packaged = usual_and_one_thread
     fewer = fewer_threads.fn(context, convolution.exported, known, packaged, usual, 1, target)
-    assert fewer.result.told.startswith("it runs on 1 thread: there its latency is ")
     again = fewer_threads.fn(context, convolution.exported, known, packaged, usual, 1, target)
     assert (again.status, again.result) == ("cached", fewer.result)
 

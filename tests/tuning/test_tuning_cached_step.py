@@ -1,4 +1,4 @@
-"""The tune step of a release that was done before, and what has become known since."""
+"""The cached step `tune` of a release, and records that other machines have written since."""
 
 import json
 from dataclasses import asdict, replace
@@ -22,7 +22,7 @@ from tvmflow.workspace import Outcome, Workspace
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
-    folder = tmp_path_factory.mktemp("found")
+    folder = tmp_path_factory.mktemp("cached")
     weights = numpy_helper.from_array(np.ones((32, 16, 3, 3), np.float32), "w")
     graph = helper.make_graph(
         [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])],
@@ -33,12 +33,12 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
     onnx.save(model, folder / "model.onnx")
-    document = {"name": "found", "model": {"onnx": "model.onnx"}, "tune": {"trials": 12, "tuner": "random", "seed": 1}}
+    document = {"name": "cached", "model": {"onnx": "model.onnx"}, "tune": {"trials": 4, "tuner": "random", "seed": 1}}
     home = folder / "state"
     return Context(release_file.parse(document, folder), Settings(home=home), Workspace(home))
 
 
-def test_a_step_found_done_sees_what_others_recorded_since(context: Context, native: Target) -> None:
+def test_a_cached_step_is_looked_up_anew_when_the_store_has_a_better_record(context: Context, native: Target) -> None:
     def emit(done: float, total: float, message: str) -> None:
         """Nobody watches."""
 
@@ -48,11 +48,11 @@ def test_a_step_found_done_sees_what_others_recorded_since(context: Context, nat
     workspace = context.workspace
     path = context.spec.folder / "model.onnx"
     shapes: dict[str, tuple[int | str, ...]] = {"x": (1, 16, 12, 12)}
-    job = ImportJob(home=workspace.folder, onnx=workspace.keep(path), shapes=shapes)
+    job = ImportJob(home=workspace.folder, onnx=workspace.keep(path), label="model.onnx", shapes=shapes)
     imported: Outcome[ImportResult] = Outcome(import_model(job, emit), "ran", 0.0)
     first = tuned()
-    assert (first.status, first.result.trials) == ("ran", 12)
-    assert first.result.curve[-1][0] == 12
+    assert (first.status, first.result.trials) == ("ran", 4)
+    assert first.result.curve[-1][0] == 4
     assert tuned().status == "cached"
 
     store = RecordStore(workspace.records)
@@ -73,7 +73,7 @@ def test_a_step_found_done_sees_what_others_recorded_since(context: Context, nat
 
     store.append(faster)
     later = tuned()
-    assert (later.status, later.result.trials, later.result.curve) == ("ran", 12, first.result.curve)
+    assert (later.status, later.result.trials, later.result.curve) == ("ran", 4, first.result.curve)
     lines = workspace.path(later.result.records).read_text().splitlines()
     assert trial.trace in [json.loads(line).get("trace") for line in lines]
     assert tuned().status == "cached"

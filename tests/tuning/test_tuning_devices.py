@@ -1,4 +1,4 @@
-"""Devices: kept running by their supervisor, measured on in parallel, and lost at any moment without harm to a run."""
+"""Devices: a supervisor keeps them running, candidates run on them side by side, and a run survives their loss."""
 
 import contextlib
 import json
@@ -8,9 +8,8 @@ import random
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ import tvm
 from tvm import script
 from tvm.tirx import PrimFunc
 
+from support.scale import count
+from support.waits import wait_until
 from tvmflow.errors import RemoteError, SettingsError, StackError, TuneError
 from tvmflow.runtime.tracker import Address, Tracker
 from tvmflow.target import Target
@@ -30,16 +31,9 @@ from tvmflow.tuning.candidates import Candidate, Library, arguments_of
 from tvmflow.tuning.devices import DeviceConfig, Status
 from tvmflow.tuning.measure import MeasurePool
 from tvmflow.tuning.traces import normalize
-from tvmflow.tuning.worker_process import TrialError
+from tvmflow.tuning.worker_process import LateError, TrialError
 
-TRIALS = 24
-
-
-def wait(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.02)
+TRIALS = count(normal=9, long=24)
 
 
 def build(pool: MeasurePool, func: PrimFunc) -> Library:
@@ -61,14 +55,14 @@ def processes(status: Status) -> list[psutil.Process]:
 
 
 def sessions(status: Status) -> list[psutil.Process]:
-    found = []
+    children = []
     for server in status.servers:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += psutil.Process(server.pid).children()
-    return found
+            children += psutil.Process(server.pid).children()
+    return children
 
 
-def gone(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -92,7 +86,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def device(lab: Path) -> Device:
-    wait(lambda: all(server.state == "up" for server in running(lab).servers))
+    wait_until(lambda: all(server.state == "up" for server in running(lab).servers))
     return Device("lab", Address.parse(running(lab).tracker or ""))
 
 
@@ -106,8 +100,8 @@ def pool(native: Target, device: Device) -> Iterator[MeasurePool]:
 
 @pytest.fixture(scope="module")
 def naps() -> PrimFunc:
-    """A function that takes two seconds."""
-    body = 'a[0] = T.cast(T.call_extern("int32", "sleep", 2), "float32")'
+    """A function that takes one second."""
+    body = 'a[0] = T.cast(T.call_extern("int32", "sleep", 1), "float32")'
     return script.from_source(
         f'@T.prim_func(s_tir=True, private=True)\ndef main(a: T.Buffer((1,), "float32")):\n    {body}\n'
     )
@@ -118,9 +112,9 @@ def test_candidates_are_timed_and_checked_on_a_device(
 ) -> None:
     right, wrong, reference, crashes = (build(pool, func) for func in (adds_one, adds_one_but_once, adds_one, aborts))
     pool.check(right, reference)
-    with pytest.raises(TrialError, match="wrong result: argument 1 differs"):
+    with pytest.raises(TrialError, match="argument 1"):
         pool.check(wrong, reference)
-    with pytest.raises(TrialError, match="ended its session on 3 devices"):
+    with pytest.raises(TrialError, match="3 devices"):
         pool.time(crashes)
     assert all(seconds > 0 for seconds in (pool.time(right), *pool.compare(right, reference, right)))
 
@@ -130,49 +124,45 @@ def test_a_candidate_that_hangs_on_a_device_costs_its_time_out_and_not_the_devic
 ) -> None:
     with MeasurePool(native.canonical, builders=1, threads=1, timeout=2, deadline=math.inf, device=device) as pool:
         hangs, returns = build(pool, sleeps), build(pool, adds_one)
-        with pytest.raises(TrialError, match="more than 2 s"):
+        with pytest.raises(LateError):
             pool.time(hangs)
         assert pool.time(returns) > 0
     # The session of what hangs is ended there, too.
     tracker = Tracker(device.tracker)
-    wait(lambda: tracker.summary().queues["lab"].free == 2)
+    wait_until(lambda: tracker.summary().queues["lab"].free == 2)
 
 
-def test_two_devices_of_a_key_work_at_the_same_time(
-    pool: MeasurePool, device: Device, naps: PrimFunc, adds_one: PrimFunc
-) -> None:
-    libraries = [build(pool, naps), build(pool, naps), build(pool, adds_one)]
-    measured: list[float | TrialError] = []
-    thread = threading.Thread(target=lambda: measured.extend(pool.times(libraries, lambda: 1e-9)))
-    thread.start()
+def test_two_devices_of_a_key_work_at_the_same_time(pool: MeasurePool, device: Device, naps: PrimFunc) -> None:
+    nap, failure = build(pool, naps), TrialError("it cannot be built")
     tracker = Tracker(device.tracker)
-    wait(lambda: tracker.summary().queues["lab"].free == 0)
-    thread.join(60)
-    first, second, third = measured
+    with ThreadPoolExecutor(1) as thread:
+        seconds = thread.submit(lambda: list(pool.times([nap, failure, nap], lambda: 1e-9)))
+        wait_until(lambda: tracker.summary().queues["lab"].free == 0)
+    first, second, third = seconds.result()
+    assert second is failure
     assert isinstance(first, float)
-    assert isinstance(second, float)
     assert isinstance(third, float)
-    assert min(first, second) >= 2 > third
 
 
 def test_a_trial_whose_session_is_killed_is_made_again(lab: Path, pool: MeasurePool, naps: PrimFunc) -> None:
     library = build(pool, naps)
-    measured: list[float] = []
-    thread = threading.Thread(target=lambda: measured.append(pool.time(library, 1e-9)))
-    thread.start()
-    wait(lambda: sessions(running(lab)))
-    for session in sessions(running(lab)):
-        kill(session.pid)
-    thread.join(60)
-    assert measured[0] >= 2
+    with ThreadPoolExecutor(1) as thread:
+        seconds = thread.submit(pool.time, library, 1e-9)
+        first = wait_until(lambda: sessions(running(lab)))
+        for session in first:
+            kill(session.pid)
+        # The trial is made again in another session.
+        wait_until(lambda: {session.pid for session in sessions(running(lab))} - {session.pid for session in first})
+    assert seconds.result() > 0
 
 
 def test_a_server_that_dies_is_started_again_with_a_message(lab: Path, device: Device) -> None:
     before = running(lab).servers[0]
     kill(before.pid)
-    wait(lambda: running(lab).servers[0].deaths > before.deaths and running(lab).servers[0].state == "up")
+    wait_until(lambda: running(lab).servers[0].deaths > before.deaths and running(lab).servers[0].state == "up")
     after = running(lab).servers[0]
-    assert f"server0 (pid {before.pid}) was killed by SIGKILL" in after.message
+    assert f"server0 (pid {before.pid})" in after.message
+    assert "SIGKILL" in after.message
     tracker = Tracker(device.tracker)
     assert tracker.request("lab", 30) is not None
 
@@ -185,12 +175,12 @@ def test_a_server_that_hangs_is_passed_over_and_started_again(
     os.kill(before.pid, signal.SIGSTOP)
     library = build(pool, adds_one)
     assert all(isinstance(seconds, float) for seconds in pool.times([library] * 4, lambda: 1e9))
-    wait(lambda: running(lab).servers[1].deaths > before.deaths and running(lab).servers[1].state == "up")
+    wait_until(lambda: running(lab).servers[1].deaths > before.deaths and running(lab).servers[1].state == "up")
     assert f"server1 (pid {before.pid})" in running(lab).servers[1].message
 
 
 def test_a_server_that_never_starts_is_given_up(tmp_path: Path, device: Device) -> None:
-    with pytest.raises(StackError, match=r"server0 .* ended with exit code 1 and is dropped after 5 early deaths"):
+    with pytest.raises(StackError, match="server0"):
         devices.up(tmp_path, DeviceConfig("lab", 1, 1, host="192.0.2.1", tracker=str(device.tracker)))
     assert devices.status(tmp_path) is None
 
@@ -198,12 +188,12 @@ def test_a_server_that_never_starts_is_given_up(tmp_path: Path, device: Device) 
 def test_devices_that_run_are_left_alone_and_others_refused(lab: Path) -> None:
     status = running(lab)
     assert devices.up(lab, DeviceConfig("lab", 2, 1)).pid == status.pid
-    with pytest.raises(SettingsError, match="2 with key 'lab'"):
+    with pytest.raises(SettingsError, match="'lab'"):
         devices.up(lab, DeviceConfig("other", 1, 1))
 
 
-def test_a_key_that_no_device_has_is_told_with_those_there_are(native: Target, device: Device) -> None:
-    with pytest.raises(RemoteError, match="no device with key 'bal'; its keys are lab"):
+def test_a_key_that_no_device_has_is_refused_with_the_keys_there_are(native: Target, device: Device) -> None:
+    with pytest.raises(RemoteError, match=r"'bal'.* lab"):
         MeasurePool(
             native.canonical, builders=1, threads=1, timeout=9, deadline=math.inf, device=Device("bal", device.tracker)
         )
@@ -212,7 +202,7 @@ def test_a_key_that_no_device_has_is_told_with_those_there_are(native: Target, d
 def test_a_run_outlives_servers_sessions_and_the_tracker_and_keeps_every_record(
     lab: Path, device: Device, conv: PrimFunc, matmul: PrimFunc, native: Target, store: RecordStore
 ) -> None:
-    chance = random.Random(20)  # noqa: S311 -- what it is for must be the same each time
+    chance = random.Random(20)  # noqa: S311 -- the order must be the same each time
     killed: list[str] = []
     reported: set[tuple[str, str]] = set()
 
@@ -238,7 +228,6 @@ def test_a_run_outlives_servers_sessions_and_the_tracker_and_keeps_every_record(
     budget = Budget(trials=TRIALS)
     done = tune(tasks, native, budget, store, tuner="random", seed=1, device=device, on_progress=kill_something)
     assert len(killed) > TRIALS // 6
-    assert len(set(killed)) > 1
     assert done.trials == TRIALS
     assert done.tasks[0].status == "tuned"
     assert [task.reason for task in done.tasks] == [None, None]
@@ -252,17 +241,16 @@ def test_a_run_whose_devices_do_not_come_back_ends_with_a_sentence_and_its_recor
 ) -> None:
     status = devices.up(tmp_path, DeviceConfig("lone", 1, 1))
     everything = processes(status)
-    known: list[str] = []
+    traces: list[str] = []
 
     def end_devices(progress: Progress) -> None:
-        if store.records(native) and not known:
-            known.extend(record.trace for record in store.records(native))
+        if store.records(native) and not traces:
+            traces.extend(record.trace for record in store.records(native))
             devices.down(tmp_path)
 
     device = Device("lone", Address.parse(status.tracker or ""), patience=1)
-    told = "no device with key 'lone' at the RPC tracker .* has answered for 1 s .the tracker does not answer either"
     try:
-        with pytest.raises(TuneError, match=told):
+        with pytest.raises(TuneError, match="'lone'"):
             tune(
                 [Task("conv", conv, 1)],
                 native,
@@ -275,28 +263,27 @@ def test_a_run_whose_devices_do_not_come_back_ends_with_a_sentence_and_its_recor
             )
     finally:
         devices.down(tmp_path)
-    assert known
-    assert known == [record.trace for record in RecordStore(store.folder).records(native)]
-    wait(lambda: all(gone(process) for process in everything))
+    assert traces
+    assert traces == [record.trace for record in RecordStore(store.folder).records(native)]
+    wait_until(lambda: all(has_ended(process) for process in everything))
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, native: Target, naps: PrimFunc) -> None:
     status = devices.up(tmp_path, DeviceConfig("lone", 1, 1))
     device = Device("lone", Address.parse(status.tracker or ""), patience=1)
 
-    def measure(pool: MeasurePool, library: Library) -> None:
-        with pytest.raises(TuneError, match="no device with key 'lone'"):
-            pool.time(library, 1e-9)
-
     try:
-        with MeasurePool(native.canonical, builders=1, threads=1, timeout=9, deadline=math.inf, device=device) as pool:
-            thread = threading.Thread(target=measure, args=(pool, build(pool, naps)))
-            thread.start()
-            wait(lambda: sessions(running(tmp_path)))
+        with (
+            MeasurePool(native.canonical, builders=1, threads=1, timeout=9, deadline=math.inf, device=device) as pool,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            seconds = thread.submit(pool.time, build(pool, naps), 1e-9)
+            wait_until(lambda: sessions(running(tmp_path)))
             everything = processes(running(tmp_path))
             kill(status.pid)
-            wait(lambda: all(gone(process) for process in everything))
-            thread.join(60)
+            wait_until(lambda: all(has_ended(process) for process in everything))
+            with pytest.raises(TuneError, match="'lone'"):
+                seconds.result()
     finally:
         devices.down(tmp_path)
     assert len(everything) == 4
@@ -321,7 +308,7 @@ def command(tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_the_command_line_starts_lists_and_ends_devices(command: Callable[..., Any]) -> None:
-    assert command("devices", "list").stderr.startswith("tvmflow: no devices run in this state folder")
+    assert command("devices", "list").stderr.startswith("tvmflow: ")
     started = command("devices", "up", "--key", "board", "--json")
     try:
         assert started.returncode == 0, started.stderr
@@ -334,9 +321,7 @@ def test_the_command_line_starts_lists_and_ends_devices(command: Callable[..., A
     assert command("devices", "down").stdout == "no devices were running\n"
 
 
-def test_a_model_is_tuned_on_devices_and_what_is_found_is_known_afterwards(
-    command: Callable[..., Any], tmp_path: Path, device: Device
-) -> None:
+def test_a_model_is_tuned_on_devices_and_not_again(command: Callable[..., Any], tmp_path: Path, device: Device) -> None:
     value = onnx.helper.make_tensor_value_info
     weights = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     graph = onnx.helper.make_graph(
@@ -352,7 +337,7 @@ def test_a_model_is_tuned_on_devices_and_what_is_found_is_known_afterwards(
     )
     (tmp_path / "release.yaml").write_text("name: dense\nmodel: {onnx: m.onnx}\ntargets: [native]\n")
     there = ("--device", "lab", "--tracker", device.tracker)
-    assert "give --minutes, --trials or --until" in command("tune", "release.yaml", *there).stderr
+    assert "--minutes" in command("tune", "release.yaml", *there).stderr
     done = command("tune", "release.yaml", "--trials", 4, *there, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["targets"]["native"]["trials"] == 4

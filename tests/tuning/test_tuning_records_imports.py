@@ -39,7 +39,7 @@ def test_the_records_of_a_metaschedule_database_are_found(
 ) -> None:
     assert is_database(database)
     done = import_metaschedule(store, database, None)
-    assert (done.read, done.taken, done.refused) == (4, 3, {"it failed when it was measured": 1})
+    assert (done.read, done.added, done.refused) == (4, 3, {"it failed when it was measured": 1})
     best = store.best(matmul.with_attr("global_symbol", "fused_matmul7"), native)
     assert best is not None
     assert (best.seconds, best.tuner) == (2e-3, "metaschedule")
@@ -49,19 +49,19 @@ def test_the_records_of_a_metaschedule_database_are_found(
 
 def test_a_database_is_taken_over_once(database: Path, store: RecordStore) -> None:
     import_metaschedule(store, database, None)
-    assert import_metaschedule(store, database, None).taken == 0
+    assert import_metaschedule(store, database, None).added == 0
 
 
 def test_a_database_of_another_kind_of_target_is_refused(database: Path, store: RecordStore) -> None:
     done = import_metaschedule(store, database, resolve("cuda-sm90"))
-    assert (done.taken, done.refused) == (0, {"it was measured for llvm": 3, "it failed when it was measured": 1})
+    assert (done.added, done.refused) == (0, {"it was measured for llvm": 3, "it failed when it was measured": 1})
 
 
 def test_a_trace_that_does_not_replay_is_refused(database: Path, store: RecordStore) -> None:
     path = database / "database_tuning_record.json"
     path.write_text(path.read_text().replace('"DecomposeReduction"', '"NoSuchStep"').replace('"Fuse"', '"NoSuchStep"'))
     done = import_metaschedule(store, database, None)
-    assert done.taken == 0
+    assert done.added == 0
     assert any("does not replay" in reason for reason in done.refused)
 
 
@@ -95,7 +95,7 @@ def test_exporting_writes_the_best_and_the_trials_spent(store: RecordStore, nati
         store.append(entry)
     write_entries(tmp_path / "best.jsonl", export_records(store, everything=False))
     other = RecordStore(tmp_path / "other")
-    assert import_records(other, tmp_path / "best.jsonl").taken == 1
+    assert import_records(other, tmp_path / "best.jsonl").added == 1
     assert ([item.seconds for item in other.records(native)], other.efforts(native)[0].trials) == ([1.0], 8)
     assert len(export_records(store, everything=True)) == 3
 
@@ -107,14 +107,14 @@ def test_importing_again_adds_nothing_and_counts_no_trial_twice(
         store.append(entry)
     write_entries(tmp_path / "best.jsonl", export_records(store, everything=False))
     done = import_records(store, tmp_path / "best.jsonl")
-    assert (done.taken, done.refused) == (0, {"known already": 1})
+    assert (done.added, done.refused) == (0, {"already in the store": 1})
     assert sum(effort.trials for effort in store.efforts(native)) == 8
 
 
 def test_the_records_that_a_release_keeps_can_be_imported(store: RecordStore, native: Target, tmp_path: Path) -> None:
     lines = (json.dumps(vars(entry)) for entry in _entries(native)[:2])
     (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n")
-    assert import_records(store, tmp_path / "records.jsonl").taken == 2
+    assert import_records(store, tmp_path / "records.jsonl").added == 2
 
 
 def test_a_file_without_records_is_refused(store: RecordStore, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_of_kernels_of_several_stages_nothing_but_their_own_rule_makes_schedules
         cost_model=None,
         variants=Variants(own, only=True),
     )
-    assert not search.beyond
+    assert not search.is_beyond_rules
     assert len(search.propose()) == len(own) > 1
-    assert search.beyond
+    assert search.is_beyond_rules
     assert search.propose() == []

@@ -98,10 +98,9 @@ def test_a_record_that_does_not_replay_is_passed_over(matmul: PrimFunc, native: 
     trace = '[[["GetSBlock", [], ["no such block", "main"], ["b0"]]], []]'
     key = workload_key(matmul)
     store.append(Record(key, "", trace, 1e-9, None, native.canonical, tvm_version(), SPACE_VERSION, "random", 1, now()))
-    measurer = GivenSeconds(rising)
-    report = tune([Task("matmul", matmul, 1)], native, Budget(trials=4), store, tuner="ga", measurer=measurer)
-    assert report.trials == 4
-    assert report.tasks[0].status == "baseline"
+    report = tune([Task("matmul", matmul, 1)], native, Budget(trials=1), store, tuner="random")
+    assert report.trials == 1
+    assert report.tasks[0].status != "record"
 
 
 @pytest.mark.parametrize("tuner", TUNERS)

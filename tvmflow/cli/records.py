@@ -1,4 +1,4 @@
-"""`tvmflow records`: what tuning has found, shown, moved and tidied."""
+"""`tvmflow records`: lists, shows, exports, imports and prunes tuning records."""
 
 import json
 import statistics
@@ -32,8 +32,8 @@ def records_command() -> None:
 @click.option("--workloads", is_flag=True, help="One line for each workload, with its key.")
 @_JSON
 def list_records(target: str | None, workloads: bool, as_json: bool) -> None:
-    """List what is known for each target, TVM version and search space."""
-    with _opened() as (store, sharing):
+    """List the records of each target, TVM version and search space."""
+    with _open_records() as (store, sharing):
         _fetch(sharing)
         rows = [
             row
@@ -87,18 +87,18 @@ def list_records(target: str | None, workloads: bool, as_json: bool) -> None:
 @_TARGET
 @_JSON
 def show_record(key: str, target: str | None, as_json: bool) -> None:
-    """Show what is known of the workload KEY, or a beginning of it: its function, history, and its best schedule."""
+    """Show the workload KEY, which may be the beginning of a key: its function, history, and best schedule."""
     from tvmflow.errors import InputError
     from tvmflow.tuning.records import Decision, Effort, Record, context_of
 
-    with _opened() as (store, sharing):
+    with _open_records() as (store, sharing):
         _fetch(sharing)
         entries = [e for e in store.entries() if e.key.startswith(key) and not isinstance(e, Decision)]
         entries = [entry for entry in entries if _is_wanted(context_of(entry), target)]
     keys = sorted({entry.key for entry in entries})
     if len(keys) != 1:
-        told = f"is the beginning of {len(keys)} keys: {', '.join(keys[:5])}" if keys else "is no key of a record"
-        raise InputError(f"{key!r} {told}; `tvmflow records list --workloads` lists them")
+        problem = f"is the beginning of {len(keys)} keys: {', '.join(keys[:5])}" if keys else "is no key of a record"
+        raise InputError(f"{key!r} {problem}; `tvmflow records list --workloads` lists the keys")
     records = sorted((e for e in entries if isinstance(e, Record)), key=lambda record: record.created_at)
     efforts = [entry for entry in entries if isinstance(entry, Effort)]
     workload = next((e.workload for e in entries if not isinstance(e, Effort | Decision) and e.workload), "")
@@ -145,7 +145,7 @@ def export(file: Path, everything: bool, target: str | None, as_json: bool) -> N
     from tvmflow.tuning.record_store import write_entries
     from tvmflow.tuning.records import Effort, context_of
 
-    with _opened() as (store, sharing):
+    with _open_records() as (store, sharing):
         _fetch(sharing)
         entries = [entry for entry in export_records(store, everything) if _is_wanted(context_of(entry), target)]
     write_entries(file, entries)
@@ -158,26 +158,28 @@ def export(file: Path, everything: bool, target: str | None, as_json: bool) -> N
 
 @records_command.command("import")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--target", help="What MetaSchedule's records were measured on, e.g. native; by default what they say.")
+@click.option("--target", help="The target of MetaSchedule's records, e.g. native; by default the one that they name.")
 @_JSON
 def import_(files: tuple[Path, ...], target: str | None, as_json: bool) -> None:
-    """Take over the records in FILES: our own files and folders, or MetaSchedule's JSON databases.
+    """Import the records in FILES: our own files and folders, or MetaSchedule's JSON databases.
 
-    Of a database those are taken that replay on their workload and, where this machine can run them, are right.
+    A record of a database must replay on its workload and, where this machine can run it, give the right results.
     """
     from tvmflow.target import resolve
     from tvmflow.tuning.imports import import_metaschedule, import_records, is_database
 
-    place = None if target is None else resolve(target)
+    database_target = None if target is None else resolve(target)
     documents = []
-    with _opened() as (store, sharing):
+    with _open_records() as (store, sharing):
         _fetch(sharing)
         for file in files:
-            done = import_metaschedule(store, file, place) if is_database(file) else import_records(store, file)
-            documents.append({"file": str(file), "read": done.read, "taken": done.taken, "refused": done.refused})
+            counts = (
+                import_metaschedule(store, file, database_target) if is_database(file) else import_records(store, file)
+            )
+            documents.append({"file": str(file), "read": counts.read, "taken": counts.added, "refused": counts.refused})
             if not as_json:
-                why = "".join(f"; {number} not: {reason}" for reason, number in done.refused.items())
-                click.echo(f"{file}: {done.taken} of {done.read} records taken{why}")
+                reasons = "".join(f"; {number} not: {reason}" for reason, number in counts.refused.items())
+                click.echo(f"{file}: {counts.added} of {counts.read} records taken{reasons}")
         store.close()
         if sharing is not None:
             _attempt(sharing.send)
@@ -191,25 +193,26 @@ def import_(files: tuple[Path, ...], target: str | None, as_json: bool) -> None:
 def prune(keep: int, as_json: bool) -> None:
     """Keep the fastest records of each workload for this TVM and search space, and drop all others.
 
-    What a run is writing meanwhile is not lost: it is left for the next time.
+    Files that a run is writing meanwhile are left for the next time.
     """
-    with _opened() as (store, sharing):
-        # What was not fetched must not be removed.
-        reached = _fetch(sharing)
-        done = store.prune(keep)
+    with _open_records() as (store, sharing):
+        # Records that could not be fetched must not be removed.
+        is_fetched = _fetch(sharing)
+        counts = store.prune(keep)
         removed = 0
-        if sharing is not None and reached and _attempt(sharing.send) is not None:
+        if sharing is not None and is_fetched and _attempt(sharing.send) is not None:
             removed = _attempt(sharing.clear) or 0
     if as_json:
-        click.echo(json.dumps({"before": done.before, "after": done.after, "files": done.files, "objects": removed}))
+        document = {"before": counts.before, "after": counts.after, "files": counts.files, "objects": removed}
+        click.echo(json.dumps(document))
     else:
-        there = f" and {removed} in the release store" if removed else ""
-        click.echo(f"{done.after} of {done.before} entries kept, {done.files} files{there} removed")
+        shared_files = f" and {removed} in the release store" if removed else ""
+        click.echo(f"{counts.after} of {counts.before} entries kept, {counts.files} files{shared_files} removed")
 
 
 @contextmanager
-def _opened() -> "Iterator[tuple[RecordStore, Sharing | None]]":
-    """The records of the state folder, and the release store's where the settings name one."""
+def _open_records() -> "Iterator[tuple[RecordStore, Sharing | None]]":
+    """The store of the state folder, and its sharing with the release store where the settings name one."""
     from tvmflow import settings as machine
     from tvmflow.tuning.record_store import RecordStore
     from tvmflow.tuning.sharing import Sharing
@@ -227,12 +230,12 @@ def _opened() -> "Iterator[tuple[RecordStore, Sharing | None]]":
 
 
 def _fetch(sharing: "Sharing | None") -> bool:
-    """Bring what the release store knows here; False where that failed."""
+    """Fetch the records of the release store, if there is one; False where that failed."""
     return sharing is None or _attempt(sharing.fetch) is not None
 
 
 def _attempt(action: Callable[[], int]) -> int | None:
-    """Do something with the release store; one that fails is told, and what is here goes on."""
+    """Do something with the release store; when it fails, say so and return None: the records here will do."""
     from tvmflow.errors import StoreError
 
     try:
@@ -249,19 +252,19 @@ def _is_wanted(context: "Context", target: str | None) -> bool:
 
 
 def _summary(store: "RecordStore", context: "Context") -> dict[str, Any]:
-    """One target and versions: how much is known, and the geometric mean of best over untuned times."""
+    """The row of a context: numbers of its entries, and the geometric mean of best over untuned times."""
     from tvmflow.tuning.records import Decision, Effort
 
     rows = _by_workload(store, context)
     entries = store.entries(context)
     decisions = [entry for entry in entries if isinstance(entry, Decision)]
-    spent = sum(entry.trials for entry in entries if isinstance(entry, Effort) and entry.is_on_decisions)
+    decision_trials = sum(entry.trials for entry in entries if isinstance(entry, Effort) and entry.is_on_decisions)
     ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
     return {
         **asdict(context),
         "workloads": len(rows),
         "records": sum(row["records"] for row in rows),
-        "trials": spent + sum(row["trials"] for row in rows),
+        "trials": decision_trials + sum(row["trials"] for row in rows),
         "ratio": statistics.geometric_mean(ratios) if ratios else None,
         "decisions": len({entry.key for entry in decisions}),
         "newest": max([*(row["newest"] for row in rows), *(entry.created_at for entry in decisions)]),
@@ -269,7 +272,7 @@ def _summary(store: "RecordStore", context: "Context") -> dict[str, Any]:
 
 
 def _by_workload(store: "RecordStore", context: "Context") -> list[dict[str, Any]]:
-    """Each workload of a target and versions, the slowest first; a workload without a record counts as not faster."""
+    """The rows of a context's workloads, the slowest first; the ratio of a workload without a record is 1."""
     from tvmflow.tuning.records import Decision, Effort, Record
 
     groups: dict[str, list[Entry]] = {}
@@ -303,17 +306,17 @@ def _by_workload(store: "RecordStore", context: "Context") -> list[dict[str, Any
 
 
 def _function(workload: str) -> str | None:
-    """A workload as TVMScript, None where it is not known or this TVM cannot read it."""
+    """A workload as TVMScript, None where there is none or this TVM cannot read it."""
     from tvm import ir
 
     try:
         return str(ir.load_json(workload).script()) if workload else None
-    except Exception:  # Written by another TVM, which raises whatever it likes.
+    except Exception:  # Another TVM wrote it; TVM raises whatever it likes then.
         return None
 
 
 def _schedule(record: "Record") -> str:
-    """A record's trace as the steps that it stands for; as it is where it does not replay."""
+    """The steps of a record's schedule, or its trace where that does not replay."""
     from tvmflow.tuning.traces import schedule_steps
 
     try:
@@ -340,7 +343,7 @@ def _print(table: "Table") -> None:
 
 
 def _short(target: str) -> str:
-    """A target for people: its name where a preset has it, else what tells CPUs apart."""
+    """A short name of a target: its preset's, or else its kind, CPU and number of cores."""
     from tvmflow.errors import TargetError
     from tvmflow.target import presets, resolve
 

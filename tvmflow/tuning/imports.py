@@ -1,4 +1,4 @@
-"""Records from elsewhere: our own files, and MetaSchedule's JSON databases."""
+"""The import of tuning records from our own files and from MetaSchedule's JSON databases, and their export."""
 
 import base64
 import json
@@ -43,150 +43,153 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Imported:
-    """What was read, what was new and is taken, and why the rest was not: reasons with their numbers."""
+class ImportCounts:
+    """The numbers of an import: entries read, entries added to the store, and refused entries by the reason."""
 
     read: int
-    taken: int
+    added: int
     refused: dict[str, int]
 
 
 def is_database(path: Path) -> bool:
-    """Whether `path` is a folder with MetaSchedule's JSON database, or one of the database's two files."""
+    """Return whether `path` is a folder with MetaSchedule's JSON database, or one of the database's two files."""
     folder = path if path.is_dir() else path.parent
-    named = path.is_dir() or path.name in (WORKLOADS, RECORDS)
-    return named and (folder / WORKLOADS).is_file() and (folder / RECORDS).is_file()
+    may_be = path.is_dir() or path.name in (WORKLOADS, RECORDS)
+    return may_be and (folder / WORKLOADS).is_file() and (folder / RECORDS).is_file()
 
 
-def import_records(store: RecordStore, path: Path) -> Imported:
-    """Add what a file or folder of our own records holds and `store` does not.
+def import_records(store: RecordStore, path: Path) -> ImportCounts:
+    """Add the entries of a file or folder of our own records that `store` does not have yet.
 
-    Trials that were spent on a workload are not counted twice: where both know of some, the larger number holds.
-    Raises InputError when there is nothing to read.
+    Trials are not counted twice: where both sides have efforts on a workload, the larger number of trials holds. Raises
+    InputError when there is nothing to read.
     """
-    given = list(RecordStore(path).entries())
-    if not given:
+    entries = list(RecordStore(path).entries())
+    if not entries:
         raise InputError(f"{str(path)!r} holds no tuning record; name a file or folder that tuning has written")
-    known = set(store.entries())
-    new = [entry for entry in dict.fromkeys(given) if entry not in known and not isinstance(entry, Effort)]
-    efforts = list(_spent_beyond(given, known))
+    stored = set(store.entries())
+    new = [entry for entry in dict.fromkeys(entries) if entry not in stored and not isinstance(entry, Effort)]
+    efforts = list(_additional_efforts(entries, stored))
     for entry in (*new, *efforts):
         store.append(entry)
-    number = sum(not isinstance(entry, Effort) for entry in given)
-    refused = {"known already": number - len(new)} if number > len(new) else {}
-    return Imported(number, len(new), refused)
+    number = sum(not isinstance(entry, Effort) for entry in entries)
+    refused = {"already in the store": number - len(new)} if number > len(new) else {}
+    return ImportCounts(number, len(new), refused)
 
 
 def export_records(store: RecordStore, everything: bool) -> list[Entry]:
-    """The best record of each workload, for every target and versions, and what was spent on it; or all there is."""
+    """Return the best record of each workload in each context, its effort, and all decisions; or all entries.
+
+    `everything` asks for all entries.
+    """
     entries = sorted(store.entries(), key=lambda entry: entry.created_at)
     if everything:
         return entries
     best: dict[tuple[object, str], Record] = {}
     for entry in entries:
-        place = (context_of(entry), entry.key)
-        if isinstance(entry, Record) and (place not in best or entry.seconds < best[place].seconds):
-            best[place] = entry
-    decided = {(context_of(entry), entry.key): entry for entry in entries if isinstance(entry, Decision)}
-    return [*best.values(), *(merge_efforts(efforts) for efforts in _efforts(entries).values()), *decided.values()]
+        workload = (context_of(entry), entry.key)
+        if isinstance(entry, Record) and (workload not in best or entry.seconds < best[workload].seconds):
+            best[workload] = entry
+    decisions = {(context_of(entry), entry.key): entry for entry in entries if isinstance(entry, Decision)}
+    return [*best.values(), *(merge_efforts(efforts) for efforts in _efforts(entries).values()), *decisions.values()]
 
 
-def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -> Imported:
-    """Add the records of a MetaSchedule database, measured by the installed TVM, that replay on their workload.
+def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -> ImportCounts:
+    """Add the records of a MetaSchedule database, which the installed TVM has measured, that replay on their workload.
 
-    A record's time is the median of its `run_secs`. It is taken for `target`, or for the target that it names. Of each
-    workload the fastest must also compute what the workload does, where this machine can run it; others are tried until
-    one does. Raises InputError when the files are no such database.
+    A record's time is the median of its `run_secs`. It is added for `target`, or without one for the target that it
+    names. Where this machine can run them, the records of each workload are checked, the fastest first, until one
+    computes what the workload does. Raises InputError when the files are no such database.
     """
     folder = path if path.is_dir() else path.parent
     refused: Counter[str] = Counter()
     workloads = _workloads(folder / WORKLOADS)
     lines = list(_lines(folder / RECORDS))
-    known = {(entry.key, entry.trace, entry.target) for entry in store.entries() if isinstance(entry, Record | Trial)}
-    # A record is as old as the file: the database says no more.
-    written = datetime.fromtimestamp((folder / RECORDS).stat().st_mtime, UTC).isoformat(timespec="seconds")
-    found: dict[tuple[str, str], list[Record]] = {}
-    places: dict[str, Target] = {}
+    stored = {(entry.key, entry.trace, entry.target) for entry in store.entries() if isinstance(entry, Record | Trial)}
+    # A record is as old as the file: the database has no times.
+    file_time = datetime.fromtimestamp((folder / RECORDS).stat().st_mtime, UTC).isoformat(timespec="seconds")
+    groups: dict[tuple[str, str], list[Record]] = {}
+    targets: dict[str, Target] = {}
     functions: dict[str, PrimFunc] = {}
     for line in lines:
         try:
             index, (trace, run_secs, its_target, _) = line
             func = workloads[index]
             seconds = None if run_secs is None else statistics.median(float(value) for value in run_secs)
-            place = target or _resolved(its_target)
+            own_target = target or _resolve(its_target)
         except (ValueError, TypeError, KeyError, IndexError, statistics.StatisticsError):
             refused["not a record of MetaSchedule"] += 1
             continue
-        reason = _why_not(func, seconds, place, its_target)
-        if reason is not None or func is None or seconds is None or place is None:
+        reason = _why_refused(func, seconds, own_target, its_target)
+        if reason is not None or func is None or seconds is None or own_target is None:
             refused[reason or "not a record of MetaSchedule"] += 1
             continue
         key = workload_key(func)
-        functions[key], places[place.canonical] = func, place
+        functions[key], targets[own_target.canonical] = func, own_target
         record = Record(
             key=key,
-            workload=_saved(func),
+            workload=_to_json(func),
             trace=json.dumps(trace),
             seconds=seconds,
             baseline_seconds=None,
-            target=place.canonical,
+            target=own_target.canonical,
             tvm_version=tvm_version(),
             space_version=SPACE_VERSION,
             tuner="metaschedule",
             trial=0,
-            created_at=written,
+            created_at=file_time,
         )
-        if (key, record.trace, record.target) in known:
-            refused["known already"] += 1
+        if (key, record.trace, record.target) in stored:
+            refused["already in the store"] += 1
         elif not _replays(record, func):
             refused["its trace does not replay on its workload, or changes the function's arguments"] += 1
         else:
-            known.add((key, record.trace, record.target))
-            found.setdefault((record.target, key), []).append(record)
-    taken = 0
+            stored.add((key, record.trace, record.target))
+            groups.setdefault((record.target, key), []).append(record)
+    added = 0
     with _Checker() as checker:
-        for (canonical, key), records in found.items():
+        for (canonical, key), records in groups.items():
             records.sort(key=lambda record: record.seconds)
-            while records and not checker.is_right(records[0], functions[key], places[canonical]):
+            while records and not checker.is_right(records[0], functions[key], targets[canonical]):
                 refused["its results differ from its workload's, or it does not run"] += 1
                 del records[0]
             for record in records[:1]:
                 store.append(record)
             for record in records[1:]:
-                # Not checked, and so only for the cost model to learn from.
+                # These are not checked, and so they only serve cost models to learn from.
                 store.append(Trial(**{field.name: getattr(record, field.name) for field in fields(Trial)}))
-            taken += len(records)
-    return Imported(len(lines), taken, dict(refused))
+            added += len(records)
+    return ImportCounts(len(lines), added, dict(refused))
 
 
-def _spent_beyond(given: Sequence[Entry], known: set[Entry]) -> Iterator[Effort]:
-    """The efforts in `given` beyond those that are `known`, one for each workload."""
-    before = _efforts(known)
-    for place, efforts in _efforts(given).items():
+def _additional_efforts(entries: Sequence[Entry], stored: set[Entry]) -> Iterator[Effort]:
+    """Yield for each workload an effort with as many trials as `entries` have more than `stored`."""
+    stored_efforts = _efforts(stored)
+    for workload, efforts in _efforts(entries).items():
         effort = merge_efforts(efforts)
-        spent = merge_efforts(before[place]).trials if place in before else -1
-        if effort.trials > spent:
-            yield replace(effort, trials=effort.trials - max(spent, 0))
+        trials = merge_efforts(stored_efforts[workload]).trials if workload in stored_efforts else -1
+        if effort.trials > trials:
+            yield replace(effort, trials=effort.trials - max(trials, 0))
 
 
 def _efforts(entries: Sequence[Entry] | set[Entry]) -> dict[tuple[object, str], list[Effort]]:
-    found: dict[tuple[object, str], list[Effort]] = {}
+    """The efforts by context and workload."""
+    groups: dict[tuple[object, str], list[Effort]] = {}
     for entry in entries:
         if isinstance(entry, Effort):
-            found.setdefault((context_of(entry), entry.key), []).append(entry)
-    return found
+            groups.setdefault((context_of(entry), entry.key), []).append(entry)
+    return groups
 
 
 def _workloads(path: Path) -> "list[PrimFunc | None]":
     """The functions of a database in its order; None for a module that is not one function."""
     import tvm
-    import tvm_ffi
     from tvm.tirx import PrimFunc
 
     functions: list[PrimFunc | None] = []
     for line in _lines(path):
         try:
-            module: Any = _loaded(line[1], tvm, tvm_ffi)
+            module: Any = _load_module(line[1], tvm)
             (func,) = [item for item in module.functions.values() if isinstance(item, PrimFunc)]
         except Exception as error:  # TVM raises whatever it likes for what it cannot read.
             logger.debug("a workload of %s is not one function: %s", path, error)
@@ -195,8 +198,8 @@ def _workloads(path: Path) -> "list[PrimFunc | None]":
     return functions
 
 
-def _loaded(text: Any, tvm: Any, tvm_ffi: Any) -> Any:
-    """A module as the database writes it: base64 of its JSON behind its length in eight bytes."""
+def _load_module(text: Any, tvm: Any) -> Any:
+    """A module from the database's form: base64 of eight bytes with the length of its JSON, and the JSON."""
     content = base64.b64decode(text)
     return tvm.ir.load_json(content[8 : 8 + int.from_bytes(content[:8], "little")].decode())
 
@@ -212,31 +215,31 @@ def _lines(path: Path) -> Iterator[Any]:
                 ) from error
 
 
-def _resolved(its_target: dict[str, Any]) -> Target | None:
-    """The target that a record names; what TVM adds to every target says nothing."""
+def _resolve(its_target: dict[str, Any]) -> Target | None:
+    """The target that a record names, less what TVM adds to every target; None for one that is not built here."""
     try:
         return resolve({name: value for name, value in its_target.items() if name not in ("keys", "tag")})
     except TargetError:
         return None
 
 
-def _why_not(
-    func: "PrimFunc | None", seconds: float | None, place: Target | None, its_target: dict[str, Any]
+def _why_refused(
+    func: "PrimFunc | None", seconds: float | None, target: Target | None, its_target: dict[str, Any]
 ) -> str | None:
     if func is None:
         return "its workload is not one function that this TVM can read"
     if seconds is None or not 0 < seconds < _FAILED_SECONDS:
         return "it failed when it was measured"
-    if place is None:
+    if target is None:
         return "its target is not built here"
-    if place.tvm.get("kind") != its_target.get("kind"):
+    if target.tvm.get("kind") != its_target.get("kind"):
         return f"it was measured for {its_target.get('kind')}"
     if arguments_of(func) is None:
         return "its shapes are symbolic"
     return None
 
 
-def _saved(func: "PrimFunc") -> str:
+def _to_json(func: "PrimFunc") -> str:
     from tvm import ir
 
     return str(ir.save_json(normalize(func)))
@@ -251,7 +254,7 @@ def _replays(record: Record, func: "PrimFunc") -> bool:
 
 
 class _Checker:
-    """Compares schedules with their workloads, in processes of their own, which are started when they are needed."""
+    """Compares schedules with their workloads in worker processes, which are started when they are needed."""
 
     def __init__(self) -> None:
         self._pools: dict[str, MeasurePool] = {}
@@ -264,7 +267,7 @@ class _Checker:
             pool.close()
 
     def is_right(self, record: Record, func: "PrimFunc", target: Target) -> bool:
-        """Whether the schedule computes what the function does; True where this machine cannot run it."""
+        """Return whether the schedule computes what the function does; True where this machine cannot run it."""
         if target.tvm.get("kind") != "llvm" or target.arch != host().arch or missing_features(target.features):
             return True
         if record.target not in self._pools:
