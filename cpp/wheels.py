@@ -1,7 +1,8 @@
-"""Prints the folder that holds the wheels' `tvm` and `tvm_ffi`: the installed ones, or those of another platform.
+"""Print the folder that holds TVM's wheels, or download those of another platform into a folder.
 
-`python cpp/wheels.py` is what CMake asks. `python cpp/wheels.py --platform manylinux_2_28_aarch64 FOLDER` downloads the
-wheels of the same versions for that platform and unpacks into FOLDER what the C++ runner is built with and needs.
+CMake runs `python cpp/wheels.py`, which prints the folder of the installed wheels. `python cpp/wheels.py --platform
+manylinux_2_28_aarch64 FOLDER` downloads the wheels of the same versions for that platform and unpacks their headers and
+runtime libraries into FOLDER.
 """
 
 import argparse
@@ -18,7 +19,7 @@ _NEEDED = ("tvm/lib/libtvm_runtime", "tvm_ffi/lib/libtvm_ffi.so", "tvm_ffi/inclu
 
 
 def installed() -> Path:
-    """Where the wheels are installed."""
+    """Return the folder of the installed wheels. Raises SystemExit where apache-tvm is not installed."""
     spec = find_spec("tvm")
     if spec is None or spec.origin is None:
         raise SystemExit("apache-tvm is not installed for this Python; give CMake another by -DPython3_EXECUTABLE")
@@ -26,7 +27,10 @@ def installed() -> Path:
 
 
 def fetch(platform: str, folder: Path) -> None:
-    """Download the wheels for a platform; what is needed of them appears in `folder` whole or not at all."""
+    """Download the wheels for a platform and unpack them; `folder` appears whole or not at all.
+
+    `platform` is pip's name, for example manylinux_2_28_aarch64. Raises CalledProcessError when pip fails.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
