@@ -1,4 +1,4 @@
-"""Kills devices in mid-run of a tuning and counts what is lost: `python benchmarks/devices.py --kills 20`.
+"""Kills devices during a tuning run and counts the records that are lost: `python benchmarks/devices.py --kills 20`.
 
 Starts a tracker and RPC servers on this machine and tunes a convolution on them. Meanwhile servers are killed, one
 after another, each while it measures, and sessions and the tracker now and then as well. Exit code 1 when a record that
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 _KEY = "benchmark"
 _ROUND_TRIALS = 32
 _LOOK_SECONDS = 0.02
-# What is killed had time to measure something, and a server that had none is given up by its supervisor.
+# A server has this long to measure something before it is killed: its supervisor drops servers that die early.
 _PAUSE_SECONDS, _LIFE_SECONDS = 0.5, 2.0
 
 
 @dataclass
 class Outcome:
-    """What was killed, what the run came to, and what is missing."""
+    """The numbers of processes killed, of trials and records, and of records and processes that should not be so."""
 
     servers_killed: int = 0
     sessions_killed: int = 0
@@ -76,7 +76,7 @@ class Killer(threading.Thread):
         self._random = random.Random(seed)  # noqa: S311 -- the same run each time, no secret
         self._outcome = outcome
         self.over = threading.Event()
-        self.seen: dict[int, psutil.Process] = {}
+        self.processes: dict[int, psutil.Process] = {}
         self._since: dict[int, float] = {}
 
     def run(self) -> None:
@@ -86,13 +86,13 @@ class Killer(threading.Thread):
             if status is None:
                 return
             self.look(status)
-            busy = [process for process in self._servers(status) if _lives(process) and _sessions(process)]
+            busy = [process for process in self._servers(status) if _is_alive(process) and _sessions(process)]
             if not busy:
                 continue
-            chosen, turn = self._random.choice(busy), self._outcome.servers_killed + 1
+            victim, turn = self._random.choice(busy), self._outcome.servers_killed + 1
             if turn % 5 == 0 and self._outcome.sessions_killed < turn // 5:
                 with suppress(psutil.NoSuchProcess, IndexError):
-                    _sessions(chosen)[0].kill()
+                    _sessions(victim)[0].kill()
                     self._outcome.sessions_killed += 1
             elif turn % 10 == 0 and self._outcome.trackers_killed < turn // 10 and status.own_tracker is not None:
                 with suppress(psutil.NoSuchProcess):
@@ -100,7 +100,7 @@ class Killer(threading.Thread):
                     self._outcome.trackers_killed += 1
             else:
                 with suppress(psutil.NoSuchProcess):
-                    chosen.kill()
+                    victim.kill()
                     self._outcome.servers_killed += 1
             self.over.wait(_PAUSE_SECONDS)
 
@@ -108,28 +108,30 @@ class Killer(threading.Thread):
         """Remember every process of the devices."""
         with suppress(psutil.NoSuchProcess):
             supervisor = psutil.Process(status.pid)
-            self.seen.update({process.pid: process for process in (supervisor, *supervisor.children(recursive=True))})
+            self.processes.update(
+                {process.pid: process for process in (supervisor, *supervisor.children(recursive=True))}
+            )
 
     def _servers(self, status: devices.Status) -> list[psutil.Process]:
-        found = []
+        servers = []
         for server in status.servers:
             if server.state != "up" or server.pid is None:
                 continue
             if time.monotonic() > self._since.setdefault(server.pid, time.monotonic()) + _LIFE_SECONDS:
                 with suppress(psutil.NoSuchProcess):
-                    found.append(psutil.Process(server.pid))
-        return found
+                    servers.append(psutil.Process(server.pid))
+        return servers
 
 
 def _sessions(server: psutil.Process) -> list[psutil.Process]:
     try:
-        found: list[psutil.Process] = server.children()
-        return found
+        children: list[psutil.Process] = server.children()
+        return children
     except psutil.NoSuchProcess:
         return []
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -152,21 +154,21 @@ def run(state: Path, kills: int, count: int, threads: int, seed: int) -> Outcome
         tasks = [Task("conv", convolution(), 1)]
         device = Device(_KEY, Address.parse(status.tracker or ""))
         killer.start()
-        allowed = 0
-        while killer.is_alive() or allowed == 0:
-            allowed += _ROUND_TRIALS
-            report_of = tune(
+        trials = 0
+        while killer.is_alive() or trials == 0:
+            trials += _ROUND_TRIALS
+            tune_report = tune(
                 tasks,
                 target,
-                Budget(trials=allowed),
+                Budget(trials=trials),
                 store,
                 tuner="random",
-                seed=seed + allowed,
+                seed=seed + trials,
                 device=device,
                 on_progress=report,
                 threads=max(1, threads // count),
             )
-            outcome.trials += report_of.trials
+            outcome.trials += tune_report.trials
             print(
                 f"{outcome.servers_killed} servers, {outcome.sessions_killed} sessions, {outcome.trackers_killed} "
                 f"trackers killed; {outcome.trials} trials, {len(reported)} records",
@@ -175,12 +177,12 @@ def run(state: Path, kills: int, count: int, threads: int, seed: int) -> Outcome
     finally:
         killer.over.set()
         killer.join()
-        if (last := devices.status(state)) is not None:
-            killer.look(last)
+        if (status_at_end := devices.status(state)) is not None:
+            killer.look(status_at_end)
         devices.down(state)
     kept = {(record.key, record.trace) for record in RecordStore(store.folder).records(target)}
     outcome.records_reported, outcome.records_lost = len(reported), len(reported - kept)
-    outcome.processes_left = sum(map(_lives, killer.seen.values()))
+    outcome.processes_left = sum(map(_is_alive, killer.processes.values()))
     outcome.seconds = time.monotonic() - start
     return outcome
 
@@ -191,19 +193,19 @@ def main() -> int:
     parser.add_argument("--kills", type=positive, default=20, help="servers to kill (20)")
     parser.add_argument("--devices", type=positive, default=2, help="servers to start (2)")
     parser.add_argument("--seed", type=int, default=0, help="of what is killed and proposed (0)")
-    given = parser.parse_args()
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.getLogger("tvmflow").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="devices-", dir=state_folder(given)) as folder:
-        outcome = run(Path(folder), given.kills, given.devices, given.threads, given.seed)
+    with tempfile.TemporaryDirectory(prefix="devices-", dir=state_folder(options)) as folder:
+        outcome = run(Path(folder), options.kills, options.devices, options.threads, options.seed)
     print(
         f"{outcome.servers_killed} servers, {outcome.sessions_killed} sessions and {outcome.trackers_killed} trackers "
         f"killed in {outcome.trials} trials: {outcome.records_lost} of {outcome.records_reported} records lost, "
         f"{outcome.processes_left} processes left"
     )
-    if given.json:
-        given.json.write_text(json.dumps(asdict(outcome), indent=1) + "\n")
-    return 1 if outcome.records_lost or outcome.processes_left or outcome.servers_killed < given.kills else 0
+    if options.json:
+        options.json.write_text(json.dumps(asdict(outcome), indent=1) + "\n")
+    return 1 if outcome.records_lost or outcome.processes_left or outcome.servers_killed < options.kills else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Tunes the example models and measures what that gains: `python benchmarks/tuning.py --minutes 10`.
 
-Each model is tuned in a state folder of its own that knows nothing yet, built with and without what was found, and what
-a release would ship of that is measured beside the untuned bundle, in turn, every pair of rounds in a new process; as a
-control the untuned bundle is measured beside itself. Then the model is tuned again with the trials that it took as its
-budget, as after a retraining: nothing is to be measured any more. Exit code 1 when that is not so, or when what a
-release would ship is the slower one.
+Each model is tuned in an empty state folder and built with and without tuning. The bundle that a release would ship is
+measured in turn with the untuned one, each pair of rounds in a new process; as a control the untuned one is measured in
+turn with itself. Then the model is tuned again with the same number of trials as its budget, as after a retraining:
+nothing should be measured. The exit code is 1 when something is, or when a release would ship the slower bundle.
 """
 
 import argparse
@@ -42,11 +41,12 @@ _TIMEOUT = 900.0
 
 @dataclass(frozen=True)
 class Row:
-    """One model: the trials and minutes that it took, and the tuned build's latency over the untuned one's.
+    """One model: the trials and minutes of its tuning, and the tuned build's latency over the untuned one's.
 
-    `ratio` is the median over pairs of rounds, `low` and `high` their quartiles, `control` the untuned build's over its
-    own; `tuned` counts the workloads tried. The tuned build is the one that a release would ship, or that with all that
-    was found if it would ship the untuned one. `again` are the trials and seconds of the second run.
+    `ratio` is the median over pairs of rounds, `low` and `high` are their quartiles, and `control` is the untuned
+    build's latency over its own; `tuned` counts the workloads with a record or trials. The tuned build is the one that
+    a release would ship, or the one with all records and decisions if it would ship the untuned one. `again_trials`
+    and `again_seconds` are of the second run.
     """
 
     model: str
@@ -74,9 +74,9 @@ def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
     context = Context(spec, settings, Workspace(state))
     exported = export.export.fn(context)
     imported = relax_import.relax_import.fn(context, exported)
-    started = time.monotonic()
+    start = time.monotonic()
     tuned = tune.tune_more.fn(context, imported, target, budget, None)
-    minutes = (time.monotonic() - started) / 60
+    minutes = (time.monotonic() - start) / 60
     making = choose.Making(context, exported, imported, target)
     candidates = making.candidates(choose.to_build(context.workspace, tuned))
     shipped, choice = making.best(candidates)
@@ -95,7 +95,7 @@ def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
 
     beside = beside_untuned(shipped if is_tuned else candidates[0])
     control = beside_untuned(candidates[-1])
-    started = time.monotonic()
+    start = time.monotonic()
     again = tune.tune_more.fn(context, imported, target, Tune(trials=max(1, tuned.result.trials)), None)
     ratios = sorted(beside.ratios)
     return Row(
@@ -111,13 +111,13 @@ def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
         control=control.ratio,
         untuned_ms=beside.held_ms,
         tuned_ms=beside.candidate_ms,
-        shipped=_told(choice.result) if choice is not None else "untuned",
+        shipped=_describe(choice.result) if choice is not None else "untuned",
         again_trials=again.result.trials,
-        again_seconds=time.monotonic() - started,
+        again_seconds=time.monotonic() - start,
     )
 
 
-def _told(choice: choose.Choice) -> str:
+def _describe(choice: choose.Choice) -> str:
     """As "tuned", "tuned, records alone" or "untuned, 1 thread"."""
     part = f", {choice.part} alone" if choice.shipped == "tuned" and choice.part != "all" else ""
     threads = f", {choice.threads} thread{'s' if choice.threads > 1 else ''}" if choice.threads else ""
@@ -160,31 +160,33 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def main() -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="to tune each model (10)")
     parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; all of them by default")
     parser.add_argument("--pairs", type=positive, default=25, help="of rounds in turn (25)")
     parser.add_argument("--tuner", choices=("xgb", "ga", "random", "grid"), default="xgb")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = []
     with RichReporter(Console(stderr=True)).live():
-        for name in given.model or MODELS:
+        for name in options.model or MODELS:
             with tempfile.TemporaryDirectory(prefix="tuning-") as state:
-                rows.append(measure(name, Tune(minutes=given.minutes, tuner=given.tuner), given.pairs, Path(state)))
-            # An interrupt loses no model that is done.
+                rows.append(
+                    measure(name, Tune(minutes=options.minutes, tuner=options.tuner), options.pairs, Path(state))
+                )
+            # So that an interrupt loses none of the models before it.
             show(rows[-1:])
-            if given.json:
-                given.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+            if options.json:
+                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if len(rows) > 1:
         show(rows)
     slower = [row.model for row in rows if row.shipped.startswith("tuned") and row.ratio > 1]
-    measured = [row.model for row in rows if row.again_trials]
-    for told, names in (("the slower build would ship", slower), ("the second run measured again", measured)):
+    repeated = [row.model for row in rows if row.again_trials]
+    for problem, names in (("the slower build would ship", slower), ("the second run measured again", repeated)):
         if names:
-            print(f"{told}: {', '.join(names)}", file=sys.stderr)
-    return 1 if slower or measured else 0
+            print(f"{problem}: {', '.join(names)}", file=sys.stderr)
+    return 1 if slower or repeated else 0
 
 
 if __name__ == "__main__":

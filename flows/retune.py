@@ -1,4 +1,4 @@
-"""The retune flow: a time budget spent on what costs most in production, and a release where that made it faster."""
+"""The retune flow: it tunes the costliest workloads of a bundle in production, and releases a faster build."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,8 +29,8 @@ from tvmflow.target import Target
 from tvmflow.workspace import Outcome, Record, Workspace
 
 
-class Retuned(Record):
-    """One target: the functions that were tuned, the costliest first, trials made, and what came of it."""
+class RetunedTarget(Record):
+    """One target: the functions that were tuned, the costliest first, the trials, and the gain of the new build."""
 
     target: str
     functions: tuple[str, ...]
@@ -39,10 +39,10 @@ class Retuned(Record):
 
 
 class RetuneSummary(Record):
-    """What a retuning came to: what `tvmflow retune --json` prints.
+    """The outcome of a retuning, as `tvmflow retune --json` prints it.
 
-    `version` is what the channel holds; `mlflow_run_id` the run that keeps the verdict; `release` is None where there
-    was no gain.
+    `version` is the channel's version before, `mlflow_run_id` the run that has the verdict, and `release` the new
+    release, None where there was no gain.
     """
 
     name: str
@@ -50,19 +50,19 @@ class RetuneSummary(Record):
     version: str
     verdict: Literal["better", "no gain"]
     reason: str
-    targets: tuple[Retuned, ...]
+    targets: tuple[RetunedTarget, ...]
     mlflow_run_id: str
     release: ReleaseSummary | None
 
 
 @flow(name="retune", flow_run_name="retune {file}", validate_parameters=True)
 def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dict[str, Any]:
-    """Spend minutes of tuning on the workloads that cost most in what a channel holds; release a faster build.
+    """Tune the costliest workloads of a channel's release for some minutes, and release a faster build.
 
-    The model stays what the channel holds. A build with all known records becomes a release only when it is measured
-    faster than the bundle in production, beside it; otherwise the records stay, and the verdict says "no gain". Targets
-    that this machine cannot run are released with it, and not tuned. Returns a RetuneSummary as JSON. Raises StoreError
-    when the channel holds nothing, TuneError when the release file describes another model by now.
+    The model is the one of the channel's release. A build with all records becomes a release only when it is faster
+    than the bundle in production, measured in turn with it; otherwise the verdict is "no gain", and the records stay.
+    Targets that this machine cannot run are released as well, but not tuned. Returns a RetuneSummary as JSON. Raises
+    StoreError when the channel has no release, TuneError when the release file describes another model by now.
     """
     if not minutes > 0:
         raise TuneError(f"a budget of {minutes:g} minutes was given; give more than 0")
@@ -74,56 +74,57 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
             raise StoreError(
                 f"the channel {channel!r} of {spec.name} holds nothing to retune; promote a release to it first"
             )
-        held = services.store.get_release(spec.name, pointer.version)
-        source = held.get("provenance", {}).get("source")
+        production = services.store.get_release(spec.name, pointer.version)
+        source = production.get("provenance", {}).get("source")
         workspace = open_workspace(settings, services.store, spec.store)
-        weights = _weights(services.registry, workspace, held) if spec.train is not None else None
+        weights = _weights(services.registry, workspace, production) if spec.train is not None else None
         if source is not None and weights is None:
-            # The version that production was made of, wherever the alias has moved since.
+            # The model version that production was built from, even if the alias has moved since.
             spec = override(spec, None, None, None, source)
         context = Context(spec, settings, workspace, services)
-        return _retune(context, held, channel, minutes, weights).model_dump(mode="json")
+        return _retune(context, production, channel, minutes, weights).model_dump(mode="json")
 
 
 def _retune(
-    context: Context, held: Mapping[str, Any], channel: str, minutes: float, weights: Outcome[TrainResult] | None
+    context: Context, production: Mapping[str, Any], channel: str, minutes: float, weights: Outcome[TrainResult] | None
 ) -> RetuneSummary:
-    spec, version = context.spec, str(held["version"])
-    bundles = _bundles(context, held)
+    spec, version = context.spec, str(production["version"])
+    bundles = _bundles(context, production)
     trained = weights or (train(context) if spec.train is not None else None)
     exported = export(context, trained)
-    if held.get("provenance", {}).get("onnx") != f"sha256:{exported.result.onnx.sha256}":
+    if production.get("provenance", {}).get("onnx") != f"sha256:{exported.result.onnx.sha256}":
         raise TuneError(
             f"the release file describes another model than {spec.name} {version}, which {channel} holds; "
             "release and promote it first"
         )
     imported = relax_import(context, exported)
-    done = tuple(
-        _target(context, exported, imported, target, bundle, minutes / len(bundles)) for target, bundle in bundles
+    targets = tuple(
+        _retune_target(context, exported, imported, target, bundle, minutes / len(bundles))
+        for target, bundle in bundles
     )
-    better = any(item.gain.better for item in done) and not any(item.gain.worse for item in done)
-    verdict: Literal["better", "no gain"] = "better" if better else "no gain"
-    reason = f"{verdict}: " + "; ".join(item.gain.told for item in done)
-    run_id = _keep(context, channel, version, verdict, reason, minutes, done)
-    released = None
-    if better:
-        released = release_model(context, trained, held["provenance"].get("source"))
+    is_better = any(item.gain.better for item in targets) and not any(item.gain.worse for item in targets)
+    verdict: Literal["better", "no gain"] = "better" if is_better else "no gain"
+    reason = f"{verdict}: " + "; ".join(item.gain.told for item in targets)
+    run_id = _log_verdict(context, channel, version, verdict, reason, minutes, targets)
+    release = None
+    if is_better:
+        release = release_model(context, trained, production["provenance"].get("source"))
     return RetuneSummary(
         name=spec.name,
         channel=channel,
         version=version,
         verdict=verdict,
         reason=reason,
-        targets=done,
+        targets=targets,
         mlflow_run_id=run_id,
-        release=released,
+        release=release,
     )
 
 
-def _bundles(context: Context, held: Mapping[str, Any]) -> tuple[tuple[Target, Path], ...]:
-    """The bundles in production of the targets that this machine can measure."""
-    entries = {entry.target: entry for entry in TargetEntry.read_all(held)}
-    found: list[tuple[Target, Path]] = []
+def _bundles(context: Context, production: Mapping[str, Any]) -> tuple[tuple[Target, Path], ...]:
+    """The bundles in production for the targets that this machine can measure."""
+    entries = {entry.target: entry for entry in TargetEntry.read_all(production)}
+    bundles: list[tuple[Target, Path]] = []
     for target in context.spec.resolve_targets():
         if (
             target.name in entries
@@ -131,47 +132,47 @@ def _bundles(context: Context, held: Mapping[str, Any]) -> tuple[tuple[Target, P
             and unable(target, context.spec.build.precision) is None
         ):
             bundle = fetch_bundle(context.store, entries[target.name].sha256, cache_folder(context.settings))
-            found.append((target, bundle))
-    if not found:
+            bundles.append((target, bundle))
+    if not bundles:
         raise TargetError(
-            f"{context.spec.name} {held['version']} has none of the release file's targets that this machine can "
+            f"{context.spec.name} {production['version']} has none of the release file's targets that this machine can "
             "measure; retune it where one of them runs"
         )
-    return tuple(found)
+    return tuple(bundles)
 
 
-def _weights(registry: Registry, workspace: Workspace, held: Mapping[str, Any]) -> Outcome[TrainResult] | None:
-    """The weights of the release in production, from its MLflow run, if it was made of trained ones."""
+def _weights(registry: Registry, workspace: Workspace, production: Mapping[str, Any]) -> Outcome[TrainResult] | None:
+    """The weights of the release in production from its MLflow run, None where the run has none."""
     with workspace.scratch() as folder:
-        path = registry.fetch_artifact(str(held["mlflow_run_id"]), WEIGHTS, folder)
+        path = registry.fetch_artifact(str(production["mlflow_run_id"]), WEIGHTS, folder)
         return None if path is None else Outcome(TrainResult(weights=workspace.keep(path)), "cached", 0.0)
 
 
-def _target(
+def _retune_target(
     context: Context,
     exported: Outcome[ExportResult],
     imported: Outcome[ImportResult],
     target: Target,
     bundle: Path,
     minutes: float,
-) -> Retuned:
-    """Tune what costs most in a bundle, and measure a build with all that is known beside it."""
-    known = profile(context, bundle, target).result
-    spent = tune_costliest(context, imported, known, minutes, target).result
-    # What a release would ship: it finds the same builds and the same choice done.
-    made = chosen_here(make_here(context, exported, imported, None, target))
-    gain = compare(context, exported, bundle, made.built, made.packaged, target).result
-    return Retuned(target=target.name, functions=known.costliest(), trials=spent.trials, gain=gain)
+) -> RetunedTarget:
+    """Tune the costliest functions of a bundle, and measure it in turn with a build that has all records."""
+    costs = profile(context, bundle, target).result
+    tuned = tune_costliest(context, imported, costs, minutes, target).result
+    # The build that a release would ship; a release of it then finds these steps in the cache.
+    outcomes = chosen_here(make_here(context, exported, imported, None, target))
+    gain = compare(context, exported, bundle, outcomes.built, outcomes.packaged, target).result
+    return RetunedTarget(target=target.name, functions=costs.costliest(), trials=tuned.trials, gain=gain)
 
 
-def _keep(
+def _log_verdict(
     context: Context,
     channel: str,
     version: str,
     verdict: str,
     reason: str,
     minutes: float,
-    done: tuple[Retuned, ...],
+    targets: tuple[RetunedTarget, ...],
 ) -> str:
     document = {
         "verdict": verdict,
@@ -179,8 +180,8 @@ def _keep(
         "channel": channel,
         "version": version,
         "minutes": minutes,
-        "targets": [item.model_dump(mode="json") for item in done],
+        "targets": [item.model_dump(mode="json") for item in targets],
     }
-    metrics: dict[str, float] = {"trials": sum(item.trials for item in done)}
-    metrics |= {f"{item.target}.ratio": item.gain.ratio for item in done}
+    metrics: dict[str, float] = {"trials": sum(item.trials for item in targets)}
+    metrics |= {f"{item.target}.ratio": item.gain.ratio for item in targets}
     return keep_verdict(context, "retune", verdict, document, metrics, {"minutes": minutes, "compared": version})

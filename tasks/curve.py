@@ -1,4 +1,4 @@
-"""The curve of a tuning: the model's estimated latency by trial, in MLflow and as a picture."""
+"""The curve of a tuning run, which is the model's estimated latency after each trial, in MLflow and as a picture."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,27 +16,27 @@ from tvmflow.workspace import Outcome
 
 METRIC = "tuning_latency_ms"
 PICTURE = "tuning.svg"
-# Seconds between two looks at what was measured, and the points of a request.
-_EVERY, _MOST = 3.0, 1000
+# Seconds between two looks at the file of the curve, and the most points of a request.
+_LOOK_SECONDS, _POINTS = 3.0, 1000
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 240, 70, 20, 30, 40
 
 
 def log_curve(registry: Registry, run_id: str, tuned: TuneResult) -> None:
-    """Record the curve on a run, with the trial as step, in ms. Raises RegistryError."""
+    """Log the curve of a result in ms, with the trial as step, to an MLflow run. Raises RegistryError."""
     if tuned.curve:
         registry.log_curve(run_id, METRIC, tuned.curve)
 
 
 class Curve:
-    """What `tvmflow tune` does for a target, in an MLflow run of its own that has the curve while it grows.
+    """The MLflow run of `tvmflow tune` for one target; the curve grows there while the step tunes.
 
-    `path` is the file that the step writes it to. Without a registry that answers tuning goes on: `error` says why the
-    curve is not there.
+    `path` is the file to which the step writes the curve. Tuning goes on without a registry that answers: `error` then
+    says why the curve is not there.
     """
 
     def __init__(self, context: Context, target: Target, budget: Tune, path: Path) -> None:
-        """Open the run."""
+        """Open the run and follow the file."""
         self.path = path
         self.error: RegistryError | None = None
         self._context = context
@@ -63,7 +63,7 @@ class Curve:
         self._thread.start()
 
     def finish(self, tuned: Outcome[TuneResult]) -> None:
-        """Keep what came of it, and close the run."""
+        """Log the result of the step, and close the run."""
         self._stop()
         registry, run_id, result = self._context.registry, self._run_id, tuned.result
         if self.error is not None:
@@ -83,7 +83,7 @@ class Curve:
             self.error = error
 
     def give_up(self, interrupted: bool) -> None:
-        """Close the run of a tuning that was interrupted or failed, with the curve so far."""
+        """Close the run with the curve so far, as killed if the step was `interrupted`, otherwise as failed."""
         self._stop()
         if self.error is None:
             try:
@@ -92,7 +92,7 @@ class Curve:
                 self.error = error
 
     def _follow(self) -> None:
-        while self.error is None and not self._ended.wait(_EVERY):
+        while self.error is None and not self._ended.wait(_LOOK_SECONDS):
             self._look()
 
     def _stop(self) -> None:
@@ -102,9 +102,9 @@ class Curve:
             self._look()
 
     def _look(self) -> None:
-        """Log what was measured since."""
-        written = self.path.read_text() if self.path.exists() else ""
-        lines = written[self._read : written.rfind("\n") + 1]
+        """Log the points that are new in the file."""
+        text = self.path.read_text() if self.path.exists() else ""
+        lines = text[self._read : text.rfind("\n") + 1]
         self._read += len(lines)
         points = [(int(step), float(value)) for step, value in map(str.split, lines.splitlines())]
         try:
@@ -113,14 +113,14 @@ class Curve:
             self.error = error
 
     def _log(self, points: Sequence[tuple[int, float]]) -> None:
-        for start in range(0, len(points), _MOST):
-            self._context.registry.log_curve(self._run_id, METRIC, points[start : start + _MOST])
+        for start in range(0, len(points), _POINTS):
+            self._context.registry.log_curve(self._run_id, METRIC, points[start : start + _POINTS])
         self._steps.update(step for step, _ in points)
 
 
 @contextmanager
 def followed(context: Context, target: Target, budget: Tune) -> Iterator[Curve]:
-    """The curve of a tuning while the body runs, which is to say how it finished."""
+    """Follow the curve while the body tunes; the body calls `finish`, and an exception from it gives the run up."""
     with context.workspace.scratch() as folder:
         curve = Curve(context, target, budget, folder / "curve")
         try:
@@ -131,13 +131,13 @@ def followed(context: Context, target: Target, budget: Tune) -> Iterator[Curve]:
 
 
 def latencies(tuned: TuneResult) -> Mapping[str, float]:
-    """The estimated latency in ms without tuning and now, as far as it is known."""
-    found = {"estimated_untuned_ms": tuned.untuned_ms, "estimated_latency_ms": tuned.latency_ms}
-    return {key: value for key, value in found.items() if value is not None}
+    """Return the estimated latencies in ms without tuning and now, by their metrics; none where no time is known."""
+    metrics = {"estimated_untuned_ms": tuned.untuned_ms, "estimated_latency_ms": tuned.latency_ms}
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def picture(curve: Sequence[tuple[int, float]], title: str) -> str:
-    """The curve as SVG: trials to the right, ms upwards from 0."""
+    """Return the curve as SVG: trials to the right, ms upwards from 0."""
     last, most = max(1, curve[-1][0]), max(value for _, value in curve) or 1.0
 
     def place(trial: int, value: float) -> tuple[float, float]:
@@ -156,7 +156,7 @@ def picture(curve: Sequence[tuple[int, float]], title: str) -> str:
         (left, bottom + 20, "start", "trial 0"),
         (right, bottom + 20, "end", str(curve[-1][0])),
     ]
-    written = "".join(
+    labels = "".join(
         f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>' for x, y, anchor, text in texts
     )
     return (
@@ -164,5 +164,5 @@ def picture(curve: Sequence[tuple[int, float]], title: str) -> str:
         'font-family="sans-serif" font-size="12">'
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>'
         f'<path d="M{left} {_TOP} V{bottom} H{right}" fill="none" stroke="#888"/>'
-        f'<path d="{path}" fill="none" stroke="#1565c0" stroke-width="2"/>{written}</svg>\n'
+        f'<path d="{path}" fill="none" stroke="#1565c0" stroke-width="2"/>{labels}</svg>\n'
     )
