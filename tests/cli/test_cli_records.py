@@ -38,7 +38,7 @@ SPLIT = json.dumps(
 
 
 @pytest.fixture
-def known(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[RecordStore, str]:
+def recorded(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[RecordStore, str]:
     """A state folder with three records of a ReLU, the second the fastest, and ten trials; and the ReLU's key."""
     func = script.from_source(RELU)
     key, target = workload_key(func), resolve("native").canonical
@@ -53,59 +53,61 @@ def known(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple
 
 
 @pytest.fixture
-def records(known: tuple[RecordStore, str], tvmflow: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Call `tvmflow records` where they are known."""
-    monkeypatch.setenv("TVMFLOW_HOME", str(known[0].folder.parent))
+def records(recorded: tuple[RecordStore, str], tvmflow: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Call `tvmflow records` in that state folder."""
+    monkeypatch.setenv("TVMFLOW_HOME", str(recorded[0].folder.parent))
     return lambda *arguments: tvmflow("records", *arguments)
 
 
-def test_listing_says_how_much_is_known_and_what_it_gained(records: Command) -> None:
+def test_the_list_has_the_numbers_of_records_and_their_gain(records: Command) -> None:
     assert "native" in records("list").out
     (row,) = json.loads(records("list", "--json").out)
     assert (row["workloads"], row["records"], row["trials"], row["ratio"]) == (1, 3, 10, 0.25)
     assert json.loads(records("list", "--target", "x86-64-v2", "--json").out) == []
 
 
-def test_workloads_are_listed_with_their_keys(records: Command, known: tuple[RecordStore, str]) -> None:
-    assert known[1] in records("list", "--workloads").out
+def test_workloads_are_listed_with_their_keys(records: Command, recorded: tuple[RecordStore, str]) -> None:
+    assert recorded[1] in records("list", "--workloads").out
     (row,) = json.loads(records("list", "--workloads", "--json").out)
-    assert (row["key"], row["best_seconds"]) == (known[1], 1e-6)
+    assert (row["key"], row["best_seconds"]) == (recorded[1], 1e-6)
 
 
 def test_a_workload_is_shown_with_its_history_and_its_best_schedule(
-    records: Command, known: tuple[RecordStore, str]
+    records: Command, recorded: tuple[RecordStore, str]
 ) -> None:
-    shown = records("show", known[1][:6])
-    assert "T.max(a[v], T.float32(0.0))" in shown.out
-    assert "sch.split(loop=l1, factors=[None, 16]" in shown.out
-    document = json.loads(records("show", known[1], "--json").out)
+    shown = records("show", recorded[1][:6])
+    assert "T.max(" in shown.out
+    assert "sch.split(" in shown.out
+    document = json.loads(records("show", recorded[1], "--json").out)
     assert [record["seconds"] for record in document["history"]] == [3e-6, 1e-6, 2e-6]
 
 
-def test_an_unknown_key_is_one_sentence(records: Command) -> None:
-    assert "'zz' is no key of a record; `tvmflow records list --workloads`" in records("show", "zz").sentence
+def test_an_unknown_key_is_refused(records: Command) -> None:
+    assert "'zz'" in records("show", "zz").sentence
 
 
-def test_what_is_exported_can_be_imported_elsewhere(
+def test_exported_records_can_be_imported_elsewhere(
     records: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert json.loads(records("export", "best.jsonl", "--json").out)["records"] == 1
     assert json.loads(records("export", "all.jsonl", "--all", "--json").out)["records"] == 3
     monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "elsewhere"))
-    assert "best.jsonl: 1 of 1 records taken" in records("import", "best.jsonl").out
-    assert "2 of 3 records taken; 1 not: " in records("import", "all.jsonl").out
+    (best,) = json.loads(records("import", "best.jsonl", "--json").out)
+    assert (best["file"], best["read"], best["taken"], best["refused"]) == ("best.jsonl", 1, 1, {})
+    everything = records("import", "all.jsonl").out
+    assert "2 of 3" in everything
     (row,) = json.loads(records("list", "--json").out)
     assert (row["records"], row["trials"]) == (3, 10)
 
 
-def test_a_file_without_records_is_one_sentence(records: Command, tmp_path: Path) -> None:
+def test_a_file_without_records_is_refused(records: Command, tmp_path: Path) -> None:
     Path("none.jsonl").touch()
-    assert "'none.jsonl' holds no tuning record" in records("import", "none.jsonl").sentence
+    assert "'none.jsonl'" in records("import", "none.jsonl").sentence
 
 
-def test_pruning_keeps_the_fastest(records: Command, known: tuple[RecordStore, str]) -> None:
+def test_pruning_keeps_the_fastest(records: Command, recorded: tuple[RecordStore, str]) -> None:
     assert json.loads(records("prune", "--keep", "1", "--json").out)["after"] == 2
-    assert [record.seconds for record in RecordStore(known[0].folder).records(resolve("native"))] == [1e-6]
+    assert [record.seconds for record in RecordStore(recorded[0].folder).records(resolve("native"))] == [1e-6]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConfig]:
         yield config
 
 
-def test_a_named_release_store_shares_what_is_imported_and_pruned(
+def test_a_named_release_store_shares_imports_and_prunings(
     records: Command, server: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records("export", "all.jsonl", "--all")
@@ -137,10 +139,12 @@ def test_a_named_release_store_shares_what_is_imported_and_pruned(
     assert (row["records"], row["trials"]) == (1, 10)
 
 
-def test_a_release_store_that_is_down_leaves_what_is_here(records: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_release_store_the_records_here_are_listed(
+    records: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"ENDPOINT": "http://127.0.0.1:9", "ACCESS_KEY": "key", "SECRET_KEY": "secret"}.items():
         monkeypatch.setenv(f"TVMFLOW_S3_{name}", value)
     listed = records("list", "--json")
     assert json.loads(listed.out)[0]["records"] == 3
-    assert listed.err.startswith("only the records of this machine: Cannot reach")
+    assert "127.0.0.1:9" in listed.err
     assert len(listed.err.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""What a cost model knows before the first trial."""
+"""The training of a cost model before the first trial."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ def _measured(func: PrimFunc, target: Target, seed: int) -> Measured:
 
 
 @pytest.fixture(scope="module")
-def known(conv: PrimFunc, native: Target) -> Measured:
+def learnt(conv: PrimFunc, native: Target) -> Measured:
     return _measured(conv, native, 1)
 
 
@@ -64,38 +64,38 @@ def _context(measured: Measured, target: Target) -> Any:
 
 
 def test_a_warmed_model_predicts_what_one_does_that_saw_the_measurements(
-    known: Measured, others: Measured, native: Target
+    learnt: Measured, others: Measured, native: Target
 ) -> None:
     warmed, saw = (make_cost_model("xgb", seed=0, threads=1) for _ in range(2))
-    assert warm_up(warmed, trials(known, native), native.canonical) == len(known[1])
+    assert warm_up(warmed, trials(learnt, native), native.canonical) == len(learnt[1])
     assert saw is not None
     saw.update(
-        _context(known, native),
-        [proposal.candidate for proposal in known[1]],
-        [runner_result(seconds) for seconds in known[2]],
+        _context(learnt, native),
+        [proposal.candidate for proposal in learnt[1]],
+        [runner_result(seconds) for seconds in learnt[2]],
     )
     np.testing.assert_allclose(predicted(warmed, others, native), predicted(saw, others, native), rtol=0.05, atol=0.01)
 
 
-def test_a_warmed_model_does_not_guess(known: Measured, others: Measured, native: Target) -> None:
+def test_a_warmed_model_does_not_guess(learnt: Measured, others: Measured, native: Target) -> None:
     cold, warmed = (make_cost_model("xgb", seed=0, threads=1) for _ in range(2))
-    warm_up(warmed, trials(known, native), native.canonical)
+    warm_up(warmed, trials(learnt, native), native.canonical)
     assert not np.array_equal(predicted(cold, others, native), predicted(cold, others, native))
     assert np.array_equal(predicted(warmed, others, native), predicted(warmed, others, native))
 
 
 def test_what_a_model_learns_does_not_depend_on_the_order_of_the_records(
-    known: Measured, others: Measured, native: Target
+    learnt: Measured, others: Measured, native: Target
 ) -> None:
-    entries = trials(known, native)
+    entries = trials(learnt, native)
     first, second = (make_cost_model("xgb", seed=0, threads=1) for _ in range(2))
     assert warm_up(first, entries, native.canonical, limit=20) == 20
     assert warm_up(second, entries[::-1], native.canonical, limit=20) == 20
     assert np.array_equal(predicted(first, others, native), predicted(second, others, native))
 
 
-def test_schedules_that_do_not_replay_are_passed_over(known: Measured, native: Target) -> None:
-    good, *_ = trials(known, native)
+def test_schedules_that_do_not_replay_are_passed_over(learnt: Measured, native: Target) -> None:
+    good, *_ = trials(learnt, native)
     bad = Trial(
         good.key,
         good.workload,

@@ -16,7 +16,7 @@ from tvmflow.tuning.cache_state import make_reader, warm_arguments, weight_bytes
 from tvmflow.tuning.candidates import Argument, Candidate, Library, arguments_of
 from tvmflow.tuning.measure import MeasurePool
 from tvmflow.tuning.traces import normalize
-from tvmflow.tuning.worker_process import TrialError
+from tvmflow.tuning.worker_process import CrashError, LateError, TrialError
 
 
 def candidate(func: PrimFunc) -> Candidate:
@@ -38,14 +38,14 @@ def pool(native: Target) -> Iterator[MeasurePool]:
 def test_a_candidate_that_crashes_does_not_harm_the_next(
     pool: MeasurePool, aborts: PrimFunc, adds_one: PrimFunc
 ) -> None:
-    with pytest.raises(TrialError, match="crashed"):
+    with pytest.raises(CrashError):
         pool.time(build(pool, aborts))
     assert pool.time(build(pool, adds_one)) > 0
 
 
-def test_a_candidate_that_hangs_costs_only_its_time_out(native: Target, sleeps: PrimFunc, adds_one: PrimFunc) -> None:
+def test_a_candidate_that_hangs_costs_only_its_timeout(native: Target, sleeps: PrimFunc, adds_one: PrimFunc) -> None:
     with MeasurePool(native.canonical, builders=1, threads=1, timeout=2, deadline=math.inf) as pool:
-        with pytest.raises(TrialError, match="more than 2 s"):
+        with pytest.raises(LateError):
             pool.time(build(pool, sleeps))
         assert pool.time(build(pool, adds_one)) > 0
 
@@ -60,14 +60,15 @@ def test_a_candidate_that_cannot_be_built_is_refused_with_the_reason(pool: Measu
 def test_a_killed_builder_is_replaced(pool: MeasurePool, adds_one: PrimFunc) -> None:
     build(pool, adds_one)
     for process in psutil.Process().children():
-        os.kill(process.pid, signal.SIGKILL)
+        if "tvmflow.tuning.worker" in process.cmdline():
+            os.kill(process.pid, signal.SIGKILL)
     assert all(isinstance(built, Library) for built in pool.build([candidate(adds_one)] * 4))
 
 
 def test_a_wrong_result_is_refused(pool: MeasurePool, adds_one: PrimFunc, adds_one_but_once: PrimFunc) -> None:
     right, wrong, reference = (build(pool, func) for func in (adds_one, adds_one_but_once, adds_one))
     pool.check(right, reference)
-    with pytest.raises(TrialError, match="wrong result: argument 1 differs"):
+    with pytest.raises(TrialError, match="argument 1"):
         pool.check(wrong, reference)
 
 
@@ -79,7 +80,7 @@ def test_no_worker_outlives_its_pool(native: Target) -> None:
     assert not any(worker.is_running() for worker in workers)
 
 
-def test_the_weights_of_a_model_are_all_that_its_functions_take_but_what_others_make() -> None:
+def test_the_weights_of_a_model_are_all_arguments_but_the_warm_ones() -> None:
     dense = tuple(Argument(shape, "float32") for shape in ((1, 64), (64, 10), (1, 10), (10,), (1, 10)))
     narrow = tuple(Argument((8,), dtype) for dtype in ("uint16", "int8", "uint16"))
     # The residual has the result's shape.
@@ -88,7 +89,7 @@ def test_the_weights_of_a_model_are_all_that_its_functions_take_but_what_others_
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_what_is_called_between_two_calls_reads_every_byte(native: Target, threads: int) -> None:
+def test_the_reader_reads_every_byte(native: Target, threads: int) -> None:
     size = 64 * 12
     candidate = make_reader(size, threads)
     data, total = (np.ones(item.shape, item.dtype) for item in candidate.arguments)
@@ -106,7 +107,7 @@ def test_a_candidate_is_measured_with_the_weights_of_a_model_read_between_its_ca
     with MeasurePool(native.canonical, builders=1, threads=2, timeout=10, deadline=math.inf, weights=1 << 20) as pool:
         library = build(pool, adds_one)
         assert pool.time(library) > 0
-        with pytest.raises(TrialError, match="crashed"):
+        with pytest.raises(CrashError):
             pool.time(build(pool, aborts))
         # The new process reads them too.
         assert all(seconds > 0 for seconds in pool.compare(library, library))

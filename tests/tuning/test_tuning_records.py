@@ -1,4 +1,4 @@
-"""Records, the folder they are kept in, and how they are applied."""
+"""Records, the store that they are kept in, and how they are applied."""
 
 import json
 import logging
@@ -86,7 +86,8 @@ def test_a_record_applies_to_the_same_workload_by_other_names(native: Target, st
     for proposal in proposals:
         record = replace(make_record(workload_key(func), native), trace=proposal.trace)
         store.append(replace(record, workload=ir.save_json(normalize(func))))
-        here, there = (apply(found, item) for item in (func, renamed) if (found := store.records(native)[-1]))
+        last = store.records(native)[-1]
+        here, there = apply(last, func), apply(last, renamed)
         assert here is not None
         assert there is not None
         assert workload_key(here) == workload_key(there) != workload_key(func)
@@ -125,7 +126,7 @@ def test_a_torn_last_line_is_skipped(store: RecordStore, native: Target) -> None
     assert [record.key for record in RecordStore(store.folder).records(native)] == ["a"]
 
 
-def test_a_record_added_after_reading_is_seen(store: RecordStore, native: Target) -> None:
+def test_a_record_added_after_reading_is_read_as_well(store: RecordStore, native: Target) -> None:
     store.append(make_record("a", native))
     assert len(store.records(native)) == 1
     RecordStore(store.folder).append(make_record("b", native))
@@ -195,9 +196,9 @@ def test_a_run_begins_another_file_when_one_is_large(store: RecordStore, native:
     for trial in range(30):
         store.append(replace(make_record("a", native), trial=trial, trace="x" * 100_000, workload="the function"))
     assert 2 < len(list(store.folder.glob("*.jsonl"))) < 6
-    found = RecordStore(store.folder).records(native)
-    assert sorted(record.trial for record in found) == list(range(30))
-    assert {record.workload for record in found} == {"the function"}
+    records = RecordStore(store.folder).records(native)
+    assert sorted(record.trial for record in records) == list(range(30))
+    assert {record.workload for record in records} == {"the function"}
 
 
 def test_a_cost_model_can_learn_from_all_that_was_measured(store: RecordStore, native: Target) -> None:
@@ -224,8 +225,8 @@ def test_pruning_keeps_the_fastest_and_the_trials_spent(store: RecordStore, nati
         store.append(replace(make_record("a", native, seconds), workload="the function"))
         store.append(make_effort("a", native, 8))
     store.append(replace(make_record("a", native, 0.5), tvm_version="another"))
-    done = store.prune(2)
-    assert (done.before, done.after) == (7, 3)
+    counts = store.prune(2)
+    assert (counts.before, counts.after) == (7, 3)
     assert sorted(record.seconds for record in store.records(native)) == [1.0, 2.0]
     assert {record.workload for record in store.records(native)} == {"the function"}
     assert [effort.trials for effort in store.efforts(native)] == [24]
@@ -272,14 +273,14 @@ def test_pruning_again_and_again_while_others_write_loses_nothing(store: RecordS
     assert len(list(store.folder.glob("*.jsonl"))) == 1
 
 
-def test_what_was_appended_to_a_pruned_file_still_counts(store: RecordStore, native: Target) -> None:
+def test_records_appended_to_a_pruned_file_still_count(store: RecordStore, native: Target) -> None:
     store.append(make_record("a", native, 2.0))
     store.append(make_record("a", native, 1.0))
     (path,) = store.folder.glob("*.jsonl")
     content = path.read_bytes()
     store.prune(1)
     assert not path.exists()
-    # As another machine sends it that had gone on writing.
+    # The file as another machine sends it that had gone on writing.
     (store.folder / "fetched").mkdir()
     late = json.dumps({"kind": "record", **vars(make_record("b", native))}).encode()
     (store.folder / "fetched" / path.name).write_bytes(content + late + b"\n")
@@ -289,7 +290,7 @@ def test_what_was_appended_to_a_pruned_file_still_counts(store: RecordStore, nat
 KILLED = WRITER.replace("range(50)", "range(10**9)") + "    print(trial, flush=True)\n"
 
 
-def test_what_writers_had_recorded_before_they_were_killed_is_there(store: RecordStore, native: Target) -> None:
+def test_records_that_writers_reported_before_they_were_killed_are_there(store: RecordStore, native: Target) -> None:
     root = str(Path(__file__).parents[2])
     writers = {
         key: subprocess.Popen(
@@ -297,13 +298,13 @@ def test_what_writers_had_recorded_before_they_were_killed_is_there(store: Recor
         )
         for key in ("first", "second", "third")
     }
-    said = {}
+    reported = {}
     for (key, writer), number in zip(writers.items(), (1, 170, 60), strict=True):
         assert writer.stdout is not None
         lines = [int(writer.stdout.readline()) for _ in range(number)]
         writer.kill()
-        said[key] = {*lines, *map(int, writer.stdout.read().split())}
+        reported[key] = {*lines, *map(int, writer.stdout.read().split())}
         writer.wait(30)
         writer.stdout.close()
-    found = {key: {record.trial for record in store.records(native) if record.key == key} for key in writers}
-    assert all(found[key] >= said[key] for key in writers)
+    stored = {key: {record.trial for record in store.records(native) if record.key == key} for key in writers}
+    assert all(stored[key] >= reported[key] for key in writers)

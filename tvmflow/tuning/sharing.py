@@ -4,14 +4,11 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from tvmflow.errors import TvmflowError
 from tvmflow.tuning.record_store import FETCHED, RecordStore, context_digest, hold_lock, whole_lines
-
-# Seconds between two times that a run sends what it has recorded.
-_INTERVAL = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +93,8 @@ class Sharing:
 
 
 @contextlib.contextmanager
-def sharing(store: RecordStore, shared: SharedRecords | None, context: str) -> Iterator[None]:
-    """Fetch the records of a context (`Context.digest`), then send new ones now and then while the body runs.
+def sharing(store: RecordStore, shared: SharedRecords | None, context: str, *, interval: float = 5.0) -> Iterator[None]:
+    """Fetch the records of a context (`Context.digest`), then send new ones every `interval` seconds in the body.
 
     Without a `shared` place it does nothing. When the place fails, one warning is logged, and the body runs with the
     records that are here; the next run sends what could not be sent.
@@ -108,29 +105,26 @@ def sharing(store: RecordStore, shared: SharedRecords | None, context: str) -> I
     both = Sharing(store, shared)
     failures: list[str] = []
 
-    def attempt(what: str) -> None:
+    def attempt(action: Callable[[], int]) -> None:
         try:
-            if what == "fetch":
-                both.fetch(context)
-            else:
-                both.send()
+            action()
         except (TvmflowError, OSError) as error:
             if not failures:
                 logger.warning("tuning records stay on this machine until the next run sends them: %s", error)
             failures.append(str(error))
 
-    attempt("fetch")
+    attempt(lambda: both.fetch(context))
     ended = threading.Event()
 
-    def send_now_and_then() -> None:
-        while not ended.wait(_INTERVAL):
-            attempt("send")
+    def send_regularly() -> None:
+        while not ended.wait(interval):
+            attempt(both.send)
 
-    sender = threading.Thread(target=send_now_and_then, name="tvmflow-records", daemon=True)
+    sender = threading.Thread(target=send_regularly, name="tvmflow-records", daemon=True)
     sender.start()
     try:
         yield
     finally:
         ended.set()
         sender.join()
-        attempt("send")
+        attempt(both.send)
