@@ -1,7 +1,7 @@
 """Promotion: what a channel asks of a release, and moving a channel together with the registry's alias of its name.
 
-The alias is what is wanted, the pointer in the release store is what devices read. Both move under the channel's claim,
-the alias first: interrupted in between, the alias is ahead, and promoting again completes the move.
+The alias is the desired state, the pointer in the release store the state that devices read. Both move under the
+channel's claim, the alias first: an interrupted move leaves the alias ahead, and promoting again completes it.
 """
 
 import getpass
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -25,8 +25,16 @@ from tvmflow.spec import Channel
 from tvmflow.store import channels
 from tvmflow.store.channels import Pointer
 
-_MODEL = re.compile(r"models:/(?P<model>[^/@]+)/(?P<version>[1-9][0-9]*)")
+_MODEL_URI = re.compile(r"models:/(?P<model>[^/@]+)/(?P<version>[1-9][0-9]*)")
+# Characters; MLflow's servers refuse much longer tags.
 _LONGEST_TAG = 4000
+
+
+class RegisteredVersion(NamedTuple):
+    """A version of a registered model in MLflow."""
+
+    model: str
+    version: str
 
 
 @dataclass(frozen=True)
@@ -70,38 +78,44 @@ def read_state(services: Services, name: str, channel: str, model: str | None = 
 
 
 def read_policy(release: Mapping[str, Any], channel: str) -> Channel:
-    """What a channel asks of a release, as the file that it was released from says; anything, where that says nothing.
+    """Read what a channel asks of a release, from the release's document: nothing where the document has no channels.
 
-    Raises SpecError for a channel that is not among those of the file.
+    Raises SpecError for a channel that is not among those of the document, StoreError for a document that is damaged or
+    was written by a newer tvmflow.
     """
-    named = release.get("channels") or {}
-    if not named:
+    sections = release.get("channels") or {}
+    if not isinstance(sections, Mapping):
+        raise StoreError(
+            f"The release {release.get('name')} {release.get('version')} is damaged, its `channels` are not a section: "
+            "publish it again."
+        )
+    if not sections:
         return Channel()
-    if channel not in named:
-        close = get_close_matches(channel, named, n=1, cutoff=0.4)
+    if channel not in sections:
+        close = get_close_matches(channel, sections, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise SpecError(
-            f"{release['name']} {release['version']} is released for the channels {', '.join(sorted(named))}: "
-            f"{channel!r} is not among them{hint}"
+            f"{release.get('name')} {release.get('version')} is released for the channels "
+            f"{', '.join(sorted(sections))}: {channel!r} is not among them{hint}"
         )
     try:
-        return Channel.model_validate(named[channel])
+        return Channel.model_validate(sections[channel])
     except ValidationError as error:
         raise StoreError(
-            f"The release {release['name']} {release['version']} asks for something of the channel {channel!r} that "
-            "this tvmflow does not know: upgrade tvmflow."
+            f"The release {release.get('name')} {release.get('version')} asks for something of the channel {channel!r} "
+            "that this tvmflow does not know: upgrade tvmflow."
         ) from error
 
 
-def get_registered_version(release: Mapping[str, Any]) -> tuple[str, str]:
-    """The registered model of a release's document, and its version there."""
-    found = _MODEL.fullmatch(str(release.get("model")))
-    if found is None:
+def get_registered_version(release: Mapping[str, Any]) -> RegisteredVersion:
+    """The version of a registered model that a release is. Raises StoreError when its document names none."""
+    match = _MODEL_URI.fullmatch(str(release.get("model")))
+    if match is None:
         raise StoreError(
             f"The release {release.get('name')} {release.get('version')} is damaged, its document names no registered "
             "model: publish it again."
         )
-    return found["model"], found["version"]
+    return RegisteredVersion(match["model"], match["version"])
 
 
 def hash_release(release: Mapping[str, Any]) -> str:
@@ -110,7 +124,7 @@ def hash_release(release: Mapping[str, Any]) -> str:
 
 
 def identify_user() -> str:
-    """Who runs this process, as USER@HOST."""
+    """The user of this process, as USER@HOST."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
@@ -119,7 +133,7 @@ def identify_user() -> str:
 
 
 def format_refusal_tag(channel: str) -> str:
-    """The tag of a registered version that says why it was refused on a channel."""
+    """The name of the tag that says why a channel refused a registered version."""
     return f"tvmflow.refused.{channel}"
 
 
@@ -136,18 +150,26 @@ def move_channel(
 ) -> Pointer:
     """Move alias and pointer of a channel to a release; return the new pointer.
 
-    `expected` is the version that the mover saw the channel at, None for a new channel. Where it has moved since,
-    neither is touched, and the StoreError says who moved it. Where it is at `version` already, nothing is written but
-    an alias that differs.
+    `expected` is the version that the mover saw in the channel, None for a new channel. When the channel holds another
+    version by now, neither is touched, and the StoreError says who moved it. When it holds `version` already, only an
+    alias that differs is written.
     """
     model, number = get_registered_version(services.store.get_release(name, version))
 
-    def want() -> None:
+    def set_alias() -> None:
         if services.registry.get_alias_version(model, channel) != number:
             services.registry.set_alias(model, channel, number)
 
     pointer = channels.move(
-        services.store, name, channel, version, who=who, why=why, expected=expected, rollback=rollback, prepare=want
+        services.store,
+        name,
+        channel,
+        version,
+        who=who,
+        why=why,
+        expected=expected,
+        rollback=rollback,
+        prepare=set_alias,
     )
     if format_refusal_tag(channel) in services.registry.get_version_tags(model, number):
         services.registry.delete_version_tag(model, number, format_refusal_tag(channel))
@@ -155,37 +177,40 @@ def move_channel(
 
 
 def refuse(services: Services, release: Mapping[str, Any], channel: str, *, who: str, reason: str) -> None:
-    """Keep with the registered version why a channel refused it, and put the alias back to what the channel holds."""
+    """Tag the registered version with the reason why a channel refused it, and restore the channel's alias."""
     model, number = get_registered_version(release)
     services.registry.set_version_tag(model, number, format_refusal_tag(channel), reason[:_LONGEST_TAG])
     restore_alias(services, release, channel, who=who)
 
 
 def restore_alias(services: Services, release: Mapping[str, Any], channel: str, *, who: str) -> None:
-    """Point an alias that wants this release at what the channel holds, or delete it if the channel holds nothing."""
+    """Point an alias that asks for this release at the version that the channel holds; delete it if there is none.
+
+    An alias that asks for another version stays as it is.
+    """
     model, number = get_registered_version(release)
     if services.registry.get_alias_version(model, channel) != number:
         return
     name = str(release["name"])
     with channels.claim(services.store, name, channel, who):
-        held = channels.find(services.store, name, channel)
+        pointer = channels.find(services.store, name, channel)
         # Under the claim nobody else promotes; a person may still have set the alias elsewhere, which stays.
         if services.registry.get_alias_version(model, channel) != number:
             return
-        if held is None:
+        if pointer is None:
             services.registry.delete_alias(model, channel)
-        elif held.version != str(release["version"]):
-            services.registry.set_alias(
-                model, channel, get_registered_version(services.store.get_release(name, held.version))[1]
-            )
+        elif pointer.version != str(release["version"]):
+            current_version = get_registered_version(services.store.get_release(name, pointer.version)).version
+            services.registry.set_alias(model, channel, current_version)
 
 
 def roll_back(
     services: Services, name: str, channel: str, *, who: str, why: str, to: str | None = None
 ) -> tuple[Pointer, Pointer]:
-    """Move a channel back to the release that it held before, or to an earlier one; return the old pointer and the new.
+    """Move a channel back to the release before, or to the earlier one `to`; return the old pointer and the new.
 
-    Every digest of that release is checked, no gates are run: it has passed them. Raises StoreError.
+    Every digest of that release is checked. No gates run: the release has passed them. Raises StoreError when the
+    channel has held no such release, or the release is not whole.
     """
     before = channels.read(services.store, name, channel)
     if to is None:
@@ -215,13 +240,13 @@ def log_verdict(
     flow_run: str | None,
     done: bool,
 ) -> str:
-    """Keep what was found about a promotion as a run in MLflow, inside the run of the release; return its id.
+    """Log the verdict on a promotion as a run in MLflow, inside the run of the release; return the run's id.
 
-    `verdict` becomes verdict.json and `report`, in Markdown, report.md. `done` closes the run; a flow run that waits
-    for approval leaves it open and finds it again.
+    `verdict` becomes verdict.json and `report`, in Markdown, report.md. `done` closes the run. A flow run that waits
+    for approval leaves it open and gets the same run when it logs again.
     """
     name, version = str(release["name"]), str(release["version"])
-    told = {
+    all_tags = {
         "tvmflow.kind": "promotion",
         "tvmflow.name": name,
         "tvmflow.version": version,
@@ -230,7 +255,7 @@ def log_verdict(
     }
     registry = services.registry
     run = registry.open_promotion_run(
-        str(release["mlflow_run_id"]), f"promote {name} {version} to {channel}", told, flow_run
+        str(release["mlflow_run_id"]), f"promote {name} {version} to {channel}", all_tags, flow_run
     )
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as scratch:
         files = {"verdict.json": json.dumps(verdict, indent=2), "report.md": report}

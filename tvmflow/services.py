@@ -21,7 +21,7 @@ BUCKET = "tvmflow"
 
 @dataclass(frozen=True)
 class Services:
-    """Where releases go; the same code whether the servers are embedded or not."""
+    """The release store and the registry of a release, whether their servers are embedded or not."""
 
     store: ReleaseStore
     registry: Registry
@@ -29,14 +29,14 @@ class Services:
 
 @contextmanager
 def open_store(settings: Settings, section: Store | None = None) -> Iterator[ReleaseStore]:
-    """The release store; an embedded S3 server runs while the body does when neither settings nor `section` name one.
+    """Open the release store that the settings name, else the one of the release file's `section`.
 
-    What the settings say comes before what the release file's section says. Raises StoreError.
+    When neither names a server, an embedded S3 server runs for as long as the body does. Raises StoreError.
     """
-    said = section or Store()
-    endpoint = settings.s3_endpoint or said.endpoint
-    bucket = settings.s3_bucket or said.bucket or BUCKET
-    prefix = (settings.s3_prefix if settings.s3_prefix is not None else said.prefix) or ""
+    section = section or Store()
+    endpoint = settings.s3_endpoint or section.endpoint
+    bucket = settings.s3_bucket or section.bucket or BUCKET
+    prefix = (settings.s3_prefix if settings.s3_prefix is not None else section.prefix) or ""
     if endpoint is None and settings.s3_bucket is None:
         with embedded_s3(settings.state / "s3", bucket=bucket) as config:
             yield ReleaseStore(replace(config, prefix=prefix))
@@ -57,7 +57,7 @@ def open_store(settings: Settings, section: Store | None = None) -> Iterator[Rel
 
 
 def open_registry(settings: Settings, section: RegistrySection | None = None) -> Registry:
-    """The MLflow registry, a SQLite file in the state folder when settings name none. Raises RegistryError."""
+    """The registry that the settings name, else one in a SQLite file in the state folder. Connects when it is used."""
     experiment = section.experiment if section is not None and section.experiment else "tvmflow"
     if settings.mlflow_tracking_uri is None:
         return Registry(replace(embedded_registry(settings.state / "mlflow"), experiment=experiment))
@@ -66,18 +66,18 @@ def open_registry(settings: Settings, section: RegistrySection | None = None) ->
 
 @contextmanager
 def open_services(settings: Settings, store: Store, registry: RegistrySection) -> Iterator[Services]:
-    """Store and registry, both found usable before any work is spent. Raises StoreError or RegistryError."""
-    opened = open_registry(settings, registry)
-    with open_store(settings, store) as releases:
-        releases.check()
-        opened.check()
-        yield Services(releases, opened)
+    """Open store and registry, and check both before any work is spent. Raises StoreError or RegistryError."""
+    services_registry = open_registry(settings, registry)
+    with open_store(settings, store) as services_store:
+        services_store.check()
+        services_registry.check()
+        yield Services(services_store, services_registry)
 
 
 def open_workspace(settings: Settings, store: ReleaseStore, section: Store | None = None) -> Workspace:
-    """This machine's workspace, shared through the release store where the settings say so.
+    """Open this machine's workspace, shared through the release store where the settings ask for that.
 
-    Raises SettingsError when it is to be shared through an embedded store, which no other machine can reach.
+    Raises SettingsError when the store is embedded, which no other machine can reach.
     """
     if not settings.shared_workspace:
         return Workspace(settings.state)
@@ -89,9 +89,9 @@ def open_workspace(settings: Settings, store: ReleaseStore, section: Store | Non
 
 
 def open_records(settings: Settings, store: ReleaseStore, section: Store | None = None) -> RecordObjects | None:
-    """Where machines share their tuning records: beside the releases on a named S3 server; None where they do not."""
-    named = (settings.s3_endpoint, settings.s3_bucket, section.endpoint if section is not None else None)
-    return RecordObjects(store) if settings.share_records and any(named) else None
+    """The tuning records that machines share, beside the releases on a named S3 server; None where they share none."""
+    servers = (settings.s3_endpoint, settings.s3_bucket, section.endpoint if section is not None else None)
+    return RecordObjects(store) if settings.share_records and any(servers) else None
 
 
 def _secret(value: SecretStr | None) -> str | None:

@@ -23,9 +23,9 @@ _PREFIX = "TVMFLOW_"
 # An address and the credentials for it come from one place: half of each would fit neither server.
 _STORE = {"s3_endpoint", "s3_bucket", "s3_access_key", "s3_secret_key", "s3_session_token"}
 _FILE_VARIABLE = "TVMFLOW_SETTINGS"
-# What the processes of one run tell each other.
+# Variables by which the processes of one run talk to each other.
 _INTERNAL = {"TVMFLOW_CHILD", "TVMFLOW_EVENTS_FD"}
-# What also a device obeys that reads no settings file, and so is said in the environment only.
+# Settings that devices must honour. A device reads no settings file, so they come from the environment alone.
 _DEVICE = {TRUSTED_KEYS_VARIABLE}
 
 
@@ -38,19 +38,22 @@ class _RunningStack(PydanticBaseSettingsSource):
     """Addresses and credentials of the local stack of the state folder, for as long as it runs."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """The stack is asked as a whole."""
+        """Not used: the stack gives all of its values at once."""
         raise NotImplementedError
 
     def __call__(self) -> dict[str, Any]:
-        """What the stack says about what nobody else has said."""
-        said = self.current_state
-        home = said.get("home", self.settings_cls.model_fields["home"].default)
-        found = record.settings(Path(str(home)).expanduser().absolute())
-        return {name: value for name, value in found.items() if name not in _STORE or _STORE.isdisjoint(said)}
+        """The stack's values; those of its S3 server only when no other source names a part of an S3 server."""
+        others = self.current_state
+        home = others.get("home", self.settings_cls.model_fields["home"].default)
+        values = record.settings(Path(str(home)).expanduser().absolute())
+        return {name: value for name, value in values.items() if name not in _STORE or _STORE.isdisjoint(others)}
 
 
 class Settings(BaseSettings):
-    """The environment (`TVMFLOW_...`), the settings file, the running local stack, and then embedded defaults."""
+    """The settings of a machine: from the environment (`TVMFLOW_...`), the settings file, a running local stack.
+
+    The first source that has a value wins; a setting that no source has keeps its default.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix=_PREFIX, extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True
@@ -120,7 +123,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Explicit arguments, the environment, the settings file, a running stack: the first that speaks wins."""
+        """The sources in their order: explicit arguments, the environment, the settings file, a running stack."""
         file = TomlConfigSettingsSource(settings_cls, settings_file())
         return init_settings, env_settings, file, _RunningStack(settings_cls)
 
@@ -131,7 +134,7 @@ class Settings(BaseSettings):
 
 
 def load() -> Settings:
-    """The settings of this machine. Raises SettingsError with one sentence naming the setting."""
+    """Read the settings of this machine. Raises SettingsError with one sentence that names the setting."""
     path = settings_file()
     if _FILE_VARIABLE in os.environ and not path.is_file():
         raise SettingsError(f"settings file {str(path)!r}, named by {_FILE_VARIABLE}, does not exist")
@@ -148,9 +151,9 @@ def load() -> Settings:
     except ValidationError as error:
         problem = error.errors()[0]
         name = ".".join(str(part) for part in problem["loc"])
-        known = ", ".join(sorted(Settings.model_fields))
-        unknown = problem["type"] == "extra_forbidden"
-        told = f"is unknown; known are {known}" if unknown else f"is wrong: {problem['msg']}"
-        raise SettingsError(f"setting {name!r} {told} (from TVMFLOW_{name.upper()} or {str(path)!r})") from error
+        names = ", ".join(sorted(Settings.model_fields))
+        is_unknown = problem["type"] == "extra_forbidden"
+        fault = f"is unknown; known are {names}" if is_unknown else f"is wrong: {problem['msg']}"
+        raise SettingsError(f"setting {name!r} {fault} (from TVMFLOW_{name.upper()} or {str(path)!r})") from error
     except ValueError as error:
         raise SettingsError(f"settings file {str(path)!r} is not valid TOML: {error}") from error

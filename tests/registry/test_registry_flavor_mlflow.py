@@ -111,7 +111,7 @@ def test_a_key_that_model_config_does_not_have_is_refused(build_bundle: BuildBun
     from tvmflow.registry import flavor
 
     flavor.save_model(build_bundle(), tmp_path / "model")
-    with pytest.raises(InputError, match="unknown key 'device'; known are target, threads, spin"):
+    with pytest.raises(InputError, match=r"'device'; .*target, threads, spin"):
         flavor._load_pyfunc(str(tmp_path / "model"), {"device": "gpu"})
     with pytest.raises(BundleError, match="no bundle for the target 'gpu'; it has 'native'"):
         flavor.load_model(str(tmp_path / "model"), target="gpu")

@@ -48,7 +48,7 @@ def test_prefect_and_mlflow_keep_their_state_in_postgresql(machine: Any, postgre
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("mysql://u:hush-hush@127.0.0.1/x", "setting database_url is no address of a PostgreSQL server: give it as"),
+        ("mysql://u:hush-hush@127.0.0.1/x", "setting database_url is not the address of a PostgreSQL server"),
         ("postgresql://u:hush-hush@127.0.0.1:1/x", "PostgreSQL at 127.0.0.1:1 cannot be used ("),
     ],
 )

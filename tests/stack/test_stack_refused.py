@@ -14,7 +14,7 @@ import pytest
 
 from tvmflow import settings
 from tvmflow.stack import record
-from tvmflow.stack.record import Record, Started
+from tvmflow.stack.record import Record, ServerProcess
 
 
 @pytest.fixture
@@ -31,9 +31,8 @@ def test_a_port_that_somebody_else_has_is_named_with_its_user(machine: Any) -> N
         port = taken.getsockname()[1]
     assert ended.code == 2
     user = f"process {psutil.Process().pid} ({psutil.Process().name()})"
-    assert ended.sentence == (
-        f"port {port}, which MLflow is to have, is in use by {user}; end that, or choose another with --mlflow-port"
-    )
+    for part in (f"port {port} of MLflow", user, "--mlflow-port"):
+        assert part in ended.sentence
     assert machine.processes() == []
     # Nor is it remembered.
     assert record.read(machine.state) == Record()
@@ -42,7 +41,7 @@ def test_a_port_that_somebody_else_has_is_named_with_its_user(machine: Any) -> N
 def test_two_servers_are_not_given_one_port(machine: Any) -> None:
     ended = machine.run("up", "--s3-port", "4200")
     assert ended.code == 2
-    assert ended.sentence == "S3 and Prefect are both given the port 4200; choose another for one"
+    assert all(part in ended.sentence for part in ("S3", "Prefect", "4200"))
 
 
 def test_a_mistake_in_a_release_file_is_said_before_anything_starts(machine: Any) -> None:
@@ -55,10 +54,8 @@ def test_a_mistake_in_a_release_file_is_said_before_anything_starts(machine: Any
 
 def test_without_a_stack_there_is_nothing_to_show_or_to_end(machine: Any) -> None:
     shown = machine.run("up", "--status")
-    assert (shown.code, shown.out) == (
-        1,
-        "no stack was started in this state folder; start one with `tvmflow up`\n",
-    )
+    assert shown.code == 1
+    assert "`tvmflow up`" in shown.out
     assert machine.run("down", "--json").document == {"ended": []}
 
 
@@ -93,7 +90,7 @@ def test_a_process_that_only_has_the_id_of_a_server_is_not_ended(machine: Any, s
     born = record.birth(sleeper.pid)
     assert born is not None
     ports = dict.fromkeys(("s3", "prefect", "mlflow", "receiver"), 1)
-    other = Started(sleeper.pid, f"{born}0", "mark")
+    other = ServerProcess(sleeper.pid, f"{born}0", "mark")
     record.write(machine.state, Record({"mlflow": other}, ports, settings={"work_pool": "tvmflow"}))
     code, servers = machine.status()
     assert (code, servers["mlflow"]["state"]) == (1, "down")
@@ -111,7 +108,7 @@ def test_settings_come_from_a_stack_only_while_it_runs_and_last(
     monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "state"))
     born = record.birth(sleeper.pid) or ""
     said = {"s3_endpoint": "http://127.0.0.1:1", "s3_bucket": "b", "mlflow_tracking_uri": "http://127.0.0.1:2"}
-    running = Record({"s3": Started(sleeper.pid, born, "mark")}, {"s3": 1}, settings=said)
+    running = Record({"s3": ServerProcess(sleeper.pid, born, "mark")}, {"s3": 1}, settings=said)
     record.write(tmp_path / "state", running)
     made = record.make_secrets(tmp_path / "state")
 

@@ -123,7 +123,7 @@ def test_credentials_that_may_only_read_are_told() -> None:
 @pytest.mark.parametrize("status", [200, 400, 404, 500])
 def test_a_server_that_is_no_s3_is_told(status: int) -> None:
     with _answering({"GET": (status, "<!doctype html><p>Hello")}) as endpoint:
-        assert f"What answers at the S3 endpoint {endpoint} is no S3 server" in _refusal(_somewhere(endpoint))
+        assert f"the S3 endpoint {endpoint} is not an S3 server" in _refusal(_somewhere(endpoint))
 
 
 def test_a_servers_words_are_passed_on_without_the_secrets_in_them() -> None:

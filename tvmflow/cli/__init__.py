@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -36,6 +37,21 @@ from tvmflow.errors import TvmflowError
 __all__ = ["main"]
 
 _INTERRUPTED = 130
+_KEPT_STEPS = "finished steps are kept, and the same command continues after them"
+_KEPT_RECORDS = "the measurements are kept, and the same command continues from them"
+_UNFINISHED_MOVE = "a channel's alias may be ahead of the channel: the same command completes the move"
+# What holds after an interrupt, by command. After the others nothing is left to be continued.
+_AFTER_INTERRUPT = {
+    "compile": _KEPT_STEPS,
+    "release": _KEPT_STEPS,
+    "retrain": _KEPT_STEPS,
+    "tune": _KEPT_RECORDS,
+    "retune": _KEPT_RECORDS,
+    "promote": _UNFINISHED_MOVE,
+    "rollback": _UNFINISHED_MOVE,
+    "reconcile": _UNFINISHED_MOVE,
+    "up": "the servers that this command started are ended again",
+}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,11 +103,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _end_children()
-        _fail(
-            "interrupted; nothing was left half-done, and the same command goes on from here",
-            "Interrupted",
-            _INTERRUPTED,
-        )
+        _fail(_describe_interrupt(sys.argv[1:]), "Interrupted", _INTERRUPTED)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing in ("tvmflow", "tasks", "flows"):
@@ -102,13 +114,19 @@ def main() -> None:
         _fail(f"{place}{error.strerror or error}; correct the path or free space, and run again", "OSError", 1)
 
 
+def _describe_interrupt(arguments: Sequence[str]) -> str:
+    """The message after an interrupt of the command with these arguments."""
+    command = next((word for word in arguments if word in cli.commands), "")
+    return f"interrupted; {_AFTER_INTERRUPT[command]}" if command in _AFTER_INTERRUPT else "interrupted"
+
+
 def _fail(message: str, kind: str, code: int) -> None:
     try:
         if "--json" in sys.argv:
             click.echo(json.dumps({"error": {"type": kind, "message": message}}))
         click.echo(f"tvmflow: {message}", err=True)
     except BrokenPipeError:
-        # The reader of our output went away, as `head` does: no more can be said to it.
+        # The reader of the output went away, as `head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 

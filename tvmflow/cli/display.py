@@ -1,4 +1,4 @@
-"""What a person sees while steps run: a line for each that ended, a spinner or bar for those that run."""
+"""The progress of steps on a console: a line for each step that has ended, a spinner or bar for each that runs."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ _MARKS = {"ran": "[green]✓[/]", "cached": "[cyan]=[/]", "failed": "[red]✗[/]
 
 
 class _Bars(Progress):
-    """The bars of running steps, and below them what some of them have to tell in more than a line."""
+    """The bars of running steps, and below them the further lines of their messages."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The bars, then the other lines of each step."""
+        """Yield the table of bars, then the further lines of each step."""
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
             if task.fields.get("more"):
@@ -39,7 +39,7 @@ class RichReporter:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._shown: dict[tuple[str, str | None], TaskID] = {}
+        self._task_ids: dict[tuple[str, str | None], TaskID] = {}
         self._lock = Lock()
 
     @contextmanager
@@ -51,24 +51,24 @@ class RichReporter:
     def started(self, step: str, target: str | None) -> None:
         """Begin a spinner."""
         with self._lock:
-            self._shown[step, target] = self._progress.add_task(_label(step, target), total=None, message="")
+            self._task_ids[step, target] = self._progress.add_task(_label(step, target), total=None, message="")
 
     def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
-        """Turn the spinner into a bar; all lines of a message but the first stand below the bars."""
+        """Turn the spinner into a bar; the first line of the message stands beside it, the others below all bars."""
         first, _, more = message.partition("\n")
         with self._lock:
-            shown = self._shown.get((step, target))
-            if shown is not None:
-                self._progress.update(shown, completed=done, total=total or None, message=first[:60], more=more)
+            task_id = self._task_ids.get((step, target))
+            if task_id is not None:
+                self._progress.update(task_id, completed=done, total=total or None, message=first[:60], more=more)
 
     def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
-        """Replace what was shown by a line with the step's time."""
+        """Replace the bar by a line with the step's status and time."""
         with self._lock:
-            shown = self._shown.pop((step, target), None)
-            if shown is not None:
-                self._progress.remove_task(shown)
-            said = "cached" if status == "cached" else f"{seconds:.1f} s" + (" failed" if status == "failed" else "")
-            line = f"{_MARKS[status]} {_label(step, target):<32} {said:>12}"
+            task_id = self._task_ids.pop((step, target), None)
+            if task_id is not None:
+                self._progress.remove_task(task_id)
+            result = "cached" if status == "cached" else f"{seconds:.1f} s" + (" failed" if status == "failed" else "")
+            line = f"{_MARKS[status]} {_label(step, target):<32} {result:>12}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
 

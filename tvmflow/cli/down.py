@@ -1,4 +1,4 @@
-"""`tvmflow down`: the end of the local stack."""
+"""`tvmflow down`: end the local stack."""
 
 import json
 
@@ -10,14 +10,14 @@ import click
 def down_command(as_json: bool) -> None:
     """End the servers that `tvmflow up` started; releases, runs and deployments are kept for the next start.
 
-    Runs that the worker has under way end with it, and are marked as crashed.
+    Runs of the worker that have not finished end too, and are marked as crashed.
     """
     from tvmflow import settings as machine
     from tvmflow.stack import control
     from tvmflow.stack.servers import TITLES
 
-    ended = control.down(machine.load().state)
+    names = control.down(machine.load().state)
     if as_json:
-        click.echo(json.dumps({"ended": ended}))
+        click.echo(json.dumps({"ended": names}))
     else:
-        click.echo(f"ended {', '.join(TITLES[name] for name in ended)}" if ended else "no stack was running")
+        click.echo(f"ended {', '.join(TITLES[name] for name in names)}" if names else "no stack was running")

@@ -1,4 +1,4 @@
-"""`tvmflow history`: how a channel came to where it is."""
+"""`tvmflow history`: the moves of a channel."""
 
 import dataclasses
 import json

@@ -1,9 +1,14 @@
-"""`tvmflow list`: what is released."""
+"""`tvmflow list`: the releases in the store."""
 
 import json
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from tvmflow.store import ReleaseStore
 
 
 @click.command("list")
@@ -18,40 +23,64 @@ def list_command(name: str | None, as_json: bool) -> None:
     from tvmflow import settings as machine
     from tvmflow.errors import StoreError
     from tvmflow.services import open_store
-    from tvmflow.store import channels
 
     with open_store(machine.load()) as store:
         releases = list(store.iterate_releases(name))
-        held = {each: channels.list_all(store, each) for each in {release["name"] for release in releases}}
         if name is not None and not releases:
-            known = ", ".join(store.list_names()) or "none"
-            raise StoreError(f"there is no release of {name!r} in {store.config.uri}; released are: {known}")
-    holding = [
-        [pointer.channel for pointer in held[release["name"]] if pointer.version == str(release["version"])]
-        for release in releases
-    ]
+            names = ", ".join(store.list_names()) or "none"
+            raise StoreError(f"there is no release of {name!r} in {store.config.uri}; released are: {names}")
+        channels = _read_channels(store, releases)
     if as_json:
-        # A release's own `channels` are what it takes to reach them.
-        documents = [{**release, "held_by": by} for release, by in zip(releases, holding, strict=True)]
+        # A release's own `channels` are the conditions under which it reaches them.
+        documents = [{**release, "held_by": holders} for release, holders in zip(releases, channels, strict=True)]
         click.echo(json.dumps(documents))
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("name", "version", "channels", "created (UTC)", "target", "p50 ms", "/ ONNX RT", "error", "bundle"):
         table.add_column(column, no_wrap=column != "channels")
-    for release, by in zip(releases, holding, strict=True):
-        for target in release["targets"]:
-            measured, compared = target["measurements"], target["verdict"]["comparisons"]
-            typical = measured["points"][0] if measured else None
-            ratio = typical["ratio"].get("onnxruntime") if typical else None
-            table.add_row(
-                release["name"],
-                str(release["version"]),
-                ", ".join(by),
-                release["created_at"][:19].replace("T", " "),
-                target["target"],
-                f"{typical['runners']['tvm']['latency_ms']['p50']:.3f}" if typical else "-",
-                f"{ratio:.2f}" if ratio is not None else "-",
-                f"{compared[0]['max_abs_error']:.1e}" if compared else "-",
-                target["bundle"]["sha256"][:12],
-            )
+    for release, holders in zip(releases, channels, strict=True):
+        try:
+            rows = list(_make_rows(release, holders))
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            raise StoreError(
+                f"the release {release.get('name')} {release.get('version')} is damaged, its document cannot be shown "
+                f"({error!r}); publish it again, or print it with --json"
+            ) from error
+        for row in rows:
+            table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _read_channels(store: "ReleaseStore", releases: list[dict[str, Any]]) -> list[list[str]]:
+    """The channels that hold each of the releases."""
+    from tvmflow.store import channels
+
+    names = {str(release.get("name")) for release in releases}
+    pointers = {name: channels.list_all(store, name) for name in names}
+    return [
+        [
+            pointer.channel
+            for pointer in pointers[str(release.get("name"))]
+            if pointer.version == str(release.get("version"))
+        ]
+        for release in releases
+    ]
+
+
+def _make_rows(release: dict[str, Any], channels: list[str]) -> Iterator[tuple[str, ...]]:
+    """The table's rows for a release, one for each target."""
+    for target in release["targets"]:
+        measurements, comparisons = target["measurements"], target["verdict"]["comparisons"]
+        typical = measurements["points"][0] if measurements else None
+        ratio = typical["ratio"].get("onnxruntime") if typical else None
+        yield (
+            str(release["name"]),
+            str(release["version"]),
+            ", ".join(channels),
+            str(release["created_at"])[:19].replace("T", " "),
+            str(target["target"]),
+            f"{typical['runners']['tvm']['latency_ms']['p50']:.3f}" if typical else "-",
+            f"{ratio:.2f}" if ratio is not None else "-",
+            f"{comparisons[0]['max_abs_error']:.1e}" if comparisons else "-",
+            str(target["bundle"]["sha256"])[:12],
+        )

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 def receive_command(host: str, port: int, as_json: bool) -> None:
     """Receive MLflow's webhooks: an alias that is set starts the release or the promotion that it asks for.
 
-    Taken are deliveries that are signed with the setting webhook_secret and not older than five minutes, about models
-    of the release files in the setting models. What is lost while this is down, `tvmflow reconcile` finds.
+    The receiver accepts deliveries that are signed with the setting webhook_secret, at most five minutes old, and about
+    models of the release files in the setting models. `tvmflow reconcile` finds the events that come while the receiver
+    is down.
     """
     from tvmflow import settings as machine
     from tvmflow.cli.prefect import point_at_server
@@ -36,7 +37,7 @@ def receive_command(host: str, port: int, as_json: bool) -> None:
     if not settings.models:
         raise SettingsError("set models (TVMFLOW_MODELS='[\"release.yaml\"]') to the release files that are managed")
     point_at_server(settings)
-    # MLflow waits for half a minute and then asks again itself.
+    # MLflow waits for half a minute and then retries by itself.
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")
     load(settings.models)
 
@@ -46,23 +47,23 @@ def receive_command(host: str, port: int, as_json: bool) -> None:
     from tvmflow.triggers.receiver import application
     from tvmflow.triggers.webhook import PATH
 
-    def submit(wish: "RunRequest", key: str) -> str:
-        return start(wish.deployment, wish.parameters, key=key, tags=(wish.tag,))
+    def submit(run_request: "RunRequest", key: str) -> str:
+        return start(run_request.deployment, run_request.parameters, key=key, tags=(run_request.tag,))
 
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         reason = error.strerror or error
         raise SettingsError(
-            f"port {port} of {host} cannot be listened on ({reason}); choose with --host and --port"
+            f"port {port} of {host} cannot be opened ({reason}); choose another with --host and --port"
         ) from error
     logging.basicConfig(level=logging.WARNING, format="tvmflow: %(message)s")
     logging.getLogger("tvmflow.triggers").setLevel(logging.INFO)
     app = application(secret, lambda: load(settings.models), submit)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, server_header=False))
-    bound = f"[{host}]" if ":" in host else host
-    address = f"http://{bound}:{listener.getsockname()[1]}{PATH}"
+    url_host = f"[{host}]" if ":" in host else host
+    address = f"http://{url_host}:{listener.getsockname()[1]}{PATH}"
     click.echo(json.dumps({"address": address}) if as_json else f"receiving MLflow's webhooks at {address}")
-    # uvicorn answers what it has begun, and then hands on the signal that ended it.
+    # uvicorn finishes its answers and then raises the signal that ended it again.
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listener])

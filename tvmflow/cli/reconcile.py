@@ -1,4 +1,4 @@
-"""`tvmflow reconcile`: do what aliases ask for and nobody has done yet."""
+"""`tvmflow reconcile`: make channels and releases agree with the aliases in MLflow."""
 
 import json
 import sys
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def reconcile_command(as_json: bool) -> None:
     """Make channels and releases agree with MLflow's aliases, for every release file in the setting models.
 
-    What a lost webhook would have started is started; moves of channels that were left half-done are completed; an
-    alias that points at what was refused or never released is put back. Exit code 1: something could not be looked at,
-    everything else was done.
+    It starts the runs that lost webhooks would have started and completes interrupted moves of channels. An alias is
+    put back when its version was refused or never released. The exit code is 1 when a model or channel could not be
+    checked; the others were.
     """
     from tvmflow import settings as machine
     from tvmflow.cli.prefect import prefect_server
@@ -33,8 +33,8 @@ def reconcile_command(as_json: bool) -> None:
         from flows.reconcile import ReconcileSummary, reconcile
 
         await_server()
-        ended: Any = reconcile(return_state=True)
-        summary = ReconcileSummary.model_validate(ended.result(raise_on_failure=False))
+        state: Any = reconcile(return_state=True)
+        summary = ReconcileSummary.model_validate(state.result(raise_on_failure=False))
     if as_json:
         click.echo(json.dumps(summary.model_dump(mode="json")))
     else:
@@ -48,6 +48,6 @@ def reconcile_command(as_json: bool) -> None:
 def _show(summary: "ReconcileSummary") -> None:
     if not summary.findings:
         click.echo(f"{', '.join(summary.models)}: everything agrees" if not summary.problems else "nothing was done")
-    for found in summary.findings:
-        run = f", flow run {found.flow_run}" if found.flow_run else ""
-        click.echo(f"{found.alias} {found.version}: {found.what}: {found.done}{run}")
+    for finding in summary.findings:
+        run = f", flow run {finding.flow_run}" if finding.flow_run else ""
+        click.echo(f"{finding.alias} {finding.version}: {finding.what}: {finding.done}{run}")

@@ -21,7 +21,9 @@ _MARKS = {"healthy": "green", "not answering": "red", "down": "red", "off": "dim
 @click.option("--mlflow-port", type=_PORT, help="The port of MLflow; 5000 at first.")
 @click.option("--s3-port", type=_PORT, help="The port of S3; 9000 at first.")
 @click.option("--receiver-port", type=_PORT, help="The port of the webhook receiver; 8085 at first.")
-@click.option("--status", "only_status", is_flag=True, help="Start nothing: exit code 1 when something is not well.")
+@click.option(
+    "--status", "only_status", is_flag=True, help="Start nothing; the exit code is 1 when a server is not healthy."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def up_command(
     files: tuple[Path, ...],
@@ -34,8 +36,8 @@ def up_command(
 ) -> None:
     """Start Prefect, MLflow, S3, a worker and the webhook receiver on this machine, and keep them running.
 
-    The deployments of the release FILES, by default those of the setting models, are registered. What runs well is left
-    alone; ports and files are remembered. Commands on the same state folder use the stack while it runs.
+    The deployments of the release FILES, by default those of the setting models, are registered. Healthy servers are
+    left alone; ports and files are remembered. Commands on the same state folder use the stack while it runs.
     """
     from rich.console import Console
 
@@ -56,7 +58,7 @@ def up_command(
     for file in models:
         release_file.load(file)
     ports = {"prefect": prefect_port, "mlflow": mlflow_port, "s3": s3_port, "receiver": receiver_port}
-    wanted = control.Wanted(
+    options = control.StackOptions(
         state=settings.state,
         ports={name: port for name, port in ports.items() if port is not None},
         models=models,
@@ -64,12 +66,12 @@ def up_command(
         database_url=settings.database_url.get_secret_value() if settings.database_url else None,
     )
     with RichReporter(Console(stderr=True)).live():
-        statuses = control.up(wanted)
+        statuses = control.up(options)
     _show(statuses, as_json)
-    own, now = record.settings(settings.state), machine.load()
+    stack_settings, current_settings = record.settings(settings.state), machine.load()
     for name in ("s3_endpoint", "mlflow_tracking_uri", "prefect_api_url"):
-        if getattr(now, name) != own[name]:
-            click.echo(f"the setting {name} names another server: commands use that and not the stack's", err=True)
+        if getattr(current_settings, name) != stack_settings[name]:
+            click.echo(f"the setting {name} names another server: commands use that one, not the stack's", err=True)
 
 
 def _show(statuses: "list[Status]", as_json: bool) -> None:
@@ -83,7 +85,7 @@ def _show(statuses: "list[Status]", as_json: bool) -> None:
         click.echo(json.dumps([asdict(status) for status in statuses]))
         return
     if not statuses:
-        click.echo("no stack was started in this state folder; start one with `tvmflow up`")
+        click.echo("there is no stack in this state folder; start one with `tvmflow up`")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("server", "state", "address", "pid", "log"):

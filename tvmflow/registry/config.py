@@ -1,4 +1,4 @@
-"""Where the registry is, and how its address is shown without the password it may hold."""
+"""The address of the registry, and its form without the password that it may hold."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _USER_INFO = re.compile(r"(?<=://)[^/\s]*@")
 
 
 def without_secrets(text: str) -> str:
-    """The text with `user:password@` taken out of every address in it."""
+    """The text without the `user:password@` of the addresses in it."""
     return _USER_INFO.sub("", text)
 
 
@@ -56,7 +56,7 @@ class RegistryConfig:
 
     @property
     def address(self) -> str:
-        """The address or addresses, fit to be shown."""
+        """The address or addresses without secrets, as messages show them."""
         return " and ".join(map(without_secrets, self.uris))
 
     def __repr__(self) -> str:
@@ -69,7 +69,7 @@ class RegistryConfig:
 
 
 def embedded_registry(folder: Path) -> RegistryConfig:
-    """A registry without a server: a SQLite file and an artifact folder, both inside `folder`, which is created."""
+    """Configure a registry without a server: a SQLite file and an artifact folder in `folder`, which is created."""
     folder = folder.resolve()
     artifacts = folder / "artifacts"
     artifacts.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,8 @@ def prepare(path: Path) -> None:
 
 
 def _create(path: Path) -> None:
-    # MLflow's migrations are neither atomic nor guarded against a second process: they run on a file of our own,
-    # which then appears under its name in one step. Whoever comes second keeps the first one's file.
+    # MLflow's migrations are neither atomic nor guarded against a second process. They run on a private file, which
+    # then appears under its name in one step; the second of two processes keeps the first one's file.
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -48,7 +48,7 @@ def _migrate(file: str) -> None:
 
     engine = sqlalchemy.create_engine(f"sqlite:///{file}")
 
-    # Nobody sees the file before it is complete and synced, so each of the many small transactions need not be.
+    # Nobody sees the file before it is complete and synced, so the many small transactions need no sync of their own.
     @sqlalchemy.event.listens_for(engine, "connect")
     def _unsynced(connection: sqlite3.Connection, _record: Any) -> None:
         connection.execute("PRAGMA synchronous = OFF")

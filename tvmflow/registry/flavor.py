@@ -1,4 +1,4 @@
-"""The MLflow model flavor `tvm`: one model, a bundle per target, loaded as the one that the serving host can run."""
+"""The MLflow model flavor `tvm`: a model with one bundle per target; a host loads the bundle that it can run."""
 
 import re
 import shutil
@@ -47,14 +47,14 @@ Bundles: TypeAlias = str | Path | Mapping[str, Path]
 
 FLAVOR_NAME = "tvm"
 _BUNDLES = "bundles"
-# What `mlflow.pyfunc.load_model(..., model_config=...)` may say.
+# The keys of `mlflow.pyfunc.load_model(..., model_config=...)`.
 _CONFIG = ("target", "threads", "spin")
 # MLflow writes an example as text, twice, and reads it with every load: a batch of 32 images takes 250 MB and 10 s.
 _EXAMPLE_VALUES = 1 << 18
 
 
 def get_default_pip_requirements() -> list[str]:
-    """What a host needs to serve the model, in the versions that run here."""
+    """The packages that a host needs to serve the model, in the versions installed here."""
     return [
         f"tvmflow=={tvmflow.__version__}",
         *(f"{package}=={version(package)}" for package in ("apache-tvm", "apache-tvm-ffi", "numpy")),
@@ -189,7 +189,7 @@ def _by_target(bundles: Bundles) -> Mapping[str, Path]:
     if isinstance(bundles, str | Path):
         return {read_manifest(Path(bundles)).target: Path(bundles)}
     if not bundles:
-        raise BundleError("a model of no bundles is given; give one per target")
+        raise BundleError("a model needs at least one bundle; give one per target")
     return {target: Path(bundle) for target, bundle in bundles.items()}
 
 
@@ -210,7 +210,7 @@ def _copy_bundles(bundles: Mapping[str, Path], folder: Path) -> tuple[list[Manif
         shutil.copyfile(bundle, folder / file)
         weights = missing_weights(bundle)
         if weights is not None:
-            # They are beside it, named by their digest, and may be those of several bundles.
+            # A file beside the bundle, named by its digest; several bundles may share it.
             shutil.copyfile(bundle.with_name(weights.sha256), folder / _BUNDLES / weights.sha256)
         manifests.append(manifest)
         entries.append({"target": target, "arch": manifest.arch, "file": file, "sha256": sha256_file(folder / file)})
@@ -261,20 +261,20 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> "T
     Raises BundleError when no bundle runs here, or the one chosen is not the file that was logged.
     """
     config = model_config or {}
-    unknown = sorted(set(config) - set(_CONFIG))
-    if unknown:
-        raise InputError(f"model_config has the unknown key {unknown[0]!r}; known are {', '.join(_CONFIG)}")
+    unknown_keys = sorted(set(config) - set(_CONFIG))
+    if unknown_keys:
+        raise InputError(f"model_config has the unknown key {unknown_keys[0]!r}; its keys are {', '.join(_CONFIG)}")
     return TvmModel(*_load(path, *(config.get(key) for key in _CONFIG)))
 
 
-def _load(path: str, wanted: str | None, threads: int | None, spin: int | None) -> tuple[CompiledModel, str]:
-    """The model and its target's name."""
+def _load(path: str, target: str | None, threads: int | None, spin: int | None) -> tuple[CompiledModel, str]:
+    """Load a model's bundle for the named target, else the best for this host; the model and its target's name."""
     entries = _get_flavor_configuration(model_path=path, flavor_name=FLAVOR_NAME)["bundles"]
-    if wanted is not None:
-        known = ", ".join(repr(entry["target"]) for entry in entries)
-        entries = [entry for entry in entries if entry["target"] == wanted]
+    if target is not None:
+        targets = ", ".join(repr(entry["target"]) for entry in entries)
+        entries = [entry for entry in entries if entry["target"] == target]
         if not entries:
-            raise BundleError(f"the model has no bundle for the target {wanted!r}; it has {known}")
+            raise BundleError(f"the model has no bundle for the target {target!r}; it has {targets}")
     fitting, refusals = select_runnable((read_manifest(Path(path, entry["file"])), entry) for entry in entries)
     for entry in fitting:
         file = Path(path, entry["file"])
@@ -288,14 +288,14 @@ def _load(path: str, wanted: str | None, threads: int | None, spin: int | None) 
 
 
 class TvmModel:
-    """What `mlflow.pyfunc` calls: a compiled model that takes and returns arrays by name."""
+    """A compiled model with the interface that `mlflow.pyfunc` calls; it takes and returns arrays by name."""
 
     def __init__(self, model: CompiledModel, target: str) -> None:
         self._model = model
         self.target = target
 
     def get_raw_model(self) -> CompiledModel:
-        """The compiled model itself, for what pyfunc has no words for."""
+        """The compiled model itself, for calls that pyfunc does not have."""
         return self._model
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> dict[str, Array] | Array:
@@ -309,18 +309,21 @@ class TvmModel:
         outputs = self._model(**self._by_name(model_input))
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
-    def _by_name(self, given: Any) -> dict[str, Any]:
-        if isinstance(given, Mapping):
-            return {str(name): array for name, array in given.items()}
+    def _by_name(self, model_input: Any) -> dict[str, Any]:
+        """The inputs by name, from any of the forms that `predict` takes."""
+        if isinstance(model_input, Mapping):
+            return {str(name): array for name, array in model_input.items()}
         names = [spec.name for spec in self._model.inputs]
-        if not hasattr(given, "columns"):
+        if not hasattr(model_input, "columns"):
             # An array, a tensor, nested lists.
             if len(names) != 1:
-                raise InputError(f"one array is given, the model takes {', '.join(names)}; pass a dictionary of arrays")
-            return {names[0]: given}
-        if len(names) == 1 and names[0] not in given.columns:
-            return {names[0]: self._rows(names[0], given.to_numpy(), len(given))}
-        return {str(name): self._column(str(name), column) for name, column in given.items()}
+                raise InputError(
+                    f"the model takes several inputs ({', '.join(names)}); pass a dictionary of arrays by name"
+                )
+            return {names[0]: model_input}
+        if len(names) == 1 and names[0] not in model_input.columns:
+            return {names[0]: self._rows(names[0], model_input.to_numpy(), len(model_input))}
+        return {str(name): self._column(str(name), column) for name, column in model_input.items()}
 
     def _column(self, name: str, column: Any) -> Array:
         values = column.to_numpy()

@@ -1,4 +1,4 @@
-"""Starting, mending, asking and ending the local stack."""
+"""The life of the local stack: start what does not run, read its status, end it."""
 
 import contextlib
 import errno
@@ -20,7 +20,7 @@ from tvmflow import __version__
 from tvmflow.errors import SettingsError, StackError
 from tvmflow.progress import reporter
 from tvmflow.stack import record
-from tvmflow.stack.record import Record, Started
+from tvmflow.stack.record import Record, ServerProcess
 from tvmflow.stack.servers import (
     DEFAULT_PORTS,
     HOST,
@@ -34,18 +34,18 @@ from tvmflow.stack.servers import (
 )
 
 State = Literal["healthy", "not answering", "down", "off"]
-# In the environment of every process of a server, also of one that outlives it or has left its process group.
+# The variable that marks every process of a server, also one that outlives the server or leaves its process group.
 _MARK = "_TVMFLOW_STACK"
 _START_SECONDS = 180.0
 _DEPLOY_SECONDS = 600.0
-# A worker reports the runs that end with it; what has not ended by then is killed.
+# A worker reports the runs that end with it; a process that lives on after this time is killed.
 _STOP_SECONDS = 15.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a server of the stack is; `off` is one that nothing needs, the receiver without release files."""
+    """The status of a server of the stack; the receiver is `off` while there are no release files."""
 
     name: str
     state: State
@@ -55,8 +55,8 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the stack is to be: its ports as far as they were given, release files, work pool, PostgreSQL's address."""
+class StackOptions:
+    """The options of a start: ports other than the remembered ones, release files, work pool, PostgreSQL's address."""
 
     state: Path
     ports: Mapping[str, int]
@@ -65,143 +65,145 @@ class Wanted:
     database_url: str | None
 
 
-def up(wanted: Wanted) -> list[Status]:
-    """Start what does not run well, wait until all is, and register the deployments of the release files.
+def up(options: StackOptions) -> list[Status]:
+    """Start the servers that are not healthy, wait until all are, and register the release files' deployments.
 
-    What this call started is ended again when it fails or is interrupted. Raises SettingsError for what the user can
-    correct, StackError when a server does not start.
+    Servers that this call started are ended again when it fails or is interrupted. Raises SettingsError for a mistake
+    that the user can correct, StackError when a server does not start.
     """
-    with record.locked(wanted.state):
-        before = record.read(wanted.state)
-        plan = _plan(wanted, before)
-        models = [str(file.absolute()) for file in wanted.models] or list(before.settings.get("models", ()))
+    with record.lock(options.state):
+        previous = record.read(options.state)
+        plan = _make_plan(options, previous)
+        models = [str(file.absolute()) for file in options.models] or list(previous.settings.get("models", ()))
         settings: dict[str, Any] = {**plan.settings(), **({"models": models} if models else {})}
-        record.write(wanted.state, replace(before, ports=dict(plan.ports), database=plan.database, settings=settings))
+        record.write(
+            options.state, replace(previous, ports=dict(plan.ports), database=plan.database, settings=settings)
+        )
         # The receiver reads which release files there are when it starts.
-        stale = {"receiver"} if settings.get("models") != before.settings.get("models") else set()
-        servers = [name for name in plan.ports if models or name != "receiver"]
-        begun: list[str] = []
+        stale = {"receiver"} if settings.get("models") != previous.settings.get("models") else set()
+        names = [name for name in plan.ports if models or name != "receiver"]
+        new_servers: list[str] = []
 
         def start(names: Sequence[str]) -> None:
-            since = {}
+            start_times = {}
             for server in [plan.server(name) for name in names]:
-                begun.append(server.name)
-                since[server.name] = time.monotonic()
+                new_servers.append(server.name)
+                start_times[server.name] = time.monotonic()
                 _start(plan, server)
             for name in names:
-                _await(plan, name, since[name])
+                _await_health(plan, name, start_times[name])
 
         try:
-            ill = [name for name in servers if name in stale or not _is_well(plan, name)]
-            end(wanted.state, ill)
-            for name in ill:
-                _refuse_taken(name, plan.ports[name])
-            start([name for name in ill if name != "receiver"])
-            start([name for name in ill if name == "receiver"])
+            unhealthy = [name for name in names if name in stale or not _is_healthy(plan, name)]
+            end(options.state, unhealthy)
+            for name in unhealthy:
+                _require_free_port(name, plan.ports[name])
+            start([name for name in unhealthy if name != "receiver"])
+            start([name for name in unhealthy if name == "receiver"])
             if models:
                 _deploy(plan, models)
-            if not _is_well(plan, "worker"):
-                end(wanted.state, ["worker"])
+            if not _is_healthy(plan, "worker"):
+                end(options.state, ["worker"])
                 crash_left_runs(plan)
                 start(["worker"])
         except BaseException:
-            end(wanted.state, begun)
-            # What did not start is not remembered either.
-            left = record.read(wanted.state)
-            record.write(wanted.state, replace(before, servers=left.servers))
+            end(options.state, new_servers)
+            # Options of a start that failed are not remembered.
+            record.write(options.state, replace(previous, servers=record.read(options.state).servers))
             raise
-    return status(wanted.state)
+    return status(options.state)
 
 
 def status(state: Path) -> list[Status]:
-    """How each server of the stack is; empty where none was ever started."""
-    found = record.read(state)
-    if not found.ports:
+    """Read the status of each server of the stack; none when no stack was ever started."""
+    stack = record.read(state)
+    if not stack.ports:
         return []
-    plan = Plan(state, found.ports, record.make_secrets(state), found.settings["work_pool"])
+    plan = Plan(state, stack.ports, record.make_secrets(state), stack.settings["work_pool"])
     statuses = []
     for name in TITLES:
-        server = found.servers.get(name)
-        if name == "receiver" and server is None and not found.settings.get("models"):
+        server = stack.servers.get(name)
+        if name == "receiver" and server is None and not stack.settings.get("models"):
             statuses.append(Status(name, "off", "", None, ""))
             continue
-        alive = server is not None and server.alive
-        state_now: State = "healthy" if _is_well(plan, name) else "not answering" if alive else "down"
+        is_alive = server is not None and server.is_alive
+        health: State = "healthy" if _is_healthy(plan, name) else "not answering" if is_alive else "down"
         log = str(_log(state, name))
-        statuses.append(Status(name, state_now, plan.address(name), server.pid if server and alive else None, log))
+        statuses.append(Status(name, health, plan.address(name), server.pid if server and is_alive else None, log))
     return statuses
 
 
 def down(state: Path) -> list[str]:
-    """End every server of the stack and what they started; return the names of those that ran."""
-    with record.locked(state):
-        names = [name for name, server in record.read(state).servers.items() if server.alive or _marked(server)]
-        # The worker first: it still tells Prefect what became of its runs.
+    """End every server of the stack and the processes that they started; return the names of the servers that ran."""
+    with record.lock(state):
+        servers = record.read(state).servers
+        names = [name for name, server in servers.items() if server.is_alive or _find_marked(server)]
+        # The worker first: it still reports to Prefect that its runs have ended.
         end(state, ["worker"])
         end(state, list(TITLES))
         return [name for name in TITLES if name in names]
 
 
 def end(state: Path, names: Iterable[str]) -> None:
-    """End these servers with all their processes, politely at first, and strike them from the record."""
-    found = record.read(state)
-    ending = {name: found.servers[name] for name in names if name in found.servers}
+    """End these servers with all their processes, by SIGTERM and then SIGKILL, and remove them from the record."""
+    stack = record.read(state)
+    ending = {name: stack.servers[name] for name in names if name in stack.servers}
     if not ending:
         return
     deadline = time.monotonic() + _STOP_SECONDS
     for name, server in ending.items():
-        _ask_to_end(name, server)
-    while time.monotonic() < deadline and any(_processes(server) for server in ending.values()):
-        time.sleep(_LOOK_SECONDS)
+        _terminate(name, server)
+    while time.monotonic() < deadline and any(_list_processes(server) for server in ending.values()):
+        time.sleep(_POLL_SECONDS)
     for server in ending.values():
         # Until none is left: one that is about to be killed may just have started another.
-        while processes := _processes(server):
+        while processes := _list_processes(server):
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(processes, timeout=1)
     record.write(
-        state, replace(found, servers={name: item for name, item in found.servers.items() if name not in ending})
+        state, replace(stack, servers={name: item for name, item in stack.servers.items() if name not in ending})
     )
 
 
-def _plan(wanted: Wanted, before: Record) -> Plan:
-    ports = {name: wanted.ports.get(name, before.ports.get(name, port)) for name, port in DEFAULT_PORTS.items()}
+def _make_plan(options: StackOptions, previous: Record) -> Plan:
+    ports = {name: options.ports.get(name, previous.ports.get(name, port)) for name, port in DEFAULT_PORTS.items()}
     for name, port in ports.items():
-        others = [TITLES[other] for other, taken in ports.items() if taken == port and other != name]
+        others = [TITLES[other] for other, other_port in ports.items() if other_port == port and other != name]
         if others:
             raise SettingsError(
                 f"{TITLES[name]} and {others[0]} are both given the port {port}; choose another for one"
             )
-        server = before.servers.get(name)
-        if server is not None and server.alive and port != before.ports.get(name):
+        server = previous.servers.get(name)
+        if server is not None and server.is_alive and port != previous.ports.get(name):
             raise SettingsError(
-                f"{TITLES[name]} of this stack runs on port {before.ports[name]}; end the stack with `tvmflow down` "
-                f"before it is given port {port}"
+                f"{TITLES[name]} of this stack runs on port {previous.ports[name]}; end the stack with `tvmflow down` "
+                f"before you give it port {port}"
             )
-    state_secrets = record.make_secrets(wanted.state)
-    if wanted.database_url is None:
-        if before.database is not None:
+    secrets_of_state = record.make_secrets(options.state)
+    if options.database_url is None:
+        if previous.database is not None:
             raise SettingsError(
-                f"this stack keeps its state in PostgreSQL at {before.database}; set database_url "
-                f"(TVMFLOW_DATABASE_URL) again, or remove {record.folder(wanted.state)} to start anew on SQLite"
+                f"this stack keeps its state in PostgreSQL at {previous.database}; set database_url "
+                f"(TVMFLOW_DATABASE_URL) again, or remove {record.folder(options.state)} to start anew on SQLite"
             )
-        return Plan(wanted.state, ports, state_secrets, wanted.pool)
-    prefect, mlflow, place = databases(wanted.database_url)
-    if before.running and before.database != place:
+        return Plan(options.state, ports, secrets_of_state, options.pool)
+    prefect, mlflow, place = databases(options.database_url)
+    if previous.is_running and previous.database != place:
         raise SettingsError(
-            f"this stack runs and keeps its state elsewhere than in PostgreSQL at {place}; `tvmflow down` ends it"
+            f"this stack runs and keeps its state elsewhere than in PostgreSQL at {place}; end it with `tvmflow down`"
         )
-    return Plan(wanted.state, ports, state_secrets, wanted.pool, prefect, mlflow, place)
+    return Plan(options.state, ports, secrets_of_state, options.pool, prefect, mlflow, place)
 
 
-def _is_well(plan: Plan, name: str) -> bool:
+def _is_healthy(plan: Plan, name: str) -> bool:
     server = record.read(plan.state).servers.get(name)
-    return server is not None and server.alive and plan.healthy(name, server)
+    return server is not None and server.is_alive and plan.is_healthy(name, server)
 
 
-def _refuse_taken(name: str, port: int) -> None:
-    """Say who has the port that a server is to have. Raises SettingsError."""
+def _require_free_port(name: str, port: int) -> None:
+    """Raise SettingsError, naming the process that uses it, unless a server's port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -213,12 +215,13 @@ def _refuse_taken(name: str, port: int) -> None:
                     f"port {port} cannot be opened ({error.strerror}); choose another with --{name}-port"
                 ) from error
     raise SettingsError(
-        f"port {port}, which {TITLES[name]} is to have, is in use{_user_of(port)}; end that, or choose another with "
+        f"port {port} of {TITLES[name]} is in use{_describe_user(port)}; end that process, or choose another port with "
         f"--{name}-port"
     )
 
 
-def _user_of(port: int) -> str:
+def _describe_user(port: int) -> str:
+    """The process that listens at a port, as the end of a sentence; empty when it cannot be seen."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
@@ -228,11 +231,11 @@ def _user_of(port: int) -> str:
 
 
 def _start(plan: Plan, server: Server) -> None:
-    """Start a server that outlives this process, and note it."""
+    """Start a server that outlives this process, and record it."""
     reporter().started(TITLES[server.name], None)
     log = _log(plan.state, server.name)
     if log.exists():
-        # Why it ended is still to be read after it was started again.
+        # The log of the server that ended stays readable.
         log.replace(log.with_suffix(".before.log"))
     mark = secrets.token_hex(8)
     with log.open("wb") as output:
@@ -246,42 +249,43 @@ def _start(plan: Plan, server: Server) -> None:
             # Neither Ctrl-C nor the end of the terminal reaches it.
             start_new_session=True,
         )
-    # None when it has ended already: then no process is taken for it.
-    born = record.birth(process.pid) or ""
-    found = record.read(plan.state)
-    record.write(plan.state, replace(found, servers={**found.servers, server.name: Started(process.pid, born, mark)}))
+    # None when it has ended already: then no process has this birth.
+    birth = record.birth(process.pid) or ""
+    stack = record.read(plan.state)
+    servers = {**stack.servers, server.name: ServerProcess(process.pid, birth, mark)}
+    record.write(plan.state, replace(stack, servers=servers))
 
 
-def _await(plan: Plan, name: str, began: float) -> None:
-    """Wait until a server that was started at `began` is well. Raises StackError."""
-    while not _is_well(plan, name):
-        took = time.monotonic() - began
-        if not record.read(plan.state).servers[name].alive:
-            reporter().ended(TITLES[name], None, "failed", took)
-            raise StackError(f"{TITLES[name]} ended while it was starting{_last_words(plan, name)}")
-        if took > _START_SECONDS:
-            reporter().ended(TITLES[name], None, "failed", took)
+def _await_health(plan: Plan, name: str, start_time: float) -> None:
+    """Wait until a server that was started at `start_time` is healthy. Raises StackError if it ends or is too slow."""
+    while not _is_healthy(plan, name):
+        seconds = time.monotonic() - start_time
+        if not record.read(plan.state).servers[name].is_alive:
+            reporter().ended(TITLES[name], None, "failed", seconds)
+            raise StackError(f"{TITLES[name]} ended while it was starting{_describe_log(plan, name)}")
+        if seconds > _START_SECONDS:
+            reporter().ended(TITLES[name], None, "failed", seconds)
             raise StackError(
-                f"{TITLES[name]} was not ready within {_START_SECONDS:.0f} seconds{_last_words(plan, name)}"
+                f"{TITLES[name]} was not ready within {_START_SECONDS:.0f} seconds{_describe_log(plan, name)}"
             )
-        time.sleep(_LOOK_SECONDS)
-    reporter().ended(TITLES[name], None, "ran", time.monotonic() - began)
+        time.sleep(_POLL_SECONDS)
+    reporter().ended(TITLES[name], None, "ran", time.monotonic() - start_time)
 
 
 def _deploy(plan: Plan, models: Sequence[str]) -> None:
     """Register the deployments of the release files, and MLflow's webhook, unless that is done. Raises StackError."""
     words = [__version__, plan.pool, plan.address("receiver"), plan.database, *models]
-    wanted = sha256(b"\n".join([repr(words).encode(), *(Path(model).read_bytes() for model in models)])).hexdigest()
-    if record.read(plan.state).deployed == wanted and is_deployed(plan):
+    digest = sha256(b"\n".join([repr(words).encode(), *(Path(model).read_bytes() for model in models)])).hexdigest()
+    if record.read(plan.state).deployed == digest and is_deployed(plan):
         return
-    with _reported("deployments"):
+    with _reporting("deployments"):
         _register(plan, models)
-    record.write(plan.state, replace(record.read(plan.state), deployed=wanted))
+    record.write(plan.state, replace(record.read(plan.state), deployed=digest))
 
 
 def _register(plan: Plan, models: Sequence[str]) -> None:
     command = tvmflow_command("deploy", *models, "--receiver", plan.address("receiver"))
-    running = subprocess.Popen(
+    process = subprocess.Popen(
         command,
         env=plan.command_environment(),
         stdin=subprocess.DEVNULL,
@@ -291,24 +295,25 @@ def _register(plan: Plan, models: Sequence[str]) -> None:
         start_new_session=True,
     )
     try:
-        said = running.communicate(timeout=_DEPLOY_SECONDS)[1]
+        errors = process.communicate(timeout=_DEPLOY_SECONDS)[1]
     except subprocess.TimeoutExpired as error:
         raise StackError(f"`tvmflow deploy` did not end within {_DEPLOY_SECONDS:.0f} seconds; try again") from error
     finally:
-        if running.poll() is None:
-            # It has `prefect deploy` do the work, which would go on alone.
-            os.killpg(running.pid, signal.SIGKILL)
-            running.wait()
-    if running.returncode != 0:
-        lines = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
+        if process.poll() is None:
+            # Processes that it started would go on alone.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode != 0:
+        lines = [line for line in errors.splitlines() if line.strip()] or ["no error was printed"]
         raise StackError(f"the deployments were not registered: {lines[-1].removeprefix('tvmflow: ')}")
 
 
-def _last_words(plan: Plan, name: str) -> str:
+def _describe_log(plan: Plan, name: str) -> str:
+    """The last line of a server's log and the log's path, as the end of a sentence."""
     log = _log(plan.state, name)
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    said = f": {lines[-1][:300].rstrip('.')}" if lines else ""
-    return f"{said}; its log is {log}"
+    last_line = f": {lines[-1][:300].rstrip('.')}" if lines else ""
+    return f"{last_line}; its log is {log}"
 
 
 def _log(state: Path, name: str) -> Path:
@@ -316,48 +321,48 @@ def _log(state: Path, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _reported(step: str) -> Iterator[None]:
+def _reporting(step: str) -> Iterator[None]:
     reporter().started(step, None)
-    began, ended = time.monotonic(), False
+    start_time, is_done = time.monotonic(), False
     try:
         yield
-        ended = True
+        is_done = True
     finally:
-        reporter().ended(step, None, "ran" if ended else "failed", time.monotonic() - began)
+        reporter().ended(step, None, "ran" if is_done else "failed", time.monotonic() - start_time)
 
 
-def _ask_to_end(name: str, server: Started) -> None:
-    """Ask a server's process to end; and a worker's runs, which it would otherwise wait for."""
-    processes = _processes(server)
-    leader = [process for process in processes if process.pid == server.pid and server.alive]
+def _terminate(name: str, server: ServerProcess) -> None:
+    """Send SIGTERM to a server's process; also to a worker's runs, for which the worker would otherwise wait."""
+    processes = _list_processes(server)
+    leader = [process for process in processes if process.pid == server.pid and server.is_alive]
     with contextlib.suppress(psutil.NoSuchProcess):
-        asked = leader + (leader[0].children() if leader and name == "worker" else [])
-        for process in asked or processes:
+        receivers = leader + (leader[0].children() if leader and name == "worker" else [])
+        for process in receivers or processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGTERM)
 
 
-def _processes(server: Started) -> list[psutil.Process]:
-    """The processes of a server that live: itself and what it started, wherever that has gone since."""
-    found = {process.pid: process for process in _marked(server)}
-    if server.alive:
+def _list_processes(server: ServerProcess) -> list[psutil.Process]:
+    """The living processes of a server: its own, the children of that, and all that have its mark."""
+    processes = {process.pid: process for process in _find_marked(server)}
+    if server.is_alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(server.pid)
-            found |= {each.pid: each for each in (process, *process.children(recursive=True))}
-    return [process for process in found.values() if _lives(process)]
+            processes |= {each.pid: each for each in (process, *process.children(recursive=True))}
+    return [process for process in processes.values() if _is_alive(process)]
 
 
-def _marked(server: Started) -> list[psutil.Process]:
-    """The living processes whose environment holds the server's mark: nobody else's, whatever their ids."""
-    found = []
+def _find_marked(server: ServerProcess) -> list[psutil.Process]:
+    """The living processes that have the server's mark in their environment, whatever their ids."""
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(_MARK) == server.mark and _lives(process):
-                found.append(process)
-    return found
+            if process.environ().get(_MARK) == server.mark and _is_alive(process):
+                processes.append(process)
+    return processes
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

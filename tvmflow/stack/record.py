@@ -1,4 +1,4 @@
-"""The record of the local stack in the state folder: what was started, where it answers, and whether it still runs."""
+"""The record of the local stack in the state folder: its processes, ports, settings and secrets."""
 
 import contextlib
 import fcntl
@@ -20,17 +20,17 @@ _LOCK = "lock"
 
 
 @dataclass(frozen=True)
-class Started:
-    """A server that was started, and how its processes are known."""
+class ServerProcess:
+    """The process of a server, identified so that no other process is taken for it."""
 
     pid: int
     birth: str
-    """When the process began, so that another one with the same id is not taken for it."""
+    """The time at which the process began: another process may get the same id."""
     mark: str
-    """What the environment of every process of this server holds."""
+    """A random text in the environment of every process of this server."""
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether that very process runs."""
         return birth(self.pid) == self.birth
 
@@ -39,94 +39,94 @@ class Started:
 class Record:
     """The stack of a state folder as it was last started."""
 
-    servers: dict[str, Started] = field(default_factory=dict)
+    servers: dict[str, ServerProcess] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
-    """Remembered for the next start, by server."""
+    """The port of each server, remembered for the next start."""
     database: str | None = None
-    """Where PostgreSQL keeps the stack's state, without user and password; None with SQLite."""
+    """The address of the PostgreSQL server with the stack's state, without user and password; None with SQLite."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What commands beside the stack take for settings, secrets apart."""
+    """Settings for commands that use this stack, without its secrets."""
     deployed: str = ""
-    """The digest of what the deployments were registered from."""
+    """The digest of the release files and addresses for which the deployments were registered."""
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether any of its servers runs."""
-        return any(server.alive for server in self.servers.values())
+        return any(server.is_alive for server in self.servers.values())
 
 
 @dataclass(frozen=True)
 class Secrets:
-    """What the servers of a stack share with its commands and nobody else; made once for a state folder."""
+    """Secrets that only the servers of a stack and its commands know; made up once for a state folder."""
 
     s3_access_key: str
     s3_secret_key: str
     webhook_secret: str
     mlflow_webhook_key: str
-    """What MLflow encrypts the secrets of its webhooks with: 32 bytes in base64."""
+    """The key with which MLflow encrypts the secrets of its webhooks: 32 bytes in base64."""
 
 
 def folder(state: Path) -> Path:
-    """The stack's own folder in the state folder, readable by nobody else once it is made."""
+    """The stack's own folder in the state folder; it is created with access for its owner alone."""
     return state / "stack"
 
 
 def read(state: Path) -> Record:
-    """The record; an empty one where no stack was ever started. Raises SettingsError when it is damaged."""
+    """Read the record; an empty one where no stack was ever started. Raises SettingsError for a damaged record."""
     path = folder(state) / _RECORD
     try:
         document = json.loads(path.read_text())
-        servers = {name: Started(**server) for name, server in document.pop("servers").items()}
+        servers = {name: ServerProcess(**server) for name, server in document.pop("servers").items()}
         return Record(servers, **document)
     except (FileNotFoundError, NotADirectoryError):
         return Record()
     except PermissionError:
-        # Somebody else's stack, whose secrets are not ours either.
+        # Another user's stack: its secrets are not for this user either.
         return Record()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SettingsError(
-            f"the local stack's record {str(path)!r} is damaged; end the servers it names and remove it"
+            f"the local stack's record {str(path)!r} is damaged; end its servers and remove the file"
         ) from error
 
 
 def write(state: Path, record: Record) -> None:
-    """Put the record in the place of the one before, in one step."""
+    """Replace the record in one step."""
     _write(folder(state) / _RECORD, asdict(record))
 
 
 def make_secrets(state: Path) -> Secrets:
-    """The secrets of this state folder, made up where there are none yet."""
+    """Read the secrets of this state folder, made up and kept if there are none yet. Raises SettingsError."""
     path = folder(state) / _SECRETS
-    if (found := _read_secrets(path)) is not None:
-        return found
-    made = Secrets(
+    if (stored := _read_secrets(path)) is not None:
+        return stored
+    fresh = Secrets(
         s3_access_key=secrets.token_hex(10),
         s3_secret_key=secrets.token_hex(20),
         webhook_secret=secrets.token_urlsafe(32),
         mlflow_webhook_key=urlsafe_b64encode(secrets.token_bytes(32)).decode(),
     )
-    _write(path, asdict(made))
-    return made
+    _write(path, asdict(fresh))
+    return fresh
 
 
 def settings(state: Path) -> dict[str, Any]:
-    """What a running stack says for settings, by their names; nothing while no server of it runs."""
+    """The settings for commands that use a running stack, secrets included; none while no server of it runs."""
     record = read(state)
-    if not record.running:
+    if not record.is_running:
         return {}
-    found = _read_secrets(folder(state) / _SECRETS)
-    if found is None:
+    stored = _read_secrets(folder(state) / _SECRETS)
+    if stored is None:
         return {}
     return {
         **record.settings,
-        "s3_access_key": found.s3_access_key,
-        "s3_secret_key": found.s3_secret_key,
-        "webhook_secret": found.webhook_secret,
+        "s3_access_key": stored.s3_access_key,
+        "s3_secret_key": stored.s3_secret_key,
+        "webhook_secret": stored.webhook_secret,
     }
 
 
 @contextlib.contextmanager
-def locked(state: Path) -> Iterator[None]:
+def lock(state: Path) -> Iterator[None]:
     """Keep other commands from starting or ending servers of this stack while the body runs. Raises SettingsError."""
     place = folder(state)
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -141,9 +141,10 @@ def locked(state: Path) -> Iterator[None]:
 
 
 def birth(pid: int) -> str | None:
-    """When the process began, as a text that no other process shares; None when it is gone or only waits to be reaped.
+    """The time at which a process began, as a text that identifies it; None when it has ended.
 
-    Linux's clock ticks since the start of the system, and which start that was.
+    The text holds the start of the system and Linux's clock ticks since then. A process that waits to be reaped has
+    ended.
     """
     try:
         # The name, in parentheses, may hold anything, spaces and parentheses too.

@@ -1,4 +1,4 @@
-"""The servers of the local stack: how each is started, where it answers, and how it is asked whether it is well."""
+"""The servers of the local stack: the command, the address and the health check of each."""
 
 import json
 import os
@@ -13,33 +13,33 @@ from urllib.parse import quote
 
 from tvmflow.errors import SettingsError, StoreError
 from tvmflow.services import BUCKET
-from tvmflow.stack.record import Secrets, Started, folder
+from tvmflow.stack.record import Secrets, ServerProcess, folder
 
 HOST = "127.0.0.1"
 DEFAULT_PORTS = {"s3": 9000, "prefect": 4200, "mlflow": 5000, "receiver": 8085}
-# In the order in which they are started; ended in the other, the worker first.
+# In the order in which they are started; the worker is ended first.
 TITLES = {"s3": "S3", "prefect": "Prefect", "mlflow": "MLflow", "receiver": "receiver", "worker": "worker"}
 _WORKER = "tvmflow up"
 _ANSWER_SECONDS = 10.0
-# What a user's own shell says about other servers; the stack's would obey it.
+# Variables by which a user's shell names other servers: the stack's servers must not read them.
 _FOREIGN = ("PREFECT_", "MLFLOW_", "TVMFLOW_")
 _PREFECT = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     "PREFECT_LOGGING_COLORS": "false",
 }
-# SQLite has one writer at a time: those who wait are given the time that a busy machine takes.
+# Seconds. SQLite has one writer at a time, and on a busy machine the others wait for long.
 _PREFECT_SQLITE = {
     "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
     "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60",
 }
-# A run that was asked for should begin within seconds, not after Prefect's ten.
+# A requested run should start within seconds, not after Prefect's ten.
 _WORKER_QUERY_SECONDS = "3"
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server of the stack as a command; `environment` is all it gets."""
+    """The command of a server of the stack; `environment` is its whole environment."""
 
     name: str
     command: Sequence[str]
@@ -49,7 +49,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Plan:
-    """A stack: its state folder, the port of each server, the work pool, and PostgreSQL's addresses if it is used."""
+    """A stack: its state folder, the port of each server, the work pool, the addresses of its PostgreSQL databases."""
 
     state: Path
     ports: Mapping[str, int]
@@ -58,7 +58,7 @@ class Plan:
     prefect_database: str | None = None
     mlflow_database: str | None = None
     database: str | None = None
-    """Where PostgreSQL is, without user and password."""
+    """The address of the PostgreSQL server without user and password, None with SQLite."""
 
     @property
     def prefect_api(self) -> str:
@@ -66,7 +66,7 @@ class Plan:
         return f"{self._url('prefect')}/api"
 
     def settings(self) -> dict[str, str]:
-        """What commands beside this stack take for settings, secrets apart."""
+        """Settings for commands that use this stack, without its secrets."""
         return {
             "s3_endpoint": self._url("s3"),
             "s3_bucket": BUCKET,
@@ -76,7 +76,7 @@ class Plan:
         }
 
     def address(self, name: str) -> str:
-        """Where a server is found: its address, where MLflow's webhooks go, or the pool that the worker serves."""
+        """The address of a server; for the receiver that of its webhooks, for the worker the pool that it serves."""
         match name:
             case "worker":
                 return f"work pool {self.pool}"
@@ -86,7 +86,7 @@ class Plan:
                 return self._url(name)
 
     def server(self, name: str) -> Server:
-        """The server of that name. Raises StoreError without rclone, RegistryError for a damaged registry."""
+        """The command of a server. Raises StoreError without rclone, RegistryError for a damaged registry."""
         match name:
             case "s3":
                 return self._s3()
@@ -105,15 +105,15 @@ class Plan:
         environment = {**self.command_environment(), "PREFECT_WORKER_QUERY_SECONDS": _WORKER_QUERY_SECONDS}
         return Server("worker", command, environment, Path.cwd())
 
-    def healthy(self, name: str, started: Started) -> bool:
-        """Whether a server that was started answers as it should."""
+    def is_healthy(self, name: str, process: ServerProcess) -> bool:
+        """Whether a server answers as it should; `process` is its process."""
         match name:
             case "s3":
                 return self._s3_answers()
             case "prefect":
                 return _get(f"{self.prefect_api}/health") == b"true"
             case "worker":
-                return self._worker_polls(started)
+                return self._worker_polls(process)
             case _:
                 return _get(f"{self._url(name)}/health") is not None
 
@@ -142,14 +142,13 @@ class Plan:
     def _mlflow(self) -> Server:
         from tvmflow.registry import Registry, embedded_registry
 
-        # The same file and folder as without a stack, and artifacts where both find them: what was released is there
-        # in either case.
+        # The same file and folder as without a stack: releases are there in either case.
         registry, port = embedded_registry(self.state / "mlflow"), self.ports["mlflow"]
         artifacts = str(registry.artifact_root)
         if self.mlflow_database is None:
-            # Makes the file whole where there is none; MLflow's server would be seen half-way.
+            # Creates a missing file in one step; MLflow's server would migrate it while others read it.
             Registry(registry).check()
-        said = {
+        settings = {
             "MLFLOW_BACKEND_STORE_URI": self.mlflow_database or f"{registry.tracking_uri}?timeout=60",
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
             "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -161,16 +160,16 @@ class Plan:
             *("mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"),
             *("--default-artifact-root", artifacts, "--artifacts-destination", artifacts),
         )
-        return Server("mlflow", command, _environment(said), folder(self.state))
+        return Server("mlflow", command, _environment(settings), folder(self.state))
 
     def command_environment(self) -> dict[str, str]:
-        """The environment of this project's own commands beside the stack: the user's, with absolute paths."""
+        """The environment of tvmflow's own commands that use the stack: the user's, with absolute paths."""
         from tvmflow.settings import settings_file
 
-        said = {**_PREFECT, "PREFECT_HOME": str(self.state / "prefect"), "PREFECT_API_URL": self.prefect_api}
-        said["TVMFLOW_HOME"] = str(self.state)
+        fixed = {**_PREFECT, "PREFECT_HOME": str(self.state / "prefect"), "PREFECT_API_URL": self.prefect_api}
+        fixed["TVMFLOW_HOME"] = str(self.state)
         if (file := settings_file()).is_file():
-            said["TVMFLOW_SETTINGS"] = str(file.absolute())
+            fixed["TVMFLOW_SETTINGS"] = str(file.absolute())
         # Only the servers talk to PostgreSQL, and runs belong to this stack's Prefect.
         others = ("TVMFLOW_DATABASE_URL", "TVMFLOW_PREFECT_API_URL")
         own = {
@@ -178,7 +177,7 @@ class Plan:
             for name, value in os.environ.items()
             if name.startswith(("TVMFLOW_", "MLFLOW_")) and name not in others
         }
-        return _environment({**own, **said})
+        return _environment({**own, **fixed})
 
     def _s3_answers(self) -> bool:
         from tvmflow.store import StoreConfig
@@ -193,48 +192,48 @@ class Plan:
             attempts=1,
         )
         try:
-            with explained(config, "asking whether it is well"):
+            with explained(config, "checking its health"):
                 connect(config).list_objects_v2(Bucket=BUCKET, MaxKeys=1)
         except StoreError:
             return False
         return True
 
-    def _worker_polls(self, started: Started) -> bool:
-        """Whether the worker has told Prefect that it is there since its process began."""
+    def _worker_polls(self, process: ServerProcess) -> bool:
+        """Whether the worker has sent Prefect a heartbeat since its process began."""
         import psutil
 
         answer = _get(f"{self.prefect_api}/work_pools/{quote(self.pool)}/workers/filter", {})
         try:
-            began = psutil.Process(started.pid).create_time()
+            start_time = psutil.Process(process.pid).create_time()
         except psutil.NoSuchProcess:
             return False
         for worker in json.loads(answer or b"[]"):
-            seen = datetime.fromisoformat(worker["last_heartbeat_time"].replace("Z", "+00:00")).timestamp()
-            if worker["name"] == _WORKER and worker["status"] == "ONLINE" and seen >= began:
+            heartbeat = datetime.fromisoformat(worker["last_heartbeat_time"].replace("Z", "+00:00")).timestamp()
+            if worker["name"] == _WORKER and worker["status"] == "ONLINE" and heartbeat >= start_time:
                 return True
         return False
 
 
 def tvmflow_command(*arguments: str) -> list[str]:
-    """The command `tvmflow` of this very installation."""
+    """The command line of `tvmflow` in this very installation."""
     return [sys.executable, "-P", "-c", "from tvmflow.cli import main; main()", *arguments]
 
 
 def is_deployed(plan: Plan) -> bool:
-    """Whether Prefect has the one deployment that every registration makes."""
+    """Whether Prefect has the deployment `reconcile/all`, which every registration makes."""
     return _get(f"{plan.prefect_api}/deployments/name/reconcile/all") is not None
 
 
 def crash_left_runs(plan: Plan) -> int:
-    """Mark the runs as crashed that a worker left unfinished when it was killed; return how many.
+    """Mark the unfinished runs of a killed worker as crashed; return their number.
 
-    They would stay `Running` for ever, and hold up the runs behind them. Only for a pool that no worker serves.
+    They would stay `Running` for ever and block the runs behind them. Call this only for a pool that no worker serves.
     """
-    wanted = {
+    query = {
         "work_pools": {"name": {"any_": [plan.pool]}},
         "flow_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}},
     }
-    runs = json.loads(_get(f"{plan.prefect_api}/flow_runs/filter", wanted) or b"[]")
+    runs = json.loads(_get(f"{plan.prefect_api}/flow_runs/filter", query) or b"[]")
     crashed = {"type": "CRASHED", "name": "Crashed", "message": "The worker of the local stack was ended."}
     for run in runs:
         _get(f"{plan.prefect_api}/flow_runs/{run['id']}/set_state", {"state": crashed})
@@ -242,47 +241,47 @@ def crash_left_runs(plan: Plan) -> int:
 
 
 def databases(url: str) -> tuple[str, str, str]:
-    """The databases `prefect` and `mlflow` of a PostgreSQL server, made where they are missing.
+    """Create the databases `prefect` and `mlflow` of a PostgreSQL server where they are missing.
 
-    Returns Prefect's address of its own, MLflow's of its own, and the server without user and password. Raises
-    SettingsError when the address is wrong, the server does not answer, or the user may not create a database.
+    Returns the address of Prefect's database, the one of MLflow's, and the server's HOST:PORT. Raises SettingsError
+    when the address is wrong, the server does not answer, or the user may not create a database.
     """
     import psycopg
     import sqlalchemy.exc
     from psycopg import sql
     from sqlalchemy.engine import make_url
 
-    wrong = "setting database_url is no address of a PostgreSQL server: give it as postgresql://USER:PASSWORD@HOST:PORT"
+    fault = "setting database_url is not the address of a PostgreSQL server: give it as postgresql://USER:PASSWORD@HOST:PORT"
     try:
-        given = make_url(url)
+        server = make_url(url)
     except (sqlalchemy.exc.ArgumentError, ValueError) as error:
-        raise SettingsError(wrong) from error
-    if given.get_backend_name() not in ("postgresql", "postgres"):
-        raise SettingsError(wrong)
-    given = given.set(drivername="postgresql")
-    place = f"{given.host or given.query.get('host') or 'localhost'}:{given.port or 5432}"
+        raise SettingsError(fault) from error
+    if server.get_backend_name() not in ("postgresql", "postgres"):
+        raise SettingsError(fault)
+    server = server.set(drivername="postgresql")
+    place = f"{server.host or server.query.get('host') or 'localhost'}:{server.port or 5432}"
     try:
-        address = given.set(database=given.database or "postgres").render_as_string(hide_password=False)
+        address = server.set(database=server.database or "postgres").render_as_string(hide_password=False)
         with psycopg.connect(address, autocommit=True, connect_timeout=10) as connection:
             for name in ("prefect", "mlflow"):
                 if connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", (name,)).fetchone() is None:
                     connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
     except psycopg.errors.InsufficientPrivilege as error:
         raise SettingsError(
-            f"the user {given.username!r} of PostgreSQL at {place} may not create the databases prefect and mlflow; "
+            f"the user {server.username!r} of PostgreSQL at {place} may not create the databases prefect and mlflow; "
             "create them with this user as their owner, or give the user the right CREATEDB"
         ) from error
     except psycopg.Error as error:
         # Its words may repeat the address, but never the password.
-        said = " ".join(str(error).split()).rpartition(": ")[2]
+        reason = " ".join(str(error).split()).rpartition(": ")[2]
         raise SettingsError(
-            f"PostgreSQL at {place} cannot be used ({said}); start it, or correct the setting database_url"
+            f"PostgreSQL at {place} cannot be used ({reason}); start it, or correct the setting database_url"
         ) from error
-    prefect = given.set(drivername="postgresql+asyncpg", database="prefect")
+    prefect = server.set(drivername="postgresql+asyncpg", database="prefect")
     if "sslmode" in prefect.query:
-        # asyncpg's word for it.
+        # asyncpg calls it `ssl`.
         prefect = prefect.difference_update_query(["sslmode"]).update_query_dict({"ssl": prefect.query["sslmode"]})
-    mlflow = given.set(drivername="postgresql+psycopg", database="mlflow")
+    mlflow = server.set(drivername="postgresql+psycopg", database="mlflow")
     return prefect.render_as_string(hide_password=False), mlflow.render_as_string(hide_password=False), place
 
 
@@ -291,17 +290,18 @@ def _module(*words: str) -> list[str]:
     return [sys.executable, "-P", "-m", *words]
 
 
-def _environment(said: Mapping[str, str]) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    direct = {}
+def _environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """The user's environment without the addresses of other servers, and these settings."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    proxies = {}
     for name in ("no_proxy", "NO_PROXY"):
         # No proxy reaches this machine's own loopback address.
-        direct[name] = ",".join([*filter(None, [kept.get(name)]), HOST, "localhost"])
-    return {**kept, **direct, "PYTHONUNBUFFERED": "1", **said}
+        proxies[name] = ",".join([*filter(None, [inherited.get(name)]), HOST, "localhost"])
+    return {**inherited, **proxies, "PYTHONUNBUFFERED": "1", **settings}
 
 
 def _get(url: str, body: Mapping[str, Any] | None = None) -> bytes | None:
-    """What the server answers to a GET, or to a POST of a JSON document; None when it does not, or with an error."""
+    """The answer of a server to a GET, or to a POST of a JSON document; None for an error or no answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

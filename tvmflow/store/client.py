@@ -1,4 +1,4 @@
-"""The S3 client of a release store, and the sentences that botocore's errors become."""
+"""The S3 client of a release store, and the conversion of botocore's errors to sentences."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _REFUSED_KEYS = {
 _FORBIDDEN = {"403", "AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden"}
 _SKEWED = {"RequestExpired", "RequestTimeTooSkewed"}
 _BUSY = {"502", "503", "504", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
-# S3 allows 15 minutes; servers that say no more than "denied" are told apart by this.
+# S3 allows 15 minutes. From here on a server that only says "denied" is taken to complain about the clock.
 _SUSPICIOUS_SKEW_SECONDS = 300
 
 
 def connect(config: StoreConfig) -> S3Client:
-    """A client for the store's server; raises `StoreError` when boto3 is missing or finds no usable profile."""
+    """Make a client for the store's server. Raises `StoreError` when boto3 is missing or finds no usable profile."""
     try:
         from botocore.config import Config
         from botocore.session import Session
@@ -69,26 +69,26 @@ def connect(config: StoreConfig) -> S3Client:
 
 @functools.cache
 def _service_models() -> Loader:
-    """The description of S3's requests: parsing it is most of the cost of a client, and it never changes."""
+    """The loader of S3's description, shared by all clients: parsing that costs more than the rest of a client."""
     from botocore.loaders import Loader
 
     return Loader()
 
 
 @contextlib.contextmanager
-def explained(config: StoreConfig, doing: str) -> Iterator[None]:
-    """Turn what botocore raises inside into one `StoreError`; `doing` completes "while ..."."""
+def explained(config: StoreConfig, action: str) -> Iterator[None]:
+    """Turn an error that botocore raises inside into one `StoreError`; `action` completes "while ..."."""
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 
     try:
         yield
     except ClientError as error:
-        raise StoreError(_without_secrets(config, _answer(config, doing, error))) from error
+        raise StoreError(_without_secrets(config, _explain_answer(config, action, error))) from error
     except BotoCoreError as error:
-        raise StoreError(_without_secrets(config, _no_answer(config, doing, error))) from error
+        raise StoreError(_without_secrets(config, _explain_silence(config, action, error))) from error
     except ResponseParserError as error:
-        raise StoreError(f"What answers at {config.server} is no S3 server: correct the endpoint.") from error
+        raise StoreError(f"The server at {config.server} is not an S3 server: correct the endpoint.") from error
 
 
 def code_of(error: ClientError) -> str:
@@ -96,7 +96,7 @@ def code_of(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", "unknown"))
 
 
-def _answer(config: StoreConfig, doing: str, error: ClientError) -> str:
+def _explain_answer(config: StoreConfig, action: str, error: ClientError) -> str:
     code = code_of(error)
     server = config.server
     skew = _clock_skew(error)
@@ -108,25 +108,25 @@ def _answer(config: StoreConfig, doing: str, error: ClientError) -> str:
     if code in _FORBIDDEN:
         return (
             f"{_capital(server)} does not allow these credentials to act on the bucket {config.bucket!r} ({code} while "
-            f"{doing}): check access key and secret key, and grant them listing, reading and writing there."
+            f"{action}): check access key and secret key, and grant them listing, reading and writing there."
         )
     if code == "NoSuchBucket":
         return f"The bucket {config.bucket!r} does not exist at {server}: create it or correct its name."
     if code in ("PermanentRedirect", "IllegalLocationConstraintException", "301"):
         return f"The bucket {config.bucket!r} is in another region than {config.region!r}: correct the region."
     if code in _BUSY:
-        return f"{_capital(server)} is failing or overloaded ({code} while {doing}): try again later."
+        return f"{_capital(server)} is failing or overloaded ({code} while {action}): try again later."
     if code.isdigit():
-        # S3's errors have names; a bare HTTP status comes from something else, or from a server in trouble.
+        # S3's errors have names; a bare HTTP status comes from another kind of server, or from one in trouble.
         return (
-            f"What answers at {server} is no S3 server, or one that is failing (HTTP status {code} while {doing}): "
+            f"The server at {server} is not an S3 server, or it is failing (HTTP status {code} while {action}): "
             "correct the endpoint, or see the server's log."
         )
     message = str(error.response.get("Error", {}).get("Message", "")).rstrip(". ") or "no explanation"
-    return f"{_capital(server)} refused a request while {doing} ({code}: {message}): check the server's log."
+    return f"{_capital(server)} refused a request while {action} ({code}: {message}): check the server's log."
 
 
-def _no_answer(config: StoreConfig, doing: str, error: BotoCoreError) -> str:
+def _explain_silence(config: StoreConfig, action: str, error: BotoCoreError) -> str:
     from botocore import exceptions
 
     server = config.server
@@ -148,25 +148,27 @@ def _no_answer(config: StoreConfig, doing: str, error: BotoCoreError) -> str:
             return f"Cannot reach {server}: start the server, or correct the endpoint or the network."
         case exceptions.ReadTimeoutError():
             return (
-                f"{_capital(server)} stopped answering for {config.read_timeout:g} seconds while {doing}: check "
+                f"{_capital(server)} stopped answering for {config.read_timeout:g} seconds while {action}: check "
                 "the server and try again."
             )
         case exceptions.HTTPClientError() | exceptions.IncompleteReadError() | exceptions.ResponseStreamingError():
-            return f"{_capital(server)} broke the connection off while {doing}: check that it still runs and try again."
+            return (
+                f"{_capital(server)} broke the connection off while {action}: check that it still runs and try again."
+            )
         case _:
-            return f"The release store at {server} cannot be used while {doing}: {str(error).rstrip('. ')}."
+            return f"The release store at {server} cannot be used while {action}: {str(error).rstrip('. ')}."
 
 
 def _clock_skew(error: ClientError) -> float:
-    """Seconds by which this clock is ahead of the server's, 0 where the server does not tell."""
+    """Seconds by which this clock is ahead of the server's, 0 when the answer has no date."""
     header = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
     try:
-        theirs = email.utils.parsedate_to_datetime(header)
+        server_time = email.utils.parsedate_to_datetime(header)
     except ValueError:
         return 0.0
-    if theirs.tzinfo is None:
-        theirs = theirs.replace(tzinfo=datetime.UTC)
-    return (_now() - theirs).total_seconds()
+    if server_time.tzinfo is None:
+        server_time = server_time.replace(tzinfo=datetime.UTC)
+    return (_now() - server_time).total_seconds()
 
 
 def _now() -> datetime.datetime:

@@ -1,4 +1,4 @@
-"""Where a release store is and how it is reached, and the `s3://` addresses of what is in it."""
+"""The address and connection settings of a release store, and the `s3://` addresses of its objects."""
 
 import re
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ _SMALLEST_PART = 5 * 2**20
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """The bucket of a release store, its endpoint, and how patiently to talk to it.
+    """The bucket of a release store, its endpoint and credentials, and the timeouts of requests.
 
-    Without `access_key` the credentials are what boto3 finds by itself (environment, profile, instance role); without
-    `endpoint` the server is Amazon S3 in `region`. The defaults give an unreachable endpoint up within ten seconds.
-    Raises `SettingsError` if the values cannot belong to any S3 server.
+    Without `access_key` boto3 looks for credentials by itself (environment, profile, instance role). Without `endpoint`
+    the server is Amazon S3 in `region`. With the defaults an unreachable endpoint is an error within ten seconds.
+    Raises `SettingsError` for values that fit no S3 server.
     """
 
     bucket: str
@@ -29,8 +29,8 @@ class StoreConfig:
     secret_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
     path_style: bool = True
-    # Servers other than Amazon's often refuse the checksums that boto3 adds by default, and every read here is
-    # compared with a SHA-256 anyhow.
+    # Servers other than Amazon's often refuse the checksums that boto3 adds by default. Every blob is compared with its
+    # SHA-256 in any case.
     checksums: Literal["when_supported", "when_required"] = "when_required"
     connect_timeout: float = 2.0
     """Seconds."""
@@ -67,7 +67,7 @@ class StoreConfig:
 
     @property
     def server(self) -> str:
-        """How messages name the server."""
+        """The server as messages name it."""
         return f"the S3 endpoint {self.endpoint}" if self.endpoint else f"Amazon S3 in {self.region}"
 
     @property
@@ -77,7 +77,7 @@ class StoreConfig:
 
 
 def _check_endpoint(endpoint: str) -> None:
-    expected = "give it as http://HOST:PORT or https://HOST, the credentials apart"
+    expected = "give it as http://HOST:PORT or https://HOST, without credentials"
     try:
         parts = urlsplit(endpoint)
         port_is_valid = parts.port != 0
@@ -93,7 +93,7 @@ def _check_endpoint(endpoint: str) -> None:
         or parts.query
         or parts.fragment
     ):
-        raise SettingsError(f"The S3 endpoint {endpoint!r} is not an address of a server: {expected}.")
+        raise SettingsError(f"The S3 endpoint {endpoint!r} is not the address of a server: {expected}.")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Triggers: what an alias set in MLflow asks for, and the receiver of MLflow's webhooks."""
+"""Triggers: the runs that aliases in MLflow ask for, and the receiver of MLflow's webhooks."""
 
 from tvmflow.triggers.catalogue import Alias, Catalogue, ManagedModel, RunRequest, load
 

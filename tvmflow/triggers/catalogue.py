@@ -1,4 +1,4 @@
-"""The catalogue: the release files that an installation manages, and what an alias in MLflow means to it."""
+"""The catalogue: the release files that an installation manages, and the run that an alias in MLflow asks for."""
 
 import re
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run of a deployment that is wanted; the tag says what for, so that the runs of one wish can be found."""
+    """A request to run a deployment; all runs for the same purpose have the same tag, by which they are found."""
 
     deployment: str
     parameters: dict[str, Any]
@@ -52,14 +52,14 @@ class ManagedModel:
 
     @property
     def source_alias(self) -> Alias | None:
-        """The alias in MLflow that names the model to release, if there is one.
+        """The alias in MLflow that names the model to release, None where no alias does.
 
-        It is what `model.mlflow` says; of a model that is retrained, the alias of the channel's name on the model that
-        retraining registers.
+        It is the alias in `model.mlflow`. For a model that is retrained it is the alias of the channel's name on the
+        model that retraining registers.
         """
-        named = _SOURCE.fullmatch(self.spec.model.mlflow or "")
-        if named is not None:
-            return Alias(named["model"], named["alias"])
+        match = _SOURCE.fullmatch(self.spec.model.mlflow or "")
+        if match is not None:
+            return Alias(match["model"], match["alias"])
         alias = self.spec.source_alias
         return None if alias is None else Alias(*alias)
 
@@ -68,19 +68,25 @@ class ManagedModel:
         return not self.spec.channels or alias in self.spec.channels
 
     def request_release(self, version: str) -> RunRequest:
-        """To release that version of the source model.
+        """The request to release that version of the source model.
 
-        The flow releases what `model.mlflow` names when it starts: where the alias has moved on by then, the latest
-        wish wins. Of a model that is retrained it releases this version.
+        The flow releases the version that `model.mlflow` names when the flow starts: where the alias has moved on by
+        then, the latest version wins. Of a model that is retrained it releases this version.
         """
         source = f"{self.source_alias.model if self.source_alias else ''}/{version}"
         parameters = {"file": str(self.file), **({"source": source} if self.spec.source_alias else {})}
         return RunRequest(f"release/{self.name}", parameters, f"source:{source}")
 
     def request_promotion(self, channel: str, version: str, *, who: str, why: str) -> RunRequest:
-        """To promote that release to a channel, if its alias still names that version by then."""
-        asked = {"who": who, "why": why, "while_wanted": True}
-        parameters = {"name": self.name, "version": version, "channel": channel, **asked}
+        """The request to promote that release to a channel, if the channel's alias still names that version by then."""
+        parameters = {
+            "name": self.name,
+            "version": version,
+            "channel": channel,
+            "who": who,
+            "why": why,
+            "while_wanted": True,
+        }
         return RunRequest(f"promote/{self.name}", parameters, f"promote:{channel}/{version}")
 
 
@@ -91,7 +97,7 @@ class Catalogue:
     entries: tuple[ManagedModel, ...]
 
     def find_request(self, alias: Alias, version: str) -> RunRequest | None:
-        """What setting the alias to that version asks for; None when it is not managed here."""
+        """The run that is asked for when the alias is set to that version; None when the alias is not managed here."""
         for entry in self.entries:
             if alias == entry.source_alias:
                 return entry.request_release(version)
@@ -104,27 +110,29 @@ class Catalogue:
 def load(files: Iterable[Path]) -> Catalogue:
     """Read the release files.
 
-    Raises SpecError for one that is missing or wrong, SettingsError naming both when two claim the same names.
+    Raises SpecError for a file that is missing or wrong, SettingsError naming both files when two of them have the same
+    name, registered model or source, or when one releases the releases of another.
     """
     entries = tuple(ManagedModel(file.absolute(), release_file.load(file)) for file in dict.fromkeys(files))
-    claimed: dict[tuple[str, str], ManagedModel] = {}
+    owners: dict[tuple[str, str], ManagedModel] = {}
     for entry in entries:
         for kind, name in (
             ("name", entry.name),
             ("registered model", entry.registered_model),
             *((("source", str(entry.source_alias)),) if entry.source_alias else ()),
         ):
-            other = claimed.setdefault((kind, name), entry)
-            if other is not entry:
+            owner = owners.setdefault((kind, name), entry)
+            if owner is not entry:
                 raise SettingsError(
-                    f"{str(other.file)!r} and {str(entry.file)!r} both have the {kind} {name!r}; "
+                    f"{str(owner.file)!r} and {str(entry.file)!r} both have the {kind} {name!r}; "
                     "rename one, or leave one out of the setting models"
                 )
     for entry in entries:
-        released = claimed.get(("registered model", entry.source_alias.model)) if entry.source_alias else None
-        if released is not None:
+        owner_of_source = owners.get(("registered model", entry.source_alias.model)) if entry.source_alias else None
+        if owner_of_source is not None:
             raise SettingsError(
-                f"{str(entry.file)!r} releases the registered model {released.registered_model!r}, whose versions are "
-                f"the releases of {str(released.file)!r}; name a PyTorch or ONNX model in model.mlflow"
+                f"{str(entry.file)!r} releases the registered model {owner_of_source.registered_model!r}, whose "
+                f"versions are the releases of {str(owner_of_source.file)!r}; name a PyTorch or ONNX model in "
+                "model.mlflow"
             )
     return Catalogue(entries)

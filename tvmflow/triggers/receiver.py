@@ -18,14 +18,15 @@ MAX_BODY = 64 * 1024
 _LOG = logging.getLogger("tvmflow.triggers")
 
 Submit = Callable[[RunRequest, str], str]
-"""Starts what is wished and returns the flow run's id; with the same key again, that of the same run."""
+"""Starts the requested run and returns the flow run's id; called again with the same key, that of the same run."""
 
 
 def application(secret: str, catalogue: Callable[[], Catalogue], submit: Submit) -> FastAPI:
-    """The application: `catalogue` is asked for with every delivery, so that changed release files count at once.
+    """Make the application. It calls `catalogue` for every delivery, so that changed release files count at once.
 
-    202: a flow run was started; 200: it is nothing of ours; 401: forged or old; 413: too large; 422: not MLflow's;
-    503: the flow run could not be started, which MLflow tries again.
+    Answers 202 when a flow run was started, 200 for an event that is not managed here, 401 for a delivery that is
+    forged or old, 413 for one that is too large, 422 for one that MLflow does not send, and 503 when the flow run could
+    not be started, which makes MLflow retry.
     """
     app = FastAPI(title="tvmflow", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -41,24 +42,24 @@ def application(secret: str, catalogue: Callable[[], Catalogue], submit: Submit)
             if len(body) > MAX_BODY:
                 return _answer(413, reason=f"a delivery has at most {MAX_BODY} bytes")
         try:
-            said = read_delivery(secret, request.headers, bytes(body), time.time())
-        except DeliveryError as refused:
-            _LOG.warning("refused a delivery: %s", refused.reason)
-            return _answer(refused.status, reason=refused.reason)
-        if said is None:
-            return _answer(200, ignored="no event of ours")
-        alias = Alias(said.name, said.alias)
+            event = read_delivery(secret, request.headers, bytes(body), time.time())
+        except DeliveryError as error:
+            _LOG.warning("refused a delivery: %s", error.reason)
+            return _answer(error.status, reason=error.reason)
+        if event is None:
+            return _answer(200, ignored="not the event of an alias")
+        alias = Alias(event.name, event.alias)
         try:
-            wish = (await run_in_threadpool(catalogue)).find_request(alias, said.version)
-            if wish is None:
-                _LOG.info("%s set to %s: not managed here", alias, said.version)
+            run_request = (await run_in_threadpool(catalogue)).find_request(alias, event.version)
+            if run_request is None:
+                _LOG.info("%s set to %s: not managed here", alias, event.version)
                 return _answer(200, ignored=f"{alias} is not managed here")
-            run = await run_in_threadpool(submit, wish, f"mlflow-webhook-{said.delivery}")
+            run = await run_in_threadpool(submit, run_request, f"mlflow-webhook-{event.delivery}")
         except TvmflowError as error:
-            _LOG.error("%s set to %s: nothing started: %s", alias, said.version, error)
+            _LOG.error("%s set to %s: nothing started: %s", alias, event.version, error)
             return _answer(503, reason=str(error))
-        _LOG.info("%s set to %s: %s, flow run %s", alias, said.version, wish.deployment, run)
-        return _answer(202, deployment=wish.deployment, flow_run=run)
+        _LOG.info("%s set to %s: %s, flow run %s", alias, event.version, run_request.deployment, run)
+        return _answer(202, deployment=run_request.deployment, flow_run=run)
 
     return app
 

@@ -1,6 +1,6 @@
-"""MLflow's webhooks: who sent a delivery, how old it is, and what it says.
+"""MLflow's webhooks: the check of a delivery's signature and age, and its content.
 
-Signed as Standard Webhooks are: base64(HMAC-SHA256(secret, "{delivery id}.{timestamp}.{body}")) after `v1,`.
+Deliveries are signed as Standard Webhooks are: `v1,` and base64(HMAC-SHA256(secret, "{id}.{timestamp}.{body}")).
 """
 
 import base64
@@ -17,7 +17,7 @@ PATH = "/webhooks/mlflow"
 SIGNATURE_HEADER = "X-MLflow-Signature"
 DELIVERY_HEADER = "X-MLflow-Delivery-Id"
 TIMESTAMP_HEADER = "X-MLflow-Timestamp"
-# MLflow signs once and repeats what it signed for some seconds; clocks differ.
+# MLflow signs once and repeats the same delivery for some seconds; clocks differ.
 MAX_AGE_SECONDS = 300
 _VERSION = "v1"
 _MAX_ID = 100
@@ -25,7 +25,7 @@ _SECONDS = re.compile(r"[0-9]{1,12}")
 
 
 class DeliveryError(Exception):
-    """A delivery that is not taken: the HTTP status and the reason to answer with."""
+    """A delivery that is refused: the HTTP status and the reason to answer with."""
 
     def __init__(self, status: Literal[401, 422], reason: str) -> None:
         super().__init__(reason)
@@ -33,7 +33,7 @@ class DeliveryError(Exception):
         self.reason = reason
 
 
-class _Set(BaseModel):
+class _AliasData(BaseModel):
     model_config = ConfigDict(strict=True)
 
     name: str = Field(min_length=1)
@@ -51,7 +51,7 @@ class _Body(BaseModel):
 
 @dataclass(frozen=True)
 class AliasEvent:
-    """The delivery that says: the alias of a registered model was set to a version."""
+    """A delivery that reports that the alias of a registered model was set to a version."""
 
     delivery: str
     name: str
@@ -67,10 +67,10 @@ def sign(secret: str, delivery: str, timestamp: str, body: bytes) -> str:
 
 
 def read_delivery(secret: str, headers: Mapping[str, str], body: bytes, now: float) -> AliasEvent | None:
-    """What a delivery says; None for an event of another kind. `now` is in seconds since 1970.
+    """Read a delivery; None for an event of another kind. `now` is in seconds since 1970.
 
-    Raises DeliveryError: 401 for a wrong signature or one that is older or newer than five minutes, 422 for what MLflow
-    does not send. Nothing of the body is looked at before the signature is found right.
+    Raises DeliveryError: with 401 for a wrong signature or a time more than five minutes off, with 422 for a body that
+    MLflow does not send. The body is parsed only after the signature was found right.
     """
     delivery, timestamp = headers.get(DELIVERY_HEADER, ""), headers.get(TIMESTAMP_HEADER, "")
     signature = headers.get(SIGNATURE_HEADER, "")
@@ -78,16 +78,16 @@ def read_delivery(secret: str, headers: Mapping[str, str], body: bytes, now: flo
     if not hmac.compare_digest(sign(secret, delivery, timestamp, body).encode(), signature.encode()):
         raise DeliveryError(401, "the signature is wrong")
     if not _SECONDS.fullmatch(timestamp) or abs(now - int(timestamp)) > MAX_AGE_SECONDS:
-        raise DeliveryError(401, f"the delivery is not of the last {MAX_AGE_SECONDS} seconds")
+        raise DeliveryError(401, f"the delivery's time is more than {MAX_AGE_SECONDS} seconds off")
     if not 0 < len(delivery) <= _MAX_ID:
         raise DeliveryError(422, "the delivery has no usable id")
     try:
         event = _Body.model_validate_json(body)
         if (event.entity, event.action) != ("model_version_alias", "created"):
             return None
-        said = _Set.model_validate(event.data)
+        data = _AliasData.model_validate(event.data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the body"
         raise DeliveryError(422, f"{where}: {first['msg']}") from error
-    return AliasEvent(delivery, said.name, said.alias, said.version)
+    return AliasEvent(delivery, data.name, data.alias, data.version)
