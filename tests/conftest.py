@@ -9,6 +9,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from support import durations, scale, servers, skips
+from support.databases import Databases
 
 # A shell starts what runs in the background with SIGINT ignored, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -89,16 +90,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 @pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def databases(tmp_path_factory: pytest.TempPathFactory) -> Databases:
+    """Empty databases of MLflow and Prefect, to start state folders and servers from."""
+    return Databases(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Iterator[str]:
     """The address of the API of a Prefect server without background services."""
-    with servers.prefect_server(tmp_path_factory.mktemp("prefect")) as address:
+    folder = tmp_path_factory.mktemp("prefect")
+    databases.prefect(folder / "prefect.db")
+    with servers.prefect_server(folder) as address:
         yield address
 
 
 @pytest.fixture(scope="session")
-def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Iterator[str]:
     """The address of an MLflow server."""
-    with servers.mlflow_server(tmp_path_factory.mktemp("mlflow")) as address:
+    folder = tmp_path_factory.mktemp("mlflow")
+    databases.mlflow(folder / "mlflow.db")
+    with servers.mlflow_server(folder) as address:
         yield address
 
 

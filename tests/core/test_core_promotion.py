@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.databases import Databases
 from support.proxies import intercepting
 from support.servers import moto_server
 from tvmflow import promotion
@@ -24,8 +25,10 @@ LIMIT_SECONDS = 120
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Registry:
-    return Registry(embedded_registry(tmp_path_factory.mktemp("mlflow")))
+def registry(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Registry:
+    folder = tmp_path_factory.mktemp("mlflow")
+    databases.mlflow(folder / "mlflow.db")
+    return Registry(embedded_registry(folder))
 
 
 @pytest.fixture(scope="module")

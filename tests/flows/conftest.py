@@ -15,6 +15,7 @@ import psutil
 import pytest
 import yaml
 
+from support.databases import Databases
 from tvmflow.services import open_registry, open_store
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
@@ -141,9 +142,11 @@ class Machine:
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Machine:
+def machine(tmp_path_factory: pytest.TempPathFactory, prefect_server: str, databases: Databases) -> Machine:
     """A machine whose settings name the Prefect server, so that its commands start in a second; the rest embedded."""
-    return Machine(tmp_path_factory.mktemp("machine") / "state", {"TVMFLOW_PREFECT_API_URL": prefect_server})
+    home = tmp_path_factory.mktemp("machine") / "state"
+    databases.mlflow(home / "mlflow" / "mlflow.db")
+    return Machine(home, {"TVMFLOW_PREFECT_API_URL": prefect_server})
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from support.databases import Databases
 from support.waits import wait_until
 
 # Held-out data that takes for ever, until somebody says go: what a step in the middle of the release waits for.
@@ -43,9 +44,9 @@ def slow(outputs, labels):
 
 
 @pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory, machine: Any) -> Any:
+def embedded(tmp_path_factory: pytest.TempPathFactory, machine: Any, databases: Databases) -> Any:
     """A machine with nothing but embedded servers, which have to end with the command as well."""
-    return type(machine)(tmp_path_factory.mktemp("interrupted") / "state")
+    return type(machine)(databases.prepare(tmp_path_factory.mktemp("interrupted") / "state"))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.databases import Databases
 from support.servers import mlflow_server
 from tvmflow.bundle import Manifest, TensorSpec, installed_versions, pack
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
@@ -26,17 +27,21 @@ def _quiet_client() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Iterator[str]:
     """The address of an MLflow server, started as `mlflow/README.md` says."""
     text = (Path(__file__).parents[2] / "mlflow" / "server.env.example").read_text()
     settings = dict(line.split("=", 1) for line in text.splitlines() if line and not line.startswith("#"))
-    with mlflow_server(tmp_path_factory.mktemp("server"), **settings) as address:
+    folder = tmp_path_factory.mktemp("server")
+    databases.mlflow(folder / "mlflow.db")
+    with mlflow_server(folder, **settings) as address:
         yield address
 
 
 @pytest.fixture(scope="session")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Registry:
-    return Registry(embedded_registry(tmp_path_factory.mktemp("embedded")))
+def embedded(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Registry:
+    folder = tmp_path_factory.mktemp("embedded")
+    databases.mlflow(folder / "mlflow.db")
+    return Registry(embedded_registry(folder))
 
 
 @pytest.fixture(params=["embedded", "server"])

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from support.databases import Databases
+
 LIMIT_SECONDS = 240.0
 SERVERS = ("s3", "prefect", "mlflow", "receiver", "worker")
 # What a developer's own shell says must not decide what these tests talk to.
@@ -180,9 +182,10 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def stack(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Iterator[Machine]:
     """A machine whose stack was started with the release file of a tiny model."""
     made = Machine(tmp_path_factory.mktemp("stack"), ports=free_ports())
+    databases.prepare(made.state)
     ended = made.up(make_release_file(made.folder))
     try:
         assert ended.code == 0, ended.err

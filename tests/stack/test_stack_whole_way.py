@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import yaml
 
+from support.databases import Databases
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 CHANNELS = ("staging", "production")
 
@@ -83,7 +85,10 @@ class House:
 
 @pytest.fixture(scope="module")
 def house(
-    tmp_path_factory: pytest.TempPathFactory, new_machine: Callable[[Path], Any], end_all: Callable[[Any], None]
+    tmp_path_factory: pytest.TempPathFactory,
+    new_machine: Callable[[Path], Any],
+    end_all: Callable[[Any], None],
+    databases: Databases,
 ) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("house")
     example = Path(shutil.copytree(EXAMPLE, folder / "digits", ignore=shutil.ignore_patterns("__pycache__")))
@@ -92,6 +97,7 @@ def house(
     document["benchmark"] = {"repeats": 5, "rounds": 2, "peers": []}
     file.write_text(yaml.safe_dump(document))
     stack = new_machine(folder)
+    databases.prepare(stack.state)
     try:
         ended = stack.up(file)
         assert ended.code == 0, ended.err
