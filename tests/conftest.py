@@ -45,7 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_selected(item: pytest.Item) -> bool:
-    return scale.is_long() or item.get_closest_marker("long") is None
+    if item.get_closest_marker("long") and not scale.is_long():
+        return False
+    return not scale.is_quick() or durations.is_quick(item)
 
 
 @pytest.hookimpl(wrapper=True)

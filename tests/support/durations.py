@@ -21,7 +21,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DURATIONS = ROOT / "tests" / "durations.json"
 # What costs less than this, in seconds, and starts nothing is not worth a line.
-_NOTEWORTHY = 0.2
+_NOTEWORTHY = 0.1
+# What a test and a fixture may cost in `--quick`, in seconds of a processor; waiting may take five times as long.
+_QUICK_TEST, _QUICK_FIXTURE = 0.2, 2.0
 _EVENTS = {"subprocess.Popen": "process", "os.fork": "process", "os.posix_spawn": "process", "socket.bind": "socket"}
 
 
@@ -108,15 +110,23 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Iterator[Any]:
         report: Any = yield
-        report.tvmflow_cost = self._costs.pop(report.when, None)
+        cost = self._costs.pop(report.when, None)
         report.tvmflow_fixtures, self._pending = self._pending, []
+        report.tvmflow_cost = cost
+        # What a fixture of a wider scope takes is its own cost, not that of the first test that uses it.
+        shared = report.tvmflow_fixtures
+        report.tvmflow_own = cost and {
+            "seconds": round(cost["seconds"] - sum(fixture["seconds"] for fixture in shared), 3),
+            "cpu": round(cost["cpu"] - sum(fixture["cpu"] for fixture in shared), 3),
+            "needs": [] if any(fixture["needs"] for fixture in shared) else cost["needs"],
+        }
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if not self.is_worker and getattr(report, "tvmflow_cost", None):
             worker = report.node.gateway.id if hasattr(report, "node") else "main"
             line = {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "worker": worker}
-            self.phases.append({**line, **report.tvmflow_cost})
+            self.phases.append({**line, **report.tvmflow_cost, "own": report.tvmflow_own})
             self.fixtures.extend(report.tvmflow_fixtures)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -154,10 +164,11 @@ def merge(records: Iterable[Path]) -> dict[str, dict[str, Cost]]:
     fixtures: dict[str, list[Cost]] = defaultdict(list)
     for path in records:
         record = json.loads(path.read_text())
-        # The first test that uses a fixture of a wider scope pays for it: that is the fixture's cost, not the test's.
+        cases: dict[str, list[Cost]] = defaultdict(list)
         for phase in record["phases"]:
-            if phase["when"] == "call":
-                tests[function_of(phase["test"])].append(phase)
+            cases[phase["test"]].append(phase["own"])
+        for case, phases in cases.items():
+            tests[function_of(case)].append(_sum(phases))
         for item in record["fixtures"]:
             fixtures[item["fixture"]].append(item)
     files = {name.partition("::")[0] for name in tests}
@@ -167,6 +178,14 @@ def merge(records: Iterable[Path]) -> dict[str, dict[str, Cost]]:
         "tests": dict(sorted({**kept, **_noteworthy(tests)}.items())),
         "fixtures": dict(sorted({**old["fixtures"], **_noteworthy(fixtures)}.items())),
     }
+
+
+def _sum(costs: list[Cost]) -> Cost:
+    return Cost(
+        seconds=sum(cost["seconds"] for cost in costs),
+        cpu=sum(cost["cpu"] for cost in costs),
+        needs=sorted({need for cost in costs for need in cost["needs"]}),
+    )
 
 
 def _noteworthy(costs: dict[str, list[Cost]]) -> dict[str, Cost]:
@@ -193,6 +212,26 @@ def recorded() -> dict[str, dict[str, Cost]]:
         return {"tests": {}, "fixtures": {}}
     content: dict[str, dict[str, Cost]] = json.loads(DURATIONS.read_text())
     return content
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether `--quick` runs a test: neither it nor a fixture of its closure is recorded to listen or to be slow.
+
+    A test without a record runs, until the next record knows better.
+    """
+    record = recorded()
+    if _exceeds(record["tests"].get(function_of(item.nodeid)), _QUICK_TEST):
+        return False
+    fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    return not any(
+        _exceeds(record["fixtures"].get(f"{definition.baseid}::{definition.argname}"), _QUICK_FIXTURE)
+        for definitions in fixtures.values()
+        for definition in definitions[-1:]
+    )
+
+
+def _exceeds(cost: Cost | None, limit: float) -> bool:
+    return cost is not None and ("socket" in cost["needs"] or cost["cpu"] > limit or cost["seconds"] > 5 * limit)
 
 
 def _write(content: dict[str, dict[str, Cost]]) -> None:

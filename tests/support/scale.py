@@ -19,6 +19,11 @@ def is_long() -> bool:
     return _mode == "long"
 
 
+def is_quick() -> bool:
+    """Whether the run has the option `--quick`."""
+    return _mode == "quick"
+
+
 def count(normal: int, long: int, quick: int | None = None) -> int:
     """A number of cases by the scale of the run; `quick` is `normal` unless it is given.
 
