@@ -12,7 +12,7 @@ TORCH := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $
 TESTS := pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=40 --junit-xml=build/tests/junit.xml \
 	--record=build/tests/record.json $(if $(CI),--no-skips)
 
-.PHONY: setup demo test test-quick test-long bench check format docs reference clean
+.PHONY: setup demo test test-quick test-long mutants bench check format docs reference clean
 
 setup: .venv/ready
 
@@ -40,6 +40,10 @@ test-quick: setup
 # The same files with larger numbers.
 test-long: setup
 	@$(TESTS) --long
+
+# Faults put into the sources, and the share that the tests notice; MUTANTS="--all" or names of modules for others.
+mutants: setup
+	@python benchmarks/mutants.py $(MUTANTS)
 
 # OpenVINO is a peer of the benchmarks and nothing else: 60 MB that `make setup` leaves out.
 bench: setup
