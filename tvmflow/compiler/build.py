@@ -19,7 +19,7 @@ import tvm_ffi
 from tvm.support import cc
 from tvm.tirx import PrimFunc
 
-from tvmflow.compiler.choices import Choices, using
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.codegen import compile_module
 from tvmflow.compiler.graph import hoist_weights, lower_module, variant_name
 from tvmflow.compiler.importer import Imported
@@ -162,8 +162,14 @@ def lower(
     """
     options = options or BuildOptions()
     _check_precision(target, options)
-    with _passes(options, target), using(choices or Choices()):
-        return lower_module(imported, target, options.variants, options.precision, options.fast_algorithms)
+    with _passes(options, target):
+        return _lowered(imported, target, options, choices)
+
+
+def _lowered(imported: Imported, target: Target, options: BuildOptions, choices: Choices | None) -> tvm.IRModule:
+    return lower_module(
+        imported, target, choices or Choices(), options.variants, options.precision, options.fast_algorithms
+    )
 
 
 def build(
@@ -193,8 +199,8 @@ def build(
     timings: dict[str, float] = {}
     inspected = Inspected()
     instruments = [_Timing(timings), KeepIR(inspect, inspected.passes)]
-    with _passes(options, target, instruments), using(choices or Choices()):
-        lowered = lower_module(imported, target, options.variants, options.precision, options.fast_algorithms)
+    with _passes(options, target, instruments):
+        lowered = _lowered(imported, target, options, choices)
         bare, weights = hoist_weights(lowered)
         apart = options.weights == "apart"
         scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)

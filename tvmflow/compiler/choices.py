@@ -1,14 +1,12 @@
 """What the compiler may decide either way: the cost model's choice, unless measuring found another one faster.
 
 A decision is about a *subject*, such as a convolution's shape, and of a *kind*, such as the rows of its tile. It has
-options, the cost model's first. Tuning makes the same decisions differently, measures what comes of it, and keeps what
-is faster; a build is then given those. Choices within the schedule of one function need no subject: they are known
-from its trace.
+options, the cost model's first. Tuning decides otherwise, measures the result, and keeps what is faster; a build is
+then given the decisions that were kept. Choices within the schedule of one function need no subject: its trace records
+them.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -34,47 +32,45 @@ class Site:
 
     @property
     def key(self) -> str:
-        """What identifies the decision, in every model and process."""
+        """The name of the decision, the same in every model and process."""
         return f"{self.kind}: {self.subject}"
 
 
 @dataclass
 class Choices:
-    """The decisions to make, by their keys, and those that were met while this was in use."""
+    """The decisions of a build: the options to take (`made`), and the decisions that the build met (`met`), by key."""
 
     made: Mapping[str, str] = field(default_factory=dict)
     met: dict[str, Site] = field(default_factory=dict)
 
-    def otherwise(self, key: str) -> bool:
-        """Whether a decision was met and made otherwise than the cost model takes it."""
-        site, wanted = self.met.get(key), self.made.get(key)
-        return site is not None and wanted in site.options[1:]
+    def choose(self, kind: str, subject: str, options: Mapping[str, T], parts: tuple[str, ...] = ()) -> T:
+        """The value of one of `options`: the first, unless `made` names another one.
 
-
-_active: ContextVar[Choices | None] = ContextVar("choices", default=None)
-
-
-@contextlib.contextmanager
-def using(choices: Choices) -> Iterator[Choices]:
-    """Decide as `choices` says while the body runs, and note every decision that is met."""
-    token = _active.set(choices)
-    try:
-        yield choices
-    finally:
-        _active.reset(token)
-
-
-def choose(kind: str, subject: str, options: Mapping[str, T], parts: tuple[str, ...] = ()) -> T:
-    """One of `options`: the first, unless the choices in use name another.
-
-    One that they name and that is none of these, as of an earlier compiler, does not count.
-    """
-    name = next(iter(options))
-    choices = _active.get()
-    if choices is not None:
+        The decision is noted in `met`. A name in `made` that is none of the options, as of an earlier compiler, does
+        not count.
+        """
         site = Site(kind, subject, tuple(options), parts)
-        choices.met[site.key] = site
-        wanted = choices.made.get(site.key)
-        if wanted is not None and wanted in options:
-            name = wanted
-    return options[name]
+        self.met[site.key] = site
+        name = self.made.get(site.key)
+        return options[name if name in options else site.options[0]]
+
+    def about(self, subject: str) -> "Decisions":
+        """The decisions about one subject."""
+        return Decisions(self, subject)
+
+    def otherwise(self, key: str) -> bool:
+        """Whether a decision was met and made otherwise than the cost model would."""
+        site, name = self.met.get(key), self.made.get(key)
+        return site is not None and name in site.options[1:]
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """The decisions about one subject, which are handed to the code that makes them."""
+
+    choices: Choices
+    subject: str
+
+    def choose(self, kind: str, options: Mapping[str, T], parts: tuple[str, ...] = ()) -> T:
+        """As `Choices.choose`, about this subject."""
+        return self.choices.choose(kind, self.subject, options, parts)

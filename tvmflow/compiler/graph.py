@@ -12,6 +12,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import PrimFunc
 
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.passes import lower_passes
 from tvmflow.target import Precision, Target
@@ -36,11 +37,12 @@ class Workload:
 def lower_module(
     imported: Imported,
     target: Target,
+    choices: Choices,
     variants: Sequence[Mapping[str, int]] = (),
     precision: Precision = "fp32",
     fast: bool = True,
 ) -> tvm.IRModule:
-    """Run `lower_passes` on the imported model in the current pass context.
+    """Run `lower_passes` on the imported model in the current pass context; `choices` makes the decisions.
 
     Each of `variants`, sizes of symbolic dimensions, becomes a function of its own beside `main`.
     """
@@ -53,7 +55,7 @@ def lower_module(
         name = variant_name(sizes)
         fixed = relax.utils.copy_with_new_vars(fixed).with_attr("global_symbol", name)
         mod = tvm.IRModule({**dict(mod.functions_items()), tvm.ir.GlobalVar(name): fixed}, attrs=mod.attrs)
-    passes = lower_passes(target, precision, fast, sum(value.nbytes for value in imported.params.values()))
+    passes = lower_passes(target, choices, precision, fast, sum(value.nbytes for value in imported.params.values()))
     with tvm.target.Target(target.tvm):
         return tvm.transform.Sequential(passes, name="lower")(mod)
 

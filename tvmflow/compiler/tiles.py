@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tvmflow.compiler import choices
+from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.machine import Machine
 
 
@@ -68,10 +68,10 @@ def ranked(
     return [tile for _, tile in sorted(found, key=lambda item: item[0], reverse=True)] or [Tile(1, 1)]
 
 
-def rows_of(subject: str, tiles: Sequence[Tile]) -> int:
-    """The rows of the tile for a product, given the fastest tiles: a decision about `subject`."""
+def choose_rows(tiles: Sequence[Tile], decisions: Decisions) -> int:
+    """The rows of the tile for a product, given the fastest tiles first: a decision."""
     heights = list(dict.fromkeys(tile.rows for tile in tiles))[:_CHOICES]
-    return choices.choose("rows", subject, {str(height): height for height in heights})
+    return decisions.choose("rows", {str(height): height for height in heights})
 
 
 def _unknown(machine: Machine) -> int:

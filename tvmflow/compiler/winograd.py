@@ -6,18 +6,16 @@ transformed back. With stride two, the input's even elements meet two taps of th
 the former is a convolution with stride one, the latter a multiplication.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from tvm import te, tirx, topi
 
 from tvmflow.compiler import tiles
-from tvmflow.compiler.dotproduct import BF16, round_bf16
+from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
 
 _Matrix = npt.NDArray[np.float64]
@@ -112,11 +110,11 @@ def tile_of(high: int, wide: int, taps: int, channels: int, vectors: int, machin
     Its rows are of one line of output tiles if that is long, or if the weights stay in the cache, where a line can go
     through all stages at once; else of all lines.
     """
-    return _tiles(high, wide, taps, channels, vectors, machine)[0]
+    return ranked_tiles(high, wide, taps, channels, vectors, machine)[0]
 
 
-def _tiles(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> list[tiles.Tile]:
-    """The same, and others that are worth measuring."""
+def ranked_tiles(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> list[tiles.Tile]:
+    """The register tile of `tile_of`, then others that are worth measuring."""
     line, lines = (tiles.ranked(rows, vectors, machine, 4 * channels, exact=True) for rows in (wide, high * wide))
     in_cache = 4 * taps * channels * vectors * machine.lanes <= machine.cache
     in_lines = wide >= _LONG_LINE or (in_cache and line[0].rows * line[0].vectors >= _ENOUGH)
@@ -187,132 +185,3 @@ def narrow_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int) -> np.nda
     wide = transform_kernel(weight, size, lanes).astype(ml_dtypes.bfloat16).view("uint16")
     taps, vectors, channels, _ = wide.shape
     return wide.reshape(taps, vectors, channels // BF16.group, BF16.group, lanes).swapaxes(3, 4)
-
-
-def conv2d(
-    data: te.Tensor,
-    weight: te.Tensor,
-    *,
-    channels: int,
-    padding: Sequence[int],
-    annotations: Callable[[int, int, int], dict[str, Any]],
-    machine: Machine,
-    stride: int = 1,
-    subject: str = "",
-    rows: int | None = None,
-) -> te.Tensor:
-    """Convolution of NHWC data of known height and width with weights from `transform_kernel` or `narrow_kernel`.
-
-    `annotations` gives those of the matrix product from the rows of its tile, its lanes and the size of output tiles.
-    Output tiles are rows of that product, all in one dimension; with `rows`, which must divide the tiles of a line, as
-    the images' own dimensions, else the rows of a tile are a decision about `subject`.
-    """
-    batch, in_h, in_w, depth = data.shape
-    taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
-    side = math.isqrt(taps)
-    size = (side - 3) // stride + 1
-    top, left, bottom, right = padding
-    height = (int(in_h) + top + bottom - 3) // stride + 1
-    width = (int(in_w) + left + right - 3) // stride + 1
-    high, wide = -(-height // size), -(-width // size)
-    count = high * wide
-    step = size * stride
-    in_images = rows is not None
-    if rows is None:
-        dimensions = [topi.utils.simplify(batch * count)]
-        found = _tiles(high, wide, taps, steps, vectors, machine)
-        rows = tiles.rows_of(f"winograd {size} of {subject}", found) if subject else found[0].rows
-    else:
-        dimensions = [batch, high, wide]
-
-    def image(*place: Any) -> tuple[Any, Any, Any]:
-        """An output tile's image, line and column."""
-        if not in_images:
-            (p,) = place
-            return p // count, p % count // wide, p % wide
-        n, y, x = place
-        return n, y, x
-
-    def number(n: Any, y: Any, x: Any) -> tuple[Any, ...]:
-        """The place of the output tile at line `y` and column `x` of an image."""
-        return (n, y, x) if in_images else (n * count + y * wide + x,)
-
-    inputs, _, outputs = (matrix.tolist() for matrix in transforms(size, stride))
-    padded = _padded(data, padding, step * (high - 1) + side, step * (wide - 1) + side)
-
-    def column(a: Any, j: Any, *index: Any) -> Any:
-        n, y, x = image(*index[:-1])
-        return combine(inputs, a, lambda i: padded[n, y * step + i, x * step + j, index[-1]])
-
-    vertical = te.compute((side, side, *dimensions, depth), column, name="input_vertical")
-    rounded = round_bf16 if group else lambda value: value
-    transformed = te.compute(
-        (side, side, *dimensions, depth),
-        lambda a, b, *index: rounded(combine(inputs, b, lambda j: vertical[(a, j, *index)])),
-        name="input",
-    )
-    k = te.reduce_axis((0, steps), "k")
-    within = [te.reduce_axis((0, size), "within") for size in group]
-
-    def term(a: Any, b: Any, *index: Any) -> Any:
-        *place, c = index
-        value = transformed[(a, b, *place, k * group[0] + within[0] if group else k)]
-        kernel = weight[(a * side + b, c // lanes, k, c % lanes, *within)]
-        return BF16.product(value, kernel) if group else value * kernel
-
-    product = te.compute(
-        (side, side, *dimensions, vectors * lanes),
-        lambda *index: te.sum(term(*index), axis=[k, *within]),
-        name="product",
-        attrs=annotations(rows, lanes, size),
-    )
-    # Tiles come first: were they where the product has them, MetaSchedule would take this stage for a copy of it.
-    back = te.compute(
-        (*dimensions, size, side, vectors * lanes),
-        lambda *index: combine(outputs, index[-3], lambda i: product[(i, index[-2], *index[:-3], index[-1])]),
-        name="output_vertical",
-    )
-
-    def element(n: Any, h: Any, w: Any, c: Any) -> Any:
-        place = number(n, h // size, w // size)
-        return combine(outputs, w % size, lambda j: back[(*place, h % size, j, c)])
-
-    return te.compute((batch, height, width, channels), element, name="unpack")
-
-
-def _padded(data: te.Tensor, padding: Sequence[int], height: int, width: int) -> te.Tensor:
-    """The data with zeros around it, `height` by `width`; the data itself where it has as much."""
-    batch, in_h, in_w, depth = data.shape
-    top, left, *_ = padding
-    if not any(padding) and int(in_h) >= height and int(in_w) >= width:
-        return data
-    return te.compute(
-        (batch, height, width, depth),
-        lambda n, y, x, c: tirx.if_then_else(
-            tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left),
-            data[n, y - top, x - left, c],
-            tirx.const(0, data.dtype),
-        ),
-        name="pad",
-    )
-
-
-def combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:
-    """The sum of elements weighted by a row of a constant matrix; the schedule unrolls until the row is known."""
-    sums = [_weighted_sum(weights, element) for weights in matrix]
-    value = sums[-1]
-    for index in reversed(range(len(sums) - 1)):
-        value = tirx.Select(row == index, sums[index], value)
-    return value
-
-
-def _weighted_sum(weights: Sequence[float], element: Callable[[int], Any]) -> Any:
-    total = None
-    # A positive term first: the others are added to it or subtracted, without a negation.
-    for index in sorted(range(len(weights)), key=lambda index: weights[index] <= 0):
-        weight = weights[index]
-        if weight == 0:
-            continue
-        term = element(index) if abs(weight) == 1 else element(index) * abs(weight)
-        total = term if total is None else (total + term if weight > 0 else total - term)
-    return total

@@ -11,6 +11,7 @@ from functools import partial
 
 from tvm import relax
 
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, elementwise, norms, pooling, products, reductions, rowwise
 from tvmflow.compiler.operators.common import Legalization, default
@@ -18,9 +19,6 @@ from tvmflow.compiler.operators.common import Legalization, default
 _Own = Callable[[relax.BlockBuilder, relax.Call, Machine], relax.Expr | None]
 
 _OPERATORS: dict[str, _Own] = {
-    "relax.nn.conv2d": convolution.legalize,
-    "relax.permute_dims": convolution.legalize_transpose,
-    "relax.matmul": products.legalize,
     **{f"relax.{name}": reductions.legalize for name in ("sum", "mean", "max", "min", "prod", "variance", "std")},
     "relax.nn.max_pool2d": partial(pooling.legalize, largest=True),
     "relax.nn.avg_pool2d": partial(pooling.legalize, largest=False),
@@ -34,14 +32,16 @@ _OPERATORS: dict[str, _Own] = {
 }
 
 
-def legalizations(machine: Machine, fast: bool = True) -> dict[str, Legalization]:
+def legalizations(machine: Machine, choices: Choices, fast: bool = True) -> dict[str, Legalization]:
     """The operators that are not left to TVM's own definitions, for one machine; TVM's takes what ours does not.
 
-    `fast` allows Winograd's algorithm for convolutions.
+    `choices` makes the decisions about them; `fast` allows Winograd's algorithm for convolutions.
     """
     operators: dict[str, _Own] = {
         **_OPERATORS,
-        "relax.nn.conv2d": partial(convolution.legalize, fast=fast),
+        "relax.nn.conv2d": partial(convolution.legalize, choices=choices, fast=fast),
+        "relax.permute_dims": partial(convolution.legalize_transpose, choices=choices),
+        "relax.matmul": partial(products.legalize, choices=choices),
     }
 
     def with_default(own: _Own) -> Legalization:

@@ -11,10 +11,13 @@ from typing import Any
 
 from tvm import te, tirx
 
-from tvmflow.compiler import choices, tiles, winograd
+from tvmflow.compiler import tiles, winograd
 from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, STRIP, SUBJECT, TILE, WINOGRAD
+from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import strassen
+from tvmflow.compiler.operators import winograd as winograd_stages
+from tvmflow.compiler.operators.common import surrounded
 
 # Pixels of a strip of the depthwise convolution in registers.
 _MOST_PIXELS = 14
@@ -117,16 +120,7 @@ def _padded(data: te.Tensor, block: Block) -> te.Tensor:
     """The middle convolution's input with zeros around it."""
     top, left, bottom, right = block.middle.padding
     high, wide, _ = block.inner
-    batch, _, _, channels = data.shape
-    return te.compute(
-        (batch, high + top + bottom, wide + left + right, channels),
-        lambda n, y, x, c: tirx.if_then_else(
-            tirx.all(y >= top, y < high + top, x >= left, x < wide + left),
-            data[n, y - top, x - left, c],
-            tirx.const(0, data.dtype),
-        ),
-        name="expanded",
-    )
+    return surrounded(data, top, left, high + top + bottom, wide + left + right, name="expanded")
 
 
 def _expanded(data: te.Tensor, block: Block, plan: Plan, weight: te.Tensor, reads: Sequence[te.Tensor]) -> te.Tensor:
@@ -137,27 +131,16 @@ def _expanded(data: te.Tensor, block: Block, plan: Plan, weight: te.Tensor, read
     first = block.first
     if first is None or plan.first is None:
         raise ValueError("the block has no first convolution")
-    batch, in_h, in_w, depth = data.shape
+    batch, *_, depth = data.shape
     top, left, bottom, right = block.middle.padding
     high, wide, _ = block.inner
     _, kernel_h, kernel_w, _, lanes = (int(size) for size in weight.shape)
     (stride_h, stride_w), (dilation_h, dilation_w) = first.strides, first.dilation
     above, before = top * stride_h + first.padding[0], left * stride_w + first.padding[1]
     rows, columns = high + top + bottom, wide + left + right
-    source = te.compute(
-        (
-            batch,
-            (rows - 1) * stride_h + (kernel_h - 1) * dilation_h + 1,
-            (columns - 1) * stride_w + (kernel_w - 1) * dilation_w + 1,
-            depth,
-        ),
-        lambda n, y, x, c: tirx.if_then_else(
-            tirx.all(y >= above, y < in_h + above, x >= before, x < in_w + before),
-            data[n, y - above, x - before, c],
-            tirx.const(0, data.dtype),
-        ),
-        name="source",
-    )
+    needed_h = (rows - 1) * stride_h + (kernel_h - 1) * dilation_h + 1
+    needed_w = (columns - 1) * stride_w + (kernel_w - 1) * dilation_w + 1
+    source = surrounded(data, above, before, needed_h, needed_w, name="source")
     j, i, k = (te.reduce_axis((0, size), name) for size, name in ((kernel_h, "j"), (kernel_w, "i"), (depth, "k")))
     product = te.compute(
         (batch, rows, columns, first.channels),
@@ -215,7 +198,7 @@ def _dense(expanded: te.Tensor, block: Block, weight: te.Tensor, annotations: di
 def _winograd(
     expanded: te.Tensor, block: Block, plan: Plan, machine: Machine, weight: te.Tensor, annotations: dict[str, Any]
 ) -> te.Tensor:
-    return winograd.conv2d(
+    return winograd_stages.conv2d(
         expanded,
         weight,
         channels=block.middle.channels,
@@ -380,12 +363,12 @@ class _Costs:
         return cycles
 
 
-def decide(block: Block, ranked: Sequence[Plan], machine: Machine, subject: str) -> Plan:
-    """The first of the plans, unless decisions about `subject` take another one, or other tiles."""
-    plan = choices.choose("lines", subject, {str(plan.lines): plan for plan in ranked[:_CHOICES]})
+def decide(block: Block, ranked: Sequence[Plan], machine: Machine, decisions: Decisions) -> Plan:
+    """The first of the plans, unless the `decisions` about the block take another one, or other tiles."""
+    plan = decisions.choose("lines", {str(plan.lines): plan for plan in ranked[:_CHOICES]})
     found_first, _, found_last = _tiles(block, machine)
     first, last = (
-        choices.choose(kind, subject, {f"{tile.rows}x{tile.vectors}" if tile else "": tile for tile in found})
+        decisions.choose(kind, {f"{tile.rows}x{tile.vectors}" if tile else "": tile for tile in found})
         for kind, found in (("first", found_first), ("last", found_last))
     )
     return replace(plan, first=first, last=last)

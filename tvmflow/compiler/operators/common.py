@@ -64,19 +64,36 @@ def padded_input(
     data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None, value: int = 0
 ) -> te.Tensor:
     """The input with `value` around it, `height` by `width`; the input itself where that is the same."""
-    batch, in_h, in_w, in_c = data.shape
-    top, left = padding[0], padding[1]
+    *_, in_w, in_c = data.shape
     wide = channels is not None and channels != int(in_c)
     if not any(padding) and not wide and static(in_w) is not None and static(width) == static(in_w):
         return data
+    return surrounded(data, padding[0], padding[1], height, width, channels, value)
+
+
+def surrounded(
+    data: te.Tensor,
+    top: int,
+    left: int,
+    height: Any,
+    width: Any,
+    channels: int | None = None,
+    value: int = 0,
+    name: str = "pad",
+) -> te.Tensor:
+    """NHWC data as part of images of `height` by `width`, and of `channels` if they are more, with `value` elsewhere.
+
+    Each image begins `top` lines and `left` columns before the data.
+    """
+    batch, in_h, in_w, in_c = data.shape
 
     def element(n: Any, y: Any, x: Any, c: Any) -> Any:
         inside = [tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left)]
-        if wide:
+        if channels is not None and channels != int(in_c):
             inside.append(c < in_c)
         return tirx.if_then_else(tirx.all(*inside), data[n, y - top, x - left, c], tirx.const(value, data.dtype))
 
-    return te.compute((batch, height, width, channels or in_c), element, name="pad")
+    return te.compute((batch, height, width, channels or in_c), element, name=name)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ import tvm
 import tvm_ffi
 from tvm import relax, te, tirx, topi
 
-from tvmflow.compiler import choices, tiles, winograd
+from tvmflow.compiler import tiles, winograd
 from tvmflow.compiler.annotations import AXES, KERNEL, LANES, LEAD, SHARED, SUBJECT, TILE, WINOGRAD
+from tvmflow.compiler.choices import Choices, Decisions, shape_text
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import depthwise, products
+from tvmflow.compiler.operators import winograd as winograd_stages
 from tvmflow.compiler.operators.common import (
     FOLLOWS,
     FUSABLE,
@@ -34,7 +36,9 @@ _CHANNELS_FIRST = [0, 3, 1, 2]
 _MOST_STEPS = 6
 
 
-def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fast: bool = True) -> relax.Expr | None:
+def legalize(
+    builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices, fast: bool = True
+) -> relax.Expr | None:
     """Choose how a convolution is computed; None for what is not ours: other layouts, dtypes, unknown kernels."""
     if not _is_ours(call):
         return None
@@ -47,6 +51,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
         "dilation": [int(item) for item in attrs.dilation],
     }
     subject = subject_of(call)
+    decisions = choices.about(subject)
     known = isinstance(weight, tvm.ir.GenericConst)
     name, packed = "", None
     if channels is not None and groups == channels == out_channels and groups > 1:
@@ -56,7 +61,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
     if packed is not None:
         compute = partial(depthwise.depthwise, machine=machine, subject=subject, **geometry)
         return builder.call_te(compute, data, packed, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
-    size = winograd_size(data, weight, groups, geometry, machine, subject) if fast else None
+    size = winograd_size(data, weight, groups, geometry, machine, decisions) if fast else None
     if size is not None:
         stride = geometry["strides"][0]
         packed = constant(winograd.transform_kernel(weight.value.numpy(), size, machine.lanes, stride))
@@ -66,7 +71,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
             padding=geometry["padding"],
             stride=stride,
             machine=machine,
-            subject=subject,
+            decisions=decisions,
         )
         return builder.call_te(compute, data, packed, primfunc_name_hint="winograd_conv2d", primfunc_attrs=FUSABLE)
     per_group = out_channels // groups
@@ -76,24 +81,26 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, fa
         lanes = math.gcd(per_group, machine.lanes)
     packed = _pack(builder, weight, lanes)
     if _is_pointwise(call) and geometry["strides"] == [1, 1]:
-        compute = partial(pointwise_conv2d, channels=out_channels, machine=machine, subject=subject)
+        compute = partial(pointwise_conv2d, channels=out_channels, machine=machine, decisions=decisions)
     else:
-        data, axes = _edge(builder, data, subject)
+        data, axes = _edge(builder, data, decisions)
         compute = partial(
-            conv2d, channels=out_channels, groups=groups, machine=machine, subject=subject, axes=axes, **geometry
+            conv2d, channels=out_channels, groups=groups, machine=machine, decisions=decisions, axes=axes, **geometry
         )
     kind = {**FUSABLE, SUBJECT: subject}
     return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=kind)
 
 
-def multiply_fast(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+def multiply_fast(
+    builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices
+) -> relax.Expr | None:
     """Compute a 1x1 convolution by Strassen's algorithm; None for others, and where the algorithm does not pay."""
     data, weight = call.args
     if not _is_ours(call) or not _is_pointwise(call) or not isinstance(weight, tvm.ir.GenericConst):
         return None
     matrix = weight.value.numpy()[:, :, 0, 0].T
     strides = [int(item) for item in call.attrs.strides]
-    return products.fast_product(builder, data, matrix, machine, subject_of(call), strides)
+    return products.fast_product(builder, data, matrix, machine, choices.about(subject_of(call)), strides)
 
 
 def _is_ours(call: relax.Call) -> bool:
@@ -113,7 +120,9 @@ def _is_pointwise(call: relax.Call) -> bool:
     return kernel == [1, 1] and int(call.attrs.groups) == 1 and not any(int(item) for item in call.attrs.padding)
 
 
-def legalize_transpose(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+def legalize_transpose(
+    builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, choices: Choices
+) -> relax.Expr | None:
     """A transpose of a model's input, for the convolution that reads it, or of what a convolution writes; else None.
 
     Whether the convolution itself writes in the order of the transpose's result is a decision.
@@ -149,19 +158,24 @@ def _writer(builder: relax.BlockBuilder, result: relax.Var, steps: int = _MOST_S
 def subject_of(call: relax.Call) -> str:
     """What the decisions about a convolution are about: its shapes and its geometry."""
     attrs = call.attrs
-    data, weight = (choices.shape_text(tensor.ty.shape.values) for tensor in call.args)
+    data, weight = (shape_text(tensor.ty.shape.values) for tensor in call.args)
     strides, padding, dilation = (
-        choices.shape_text(int(item) for item in items) for items in (attrs.strides, attrs.padding, attrs.dilation)
+        shape_text(int(item) for item in items) for items in (attrs.strides, attrs.padding, attrs.dilation)
     )
     geometry = f"strides {strides} padding {padding} dilation {dilation} groups {int(attrs.groups)}"
     return f"conv2d {data} by {weight} {geometry}"
 
 
 def winograd_conv2d(
-    data: te.Tensor, weight: te.Tensor, *, kind: str = "winograd", subject: str = "", **arguments: Any
+    data: te.Tensor,
+    weight: te.Tensor,
+    *,
+    kind: str = "winograd",
+    decisions: Decisions | None = None,
+    **arguments: Any,
 ) -> te.Tensor:
-    """`winograd.conv2d` with the annotations of the schedule `kind`."""
-    return winograd.conv2d(
+    """Convolution by Winograd's algorithm with the annotations of the schedule rule `kind`."""
+    return winograd_stages.conv2d(
         data,
         weight,
         annotations=lambda rows, lanes, size: {
@@ -169,9 +183,9 @@ def winograd_conv2d(
             TILE: rows,
             LANES: lanes,
             WINOGRAD: size,
-            SUBJECT: subject,
+            SUBJECT: "" if decisions is None else decisions.subject,
         },
-        subject=subject,
+        decisions=decisions,
         **arguments,
     )
 
@@ -182,10 +196,13 @@ def winograd_size(
     groups: int,
     geometry: dict[str, Any],
     machine: Machine,
-    subject: str = "",
+    decisions: Decisions | None = None,
     group: int = 1,
 ) -> int | None:
-    """The size of Winograd's output tiles where that algorithm applies and pays: a decision about `subject`."""
+    """The size of Winograd's output tiles where that algorithm applies and pays; None for the direct way.
+
+    That is one of the `decisions` about the convolution, or the cost model's choice where there are none.
+    """
     out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
     height, width = (static(dim) for dim in data.ty.shape.values[1:3])
     stride, *others = geometry["strides"]
@@ -197,10 +214,10 @@ def winograd_size(
     high, wide = ((size - 3) // stride + 1 for size in (height + top + bottom, width + left + right))
     sizes = winograd.ranked(high, wide, channels, out_channels, machine, stride, group)
     named = {"direct" if size is None else f"winograd {size}": size for size in sizes}
-    return choices.choose("algorithm", subject, named) if subject else sizes[0]
+    return sizes[0] if decisions is None else decisions.choose("algorithm", named)
 
 
-def _edge(builder: relax.BlockBuilder, data: relax.Expr, subject: str) -> tuple[relax.Expr, list[int] | None]:
+def _edge(builder: relax.BlockBuilder, data: relax.Expr, decisions: Decisions) -> tuple[relax.Expr, list[int] | None]:
     """What a convolution reads: its operand, or the input that this is a transpose of, and the transpose's axes.
 
     Whether the first convolution reads the model's input as it comes is a decision.
@@ -213,7 +230,7 @@ def _edge(builder: relax.BlockBuilder, data: relax.Expr, subject: str) -> tuple[
     if axes is None:
         return data, None
     given = (value.args[1][0], [int(axis) for axis in axes])
-    return choices.choose("edge", subject, {"transposed": (data, None), "as it comes": given})
+    return decisions.choose("edge", {"transposed": (data, None), "as it comes": given})
 
 
 class _Transposed:
@@ -261,7 +278,7 @@ def conv2d(
     channels: int,
     groups: int,
     machine: Machine,
-    subject: str,
+    decisions: Decisions,
     axes: Sequence[int] | None = None,
     strides: Sequence[int],
     padding: Sequence[int],
@@ -278,7 +295,7 @@ def conv2d(
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
     out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
     row_bytes = 4 * strides[1] * (static(data.shape[3]) or 1)
-    tile = tiles.rows_of(subject, tiles.ranked(static(out_w), vectors // groups, machine, row_bytes))
+    tile = tiles.choose_rows(tiles.ranked(static(out_w), vectors // groups, machine, row_bytes), decisions)
     tiled_w = round_up(out_w, tile)
     height = in_h + padding[0] + padding[2]
     needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
@@ -302,12 +319,14 @@ def conv2d(
             axis=[y, x, k],
         ),
         name="conv2d",
-        attrs={KERNEL: "conv2d", TILE: tile, LANES: lanes, LEAD: 1, SHARED: 1, SUBJECT: subject},
+        attrs={KERNEL: "conv2d", TILE: tile, LANES: lanes, LEAD: 1, SHARED: 1, SUBJECT: decisions.subject},
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
 
 
-def pointwise_conv2d(data: te.Tensor, weight: te.Tensor, *, channels: int, machine: Machine, subject: str) -> te.Tensor:
+def pointwise_conv2d(
+    data: te.Tensor, weight: te.Tensor, *, channels: int, machine: Machine, decisions: Decisions
+) -> te.Tensor:
     """1x1 convolution of NHWC data: the pixels of an image are the rows of a matrix product."""
     batch, height, width, depth = data.shape
     vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)
@@ -320,7 +339,7 @@ def pointwise_conv2d(data: te.Tensor, weight: te.Tensor, *, channels: int, machi
         vectors * lanes,
         lanes,
         machine,
-        subject,
+        decisions,
         shared=True,
     )
     return te.compute(

@@ -8,9 +8,9 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from tvmflow.compiler import choices, tiles
+from tvmflow.compiler import tiles
 from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, ROWS, SHARED, SUBJECT, TILE
-from tvmflow.compiler.choices import shape_text
+from tvmflow.compiler.choices import Choices, Decisions, shape_text
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.common import (
@@ -30,30 +30,33 @@ _FEWEST_ROWS = 4
 _TILES = (2, 3, 4)
 
 
-def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
     """Choose how a matrix product is computed; None for what is not ours: other dtypes, symbolic matrices alone."""
     if not _is_product(call):
         return None
     left, right = call.args
-    left_shape, right_shape, subject = list(left.ty.shape.values), list(right.ty.shape.values), subject_of(call)
+    left_shape, right_shape = list(left.ty.shape.values), list(right.ty.shape.values)
+    decisions = choices.about(subject_of(call))
     if _is_dense(right):
         lanes = vector(int(right_shape[1]), machine)
         packed = _pack_dense(builder, right, lanes)
-        compute = partial(dense, units=int(right_shape[1]), machine=machine, subject=subject)
+        compute = partial(dense, units=int(right_shape[1]), machine=machine, decisions=decisions)
         return builder.call_te(compute, left, packed, primfunc_name_hint="dense", primfunc_attrs=FUSABLE)
     batch = list(call.ty.shape.values)[:-2] if isinstance(call.ty.shape, relax.ShapeExpr) else []
     if not batch or not all(_broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
         return None
-    compute = partial(batch_matmul, batch=batch, machine=machine, subject=subject)
+    compute = partial(batch_matmul, batch=batch, machine=machine, decisions=decisions)
     return builder.call_te(compute, left, right, primfunc_name_hint="batch_matmul", primfunc_attrs=FUSABLE)
 
 
-def multiply_fast(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+def multiply_fast(
+    builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices
+) -> relax.Expr | None:
     """Compute a dense layer by Strassen's algorithm; None for other products, and where the algorithm does not pay."""
     left, right = call.args
     if not _is_product(call) or not _is_dense(right) or not isinstance(right, tvm.ir.GenericConst):
         return None
-    return fast_product(builder, left, right.value.numpy(), machine, subject_of(call))
+    return fast_product(builder, left, right.value.numpy(), machine, choices.about(subject_of(call)))
 
 
 def _is_product(call: relax.Call) -> bool:
@@ -81,13 +84,13 @@ def fast_product(
     data: relax.Expr,
     weight: np.ndarray[Any, Any],
     machine: Machine,
-    subject: str,
+    decisions: Decisions,
     strides: Sequence[int] = (),
 ) -> relax.Expr | None:
     """`data` of shape `[..., K]` times weights `[K][N]` by Strassen's algorithm; None where that does not pay.
 
-    That is a decision about `subject`. `strides` says which elements of the second and later dimensions are taken, if
-    not all.
+    Whether it pays is one of the `decisions` about the product. `strides` are the steps along the dimensions between
+    the first and the last one, if not all of their elements are rows.
     """
     sizes = [static(size) for size in data.ty.shape.values]
     if None in sizes:
@@ -96,11 +99,11 @@ def fast_product(
     steps = list(strides) or [1] * len(others)
     outer = [batch, *(-(-size // step) for size, step in zip(others, steps, strict=True))]
     depth, units = weight.shape
-    tile = strassen.choose(outer, depth, units, machine, subject)
+    tile = strassen.choose(outer, depth, units, machine, decisions)
     if tile is None:
         return None
     packed = constant(strassen.pack(weight, machine.lanes))
-    compute = partial(strassen.multiply, outer=outer, steps=[1, *steps], tile=tile, subject=subject)
+    compute = partial(strassen.multiply, outer=outer, steps=[1, *steps], tile=tile, subject=decisions.subject)
     return builder.call_te(compute, data, packed, primfunc_name_hint="strassen", primfunc_attrs=FUSABLE)
 
 
@@ -133,7 +136,7 @@ def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]
     return value.reshape(depth, vectors, lanes).transpose(1, 0, 2)
 
 
-def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, subject: str) -> te.Tensor:
+def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, decisions: Decisions) -> te.Tensor:
     """`data` of shape `[..., K]` times packed weights `[N/v][K][v]`; the leading dimensions are rows.
 
     All that are known become one dimension of rows. TVM cannot see through divisions by symbols: the others stay
@@ -151,7 +154,7 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, s
         vectors * lanes,
         lanes,
         machine,
-        subject,
+        decisions,
         shared=True,
         joined=joined.joined,
     )
@@ -183,7 +186,7 @@ def _place(index: Sequence[Any], tensor: te.Tensor) -> tuple[Any, ...]:
 
 
 def batch_matmul(
-    left: te.Tensor, right: te.Tensor, *, batch: Sequence[Any], machine: Machine, subject: str
+    left: te.Tensor, right: te.Tensor, *, batch: Sequence[Any], machine: Machine, decisions: Decisions
 ) -> te.Tensor:
     """Matrix products over the leading dimensions `batch`, which operands that lack some of them are broadcast over."""
     rows, depth = left.shape[-2:]
@@ -214,7 +217,7 @@ def batch_matmul(
         whole.shape[-1],
         lanes,
         machine,
-        subject,
+        decisions,
         shared=False,
     )
     return te.compute((*batch, rows, units), lambda *index: product[index], name="unpack")
@@ -229,7 +232,7 @@ def rows_product(
     channels: Any,
     lanes: int,
     machine: Machine,
-    subject: str,
+    decisions: Decisions,
     *,
     shared: bool,
     joined: Sequence[int] | None = None,
@@ -238,17 +241,18 @@ def rows_product(
 
     `shared` says that the right operand is the same for the whole batch; `joined` which dimensions of the result are
     its rows, if not all that follow the batch. Rows come in whole tiles; where they do not divide, the left operand is
-    copied with its last row repeated. How many rows a tile has is a decision about `subject`, and so is whether rows
+    copied with its last row repeated. How many rows a tile has is one of the `decisions`, and so is whether rows
     that share a set of the first-level cache are packed first, those of a tile side by side.
     """
     known = static(channels)
     row_bytes = 4 * int(depth) if static(depth) else None
-    tile = tiles.rows_of(subject, tiles.ranked(static(rows), known // lanes if known else 2, machine, row_bytes))
+    ranked = tiles.ranked(static(rows), known // lanes if known else 2, machine, row_bytes)
+    tile = tiles.choose_rows(ranked, decisions)
     source = left
     tiled = rows
     if divides(tile, rows):
         conflicts = shared and row_bytes is not None and row_bytes % tiles.CONFLICT == 0
-        if conflicts and choices.choose("panel", subject, {"in place": False, "packed": True}):
+        if conflicts and decisions.choose("panel", {"in place": False, "packed": True}):
             packed = te.compute(
                 (*batch, rows // tile, depth, tile),
                 lambda *index: left(*index[:-3], index[-3] * tile + index[-1], index[-2]),
@@ -276,7 +280,7 @@ def rows_product(
         name="product",
         attrs={
             KERNEL: "rows",
-            SUBJECT: subject,
+            SUBJECT: decisions.subject,
             TILE: tile,
             LANES: lanes,
             LEAD: len(batch),

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from tvm import te
 
-from tvmflow.compiler import choices, tiles
+from tvmflow.compiler import tiles
 from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, SUBJECT, TILE
+from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.winograd import combine
+from tvmflow.compiler.operators.winograd import combine
 
 # By product: the sums of the left operand's quarters 11, 12, 21, 22 and of the right one's; by quarter of the result:
 # the sum of the products.
@@ -54,10 +55,10 @@ _BYTES_PER_CYCLE = 8
 _GAIN, _GAIN_ALONE = 0.97, 0.93
 
 
-def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, subject: str) -> tiles.Tile | None:
+def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decisions: Decisions) -> tiles.Tile | None:
     """The register tile if the product of `[*outer, depth]` and `[depth, units]` is faster so; None if not.
 
-    That is a decision about `subject`.
+    That is one of the `decisions` about the product.
     """
     found = estimate(outer, depth, units, machine)
     if found is None:
@@ -66,7 +67,7 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, subje
     options: dict[str, tiles.Tile | None] = {"strassen": tile, "direct": None}
     if share >= (_GAIN if machine.cores > 1 else _GAIN_ALONE):
         options = dict(reversed(options.items()))
-    return choices.choose("algorithm", subject, options)
+    return decisions.choose("algorithm", options)
 
 
 def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> tuple[tiles.Tile, float] | None:

@@ -3,6 +3,7 @@
 import tvm
 from tvm import relax
 
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators import legalizations
 from tvmflow.compiler.operators.common import FOLLOWS
@@ -91,11 +92,12 @@ def pass_names() -> list[str]:
 
 
 def lower_passes(
-    target: Target, precision: Precision = "fp32", fast: bool = True, weights: int = 0
+    target: Target, choices: Choices, precision: Precision = "fp32", fast: bool = True, weights: int = 0
 ) -> list[tvm.transform.Pass]:
     """The passes from a Relax module whose weights are constants to `main` with calls of fused functions.
 
-    `weights` is their size in bytes.
+    `choices` makes the compiler's decisions; `fast` allows Winograd's and Strassen's algorithms; `weights` is the size
+    of the module's weights in bytes.
     """
     integers: list[tvm.transform.Pass] = []
     if target.arch == "cuda":
@@ -106,14 +108,14 @@ def lower_passes(
         cpu = machine(target).for_weights(weights)
         laid_out = [attention.compose_attention(), *layout(cpu.lanes)]
         narrow = {
-            "fp32": FuseBlocks(cpu, fast),
+            "fp32": FuseBlocks(cpu, choices, fast),
             "bf16": RoundProducts(cpu, fast),
-            "fp16": HalveProducts(cpu),
+            "fp16": HalveProducts(cpu, choices),
             "int8": IntegerProducts(cpu),
         }[precision]
-        fused = [narrow, attention.lower_attention(cpu), *([StrassenProducts(cpu)] if fast else [])]
+        fused = [narrow, attention.lower_attention(cpu), *([StrassenProducts(cpu, choices)] if fast else [])]
         integers = [IntegerArithmetic(cpu)] if precision == "int8" else []
-        legalize = relax.transform.LegalizeOps(legalizations(cpu, fast))
+        legalize = relax.transform.LegalizeOps(legalizations(cpu, choices, fast))
     return [
         *integers,
         *canonicalize(),

@@ -11,7 +11,8 @@ import tvm
 from tvm import relax, te, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmflow.compiler import choices, winograd
+from tvmflow.compiler import winograd
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import blocks, convolution, depthwise, elementwise
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
@@ -64,13 +65,14 @@ class FuseBlocks:
     ones, as in bottlenecks. `fast` allows algorithms of fewer multiplications.
     """
 
-    def __init__(self, machine: Machine, fast: bool = True) -> None:
+    def __init__(self, machine: Machine, choices: Choices, fast: bool = True) -> None:
         self._machine = machine
+        self._choices = choices
         self._fast = fast
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite every Relax function of the module."""
-        rewriter = _Rewriter(mod, self._machine, self._fast)
+        rewriter = _Rewriter(mod, self._machine, self._choices, self._fast)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function):
                 rewriter.find(function)
@@ -80,14 +82,15 @@ class FuseBlocks:
 
 @mutator
 class _Rewriter(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.IRModule, machine: Machine, fast: bool) -> None:
+    def __init__(self, mod: tvm.IRModule, machine: Machine, choices: Choices, fast: bool) -> None:
         super().__init__(mod)
         self._machine = machine
+        self._choices = choices
         self._fast = fast
         self._found: dict[relax.Var, _Found] = {}
 
     def find(self, function: relax.Function) -> None:
-        self._found = _find(function, self._machine, self._fast)
+        self._found = _find(function, self._machine, self._choices, self._fast)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         found = self._found.get(binding.var)
@@ -107,7 +110,7 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
         self.set_var_remap(binding.var, self.builder_.emit(call))
 
 
-def _find(function: relax.Function, machine: Machine, fast: bool) -> dict[relax.Var, _Found]:
+def _find(function: relax.Function, machine: Machine, choices: Choices, fast: bool) -> dict[relax.Var, _Found]:
     """The blocks of a function, by the variable of their last convolution; none shares a convolution with another."""
     found: dict[relax.Var, _Found] = {}
     for bindings in function.body.blocks if isinstance(function.body, relax.SeqExpr) else ():
@@ -127,11 +130,11 @@ def _find(function: relax.Function, machine: Machine, fast: bool) -> dict[relax.
                 taken = {step.result for step in steps if step}
                 if (steps[1] is with_last and last is None) or len(taken) < 2 or taken & used:
                     continue
-                candidate = _describe(steps, machine, fast, takes_one_item(function))
+                candidate = _describe(steps, machine, choices, fast, takes_one_item(function))
                 if candidate is not None:
                     candidates.append((candidate, steps, taken))
             for candidate, steps, taken in sorted(candidates, key=lambda item: item[0].gain, reverse=True):
-                block = _choose(candidate, steps, machine)
+                block = _choose(candidate, steps, machine, choices)
                 if block is not None:
                     found[(steps[2] or steps[1]).result] = block
                     used |= taken
@@ -264,13 +267,13 @@ class _Candidate:
         return self.apart - self.plans[0].cycles
 
 
-def _describe(steps: _Steps, machine: Machine, fast: bool, one_item: bool) -> _Candidate | None:
+def _describe(steps: _Steps, machine: Machine, choices: Choices, fast: bool, one_item: bool) -> _Candidate | None:
     """The block of these convolutions; None where it cannot be one or comes nowhere near what they take one by one.
 
     One by one, the pointwise ones may take Strassen's algorithm in a function of `one_item`.
     """
-    first, last = (None if step is None else _convolution(step, False, machine, fast) for step in (steps[0], steps[2]))
-    middle = _convolution(steps[1], True, machine, fast)
+    first, last = (None if step is None else _convolution(step, None) for step in (steps[0], steps[2]))
+    middle = _convolution(steps[1], _winograd_size(steps[1].call, machine, choices) if fast else None)
     batch, height, width, depth = _data(steps).ty.shape.values
     block = blocks.Block(int(height), int(width), int(depth), first, middle, last)
     ranked, apart = blocks.plans(block, static(batch) or 1, machine, strassen=fast and one_item)
@@ -279,21 +282,22 @@ def _describe(steps: _Steps, machine: Machine, fast: bool, one_item: bool) -> _C
     return _Candidate(block, ranked, apart)
 
 
-def _choose(candidate: _Candidate, steps: _Steps, machine: Machine) -> _Found | None:
+def _choose(candidate: _Candidate, steps: _Steps, machine: Machine, choices: Choices) -> _Found | None:
     """The block, None where it should not be one: a decision about its convolutions."""
     block, ranked = candidate.block, candidate.plans
     parts = tuple(convolution.subject_of(step.call) for step in steps if step)
-    subject = f"block {' and '.join(parts)}"
+    decisions = choices.about(f"block {' and '.join(parts)}")
     options = {"whole": True, "apart": False}
     if ranked[0].cycles >= (1.0 if block.middle.depthwise else _SURE) * candidate.apart:
         options = dict(reversed(options.items()))
-    if not choices.choose("block", subject, options, parts=parts):
+    if not decisions.choose("block", options, parts):
         return None
     tensors: list[relax.Expr] = []
     for step, described in zip(steps, (block.first, block.middle, block.last), strict=True):
         if step is not None and described is not None:
             tensors += [constant(_packed(step.call, described, machine)), *map(constant, _epilogue(step.after)[1])]
-    return _Found(_data(steps), block, blocks.decide(block, ranked, machine, subject), tuple(tensors), subject)
+    plan = blocks.decide(block, ranked, machine, decisions)
+    return _Found(_data(steps), block, plan, tuple(tensors), decisions.subject)
 
 
 def _data(steps: _Steps) -> relax.Expr:
@@ -301,16 +305,20 @@ def _data(steps: _Steps) -> relax.Expr:
     return (steps[0] or steps[1]).call.args[0]
 
 
-def _convolution(step: _Step, in_the_middle: bool, machine: Machine, fast: bool) -> blocks.Convolution:
+def _winograd_size(call: relax.Call, machine: Machine, choices: Choices) -> int | None:
+    """The size of Winograd's output tiles for a convolution; None for the direct way."""
+    if _is_depthwise(call):
+        return None
+    geometry = {name: list(_geometry(call)[name]) for name in ("strides", "padding", "dilation")}
+    decisions = choices.about(convolution.subject_of(call))
+    return convolution.winograd_size(call.args[0], call.args[1], _groups(call), geometry, machine, decisions)
+
+
+def _convolution(step: _Step, winograd_size: int | None) -> blocks.Convolution:
     call, geometry = step.call, _geometry(step.call)
-    size = None
-    if in_the_middle and fast and not _is_depthwise(call):
-        lists = {name: list(geometry[name]) for name in ("strides", "padding", "dilation")}
-        subject = convolution.subject_of(call)
-        size = convolution.winograd_size(call.args[0], call.args[1], _groups(call), lists, machine, subject)
     epilogue, read = _epilogue(step.after)
     return blocks.Convolution(
-        **geometry, depthwise=_is_depthwise(call), winograd=size, epilogue=epilogue, reads=len(read)
+        **geometry, depthwise=_is_depthwise(call), winograd=winograd_size, epilogue=epilogue, reads=len(read)
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax, te
 
-from tvmflow.compiler.choices import shape_text
+from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.dotproduct import Widened
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
@@ -25,8 +25,8 @@ class HalveProducts:
     than a vector.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self._numbers = _Float16(machine)
+    def __init__(self, machine: Machine, choices: Choices) -> None:
+        self._numbers = _Float16(machine, choices)
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite every Relax function of the module."""
@@ -34,8 +34,9 @@ class HalveProducts:
 
 
 class _Float16:
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, choices: Choices) -> None:
         self._machine = machine
+        self._choices = choices
         self._half = replace(machine, lanes=2 * machine.lanes)
 
     def operands(self, call: relax.Call) -> list[relax.Expr]:
@@ -56,7 +57,8 @@ class _Float16:
             name, attrs = "depthwise_conv2d", FUSABLE
             return builder.call_te(_reading(filtered), data, packed, primfunc_name_hint=name, primfunc_attrs=attrs)
         packed = convolution.pack_array(value, dot.lanes_of(channels, groups, self._half))
-        common = {"channels": channels, "machine": self._half, "subject": f"fp16 {convolution.subject_of(call)}"}
+        decisions = self._choices.about(f"fp16 {convolution.subject_of(call)}")
+        common = {"channels": channels, "machine": self._half, "decisions": decisions}
         pointwise = (kernel, groups, shape["strides"]) == ([1, 1], 1, [1, 1]) and not any(shape["padding"])
         compute: Callable[..., te.Tensor]
         if pointwise:
@@ -70,7 +72,8 @@ class _Float16:
         units = weight.shape[1]
         packed = products.pack_array(weight, vector(units, self._half))
         subject = f"fp16 matmul {shape_text(data.ty.shape.values)} by {shape_text(weight.shape)}"
-        compute = partial(products.dense, units=units, machine=self._half, subject=subject)
+        decisions = self._choices.about(subject)
+        compute = partial(products.dense, units=units, machine=self._half, decisions=decisions)
         return self._call(builder, compute, data, packed, "dense_fp16")
 
     def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:

@@ -4,6 +4,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, products
 from tvmflow.compiler.operators.common import static
@@ -20,12 +21,13 @@ class StrassenProducts:
     that may take more than one item.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, choices: Choices) -> None:
         self._machine = machine
+        self._choices = choices
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite the Relax functions of the module that take one item."""
-        rewriter = _Rewriter(mod, self._machine)
+        rewriter = _Rewriter(mod, self._machine, self._choices)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function) and takes_one_item(function):
                 rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
@@ -47,9 +49,10 @@ def takes_one_item(function: relax.Function) -> bool:
 
 @mutator
 class _Rewriter(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.IRModule, machine: Machine) -> None:
+    def __init__(self, mod: tvm.IRModule, machine: Machine, choices: Choices) -> None:
         super().__init__(mod)
         self._machine = machine
+        self._choices = choices
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         call = super().visit_call_(op)
@@ -57,5 +60,5 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
             "relax.matmul": products.multiply_fast,
             "relax.nn.conv2d": convolution.multiply_fast,
         }.get(getattr(op.op, "name", ""))
-        product = None if multiply is None else multiply(self.builder_, call, self._machine)
+        product = None if multiply is None else multiply(self.builder_, call, self._machine, self._choices)
         return call if product is None else product

@@ -1,6 +1,7 @@
 """The schedule of every fused function: a rule by the kind of its loops, and a fallback that takes them all."""
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,8 +12,9 @@ from tvm.s_tir import Schedule, ScheduleError
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.annotations import KERNEL
-from tvmflow.compiler.choices import Choices, choose, using
+from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.reason import reason
 from tvmflow.compiler.schedules import (
     attention,
     blocks,
@@ -36,7 +38,14 @@ _CLOSE = 8
 # Kernels of several stages, which a search that knows each loop by itself only takes apart.
 _OF_STAGES = {"block", "winograd", "dot_winograd", "strassen", "attention", "dot_conv2d", "dot_rows"}
 
-Rule = Callable[[Schedule, Machine], bool]
+# Schedules a function in place, with the options that the choices name; False, and nothing changed, for a function
+# that is not of the rule's kind.
+Rule = Callable[[Schedule, Machine, Choices], bool]
+
+
+class ScheduleWarning(RuntimeWarning):
+    """A schedule rule failed on a function of its kind, which another rule then took: right, but slower."""
+
 
 RULES: dict[str, Rule] = {
     "block": blocks.apply,
@@ -60,45 +69,42 @@ def schedule(
 ) -> tuple[PrimFunc, str]:
     """Schedule a fused function for a machine; returns it with the name of the rule that took it.
 
-    A rule that does not know the function steps aside, and one that fails is passed over: the fallback takes the
-    rest.
+    A rule steps aside for a function that is not of its kind. A rule that fails is passed over with a
+    `ScheduleWarning`; the fallback takes what no rule took. A function that TVM wrote without blocks, such as sorting,
+    is returned as it is, by the name `none`.
     """
-    with using(Choices()):
-        scheduled, name = _scheduled(func, machine, rules, _cycles(func, machine))
+    scheduled, name = _scheduled(func, machine, rules, Choices(), _cycles(func, machine))
     return _finish(func if scheduled is None else scheduled.mod["main"], func), name
 
 
 def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule]:
     """The ways in which the rule that takes a function may schedule it: its own choice, then the others.
 
-    Those that differ in fewer choices come first; there are at most `most`. What no rule takes has none.
+    Those that differ in fewer choices come first; there are at most `most`, and none of a function without blocks.
     """
-    found: dict[int, Schedule] = {}
+    schedules: dict[int, Schedule] = {}
     waiting: deque[dict[str, str]] = deque([{}])
     cycles = _cycles(func, machine)
-    while waiting and len(found) < most:
+    while waiting and len(schedules) < most:
         choices = Choices(waiting.popleft())
-        with using(choices):
-            scheduled, _ = _scheduled(func, machine, RULES, cycles)
+        scheduled, _ = _scheduled(func, machine, RULES, choices, cycles)
         if scheduled is not None:
             # Two choices may come to the same.
-            found.setdefault(tvm_ffi.structural_hash(scheduled.mod["main"]), scheduled)
+            schedules.setdefault(tvm_ffi.structural_hash(scheduled.mod["main"]), scheduled)
         settled = dict(choices.made)
         for key, site in choices.met.items():
             if key in choices.made:
                 continue
             waiting.extend({**settled, key: option} for option in site.options[1:])
             settled[key] = site.options[0]
-    return list(found.values())
+    return list(schedules.values())
 
 
 def is_of_stages(func: PrimFunc) -> bool:
     """Whether a fused function's kernel has several stages, which its own rule alone schedules well."""
-    try:
-        sch = Schedule(func)
-        return any(sch.get(block).annotations.get(KERNEL) in _OF_STAGES for block in common.blocks(sch))
-    except ScheduleError:  # TVM writes some functions, such as sorting, without blocks.
-        return False
+    sch = _with_blocks(func)
+    kernels = [] if sch is None else [sch.get(block).annotations.get(KERNEL) for block in common.blocks(sch)]
+    return any(kernel in _OF_STAGES for kernel in kernels)
 
 
 def _cycles(func: PrimFunc, machine: Machine) -> float:
@@ -107,42 +113,52 @@ def _cycles(func: PrimFunc, machine: Machine) -> float:
 
 
 def _scheduled(
-    func: PrimFunc, machine: Machine, rules: Mapping[str, Rule], cycles: float
+    func: PrimFunc, machine: Machine, rules: Mapping[str, Rule], choices: Choices, cycles: float
 ) -> tuple[Schedule | None, str]:
+    if _with_blocks(func) is None:
+        return None, "none"
     threads = {"all": machine}
     if cycles < _CLOSE * machine.parallel_cycles:
         threads["one"] = replace(machine, cores=1)
     if cycles < machine.parallel_cycles:
         threads = dict(reversed(threads.items()))
-    machine = choose("threads", "", threads)
+    machine = choices.choose("threads", "", threads)
     for name, rule in (*rules.items(), ("fallback", fallback.apply)):
         trial = Schedule(func)
         try:
-            taken = rule(trial, machine)
-        except Exception:  # noqa: S112  # A schedule primitive refuses in many ways; the next rule takes over.
-            continue
-        if taken:
-            return trial, name
+            if rule(trial, machine, choices):
+                return trial, name
+        except Exception as error:  # A schedule primitive refuses in many ways.
+            shapes = ", ".join(shape_text(parameter.shape) for parameter in func.params if hasattr(parameter, "shape"))
+            message = f"schedule rule {name!r} failed on a function of {shapes}, another rule takes it: {reason(error)}"
+            warnings.warn(message, ScheduleWarning, stacklevel=1)
     return None, "none"
+
+
+def _with_blocks(func: PrimFunc) -> Schedule | None:
+    """A schedule of a function; None for one that TVM wrote without blocks, such as sorting."""
+    try:
+        sch = Schedule(func)
+        sch.get_sblock("root")
+    except ScheduleError:
+        return None
+    return sch
 
 
 def subject(func: PrimFunc) -> str:
     """What the decisions about a fused function are about; empty where there are none."""
-    try:
-        sch = Schedule(func)
-        found = (common.subject_of(sch, block) for block in common.blocks(sch))
-        return next(filter(None, found), "")
-    except ScheduleError:  # TVM writes some functions, such as sorting, without blocks.
-        return ""
+    sch = _with_blocks(func)
+    subjects = [] if sch is None else [common.subject_of(sch, block) for block in common.blocks(sch)]
+    return next(filter(None, subjects), "")
 
 
 def error_bounds(func: PrimFunc) -> dict[str, float]:
     """The bounds of a fused function's rounding errors, by algorithm of fewer multiplications that it uses."""
-    try:
-        found = {name: rule.bound(Schedule(func)) for name, rule in (("strassen", strassen), ("winograd", winograd))}
-    except ScheduleError:  # TVM writes some functions, such as sorting, without blocks.
+    sch = _with_blocks(func)
+    if sch is None:
         return {}
-    return {name: bound for name, bound in found.items() if bound is not None}
+    bounds = {"strassen": strassen.bound(sch), "winograd": winograd.bound(sch)}
+    return {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 def complete(scheduled: PrimFunc) -> PrimFunc:

@@ -4,14 +4,15 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
 
 from tvmflow.compiler.annotations import LANES, TILE, VECTORS
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common
+from tvmflow.compiler.schedules import common, registers
 
 _PACKED = ("keys", "values", "mask")
 
 
-def apply(sch: Schedule, machine: Machine) -> bool:
-    """Functions made by `operators.attention`."""
+def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
+    """Schedule functions made by `operators.attention`; False for others."""
     scores = common.kernel(sch, "attention")
     if scores is None:
         return False
@@ -31,7 +32,7 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     task = sch.fuse(batch, head, strip)
     common.parallel(sch, task, machine)
     sch.compute_at(mixed, outer, preserve_unit_loops=True)
-    common.in_registers(sch, [near, pieces, lane])
+    registers.in_registers(sch, [near, pieces, lane])
     _tile(sch, mixed, rows, value_vectors, value_lanes)
 
     for name in ("inverse", "sum_row", "exponential", "max_row"):
@@ -47,7 +48,7 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     outer, pieces, lane = sch.split(wide, [None, key_vectors, lanes])
     sch.reorder(outer, near, pieces, lane)
     sch.compute_at(scores, outer, preserve_unit_loops=True)
-    common.in_registers(sch, [near, pieces, lane])
+    registers.in_registers(sch, [near, pieces, lane])
     _tile(sch, scores, rows, key_vectors, lanes)
     for panel in common.named(sch, "panel"):
         sch.compute_at(panel, task, preserve_unit_loops=True)
@@ -59,15 +60,10 @@ def apply(sch: Schedule, machine: Machine) -> bool:
 
 
 def _tile(sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int) -> None:
-    """A product's innermost loops as a register tile that accumulates along the reduction."""
+    """Keep a product's innermost loops in registers while it accumulates."""
     *_, near, wide, reduced = sch.get_loops(product)
-    if [common.extent(sch, loop) for loop in (near, wide)] != [rows, vectors * lanes]:
-        raise ValueError("the tile's extents are not constant")
-    pieces, lane = sch.split(wide, [vectors, lanes])
-    sch.reorder(reduced, near, pieces, lane)
-    common.in_registers(sch, [near, pieces, lane])
-    start = sch.decompose_reduction(product, reduced)
-    common.in_registers(sch, list(sch.get_loops(start))[-3:])
+    tile = registers.split_tile(sch, near, wide, rows, vectors, lanes)
+    registers.accumulate(sch, product, tile.loops, [reduced])
 
 
 def _reduce_row(sch: Schedule, row: SBlockRV, in_lanes: SBlockRV) -> None:
@@ -76,7 +72,4 @@ def _reduce_row(sch: Schedule, row: SBlockRV, in_lanes: SBlockRV) -> None:
     sch.compute_at(in_lanes, near, preserve_unit_loops=True)
     sch.decompose_reduction(row, lane)
     *_, lane, reduced = sch.get_loops(in_lanes)
-    sch.reorder(reduced, lane)
-    sch.vectorize(lane)
-    start = sch.decompose_reduction(in_lanes, reduced)
-    sch.vectorize(sch.get_loops(start)[-1])
+    registers.accumulate(sch, in_lanes, [lane], [reduced])

@@ -1,24 +1,27 @@
 """The schedule for blocks of convolutions: strips of lines in parallel, all that a strip needs computed within it."""
 
-import math
 from collections.abc import Callable
 
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler.annotations import CHUNK, LANES, STRIP, TILE, WINOGRAD
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common
+from tvmflow.compiler.schedules import common, registers, winograd
+
+# The most taps of a depthwise kernel that are all unrolled.
+_TAPS_UNROLLED = 9
 
 
-def apply(sch: Schedule, machine: Machine) -> bool:
-    """Blocks around a convolution.
+def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
+    """Schedule blocks of convolutions; False for other functions.
 
     For every strip, channels go in chunks through the first convolution and a depthwise one; any other in the middle,
     and the last one, read all of them.
     """
-    found = {kind: common.kernel(sch, f"block.{kind}") for kind in _MIDDLES}
-    kind, middle = next(((kind, block) for kind, block in found.items() if block is not None), ("", None))
+    middles = {kind: common.kernel(sch, f"block.{kind}") for kind in _MIDDLES}
+    kind, middle = next(((kind, block) for kind, block in middles.items() if block is not None), ("", None))
     if middle is None:
         return False
     lines = _number(sch, middle, STRIP)
@@ -37,14 +40,16 @@ def apply(sch: Schedule, machine: Machine) -> bool:
             sch.compute_inline(element)
         # Winograd's algorithm goes on with a line of output tiles at a time.
         step = _number(sch, middle, WINOGRAD) if kind == "winograd" else lines
-        task, part = _last(sch, last, lines, step, machine)
+        task, part = _last(sch, last, lines, step, machine, choices)
         sch.compute_at(filtered, part, preserve_unit_loops=True)
-    at = _MIDDLES[kind](sch, middle, filtered, task, machine)
-    _first(sch, at, task, machine)
+    at = _MIDDLES[kind](sch, middle, filtered, task, machine, choices)
+    _first(sch, at, task, machine, choices)
     return True
 
 
-def _last(sch: Schedule, last: SBlockRV, lines: int, step: int, machine: Machine) -> tuple[LoopRV, LoopRV]:
+def _last(
+    sch: Schedule, last: SBlockRV, lines: int, step: int, machine: Machine, choices: Choices
+) -> tuple[LoopRV, LoopRV]:
     """Tile the last convolution, and return the loop over strips and, in a strip, over `step` lines."""
     rows, count, width = (_number(sch, last, name) for name in (TILE, CHUNK, LANES))
     n, h, w, c = sch.get_loops(common.inline_epilogue(sch, last))
@@ -55,12 +60,14 @@ def _last(sch: Schedule, last: SBlockRV, lines: int, step: int, machine: Machine
     task = sch.fuse(n, strip)
     common.parallel(sch, task, machine)
     sch.compute_at(last, outer, preserve_unit_loops=True)
-    _product(sch, last, rows, count, width, reduced=1)
-    common.in_registers(sch, [near, pieces, lane])
+    _product(sch, last, rows, count, width, choices, reduced=1)
+    registers.in_registers(sch, [near, pieces, lane])
     return task, part
 
 
-def _depthwise(sch: Schedule, depthwise: SBlockRV, filtered: SBlockRV, _task: LoopRV, _machine: Machine) -> LoopRV:
+def _depthwise(
+    sch: Schedule, depthwise: SBlockRV, filtered: SBlockRV, _task: LoopRV, _machine: Machine, _choices: Choices
+) -> LoopRV:
     """Let channels go through a depthwise convolution in chunks, and return their loop."""
     first = common.kernel(sch, "block.first")
     pixels, lanes = (_number(sch, depthwise, name) for name in (TILE, LANES))
@@ -71,11 +78,13 @@ def _depthwise(sch: Schedule, depthwise: SBlockRV, filtered: SBlockRV, _task: Lo
     sch.reorder(chunk, piece, line, far, near, lane)
     sch.compute_at(depthwise, far, preserve_unit_loops=True)
     _taps(sch, depthwise)
-    common.in_registers(sch, [near, lane])
+    registers.in_registers(sch, [near, lane])
     return chunk
 
 
-def _dense(sch: Schedule, dense: SBlockRV, filtered: SBlockRV, task: LoopRV, _machine: Machine) -> LoopRV:
+def _dense(
+    sch: Schedule, dense: SBlockRV, filtered: SBlockRV, task: LoopRV, _machine: Machine, choices: Choices
+) -> LoopRV:
     """Tile a dense convolution that reads all channels of its strip, and return the loop to compute these at."""
     rows, count, lanes = (_number(sch, dense, name) for name in (TILE, CHUNK, LANES))
     *_, line, w, c = sch.get_loops(filtered)
@@ -83,15 +92,16 @@ def _dense(sch: Schedule, dense: SBlockRV, filtered: SBlockRV, task: LoopRV, _ma
     far, near = sch.split(w, [None, rows])
     sch.reorder(outer, line, far, near, piece, lane)
     sch.compute_at(dense, far, preserve_unit_loops=True)
-    _product(sch, dense, rows, count, lanes, reduced=3)
-    common.in_registers(sch, [near, piece, lane])
+    _product(sch, dense, rows, count, lanes, choices, reduced=3)
+    registers.in_registers(sch, [near, piece, lane])
     return task
 
 
-def _winograd(sch: Schedule, product: SBlockRV, filtered: SBlockRV, task: LoopRV, machine: Machine) -> LoopRV:
+def _winograd(
+    sch: Schedule, product: SBlockRV, filtered: SBlockRV, task: LoopRV, machine: Machine, choices: Choices
+) -> LoopRV:
     """Let a strip go through the stages of Winograd's algorithm, and return the loop to compute its input at."""
     rows, count, lanes, size = (_number(sch, product, name) for name in (TILE, CHUNK, LANES, WINOGRAD))
-    depth = int(sch.get(product).iter_vars[-1].dom.extent)
     (vertical,), (transformed,), (back,) = (
         common.named(sch, name) for name in ("input_vertical", "input", "output_vertical")
     )
@@ -100,9 +110,7 @@ def _winograd(sch: Schedule, product: SBlockRV, filtered: SBlockRV, task: LoopRV
     (high, h), (far, w) = sch.split(h, [None, size]), sch.split(w, [None, size])
     outer, lane = sch.split(c, [None, lanes])
     sch.reorder(high, far, outer, h, w, lane)
-    common.in_registers(sch, [h, w, lane])
-    sch.compute_at(back, outer, preserve_unit_loops=True)
-    common.in_registers(sch, list(sch.get_loops(back))[-6:])
+    winograd.transform_back(sch, back, outer, [h, w, lane])
 
     sch.compute_at(result, high, preserve_unit_loops=True)
     a, b, n, y, x, c = list(sch.get_loops(result))[-6:]
@@ -110,20 +118,15 @@ def _winograd(sch: Schedule, product: SBlockRV, filtered: SBlockRV, task: LoopRV
     outer, piece, lane = sch.split(c, [None, count, lanes])
     sch.reorder(a, b, outer, n, y, far, near, piece, lane)
     sch.compute_at(product, far, preserve_unit_loops=True)
-    common.in_registers(sch, [near, piece, lane])
-    _product(sch, product, rows, count, lanes, reduced=1)
+    registers.in_registers(sch, [near, piece, lane])
+    _product(sch, product, rows, count, lanes, choices, reduced=1)
 
     sch.compute_at(transformed, high, preserve_unit_loops=True)
-    a, b, n, y, x, c = list(sch.get_loops(transformed))[-6:]
-    outer, lane = sch.split(c, [None, math.gcd(depth, machine.lanes)])
-    sch.reorder(n, y, x, outer, a, b, lane)
-    common.in_registers(sch, [a, b, lane])
-    sch.compute_at(vertical, outer, preserve_unit_loops=True)
-    common.in_registers(sch, list(sch.get_loops(vertical))[-6:])
+    winograd.transform_input(sch, vertical, transformed, machine)
     return task
 
 
-def _first(sch: Schedule, at: LoopRV, task: LoopRV, machine: Machine) -> None:
+def _first(sch: Schedule, at: LoopRV, task: LoopRV, machine: Machine, choices: Choices) -> None:
     """Compute what the middle convolution reads, with zeros around it."""
     (expanded,) = common.named(sch, "expanded")
     sch.compute_at(expanded, at, preserve_unit_loops=True)
@@ -137,14 +140,14 @@ def _first(sch: Schedule, at: LoopRV, task: LoopRV, machine: Machine) -> None:
     chunk, piece, lane = sch.split(c, [None, vectors, width])
     sch.reorder(chunk, line, far, near, piece, lane)
     sch.compute_at(first, far, preserve_unit_loops=True)
-    _product(sch, first, rows, vectors, width, reduced=3)
-    common.in_registers(sch, [near, piece, lane])
+    _product(sch, first, rows, vectors, width, choices, reduced=3)
+    registers.in_registers(sch, [near, piece, lane])
     (source,) = common.named(sch, "source")
     sch.compute_at(source, task, preserve_unit_loops=True)
     common.vectorize_inner(sch, source, machine)
 
 
-_Middle = Callable[[Schedule, SBlockRV, SBlockRV, LoopRV, Machine], LoopRV]
+_Middle = Callable[[Schedule, SBlockRV, SBlockRV, LoopRV, Machine, Choices], LoopRV]
 
 # By kind of the convolution in the middle: its schedule, which returns the loop to compute its input at.
 _MIDDLES: dict[str, _Middle] = {"depthwise": _depthwise, "dense": _dense, "winograd": _winograd}
@@ -154,25 +157,20 @@ def _number(sch: Schedule, block: SBlockRV, name: str) -> int:
     return int(sch.get(block).annotations[name])
 
 
-def _product(sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int, reduced: int) -> None:
-    """Keep a product's tile in registers while it accumulates."""
+def _product(
+    sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int, choices: Choices, *, reduced: int
+) -> None:
+    """Keep a product's tile in registers while its `reduced` innermost loops, its reductions, accumulate."""
     loops = list(sch.get_loops(product))
     (near, channel), reductions = loops[-reduced - 2 : -reduced], loops[-reduced:]
-    if [common.extent(sch, loop) for loop in (near, channel)] != [rows, vectors * lanes]:
-        raise ValueError("the tile's extents are not constant")
-    piece, lane = sch.split(channel, [vectors, lanes])
-    steps = [*reductions[:-1], *common.in_steps(sch, reductions[-1], sch.get(product).name_hint)]
-    sch.reorder(*steps, near, piece, lane)
-    common.in_registers(sch, [near, piece, lane])
-    start = sch.decompose_reduction(product, steps[0])
-    common.in_registers(sch, list(sch.get_loops(start))[-3:])
+    tile = registers.split_tile(sch, near, channel, rows, vectors, lanes)
+    steps = registers.in_steps(sch, reductions[-1], choices, sch.get(product).name_hint)
+    registers.accumulate(sch, product, tile.loops, [*reductions[:-1], *steps])
 
 
 def _taps(sch: Schedule, depthwise: SBlockRV) -> None:
     """Unroll the taps of a depthwise convolution around a strip of pixels by a vector of channels."""
     *_, strip, vector, y, x = sch.get_loops(depthwise)
-    sch.reorder(y, x, strip, vector)
-    taps: list[LoopRV] = [y, x] if (common.extent(sch, y) or 0) * (common.extent(sch, x) or 0) <= 9 else [x]
-    common.in_registers(sch, [*taps, strip, vector])
-    start = sch.decompose_reduction(depthwise, y)
-    common.in_registers(sch, list(sch.get_loops(start))[-2:])
+    taps = (common.extent(sch, y) or 0) * (common.extent(sch, x) or 0)
+    unrolled = [y, x] if taps <= _TAPS_UNROLLED else [x]
+    registers.accumulate(sch, depthwise, [strip, vector], [y, x], unrolled=unrolled)

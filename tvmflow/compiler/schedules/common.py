@@ -9,13 +9,9 @@ from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import KERNEL, SUBJECT
 from tvmflow.compiler.machine import Machine
 
-# Steps of a reduction that may be unrolled: rarely better, and worse where registers are short. So many may be all.
-_UNROLLED = (2, 4)
-_ALL_UNROLLED = 8
 # Dimensions of a batch of images.
 _IMAGE = 4
 # Lanes of the narrowest vector that is better than a loop in two parts.
@@ -223,41 +219,6 @@ def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tu
     store = lanes if channels is None else math.gcd(channels, lanes)
     outer, pieces, lane = sch.split(channel, [None, count * lanes // store, store])
     return outer, pieces, lane
-
-
-def in_steps(sch: Schedule, reduction: LoopRV, subject: str = "") -> list[LoopRV]:
-    """The loops of a reduction around a tile in registers: how many of its steps are unrolled is a choice."""
-    size = extent(sch, reduction)
-    unrolled = [count for count in _UNROLLED if size is not None and size > count and size % count == 0]
-    if size is not None and 1 < size <= _ALL_UNROLLED:
-        unrolled.append(size)
-    count = choices.choose("unroll", subject, {str(count): count for count in (1, *unrolled)})
-    if count == 1:
-        return [reduction]
-    rest, steps = sch.split(reduction, [None, count])
-    sch.unroll(steps)
-    return [rest, steps]
-
-
-def in_registers(sch: Schedule, loops: list[LoopRV]) -> None:
-    """Unroll a tile's loops and make the innermost one a vector."""
-    *unrolled, lane = loops
-    sch.vectorize(lane)
-    for loop in unrolled:
-        sch.unroll(loop)
-
-
-def widest_tile(rows: int, vectors: int | None, machine: Machine) -> int:
-    """The vectors of a register tile of the given rows: the most that the registers hold; None: an unknown number.
-
-    Whether fewer are better is a choice.
-    """
-    if vectors is None:
-        return 1
-    fits = [
-        count for count in range(8, 0, -1) if vectors % count == 0 and rows * count + count + 1 <= machine.registers
-    ]
-    return choices.choose("vectors", "", {str(count): count for count in fits or [1]})
 
 
 def subject_of(sch: Schedule, block: SBlockRV) -> str:

@@ -8,14 +8,21 @@ from collections.abc import Sequence
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from tvmflow.compiler import choices, groups
+from tvmflow.compiler import groups
 from tvmflow.compiler.annotations import CHANNELS, LANES, TILE
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common
+from tvmflow.compiler.schedules import common, registers
+
+# The most taps of a kernel that are all unrolled, and the most whose rows are.
+_TAPS_UNROLLED, _ROWS_UNROLLED = 9, 49
 
 
-def apply(sch: Schedule, machine: Machine) -> bool:
-    """Depthwise convolutions; padding is made per strip, so that it stays in the cache."""
+def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
+    """Schedule depthwise convolutions and those in narrow groups; False for other functions.
+
+    Padding is made per strip, so that it stays in the cache.
+    """
     product = common.kernel(sch, "depthwise")
     if product is None:
         return False
@@ -40,12 +47,10 @@ def apply(sch: Schedule, machine: Machine) -> bool:
         raise ValueError("the strip's extents are not constant")
     if size > 1:
         return _in_groups(sch, product, size, around[-5:], list(sch.get_loops(out))[-3:])
-    sch.reorder(y, x, strip, vector)
     taps = (common.extent(sch, y) or 0) * (common.extent(sch, x) or 0)
-    common.in_registers(sch, [*([y] if taps <= 9 else []), *([x] if taps <= 49 else []), strip, vector])
-    start = sch.decompose_reduction(product, y)
-    common.in_registers(sch, list(sch.get_loops(start))[-2:])
-    common.in_registers(sch, [near, pieces, lane])
+    unrolled = [*([y] if taps <= _TAPS_UNROLLED else []), *([x] if taps <= _ROWS_UNROLLED else [])]
+    registers.accumulate(sch, product, [strip, vector], [y, x], unrolled=unrolled)
+    registers.in_registers(sch, [near, pieces, lane])
     return True
 
 
@@ -58,9 +63,9 @@ def _in_groups(sch: Schedule, product: SBlockRV, size: int, loops: Sequence[Loop
     sch.unroll(strip)
     sch.unroll(x)
     start = sch.decompose_reduction(product, y)
-    common.in_registers(sch, list(sch.get_loops(start))[-2:])
+    registers.in_registers(sch, list(sch.get_loops(start))[-2:])
     groups.use(sch, size, lanes, channel)
-    common.in_registers(sch, list(written))
+    registers.in_registers(sch, list(written))
     return True
 
 

@@ -10,8 +10,9 @@ from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common
+from tvmflow.compiler.schedules import common, registers
 
 # The edge of a transpose's tile that is better than none.
 _NARROWEST = 4
@@ -20,8 +21,8 @@ _MOST_PIECES = 8
 _SMALLEST_PIECE = 4
 
 
-def apply(sch: Schedule, machine: Machine) -> bool:
-    """Schedule every block on its own; never steps aside."""
+def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
+    """Schedule every block by itself; takes every function."""
     common.inline_elementwise(sch)
     for block in common.blocks(sch):
         # What TVM refuses for a block leaves it correct, only less fast.
@@ -61,7 +62,7 @@ def _transposed(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     )
     tasks = [loop for place, loop in enumerate(loops[:-1]) if place != across[0]]
     sch.reorder(*tasks, far, outer, near, lane)
-    common.in_registers(sch, [near, lane])
+    registers.in_registers(sch, [near, lane])
     _parallel(sch, [*tasks, far, outer], math.prod(edges), machine)
     return True
 

@@ -2,12 +2,16 @@
 
 from tvm.s_tir import Schedule
 
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
 
 
-def apply(sch: Schedule, machine: Machine) -> bool:
-    """Pooling, and what is element-wise after it; the columns of wide windows are pooled per line."""
+def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
+    """Schedule pooling with the element-wise operations after it; False for other functions.
+
+    The columns of wide windows are pooled per line.
+    """
     last = common.kernel(sch, "pooling")
     if last is None:
         return False

@@ -12,7 +12,7 @@ from tvm.s_tir import SBlock, SBlockRealize, Schedule
 from tvm.s_tir.schedule import LoopRV
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
-from tvmflow.compiler import choices
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.schedules import common
 
 # On a loop over the chunks of a reduction: fetch what the next chunk reads of the block's last operand.
@@ -23,7 +23,7 @@ _CHUNKS = (64, 16)
 _HOW = (0, 2, 1)
 
 
-def in_chunks(sch: Schedule, reduction: LoopRV) -> list[LoopRV]:
+def in_chunks(sch: Schedule, reduction: LoopRV, choices: Choices) -> list[LoopRV]:
     """The loops of a reduction whose weights are too large for the cache; how far ahead to fetch them is a choice."""
     size = common.extent(sch, reduction)
     counts = [count for count in _CHUNKS if size is not None and size > count and size % count == 0]

@@ -8,65 +8,64 @@ from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED, TILE
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common, prefetch
+from tvmflow.compiler.schedules import common, prefetch, registers
+from tvmflow.compiler.schedules.registers import RegisterTile
 
 
-def apply_rows(sch: Schedule, machine: Machine) -> bool:
-    """Dense layers, 1x1 convolutions and batched matrix products."""
-    return _apply(sch, machine, "rows")
+def apply_rows(sch: Schedule, machine: Machine, choices: Choices) -> bool:
+    """Schedule dense layers, 1x1 convolutions and batched matrix products; False for other functions."""
+    return _apply(sch, machine, choices, "rows")
 
 
-def apply_conv2d(sch: Schedule, machine: Machine) -> bool:
-    """Convolutions that are not depthwise."""
-    return _apply(sch, machine, "conv2d")
+def apply_conv2d(sch: Schedule, machine: Machine, choices: Choices) -> bool:
+    """Schedule convolutions that are not depthwise; False for other functions."""
+    return _apply(sch, machine, choices, "conv2d")
 
 
-def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
+def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool:
     reduced = 1 if kind == "rows" else 3
-    tile = tiled(sch, machine, kind, lead_dimensions=kind == "rows", reduced=reduced, grouped=0)
-    if tile is None:
+    product = tiled(sch, machine, choices, kind, lead_dimensions=kind == "rows", reduced=reduced, grouped=0)
+    if product is None:
         return False
-    *outer, last = tile.reductions
-    *chunks, last = prefetch.in_chunks(sch, last) if tile.streams else [last]
-    steps = [*outer, *chunks, *common.in_steps(sch, last)]
-    sch.reorder(*steps, *tile.spatial)
-    common.in_registers(sch, list(tile.spatial))
-    start = sch.decompose_reduction(tile.product, steps[0])
-    common.in_registers(sch, list(sch.get_loops(start))[-3:])
-    common.in_registers(sch, list(tile.written))
+    *outer, last = product.reductions
+    *chunks, last = prefetch.in_chunks(sch, last, choices) if product.streams else [last]
+    steps = [*outer, *chunks, *registers.in_steps(sch, last, choices)]
+    registers.accumulate(sch, product.block, product.tile.loops, steps)
+    registers.in_registers(sch, product.written.loops)
     return True
 
 
 @dataclass(frozen=True)
-class Tile:
+class TiledProduct:
     """A product scheduled down to its register tile.
 
-    `task` is the loop that runs in parallel, `spatial` the loops of the tile (row, vector, lane) in the product, still
-    around its `reductions`, and `written` the same loops where its results are written. `streams` says that the weights
-    are too large for the cache.
+    `task` is the loop that runs in parallel, `tile` the register tile in the product's `block`, still around its
+    `reductions`, and `written` the same tile where its results are written. `streams` says that the weights are too
+    large for the cache.
     """
 
-    product: SBlockRV
+    block: SBlockRV
     task: LoopRV
-    spatial: tuple[LoopRV, LoopRV, LoopRV]
+    tile: RegisterTile
     reductions: tuple[LoopRV, ...]
-    written: tuple[LoopRV, LoopRV, LoopRV]
+    written: RegisterTile
     streams: bool
 
 
 def tiled(
     sch: Schedule,
     machine: Machine,
+    choices: Choices,
     kind: str,
     *,
     lead_dimensions: bool,
     reduced: int,
     grouped: int,
     vectors_of: Callable[[int, int], int] | None = None,
-) -> Tile | None:
+) -> TiledProduct | None:
     """Tile the product of a kind and put it, and what it reads, into the parallel loop over the tiles of its result.
 
     `reduced` is its number of reductions, the last `grouped` of which run within one 32-bit element of the weights.
@@ -89,7 +88,10 @@ def tiled(
         common.join_dimensions(sch, out, [int(place) for place in annotations.get(ROWS, range(lead_count, last))])
     loops = list(sch.get_loops(out))
     lead, channel = loops[:lead_count], loops[-1]
-    count = common.widest_tile(rows, vectors, machine) if vectors_of is None else vectors_of(rows, vectors or 1)
+    if vectors_of is None:
+        count = registers.choose_vectors(rows, vectors, machine, choices)
+    else:
+        count = vectors_of(rows, vectors or 1)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
     tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions else (loops[:-2], [far])
@@ -113,10 +115,8 @@ def tiled(
         _pack_rows(sch, block, machine)
     inner = list(sch.get_loops(product))
     (row, column), reductions = inner[-reduced - 2 : -reduced], inner[-reduced:]
-    if [common.extent(sch, loop) for loop in (row, column)] != [rows, count * lanes]:
-        raise ValueError("the tile's extents are not constant")
-    vector, product_lane = sch.split(column, [count, lanes])
-    return Tile(product, task, (row, vector, product_lane), tuple(reductions), (near, pieces, lane), streams)
+    tile = registers.split_tile(sch, row, column, rows, count, lanes)
+    return TiledProduct(product, task, tile, tuple(reductions), RegisterTile(near, pieces, lane), streams)
 
 
 def _pack_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> None:

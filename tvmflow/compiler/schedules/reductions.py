@@ -3,18 +3,19 @@
 from contextlib import suppress
 
 from tvm.s_tir import Schedule
-from tvm.s_tir.schedule import SBlockRV
+from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common
+from tvmflow.compiler.schedules import common, registers
 
 # Vectors that one core accumulates side by side.
 _VECTORS = 4
 
 
-def apply(sch: Schedule, machine: Machine) -> bool:
-    """Sums, means, extremes and variances as `operators.reductions` defines them."""
+def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
+    """Schedule sums, means, extremes and variances as `operators.reductions` defines them; False for others."""
     if not any(_kind(sch, block) == "reduction" for block in common.blocks(sch)):
         return False
     inline_around(sch)
@@ -58,28 +59,24 @@ def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     parallel = _is_worth_threads(sch, block, machine)
     *outer, c, r = sch.get_loops(block)
     size = common.extent(sch, c) or 1
+    inner: list[LoopRV] = []
     if size <= machine.lanes:
-        sch.reorder(r, c)
         # TVM refuses vectors of some widths; LLVM takes any.
         inner = [c] if size & (size - 1) == 0 else []
     elif size % machine.lanes == 0:
         vectors = size // machine.lanes
         count = next(count for count in range(_VECTORS, 0, -1) if vectors % count == 0)
         chunk, vector, lane = sch.split(c, [None, count, machine.lanes])
-        sch.reorder(chunk, r, vector, lane)
         outer.append(chunk)
         inner = [vector, lane]
+    if parallel:
+        common.parallel(sch, common.fuse(sch, outer), machine)
+    if inner:
+        registers.accumulate(sch, block, inner, [r])
     else:
         # Left to LLVM, which makes vectors of plain loops and of what is left over.
         sch.reorder(r, c)
-        inner = []
-    if inner:
-        common.in_registers(sch, inner)
-    if parallel:
-        common.parallel(sch, common.fuse(sch, outer), machine)
-    start = sch.decompose_reduction(block, r)
-    if inner:
-        common.in_registers(sch, list(sch.get_loops(start))[-len(inner) :])
+        sch.decompose_reduction(block, r)
 
 
 def _after_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
@@ -103,11 +100,7 @@ def _after_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
 
 def accumulate(sch: Schedule, block: SBlockRV) -> None:
     """Keep the accumulators of `reduction_lanes` or `reduction_fold` in registers."""
-    *_, lane, reduced = sch.get_loops(block)
-    inner = [*(list(sch.get_loops(block))[-3:-2] if _kind(sch, block) == "reduction_lanes" else []), lane]
-    sch.reorder(reduced, *inner)
-    common.in_registers(sch, inner)
-    start = sch.decompose_reduction(block, reduced)
-    common.in_registers(sch, list(sch.get_loops(start))[-len(inner) :])
-    if _kind(sch, block) == "reduction_fold":
-        sch.unroll(reduced)
+    *_, side, lane, reduced = [None, *sch.get_loops(block)]
+    is_fold = _kind(sch, block) == "reduction_fold"
+    tile = [lane] if is_fold else [side, lane]
+    registers.accumulate(sch, block, tile, [reduced], unrolled=[reduced] if is_fold else [])

@@ -4,12 +4,13 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
 
 from tvmflow.compiler.annotations import GROUP, KERNEL, LEAD
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common, reductions
+from tvmflow.compiler.schedules import common, reductions, registers
 
 
-def apply(sch: Schedule, machine: Machine) -> bool:
-    """Functions whose result needs several passes over each row of the last dimensions."""
+def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
+    """Schedule functions that need several passes over each row of the last dimensions; False for others."""
     last = common.kernel(sch, "rowwise")
     if last is None:
         return False
@@ -56,8 +57,6 @@ def _accumulate_unknown(sch: Schedule, block: SBlockRV, vector: bool) -> None:
     """Rows of a size known at run time only: one vector, or what is left over."""
     *_, lane, reduced = sch.get_loops(block)
     if vector:
-        sch.reorder(reduced, lane)
-        sch.vectorize(lane)
-    start = sch.decompose_reduction(block, reduced)
-    if vector:
-        sch.vectorize(sch.get_loops(start)[-1])
+        registers.accumulate(sch, block, [lane], [reduced])
+    else:
+        sch.decompose_reduction(block, reduced)

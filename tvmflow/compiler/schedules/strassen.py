@@ -4,15 +4,15 @@ import math
 
 from tvm.s_tir import Schedule
 
-from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import CHUNK, LANES, TILE
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.strassen import error_bound, goes_together
-from tvmflow.compiler.schedules import common
+from tvmflow.compiler.schedules import common, registers
 
 
-def apply(sch: Schedule, machine: Machine) -> bool:
-    """Matrix products that the compiler chose Strassen's algorithm for.
+def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
+    """Schedule matrix products that the compiler chose Strassen's algorithm for; False for other functions.
 
     Where the weights' sums fit a core's cache, each core sums the panels of its own rows; else the panels are made
     first, and each core reads its own part of the weights once.
@@ -38,27 +38,23 @@ def apply(sch: Schedule, machine: Machine) -> bool:
     sch.reorder(*([far, outer] if in_cache else [outer, far]), upper, left, near, pieces, lane)
     task = far if in_cache else outer
     common.parallel(sch, task, machine)
-    common.in_registers(sch, [upper, left, near, pieces, lane])
+    registers.in_registers(sch, [upper, left, near, pieces, lane])
 
     sch.compute_at(result, outer if in_cache else far, preserve_unit_loops=True)
     term, near, channel = list(sch.get_loops(result))[-3:]
     pieces, lane = sch.split(channel, [count, lanes])
     sch.compute_at(product, term, preserve_unit_loops=True)
-    common.in_registers(sch, [near, pieces, lane])
+    registers.in_registers(sch, [near, pieces, lane])
     *_, near, channel, k = sch.get_loops(product)
-    pieces, lane = sch.split(channel, [count, lanes])
-    steps = common.in_steps(sch, k)
-    sch.reorder(*steps, near, pieces, lane)
-    common.in_registers(sch, [near, pieces, lane])
-    start = sch.decompose_reduction(product, steps[0])
-    common.in_registers(sch, list(sch.get_loops(start))[-3:])
+    tile = registers.split_tile(sch, near, channel, rows, count, lanes)
+    registers.accumulate(sch, product, tile.loops, registers.in_steps(sch, k, choices))
 
     if in_cache:
         sch.compute_at(panels, task, preserve_unit_loops=True)
     term, near, k = list(sch.get_loops(panels))[-3:]
     outer, lane = sch.split(k, [None, math.gcd(depth, machine.lanes)])
     sch.reorder(near, outer, term, lane)
-    common.in_registers(sch, [term, lane])
+    registers.in_registers(sch, [term, lane])
     if not in_cache:
         common.parallel(sch, near, machine)
     return True

@@ -1,32 +1,64 @@
 """The schedule for Winograd's convolution: transforms in registers around matrix products."""
 
 import math
+from collections.abc import Sequence
 
 from tvm.s_tir import Schedule
+from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from tvmflow.compiler import choices
 from tvmflow.compiler.annotations import LANES, TILE, WINOGRAD
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16, use
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common, prefetch
+from tvmflow.compiler.schedules import common, prefetch, registers
 from tvmflow.compiler.winograd import error_bound
 
 
-def apply(sch: Schedule, machine: Machine) -> bool:
-    """3x3 convolutions that the compiler chose Winograd's algorithm for.
+def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
+    """Schedule 3x3 convolutions that the compiler chose Winograd's algorithm for; False for other functions.
 
     Where the transformed weights fit a core's cache, a line of tiles goes through all stages at once and stays there
     too; else every stage is a parallel loop of its own, so that each weight is read by one core once.
     """
-    return _apply(sch, machine, "winograd")
+    return _apply(sch, machine, choices, "winograd")
 
 
-def apply_dot(sch: Schedule, machine: Machine) -> bool:
-    """The same with products of bfloat16."""
-    return _apply(sch, machine, "dot_winograd")
+def apply_dot(sch: Schedule, machine: Machine, choices: Choices) -> bool:
+    """Schedule the same with products of bfloat16; False for other functions."""
+    return _apply(sch, machine, choices, "dot_winograd")
 
 
-def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
+def transform_back(sch: Schedule, back: SBlockRV, outer: LoopRV, written: Sequence[LoopRV]) -> None:
+    """Compute a tile of the output in registers where it is written, from the products in its place.
+
+    `back` is the first half of the transform; `outer` is the loop over tiles and vectors of channels around the loops
+    `written`, over the elements of a tile and the lanes of a vector.
+    """
+    registers.in_registers(sch, written)
+    sch.compute_at(back, outer, preserve_unit_loops=True)
+    registers.in_registers(sch, _own_loops(sch, back))
+
+
+def transform_input(sch: Schedule, vertical: SBlockRV, transformed: SBlockRV, machine: Machine) -> list[LoopRV]:
+    """Transform a tile of the input in registers, and return the loops over tiles, which are outermost now.
+
+    `vertical` is the first half of the transform, `transformed` the second one.
+    """
+    a, b, *places, c = _own_loops(sch, transformed)
+    outer, lane = sch.split(c, [None, math.gcd(common.extent(sch, c) or 1, machine.lanes)])
+    sch.reorder(*places, outer, a, b, lane)
+    registers.in_registers(sch, [a, b, lane])
+    sch.compute_at(vertical, outer, preserve_unit_loops=True)
+    registers.in_registers(sch, _own_loops(sch, vertical))
+    return places
+
+
+def _own_loops(sch: Schedule, block: SBlockRV) -> list[LoopRV]:
+    """The loops of a block of one per dimension, without those that it is computed at."""
+    return list(sch.get_loops(block))[-len(sch.get(block).iter_vars) :]
+
+
+def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool:
     product = common.kernel(sch, kind)
     if product is None:
         return False
@@ -34,7 +66,6 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     rows, lanes, size = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD))
     sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
     side, channels, steps = int(sizes[0]), int(sizes[3]), int(sizes[4])
-    depth = math.prod(int(size) for size in sizes[4:])
     (vertical,), (transformed,), (back,) = (
         common.named(sch, name) for name in ("input_vertical", "input", "output_vertical")
     )
@@ -52,14 +83,12 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
     sch.reorder(n, high, far, outer, h, w, pieces, lane)
     task = sch.fuse(n, high)
     common.parallel(sch, task, machine)
-    common.in_registers(sch, [h, w, pieces, lane])
-    sch.compute_at(back, outer, preserve_unit_loops=True)
-    common.in_registers(sch, list(sch.get_loops(back))[-4:])
+    transform_back(sch, back, outer, [h, w, pieces, lane])
 
     if whole:
         sch.compute_at(result, task, preserve_unit_loops=True)
     a, b, p, c = list(sch.get_loops(result))[-4:]
-    count = common.widest_tile(rows, channels // lanes, machine)
+    count = registers.choose_vectors(rows, channels // lanes, machine, choices)
     line, near = sch.split(p, [None, rows])
     outer, pieces, lane = sch.split(c, [None, count, lanes])
     at = line
@@ -73,39 +102,28 @@ def _apply(sch: Schedule, machine: Machine, kind: str) -> bool:
         common.parallel(sch, line, machine)
         at = outer
     sch.compute_at(product, at, preserve_unit_loops=True)
-    common.in_registers(sch, [near, pieces, lane])
-    *around, near, lane, k = list(sch.get_loops(product))[: 5 - len(sizes) or None]
-    pieces, lane = sch.split(lane, [count, lanes])
-    group = list(sch.get_loops(product))[len(around) + 4 :]
-    *chunks, k = prefetch.in_chunks(sch, k) if kind == "winograd" and not whole else [k]
-    reductions = [*chunks, *(common.in_steps(sch, k) if kind == "winograd" else [k])]
-    sch.reorder(*reductions, near, pieces, lane, *group)
-    sch.unroll(near)
-    sch.unroll(pieces)
+    registers.in_registers(sch, [near, pieces, lane])
+    *around, row, channel, k = list(sch.get_loops(product))[: 5 - len(sizes) or None]
+    group = list(sch.get_loops(product))[len(around) + 3 :]
+    tile = registers.split_tile(sch, row, channel, rows, count, lanes)
+    reductions = [k]
     if kind == "winograd":
-        sch.vectorize(lane)
-    start = sch.decompose_reduction(product, reductions[0])
-    common.in_registers(sch, list(sch.get_loops(start))[-3:])
-    instruction = around[0], lane
+        *chunks, k = [k] if whole else prefetch.in_chunks(sch, k, choices)
+        reductions = [*chunks, *registers.in_steps(sch, k, choices)]
+    registers.accumulate(sch, product, tile.loops, reductions, group)
 
     if whole:
         sch.compute_at(transformed, task, preserve_unit_loops=True)
-    a, b, p, c = list(sch.get_loops(transformed))[-4:]
+    (place,) = transform_input(sch, vertical, transformed, machine)
     if not whole:
-        task, p = sch.split(p, [None, wide])
-    outer, lane = sch.split(c, [None, math.gcd(depth, machine.lanes)])
-    sch.reorder(*([] if whole else [task]), p, outer, a, b, lane)
-    if not whole:
+        task, _ = sch.split(place, [None, wide])
         common.parallel(sch, task, machine)
-    common.in_registers(sch, [a, b, lane])
-    sch.compute_at(vertical, outer, preserve_unit_loops=True)
-    common.in_registers(sch, list(sch.get_loops(vertical))[-4:])
     for pad in common.named(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, pad, machine)
     if kind == "dot_winograd":
         # Last: no stage can be moved to a block that stands for an instruction.
-        use(sch, BF16, lanes, *instruction)
+        use(sch, BF16, lanes, around[0], tile.lane)
     return True
 
 

@@ -1,0 +1,131 @@
+"""The stages of Winograd's convolution: both halves of the input's transform, the products, and the way back."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import te, tirx, topi
+
+from tvmflow.compiler import tiles, winograd
+from tvmflow.compiler.choices import Decisions
+from tvmflow.compiler.dotproduct import BF16, round_bf16
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import surrounded
+
+
+def conv2d(
+    data: te.Tensor,
+    weight: te.Tensor,
+    *,
+    channels: int,
+    padding: Sequence[int],
+    annotations: Callable[[int, int, int], dict[str, Any]],
+    machine: Machine,
+    stride: int = 1,
+    decisions: Decisions | None = None,
+    rows: int | None = None,
+) -> te.Tensor:
+    """Convolution of NHWC data of known height and width with weights from `transform_kernel` or `narrow_kernel`.
+
+    The output tiles are the rows of a matrix product. `annotations` gives the product's annotations from the rows of
+    its register tile, its lanes and the size of output tiles. Given `rows` of a register tile, which must divide the
+    output tiles of a line, the product has the dimensions of the images. Else all output tiles are one dimension, and
+    the rows are the fastest ones, or those of the `decisions` about the convolution.
+    """
+    batch, in_h, in_w, depth = data.shape
+    taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
+    side = math.isqrt(taps)
+    size = (side - 3) // stride + 1
+    top, left, bottom, right = padding
+    height = (int(in_h) + top + bottom - 3) // stride + 1
+    width = (int(in_w) + left + right - 3) // stride + 1
+    high, wide = -(-height // size), -(-width // size)
+    count = high * wide
+    step = size * stride
+    in_images = rows is not None
+    if rows is None:
+        dimensions = [topi.utils.simplify(batch * count)]
+        ranked = winograd.ranked_tiles(high, wide, taps, steps, vectors, machine)
+        rows = ranked[0].rows
+        if decisions is not None:
+            rows = tiles.choose_rows(ranked, decisions.choices.about(f"winograd {size} of {decisions.subject}"))
+    else:
+        dimensions = [batch, high, wide]
+
+    def image(*place: Any) -> tuple[Any, Any, Any]:
+        """An output tile's image, line and column."""
+        if not in_images:
+            (p,) = place
+            return p // count, p % count // wide, p % wide
+        n, y, x = place
+        return n, y, x
+
+    def number(n: Any, y: Any, x: Any) -> tuple[Any, ...]:
+        """The place of the output tile at line `y` and column `x` of an image."""
+        return (n, y, x) if in_images else (n * count + y * wide + x,)
+
+    inputs, _, outputs = (matrix.tolist() for matrix in winograd.transforms(size, stride))
+    needed = (step * (high - 1) + side, step * (wide - 1) + side)
+    padded = data
+    if any(padding) or int(in_h) < needed[0] or int(in_w) < needed[1]:
+        padded = surrounded(data, top, left, *needed)
+
+    def column(a: Any, j: Any, *index: Any) -> Any:
+        n, y, x = image(*index[:-1])
+        return combine(inputs, a, lambda i: padded[n, y * step + i, x * step + j, index[-1]])
+
+    vertical = te.compute((side, side, *dimensions, depth), column, name="input_vertical")
+    rounded = round_bf16 if group else lambda value: value
+    transformed = te.compute(
+        (side, side, *dimensions, depth),
+        lambda a, b, *index: rounded(combine(inputs, b, lambda j: vertical[(a, j, *index)])),
+        name="input",
+    )
+    k = te.reduce_axis((0, steps), "k")
+    within = [te.reduce_axis((0, size), "within") for size in group]
+
+    def term(a: Any, b: Any, *index: Any) -> Any:
+        *place, c = index
+        value = transformed[(a, b, *place, k * group[0] + within[0] if group else k)]
+        kernel = weight[(a * side + b, c // lanes, k, c % lanes, *within)]
+        return BF16.product(value, kernel) if group else value * kernel
+
+    product = te.compute(
+        (side, side, *dimensions, vectors * lanes),
+        lambda *index: te.sum(term(*index), axis=[k, *within]),
+        name="product",
+        attrs=annotations(rows, lanes, size),
+    )
+    # Tiles come first: were they where the product has them, MetaSchedule would take this stage for a copy of it.
+    back = te.compute(
+        (*dimensions, size, side, vectors * lanes),
+        lambda *index: combine(outputs, index[-3], lambda i: product[(i, index[-2], *index[:-3], index[-1])]),
+        name="output_vertical",
+    )
+
+    def element(n: Any, h: Any, w: Any, c: Any) -> Any:
+        place = number(n, h // size, w // size)
+        return combine(outputs, w % size, lambda j: back[(*place, h % size, j, c)])
+
+    return te.compute((batch, height, width, channels), element, name="unpack")
+
+
+def combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:
+    """The sum of elements weighted by a row of a constant matrix; the schedule unrolls until the row is known."""
+    sums = [_weighted_sum(weights, element) for weights in matrix]
+    value = sums[-1]
+    for index in reversed(range(len(sums) - 1)):
+        value = tirx.Select(row == index, sums[index], value)
+    return value
+
+
+def _weighted_sum(weights: Sequence[float], element: Callable[[int], Any]) -> Any:
+    total = None
+    # A positive term first: the others are added to it or subtracted, without a negation.
+    for index in sorted(range(len(weights)), key=lambda index: weights[index] <= 0):
+        weight = weights[index]
+        if weight == 0:
+            continue
+        term = element(index) if abs(weight) == 1 else element(index) * abs(weight)
+        total = term if total is None else (total + term if weight > 0 else total - term)
+    return total
