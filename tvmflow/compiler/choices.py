@@ -52,7 +52,7 @@ class Choices:
         site = Site(kind, subject, tuple(options), parts)
         self.met[site.key] = site
         name = self.made.get(site.key)
-        return options[name if name in options else site.options[0]]
+        return options[site.options[0] if name is None or name not in options else name]
 
     def about(self, subject: str) -> "Decisions":
         """The decisions about one subject."""

@@ -46,7 +46,7 @@ def ranked(
     and needs r*v + v + 1 registers. Rows that do not divide evenly are computed in vain at the end.
     """
     most = 7 if row_bytes is not None and row_bytes % CONFLICT == 0 else machine.registers - 2 if exact else 28
-    found: list[tuple[tuple[float, int, int], Tile]] = []
+    rated_tiles: list[tuple[tuple[float, int, int], Tile]] = []
     for count in range(1, min(vectors, 8) + 1):
         if vectors % count:
             continue
@@ -63,9 +63,9 @@ def ranked(
             copying = 0.0 if rows is not None and rows % height == 0 else 2 * height / machine.lanes / _PORTS
             rate = height * count * useful / (cycles + copying)
             key = (round(rate, 2), min(height * count, 20), -abs(count - 2))
-            found.append((key, Tile(height, count)))
+            rated_tiles.append((key, Tile(height, count)))
     # Of equals the first.
-    return [tile for _, tile in sorted(found, key=lambda item: item[0], reverse=True)] or [Tile(1, 1)]
+    return [tile for _, tile in sorted(rated_tiles, key=lambda item: item[0], reverse=True)] or [Tile(1, 1)]
 
 
 def choose_rows(tiles: Sequence[Tile], decisions: Decisions) -> int:

@@ -79,9 +79,9 @@ def cost(
     depth = -(-channels // (group if takes_narrow(size, stride, channels) else 1))
     tile = tile_of(high, wide, taps, depth, vectors, machine)
     # A tile of few rows and vectors waits for loads, and for its own results.
-    waiting = max(1.0, _ENOUGH / (tile.rows * tile.vectors))
+    stall = max(1.0, _ENOUGH / (tile.rows * tile.vectors))
     transforms = _TRANSFORM * taps * high * wide * (-(-channels // machine.lanes) + vectors)
-    return _cost(taps * high * wide * waiting, taps, depth, vectors, machine) + transforms
+    return _cost(taps * high * wide * stall, taps, depth, vectors, machine) + transforms
 
 
 def takes_narrow(size: int, stride: int, channels: int) -> bool:

@@ -71,8 +71,8 @@ def attention(
     lanes, value_lanes = machine.lanes, vector(depth, machine)
     if value_lanes < machine.lanes:
         value_vectors = 1
-    tiled, wide = round_up(queries, rows), round_up(keys, key_vectors * lanes)
-    packed = te.compute(
+    tiled_rows, wide = round_up(queries, rows), round_up(keys, key_vectors * lanes)
+    key_panel = te.compute(
         (batch, heads, depth, wide),
         lambda b, h, d, t: (
             key(b, t, h, d) * scale
@@ -87,7 +87,7 @@ def attention(
 
     if not divides(rows, queries):
         panel = te.compute(
-            (batch, heads, tiled, depth), lambda b, h, s, d: query(b, tirx.min(s, queries - 1), h, d), name="panel"
+            (batch, heads, tiled_rows, depth), lambda b, h, s, d: query(b, tirx.min(s, queries - 1), h, d), name="panel"
         )
 
         def source(b: Any, h: Any, s: Any, d: Any) -> Any:
@@ -95,17 +95,17 @@ def attention(
 
     d = te.reduce_axis((0, depth), "d")
     scores = te.compute(
-        (batch, heads, tiled, wide),
-        lambda b, h, s, t: te.sum(source(b, h, s, d) * packed[b, h, d, t], axis=d),
+        (batch, heads, tiled_rows, wide),
+        lambda b, h, s, t: te.sum(source(b, h, s, d) * key_panel[b, h, d, t], axis=d),
         name="scores",
         attrs={KERNEL: "attention", TILE: rows, LANES: lanes, VECTORS: [key_vectors, value_vectors]},
     )
     masked = _masked(scores, mask, None if divides(rows, queries) else queries, keys, key_vectors * lanes)
-    logits = te.compute((batch, heads, tiled, wide), lambda *index: masked(index), name="logits")
-    row_sizes = [batch, heads, tiled]
+    logits = te.compute((batch, heads, tiled_rows, wide), lambda *index: masked(index), name="logits")
+    row_sizes = [batch, heads, tiled_rows]
     largest = _reduced(lambda index: logits[tuple(index)], row_sizes, wide, te.max, "max", lanes)
     exponential = te.compute(
-        (batch, heads, tiled, wide),
+        (batch, heads, tiled_rows, wide),
         lambda *index: vectormath.exp(logits[index] - largest[index[:-1]]),
         name="exponential",
     )
@@ -117,18 +117,18 @@ def attention(
         return value(b, t, h, c)
 
     if int(whole) != depth:
-        padded = te.compute(
+        value_panel = te.compute(
             (batch, heads, keys, whole),
             lambda b, h, t, c: tirx.if_then_else(c < depth, value(b, t, h, c), tirx.const(0, "float32")),
             name="values",
         )
 
         def values(b: Any, t: Any, h: Any, c: Any) -> Any:
-            return padded[b, h, t, c]
+            return value_panel[b, h, t, c]
 
     t = te.reduce_axis((0, keys), "t")
     mixed = te.compute(
-        (batch, heads, tiled, whole),
+        (batch, heads, tiled_rows, whole),
         lambda b, h, s, c: te.sum(exponential[b, h, s, t] * values(b, t, h, c), axis=t),
         name="mixed",
     )

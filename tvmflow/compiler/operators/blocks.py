@@ -93,19 +93,19 @@ def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machin
     remaining = list(tensors)
 
     def take(convolution: Convolution) -> tuple[te.Tensor, list[te.Tensor]]:
-        weight, *read = remaining[: 1 + convolution.reads]
+        weight, *others = remaining[: 1 + convolution.reads]
         del remaining[: 1 + convolution.reads]
-        return weight, read
+        return weight, others
 
-    expanded = _expanded(data, block, plan, *take(block.first)) if block.first else _padded(data, block)
+    middle_input = _expanded(data, block, plan, *take(block.first)) if block.first else _padded(data, block)
     weight, reads = take(block.middle)
     annotations = {TILE: plan.middle.rows, CHUNK: plan.middle.vectors, STRIP: plan.lines, SUBJECT: subject}
     if block.middle.depthwise:
-        product = _depthwise(expanded, block, weight, {**annotations, LANES: machine.lanes})
+        product = _depthwise(middle_input, block, weight, {**annotations, LANES: machine.lanes})
     elif block.middle.winograd is None:
-        product = _dense(expanded, block, weight, annotations)
+        product = _dense(middle_input, block, weight, annotations)
     else:
-        product = _winograd(expanded, block, plan, machine, weight, annotations)
+        product = _winograd(middle_input, block, plan, machine, weight, annotations)
     result = te.compute(
         product.shape, lambda n, h, w, c: _finish(block.middle, product[n, h, w, c], c, reads), name="filtered"
     )
@@ -163,14 +163,14 @@ def _expanded(data: te.Tensor, block: Block, plan: Plan, weight: te.Tensor, read
     )
 
 
-def _depthwise(expanded: te.Tensor, block: Block, weight: te.Tensor, annotations: dict[str, Any]) -> te.Tensor:
+def _depthwise(middle_input: te.Tensor, block: Block, weight: te.Tensor, annotations: dict[str, Any]) -> te.Tensor:
     middle = block.middle
     (stride_h, stride_w), (dilation_h, dilation_w) = middle.strides, middle.dilation
     y, x = (te.reduce_axis((0, size), name) for size, name in zip(middle.kernel, "yx", strict=True))
     return te.compute(
-        (expanded.shape[0], *middle.size(*block.inner[:2]), middle.channels),
+        (middle_input.shape[0], *middle.size(*block.inner[:2]), middle.channels),
         lambda n, h, w, c: te.sum(
-            expanded[n, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, c] * weight[y, x, c],
+            middle_input[n, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, c] * weight[y, x, c],
             axis=[y, x],
         ),
         name="depthwise",
@@ -178,15 +178,15 @@ def _depthwise(expanded: te.Tensor, block: Block, weight: te.Tensor, annotations
     )
 
 
-def _dense(expanded: te.Tensor, block: Block, weight: te.Tensor, annotations: dict[str, Any]) -> te.Tensor:
+def _dense(middle_input: te.Tensor, block: Block, weight: te.Tensor, annotations: dict[str, Any]) -> te.Tensor:
     middle = block.middle
     (stride_h, stride_w), (dilation_h, dilation_w) = middle.strides, middle.dilation
     *_, depth, lanes = (int(size) for size in weight.shape)
     y, x, k = (te.reduce_axis((0, size), name) for size, name in zip((*middle.kernel, depth), "yxk", strict=True))
     return te.compute(
-        (expanded.shape[0], *middle.size(*block.inner[:2]), middle.channels),
+        (middle_input.shape[0], *middle.size(*block.inner[:2]), middle.channels),
         lambda n, h, w, c: te.sum(
-            expanded[n, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, k]
+            middle_input[n, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, k]
             * weight[c // lanes, y, x, k, c % lanes],
             axis=[y, x, k],
         ),
@@ -196,10 +196,10 @@ def _dense(expanded: te.Tensor, block: Block, weight: te.Tensor, annotations: di
 
 
 def _winograd(
-    expanded: te.Tensor, block: Block, plan: Plan, machine: Machine, weight: te.Tensor, annotations: dict[str, Any]
+    middle_input: te.Tensor, block: Block, plan: Plan, machine: Machine, weight: te.Tensor, annotations: dict[str, Any]
 ) -> te.Tensor:
     return winograd_stages.conv2d(
-        expanded,
+        middle_input,
         weight,
         channels=block.middle.channels,
         padding=(0, 0, 0, 0),
@@ -317,8 +317,8 @@ class _Costs:
 
     def _strassen(self, outer: Sequence[int], depth: int, units: int) -> float:
         """The share of its usual time that a product takes as a function of its own."""
-        found = strassen.estimate(outer, depth, units, self._machine)
-        return 1.0 if found is None else min(1.0, found[1])
+        estimate = strassen.estimate(outer, depth, units, self._machine)
+        return 1.0 if estimate is None else min(1.0, estimate[1])
 
     def _share(self, tasks: int) -> int:
         """The most tasks of a core."""
@@ -332,15 +332,17 @@ class _Costs:
         channels = machine.lanes * first.vectors if first and middle.depthwise else block.inner[2]
         # Winograd's algorithm goes on with a line of output tiles at a time.
         step = middle.winograd or lines
-        held = 4 * (needed * self._wide * channels + (step * self._out_w * middle.channels if block.last else 0))
+        bytes_in_cache = 4 * (
+            needed * self._wide * channels + (step * self._out_w * middle.channels if block.last else 0)
+        )
         if middle.winograd:
             taps = winograd.side_of(middle.winograd, middle.strides[0]) ** 2
-            held += 4 * taps * self._out_w // middle.winograd * (channels + middle.channels)
-        if held > _STRIP_SHARE * machine.second_cache and lines > (middle.winograd or 1):
+            bytes_in_cache += 4 * taps * self._out_w // middle.winograd * (channels + middle.channels)
+        if bytes_in_cache > _STRIP_SHARE * machine.second_cache and lines > (middle.winograd or 1):
             return None
         result = self._middle + self._last
         cycles = needed * self._wide * self._first + lines * self._out_w * result
-        if self._weights + held > machine.second_cache:
+        if self._weights + bytes_in_cache > machine.second_cache:
             # Every strip reads the weights again.
             cycles += self._weights / _far(machine)[1]
         return self._share(self._batch * self._out_h // lines) * cycles
@@ -366,10 +368,10 @@ class _Costs:
 def decide(block: Block, ranked: Sequence[Plan], machine: Machine, decisions: Decisions) -> Plan:
     """The first of the plans, unless the `decisions` about the block take another one, or other tiles."""
     plan = decisions.choose("lines", {str(plan.lines): plan for plan in ranked[:_CHOICES]})
-    found_first, _, found_last = _tiles(block, machine)
+    first_tiles, _, last_tiles = _tiles(block, machine)
     first, last = (
-        decisions.choose(kind, {f"{tile.rows}x{tile.vectors}" if tile else "": tile for tile in found})
-        for kind, found in (("first", found_first), ("last", found_last))
+        decisions.choose(kind, {f"{tile.rows}x{tile.vectors}" if tile else "": tile for tile in ranked_tiles})
+        for kind, ranked_tiles in (("first", first_tiles), ("last", last_tiles))
     )
     return replace(plan, first=first, last=last)
 
@@ -406,5 +408,5 @@ def _far(machine: Machine) -> tuple[int, int]:
 
 def _moving(size: int, machine: Machine) -> float:
     """Cycles to write and read again what one core leaves for another function."""
-    written, read = _NEAR if size <= _STRIP_SHARE * machine.second_cache else _far(machine)
-    return size / written + size / read
+    write_rate, read_rate = _NEAR if size <= _STRIP_SHARE * machine.second_cache else _far(machine)
+    return size / write_rate + size / read_rate

@@ -56,8 +56,8 @@ def round_up(size: Any, multiple: int) -> Any:
 
 def divides(tile: int, size: Any) -> bool:
     """Whether a size is known and a multiple of the tile."""
-    known = static(size)
-    return known is not None and known % tile == 0
+    number = static(size)
+    return number is not None and number % tile == 0
 
 
 def padded_input(

@@ -52,19 +52,19 @@ def legalize(
     }
     subject = subject_of(call)
     decisions = choices.about(subject)
-    known = isinstance(weight, tvm.ir.GenericConst)
-    name, packed = "", None
+    is_constant = isinstance(weight, tvm.ir.GenericConst)
+    name, packed_weight = "", None
     if channels is not None and groups == channels == out_channels and groups > 1:
-        name, packed = "depthwise_conv2d", depthwise.pack(builder, weight, vector(channels, machine))
-    elif known and depthwise.is_narrow(out_channels, depth, groups, machine):
-        name, packed = "grouped_conv2d", constant(depthwise.pack_groups(weight.value.numpy(), machine.lanes))
-    if packed is not None:
+        name, packed_weight = "depthwise_conv2d", depthwise.pack(builder, weight, vector(channels, machine))
+    elif is_constant and depthwise.is_narrow(out_channels, depth, groups, machine):
+        name, packed_weight = "grouped_conv2d", constant(depthwise.pack_groups(weight.value.numpy(), machine.lanes))
+    if packed_weight is not None:
         compute = partial(depthwise.depthwise, machine=machine, subject=subject, **geometry)
-        return builder.call_te(compute, data, packed, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
+        return builder.call_te(compute, data, packed_weight, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
     size = winograd_size(data, weight, groups, geometry, machine, decisions) if fast else None
     if size is not None:
         stride = geometry["strides"][0]
-        packed = constant(winograd.transform_kernel(weight.value.numpy(), size, machine.lanes, stride))
+        packed_weight = constant(winograd.transform_kernel(weight.value.numpy(), size, machine.lanes, stride))
         compute = partial(
             winograd_conv2d,
             channels=out_channels,
@@ -73,13 +73,15 @@ def legalize(
             machine=machine,
             decisions=decisions,
         )
-        return builder.call_te(compute, data, packed, primfunc_name_hint="winograd_conv2d", primfunc_attrs=FUSABLE)
+        return builder.call_te(
+            compute, data, packed_weight, primfunc_name_hint="winograd_conv2d", primfunc_attrs=FUSABLE
+        )
     per_group = out_channels // groups
     lanes = vector(per_group, machine)
     if groups > 1:
         # A vector of output channels must read one group's input channels only.
         lanes = math.gcd(per_group, machine.lanes)
-    packed = _pack(builder, weight, lanes)
+    packed_weight = _pack(builder, weight, lanes)
     if _is_pointwise(call) and geometry["strides"] == [1, 1]:
         compute = partial(pointwise_conv2d, channels=out_channels, machine=machine, decisions=decisions)
     else:
@@ -88,7 +90,7 @@ def legalize(
             conv2d, channels=out_channels, groups=groups, machine=machine, decisions=decisions, axes=axes, **geometry
         )
     kind = {**FUSABLE, SUBJECT: subject}
-    return builder.call_te(compute, data, packed, primfunc_name_hint="conv2d", primfunc_attrs=kind)
+    return builder.call_te(compute, data, packed_weight, primfunc_name_hint="conv2d", primfunc_attrs=kind)
 
 
 def multiply_fast(
@@ -213,8 +215,8 @@ def winograd_size(
     top, left, bottom, right = geometry["padding"]
     high, wide = ((size - 3) // stride + 1 for size in (height + top + bottom, width + left + right))
     sizes = winograd.ranked(high, wide, channels, out_channels, machine, stride, group)
-    named = {"direct" if size is None else f"winograd {size}": size for size in sizes}
-    return sizes[0] if decisions is None else decisions.choose("algorithm", named)
+    options = {"direct" if size is None else f"winograd {size}": size for size in sizes}
+    return sizes[0] if decisions is None else decisions.choose("algorithm", options)
 
 
 def _edge(builder: relax.BlockBuilder, data: relax.Expr, decisions: Decisions) -> tuple[relax.Expr, list[int] | None]:
@@ -229,8 +231,8 @@ def _edge(builder: relax.BlockBuilder, data: relax.Expr, decisions: Decisions) -
     axes = (builder.get()[function].attrs or {}).get(AXES)
     if axes is None:
         return data, None
-    given = (value.args[1][0], [int(axis) for axis in axes])
-    return decisions.choose("edge", {"transposed": (data, None), "as it comes": given})
+    untransposed = (value.args[1][0], [int(axis) for axis in axes])
+    return decisions.choose("edge", {"transposed": (data, None), "as it comes": untransposed})
 
 
 class _Transposed:

@@ -23,13 +23,13 @@ from tvmflow.compiler.operators.common import (
 def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
     """Weights `[C][1][KH][KW]` as `[KH][KW][C]`, zeros after the last channel."""
     channels, _, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
-    padded = _padded_channels(channels, lanes)
+    padded_channels = _padded_channels(channels, lanes)
     if isinstance(weight, tvm.ir.GenericConst):
         return constant(pack_array(weight.value.numpy(), lanes))
 
     def pack(w: te.Tensor) -> te.Tensor:
         return te.compute(
-            (kernel_h, kernel_w, padded),
+            (kernel_h, kernel_w, padded_channels),
             lambda y, x, c: tirx.if_then_else(c < channels, w[c, 0, y, x], 0.0),
             name="pack_weight",
         )
@@ -75,28 +75,28 @@ def depthwise(
 ) -> te.Tensor:
     """Convolution of NHWC data: by channel with weights `[KH][KW][C]`, in narrow groups with those of `pack_groups`."""
     batch, in_h, in_w, channels = data.shape
-    kernel_h, kernel_w, *size, padded = (int(dim) for dim in weight.shape)
+    kernel_h, kernel_w, *size, padded_channels = (int(dim) for dim in weight.shape)
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
     out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
     tile = _depthwise_tile(static(out_w), machine)
-    lanes = math.gcd(padded, machine.lanes)
+    lanes = math.gcd(padded_channels, machine.lanes)
     tiled_w = round_up(out_w, tile)
     height = in_h + padding[0] + padding[2]
     whole = divides(tile, out_w)
     needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(needed)
-    source = padded_input(data, padding, height, width, padded)
+    source = padded_input(data, padding, height, width, padded_channels)
     y = te.reduce_axis((0, kernel_h), "y")
     x = te.reduce_axis((0, kernel_w), "x")
     within = [te.reduce_axis((0, channels_of), "k") for channels_of in size]
 
     def term(n: Any, h: Any, w: Any, c: Any) -> Any:
-        read = c // size[0] * size[0] + within[0] if size else c
-        place = (n, h * strides[0] + y * dilation[0], w * strides[1] + x * dilation[1], read)
+        channel = c // size[0] * size[0] + within[0] if size else c
+        place = (n, h * strides[0] + y * dilation[0], w * strides[1] + x * dilation[1], channel)
         return te.sum(source[place] * weight[(y, x, *within, c)], axis=[y, x, *within])
 
     product = te.compute(
-        (batch, out_h, tiled_w, padded),
+        (batch, out_h, tiled_w, padded_channels),
         term,
         name="depthwise_conv2d",
         attrs={KERNEL: "depthwise", TILE: tile, LANES: lanes, SUBJECT: subject, CHANNELS: math.prod(size)},

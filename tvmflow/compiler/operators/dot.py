@@ -173,8 +173,8 @@ def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.T
     dot = BF16
     *batch, rows, depth = left.shape
     units = right.shape[-1]
-    known = static(units)
-    lanes = machine.lanes if known is None else vector(known, machine)
+    columns = static(units)
+    lanes = machine.lanes if columns is None else vector(columns, machine)
     steps, size = -(-int(depth) // dot.group), int(depth)
 
     def interleaved(*index: Any) -> Any:
@@ -184,14 +184,14 @@ def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.T
         value = right[(*lead, tirx.min(k, size - 1), tirx.min(c, units - 1))]
         return tirx.if_then_else(tirx.all(k < size, c < units), value, tirx.const(0, dot.weight))
 
-    packed = te.compute((*batch, steps, round_up(units, lanes), dot.group), interleaved, name="pack")
+    packed_columns = te.compute((*batch, steps, round_up(units, lanes), dot.group), interleaved, name="pack")
     product = _rows_product(
         batch,
         rows,
         size,
         lambda *index: left[index],
-        lambda *index: packed[index],
-        packed.shape[-2],
+        lambda *index: packed_columns[index],
+        packed_columns.shape[-2],
         lanes,
         machine,
         dot,
@@ -222,22 +222,22 @@ def _rows_product(
     in whole tiles, the depth in whole groups; where they do not divide, the left operand is copied, with its last row
     repeated and zeros after its depth.
     """
-    known = static(channels)
+    columns = static(channels)
     group, steps = dot.group, -(-depth // dot.group)
     tile = amx.rows_of(static(rows), steps) if shared and dot.name in machine.amx and lanes == amx.LANES else 0
     by_tiles: dict[str, Any] = {AMX: [steps]} if tile else {}
-    tile = tile or tiles.choose(static(rows), known // lanes if known else 2, machine, 4 // group * depth).rows
+    tile = tile or tiles.choose(static(rows), columns // lanes if columns else 2, machine, 4 // group * depth).rows
     source = left
-    tiled = rows
+    tiled_rows = rows
     if not divides(tile, rows) or depth % group or (by_tiles and not in_line):
-        tiled = round_up(rows, tile)
+        tiled_rows = round_up(rows, tile)
 
         def value(*index: Any) -> Any:
             *lead, m, k = index
             element = left(*lead, tirx.min(m, rows - 1), tirx.min(k, depth - 1))
             return tirx.if_then_else(k < depth, element, tirx.const(0, dot.data)) if depth % group else element
 
-        panel = te.compute((*batch, tiled, steps * group), value, name="panel")
+        panel = te.compute((*batch, tiled_rows, steps * group), value, name="panel")
 
         def source(*index: Any) -> Any:
             return panel[index]
@@ -245,7 +245,7 @@ def _rows_product(
     ko = te.reduce_axis((0, steps), "ko")
     ki = te.reduce_axis((0, group), "ki")
     return te.compute(
-        (*batch, tiled, channels),
+        (*batch, tiled_rows, channels),
         lambda *index: te.sum(
             dot.product(source(*index[:-1], ko * group + ki), right(*index[:-2], ko, index[-1], ki)), axis=[ko, ki]
         ),

@@ -45,10 +45,10 @@ def _windows_inside(size: Any, out: Any, kernel: int, stride: int, padding: Sequ
     before, after = padding
     if before >= kernel or after >= kernel:
         return False
-    known, windows = static(size), static(out)
-    if known is None or windows is None:
+    length, windows = static(size), static(out)
+    if length is None or windows is None:
         return None
-    return (windows - 1) * stride - before < known
+    return (windows - 1) * stride - before < length
 
 
 class _Tap(NamedTuple):

@@ -39,9 +39,9 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
     decisions = choices.about(subject_of(call))
     if _is_dense(right):
         lanes = vector(int(right_shape[1]), machine)
-        packed = _pack_dense(builder, right, lanes)
+        packed_weight = _pack_dense(builder, right, lanes)
         compute = partial(dense, units=int(right_shape[1]), machine=machine, decisions=decisions)
-        return builder.call_te(compute, left, packed, primfunc_name_hint="dense", primfunc_attrs=FUSABLE)
+        return builder.call_te(compute, left, packed_weight, primfunc_name_hint="dense", primfunc_attrs=FUSABLE)
     batch = list(call.ty.shape.values)[:-2] if isinstance(call.ty.shape, relax.ShapeExpr) else []
     if not batch or not all(_broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
         return None
@@ -102,9 +102,9 @@ def fast_product(
     tile = strassen.choose(outer, depth, units, machine, decisions)
     if tile is None:
         return None
-    packed = constant(strassen.pack(weight, machine.lanes))
+    packed_weight = constant(strassen.pack(weight, machine.lanes))
     compute = partial(strassen.multiply, outer=outer, steps=[1, *steps], tile=tile, subject=decisions.subject)
-    return builder.call_te(compute, data, packed, primfunc_name_hint="strassen", primfunc_attrs=FUSABLE)
+    return builder.call_te(compute, data, packed_weight, primfunc_name_hint="strassen", primfunc_attrs=FUSABLE)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -166,10 +166,10 @@ def row_dimensions(sizes: Sequence[Any]) -> list[int]:
 
     All if all are known, else the known ones that fill a tile, else the last.
     """
-    known = [static(size) for size in sizes]
-    if None not in known:
+    numbers = [static(size) for size in sizes]
+    if None not in numbers:
         return list(range(len(sizes)))
-    return [place for place, size in enumerate(known) if (size or 0) >= _FEWEST_ROWS] or [len(sizes) - 1]
+    return [place for place, size in enumerate(numbers) if (size or 0) >= _FEWEST_ROWS] or [len(sizes) - 1]
 
 
 def _broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
@@ -191,14 +191,14 @@ def batch_matmul(
     """Matrix products over the leading dimensions `batch`, which operands that lack some of them are broadcast over."""
     rows, depth = left.shape[-2:]
     units = right.shape[-1]
-    known = static(units)
-    lanes = machine.lanes if known is None else vector(known, machine)
+    columns = static(units)
+    lanes = machine.lanes if columns is None else vector(columns, machine)
     whole = right
-    if known is None or known % lanes:
+    if columns is None or columns % lanes:
         # Whole vectors at the end need room, and a number of them that makes register tiles.
         room = round_up(units, lanes)
         if (
-            known is not None
+            columns is not None
             and all(int(room) // lanes % count for count in _TILES)
             and int(room) // lanes > _TILES[-1]
         ):
@@ -244,16 +244,16 @@ def rows_product(
     copied with its last row repeated. How many rows a tile has is one of the `decisions`, and so is whether rows
     that share a set of the first-level cache are packed first, those of a tile side by side.
     """
-    known = static(channels)
+    columns = static(channels)
     row_bytes = 4 * int(depth) if static(depth) else None
-    ranked = tiles.ranked(static(rows), known // lanes if known else 2, machine, row_bytes)
+    ranked = tiles.ranked(static(rows), columns // lanes if columns else 2, machine, row_bytes)
     tile = tiles.choose_rows(ranked, decisions)
     source = left
-    tiled = rows
+    tiled_rows = rows
     if divides(tile, rows):
         conflicts = shared and row_bytes is not None and row_bytes % tiles.CONFLICT == 0
         if conflicts and decisions.choose("panel", {"in place": False, "packed": True}):
-            packed = te.compute(
+            packed_rows = te.compute(
                 (*batch, rows // tile, depth, tile),
                 lambda *index: left(*index[:-3], index[-3] * tile + index[-1], index[-2]),
                 name="packed_rows",
@@ -261,11 +261,11 @@ def rows_product(
 
             def source(*index: Any) -> Any:
                 *place, row, k = index
-                return packed[(*place, row // tile, k, row % tile)]
+                return packed_rows[(*place, row // tile, k, row % tile)]
     else:
-        tiled = round_up(rows, tile)
+        tiled_rows = round_up(rows, tile)
         panel = te.compute(
-            (*batch, tiled, depth),
+            (*batch, tiled_rows, depth),
             lambda *index: left(*index[:-2], tirx.min(index[-2], rows - 1), index[-1]),
             name="panel",
         )
@@ -275,7 +275,7 @@ def rows_product(
 
     k = te.reduce_axis((0, depth), "k")
     return te.compute(
-        (*batch, tiled, channels),
+        (*batch, tiled_rows, channels),
         lambda *index: te.sum(source(*index[:-1], k) * right(*index[:-2], k, index[-1]), axis=k),
         name="product",
         attrs={

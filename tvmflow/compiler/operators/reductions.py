@@ -145,12 +145,12 @@ def _statistic(data: te.Tensor, *, view: View, shape: Sequence[Any], name: str, 
             return centred * centred
 
         result = reduction(square, view, SUM, "squares", machine)
-    kept = len(view.outer)
+    outer_rank = len(view.outer)
     after = view.shape[view.last + 1 :]
 
     def value(*index: Any) -> Any:
         # Between them stand what is kept of the reduced dimensions, and any of size one among these.
-        total = result(index[:kept], _ravel(index[len(index) - len(after) :], after))
+        total = result(index[:outer_rank], _ravel(index[len(index) - len(after) :], after))
         if name in ("mean", "variance", "std"):
             total = total * scale
         return tirx.sqrt(total) if name == "std" else total
@@ -214,13 +214,13 @@ def rows(
             attrs={KERNEL: "reduction_fold"},
         )
 
-    left = size % lanes
-    rest = te.compute((*outer, left), lambda *at: element(at[:-1], whole * lanes + at[-1]), name=f"{name}_rest")
+    remainder = size % lanes
+    rest = te.compute((*outer, remainder), lambda *at: element(at[:-1], whole * lanes + at[-1]), name=f"{name}_rest")
 
     def result(row: Sequence[Any]) -> Any:
         row = tuple(row)
         vector = [] if fold is None else [fold[(*row, lane)] for lane in range(lanes)]
-        return _tree(kind, [*vector, *(rest[(*row, k)] for k in range(left))])
+        return _tree(kind, [*vector, *(rest[(*row, k)] for k in range(remainder))])
 
     return result
 
@@ -242,7 +242,7 @@ def _parts(outer: Sequence[Any], depth: int, inner: int, machine: Machine) -> in
     tasks = results * (-(-vectors // _ACCUMULATORS))
     if machine.cores == 1 or tasks >= machine.cores or results * depth * inner < 2 * _PART:
         return 1
-    wanted = -(-machine.cores // tasks)
-    fits = [count for count in range(wanted, 4 * wanted + 1) if depth % count == 0]
+    fewest = -(-machine.cores // tasks)
+    fits = [count for count in range(fewest, 4 * fewest + 1) if depth % count == 0]
     fits.sort(key=lambda count: (depth // count % machine.lanes != 0 if inner == 1 else False, count))
     return fits[0] if fits else 1

@@ -60,8 +60,8 @@ def _exponentials(data: te.Tensor, machine: Machine) -> tuple[te.Tensor, Row, Ro
     Rows of a known size that are no whole vectors are copied into such, so that no exponential is computed by itself.
     """
     rows, size = list(data.shape[:-1]), data.shape[-1]
-    known = static(size)
-    if known is not None and known % machine.lanes:
+    number = static(size)
+    if number is not None and number % machine.lanes:
         end = size
         size = round_up(size, machine.lanes)
         ragged = data
@@ -170,9 +170,9 @@ def row_reduction(
 
     Returns the result as a function of the row.
     """
-    known = static(size)
-    if known is not None:
-        row = reductions.rows(element, rows, known, kind, name, machine)
+    number = static(size)
+    if number is not None:
+        row = reductions.rows(element, rows, number, kind, name, machine)
         result = te.compute(rows, lambda *at: row(at), name=name)
         return lambda at: result[tuple(at)]
     lanes = machine.lanes

@@ -60,10 +60,10 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decis
 
     That is one of the `decisions` about the product.
     """
-    found = estimate(outer, depth, units, machine)
-    if found is None:
+    tile_and_share = estimate(outer, depth, units, machine)
+    if tile_and_share is None:
         return None
-    tile, share = found
+    tile, share = tile_and_share
     options: dict[str, tiles.Tile | None] = {"strassen": tile, "direct": None}
     if share >= (_GAIN if machine.cores > 1 else _GAIN_ALONE):
         options = dict(reversed(options.items()))
@@ -124,8 +124,8 @@ def pack(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
     depth, units = (size // 2 for size in weight.shape)
     quarters = weight.astype("float64").reshape(2, depth, 2, units).transpose(0, 2, 1, 3).reshape(4, depth, units)
     sums = np.einsum("iq,qkn->ikn", np.array(_RIGHT, "float64"), quarters).astype("float32")
-    packed: np.ndarray[Any, Any] = sums.reshape(7, depth, units // lanes, lanes).transpose(0, 2, 1, 3)
-    return packed
+    panels: np.ndarray[Any, Any] = sums.reshape(7, depth, units // lanes, lanes).transpose(0, 2, 1, 3)
+    return panels
 
 
 def multiply(

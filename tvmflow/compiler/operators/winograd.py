@@ -66,13 +66,13 @@ def conv2d(
 
     inputs, _, outputs = (matrix.tolist() for matrix in winograd.transforms(size, stride))
     needed = (step * (high - 1) + side, step * (wide - 1) + side)
-    padded = data
+    source = data
     if any(padding) or int(in_h) < needed[0] or int(in_w) < needed[1]:
-        padded = surrounded(data, top, left, *needed)
+        source = surrounded(data, top, left, *needed)
 
     def column(a: Any, j: Any, *index: Any) -> Any:
         n, y, x = image(*index[:-1])
-        return combine(inputs, a, lambda i: padded[n, y * step + i, x * step + j, index[-1]])
+        return combine(inputs, a, lambda i: source[n, y * step + i, x * step + j, index[-1]])
 
     vertical = te.compute((side, side, *dimensions, depth), column, name="input_vertical")
     rounded = round_bf16 if group else lambda value: value

@@ -83,20 +83,20 @@ def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule
     Those that differ in fewer choices come first; there are at most `most`, and none of a function without blocks.
     """
     schedules: dict[int, Schedule] = {}
-    waiting: deque[dict[str, str]] = deque([{}])
+    queue: deque[dict[str, str]] = deque([{}])
     cycles = _cycles(func, machine)
-    while waiting and len(schedules) < most:
-        choices = Choices(waiting.popleft())
+    while queue and len(schedules) < most:
+        choices = Choices(queue.popleft())
         scheduled, _ = _scheduled(func, machine, RULES, choices, cycles)
         if scheduled is not None:
             # Two choices may come to the same.
             schedules.setdefault(tvm_ffi.structural_hash(scheduled.mod["main"]), scheduled)
-        settled = dict(choices.made)
+        prefix = dict(choices.made)
         for key, site in choices.met.items():
             if key in choices.made:
                 continue
-            waiting.extend({**settled, key: option} for option in site.options[1:])
-            settled[key] = site.options[0]
+            queue.extend({**prefix, key: option} for option in site.options[1:])
+            prefix[key] = site.options[0]
     return list(schedules.values())
 
 

@@ -98,8 +98,8 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
 
 def kernel(sch: Schedule, kind: str) -> SBlockRV | None:
     """The one block that was annotated as a kernel of this kind, None if there is none."""
-    found = [block for block in blocks(sch) if sch.get(block).annotations.get(KERNEL) == kind]
-    return found[0] if len(found) == 1 else None
+    kernels = [block for block in blocks(sch) if sch.get(block).annotations.get(KERNEL) == kind]
+    return kernels[0] if len(kernels) == 1 else None
 
 
 def named(sch: Schedule, name: str) -> list[SBlockRV]:

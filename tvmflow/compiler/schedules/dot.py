@@ -31,13 +31,13 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     dot, lanes = DOTS[str(annotations[DOT])], int(annotations[LANES])
     rows = kind == "dot_rows"
     reduced = 2 if rows else 4
-    tiled = products.tiled(sch, machine, choices, kind, lead_dimensions=rows, reduced=reduced, grouped=1)
-    if tiled is None:
+    tiling = products.tiled(sch, machine, choices, kind, lead_dimensions=rows, reduced=reduced, grouped=1)
+    if tiling is None:
         return False
-    *steps, group = tiled.reductions
-    registers.accumulate(sch, product, tiled.tile.loops, steps, [group])
-    use(sch, dot, lanes, tiled.task, tiled.tile.lane)
-    registers.in_registers(sch, tiled.written.loops)
+    *steps, group = tiling.reductions
+    registers.accumulate(sch, product, tiling.tile.loops, steps, [group])
+    use(sch, dot, lanes, tiling.task, tiling.tile.lane)
+    registers.in_registers(sch, tiling.written.loops)
     return True
 
 
@@ -45,7 +45,7 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
     """Schedule a product for AMX: one call multiplies the whole depth of one or a few of its tiles."""
     annotations = sch.get(product).annotations
     rows = kind == "dot_rows"
-    tiled = products.tiled(
+    tiling = products.tiled(
         sch,
         machine,
         choices,
@@ -55,14 +55,14 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
         grouped=1,
         vectors_of=amx.vectors_of,
     )
-    if tiled is None:
+    if tiling is None:
         return False
-    row, vector, lane = tiled.tile.loops
+    row, vector, lane = tiling.tile.loops
     vectors = common.extent(sch, vector) or 1
     kernel = amx.Kernel(int(annotations[TILE]), vectors, *(int(item) for item in annotations[AMX]))
     start = sch.decompose_reduction(product, row)
     registers.in_registers(sch, list(sch.get_loops(start))[-2:])
     sch.fuse(vector, lane)
-    amx.use(sch, DOTS[str(annotations[DOT])], kernel, tiled.task, row)
-    registers.in_registers(sch, tiled.written.loops[1:])
+    amx.use(sch, DOTS[str(annotations[DOT])], kernel, tiling.task, row)
+    registers.in_registers(sch, tiling.written.loops[1:])
     return True

@@ -44,13 +44,17 @@ def _transposed(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     if common.is_reduction(sch, block) or len(variables) < 2:
         return False
     *others, last = variables
-    read = [
+    innermost_indices = [
         index
         for region in sch.get(block).reads
         if region.region and isinstance(index := region.region[-1].min, tirx.Var)
     ]
-    across = [place for place, variable in enumerate(others) if any(variable.var.same_as(index) for index in read)]
-    if not across or any(last.var.same_as(index) for index in read):
+    across = [
+        place
+        for place, variable in enumerate(others)
+        if any(variable.var.same_as(index) for index in innermost_indices)
+    ]
+    if not across or any(last.var.same_as(index) for index in innermost_indices):
         return False
     loops = list(sch.get_loops(block))
     extents = [common.extent(sch, loops[place]) for place in (across[0], -1)]

@@ -100,7 +100,7 @@ def _after_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
 
 def accumulate(sch: Schedule, block: SBlockRV) -> None:
     """Keep the accumulators of `reduction_lanes` or `reduction_fold` in registers."""
-    *_, side, lane, reduced = [None, *sch.get_loops(block)]
+    *outer, lane, reduced = sch.get_loops(block)
     is_fold = _kind(sch, block) == "reduction_fold"
-    tile = [lane] if is_fold else [side, lane]
+    tile = [lane] if is_fold else [outer[-1], lane]
     registers.accumulate(sch, block, tile, [reduced], unrolled=[reduced] if is_fold else [])
