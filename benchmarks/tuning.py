@@ -1,9 +1,10 @@
 """Tunes the example models and measures what that gains: `python benchmarks/tuning.py --minutes 10`.
 
-Each model is tuned in an empty state folder and built with and without tuning. The bundle that a release would ship is
-measured in turn with the untuned one, each pair of rounds in a new process; as a control the untuned one is measured in
-turn with itself. Then the model is tuned again with the same number of trials as its budget, as after a retraining:
-nothing should be measured. The exit code is 1 when something is, or when a release would ship the slower bundle.
+Each model is tuned in a state folder of its own that knows nothing yet, built with and without what was found, and what
+a release would ship of that is measured beside the untuned bundle, in turn, every pair of rounds in a new process; as a
+control the untuned bundle is measured beside itself. Then the model is tuned again with the trials that it took as its
+budget, as after a retraining: nothing is to be measured any more. Exit code 1 when that is not so, or when what a
+release would ship is the slower one.
 """
 
 import argparse
@@ -20,8 +21,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tasks import choose, export, relax_import, sidebyside, tune
-from tasks.step import Context
+from tasks.candidates import TargetBuilder, tunings_to_build
+from tasks.choose import Candidate, Choice, tuned_sample
+from tasks.comparison import LatencyComparison, compare_latency
+from tasks.export import ExportJob, export
+from tasks.options import variants
+from tasks.original import find_original
+from tasks.relax_import import ImportJob, relax_import
+from tasks.step import StepRunner
+from tasks.tune import TuneJob, tune_more
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.cli.display import RichReporter
@@ -41,12 +49,11 @@ _TIMEOUT = 900.0
 
 @dataclass(frozen=True)
 class Row:
-    """One model: the trials and minutes of its tuning, and the tuned build's latency over the untuned one's.
+    """One model: the trials and minutes that it took, and the tuned build's latency over the untuned one's.
 
-    `ratio` is the median over pairs of rounds, `low` and `high` are their quartiles, and `control` is the untuned
-    build's latency over its own; `tuned` counts the workloads with a record or trials. The tuned build is the one that
-    a release would ship, or the one with all records and decisions if it would ship the untuned one. `again_trials`
-    and `again_seconds` are of the second run.
+    `ratio` is the median over pairs of rounds, `low` and `high` their quartiles, `control` the untuned build's over its
+    own; `tuned` counts the workloads tried. The tuned build is the one that a release would ship, or that with all that
+    was found if it would ship the untuned one. `again` are the trials and seconds of the second run.
     """
 
     model: str
@@ -71,53 +78,55 @@ def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
     spec = release_file.load(_EXAMPLES / MODELS[name]).model_copy(update={"tune": budget})
     (target,) = spec.resolve_targets()
     settings = machine.load().model_copy(update={"state": state, "share_records": False})
-    context = Context(spec, settings, Workspace(state))
-    exported = export.export.fn(context)
-    imported = relax_import.relax_import.fn(context, exported)
+    workspace = Workspace(state)
+    runner = StepRunner.of(spec, settings, workspace)
+    exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
+    imported = relax_import(runner, ImportJob.of(spec, exported)).result
+    job = TuneJob.of(spec, imported, target)
     start = time.monotonic()
-    tuned = tune.tune_more.fn(context, imported, target, budget, None)
+    tuned = tune_more(runner, job, budget).result
     minutes = (time.monotonic() - start) / 60
-    making = choose.Making(context, exported, imported, target)
-    candidates = making.candidates(choose.to_build(context.workspace, tuned))
-    shipped, choice = making.best(candidates)
+    builder = TargetBuilder(runner, spec, exported, imported, target)
+    candidates = builder.candidates(tunings_to_build(workspace, tuned))
+    best, choice = builder.best(candidates)
     is_tuned = choice is not None and choice.result.shipped == "tuned"
 
-    def beside_untuned(candidate: choose.Candidate) -> sidebyside.Beside:
-        return sidebyside.side_by_side(
-            context.workspace,
-            f"{name}-tuning",
-            *(context.file(item.packaged.result.bundle) for item in (candidate, candidates[-1])),
+    def compare_with_untuned(candidate: Candidate) -> LatencyComparison:
+        return compare_latency(
+            workspace,
+            workspace.folder / "logs" / f"{name}-tuning.log",
+            *(workspace.path(item.packaged.bundle) for item in (candidate, candidates[-1])),
             timeout=_TIMEOUT,
             progress=lambda done, total: reporter().progressed("compare", name, done, total, "in turn"),
             pairs=pairs,
-            inputs=choose.tuned_sample(context, exported),
+            inputs=tuned_sample(workspace, exported, variants(spec, exported.inputs)),
         )
 
-    beside = beside_untuned(shipped if is_tuned else candidates[0])
-    control = beside_untuned(candidates[-1])
+    comparison = compare_with_untuned(best if is_tuned else candidates[0])
+    control = compare_with_untuned(candidates[-1])
     start = time.monotonic()
-    again = tune.tune_more.fn(context, imported, target, Tune(trials=max(1, tuned.result.trials)), None)
-    ratios = sorted(beside.ratios)
+    again = tune_more(runner, job, Tune(trials=max(1, tuned.trials))).result
+    ratios = sorted(comparison.ratios)
     return Row(
         model=name,
-        trials=tuned.result.trials,
+        trials=tuned.trials,
         minutes=minutes,
-        tuned=tuned.result.coverage.tuned,
-        decisions=tuned.result.decisions,
-        ratio=beside.ratio,
+        tuned=tuned.coverage.tuned,
+        decisions=tuned.decisions,
+        ratio=comparison.ratio,
         low=ratios[len(ratios) // 4],
         high=ratios[-1 - len(ratios) // 4],
-        ratios=beside.ratios,
+        ratios=comparison.ratios,
         control=control.ratio,
-        untuned_ms=beside.held_ms,
-        tuned_ms=beside.candidate_ms,
+        untuned_ms=comparison.baseline_ms,
+        tuned_ms=comparison.candidate_ms,
         shipped=_describe(choice.result) if choice is not None else "untuned",
-        again_trials=again.result.trials,
+        again_trials=again.trials,
         again_seconds=time.monotonic() - start,
     )
 
 
-def _describe(choice: choose.Choice) -> str:
+def _describe(choice: Choice) -> str:
     """As "tuned", "tuned, records alone" or "untuned, 1 thread"."""
     part = f", {choice.part} alone" if choice.shipped == "tuned" and choice.part != "all" else ""
     threads = f", {choice.threads} thread{'s' if choice.threads > 1 else ''}" if choice.threads else ""
@@ -160,33 +169,31 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def main() -> int:
-    """Run the benchmark and return the exit code."""
+    """Run the benchmark; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="to tune each model (10)")
     parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; all of them by default")
     parser.add_argument("--pairs", type=positive, default=25, help="of rounds in turn (25)")
     parser.add_argument("--tuner", choices=("xgb", "ga", "random", "grid"), default="xgb")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    options = parser.parse_args()
+    given = parser.parse_args()
     rows = []
     with RichReporter(Console(stderr=True)).live():
-        for name in options.model or MODELS:
+        for name in given.model or MODELS:
             with tempfile.TemporaryDirectory(prefix="tuning-") as state:
-                rows.append(
-                    measure(name, Tune(minutes=options.minutes, tuner=options.tuner), options.pairs, Path(state))
-                )
-            # So that an interrupt loses none of the models before it.
+                rows.append(measure(name, Tune(minutes=given.minutes, tuner=given.tuner), given.pairs, Path(state)))
+            # An interrupt loses no model that is done.
             show(rows[-1:])
-            if options.json:
-                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+            if given.json:
+                given.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if len(rows) > 1:
         show(rows)
     slower = [row.model for row in rows if row.shipped.startswith("tuned") and row.ratio > 1]
-    repeated = [row.model for row in rows if row.again_trials]
-    for problem, names in (("the slower build would ship", slower), ("the second run measured again", repeated)):
+    measured = [row.model for row in rows if row.again_trials]
+    for told, names in (("the slower build would ship", slower), ("the second run measured again", measured)):
         if names:
-            print(f"{problem}: {', '.join(names)}", file=sys.stderr)
-    return 1 if slower or repeated else 0
+            print(f"{told}: {', '.join(names)}", file=sys.stderr)
+    return 1 if slower or measured else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Promotions that wait for a person: which there are, and answering one."""
+"""Promotions that wait for a person: listing them, and answering one."""
 
 from typing import TYPE_CHECKING, Any
 
-from flows.deployments import connected
+from flows.runs import connect
 from tvmflow.errors import PrefectError
 
 if TYPE_CHECKING:
@@ -10,37 +10,39 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 
-def waiting() -> list[dict[str, Any]]:
-    """The promotions that wait for approval, the oldest first.
+def list_waiting() -> list[dict[str, Any]]:
+    """List the promotions that wait for approval, the oldest first.
 
-    Of each `run`, the flow run's id; `name`, `version`, `channel`, `who` asked and `why`; `since` (UTC, ISO 8601); and
-    `report`, what was found, in Markdown. Raises PrefectError.
+    Each has `run`, the flow run's id; `name`, `version` and `channel`; `who` asked for it and `why`; `since` (UTC, ISO
+    8601); and `report`, the outcome of the checks, in Markdown. Raises PrefectError.
     """
-    with connected("look for promotions that wait") as client:
-        return [_told(client, run) for run in _suspended(client)]
+    with connect("look for promotions that wait") as client:
+        return [_describe(client, run) for run in _suspended_runs(client)]
 
 
 def answer(run: str, *, approve: bool, who: str, why: str) -> dict[str, Any]:
-    """Answer the promotion that waits in the flow run `run`, an id or its beginning; return it as `waiting` does.
+    """Answer the promotion that waits in the flow run `run`, an id or its beginning; return it as `list_waiting` does.
 
-    The run goes on from there: it moves the channel, or keeps the refusal. Raises PrefectError when none waits there.
+    The run goes on: it moves the channel, or keeps the refusal. Raises PrefectError when none or several runs match.
     """
-    with connected("answer the promotion") as client:
-        runs = _suspended(client)
-        found = [item for item in runs if str(item.id).startswith(run.lower())]
-        if len(found) != 1:
-            told = ", ".join(str(item.id) for item in found or runs) or "none"
-            said = "more than one promotion waits" if found else "no promotion waits"
-            raise PrefectError(f"{said} in a flow run {run!r}; those that wait: {told}")
-        described = _told(client, found[0])
-        result = client.resume_flow_run(found[0].id, run_input={"approve": approve, "why": why, "who": who})
+    with connect("answer the promotion") as client:
+        runs = _suspended_runs(client)
+        matches = [item for item in runs if str(item.id).startswith(run.lower())]
+        if len(matches) != 1:
+            ids = ", ".join(str(item.id) for item in matches or runs) or "none"
+            problem = "more than one promotion waits" if matches else "no promotion waits"
+            raise PrefectError(f"{problem} in a flow run {run!r}; those that wait: {ids}")
+        promotion = _describe(client, matches[0])
+        result = client.resume_flow_run(matches[0].id, run_input={"approve": approve, "why": why, "who": who})
         if result.status.value != "ACCEPT":
             reason = getattr(result.details, "reason", None) or result.status.value
-            raise PrefectError(f"the promotion in flow run {found[0].id} was not answered: {reason}; look at it again")
-        return described
+            raise PrefectError(
+                f"the promotion in flow run {matches[0].id} was not answered: {reason}; look at it again"
+            )
+        return promotion
 
 
-def _suspended(client: "SyncPrefectClient") -> "list[FlowRun]":
+def _suspended_runs(client: "SyncPrefectClient") -> "list[FlowRun]":
     from prefect.client.schemas.filters import (
         FlowFilter,
         FlowFilterName,
@@ -59,7 +61,7 @@ def _suspended(client: "SyncPrefectClient") -> "list[FlowRun]":
     )
 
 
-def _told(client: "SyncPrefectClient", run: "FlowRun") -> dict[str, Any]:
+def _describe(client: "SyncPrefectClient", run: "FlowRun") -> dict[str, Any]:
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
     from prefect.client.schemas.sorting import ArtifactSort
 

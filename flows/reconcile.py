@@ -1,15 +1,16 @@
-"""The reconcile flow: what aliases ask for and nobody has done yet, and moves that were left half-done.
+"""The reconcile flow: it does what aliases ask for and no run has done, and completes interrupted moves of channels.
 
-A webhook only makes things quick. What is wanted stands in the registry's aliases; this compares it with what is there.
+The aliases of the registry are the desired state. Webhooks only make the runs start sooner.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 from prefect import flow, get_run_logger
 from prefect.states import Failed
 
-from flows.deployments import active, ended, registered, start
+from flows.runs import is_registered, list_active, list_ended, start
 from tvmflow import settings as machine
 from tvmflow.errors import TvmflowError, VerdictError
 from tvmflow.promotion import ChannelState, move_channel, read_policy, read_state, restore_alias
@@ -19,29 +20,30 @@ from tvmflow.triggers import Alias, ManagedModel, RunRequest, load
 from tvmflow.workspace import Record
 
 _WHO = "reconcile"
-# A source version whose release failed as often is not tried again by itself.
+# After as many failed runs, a source version is not released again by itself.
 MAX_TRIES = 3
 
-Done = Literal["started", "ran", "refused", "alias set", "alias put back", "waiting", "given up", "approval needed"]
+Action = Literal["started", "ran", "refused", "alias set", "alias put back", "waiting", "given up", "approval needed"]
 
 
 class Finding(Record):
-    """One thing that did not agree, and what was done about it.
+    """One alias that disagrees with its channel or has no release, and the action that was taken.
 
-    `waiting`: a run for it is there already; `given up`: its runs failed too often; `approval needed`: a person's, for
-    which there is no deployment to ask. `flow_run` is None unless one was started.
+    `what` says what disagrees. Of `done`, `waiting` means that there is a run for it already; `given up`, that its runs
+    failed too often; `approval needed`, that a person must approve and there is no deployment to ask one. `flow_run` is
+    the id of the run that was started, None for other actions.
     """
 
     name: str
     alias: str
     version: str
     what: str
-    done: Done
+    done: Action
     flow_run: str | None = None
 
 
 class ReconcileSummary(Record):
-    """What was found and done: what `tvmflow reconcile --json` prints. `problems` are what could not be looked at."""
+    """The outcome of reconciling, which `tvmflow reconcile --json` prints; `problems` are errors, a sentence each."""
 
     models: tuple[str, ...]
     findings: tuple[Finding, ...]
@@ -60,19 +62,19 @@ def reconcile() -> Any:
     problems: list[str] = []
     entries = load(settings.models).entries
     for entry in entries:
-        # The trouble of one model keeps no other from being repaired.
+        # An error of one model must not keep the others from being reconciled.
         try:
             with open_services(settings, entry.spec.store, entry.spec.registry) as services:
                 for check in _checks(services, entry):
                     try:
-                        found = check()
+                        finding = check()
                     except TvmflowError as error:
                         problems.append(f"{entry.name}: {error}")
                         log.error("%s: %s", entry.name, error)
                         continue
-                    if found is not None:
-                        findings.append(found)
-                        log.info("%s %s: %s: %s", found.alias, found.version, found.what, found.done)
+                    if finding is not None:
+                        findings.append(finding)
+                        log.info("%s %s: %s: %s", finding.alias, finding.version, finding.what, finding.done)
         except TvmflowError as error:
             problems.append(f"{entry.name}: {error}")
             log.error("%s: %s", entry.name, error)
@@ -84,106 +86,97 @@ def reconcile() -> Any:
 
 def _checks(services: Services, entry: ManagedModel) -> Iterator[Callable[[], Finding | None]]:
     for channel in _channels(services, entry):
-        yield lambda channel=channel: _channel(services, entry, channel)  # type: ignore[misc]
+        yield partial(_reconcile_channel, services, entry, channel)
     if entry.source_alias is not None:
-        yield lambda: _source(services, entry)
+        yield partial(_reconcile_source, services, entry)
 
 
 def _channels(services: Services, entry: ManagedModel) -> list[str]:
-    """The channels of the release file; where it names none, every alias and every pointer is one."""
+    """The channels of the release file; where it names none, every alias and every pointer is a channel."""
     if entry.spec.channels:
         return list(entry.spec.channels)
-    held = {pointer.channel for pointer in channels.list_all(services.store, entry.name)}
-    return sorted(held | set(services.registry.list_aliases(entry.registered_model)))
+    pointers = {pointer.channel for pointer in channels.list_all(services.store, entry.name)}
+    return sorted(pointers | set(services.registry.list_aliases(entry.registered_model)))
 
 
-def _channel(services: Services, entry: ManagedModel, channel: str) -> Finding | None:
-    """A channel and its alias."""
+def _reconcile_channel(services: Services, entry: ManagedModel, channel: str) -> Finding | None:
+    """Make a channel and its alias agree; None when they do."""
     state = read_state(services, entry.name, channel, entry.registered_model)
     if state.is_settled:
         return None
-    alias = str(Alias(entry.registered_model, channel))
-    if state.alias_version is None:
-        held = state.current_version or ""
-        move_channel(services, entry.name, held, channel, who=_WHO, why="the alias was gone", expected=held)
-        return Finding(
-            name=entry.name,
-            alias=alias,
-            version=held,
-            what="the alias of what the channel holds was gone",
-            done="alias set",
-        )
-    reason = _unpromotable(services, entry, state)
+    alias, version = str(Alias(entry.registered_model, channel)), state.alias_version
+    if version is None:
+        current = state.current_version or ""
+        move_channel(services, entry.name, current, channel, who=_WHO, why="the alias was gone", expected=current)
+        what = "the alias of what the channel holds was gone"
+        return Finding(name=entry.name, alias=alias, version=current, what=what, done="alias set")
+    reason = _why_not_promotable(services, entry, state)
     if reason is not None:
-        release = {
-            "name": entry.name,
-            "version": state.alias_version,
-            "model": f"models:/{entry.registered_model}/{state.alias_version}",
-        }
+        release = {"name": entry.name, "version": version, "model": f"models:/{entry.registered_model}/{version}"}
         restore_alias(services, release, channel, who=_WHO)
-        return Finding(name=entry.name, alias=alias, version=state.alias_version, what=reason, done="alias put back")
-    wish = entry.request_promotion(
-        channel, state.alias_version, who=_WHO, why=f"the alias {alias} points at {state.alias_version}"
-    )
+        return Finding(name=entry.name, alias=alias, version=version, what=reason, done="alias put back")
+    request = entry.request_promotion(channel, version, who=_WHO, why=f"the alias {alias} points at {version}")
     what = f"the channel holds {state.current_version or 'nothing'}"
-    asked = read_policy(services.store.get_release(entry.name, state.alias_version), channel).approval == "required"
-    if asked and not registered(wish.deployment):
-        return Finding(name=entry.name, alias=alias, version=state.alias_version, what=what, done="approval needed")
-    return _started(wish, entry, alias, state.alias_version, what, tries=None)
+    policy = read_policy(services.store.get_release(entry.name, version), channel)
+    if policy.approval == "required" and not is_registered(request.deployment):
+        return Finding(name=entry.name, alias=alias, version=version, what=what, done="approval needed")
+    return _start(request, entry, alias, version, what, max_tries=None)
 
 
-def _unpromotable(services: Services, entry: ManagedModel, state: ChannelState) -> str | None:
-    """Why the version that the alias wants cannot be promoted, if it cannot."""
+def _why_not_promotable(services: Services, entry: ManagedModel, state: ChannelState) -> str | None:
+    """Why the version that the alias names cannot be promoted; None when it can."""
     if state.alias_version is not None and not services.store.has_release(entry.name, state.alias_version):
         return "this version is not released"
     return f"the channel refused this version: {state.refusal}" if state.refusal is not None else None
 
 
-def _source(services: Services, entry: ManagedModel) -> Finding | None:
-    """The alias of the source model, and whether the version that it names has a release or a verdict."""
+def _reconcile_source(services: Services, entry: ManagedModel) -> Finding | None:
+    """Release the version that the source model's alias names; None when it has a release or a verdict."""
     source = entry.source_alias
     version = services.registry.get_alias_version(source.model, source.alias) if source is not None else None
     if source is None or version is None:
         return None
     tags = {"tvmflow.name": entry.name, "tvmflow.source": f"{source.model}/{version}"}
-    refused = services.registry.find_runs({**tags, "tvmflow.verdict": "refused"})
-    passed = set(services.registry.find_runs({**tags, "tvmflow.verdict": "passed"}))
-    released = any(
-        version.run_id in passed and version.tags.get("tvmflow.status") == "published"
-        for version in (services.registry.list_versions(entry.registered_model) if passed else ())
+    refused_runs = services.registry.find_runs({**tags, "tvmflow.verdict": "refused"})
+    passed_runs = set(services.registry.find_runs({**tags, "tvmflow.verdict": "passed"}))
+    is_released = any(
+        version.run_id in passed_runs and version.tags.get("tvmflow.status") == "published"
+        for version in (services.registry.list_versions(entry.registered_model) if passed_runs else ())
     )
-    if refused or released:
+    if refused_runs or is_released:
         return None
-    wish = entry.request_release(version)
-    return _started(wish, entry, str(source), version, "this version has no release and no verdict", tries=MAX_TRIES)
+    what = "this version has no release and no verdict"
+    return _start(entry.request_release(version), entry, str(source), version, what, max_tries=MAX_TRIES)
 
 
-def _started(wish: RunRequest, entry: ManagedModel, alias: str, version: str, what: str, tries: int | None) -> Finding:
-    """Start what is wished, unless a run for it is there; where nothing is deployed, do it now."""
+def _start(
+    request: RunRequest, entry: ManagedModel, alias: str, version: str, what: str, max_tries: int | None
+) -> Finding:
+    """Start a run unless there is one; where its deployment is not registered, run the flow in this process."""
 
-    def finding(done: Done, flow_run: str | None = None) -> Finding:
+    def finding(done: Action, flow_run: str | None = None) -> Finding:
         return Finding(name=entry.name, alias=alias, version=version, what=what, done=done, flow_run=flow_run)
 
-    if not registered(wish.deployment):
-        return finding(_now(wish))
-    if active(wish.deployment, (wish.tag,)):
+    if not is_registered(request.deployment):
+        return finding(_run_here(request))
+    if list_active(request.deployment, (request.tag,)):
         return finding("waiting")
-    before = len(ended(wish.deployment, (wish.tag,)))
-    if tries is not None and before >= tries:
+    tries = len(list_ended(request.deployment, (request.tag,)))
+    if max_tries is not None and tries >= max_tries:
         return finding("given up")
-    # Of two that look at once one starts it; once that run has ended, it can be started again.
-    key = f"reconcile-{wish.deployment}-{wish.tag}-{before}"
-    return finding("started", start(wish.deployment, wish.parameters, key=key, tags=(wish.tag,)))
+    # Two that reconcile at once start one run between them; when it has ended, another one can be started.
+    key = f"reconcile-{request.deployment}-{request.tag}-{tries}"
+    return finding("started", start(request.deployment, request.parameters, key=key, tags=(request.tag,)))
 
 
-def _now(wish: RunRequest) -> Done:
-    """Run what is wished in this process."""
+def _run_here(request: RunRequest) -> Action:
+    """Run the flow of a request in this process."""
     from flows.promote import promote
     from flows.release import release
 
     flows: dict[str, Callable[..., Any]] = {"release": release, "promote": promote}
     try:
-        flows[wish.deployment.partition("/")[0]](**wish.parameters)
+        flows[request.deployment.partition("/")[0]](**request.parameters)
     except VerdictError:
         return "refused"
     return "ran"

@@ -4,25 +4,26 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal
+from typing import Any
 
 from prefect import flow
 
-from flows.deployments import one_at_a_time
-from flows.make import Made, make_here, make_on_pool, measured_here, pools_of, refuse_unverifiable
-from flows.promote import PromotionSummary, automatic
+from flows.context import RunContext
+from flows.local import LocalBuilds, ModelSteps, build_here, measure_here, refuse_unverifiable
+from flows.promote import PromotionSummary, promote_automatically
+from flows.remote import make_on_pool, pools_of
+from flows.runs import one_at_a_time
 from tasks.benchmark import Point
 from tasks.choose import Choice
-from tasks.export import export
-from tasks.publish import PublishResult, publish
-from tasks.relax_import import relax_import
-from tasks.step import Context, slug
-from tasks.track import TargetOutcomes, TrackResult, track
-from tasks.train import TrainResult, train
-from tasks.validate import reference
+from tasks.export import ExportJob, ExportResult, export
+from tasks.publish import PublishJob, PublishResult, publish
+from tasks.relax_import import ImportJob, relax_import
+from tasks.step import slug
+from tasks.track import TargetResult, TrackJob, TrackResult, track
+from tasks.train import TrainJob, TrainResult, train
+from tasks.validate import ReferenceJob, reference
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow import supervisor
@@ -30,14 +31,7 @@ from tvmflow.errors import VerdictError
 from tvmflow.services import open_services, open_workspace
 from tvmflow.spec import Spec
 from tvmflow.target import Target, host
-from tvmflow.workspace import Outcome, Record
-
-
-class StepSummary(Record):
-    """Whether a step ran or was found done, and the seconds that took."""
-
-    status: Literal["ran", "cached"]
-    seconds: float
+from tvmflow.workspace import Outcome, Record, StepSummary
 
 
 class TargetSummary(Record):
@@ -65,7 +59,10 @@ class TargetSummary(Record):
 
 
 class ReleaseSummary(Record):
-    """What a release came to, also on its automatic channels: what `tvmflow release --json` prints."""
+    """The outcome of a release and of its automatic promotions: what `tvmflow release --json` prints.
+
+    `warnings` are sentences about what the release cannot promise.
+    """
 
     name: str
     version: str
@@ -74,6 +71,7 @@ class ReleaseSummary(Record):
     mlflow_model: str
     targets: tuple[TargetSummary, ...]
     promotions: tuple[PromotionSummary, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @flow(name="release", flow_run_name="release {file}", validate_parameters=True)
@@ -84,25 +82,24 @@ def release(
     runs: int | None = None,
     source: str | None = None,
 ) -> dict[str, Any]:
-    """Release the model that a release file describes; `targets`, `trials` and `runs` override what it says.
+    """Release the model of a release file, and promote it to the file's automatic channels.
 
-    `source` is a version of a registered PyTorch or ONNX model, as MODEL/3, to release in the place of the file's.
-
-    What is released is then promoted to the file's automatic channels; a refusal there leaves the release be. Returns a
-    ReleaseSummary as JSON. Raises VerdictError when a bundle is out of bounds: nothing is published then.
+    `targets`, `trials` and `runs` replace those of the file; `source`, the version of a registered PyTorch or ONNX
+    model as MODEL/3, replaces its model. A channel that refuses the release does not undo it. Returns a ReleaseSummary
+    as JSON. Raises VerdictError when a bundle is out of bounds or does not keep a gate: nothing is published then.
     """
     spec = override(release_file.load(Path(file)), targets, trials, runs, source)
     settings = machine.load()
     with one_at_a_time(spec.name), open_services(settings, spec.store, spec.registry) as services:
         workspace = open_workspace(settings, services.store, spec.store)
-        context = Context(spec, settings, workspace, services)
+        context = RunContext(spec, settings, workspace, services)
         return release_model(context).model_dump(mode="json")
 
 
 def override(
     spec: Spec, targets: list[str] | None, trials: int | None, runs: int | None, source: str | None = None
 ) -> Spec:
-    """The release file with the overrides of one run; `runs` is the number of timed runs of each runner in all."""
+    """The release file with the changes of one run; `runs` is the number of timed runs of each runner in all."""
     changes: dict[str, object] = {}
     if targets:
         changes["targets"] = targets
@@ -116,47 +113,61 @@ def override(
 
 
 def release_model(
-    context: Context, trained: Outcome[TrainResult] | None = None, source: str | None = None
+    context: RunContext, trained: Outcome[TrainResult] | None = None, source: str | None = None
 ) -> ReleaseSummary:
     """Release the model of a context's release file, and promote it to the file's automatic channels.
 
-    `trained` are weights that are known already, in the place of training; `source`, as MODEL/3, is the version of a
-    registered model that they are.
+    `trained` are weights that replace the training; `source` is the version of a registered model that holds them, as
+    MODEL/3.
     """
-    spec = context.spec
+    spec, runner = context.spec, context.runner
     targets = spec.resolve_targets()
     pools = pools_of(context.settings, targets)
     refuse_unverifiable(spec, tuple(target for target in targets if target.name not in pools))
     if trained is None and spec.train is not None:
-        trained = train(context)
-    exported = export(context, trained)
+        trained = train(runner, TrainJob.of(spec))
+    weights = None if trained is None else trained.result.weights
+    original = context.find_original(weights)
+    exported = export(runner, ExportJob.of(spec, original))
+    export_result = exported.result
     if source is not None:
-        exported = replace(exported, result=exported.result.model_copy(update={"registered": source}))
-    imported = relax_import(context, exported)
-    held_out = reference(context, exported, trained) if spec.validation.task is not None else None
-    interrupted = Event()
+        export_result = export_result.model_copy(update={"registered": source})
+    imported = relax_import(runner, ImportJob.of(spec, export_result))
+    held_out = None
+    if spec.validation.task is not None:
+        held_out = reference(runner, ReferenceJob.of(spec, original, export_result))
+    model = ModelSteps(original, export_result, imported.result, None if held_out is None else held_out.result)
+    is_interrupted = Event()
 
-    def make(target: Target) -> Made | TargetOutcomes:
+    def make(target: Target) -> LocalBuilds | TargetResult:
         pool = pools.get(target.name)
         if pool is None:
-            return make_here(context, exported, imported, held_out, target)
-        return make_on_pool(context, pool, exported, imported, held_out, trained, target, interrupted)
+            return build_here(context, model, target)
+        return make_on_pool(context, pool, model, weights, target, is_interrupted)
 
-    made = _each(context, targets, make, pools, interrupted)
-    # One at a time and last: nothing else of this release competes for the machine while it is measured.
-    outcomes = tuple(
-        measured_here(context, exported, trained, item) if isinstance(item, Made) else item for item in made
+    made = _make_all(context, targets, make, pools, is_interrupted)
+    # Measured one after the other when all are built: nothing else of this release uses the machine meanwhile.
+    results = tuple(measure_here(context, model, item) if isinstance(item, LocalBuilds) else item for item in made)
+    job = TrackJob(
+        spec=spec,
+        exported=export_result,
+        imported=imported.result,
+        targets=results,
+        weights=weights,
+        registry=context.registry.config.address,
     )
-    tracked = track(context, exported, imported, outcomes, trained)
-    reasons = [reason for outcome in outcomes for reason in outcome.reasons]
+    tracked = track(runner, job, context.registry)
+    reasons = [reason for result in results for reason in result.reasons]
     if reasons:
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         raise VerdictError(
             f"{spec.name} is not released: {reasons[0]}{more}; "
             f"the verdict is kept in MLflow run {tracked.result.run_id}"
         )
-    published = publish(context, exported, outcomes, tracked)
-    shared = {
+    endpoint = context.settings.s3_endpoint
+    publishing = PublishJob.of(spec, context.store, endpoint, export_result, results, tracked.result)
+    published = publish(runner, publishing, context.store, context.registry)
+    outcomes: dict[str, Outcome[Any] | None] = {
         "train": trained,
         "export": exported,
         "relax_import": imported,
@@ -164,91 +175,92 @@ def release_model(
         "track": tracked,
         "publish": published,
     }
-    summary = _summary(context, outcomes, tracked.result, published.result, shared)
-    return summary.model_copy(update={"promotions": automatic(context, summary.version)})
+    steps = {name: outcome.summary for name, outcome in outcomes.items() if outcome is not None}
+    summary = _summary(context, results, tracked.result, published.result, steps)
+    warnings = _warnings(spec, export_result)
+    promotions = promote_automatically(context, summary.version)
+    return summary.model_copy(update={"promotions": promotions, "warnings": warnings})
 
 
-def _each(
-    context: Context,
+def _warnings(spec: Spec, exported: ExportResult) -> tuple[str, ...]:
+    """What a release cannot promise, a sentence each."""
+    if exported.is_repeatable:
+        return ()
+    return (
+        f"the model's weights differ between two calls of its factory {spec.model.factory!r}, so that "
+        "`tvmflow verify --rebuild` cannot prove the bundles; seed the factory, or give model.weights",
+    )
+
+
+def _make_all(
+    context: RunContext,
     targets: tuple[Target, ...],
-    make: Callable[[Target], Made | TargetOutcomes],
+    make: Callable[[Target], LocalBuilds | TargetResult],
     pools: Mapping[str, str],
-    interrupted: Event,
-) -> tuple[Made | TargetOutcomes, ...]:
-    """Make every target, those on pools all at once, of the others several where there are cores for them.
+    is_interrupted: Event,
+) -> tuple[LocalBuilds | TargetResult, ...]:
+    """Make every target: those on pools all at once, the others as many at a time as there are cores for.
 
-    A build keeps about one and a half cores busy. `interrupted` is set when all are to end.
+    A build keeps about one and a half cores busy. An interrupt sets `is_interrupted` and kills child processes.
     """
-    here = sum(target.name not in pools for target in targets)
-    workers = min(here, context.settings.parallel_targets or max(1, host().cores // 2))
+    local_count = sum(target.name not in pools for target in targets)
+    workers = min(local_count, context.settings.parallel_targets or max(1, host().cores // 2))
     if workers == 1 and not pools:
         return tuple(make(target) for target in targets)
-    with ThreadPoolExecutor(workers or 1) as local, ThreadPoolExecutor(len(pools) or 1) as elsewhere:
+    with ThreadPoolExecutor(workers or 1) as local, ThreadPoolExecutor(len(pools) or 1) as remote:
         # Prefect finds the flow run of a task in context variables, which threads do not inherit.
-        made = [
-            (elsewhere if target.name in pools else local).submit(copy_context().run, make, target)
-            for target in targets
+        futures = [
+            (remote if target.name in pools else local).submit(copy_context().run, make, target) for target in targets
         ]
         try:
-            return tuple(item.result() for item in made)
+            return tuple(future.result() for future in futures)
         except BaseException as error:
-            for item in made:
-                item.cancel()
+            for future in futures:
+                future.cancel()
             if not isinstance(error, Exception):
-                # An interrupt: the pools wait for their threads, and those wait for processes and flow runs.
-                interrupted.set()
+                # The executors wait for their threads, and these for processes and flow runs.
+                is_interrupted.set()
                 supervisor.kill_all()
             raise
 
 
 def _summary(
-    context: Context,
-    outcomes: tuple[TargetOutcomes, ...],
+    context: RunContext,
+    results: tuple[TargetResult, ...],
     tracked: TrackResult,
     published: PublishResult,
-    shared: dict[str, Outcome[Any] | None],
+    steps: Mapping[str, StepSummary],
 ) -> ReleaseSummary:
+    version = tracked.version or ""
     return ReleaseSummary(
         name=context.spec.name,
-        version=tracked.version or "",
+        version=version,
         release_uri=published.release_uri,
         mlflow_run_id=tracked.run_id,
         mlflow_model=f"models:/{tracked.model}/{tracked.version}",
         targets=tuple(
-            _target_summary(context, outcome, tracked.version or "", published.bundle_uris[outcome.target.name], shared)
-            for outcome in outcomes
+            _target_summary(context, result, version, published.bundle_uris[result.target.name], steps)
+            for result in results
         ),
     )
 
 
 def _target_summary(
-    context: Context,
-    outcome: TargetOutcomes,
-    version: str,
-    bundle_uri: str,
-    shared: dict[str, Outcome[Any] | None],
+    context: RunContext, result: TargetResult, version: str, bundle_uri: str, steps: Mapping[str, StepSummary]
 ) -> TargetSummary:
-    verdict = outcome.verdict.result
-    measured = outcome.measured.result if outcome.measured is not None else None
+    """The summary of one target; `steps` are those that all targets share, before and after its own."""
+    verdict, measured = result.verdict, result.measured
     metric = None
     if verdict.metric_original is not None and verdict.metric_bundle is not None:
         metric = {"original": verdict.metric_original, "bundle": verdict.metric_bundle}
-    own: dict[str, Outcome[Any] | None] = {
-        "tune": outcome.tuned,
-        "build": outcome.built,
-        "package": outcome.packaged,
-        "validate": outcome.verdict,
-        "choose": outcome.choice,
-        "benchmark": outcome.measured,
-    }
-    before = {name: shared[name] for name in ("train", "export", "relax_import", "reference")}
-    after = {name: shared[name] for name in ("track", "publish")}
+    last = {name: steps[name] for name in ("track", "publish")}
+    first = {name: step for name, step in steps.items() if name not in last}
     return TargetSummary(
-        target=outcome.target.name,
+        target=result.target.name,
         bundle_uri=bundle_uri,
-        bundle_sha256=outcome.bundle.sha256,
-        bundle_path=os.path.relpath(_named(context, outcome, version)),
-        bundle_size=outcome.bundle.size,
+        bundle_sha256=result.bundle.sha256,
+        bundle_path=os.path.relpath(_link_bundle(context, result, version)),
+        bundle_size=result.bundle.size,
         max_abs_error=verdict.original.max_abs_error if verdict.original is not None else None,
         top1_agreement=verdict.original.top1_agreement if verdict.original is not None else None,
         metric=metric,
@@ -256,23 +268,22 @@ def _target_summary(
         ratio={str(peer): value for peer, value in measured.typical.ratio.items()} if measured is not None else {},
         runs=measured.runs if measured is not None else None,
         measurements=measured.points if measured is not None else (),
-        tuning=str(outcome.tuned.result.coverage),
-        choice=outcome.choice.result if outcome.choice is not None else None,
-        schedules=outcome.built.result.schedules,
+        tuning=str(result.tuned.coverage),
+        choice=result.choice,
+        schedules=result.built.schedules,
         steps={
-            name: StepSummary(status=step.status, seconds=round(step.seconds, 3))
-            for name, step in (before | own | after).items()
-            if step is not None
+            name: step.model_copy(update={"seconds": round(step.seconds, 3)})
+            for name, step in (first | result.steps | last).items()
         },
     )
 
 
-def _named(context: Context, outcome: TargetOutcomes, version: str) -> Path:
-    """The bundle under a name for people, linked to the artifact."""
+def _link_bundle(context: RunContext, result: TargetResult, version: str) -> Path:
+    """Link the bundle's artifact under a name for people, and return the link."""
     folder = context.workspace.folder / "bundles"
     folder.mkdir(exist_ok=True)
-    link = folder / f"{context.spec.name}-{version}-{slug(outcome.target.name)}.tar.gz"
-    place = Path(os.path.relpath(context.file(outcome.bundle), folder))
+    link = folder / f"{context.spec.name}-{version}-{slug(result.target.name)}.tar.gz"
+    place = Path(os.path.relpath(context.workspace.path(result.bundle), folder))
     if not (link.is_symlink() and link.readlink() == place):
         link.unlink(missing_ok=True)
         link.symlink_to(place)

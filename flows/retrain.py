@@ -1,4 +1,4 @@
-"""The retrain flow: train, evaluate beside what is in production, and release what is at least as good."""
+"""The retrain flow: train, evaluate against what is in production, and release what is at least as good."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,24 +7,25 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.deployments import one_at_a_time
+from flows.context import RunContext
 from flows.release import ReleaseSummary, release_model
-from tasks.evaluate import Evaluation, evaluate, keep_verdict
-from tasks.export import export
-from tasks.register import register
-from tasks.step import Context
-from tasks.train import train
-from tasks.validate import reference
+from flows.runs import one_at_a_time
+from tasks.evaluate import EvaluateJob, Evaluation, evaluate, keep_verdict
+from tasks.export import ExportJob, export
+from tasks.register import RegisterJob, register
+from tasks.train import TrainJob, train
+from tasks.validate import ReferenceJob, reference
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.errors import VerdictError
+from tvmflow.fetch import cache_folder
 from tvmflow.services import open_services, open_workspace
 from tvmflow.spec import Retrain, Spec
 from tvmflow.workspace import Record
 
 
 class RetrainSummary(Record):
-    """What a retraining came to: what `tvmflow retrain --json` prints.
+    """The outcome of a retraining that passed: what `tvmflow retrain --json` prints.
 
     `source` is the version of the registered PyTorch model, as MODEL/3, `mlflow_run_id` the run that keeps the verdict.
     """
@@ -38,24 +39,24 @@ class RetrainSummary(Record):
 
 @flow(name="retrain", flow_run_name="retrain {file}", validate_parameters=True)
 def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", who: str = "") -> dict[str, Any]:
-    """Train the model of a release file anew and release it when it is as good as what production holds.
+    """Train the model of a release file again, and release it when it is as good as the current release.
 
-    `arguments` go over those of the file's section `train`. What the trained model, the challenger, scores on the
-    held-out data must be at least what the bundle that the channel `retrain.channel` holds, the champion, scores on the
-    same data, plus `retrain.min_gain`. Returns a RetrainSummary as JSON. Raises VerdictError when it is not: nothing is
+    `arguments` are added to those of the file's section `train`, or replace them. The trained model, the challenger,
+    must score at least `retrain.min_gain` more on the held-out data than the champion, which is the bundle that the
+    channel `retrain.channel` holds. Returns a RetrainSummary as JSON. Raises VerdictError when it does not: nothing is
     registered, released or moved then.
     """
     spec = with_arguments(release_file.load(Path(file)), arguments or {}, file)
     settings = machine.load()
     with one_at_a_time(spec.name), open_services(settings, spec.store, spec.registry) as services:
         workspace = open_workspace(settings, services.store, spec.store)
-        return _retrain(Context(spec, settings, workspace, services), why, who).model_dump(mode="json")
+        return _retrain(RunContext(spec, settings, workspace, services), why, who).model_dump(mode="json")
 
 
 def with_arguments(spec: Spec, arguments: Mapping[str, Any], source: str = "release file") -> Spec:
-    """The release file with further arguments of its training, and known records in the place of minutes of tuning.
+    """The release file with these arguments of its training, and without a budget of minutes for tuning.
 
-    Errors name it `source`. Raises SpecError for a file that says nothing of training or of held-out data.
+    Errors name it `source`. Raises SpecError for a file without training or without held-out data.
     """
     changes: dict[str, object] = {}
     if spec.retrain is None:
@@ -68,21 +69,25 @@ def with_arguments(spec: Spec, arguments: Mapping[str, Any], source: str = "rele
     return release_file.amend(spec, changes, source)
 
 
-def _retrain(context: Context, why: str, who: str) -> RetrainSummary:
-    spec = context.spec
+def _retrain(context: RunContext, why: str, who: str) -> RetrainSummary:
+    spec, runner = context.spec, context.runner
     rule = spec.retrain or Retrain()
-    # New data shows in no argument: each run trains, and one that is resumed finds what it trained.
-    trained = train(context, occasion=str(flow_run.get_id()))
-    exported = export(context, trained)
-    held_out = reference(context, exported, trained)
-    evaluation = evaluate(context, held_out, rule).result
-    run_id = _keep(context, evaluation, why, who)
+    # New data shows in no argument: each run trains, and a run that is resumed finds its weights cached.
+    trained = train(runner, TrainJob.of(spec, occasion=str(flow_run.get_id())))
+    weights = trained.result.weights
+    original = context.find_original(weights)
+    exported = export(runner, ExportJob.of(spec, original)).result
+    held_out = reference(runner, ReferenceJob.of(spec, original, exported)).result
+    job = EvaluateJob.of(spec, rule, held_out, context.store, cache_folder(context.settings))
+    evaluation = evaluate(runner, job).result
+    run_id = _keep_verdict(context, evaluation, why, who)
     if not evaluation.passed:
         raise VerdictError(
             f"{spec.name} is not released: {evaluation.reason}; the verdict is kept in MLflow run {run_id}"
         )
     model = rule.source or f"{spec.name}-source"
-    registered = register(context, exported, trained, evaluation, run_id, model).result
+    registering = RegisterJob.of(spec, context.registry, original, exported, weights, evaluation, run_id, model)
+    registered = register(runner, registering, context.registry).result
     source = f"{registered.model}/{registered.version}"
     released = release_model(context, trained, source)
     context.registry.set_version_tag(
@@ -91,13 +96,16 @@ def _retrain(context: Context, why: str, who: str) -> RetrainSummary:
     return RetrainSummary(name=spec.name, evaluation=evaluation, source=source, mlflow_run_id=run_id, release=released)
 
 
-def _keep(context: Context, evaluation: Evaluation, why: str, who: str) -> str:
+def _keep_verdict(context: RunContext, evaluation: Evaluation, why: str, who: str) -> str:
+    """Write the verdict to MLflow; return the id of its run."""
     arguments = context.spec.train.arguments if context.spec.train is not None else {}
     metrics = {"challenger": evaluation.challenger}
     if evaluation.champion_metric is not None:
         metrics["champion"] = evaluation.champion_metric
     return keep_verdict(
-        context,
+        context.registry,
+        context.workspace,
+        context.spec,
         "retrain",
         "passed" if evaluation.passed else "refused",
         {**evaluation.model_dump(mode="json", exclude={"sources"}), "why": why, "who": who, "arguments": arguments},

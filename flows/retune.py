@@ -6,17 +6,18 @@ from typing import Any, Literal
 
 from prefect import flow
 
-from flows.deployments import one_at_a_time
-from flows.make import chosen_here, make_here
+from flows.context import RunContext
+from flows.local import ModelSteps, build_here, choose_here
 from flows.release import ReleaseSummary, override, release_model
+from flows.runs import one_at_a_time
 from tasks.evaluate import keep_verdict
-from tasks.export import ExportResult, export
-from tasks.relax_import import ImportResult, relax_import
-from tasks.retune import Gain, compare, profile, tune_costliest
-from tasks.step import Context
+from tasks.export import ExportJob, export
+from tasks.relax_import import ImportJob, relax_import
+from tasks.retune import CompareJob, Gain, ProfileJob, compare, profile, tune_costliest
 from tasks.track import WEIGHTS
-from tasks.train import TrainResult, train
-from tasks.validate import unable
+from tasks.train import TrainJob, TrainResult, train
+from tasks.tune import TuneJob
+from tasks.validate import why_not_here
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.errors import StoreError, TargetError, TuneError
@@ -81,30 +82,36 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
         if source is not None and weights is None:
             # The model version that production was built from, even if the alias has moved since.
             spec = override(spec, None, None, None, source)
-        context = Context(spec, settings, workspace, services)
+        context = RunContext(spec, settings, workspace, services)
         return _retune(context, production, channel, minutes, weights).model_dump(mode="json")
 
 
 def _retune(
-    context: Context, production: Mapping[str, Any], channel: str, minutes: float, weights: Outcome[TrainResult] | None
+    context: RunContext,
+    production: Mapping[str, Any],
+    channel: str,
+    minutes: float,
+    weights: Outcome[TrainResult] | None,
 ) -> RetuneSummary:
     spec, version = context.spec, str(production["version"])
     bundles = _bundles(context, production)
-    trained = weights or (train(context) if spec.train is not None else None)
-    exported = export(context, trained)
-    if production.get("provenance", {}).get("onnx") != f"sha256:{exported.result.onnx.sha256}":
+    runner = context.runner
+    trained = weights or (train(runner, TrainJob.of(spec)) if spec.train is not None else None)
+    original = context.find_original(None if trained is None else trained.result.weights)
+    exported = export(runner, ExportJob.of(spec, original)).result
+    if production.get("provenance", {}).get("onnx") != f"sha256:{exported.onnx.sha256}":
         raise TuneError(
             f"the release file describes another model than {spec.name} {version}, which {channel} holds; "
             "release and promote it first"
         )
-    imported = relax_import(context, exported)
+    imported = relax_import(runner, ImportJob.of(spec, exported)).result
+    model = ModelSteps(original, exported, imported, None)
     targets = tuple(
-        _retune_target(context, exported, imported, target, bundle, minutes / len(bundles))
-        for target, bundle in bundles
+        _retune_target(context, model, target, bundle, minutes / len(bundles)) for target, bundle in bundles
     )
     is_better = any(item.gain.better for item in targets) and not any(item.gain.worse for item in targets)
     verdict: Literal["better", "no gain"] = "better" if is_better else "no gain"
-    reason = f"{verdict}: " + "; ".join(item.gain.told for item in targets)
+    reason = f"{verdict}: " + "; ".join(item.gain.message for item in targets)
     run_id = _log_verdict(context, channel, version, verdict, reason, minutes, targets)
     release = None
     if is_better:
@@ -121,7 +128,7 @@ def _retune(
     )
 
 
-def _bundles(context: Context, production: Mapping[str, Any]) -> tuple[tuple[Target, Path], ...]:
+def _bundles(context: RunContext, production: Mapping[str, Any]) -> tuple[tuple[Target, Path], ...]:
     """The bundles in production for the targets that this machine can measure."""
     entries = {entry.target: entry for entry in TargetEntry.read_all(production)}
     bundles: list[tuple[Target, Path]] = []
@@ -129,7 +136,7 @@ def _bundles(context: Context, production: Mapping[str, Any]) -> tuple[tuple[Tar
         if (
             target.name in entries
             and target.tvm.get("kind") == "llvm"
-            and unable(target, context.spec.build.precision) is None
+            and why_not_here(target, context.spec.build.precision) is None
         ):
             bundle = fetch_bundle(context.store, entries[target.name].sha256, cache_folder(context.settings))
             bundles.append((target, bundle))
@@ -149,24 +156,22 @@ def _weights(registry: Registry, workspace: Workspace, production: Mapping[str, 
 
 
 def _retune_target(
-    context: Context,
-    exported: Outcome[ExportResult],
-    imported: Outcome[ImportResult],
-    target: Target,
-    bundle: Path,
-    minutes: float,
+    context: RunContext, model: ModelSteps, target: Target, bundle: Path, minutes: float
 ) -> RetunedTarget:
     """Tune the costliest functions of a bundle, and measure it in turn with a build that has all records."""
-    costs = profile(context, bundle, target).result
-    tuned = tune_costliest(context, imported, costs, minutes, target).result
+    spec, runner = context.spec, context.runner
+    costliest = profile(runner, ProfileJob(bundle=bundle, target=target)).result.costliest()
+    job = TuneJob.of(spec, model.imported, target)
+    tuned = tune_costliest(runner, job, costliest, minutes, context.shared_records).result
     # The build that a release would ship; a release of it then finds these steps in the cache.
-    outcomes = chosen_here(make_here(context, exported, imported, None, target))
-    gain = compare(context, exported, bundle, outcomes.built, outcomes.packaged, target).result
-    return RetunedTarget(target=target.name, functions=costs.costliest(), trials=tuned.trials, gain=gain)
+    result = choose_here(build_here(context, model, target))
+    comparing = CompareJob.of(spec, model.exported, bundle, result.built, result.packaged, target)
+    gain = compare(runner, comparing).result
+    return RetunedTarget(target=target.name, functions=costliest, trials=tuned.trials, gain=gain)
 
 
 def _log_verdict(
-    context: Context,
+    context: RunContext,
     channel: str,
     version: str,
     verdict: str,
@@ -184,4 +189,5 @@ def _log_verdict(
     }
     metrics: dict[str, float] = {"trials": sum(item.trials for item in targets)}
     metrics |= {f"{item.target}.ratio": item.gain.ratio for item in targets}
-    return keep_verdict(context, "retune", verdict, document, metrics, {"minutes": minutes, "compared": version})
+    params = {"minutes": minutes, "compared": version}
+    return keep_verdict(context.registry, context.workspace, context.spec, "retune", verdict, document, metrics, params)

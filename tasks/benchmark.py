@@ -1,46 +1,103 @@
-"""Benchmark: the bundle and its peers, each in a process of its own, in turn, with equal threads."""
+"""Benchmark: the latency of the bundle and of its peers, measured in turn, each in a process of its own.
+
+All of them use the same number of threads.
+"""
 
 import resource
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from tasks.export import ExportResult, find_source
+from tasks.export import ExportResult
+from tasks.original import Original
 from tasks.package import PackageResult
-from tasks.step import Context, Job, step
-from tasks.train import TrainResult
+from tasks.step import Job, Step, StepRunner, path_of
 from tvmflow import samples
 from tvmflow.bundle import read_manifest
 from tvmflow.errors import VerdictError
 from tvmflow.process import Child, Emit
-from tvmflow.progress import reporter
 from tvmflow.samples import Named
-from tvmflow.source import Source, load_module, open_session, run_session
-from tvmflow.spec import Benchmark, Input, Samples
+from tvmflow.source import load_module, open_session, run_session
+from tvmflow.spec import Benchmark, Gates, Input, Samples, Spec
 from tvmflow.target import Target, host
-from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step
+from tvmflow.workspace import Artifact, Record, StepResult, Workspace
 
 Runner = Literal["tvm", "onnxruntime", "pytorch"]
 
 
-class RunnerJob(Job):
+class RoundJob(Job):
     """One round of one runner: `repeats` timed runs after `warmup` untimed ones, on the sample number `point`.
 
-    `threads` are those of the peers, and of the bundle unless it was found to be faster on fewer: `own_threads`.
+    The peers use `threads` threads; the bundle uses `bundle_threads`, which are fewer where that was faster.
     """
 
     runner: Runner
     point: int
-    source: Source
+    original: Original
     onnx: Artifact
     bundle: Artifact
     samples: Artifact
     threads: int
-    own_threads: int
+    bundle_threads: int
     warmup: int
     repeats: int
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether PyTorch is measured."""
+        return self.runner == "pytorch"
+
+
+class BenchmarkJob(Job):
+    """The bundle, its original, and how to measure them; `points` are the sizes of symbolic dimensions."""
+
+    not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
+
+    original: Original
+    onnx: Artifact
+    bundle: Artifact
+    samples: Artifact
+    target: Target
+    section: Benchmark
+    peers: tuple[Literal["onnxruntime", "pytorch"], ...]
+    points: tuple[dict[str, int], ...]
+    threads: int
+    bundle_threads: int
+
+    @property
+    def label(self) -> str:
+        """The target's name."""
+        return self.target.name
+
+    @classmethod
+    def of(
+        cls,
+        spec: Spec,
+        workspace: Workspace,
+        original: Original,
+        exported: ExportResult,
+        packaged: PackageResult,
+        target: Target,
+    ) -> "BenchmarkJob":
+        """The job of one bundle of a release file's model."""
+        section = spec.benchmark
+        threads = section.threads or min(target.threads, host().cores)
+        own_threads = read_manifest(workspace.path(packaged.bundle)).threads
+        inputs = [Input(name=item.name, shape=item.shape, samples=Samples(kind="ones")) for item in exported.inputs]
+        return cls(
+            original=original,
+            onnx=exported.onnx,
+            bundle=packaged.bundle,
+            samples=exported.samples,
+            target=target,
+            section=section,
+            peers=tuple(peer for peer in section.peers if peer != "pytorch" or original.source.framework == "pytorch"),
+            points=tuple(samples.measured_sizes(inputs, spec.dimensions)),
+            threads=threads,
+            bundle_threads=own_threads if own_threads < target.threads else threads,
+        )
 
 
 class Round(StepResult):
@@ -63,7 +120,7 @@ class Latency(Record):
     throughput: float
 
 
-class Measured(Record):
+class Measurement(Record):
     """One runner: latency, seconds for all runs together, load time in seconds, peak memory and size in bytes."""
 
     latency_ms: Latency
@@ -76,12 +133,12 @@ class Measured(Record):
 class Point(Record):
     """The runners measured side by side at one choice of the symbolic dimensions' sizes.
 
-    `ratio` is the bundle's median over the peer's, below one being faster. `noise` is the largest difference between
-    the bundle's round medians, relative to their median.
+    `ratio` is the bundle's median latency over each peer's: below one, the bundle is faster. `noise` is the largest
+    difference between the bundle's round medians, relative to their median.
     """
 
     sizes: dict[str, int]
-    runners: dict[Runner, Measured]
+    runners: dict[Runner, Measurement]
     ratio: dict[Runner, float]
     noise: float
 
@@ -92,7 +149,7 @@ class Point(Record):
 
 
 class BenchmarkResult(StepResult):
-    """What was measured, the typical sizes first; `runs` is the number of timed runs of each runner at each point."""
+    """The points measured, the typical sizes first; `runs` is the number of timed runs of each runner at each point."""
 
     runs: int
     threads: int
@@ -100,15 +157,16 @@ class BenchmarkResult(StepResult):
 
     @property
     def typical(self) -> Point:
-        """The point that a release is judged by."""
+        """The point at the typical sizes, which gates look at."""
         return self.points[0]
 
 
+# The models that a runner's process has loaded, and the seconds that took.
 _loaded: dict[str, tuple[Callable[[Named], object], float]] = {}
 
 
-def work(job: RunnerJob, emit: Emit) -> Round:
-    """Run one round, in the runner's own process, which loads the model with its first round."""
+def round_work(job: RoundJob, emit: Emit) -> Round:
+    """Run one round, in the runner's own process, which loads the model in its first round."""
     if job.runner not in _loaded:
         start = time.perf_counter()
         prepare = {"tvm": _bundle, "onnxruntime": _onnxruntime, "pytorch": _pytorch}[job.runner]
@@ -120,7 +178,7 @@ def work(job: RunnerJob, emit: Emit) -> Round:
 
 
 def timed(run: Callable[[], object], warmup: int, repeats: int, load_seconds: float) -> Round:
-    """One round in this process: `repeats` timed runs after `warmup` untimed ones."""
+    """Call `run` untimed `warmup` times, then timed `repeats` times; return the times as one round."""
     for _ in range(warmup):
         run()
     seconds = []
@@ -132,117 +190,88 @@ def timed(run: Callable[[], object], warmup: int, repeats: int, load_seconds: fl
     return Round(seconds=tuple(seconds), load_seconds=load_seconds, peak_memory=peak)
 
 
-@step
-def benchmark(
-    context: Context,
-    exported: Outcome[ExportResult],
-    packaged: Outcome[PackageResult],
-    target: Target,
-    trained: Outcome[TrainResult] | None = None,
-) -> Outcome[BenchmarkResult]:
+def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
     """Measure the bundle, ONNX Runtime and PyTorch eager in turn, at each size that the release file names."""
-    section: Benchmark = context.spec.benchmark
-    source, identity = find_source(context, trained)
-    peers = [peer for peer in section.peers if peer != "pytorch" or source.framework == "pytorch"]
-    threads = section.threads or min(target.threads, host().cores)
-    own = read_manifest(context.file(packaged.result.bundle)).threads
-    job = RunnerJob(
-        home=context.workspace.folder,
-        runner="tvm",
-        point=0,
-        source=source,
-        onnx=exported.result.onnx,
-        bundle=packaged.result.bundle,
-        samples=exported.result.samples,
-        threads=threads,
-        own_threads=own if own < target.threads else threads,
-        warmup=section.warmup,
-        repeats=section.repeats,
-    )
-    points = samples.measured_sizes(
-        [Input(name=item.name, shape=item.shape, samples=Samples(kind="ones")) for item in exported.result.inputs],
-        context.spec.dimensions,
-    )
-    reads: dict[str, Any] = {
-        **job.model_dump(mode="json", exclude={"home", "source", "runner", "point"}),
-        "source": identity,
-        "points": points,
-        "rounds": section.rounds,
-        "peers": peers,
-    }
-    return run_step(
-        context.workspace,
-        "benchmark",
-        reads,
-        BenchmarkResult,
-        lambda: _measure(context, job, [*peers], points, target),
-        target=target.name,
-    )
-
-
-def _measure(
-    context: Context, job: RunnerJob, peers: list[Runner], points: list[dict[str, int]], target: Target
-) -> BenchmarkResult:
-    rounds = context.spec.benchmark.rounds
-    runners: list[Runner] = ["tvm", *peers]
-    # Rounds outermost and runners innermost: what is compared is measured as close in time as can be.
-    plan = [(point, runner) for _ in range(rounds) for point in range(len(points)) for runner in runners]
+    rounds = job.section.rounds
+    runners: list[Runner] = ["tvm", *job.peers]
+    # Rounds outermost and runners innermost: the runners of a round take turns as close in time as possible.
+    plan = [(point, name) for _ in range(rounds) for point in range(len(job.points)) for name in runners]
     results: dict[tuple[int, Runner], list[Round]] = {}
+    jobs = {name: _round_job(job, runner, name) for name in runners}
     children: dict[Runner, Child] = {}
     try:
-        for runner in runners:
-            children[runner] = Child(
-                "tasks.benchmark:work",
-                log=context.log(f"benchmark-{runner}", target.name),
-                paths=(context.spec.folder,),
-                torch=runner == "pytorch",
+        for name in runners:
+            children[name] = Child(
+                path_of(round_work), log=runner.log(name), paths=(runner.folder,), torch=jobs[name].needs_torch
             )
-        for done, (point, runner) in enumerate(plan):
-            reporter().progressed("benchmark", target.name, done, len(plan), runner)
-            told = job.model_copy(update={"runner": runner, "point": point})
-            measured = children[runner].call(told, Round, timeout=context.timeout)
-            results.setdefault((point, runner), []).append(measured)
+        for done, (point, name) in enumerate(plan):
+            runner.emit(done, len(plan), name)
+            round_job = jobs[name].model_copy(update={"point": point})
+            result = children[name].call(round_job, Round, timeout=runner.timeout)
+            results.setdefault((point, name), []).append(result)
     finally:
         for child in children.values():
             child.close()
     size = {"tvm": job.bundle.size, "onnxruntime": job.onnx.size, "pytorch": job.onnx.size}
     return BenchmarkResult(
-        runs=rounds * job.repeats,
+        runs=rounds * job.section.repeats,
         threads=job.threads,
         points=tuple(
-            _point(chosen, {runner: results[index, runner] for runner in runners}, size)
-            for index, chosen in enumerate(points)
+            _point(sizes, {name: results[index, name] for name in runners}, size)
+            for index, sizes in enumerate(job.points)
         ),
     )
 
 
-def _point(chosen: dict[str, int], rounds: dict[Runner, list[Round]], size: Mapping[str, int]) -> Point:
-    measured = {runner: _summary(items, size[runner]) for runner, items in rounds.items()}
-    ours = measured["tvm"].latency_ms.p50
+benchmark = Step("benchmark", BenchmarkResult, work)
+
+
+def _round_job(job: BenchmarkJob, runner: StepRunner, name: Runner) -> RoundJob:
+    round_job = RoundJob(
+        runner=name,
+        point=0,
+        original=job.original,
+        onnx=job.onnx,
+        bundle=job.bundle,
+        samples=job.samples,
+        threads=job.threads,
+        bundle_threads=job.bundle_threads,
+        warmup=job.section.warmup,
+        repeats=job.section.repeats,
+    )
+    return runner.place(round_job)
+
+
+def _point(sizes: dict[str, int], rounds: dict[Runner, list[Round]], size: Mapping[str, int]) -> Point:
+    measurements = {runner: _summary(items, size[runner]) for runner, items in rounds.items()}
+    p50 = measurements["tvm"].latency_ms.p50
     medians = [float(np.median(item.seconds)) for item in rounds["tvm"]]
     return Point(
-        sizes=chosen,
-        runners=measured,
-        ratio={runner: ours / item.latency_ms.p50 for runner, item in measured.items() if runner != "tvm"},
+        sizes=sizes,
+        runners=measurements,
+        ratio={runner: p50 / item.latency_ms.p50 for runner, item in measurements.items() if runner != "tvm"},
         noise=(max(medians) - min(medians)) / float(np.median(medians)),
     )
 
 
-def gate_failures(context: Context, result: BenchmarkResult, bundle: Artifact, target: Target) -> list[str]:
-    """What the release file's gates say against the measurements; empty when all are kept."""
-    gates = context.spec.gates
-    measured: Mapping[str, tuple[float | None, float | None, str]] = {
-        "max_latency_ms": (result.typical.runners["tvm"].latency_ms.p50, gates.max_latency_ms, "p50 latency in ms"),
+def gate_failures(gates: Gates, result: BenchmarkResult, bundle: Artifact, target: Target) -> list[str]:
+    """Which of a release file's gates the measurements do not keep, a sentence each; empty when all are kept.
+
+    Raises VerdictError for a gate on a peer that was not measured.
+    """
+    typical = result.typical
+    figures: Mapping[str, tuple[float | None, float | None, str]] = {
+        "max_latency_ms": (typical.runners["tvm"].latency_ms.p50, gates.max_latency_ms, "p50 latency in ms"),
         "max_ratio_onnxruntime": (
-            result.typical.ratio.get("onnxruntime"),
+            typical.ratio.get("onnxruntime"),
             gates.max_ratio_onnxruntime,
             "latency over ONNX Runtime's",
         ),
-        "max_ratio_pytorch": (result.typical.ratio.get("pytorch"), gates.max_ratio_pytorch, "latency over PyTorch's"),
+        "max_ratio_pytorch": (typical.ratio.get("pytorch"), gates.max_ratio_pytorch, "latency over PyTorch's"),
         "max_bundle_mb": (bundle.size / 1e6, gates.max_bundle_mb, "bundle size in MB"),
     }
     failures = []
-    for gate, (value, bound, what) in measured.items():
+    for gate, (value, bound, what) in figures.items():
         if bound is None:
             continue
         if value is None:
@@ -252,23 +281,23 @@ def gate_failures(context: Context, result: BenchmarkResult, bundle: Artifact, t
     return failures
 
 
-def _bundle(job: RunnerJob) -> Callable[[Named], object]:
+def _bundle(job: RoundJob) -> Callable[[Named], object]:
     from tvmflow import runtime
 
-    model = runtime.load(job.workspace.path(job.bundle), threads=job.own_threads)
+    model = runtime.load(job.workspace.path(job.bundle), threads=job.bundle_threads)
     return lambda inputs: model(**inputs)
 
 
-def _onnxruntime(job: RunnerJob) -> Callable[[Named], object]:
+def _onnxruntime(job: RoundJob) -> Callable[[Named], object]:
     session = open_session(job.workspace.path(job.onnx), job.threads)
     return lambda inputs: run_session(session, inputs)
 
 
-def _pytorch(job: RunnerJob) -> Callable[[Named], object]:
+def _pytorch(job: RoundJob) -> Callable[[Named], object]:
     import torch
 
     torch.set_num_threads(job.threads)
-    module = load_module(job.source)
+    module = load_module(job.original.source)
 
     def run(inputs: Named) -> object:
         with torch.inference_mode():
@@ -277,10 +306,10 @@ def _pytorch(job: RunnerJob) -> Callable[[Named], object]:
     return run
 
 
-def _summary(rounds: list[Round], size: int) -> Measured:
+def _summary(rounds: list[Round], size: int) -> Measurement:
     seconds = np.array([value for item in rounds for value in item.seconds])
     p50, p90, p99 = (float(value) * 1e3 for value in np.percentile(seconds, (50, 90, 99)))
-    return Measured(
+    return Measurement(
         latency_ms=Latency(
             mean=float(seconds.mean()) * 1e3,
             std=float(seconds.std()) * 1e3,

@@ -4,17 +4,18 @@ import json
 from dataclasses import asdict
 from typing import Literal
 
+from tasks.options import as_options, variants
 from tasks.relax_import import ImportResult, load_imported
-from tasks.step import Context, Job, as_options, step, variants
+from tasks.step import ChildStep, Job
 from tasks.tune import TuneResult
 from tvmflow.process import Emit
-from tvmflow.spec import Build
+from tvmflow.spec import Build, Spec
 from tvmflow.target import Target
-from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step
+from tvmflow.workspace import Artifact, Record, StepResult
 
 
 class Inspect(Record):
-    """What to keep of the build for a person to read, as `tvmflow.compiler.Inspection` has it."""
+    """What of a build a person wants to read; the fields are those of `tvmflow.compiler.Inspection`."""
 
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
@@ -22,7 +23,7 @@ class Inspect(Record):
 
 
 class BuildJob(Job):
-    """The imported model, the records to apply, the target, the options, and what to keep to read."""
+    """The imported model, the tuning records to apply, the target, the compiler's options, and what to inspect."""
 
     imported: ImportResult
     records: Artifact
@@ -31,12 +32,32 @@ class BuildJob(Job):
     variants: tuple[dict[str, int], ...]
     inspect: Inspect = Inspect()
 
+    @property
+    def label(self) -> str:
+        """The target's name."""
+        return self.target.name
+
+    @classmethod
+    def of(
+        cls, spec: Spec, imported: ImportResult, tuned: TuneResult, target: Target, inspect: Inspect | None = None
+    ) -> "BuildJob":
+        """The job of a release file's model for a target."""
+        return cls(
+            imported=imported,
+            records=tuned.records,
+            target=target,
+            build=spec.build,
+            variants=variants(spec, imported.inputs),
+            inspect=inspect or Inspect(),
+        )
+
 
 class Algorithm(Record):
-    """The functions that use an algorithm of fewer multiplications, and the largest of their error bounds.
+    """How many functions use an algorithm with fewer multiplications, and the largest of their error bounds.
 
-    The bound of `winograd` is relative to the largest output that a convolution's weights could make of inputs as large
-    as the largest one, that of `strassen` to the largest output of operands as large as the largest in each.
+    A bound is relative. For `winograd` it is relative to the largest output that the convolution's weights can give
+    when all inputs are as large as the largest one; for `strassen` to the largest output when all elements of each
+    operand are as large as its largest one.
     """
 
     functions: int
@@ -46,9 +67,9 @@ class Algorithm(Record):
 class BuildResult(StepResult):
     """The library, the lowered IR, the weights when they are kept apart, and seconds per compiler pass.
 
-    `schedules` counts the functions by the rule that scheduled them; `variants` are the sizes of the symbolic
-    dimensions that the library has functions of their own for, by function; `inspected` holds what was asked to be
-    kept: `passes`, a list of when, name and text, and `code` by its form.
+    `schedules` counts the functions by the rule that scheduled them. `variants` maps the functions for fixed sizes of
+    the symbolic dimensions to these sizes. `inspected` is a JSON file with what the job's `inspect` names: `passes`, a
+    list of when, name and text, and `code` by its form.
     """
 
     library: Artifact
@@ -64,7 +85,7 @@ class BuildResult(StepResult):
 
 
 def work(job: BuildJob, emit: Emit) -> BuildResult:
-    """Build, in a process of its own."""
+    """Build the model for a target. Raises TargetError when that is impossible here, BuildError when it fails."""
     from tvm_ffi import get_global_func
 
     from tvmflow import compiler
@@ -102,36 +123,11 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
             schedules={rule: rules.count(rule) for rule in sorted(set(rules))},
             variants=built.variants,
             algorithms={
-                name: Algorithm(functions=used.functions, bound=used.bound) for name, used in built.algorithms.items()
+                name: Algorithm(functions=use.functions, bound=use.bound) for name, use in built.algorithms.items()
             },
             llvm=str(get_global_func("target.llvm_version_major")()),
             inspected=workspace.keep(folder / "inspected.json"),
         )
 
 
-@step
-def build(
-    context: Context,
-    imported: Outcome[ImportResult],
-    tuned: Outcome[TuneResult],
-    target: Target,
-    inspect: Inspect | None = None,
-) -> Outcome[BuildResult]:
-    """Build the model for a target. Raises TargetError when that is not possible here, BuildError when it fails."""
-    job = BuildJob(
-        home=context.workspace.folder,
-        imported=imported.result,
-        records=tuned.result.records,
-        target=target,
-        build=context.spec.build,
-        variants=variants(context.spec, imported.result.inputs),
-        inspect=inspect or Inspect(),
-    )
-    return run_step(
-        context.workspace,
-        "build",
-        job.model_dump(mode="json", exclude={"home"}),
-        BuildResult,
-        lambda: context.call("tasks.build:work", job, BuildResult, target=target.name),
-        target=target.name,
-    )
+build = ChildStep("build", BuildResult, work)

@@ -1,300 +1,212 @@
-"""Choose: the build with what tuning found is measured beside the one without it, and the better one is shipped.
+"""Choose: whether the tuned build of a target is shipped or the untuned one, and on how many threads it runs.
 
-So are choices that only the whole model can tell: how much of what was found to use, and on how many threads to run.
+Both are decided by measuring whole bundles in turn: only the whole model tells what tuning has gained.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from tasks.build import BuildResult, Inspect, build
+from pydantic import AliasChoices, Field
+
+from tasks.build import BuildResult
+from tasks.comparison import DECIDING_PAIRS, LatencyComparison, compare_latency
 from tasks.export import ExportResult
-from tasks.package import PackageResult, package
-from tasks.relax_import import ImportResult
-from tasks.sidebyside import DECIDING_PAIRS, Beside, side_by_side
-from tasks.step import Context, slug, step, variants
-from tasks.tune import NOTHING_TUNED, TuneResult, part_of, with_threads
-from tasks.validate import ReferenceResult, Verdict, unable, validate
-from tvmflow import process, samples
-from tvmflow.progress import reporter
+from tasks.options import variants
+from tasks.package import PackageResult
+from tasks.step import Job, Step, StepRunner
+from tasks.tune import NOTHING_TUNED, TuneResult
+from tasks.validate import Verdict, why_not_here
+from tvmflow import samples
 from tvmflow.samples import Named
-from tvmflow.target import Target, host
-from tvmflow.tuning.best_records import PARTS, Part
-from tvmflow.workspace import Outcome, StepResult, Workspace, run_step
+from tvmflow.spec import Spec
+from tvmflow.target import Target
+from tvmflow.tuning.best_records import Part
+from tvmflow.workspace import Record, StepResult, StepSummary, Workspace
 
-if TYPE_CHECKING:
-    from prefect import Task
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-# What tuning must gain of the whole model's time: below lies what two measurements of one build differ by.
+# What tuning must gain of the whole model's time: two measurements of one build differ by less than that.
 GAIN = 0.99
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One build of a target as it would be shipped, the records it was made with, and what validation says of it."""
+class Candidate(Record):
+    """One build of a target as it would be shipped, the tuning that it was built with, and its verdict.
 
-    known: Outcome[TuneResult]
-    built: Outcome[BuildResult]
-    packaged: Outcome[PackageResult]
-    verdict: Outcome[Verdict]
+    `steps` says of each step whether it ran, by name.
+    """
+
+    tuned: TuneResult
+    built: BuildResult
+    packaged: PackageResult
+    verdict: Verdict
+    steps: dict[str, StepSummary]
 
 
 class Choice(StepResult):
-    """Whether the tuned or the untuned build is shipped, and why, in a sentence.
+    """Which of the tuned and the untuned build is shipped; `message` says why in one sentence.
 
-    `ratio` is the tuned build's latency over the untuned one's, in the median of pairs of neighbouring rounds, `spread`
-    how far the pairs are apart relative to it; None where the two were not compared. `part` is what the tuned build was
-    made with, `threads` the number that the bundle runs with where fewer than the target's were faster.
+    `ratio` is the tuned build's latency over the untuned one's, the median over pairs of rounds, and `spread` the
+    largest difference between pairs relative to it; None where the two were not measured. `part` is the part of the
+    tuning that the tuned build was made with. `threads` is the number of threads that the bundle runs on where fewer
+    than the target's were faster.
     """
 
     shipped: Literal["tuned", "untuned"]
-    told: str
+    message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
     ratio: float | None = None
     spread: float | None = None
     part: Part | Literal["all"] = "all"
     threads: int | None = None
 
 
-class Fewer(StepResult):
-    """Whether a bundle is faster on fewer threads, told in one sentence."""
+class FewerThreads(StepResult):
+    """Whether a bundle is faster on fewer threads; `message` says it in one sentence."""
 
-    faster: bool
-    told: str
+    is_faster: bool
+    message: str
 
 
-def untuned(workspace: Workspace) -> Outcome[TuneResult]:
-    """What tuning comes to where nothing is known: no records."""
+def untuned(workspace: Workspace) -> TuneResult:
+    """The result of a tuning that has no records."""
     with workspace.scratch() as folder:
         path = folder / "records.jsonl"
         path.touch()
         records = workspace.keep(path)
-    return Outcome(TuneResult(records=records, workloads=(), trials=0, coverage=NOTHING_TUNED), "cached", 0.0)
+    return TuneResult(records=records, workloads=(), trials=0, coverage=NOTHING_TUNED)
 
 
-def to_build(workspace: Workspace, tuned: Outcome[TuneResult]) -> tuple[Outcome[TuneResult], ...]:
-    """What to build with: what tuning found, then nothing; only the latter where nothing was found."""
-    nothing = untuned(workspace)
-    return (nothing,) if tuned.result.records.sha256 == nothing.result.records.sha256 else (tuned, nothing)
+class ComparisonJob(Job):
+    """Two candidates of a target to measure in turn.
 
+    `sizes` are those of symbolic dimensions that the release file says to tune at; `sections` are the sections of the
+    release file that the code depends on; `refusal` says why this machine cannot run the bundles, None when it can.
+    """
 
-Built = tuple[Outcome[TuneResult], Outcome[BuildResult]]
-
-
-def distinct(builds: Iterable[Built]) -> tuple[Built, ...]:
-    """The builds of `to_build`, or the untuned one alone where tuning has changed nothing: it needs no records."""
-    *tuned, plain = builds
-    code = plain[1].result.library, plain[1].result.params
-    return (*(item for item in tuned if (item[1].result.library, item[1].result.params) != code), plain)
-
-
-@dataclass(frozen=True)
-class Making:
-    """One target of a release that is made here: built with what is known, and of the builds the best is shipped."""
-
-    context: Context
-    exported: Outcome[ExportResult]
-    imported: Outcome[ImportResult]
+    candidate: Candidate
+    baseline: Candidate
+    exported: ExportResult
     target: Target
-    held_out: Outcome[ReferenceResult] | None = None
-    inspect: Inspect | None = None
+    sizes: tuple[dict[str, int], ...]
+    sections: dict[str, Any]
+    refusal: str | None
 
-    def candidates(self, known: Sequence[Outcome[TuneResult]]) -> tuple[Candidate, ...]:
-        """The builds with each of what `to_build` says, as far as they differ."""
-        return tuple(self._candidate(*built) for built in distinct([self._built(item) for item in known]))
+    @property
+    def label(self) -> str:
+        """The target's name."""
+        return self.target.name
 
-    def best(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Outcome[Choice] | None]:
-        """What is shipped of them, measured on this machine; a single one where nothing is tuned needs no choice.
+    def cache_key(self) -> Mapping[str, Any]:
+        """What a measurement depends on. The lowered IR holds no weights: a retrained model is as fast as before."""
+        sides = (self.candidate, self.baseline)
+        return {
+            "code": [[side.tuned.records.sha256, side.built.ir.sha256] for side in sides],
+            "sections": self.sections,
+            "target": [self.target.canonical, self.target.threads],
+            "refused": [side.verdict.reasons for side in sides],
+            "refusal": self.refusal,
+        }
 
-        Where the tuned build is not the better one, parts of what was found may still be. Fewer threads are tried last
-        and halved as long as that is faster, where the release has a budget for tuning.
-        """
-        shipped, choice = candidates[-1], None
-        if len(candidates) > 1:
-            tuned, plain = candidates
-            choice = self._chosen(tuned, plain, "all")
-            shipped = tuned if choice.result.shipped == "tuned" else plain
-            if shipped is plain and choice.result.ratio is not None:
-                shipped, choice = self._part(tuned, plain) or (shipped, choice)
-        if self.context.spec.tune.has_budget:
-            shipped, choice = self._fewer_threads(shipped, choice)
-        return shipped, choice
-
-    def _part(self, tuned: Candidate, plain: Candidate) -> tuple[Candidate, Outcome[Choice]] | None:
-        """The build with a part of what was found, if it is better than the one without."""
-        for part in PARTS:
-            known = part_of(self.context.workspace, tuned.known, part)
-            if known.result.records in (plain.known.result.records, tuned.known.result.records):
-                continue
-            built, *others = distinct([self._built(known), (plain.known, plain.built)])
-            if others:
-                candidate = self._candidate(*built)
-                choice = self._chosen(candidate, plain, part)
-                if choice.result.shipped == "tuned":
-                    return candidate, choice
-        return None
-
-    def _fewer_threads(
-        self, shipped: Candidate, choice: Outcome[Choice] | None
-    ) -> tuple[Candidate, Outcome[Choice] | None]:
-        able = unable(self.target, self.context.spec.build.precision) is None and shipped.verdict.result.passed
-        threads = min(self.target.threads, host().cores) if able else 1
-        while threads > 1:
-            threads //= 2
-            known = with_threads(self.context.workspace, shipped.known, threads)
-            packaged = self._packaged(known, shipped.built)
-            fewer = _called(fewer_threads)(self.context, self.exported, known, packaged, shipped, threads, self.target)
-            if not fewer.result.faster:
-                break
-            candidate = self._candidate(known, shipped.built)
-            if not candidate.verdict.result.passed:
-                break
-            before = choice or Outcome(Choice(shipped="untuned", told=""), fewer.status, 0.0)
-            told = "; ".join(filter(None, (before.result.told, fewer.result.told)))
-            result = before.result.model_copy(update={"threads": threads, "told": told})
-            shipped, choice = candidate, replace(before, result=result, seconds=before.seconds + fewer.seconds)
-        return shipped, choice
-
-    def _built(self, known: Outcome[TuneResult]) -> Built:
-        return known, _called(build)(self.context, self.imported, known, self.target, self.inspect)
-
-    def _packaged(self, known: Outcome[TuneResult], built: Outcome[BuildResult]) -> Outcome[PackageResult]:
-        return _called(package)(self.context, self.exported, self.imported, known, built, self.target)
-
-    def _candidate(self, known: Outcome[TuneResult], built: Outcome[BuildResult]) -> Candidate:
-        packaged = self._packaged(known, built)
-        verdict = _called(validate)(self.context, self.exported, packaged, self.target, self.held_out)
-        return Candidate(known, built, packaged, verdict)
-
-    def _chosen(self, tuned: Candidate, plain: Candidate, part: Part | Literal["all"]) -> Outcome[Choice]:
-        return _called(choose)(self.context, self.exported, tuned, plain, self.target, part)
-
-
-def _called(task: "Task[P, R]") -> "Task[P, R]":
-    """A step to call: within a flow one of its task runs, else its function alone."""
-    if process.in_child():
-        return task
-    from prefect.context import FlowRunContext
-
-    return task if FlowRunContext.get() is not None else cast("Task[P, R]", task.fn)
-
-
-@step
-def choose(
-    context: Context,
-    exported: Outcome[ExportResult],
-    tuned: Candidate,
-    untuned: Candidate,
-    target: Target,
-    part: Part | Literal["all"] = "all",
-) -> Outcome[Choice]:
-    """Measure the tuned build beside the untuned one, in turn; found done for the same code, whatever its weights.
-
-    They run on a sample of the sizes that the release file says to tune at, or else on the golden one.
-
-    The tuned one is shipped when its latency is below 0.99 of the other's in the median of 25 pairs of rounds, and
-    lower in 20 of them at least. Where this machine cannot run them it is shipped as well: each of its records was
-    measured to be faster. One that validation refuses is not shipped if the other passes. `part` is what the tuned one
-    was made with. Raises BundleError for a bundle that does not run here.
-    """
-    reason = unable(target, context.spec.build.precision)
-    refused = [item.verdict.result.reasons for item in (tuned, untuned)]
-
-    def work() -> Choice:
-        if refused[0] and not refused[1]:
-            told = f"the untuned build is shipped: the tuned one is refused ({refused[0][0]})"
-            return Choice(shipped="untuned", told=told, part=part)
-        if refused[1] and not refused[0]:
-            told = f"the tuned build is shipped: the untuned one is refused ({refused[1][0]})"
-            return Choice(shipped="tuned", told=told, part=part)
-        if reason is not None:
-            told = f"the tuned build is shipped, not compared with the untuned: {reason}"
-            return Choice(shipped="tuned", told=told, part=part)
-        beside = _beside(context, exported, "choose", tuned.packaged, untuned.packaged, target)
-        better = beside.is_faster(GAIN)
-        whose = "the tuned one's" if part == "all" else f"with the tuned {part} alone the"
-        return Choice(
-            shipped="tuned" if better else "untuned",
-            told=f"the {'tuned' if better else 'untuned'} build is shipped: " + beside.told(whose, "the untuned one's"),
-            ratio=beside.ratio,
-            spread=beside.spread,
-            part=part,
+    def compare(self, runner: StepRunner) -> LatencyComparison:
+        """Measure the two bundles in turn, at the sizes that are tuned, else on the golden sample."""
+        workspace = runner.workspace
+        return compare_latency(
+            workspace,
+            runner.log(),
+            workspace.path(self.candidate.packaged.bundle),
+            workspace.path(self.baseline.packaged.bundle),
+            timeout=runner.timeout,
+            progress=lambda done, total: runner.emit(done, total, "in turn"),
+            pairs=DECIDING_PAIRS,
+            gain=GAIN,
+            inputs=tuned_sample(workspace, self.exported, self.sizes),
         )
 
-    code = _reads(context, (tuned.known, tuned.built), (untuned.known, untuned.built), target)
-    reads = {**code, "part": part, "refused": refused, "unable": reason}
-    return run_step(context.workspace, "choose", reads, Choice, work, target=target.name)
+
+class ChooseJob(ComparisonJob):
+    """The tuned build as candidate and the untuned one as baseline; `part` is what the tuned one was made with."""
+
+    part: Part | Literal["all"] = "all"
+
+    def cache_key(self) -> Mapping[str, Any]:
+        """As of the comparison, and the part."""
+        return {**super().cache_key(), "part": self.part}
 
 
-@step
-def fewer_threads(
-    context: Context,
-    exported: Outcome[ExportResult],
-    known: Outcome[TuneResult],
-    packaged: Outcome[PackageResult],
-    usual: Candidate,
-    threads: int,
-    target: Target,
-) -> Outcome[Fewer]:
-    """Measure a build, packaged to run on fewer threads, beside the same on more, in turn, by the rule of `choose`.
+class ThreadsJob(ComparisonJob):
+    """A build packaged to run on `threads` threads as candidate, and the same on more as baseline."""
 
-    Raises BundleError for a bundle that does not run here.
+    threads: int
+
+
+def comparison_fields(
+    spec: Spec, exported: ExportResult, candidate: Candidate, baseline: Candidate, target: Target
+) -> dict[str, Any]:
+    """The fields of a ComparisonJob for two candidates of a release file's model."""
+    return {
+        "candidate": candidate,
+        "baseline": baseline,
+        "exported": exported,
+        "target": target,
+        "sizes": variants(spec, exported.inputs),
+        "sections": spec.model_dump(mode="json", include={"build", "inputs", "dimensions"}),
+        "refusal": why_not_here(target, spec.build.precision),
+    }
+
+
+def choose_work(job: ChooseJob, runner: StepRunner) -> Choice:
+    """Choose the build that is shipped; cached for the same code, whatever its weights.
+
+    The tuned build is shipped when its latency is below 0.99 of the untuned one's in the median of 25 pairs of rounds,
+    and lower in at least 20 of them. It is shipped as well where this machine cannot run the two, since each of its
+    records was measured to be faster. A build that validation refuses is not shipped if the other passes. Raises
+    BundleError for a bundle that does not run here.
     """
-
-    def work() -> Fewer:
-        beside = _beside(context, exported, "threads", packaged, usual.packaged, target)
-        return Fewer(
-            faster=beside.is_faster(GAIN),
-            told=f"it runs on {threads} thread{'s' if threads > 1 else ''}: {beside.told('there its', 'that on more')}",
-        )
-
-    reads = _reads(context, (known, usual.built), (usual.known, usual.built), target)
-    return run_step(context.workspace, "threads", reads, Fewer, work, target=target.name)
-
-
-def tuned_sample(context: Context, exported: Outcome[ExportResult]) -> Named | None:
-    """The first sample's inputs of the sizes that the release file says to tune at; None where there is none."""
-    for sizes in variants(context.spec, exported.result.inputs):
-        for inputs, _ in samples.load(context.file(exported.result.samples)):
-            shapes = [(item.shape, inputs[item.name].shape) for item in exported.result.inputs]
-            if all(
-                sizes.get(str(dim), size) == size
-                for known, found in shapes
-                for dim, size in zip(known, found, strict=True)
-            ):
-                return inputs
-    return None
-
-
-def _beside(
-    context: Context,
-    exported: Outcome[ExportResult],
-    what: str,
-    candidate: Outcome[PackageResult],
-    held: Outcome[PackageResult],
-    target: Target,
-) -> Beside:
-    return side_by_side(
-        context.workspace,
-        f"{context.spec.name}-{what}-{slug(target.name)}",
-        context.file(candidate.result.bundle),
-        context.file(held.result.bundle),
-        timeout=context.timeout,
-        progress=lambda done, total: reporter().progressed(what, target.name, done, total, "in turn"),
-        pairs=DECIDING_PAIRS,
-        gain=GAIN,
-        inputs=tuned_sample(context, exported),
+    tuned, plain = job.candidate.verdict.reasons, job.baseline.verdict.reasons
+    if tuned and not plain:
+        message = f"the untuned build is shipped: the tuned one is refused ({tuned[0]})"
+        return Choice(shipped="untuned", message=message, part=job.part)
+    if plain and not tuned:
+        message = f"the tuned build is shipped: the untuned one is refused ({plain[0]})"
+        return Choice(shipped="tuned", message=message, part=job.part)
+    if job.refusal is not None:
+        message = f"the tuned build is shipped, not compared with the untuned: {job.refusal}"
+        return Choice(shipped="tuned", message=message, part=job.part)
+    comparison = job.compare(runner)
+    shipped: Literal["tuned", "untuned"] = "tuned" if comparison.is_faster(GAIN) else "untuned"
+    whose = "the tuned one's" if job.part == "all" else f"with the tuned {job.part} alone the"
+    return Choice(
+        shipped=shipped,
+        message=f"the {shipped} build is shipped: " + comparison.describe(whose, "the untuned one's"),
+        ratio=comparison.ratio,
+        spread=comparison.spread,
+        part=job.part,
     )
 
 
-def _reads(context: Context, candidate: Built, held: Built, target: Target) -> dict[str, Any]:
-    """What a measurement depends on. The lowered IR holds no weights: a retrained model is as fast as it was."""
-    code = [[known.result.records.sha256, built.result.ir.sha256] for known, built in (candidate, held)]
-    return {
-        "code": code,
-        "build": context.spec.build,
-        "sizes": [context.spec.inputs, context.spec.dimensions],
-        "target": [target.canonical, target.threads],
-    }
+def threads_work(job: ThreadsJob, runner: StepRunner) -> FewerThreads:
+    """Measure a build on fewer threads beside the same on more, by the rule of `choose`.
+
+    Raises BundleError for a bundle that does not run here.
+    """
+    comparison = job.compare(runner)
+    noun = "thread" if job.threads == 1 else "threads"
+    return FewerThreads(
+        is_faster=comparison.is_faster(GAIN),
+        message=f"it runs on {job.threads} {noun}: {comparison.describe('there its', 'that on more')}",
+    )
+
+
+choose = Step("choose", Choice, choose_work)
+fewer_threads = Step("threads", FewerThreads, threads_work)
+
+
+def tuned_sample(workspace: Workspace, exported: ExportResult, sizes: tuple[dict[str, int], ...]) -> Named | None:
+    """The inputs of the first sample with one of these sizes of symbolic dimensions; None where there is none."""
+    for size in sizes:
+        for inputs, _ in samples.load(workspace.path(exported.samples)):
+            shapes = [(item.shape, inputs[item.name].shape) for item in exported.inputs]
+            if all(
+                size.get(str(dim), length) == length
+                for declared, actual in shapes
+                for dim, length in zip(declared, actual, strict=True)
+            ):
+                return inputs
+    return None

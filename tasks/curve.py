@@ -6,13 +6,12 @@ from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 
-from tasks.step import Context
 from tasks.tune import TuneResult
 from tvmflow.errors import RegistryError
 from tvmflow.registry import Registry
-from tvmflow.spec import Tune
+from tvmflow.spec import Spec, Tune
 from tvmflow.target import Target
-from tvmflow.workspace import Outcome
+from tvmflow.workspace import Outcome, Workspace
 
 METRIC = "tuning_latency_ms"
 PICTURE = "tuning.svg"
@@ -35,26 +34,30 @@ class Curve:
     says why the curve is not there.
     """
 
-    def __init__(self, context: Context, target: Target, budget: Tune, path: Path) -> None:
+    def __init__(
+        self, spec: Spec, workspace: Workspace, registry: Registry, target: Target, budget: Tune, path: Path
+    ) -> None:
         """Open the run and follow the file."""
         self.path = path
         self.error: RegistryError | None = None
-        self._context = context
+        self._spec = spec
+        self._workspace = workspace
+        self._registry = registry
         self._target = target
         self._run_id = ""
         self._read = 0
         self._steps: set[int] = set()
         self._ended = threading.Event()
-        name = context.spec.name
+        name = spec.name
         params = {key: value for key, value in budget.model_dump().items() if value is not None}
         tags = {
-            **context.spec.registry.tags,
+            **spec.registry.tags,
             "tvmflow.kind": "tune",
             "tvmflow.name": name,
             "tvmflow.target": target.name,
         }
         try:
-            self._run_id = context.registry.start_run(
+            self._run_id = registry.start_run(
                 f"tune {name} for {target.name}", {"target": target.canonical, **params}, tags
             )
         except RegistryError as error:
@@ -65,7 +68,7 @@ class Curve:
     def finish(self, tuned: Outcome[TuneResult]) -> None:
         """Log the result of the step, and close the run."""
         self._stop()
-        registry, run_id, result = self._context.registry, self._run_id, tuned.result
+        registry, run_id, result = self._registry, self._run_id, tuned.result
         if self.error is not None:
             return
         try:
@@ -74,8 +77,8 @@ class Curve:
             registry.log_metrics(run_id, {**latencies(result), **metrics})
             if result.curve:
                 self._log([(step, value) for step, value in result.curve if step not in self._steps])
-                with self._context.workspace.scratch() as folder:
-                    title = f"{self._context.spec.name}, {self._target.name}"
+                with self._workspace.scratch() as folder:
+                    title = f"{self._spec.name}, {self._target.name}"
                     (folder / PICTURE).write_text(picture(result.curve, title))
                     registry.log_artifacts(run_id, {PICTURE: folder / PICTURE})
             registry.finish_run(run_id, "FINISHED")
@@ -87,7 +90,7 @@ class Curve:
         self._stop()
         if self.error is None:
             try:
-                self._context.registry.finish_run(self._run_id, "KILLED" if interrupted else "FAILED")
+                self._registry.finish_run(self._run_id, "KILLED" if interrupted else "FAILED")
             except RegistryError as error:
                 self.error = error
 
@@ -114,15 +117,15 @@ class Curve:
 
     def _log(self, points: Sequence[tuple[int, float]]) -> None:
         for start in range(0, len(points), _POINTS):
-            self._context.registry.log_curve(self._run_id, METRIC, points[start : start + _POINTS])
+            self._registry.log_curve(self._run_id, METRIC, points[start : start + _POINTS])
         self._steps.update(step for step, _ in points)
 
 
 @contextmanager
-def followed(context: Context, target: Target, budget: Tune) -> Iterator[Curve]:
+def followed(spec: Spec, workspace: Workspace, registry: Registry, target: Target, budget: Tune) -> Iterator[Curve]:
     """Follow the curve while the body tunes; the body calls `finish`, and an exception from it gives the run up."""
-    with context.workspace.scratch() as folder:
-        curve = Curve(context, target, budget, folder / "curve")
+    with workspace.scratch() as folder:
+        curve = Curve(spec, workspace, registry, target, budget, folder / "curve")
         try:
             yield curve
         except BaseException as error:

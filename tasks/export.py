@@ -1,17 +1,16 @@
-"""Export: PyTorch to ONNX, checked, and compared with the original in ONNX Runtime on the samples."""
+"""Export: the original as an ONNX file, checked, and compared with the original on the samples."""
 
 import contextlib
 import io
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
-import yaml
 
-from tasks.step import Context, Job, step
-from tasks.train import TrainResult
+from tasks.original import Original
+from tasks.step import ChildStep, Job
 from tvmflow import samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.errors import ExportError, naming_model
@@ -19,9 +18,9 @@ from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
 from tvmflow.process import Emit
 from tvmflow.samples import Named
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
-from tvmflow.spec import Dimension, Dtype, Export, Input
+from tvmflow.spec import Dimension, Dtype, Export, Input, Spec
 from tvmflow.usercode import describe
-from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
+from tvmflow.workspace import Artifact, StepResult
 
 if TYPE_CHECKING:
     import onnx
@@ -32,17 +31,42 @@ _DTYPES = get_args(Dtype)
 
 
 class ExportJob(Job):
-    """The original, its inputs, and how to export it."""
+    """The original, its inputs, and how to export it; `files` are the SHA-256 of sample files by input."""
 
-    folder: Path
-    source: Source
+    not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
+
+    original: Original
     inputs: tuple[Input, ...]
     dimensions: dict[str, Dimension]
     outputs: tuple[str, ...]
     export: Export
     samples: int
     seed: int
-    registered: str | None = None
+    files: dict[str, str]
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether the original is a PyTorch model."""
+        return self.original.source.framework == "pytorch"
+
+    @classmethod
+    def of(cls, spec: Spec, original: Original) -> "ExportJob":
+        """The job of a release file."""
+        files = {
+            item.name: sha256_file(spec.path(item.samples.file))
+            for item in spec.inputs
+            if item.samples.file is not None
+        }
+        return cls(
+            original=original,
+            inputs=spec.inputs,
+            dimensions=spec.dimensions,
+            outputs=spec.outputs,
+            export=spec.export,
+            samples=spec.validation.samples,
+            seed=spec.validation.seed,
+            files=files,
+        )
 
 
 class ExportResult(StepResult):
@@ -50,6 +74,7 @@ class ExportResult(StepResult):
 
     `max_abs_error` is the largest absolute difference between ONNX Runtime and PyTorch on the samples; None when the
     original is the ONNX file itself. `registered` is the version of a registered model that was exported, as MODEL/3.
+    `is_repeatable` is False when two calls of the model's factory gave different weights.
     """
 
     onnx: Artifact
@@ -59,22 +84,29 @@ class ExportResult(StepResult):
     max_abs_error: float | None
     opset: int
     registered: str | None = None
+    is_repeatable: bool = True
 
 
 def work(job: ExportJob, emit: Emit) -> ExportResult:
-    """Export, in a process of its own."""
-    workspace = job.workspace
-    label = job.source.model.label
+    """Export the original to ONNX, or take its ONNX file.
+
+    Raises ExportError when the model cannot be loaded, exported or read, or when ONNX Runtime's outputs on the samples
+    differ from PyTorch's beyond the release file's tolerance.
+    """
+    workspace, source = job.workspace, job.original.source
+    label = source.model.label
     with workspace.scratch() as folder, naming_model(label):
         path = folder / "model.onnx"
-        if job.source.framework == "onnx":
-            model = read_onnx(job.source.path or Path(), label)
+        is_repeatable = True
+        if source.framework == "onnx":
+            model = read_onnx(source.path or Path(), label)
             inputs = _pinned(job.inputs or described_by(model), job.dimensions)
             _fix_shapes(model, inputs)
             module = None
         else:
             emit(0, 3, "loading the model")
-            module = load_module(job.source)
+            module = load_module(source)
+            is_repeatable = _is_repeatable(source, module)
             inputs = _pinned(job.inputs, job.dimensions)
             emit(1, 3, "exporting")
             model = _export(module, inputs, job, path)
@@ -90,92 +122,32 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             outputs=_signature(model.graph.output, pairs[0][1]),
             max_abs_error=error,
             opset=max(item.version for item in model.opset_import if item.domain in ("", "ai.onnx")),
-            registered=job.registered,
+            registered=job.original.registered,
+            is_repeatable=is_repeatable,
             sources=usercode.imported_sources(job.folder),
         )
 
 
-@step
-def export(context: Context, trained: Outcome[TrainResult] | None = None) -> Outcome[ExportResult]:
-    """Export the release's model to ONNX, or take its ONNX file.
+export = ChildStep("export", ExportResult, work)
 
-    Raises ExportError when the model cannot be loaded, exported or read, or when ONNX Runtime's outputs on the samples
-    differ from PyTorch's beyond the release file's tolerance.
-    """
-    spec = context.spec
-    source, identity = find_source(context, trained)
-    job = ExportJob(
-        home=context.workspace.folder,
-        folder=spec.folder,
-        source=source,
-        inputs=spec.inputs,
-        dimensions=spec.dimensions,
-        outputs=spec.outputs,
-        export=spec.export,
-        samples=spec.validation.samples,
-        seed=spec.validation.seed,
-        registered=str(identity["mlflow"]).partition("@")[0] if spec.model.mlflow is not None else None,
+
+def _is_repeatable(source: Source, module: "torch.nn.Module") -> bool:
+    """Whether another call of a factory gives the weights of `module` again; True where weights come from a file."""
+    import torch
+
+    if source.kind != "factory" or source.path is not None:
+        return True
+    try:
+        first, second = module.state_dict(), load_module(source).state_dict()
+    except Exception:  # A factory that can be called once cannot give the same weights twice.
+        return False
+    return first.keys() == second.keys() and all(
+        not isinstance(value, torch.Tensor) or torch.equal(value, second[name]) for name, value in first.items()
     )
-    files = {
-        item.name: sha256_file(spec.path(item.samples.file)) for item in spec.inputs if item.samples.file is not None
-    }
-    reads = {**job.model_dump(mode="json", exclude={"home", "folder", "source"}), "source": identity, "files": files}
-    return run_step(
-        context.workspace,
-        "export",
-        reads,
-        ExportResult,
-        lambda: context.call("tasks.export:work", job, ExportResult, torch=source.framework == "pytorch"),
-        folder=spec.folder,
-    )
-
-
-def find_source(context: Context, trained: Outcome[TrainResult] | None) -> tuple[Source, dict[str, Any]]:
-    """Where the original is on this machine, and what identifies it in a step's key.
-
-    The weights of a factory's model are those just trained, those of the release file, or none.
-    """
-    model, spec = context.spec.model, context.spec
-    said = model.model_dump(mode="json")
-    if model.factory is not None:
-        path, digest = None, None
-        if trained is not None:
-            path, digest = context.file(trained.result.weights), trained.result.weights.sha256
-        elif model.weights is not None:
-            path = spec.path(model.weights)
-            digest = sha256_file(path)
-        return Source(kind="factory", model=model, path=path), {**said, "weights": digest}
-    if model.mlflow is not None:
-        return _registered(context)
-    kind, path = ("pt2", model.pt2) if model.pt2 is not None else ("onnx", model.onnx)
-    path = spec.path(path or Path())
-    identity = {"kind": kind, "sha256": sha256_file(path)}
-    return Source.model_validate({"kind": kind, "model": model, "path": path}), identity
-
-
-def _registered(context: Context) -> tuple[Source, dict[str, Any]]:
-    """A model of the MLflow registry, downloaded into the workspace once per version."""
-    registry = context.registry
-    uri = context.spec.model.mlflow or ""
-    found = registry.resolve_source(uri)
-    folder = context.workspace.folder / "sources" / found.identity
-    if not folder.is_dir():
-        with context.workspace.scratch() as scratch:
-            downloaded = registry.download_source(uri, scratch / "model")
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                downloaded.rename(folder)
-    identity = {"mlflow": found.identity}
-    if "pytorch" in found.flavors:
-        return Source(kind="mlflow-pytorch", model=context.spec.model, path=folder), identity
-    if "onnx" in found.flavors:
-        flavors = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]
-        return Source(kind="onnx", model=context.spec.model, path=folder / flavors["onnx"]["data"]), identity
-    raise ExportError(f"model {uri!r} has the flavors {', '.join(found.flavors)}; pytorch or onnx is needed")
 
 
 def _pinned(inputs: tuple[Input, ...], dimensions: Mapping[str, Dimension]) -> tuple[Input, ...]:
-    """The inputs with the dimensions that have one possible size as that size: nothing about them is symbolic."""
+    """The inputs with each dimension that has one possible size replaced by that size, which is not symbolic then."""
     sizes = {name: dimension.min for name, dimension in dimensions.items() if dimension.min == dimension.max}
     return tuple(
         item.model_copy(update={"shape": tuple(sizes.get(str(dim), dim) for dim in item.shape)}) for item in inputs
@@ -187,60 +159,61 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
     import torch
 
     # torch.export bakes sizes 0 and 1 into the graph, so symbolic dimensions are traced at two or more.
-    traced = {
+    sizes = {
         name: max(2, job.dimensions.get(name, Dimension()).typical_size)
         for name in {dim for item in inputs for dim in item.shape if isinstance(dim, str)}
     }
-    example = samples.make_at_sizes(inputs, traced, job.seed, job.folder)
+    example = samples.make_at_sizes(inputs, sizes, job.seed, job.folder)
     arguments = tuple(torch.from_numpy(array) for array in example.values())
-    symbols = {name: _symbol(name, job.dimensions.get(name, Dimension())) for name in traced}
+    symbols = {name: _symbol(name, job.dimensions.get(name, Dimension())) for name in sizes}
     shapes = tuple({axis: symbols[dim] for axis, dim in enumerate(item.shape) if dim in symbols} for item in inputs)
     options: dict[str, Any] = {
         "opset_version": job.export.opset,
         "optimize": job.export.optimize,
         "input_names": [item.name for item in inputs],
-        # The exporter gives an output the name it is told even when a value inside has it already.
+        # The exporter gives an output its name even when a value inside the graph has that name already.
         "output_names": [f"{_PRIVATE}{index}" for index in range(len(job.outputs))] or None,
         "dynamo": True,
         "external_data": False,
         "verbose": False,
         **job.export.options,
     }
-    if job.source.kind != "pt2":
+    source = job.original.source
+    if source.kind != "pt2":
         options.setdefault("dynamic_shapes", shapes if symbols else None)
-    exported: Any = torch.export.load(str(job.source.path)) if job.source.kind == "pt2" else module
+    exported: Any = torch.export.load(str(source.path)) if source.kind == "pt2" else module
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            torch.onnx.export(exported, arguments if job.source.kind != "pt2" else (), str(path), **options)
+            torch.onnx.export(exported, arguments if source.kind != "pt2" else (), str(path), **options)
         model = onnx.load(path)
         _name_outputs(model, job.outputs)
     except ExportError:
         raise
     except Exception as error:
         raise ExportError(
-            f"model {job.source.model.factory or job.source.path!s} cannot be exported to ONNX ({_root_cause(error)})"
+            f"model {source.model.factory or source.path!s} cannot be exported to ONNX ({_root_cause(error)})"
         ) from error
-    _without_places(model)
+    _remove_traces(model)
     _fix_shapes(model, inputs)
     return model
 
 
 def _name_outputs(model: "onnx.ModelProto", names: tuple[str, ...]) -> None:
-    """Give the graph's outputs the release file's names; a value inside that has one of them gives way."""
+    """Give the graph's outputs the release file's names, and inner values that have one of them another name."""
     if not names:
         return
     current = [output.name for output in model.graph.output]
     if len(current) != len(names):
         raise ExportError(f"the model returns {len(current)} outputs, the release file names {len(names)}")
-    taken = {value for node in model.graph.node for value in node.output} - set(current)
-    renamed = {name: f"{name}_inside" for name in names if name in taken} | dict(zip(current, names, strict=True))
+    inner = {value for node in model.graph.node for value in node.output} - set(current)
+    new_names = {name: f"{name}_inside" for name in names if name in inner} | dict(zip(current, names, strict=True))
     for node in model.graph.node:
         for values in (node.input, node.output):
             for index, value in enumerate(values):
-                values[index] = renamed.get(value, value)
+                values[index] = new_names.get(value, value)
     for value in (*model.graph.output, *model.graph.value_info):
-        value.name = renamed.get(value.name, value.name)
+        value.name = new_names.get(value.name, value.name)
 
 
 def _symbol(name: str, dimension: Dimension) -> Any:
@@ -249,12 +222,12 @@ def _symbol(name: str, dimension: Dimension) -> Any:
     return torch.export.Dim(name, min=dimension.min, max=dimension.max)
 
 
-def _without_places(model: "onnx.ModelProto") -> None:
-    """Take out where on this machine each node's source is: the same model gives the same bytes in every folder."""
+def _remove_traces(model: "onnx.ModelProto") -> None:
+    """Remove the stack trace of each node, which holds paths: the same model gives the same bytes in every folder."""
     for node in (*model.graph.node, *(node for function in model.functions for node in function.node)):
-        kept = [item for item in node.metadata_props if item.key != "pkg.torch.onnx.stack_trace"]
+        properties = [item for item in node.metadata_props if item.key != "pkg.torch.onnx.stack_trace"]
         del node.metadata_props[:]
-        node.metadata_props.extend(kept)
+        node.metadata_props.extend(properties)
 
 
 def _root_cause(error: BaseException) -> str:
@@ -266,7 +239,7 @@ def _root_cause(error: BaseException) -> str:
 def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
     """Read an ONNX file; free dimensions of its inputs that have no name get one, as `x_0` for input `x`.
 
-    Raises ExportError, which calls the file `label`, by default its path, when it is missing or no ONNX file.
+    Raises ExportError, which calls the file `label`, by default its path, when it is missing or not an ONNX file.
     """
     import onnx
 
@@ -297,13 +270,13 @@ def _save(model: "onnx.ModelProto", path: Path) -> None:
 
 
 def described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
-    """The inputs as the ONNX model, as `read_onnx` returns it, describes them.
+    """The inputs that an ONNX model, as `read_onnx` returns it, declares.
 
     Raises ExportError for a dtype that is not supported.
     """
     import onnx
 
-    described = []
+    inputs = []
     for item in graph_inputs(model.graph):
         tensor = item.type.tensor_type
         dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
@@ -312,23 +285,23 @@ def described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
         shape = tuple(dim.dim_value or dim.dim_param for dim in tensor.shape.dim)
         floating = dtype.startswith("float")
         kind: dict[str, Any] = {"kind": "normal"} if floating else {"kind": "integers", "low": 0, "high": 2}
-        described.append(Input.model_validate({"name": item.name, "shape": shape, "dtype": dtype, "samples": kind}))
-    return tuple(described)
+        inputs.append(Input.model_validate({"name": item.name, "shape": shape, "dtype": dtype, "samples": kind}))
+    return tuple(inputs)
 
 
 def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
     """Write the release file's shapes into the graph's inputs, and its dimension names everywhere."""
     import onnx
 
-    found = {item.name: item for item in graph_inputs(model.graph)}
-    if set(found) != {item.name for item in inputs}:
+    declared = {item.name: item for item in graph_inputs(model.graph)}
+    if set(declared) != {item.name for item in inputs}:
         raise ExportError(
-            f"the ONNX model takes the inputs {', '.join(found)}, the release file names "
+            f"the ONNX model takes the inputs {', '.join(declared)}, the release file names "
             f"{', '.join(item.name for item in inputs)}; they must be the same"
         )
-    renamed: dict[str, int | str] = {}
+    new_sizes: dict[str, int | str] = {}
     for item in inputs:
-        tensor = found[item.name].type.tensor_type
+        tensor = declared[item.name].type.tensor_type
         dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
         dims = list(tensor.shape.dim)
         if dtype != item.dtype:
@@ -339,29 +312,29 @@ def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
                     f"dimension {size!r} of input {item.name!r} is {dim.dim_value} in the ONNX model; "
                     f"let the model take any size, or write {dim.dim_value} in the release file"
                 )
-        clash = len(dims) != len(item.shape) or any(
+        differs = len(dims) != len(item.shape) or any(
             dim.dim_value and dim.dim_value != size for dim, size in zip(dims, item.shape, strict=True)
         )
-        if clash:
-            shown = ", ".join(str(dim.dim_value or dim.dim_param or "?") for dim in dims)
+        if differs:
+            shape = ", ".join(str(dim.dim_value or dim.dim_param or "?") for dim in dims)
             raise ExportError(
-                f"input {item.name!r} of the ONNX model has shape [{shown}], the release file says "
+                f"input {item.name!r} of the ONNX model has shape [{shape}], the release file says "
                 f"[{', '.join(map(str, item.shape))}]"
             )
         for dim, size in zip(dims, item.shape, strict=True):
             if dim.dim_param:
-                renamed[dim.dim_param] = size
+                new_sizes[dim.dim_param] = size
             if isinstance(size, int):
                 dim.dim_value = size
             else:
                 dim.dim_param = size
     for value in (*model.graph.output, *model.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
-            now = renamed.get(dim.dim_param) if dim.dim_param else None
-            if isinstance(now, int):
-                dim.dim_value = now
-            elif now is not None:
-                dim.dim_param = now
+            new_size = new_sizes.get(dim.dim_param) if dim.dim_param else None
+            if isinstance(new_size, int):
+                dim.dim_value = new_size
+            elif new_size is not None:
+                dim.dim_param = new_size
 
 
 def _compare(
@@ -373,28 +346,28 @@ def _compare(
     if job.outputs and job.outputs != names:
         raise ExportError(f"the ONNX model returns {', '.join(names)}, the release file names {', '.join(job.outputs)}")
     pairs, worst = [], 0.0
-    # Every point that is measured is a sample.
+    # The benchmark runs on samples: there is one for each of the sizes that it measures.
     for index in range(max(job.samples, len(samples.measured_sizes(inputs, job.dimensions)))):
-        given = samples.make(inputs, job.dimensions, index, job.seed, job.folder)
-        computed = run_session(session, given)
+        sample = samples.make(inputs, job.dimensions, index, job.seed, job.folder)
+        outputs = run_session(session, sample)
         if module is None:
-            pairs.append((given, computed))
+            pairs.append((sample, outputs))
             continue
         try:
-            expected = run_module(module, given, names)
+            expected = run_module(module, sample, names)
         except ExportError:
             raise
         except Exception as error:
             raise ExportError(f"the model fails on sample {index} ({describe(error)})") from error
-        worst = max(worst, _largest_error(expected, computed, index, job.export))
-        pairs.append((given, expected))
+        worst = max(worst, _largest_error(expected, outputs, index, job.export))
+        pairs.append((sample, expected))
     return pairs, None if module is None else worst
 
 
-def _largest_error(expected: Named, computed: Named, index: int, bounds: Export) -> float:
+def _largest_error(expected: Named, outputs: Named, index: int, bounds: Export) -> float:
     worst = 0.0
     for name, array in expected.items():
-        other = computed[name]
+        other = outputs[name]
         if other.shape != array.shape or other.dtype != array.dtype:
             raise ExportError(
                 f"output {name!r} of the ONNX model is {other.dtype}{list(other.shape)} on sample {index}, "
@@ -411,7 +384,7 @@ def _largest_error(expected: Named, computed: Named, index: int, bounds: Export)
 
 
 def _signature(outputs: Any, example: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
-    described = []
+    signature = []
     for item in outputs:
         dims = item.type.tensor_type.shape.dim
         array = example[item.name]
@@ -419,5 +392,5 @@ def _signature(outputs: Any, example: Mapping[str, Any]) -> tuple[TensorSpec, ..
             (dims[axis].dim_value or dims[axis].dim_param or size) if axis < len(dims) else size
             for axis, size in enumerate(array.shape)
         )
-        described.append(TensorSpec(item.name, shape, array.dtype.name))
-    return tuple(described)
+        signature.append(TensorSpec(item.name, shape, array.dtype.name))
+    return tuple(signature)

@@ -1,84 +1,116 @@
 """Publish: the bundles to the release store, and release.json last."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tasks.export import ExportResult
-from tasks.step import Context, step
-from tasks.track import TargetOutcomes, TrackResult, verdict_document
+from tasks.step import Job, Step, StepRunner
+from tasks.track import TargetResult, TrackResult, verdict_document
 from tvmflow import __version__
-from tvmflow.progress import reporter
+from tvmflow.registry import Registry
+from tvmflow.spec import Spec
+from tvmflow.store import ReleaseStore
 from tvmflow.store.documents import RELEASE_FORMAT
 from tvmflow.target import needed_features
-from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
+from tvmflow.workspace import Artifact, StepResult
+
+
+class PublishJob(Job):
+    """The release's document and its bundles; `store` and `endpoint` are the addresses that it is published at."""
+
+    name: str
+    tracked: TrackResult
+    document: dict[str, Any]
+    targets: tuple[TargetResult, ...]
+    store: str
+    endpoint: str | None
+
+    @property
+    def version(self) -> str:
+        """The version of the release."""
+        return self.tracked.version or ""
+
+    def cache_key(self) -> Mapping[str, Any]:
+        """The document, which names every blob by its digest, and the address."""
+        return {"store": [self.store, self.endpoint], "document": self.document}
+
+    @classmethod
+    def of(
+        cls,
+        spec: Spec,
+        store: ReleaseStore,
+        endpoint: str | None,
+        exported: ExportResult,
+        targets: tuple[TargetResult, ...],
+        tracked: TrackResult,
+    ) -> "PublishJob":
+        """The job of a release that passed and has a version; `endpoint` is None for the embedded S3 server."""
+        return cls(
+            name=spec.name,
+            tracked=tracked,
+            document=release_document(spec, exported, targets, tracked),
+            targets=targets,
+            store=store.config.uri,
+            endpoint=endpoint,
+        )
 
 
 class PublishResult(StepResult):
-    """Where the release is, and where each target's bundle is."""
+    """The URI of the release, and that of each target's bundle."""
 
     release_uri: str
     bundle_uris: dict[str, str]
 
 
-@step
-def publish(
-    context: Context,
-    exported: Outcome[ExportResult],
-    outcomes: tuple[TargetOutcomes, ...],
-    tracked: Outcome[TrackResult],
-) -> Outcome[PublishResult]:
-    """Send the release to the store and say so in the registry.
+def work(job: PublishJob, runner: StepRunner, store: ReleaseStore, registry: Registry) -> PublishResult:
+    """Send the release to the store and mark its version as published in the registry.
 
-    Interrupted anywhere there is no release, and running again completes it. Raises StoreError.
+    Until the end there is no release; after an interruption, running again completes it. Raises StoreError and
+    RegistryError.
     """
-    spec, store, known = context.spec, context.store, tracked.result
-    version = known.version or ""
-    document = release_document(context, exported.result, outcomes, known)
+    artifacts = {item.sha256: item for target in job.targets for item in blobs_of(target).values()}
+    total = sum(item.size for item in artifacts.values())
+    sent = 0
 
-    def work() -> PublishResult:
-        artifacts = {item.sha256: item for outcome in outcomes for item in blobs_of(outcome).values()}
-        total = sum(item.size for item in artifacts.values())
-        sent = 0
+    def progressed(count: int) -> None:
+        nonlocal sent
+        sent += count
+        runner.emit(min(sent, total), total, "sending")
 
-        def progressed(count: int) -> None:
-            nonlocal sent
-            sent += count
-            reporter().progressed("publish", None, min(sent, total), total, "sending")
-
-        blobs = [(context.file(item), digest) for digest, item in artifacts.items()]
-        uri = store.publish(spec.name, version, document, blobs, progressed)
-        context.registry.set_version_tag(known.model, version, "tvmflow.status", "published")
-        context.registry.set_version_tag(known.model, version, "tvmflow.release_uri", uri)
-        return PublishResult(
-            release_uri=uri,
-            bundle_uris={
-                outcome.target.name: f"{store.config.uri}/blobs/sha256/{blobs_of(outcome)['bundle'].sha256}"
-                for outcome in outcomes
-            },
-        )
-
-    return run_step(
-        context.workspace,
-        "publish",
-        {"store": [store.config.uri, context.settings.s3_endpoint], "document": document},
-        PublishResult,
-        work,
-        valid=lambda _: store.has_release(spec.name, version),
+    blobs = [(runner.workspace.path(item), digest) for digest, item in artifacts.items()]
+    uri = store.publish(job.name, job.version, job.document, blobs, progressed)
+    model = job.tracked.model
+    registry.set_version_tag(model, job.version, "tvmflow.status", "published")
+    registry.set_version_tag(model, job.version, "tvmflow.release_uri", uri)
+    return PublishResult(
+        release_uri=uri,
+        bundle_uris={
+            item.target.name: f"{store.config.uri}/blobs/sha256/{blobs_of(item)['bundle'].sha256}"
+            for item in job.targets
+        },
     )
 
 
-def blobs_of(outcome: TargetOutcomes) -> dict[str, Artifact]:
-    """What the store keeps of a target: the bundle; or, to share the weights, the bundle without them, and them."""
-    apart = outcome.packaged.result.apart
-    return {"bundle": outcome.bundle} if apart is None else {"bundle": apart.bundle, "weights": apart.weights}
+def _is_there(result: PublishResult, job: PublishJob, store: ReleaseStore, registry: Registry) -> bool:
+    return store.has_release(job.name, job.version)
+
+
+publish = Step("publish", PublishResult, work, is_current=_is_there)
+
+
+def blobs_of(result: TargetResult) -> dict[str, Artifact]:
+    """What the store keeps of a target: `bundle`; or, to share the weights, `bundle` without them and `weights`."""
+    apart = result.packaged.apart
+    return {"bundle": result.bundle} if apart is None else {"bundle": apart.bundle, "weights": apart.weights}
 
 
 def release_document(
-    context: Context, exported: ExportResult, outcomes: tuple[TargetOutcomes, ...], tracked: TrackResult
+    spec: Spec, exported: ExportResult, targets: tuple[TargetResult, ...], tracked: TrackResult
 ) -> dict[str, Any]:
-    """What release.json says: where it comes from, what its channels ask for, and per target all about its bundle."""
+    """The content of release.json: the origin of the model, the policies of its channels, and each target's bundle."""
     return {
         "format": RELEASE_FORMAT,
-        "name": context.spec.name,
+        "name": spec.name,
         "version": tracked.version,
         "created_at": tracked.created_at,
         "tvmflow": __version__,
@@ -91,28 +123,26 @@ def release_document(
             "source": exported.registered,
         },
         "channels": {
-            name: channel.model_dump(mode="json", exclude={"automatic"})
-            for name, channel in context.spec.channels.items()
+            name: channel.model_dump(mode="json", exclude={"automatic"}) for name, channel in spec.channels.items()
         },
         **exported.model_dump(mode="json", include={"inputs", "outputs"}),
         "targets": [
             {
-                "target": outcome.target.name,
-                "tvm_target": outcome.target.tvm,
-                "arch": outcome.target.arch,
-                "cpu_features": list(needed_features(outcome.target, context.spec.build.precision)),
-                **{name: {"sha256": item.sha256, "size": item.size} for name, item in blobs_of(outcome).items()},
-                "verdict": verdict_document(outcome),
-                "measurements": outcome.measured
-                and outcome.measured.result.model_dump(mode="json", exclude={"sources"}),
+                "target": item.target.name,
+                "tvm_target": item.target.tvm,
+                "arch": item.target.arch,
+                "cpu_features": list(needed_features(item.target, spec.build.precision)),
+                **{name: {"sha256": blob.sha256, "size": blob.size} for name, blob in blobs_of(item).items()},
+                "verdict": verdict_document(item),
+                "measurements": item.measured and item.measured.model_dump(mode="json", exclude={"sources"}),
                 "tuning": {
-                    "trials": outcome.tuned.result.trials,
-                    "coverage": str(outcome.tuned.result.coverage),
-                    **outcome.tuned.result.coverage.model_dump(mode="json"),
-                    "shipped": outcome.shipped,
-                    "ratio_untuned": outcome.choice and outcome.choice.result.ratio,
+                    "trials": item.tuned.trials,
+                    "coverage": str(item.tuned.coverage),
+                    **item.tuned.coverage.model_dump(mode="json"),
+                    "shipped": item.shipped,
+                    "ratio_untuned": item.choice and item.choice.ratio,
                 },
             }
-            for outcome in outcomes
+            for item in targets
         ],
     }

@@ -1,29 +1,80 @@
-"""Register: a trained PyTorch model in the MLflow registry, from where any release file can take it."""
+"""Register: a trained PyTorch model in the MLflow registry, where any release file can name it."""
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, ClassVar
 
 from tasks.evaluate import Evaluation
-from tasks.export import ExportResult, find_source
-from tasks.step import Context, Job, step
-from tasks.train import TrainResult
+from tasks.export import ExportResult
+from tasks.original import Original
+from tasks.step import Job, Step, StepRunner
 from tvmflow import samples
 from tvmflow.bundle import TensorSpec
 from tvmflow.process import Emit
-from tvmflow.source import Source, load_module
-from tvmflow.spec import Dimension, Input
-from tvmflow.workspace import Outcome, StepResult, run_step
+from tvmflow.registry import Registry
+from tvmflow.source import load_module
+from tvmflow.spec import Dimension, Input, Spec
+from tvmflow.workspace import Artifact, StepResult
 
 
-class SaveJob(Job):
-    """The trained model, its signature, and the folder that MLflow's model is written to."""
+class RegisterJob(Job):
+    """The trained model with its signature, and where it is registered.
 
-    folder: Path
-    source: Source
+    `registry` is the address of the registry, `model` the name there. The rest is only written to it: the tags, the
+    training's arguments, the metric, and the run that made it. `destination` is a folder that MLflow's model is saved
+    in by a child process.
+    """
+
+    not_in_key: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("run_id", "weights", "evaluation", "arguments", "tags", "destination"), True),
+        "original": {"source"},
+    }
+
+    registry: str
+    model: str
+    original: Original
     inputs: tuple[Input, ...]
     dimensions: dict[str, Dimension]
     signature: tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
-    place: Path
+    run_id: str
+    weights: Artifact
+    evaluation: Evaluation
+    arguments: dict[str, Any]
+    tags: dict[str, str]
+    destination: Path = Path()
+
+    @property
+    def needs_torch(self) -> bool:
+        """Always: it is a PyTorch model."""
+        return True
+
+    @classmethod
+    def of(
+        cls,
+        spec: Spec,
+        registry: Registry,
+        original: Original,
+        exported: ExportResult,
+        weights: Artifact,
+        evaluation: Evaluation,
+        run_id: str,
+        model: str,
+    ) -> "RegisterJob":
+        """The job of a release file's model, trained with these weights and judged in the MLflow run `run_id`."""
+        return cls(
+            registry=registry.config.address,
+            model=model,
+            original=original,
+            inputs=spec.inputs,
+            dimensions=spec.dimensions,
+            signature=(exported.inputs, exported.outputs),
+            run_id=run_id,
+            weights=weights,
+            evaluation=evaluation,
+            arguments=spec.train.arguments if spec.train is not None else {},
+            tags={**spec.registry.tags, "tvmflow.name": spec.name},
+        )
 
 
 class Saved(StepResult):
@@ -42,23 +93,23 @@ class RegisterResult(StepResult):
         return f"models:/{self.model}/{self.version}"
 
 
-def work(job: SaveJob, emit: Emit) -> Saved:
-    """Save the model in MLflow's PyTorch flavor, in a process of its own.
+def save_work(job: RegisterJob, emit: Emit) -> Saved:
+    """Save the model in MLflow's PyTorch flavor, in a child process. Raises ExportError when it cannot be traced.
 
-    As a traced program: it is loaded without the user's own code, and nothing is executed when it is.
+    It is saved as a traced program, which is loaded without the user's own code and without executing any.
     """
     import mlflow.pytorch
 
     from tvmflow.registry.signature import model_signature
 
     # torch.export bakes sizes 0 and 1 into the program, so symbolic dimensions are traced at two or more.
-    used = {dim for item in job.inputs for dim in item.shape if isinstance(dim, str)}
-    sizes = {name: max(2, job.dimensions.get(name, Dimension()).typical_size) for name in used}
+    names = {dim for item in job.inputs for dim in item.shape if isinstance(dim, str)}
+    sizes = {name: max(2, job.dimensions.get(name, Dimension()).typical_size) for name in names}
     example = samples.make_at_sizes(job.inputs, sizes, 0, job.folder)
     inputs, outputs = job.signature
     mlflow.pytorch.save_model(
-        load_module(job.source),
-        str(job.place),
+        load_module(job.original.source),
+        str(job.destination),
         signature=model_signature(inputs, outputs),
         input_example=tuple(example.values()),
         pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", "numpy", "torch")],
@@ -67,59 +118,22 @@ def work(job: SaveJob, emit: Emit) -> Saved:
     return Saved()
 
 
-@step
-def register(
-    context: Context,
-    exported: Outcome[ExportResult],
-    trained: Outcome[TrainResult],
-    evaluation: Evaluation,
-    run_id: str,
-    model: str,
-) -> Outcome[RegisterResult]:
-    """Register the trained model as a version of the source model, made by the MLflow run `run_id`.
+def work(job: RegisterJob, runner: StepRunner, registry: Registry) -> RegisterResult:
+    """Register the trained model as a version of the source model; the same weights are registered once.
 
-    The same weights are registered once. Raises ExportError when the model cannot be traced, RegistryError.
+    Raises ExportError when the model cannot be traced, RegistryError.
     """
-    spec, registry = context.spec, context.registry
-    source, identity = find_source(context, trained)
+    with runner.workspace.scratch() as folder:
+        saving = job.model_copy(update={"destination": folder / "model"})
+        runner.call(save_work, saving, Saved)
+        metrics = {"task_metric": job.evaluation.challenger}
+        logged = registry.log_saved_model(job.run_id, job.model, saving.destination, metrics, job.arguments)
+    tags = {**job.tags, "tvmflow.weights": job.weights.sha256, "tvmflow.held_out": job.evaluation.held_out}
+    return RegisterResult(model=job.model, version=registry.register(job.model, logged, job.run_id, tags))
 
-    def registered() -> RegisterResult:
-        with context.workspace.scratch() as folder:
-            job = SaveJob(
-                home=context.workspace.folder,
-                folder=spec.folder,
-                source=source,
-                inputs=spec.inputs,
-                dimensions=spec.dimensions,
-                signature=(exported.result.inputs, exported.result.outputs),
-                place=folder / "model",
-            )
-            context.call("tasks.register:work", job, Saved, torch=True)
-            arguments = spec.train.arguments if spec.train is not None else {}
-            metrics = {"task_metric": evaluation.challenger}
-            logged = registry.log_saved_model(run_id, model, job.place, metrics, arguments)
-        tags = {
-            **spec.registry.tags,
-            "tvmflow.name": spec.name,
-            "tvmflow.weights": trained.result.weights.sha256,
-            "tvmflow.held_out": evaluation.held_out,
-        }
-        return RegisterResult(model=model, version=registry.register(model, logged, run_id, tags))
 
-    reads = {
-        "registry": registry.config.address,
-        "model": model,
-        "source": identity,
-        "inputs": spec.inputs,
-        "dimensions": spec.dimensions,
-        "signature": [exported.result.inputs, exported.result.outputs],
-    }
-    return run_step(
-        context.workspace,
-        "register",
-        reads,
-        RegisterResult,
-        registered,
-        valid=lambda found: registry.version_exists(found.model, found.version),
-        folder=spec.folder,
-    )
+def _is_there(result: RegisterResult, job: RegisterJob, registry: Registry) -> bool:
+    return registry.version_exists(result.model, result.version)
+
+
+register = Step("register", RegisterResult, work, is_current=_is_there)

@@ -1,23 +1,33 @@
-"""Relax import: ONNX to TVM's graph IR with the release file's shapes, weights kept apart."""
+"""Relax import: the ONNX file as a module of Relax, TVM's graph IR, with its weights in a file of their own."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.export import ExportResult
-from tasks.step import Context, Job, step
+from tasks.step import ChildStep, Job
 from tvmflow.bundle import TensorSpec
 from tvmflow.process import Emit
-from tvmflow.workspace import Artifact, Outcome, StepResult, Workspace, run_step
+from tvmflow.spec import Spec
+from tvmflow.workspace import Artifact, StepResult, Workspace
 
 if TYPE_CHECKING:
     from tvmflow.compiler import Imported
 
 
 class ImportJob(Job):
-    """The ONNX file, what messages call the model, and the shapes to import it with."""
+    """The ONNX file, the shapes to import it with, and the name of the model in messages."""
 
-    label: str
+    not_in_key: ClassVar[Mapping[str, Any]] = {"model_label": True}
+
+    model_label: str
     onnx: Artifact
     shapes: dict[str, tuple[int | str, ...]]
+
+    @classmethod
+    def of(cls, spec: Spec, exported: ExportResult) -> "ImportJob":
+        """The job of a release file's exported model."""
+        shapes = {item.name: item.shape for item in exported.inputs}
+        return cls(model_label=spec.model.label, onnx=exported.onnx, shapes=shapes)
 
 
 class ImportResult(StepResult):
@@ -31,12 +41,16 @@ class ImportResult(StepResult):
 
 
 def work(job: ImportJob, emit: Emit) -> ImportResult:
-    """Import, in a process of its own."""
+    """Import the exported model into Relax.
+
+    Raises UnsupportedOperatorError, which names operator and node, for an operator that TVM lacks; ModelImportError for
+    other models that cannot be imported.
+    """
     from tvmflow import compiler
 
     workspace = job.workspace
     with workspace.scratch() as folder:
-        imported = compiler.import_onnx(workspace.path(job.onnx), job.shapes, job.label)
+        imported = compiler.import_onnx(workspace.path(job.onnx), job.shapes, job.model_label)
         compiler.save_module(imported.mod, folder / "ir.json")
         compiler.save_params(imported.params, folder / "params.npz")
         (folder / "ir.txt").write_text(compiler.ir_text(imported.mod))
@@ -49,27 +63,11 @@ def work(job: ImportJob, emit: Emit) -> ImportResult:
         )
 
 
-@step
-def relax_import(context: Context, exported: Outcome[ExportResult]) -> Outcome[ImportResult]:
-    """Import the exported model into Relax.
-
-    Raises UnsupportedOperatorError, naming operator and node, for what TVM cannot take, and ModelImportError.
-    """
-    shapes = {item.name: item.shape for item in exported.result.inputs}
-    label = context.spec.model.label
-    job = ImportJob(home=context.workspace.folder, label=label, onnx=exported.result.onnx, shapes=shapes)
-    reads = {"onnx": job.onnx.sha256, "shapes": shapes}
-    return run_step(
-        context.workspace,
-        "relax_import",
-        reads,
-        ImportResult,
-        lambda: context.call("tasks.relax_import:work", job, ImportResult),
-    )
+relax_import = ChildStep("relax_import", ImportResult, work)
 
 
 def load_imported(workspace: Workspace, imported: ImportResult) -> "Imported":
-    """The model as the compiler takes it, from its artifacts."""
+    """Read the imported model, in the form that the compiler takes, from its artifacts."""
     from tvmflow import compiler
 
     return compiler.Imported(

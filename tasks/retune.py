@@ -1,22 +1,28 @@
 """Retune: where the time of a bundle in production goes, tuning just that, and whether a new build is faster."""
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import AliasChoices, Field
 
 from tasks.build import BuildResult
 from tasks.choose import tuned_sample
+from tasks.comparison import DECIDING_PAIRS, compare_latency
 from tasks.export import ExportResult
+from tasks.options import variants
 from tasks.package import PackageResult
-from tasks.relax_import import ImportResult
-from tasks.sidebyside import DECIDING_PAIRS, side_by_side
-from tasks.step import Context, Job, slug, step
-from tasks.tune import TuneResult, run_job, shared_records, tune_job
+from tasks.step import ChildStep, Job, Step, StepRunner
+from tasks.tune import TuneJob, TuneResult, run_job, shared_records
 from tvmflow.bundle import read_manifest
 from tvmflow.process import Emit
-from tvmflow.progress import reporter
-from tvmflow.spec import Tune
+from tvmflow.spec import Spec, Tune
 from tvmflow.target import Target
-from tvmflow.workspace import Outcome, StepResult, run_step
+from tvmflow.workspace import Outcome, StepResult
+
+if TYPE_CHECKING:
+    from tvmflow.tuning.sharing import SharedRecords
 
 # The share of the time in compiled functions that is tuned: the rest is spread over many that cost little.
 _SHARE = 0.9
@@ -31,18 +37,18 @@ class Profile(StepResult):
     functions: dict[str, float]
 
     def costliest(self) -> tuple[str, ...]:
-        """Those that make up most of the time."""
-        total, covered, chosen = sum(self.functions.values()), 0.0, []
+        """The names of the costliest functions, which together take most of the time."""
+        total, covered, names = sum(self.functions.values()), 0.0, []
         for name, seconds in self.functions.items():
             if covered >= _SHARE * total:
                 break
             covered += seconds
-            chosen.append(name)
-        return tuple(chosen)
+            names.append(name)
+        return tuple(names)
 
 
 class Gain(StepResult):
-    """A new build beside the one in production, on one target.
+    """A new build compared with the one in production, on one target; `message` says it in one sentence.
 
     `ratios` are its latency over the other's in each pair of rounds, empty where both have the same library.
     """
@@ -50,19 +56,28 @@ class Gain(StepResult):
     target: str
     better: bool
     worse: bool
-    told: str
+    message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
     ratio: float
     ratios: tuple[float, ...]
 
 
 class ProfileJob(Job):
-    """The bundle to look into."""
+    """A bundle in production, and its target."""
 
     bundle: Path
+    target: Target
+
+    @property
+    def label(self) -> str:
+        """The target's name."""
+        return self.target.name
 
 
-def work(job: ProfileJob, emit: Emit) -> Profile:
-    """Time each compiled function on the golden sample, in a process of its own."""
+def profile_work(job: ProfileJob, emit: Emit) -> Profile:
+    """Time each compiled function on the golden sample, in a child process.
+
+    Raises BundleError where the bundle does not run.
+    """
     from tvmflow import runtime
     from tvmflow.runtime.profile import MACHINE, measure_functions, schedule_rules
 
@@ -73,88 +88,93 @@ def work(job: ProfileJob, emit: Emit) -> Profile:
     return Profile(functions={item.name: item.seconds for item in times if item.name != MACHINE})
 
 
-@step
-def profile(context: Context, bundle: Path, target: Target) -> Outcome[Profile]:
-    """Where the time of a bundle in production goes, on this machine. Raises BundleError where it does not run."""
-    job = ProfileJob(home=context.workspace.folder, bundle=bundle)
-    return run_step(
-        context.workspace,
-        "profile",
-        {"bundle": bundle.name},
-        Profile,
-        lambda: context.call("tasks.retune:work", job, Profile, target=target.name),
-        target=target.name,
-        valid=lambda _: False,
-    )
+profile = ChildStep("profile", Profile, profile_work, cached=False)
+
+# The time is there to be spent, and each run searches elsewhere.
+_RETUNE = Step("retune", TuneResult, run_job, cached=False)
 
 
-@step
 def tune_costliest(
-    context: Context, imported: Outcome[ImportResult], known: Profile, minutes: float, target: Target
+    runner: StepRunner, job: TuneJob, costliest: tuple[str, ...], minutes: float, shared: "SharedRecords | None" = None
 ) -> Outcome[TuneResult]:
-    """Spend minutes on the workloads that cost most; what is found becomes a record.
+    """Spend minutes on the workloads with these names; what is faster becomes a record. Raises TuneError.
 
-    Never found done: the time is there to be spent, and each run looks elsewhere. Raises TuneError.
+    `job` is the model's own tuning; `shared` is where machines exchange records.
     """
-    budget = Tune(minutes=minutes, tuner=context.spec.tune.tuner, seed=secrets.randbelow(2**31))
-    job = tune_job(context, imported, target).model_copy(update={"tune": budget, "only": known.costliest()})
-    with shared_records(context, target):
-        return run_step(
-            context.workspace,
-            "retune",
-            {"tune": budget, "only": job.only, "imported": imported.result.ir.sha256},
-            TuneResult,
-            lambda: run_job(context, job),
-            target=target.name,
-            valid=lambda _: False,
+    budget = Tune(minutes=minutes, tuner=job.tune.tuner, seed=secrets.randbelow(2**31))
+    with shared_records(runner.workspace, job.target, shared):
+        return _RETUNE(runner, job.model_copy(update={"tune": budget, "only": costliest}))
+
+
+class CompareJob(Job):
+    """A new build and the bundle in production; `sizes` are those of symbolic dimensions to measure at."""
+
+    exported: ExportResult
+    production: Path
+    built: BuildResult
+    packaged: PackageResult
+    target: Target
+    sizes: tuple[dict[str, int], ...]
+
+    @property
+    def label(self) -> str:
+        """The target's name."""
+        return self.target.name
+
+    def cache_key(self) -> Mapping[str, Any]:
+        """The two bundles, by their digests."""
+        return {"production": self.production.name, "bundle": self.packaged.bundle.sha256}
+
+    @classmethod
+    def of(
+        cls,
+        spec: Spec,
+        exported: ExportResult,
+        production: Path,
+        built: BuildResult,
+        packaged: PackageResult,
+        target: Target,
+    ) -> "CompareJob":
+        """The job of a release file's model."""
+        return cls(
+            exported=exported,
+            production=production,
+            built=built,
+            packaged=packaged,
+            target=target,
+            sizes=variants(spec, exported.inputs),
         )
 
 
-@step
-def compare(
-    context: Context,
-    exported: Outcome[ExportResult],
-    held: Path,
-    built: Outcome[BuildResult],
-    packaged: Outcome[PackageResult],
-    target: Target,
-) -> Outcome[Gain]:
-    """Measure a new build beside the bundle in production, in turn; the same library needs no measuring.
+def compare_work(job: CompareJob, runner: StepRunner) -> Gain:
+    """Measure a new build and the bundle in production in turn; the same library needs no measuring.
 
-    It is better when its latency is below 0.98 of the other's in the median of 25 pairs of rounds and lower in at least
-    20 of them, worse when the same can be said of the other. Raises BundleError for a bundle that does not run here.
+    The new build is better when its latency is below 0.98 of the other's in the median of 25 pairs of rounds and lower
+    in at least 20 of them, and worse when the same holds with the two exchanged. Raises BundleError for a bundle that
+    does not run here.
     """
-
-    def measured() -> Gain:
-        if read_manifest(held).files["mod.so"].sha256 == built.result.library.sha256:
-            told = f"target {target.name!r}: the new build is the one in production"
-            return Gain(target=target.name, better=False, worse=False, told=told, ratio=1.0, ratios=())
-        beside = side_by_side(
-            context.workspace,
-            f"{context.spec.name}-compare-{slug(target.name)}",
-            context.file(packaged.result.bundle),
-            held,
-            timeout=context.timeout,
-            progress=lambda done, total: reporter().progressed("compare", target.name, done, total, "in turn"),
-            pairs=DECIDING_PAIRS,
-            inputs=tuned_sample(context, exported),
-        )
-        told = f"target {target.name!r}: " + beside.told("the new build's", "that in production")
-        return Gain(
-            target=target.name,
-            better=beside.is_faster(_GAIN),
-            worse=beside.reversed.is_faster(_GAIN),
-            told=told,
-            ratio=beside.ratio,
-            ratios=beside.ratios,
-        )
-
-    return run_step(
-        context.workspace,
-        "compare",
-        {"held": held.name, "bundle": packaged.result.bundle.sha256},
-        Gain,
-        measured,
-        target=target.name,
-        valid=lambda _: False,
+    name, workspace = job.target.name, runner.workspace
+    if read_manifest(job.production).files["mod.so"].sha256 == job.built.library.sha256:
+        message = f"target {name!r}: the new build is the one in production"
+        return Gain(target=name, better=False, worse=False, message=message, ratio=1.0, ratios=())
+    comparison = compare_latency(
+        workspace,
+        runner.log(),
+        workspace.path(job.packaged.bundle),
+        job.production,
+        timeout=runner.timeout,
+        progress=lambda done, total: runner.emit(done, total, "in turn"),
+        pairs=DECIDING_PAIRS,
+        inputs=tuned_sample(workspace, job.exported, job.sizes),
     )
+    return Gain(
+        target=name,
+        better=comparison.is_faster(_GAIN),
+        worse=comparison.reversed.is_faster(_GAIN),
+        message=f"target {name!r}: " + comparison.describe("the new build's", "that in production"),
+        ratio=comparison.ratio,
+        ratios=comparison.ratios,
+    )
+
+
+compare = Step("compare", Gain, compare_work, cached=False)

@@ -1,130 +1,194 @@
-"""What every step shares: its place in a run, and how its function becomes a Prefect task."""
+"""Steps: what every step of a release is made of, and how one runs.
 
+A step is three things: a `Job`, which holds all that its result depends on; a `StepResult`; and a function that makes
+the result from the job. `Step` does the rest: it looks the result up by the job's cache key, runs the function where
+the lookup fails, reports progress, records the result, and shows up in Prefect's UI when a flow calls it. A `ChildStep`
+runs its function in a child process, which can be killed and has a log file of its own.
+"""
+
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
 
 from tvmflow import process
-from tvmflow.bundle import TensorSpec
-from tvmflow.errors import SettingsError
+from tvmflow.process import Emit
 from tvmflow.progress import reporter
-from tvmflow.registry import Registry
-from tvmflow.services import Services
 from tvmflow.settings import Settings
-from tvmflow.spec import Build, Spec
-from tvmflow.store import ReleaseStore
-from tvmflow.workspace import Artifact, Record, StepResult, Workspace
-
-if TYPE_CHECKING:
-    from prefect import Task
-
-    from tvmflow.compiler import BuildOptions
-
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T", bound=StepResult)
+from tvmflow.spec import Spec
+from tvmflow.workspace import Outcome, Record, StepResult, Workspace, run_step, step_key
 
 
 class Job(Record):
-    """What a step's child process is told; `home` is the workspace's folder."""
+    """What one run of a step is given: all that its result depends on.
 
-    home: Path
+    A job is sent to child processes as JSON. It is the step's cache key as well, but for the fields in `not_in_key`,
+    which only say where something is on this machine; they are named as pydantic's `exclude` takes them. `home`, the
+    workspace's folder, and `folder`, the folder of the release file, are filled in when the step runs.
+    """
+
+    not_in_key: ClassVar[Mapping[str, Any]] = {}
+
+    home: Path = Path()
+    folder: Path = Path()
 
     @property
     def workspace(self) -> Workspace:
-        """The workspace, as the child sees it."""
+        """The workspace, by itself and not shared: what a child process reads its artifacts from."""
         return Workspace(self.home)
+
+    @property
+    def label(self) -> str | None:
+        """What of a release the step is run for, as people see it: a target's name; None for the whole release."""
+        return None
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether a child process of the step may import torch."""
+        return False
+
+    def cache_key(self) -> Mapping[str, Any]:
+        """All that the result depends on, as JSON-like values."""
+        return self.model_dump(mode="json", exclude={"home": True, "folder": True, **self.not_in_key})
+
+
+J = TypeVar("J", bound=Job)
+P = ParamSpec("P")
+R = TypeVar("R", bound=StepResult)
 
 
 @dataclass(frozen=True)
-class Context:
-    """One run: the release file, this machine's settings, the workspace, and where releases go."""
+class StepRunner:
+    """Where the steps of one release run.
 
-    spec: Spec
-    settings: Settings
+    `name` is the release's name, used for log files; `folder` is the folder of the release file, whose modules child
+    processes can import; `timeout` is the seconds after which a child process is killed. `step` and `label` are set in
+    the runner that a step's own function is given.
+    """
+
     workspace: Workspace
-    services: Services | None = None
+    name: str
+    folder: Path
+    timeout: float
+    step: str = ""
+    label: str | None = None
 
-    @property
-    def store(self) -> ReleaseStore:
-        """The release store. Raises SettingsError in a run that has none, as `tvmflow compile`."""
-        return self._services().store
+    @classmethod
+    def of(cls, spec: Spec, settings: Settings, workspace: Workspace) -> "StepRunner":
+        """The runner of a release file's steps with this machine's settings."""
+        return cls(workspace, spec.name, spec.folder, settings.step_timeout_minutes * 60)
 
-    @property
-    def registry(self) -> Registry:
-        """The registry. Raises SettingsError in a run that has none, as `tvmflow compile`."""
-        return self._services().registry
+    def place(self, job: J) -> J:
+        """The job with the folders of this runner."""
+        return job.model_copy(update={"home": self.workspace.folder, "folder": self.folder})
 
-    def _services(self) -> Services:
-        if self.services is None:
-            raise SettingsError("this run has no release store and no registry; use `tvmflow release`")
-        return self.services
+    def log(self, part: str | None = None) -> Path:
+        """The log file of this step's child process; `part` tells several of them apart."""
+        parts = (self.name, self.step, part, None if self.label is None else slug(self.label))
+        return self.workspace.folder / "logs" / f"{'-'.join(filter(None, parts))}.log"
 
-    @property
-    def timeout(self) -> float:
-        """Seconds after which a step's process is ended."""
-        return self.settings.step_timeout_minutes * 60
-
-    def log(self, step: str, target: str | None = None) -> Path:
-        """The file that takes what a step's process prints."""
-        parts = [self.spec.name, step, *([slug(target)] if target else [])]
-        return self.workspace.folder / "logs" / f"{'-'.join(parts)}.log"
+    def emit(self, done: float, total: float, message: str) -> None:
+        """Report that this step has done `done` of `total` units; `message` says which."""
+        reporter().progressed(self.step, self.label, done, total, message)
 
     def call(
         self,
-        function: str,
-        job: Job,
-        kind: type[T],
+        function: Callable[[J, Emit], R],
+        job: J,
+        result: type[R],
         *,
-        target: str | None = None,
-        torch: bool = False,
         environment: Mapping[str, str] | None = None,
-    ) -> T:
-        """Run `module:function` in a process of its own that can import what stands beside the release file."""
-        name = function.partition(":")[0].rpartition(".")[2]
+    ) -> R:
+        """Run a module's function on a job in a child process and return its result.
+
+        `environment` is added to that of the child. Raises the TvmflowError that the function raised, StepError when
+        the child crashed or took longer than the timeout.
+        """
         return process.call(
-            function,
-            job,
-            kind,
-            log=self.log(name, target),
+            path_of(function),
+            self.place(job),
+            result,
+            log=self.log(),
             timeout=self.timeout,
-            emit=lambda done, total, message: reporter().progressed(name, target, done, total, message),
-            paths=(self.spec.folder,),
+            emit=self.emit,
+            paths=(self.folder,),
             environment=environment,
-            torch=torch,
+            torch=job.needs_torch,
         )
 
-    def file(self, artifact: Artifact) -> Path:
-        """Where an artifact's file is."""
-        return self.workspace.path(artifact)
 
+class Step(Generic[J, P, R]):
+    """A step whose function runs in this process: `work(job, runner, *tools)`.
 
-def step(function: Callable[P, R]) -> "Task[P, R]":
-    """Make a step's function a Prefect task.
-
-    Prefect caches nothing here: its keys do not see file contents and never look whether an artifact is still there;
-    `tvmflow.workspace.run_step` does both. A child process runs a step's work only and never imports Prefect.
+    Tools are what a result does not depend on and JSON does not hold, such as the release store; they are passed on
+    from the call. `is_current(result, job, *tools)` says whether what a cached result stands for outside the workspace,
+    such as a release, is still there. A step that is not `cached` always does its work.
     """
-    if process.in_child():
-        return cast("Task[P, R]", function)
-    from prefect import task
-    from prefect.cache_policies import NO_CACHE
 
-    decorate: Any = task(
-        name=function.__name__, cache_policy=NO_CACHE, persist_result=False, task_run_name=_run_name(function.__name__)
-    )
-    return cast("Task[P, R]", decorate(function))
+    def __init__(
+        self,
+        name: str,
+        result: type[R],
+        work: Callable[Concatenate[J, StepRunner, P], R],
+        *,
+        is_current: Callable[Concatenate[R, J, P], bool] | None = None,
+        cached: bool = True,
+    ) -> None:
+        """Declare the step; `name` is what commands, logs and Prefect show."""
+        self.name = name
+        self.result = result
+        self._work = work
+        self._is_current = is_current
+        self._cached = cached
+
+    def __call__(self, runner: StepRunner, job: J, /, *args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
+        """Return the cached result of the same job, or do the work; within a flow this is a task run of the flow.
+
+        Raises what the step's function raises, and StepError when the disk is full or a file cannot be written.
+        """
+        job = runner.place(job)
+        runner = replace(runner, step=self.name, label=job.label)
+
+        def is_valid(result: R) -> bool:
+            if not self._cached:
+                return False
+            return self._is_current is None or self._is_current(result, job, *args, **kwargs)
+
+        def run() -> Outcome[R]:
+            return run_step(
+                runner.workspace,
+                self.name,
+                job.cache_key(),
+                self.result,
+                lambda: self._work(job, runner, *args, **kwargs),
+                target=job.label,
+                is_valid=is_valid,
+                folder=runner.folder,
+            )
+
+        return _as_task(run, self.name, job.label) if _in_flow() else run()
+
+    def key(self, runner: StepRunner, job: J) -> str:
+        """The SHA-256 under which the workspace has the result of a job."""
+        return step_key(self.name, runner.place(job).cache_key())
 
 
-def _run_name(name: str) -> Callable[[], str]:
-    def run_name() -> str:
-        from prefect.runtime import task_run
+class ChildStep(Step[J, [], R]):
+    """A step whose function, `work(job, emit)`, runs in a child process."""
 
-        target = task_run.parameters.get("target")
-        return f"{name} {target.name}" if target is not None else name
+    def __init__(self, name: str, result: type[R], work: Callable[[J, Emit], R], *, cached: bool = True) -> None:
+        """Declare the step; `work` must be a function of a module, which the child imports by its name."""
 
-    return run_name
+        def call(job: J, runner: StepRunner) -> R:
+            return runner.call(work, job, result)
+
+        super().__init__(name, result, call, cached=cached)
+
+
+def path_of(function: Callable[..., Any]) -> str:
+    """A module's function as `package.module:function`."""
+    return f"{function.__module__}:{function.__qualname__}"
 
 
 def slug(text: str) -> str:
@@ -132,16 +196,24 @@ def slug(text: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:60]
 
 
-def as_options(section: Build, variants: tuple[dict[str, int], ...]) -> "BuildOptions":
-    """The compiler's options, as the release file says them."""
-    from tvmflow.compiler import BuildOptions
+def _in_flow() -> bool:
+    """Whether a Prefect flow calls; a process that never imported Prefect is in none."""
+    if "prefect.context" not in sys.modules:
+        return False
+    from prefect.context import FlowRunContext
 
-    options = {**section.model_dump(), "fast_algorithms": section.fast_algorithms == "allow"}
-    return BuildOptions(**options, variants=variants)
+    return FlowRunContext.get() is not None
 
 
-def variants(spec: Spec, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
-    """The sizes that the bundle has functions of their own for: those that the release file says to tune at."""
-    used = {dim for item in inputs for dim in item.shape if isinstance(dim, str)}
-    sizes = {name: size for name in sorted(used) if (size := spec.dimension(name).tune) is not None}
-    return (sizes,) if sizes else ()
+def _as_task(run: Callable[[], Outcome[R]], name: str, label: str | None) -> Outcome[R]:
+    """Call `run` as a task of the flow that runs.
+
+    Prefect caches nothing here: its cache keys see no file contents, and it never looks whether an artifact is there.
+    """
+    from prefect import task
+    from prefect.cache_policies import NO_CACHE
+
+    task_run_name = name if label is None else f"{name} {label}"
+    decorate: Any = task(name=name, task_run_name=task_run_name, cache_policy=NO_CACHE, persist_result=False)
+    outcome: Outcome[R] = decorate(run)()
+    return outcome

@@ -1,10 +1,10 @@
 """Track: the release in MLflow, with parameters, metrics, artifacts and, when it passed, a model version."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from tasks.benchmark import BenchmarkResult
@@ -14,51 +14,52 @@ from tasks.curve import PICTURE, latencies, log_curve, picture
 from tasks.export import ExportResult
 from tasks.package import PackageResult
 from tasks.relax_import import ImportResult
-from tasks.step import Context, slug, step
-from tasks.train import TrainResult
+from tasks.step import Job, Step, StepRunner, slug
 from tasks.tune import TuneResult
 from tasks.validate import Verdict
 from tvmflow import __version__, samples
 from tvmflow.errors import RegistryError
 from tvmflow.registry import Registry
+from tvmflow.spec import Spec
 from tvmflow.target import Target
-from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
+from tvmflow.workspace import Artifact, StepResult, StepSummary, Workspace
 
 WEIGHTS = "weights.pt"
 """The artifact of a release's run that holds the weights which were trained for it."""
 
 
-@dataclass(frozen=True)
-class TargetOutcomes:
-    """All that was made and measured for one target; `measured` is None where this machine cannot run it.
+class TargetResult(StepResult):
+    """All that was made and measured for one target.
 
-    `built`, `packaged` and `verdict` are of the build that is shipped; `choice` says why it is this one, None where
-    tuning has changed nothing.
+    `built`, `packaged` and `verdict` are those of the build that is shipped. `choice` says why it is this build, None
+    where tuning changed nothing. `measured` is None where the machine cannot run the bundle; `gates` are the sentences
+    of the gates that are not kept.
     """
 
     target: Target
-    tuned: Outcome[TuneResult]
-    built: Outcome[BuildResult]
-    packaged: Outcome[PackageResult]
-    verdict: Outcome[Verdict]
-    choice: Outcome[Choice] | None
-    measured: Outcome[BenchmarkResult] | None
+    tuned: TuneResult
+    built: BuildResult
+    packaged: PackageResult
+    verdict: Verdict
+    choice: Choice | None
+    measured: BenchmarkResult | None
     gates: tuple[str, ...]
+    steps: dict[str, StepSummary]
 
     @property
     def bundle(self) -> Artifact:
         """The bundle."""
-        return self.packaged.result.bundle
+        return self.packaged.bundle
 
     @property
     def shipped(self) -> Literal["tuned", "untuned"]:
         """Which build is shipped."""
-        return "untuned" if self.choice is None else self.choice.result.shipped
+        return "untuned" if self.choice is None else self.choice.shipped
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why this target is not released; empty when it is."""
-        return (*self.verdict.result.reasons, *self.gates)
+        return (*self.verdict.reasons, *self.gates)
 
 
 class TrackResult(StepResult):
@@ -74,207 +75,196 @@ class TrackResult(StepResult):
     created_at: str
 
 
-@step
-def track(
-    context: Context,
-    exported: Outcome[ExportResult],
-    imported: Outcome[ImportResult],
-    outcomes: tuple[TargetOutcomes, ...],
-    trained: Outcome[TrainResult] | None = None,
-) -> Outcome[TrackResult]:
+class TrackJob(Job):
+    """All that was made for a release; `registry` is the address that it is logged at."""
+
+    spec: Spec
+    exported: ExportResult
+    imported: ImportResult
+    targets: tuple[TargetResult, ...]
+    weights: Artifact | None
+    registry: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether every target may be released."""
+        return not any(item.reasons for item in self.targets)
+
+    @property
+    def model(self) -> str:
+        """The name of the registered model."""
+        return self.spec.registry.model or self.spec.name
+
+    def cache_key(self) -> Mapping[str, Any]:
+        """The release file, and of each target what the run tells of it."""
+        return {
+            "registry": self.registry,
+            "spec": self.spec,
+            "onnx": self.exported.onnx,
+            # Each version of a source model has a release or a verdict of its own, also when two hold the same weights.
+            "source": self.exported.registered,
+            "targets": [[item.bundle, item.verdict, item.measured, item.gates] for item in self.targets],
+            # The same bundle may have been released before, with another tuning.
+            "tuning": [[item.tuned.trials, item.tuned.coverage, item.choice] for item in self.targets],
+        }
+
+
+def work(job: TrackJob, runner: StepRunner, registry: Registry) -> TrackResult:
     """Log the release to MLflow: one run, a nested run per target, and a model version when every verdict passed.
 
-    A refused release is logged too, without a version, so that its verdict is kept. Raises RegistryError.
+    A refused release is logged as well, without a version, so that its verdict is kept. Raises RegistryError.
     """
-    spec, registry = context.spec, context.registry
-    passed = not any(outcome.reasons for outcome in outcomes)
-    model = spec.registry.model or spec.name
-
-    def still_there(result: TrackResult) -> bool:
-        return registry.run_exists(result.run_id) and (
-            result.version is None or registry.version_exists(result.model, result.version)
-        )
-
-    reads: dict[str, Any] = {
-        "registry": registry.config.address,
-        "spec": spec,
-        "onnx": exported.result.onnx,
-        # Each version of a source model has a release or a verdict of its own, also where two hold the same weights.
-        "source": exported.result.registered,
-        "outcomes": [
-            [outcome.bundle, outcome.verdict.result, outcome.measured and outcome.measured.result, outcome.gates]
-            for outcome in outcomes
-        ],
-        # The release says so too, also where the bundle is one that was released before.
-        "tuning": [
-            [outcome.tuned.result.trials, outcome.tuned.result.coverage, outcome.choice and outcome.choice.result]
-            for outcome in outcomes
-        ],
-    }
-    return run_step(
-        context.workspace,
-        "track",
-        reads,
-        TrackResult,
-        lambda: _log(context, model, passed, exported.result, imported.result, outcomes, trained),
-        valid=still_there,
-    )
-
-
-def _log(
-    context: Context,
-    model: str,
-    passed: bool,
-    exported: ExportResult,
-    imported: ImportResult,
-    outcomes: tuple[TargetOutcomes, ...],
-    trained: Outcome[TrainResult] | None,
-) -> TrackResult:
-    spec, registry = context.spec, context.registry
+    spec, exported, workspace = job.spec, job.exported, runner.workspace
     params = {
         "opset": exported.opset,
-        "targets": ", ".join(outcome.target.name for outcome in outcomes),
+        "targets": ", ".join(item.target.name for item in job.targets),
         "tuner": spec.tune.tuner,
         "onnx_sha256": exported.onnx.sha256,
         "tvmflow": __version__,
     }
-    tags = {**spec.registry.tags, "tvmflow.name": spec.name, "tvmflow.verdict": "passed" if passed else "refused"}
+    tags = {**spec.registry.tags, "tvmflow.name": spec.name, "tvmflow.verdict": "passed" if job.passed else "refused"}
     if exported.registered is not None:
         tags["tvmflow.source"] = exported.registered
     run_id = registry.start_run(spec.name, params, tags)
     with _closing(registry, run_id):
         if exported.max_abs_error is not None:
             registry.log_metrics(run_id, {"export_max_abs_error": exported.max_abs_error})
-        files = {
-            "model.onnx": context.file(exported.onnx),
-            "relax/imported.txt": context.file(imported.text),
-        }
-        if trained is not None:
-            # What a later build of the same model starts from, wherever it runs.
-            files[WEIGHTS] = context.file(trained.result.weights)
-        for outcome in outcomes:
-            folder = slug(outcome.target.name)
-            files[f"{folder}/lowered.txt"] = context.file(outcome.built.result.text)
-            files[f"{folder}/pass_timings.json"] = context.file(outcome.built.result.pass_timings)
-            files[f"{folder}/records.jsonl"] = context.file(outcome.tuned.result.records)
-        with context.workspace.scratch() as scratch:
-            written = {
-                "release.json": spec.model_dump(mode="json", by_alias=True),
-                "verdict.json": {outcome.target.name: verdict_document(outcome) for outcome in outcomes},
-                "workloads.json": {
-                    outcome.target.name: [item.model_dump() for item in outcome.tuned.result.workloads]
-                    for outcome in outcomes
-                },
-            }
-            for name, document in written.items():
-                (scratch / name).write_text(json.dumps(document, indent=2))
-                files[name] = scratch / name
-            for outcome in outcomes:
-                if curve := outcome.tuned.result.curve:
-                    folder = slug(outcome.target.name)
-                    path = scratch / f"{folder}-{PICTURE}"
-                    path.write_text(picture(curve, f"{spec.name}, {outcome.target.name}"))
-                    files[f"{folder}/{PICTURE}"] = path
-            registry.log_artifacts(run_id, files)
-            runs = {outcome.target.name: _log_target(registry, run_id, outcome) for outcome in outcomes}
-            version = _register(context, model, run_id, imported, exported, outcomes) if passed else None
+        with workspace.scratch() as scratch:
+            registry.log_artifacts(run_id, _files(job, workspace, scratch))
+        runs = {item.target.name: _log_target(registry, run_id, item) for item in job.targets}
+        version = _register(registry, run_id, job, workspace) if job.passed else None
     return TrackResult(
         run_id=run_id,
         target_runs=runs,
-        model=model,
+        model=job.model,
         version=version,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
-def _log_target(registry: Registry, parent: str, outcome: TargetOutcomes) -> str:
-    target = outcome.target
-    params = {
-        "target": target.canonical,
-        "threads": target.threads,
-        "tuning_trials": outcome.tuned.result.trials,
-        "tuning_coverage": str(outcome.tuned.result.coverage),
-        "bundle_sha256": outcome.bundle.sha256,
+def _is_there(result: TrackResult, job: TrackJob, registry: Registry) -> bool:
+    return registry.run_exists(result.run_id) and (
+        result.version is None or registry.version_exists(result.model, result.version)
+    )
+
+
+track = Step("track", TrackResult, work, is_current=_is_there)
+
+
+def _files(job: TrackJob, workspace: Workspace, scratch: Path) -> dict[str, Path]:
+    """The artifacts of the release's run; those that are in no file yet are written into `scratch`."""
+    files = {
+        "model.onnx": workspace.path(job.exported.onnx),
+        "relax/imported.txt": workspace.path(job.imported.text),
     }
-    tags = {"tvmflow.verdict": "refused" if outcome.reasons else "passed", "tvmflow.shipped": outcome.shipped}
-    run_id = registry.start_target_run(parent, target.name, params, tags)
+    if job.weights is not None:
+        # A later build of the same model starts from them, wherever it runs.
+        files[WEIGHTS] = workspace.path(job.weights)
+    documents = {
+        "release.json": job.spec.model_dump(mode="json", by_alias=True),
+        "verdict.json": {item.target.name: verdict_document(item) for item in job.targets},
+        "workloads.json": {
+            item.target.name: [workload.model_dump() for workload in item.tuned.workloads] for item in job.targets
+        },
+    }
+    for name, document in documents.items():
+        files[name] = scratch / name
+        files[name].write_text(json.dumps(document, indent=2))
+    for item in job.targets:
+        folder = slug(item.target.name)
+        files[f"{folder}/lowered.txt"] = workspace.path(item.built.text)
+        files[f"{folder}/pass_timings.json"] = workspace.path(item.built.pass_timings)
+        files[f"{folder}/records.jsonl"] = workspace.path(item.tuned.records)
+        if item.tuned.curve:
+            files[f"{folder}/{PICTURE}"] = scratch / f"{folder}-{PICTURE}"
+            title = f"{job.spec.name}, {item.target.name}"
+            files[f"{folder}/{PICTURE}"].write_text(picture(item.tuned.curve, title))
+    return files
+
+
+def _log_target(registry: Registry, parent: str, item: TargetResult) -> str:
+    params = {
+        "target": item.target.canonical,
+        "threads": item.target.threads,
+        "tuning_trials": item.tuned.trials,
+        "tuning_coverage": str(item.tuned.coverage),
+        "bundle_sha256": item.bundle.sha256,
+    }
+    tags = {"tvmflow.verdict": "refused" if item.reasons else "passed", "tvmflow.shipped": item.shipped}
+    run_id = registry.start_target_run(parent, item.target.name, params, tags)
     with _closing(registry, run_id):
-        registry.log_metrics(run_id, metrics(outcome))
-        log_curve(registry, run_id, outcome.tuned.result)
+        registry.log_metrics(run_id, metrics(item))
+        log_curve(registry, run_id, item.tuned)
     return run_id
 
 
-def _register(
-    context: Context,
-    model: str,
-    run_id: str,
-    imported: ImportResult,
-    exported: ExportResult,
-    outcomes: tuple[TargetOutcomes, ...],
-) -> str:
-    registry = context.registry
-    bundles = {outcome.target.name: context.file(outcome.bundle) for outcome in outcomes}
-    prefixed = {
-        f"{slug(outcome.target.name)}.{key}": value for outcome in outcomes for key, value in metrics(outcome).items()
-    }
+def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspace) -> str:
     reference = registry.log_model(
         run_id,
-        context.spec.name,
-        bundles,
-        imported.inputs,
-        imported.outputs,
-        input_example=samples.load(context.file(exported.samples))[0][0],
-        metrics=prefixed,
+        job.spec.name,
+        {item.target.name: workspace.path(item.bundle) for item in job.targets},
+        job.imported.inputs,
+        job.imported.outputs,
+        input_example=samples.load(workspace.path(job.exported.samples))[0][0],
+        metrics={
+            f"{slug(item.target.name)}.{name}": value for item in job.targets for name, value in metrics(item).items()
+        },
     )
-    # Until it is published the version says so; readers of the registry see what is half-way.
-    return registry.register(model, reference, run_id, {**context.spec.registry.tags, "tvmflow.status": "unpublished"})
+    # Readers of the registry see a release that is half-way: until it is published, its version says so.
+    tags = {**job.spec.registry.tags, "tvmflow.status": "unpublished"}
+    return registry.register(job.model, reference, run_id, tags)
 
 
-def metrics(outcome: TargetOutcomes) -> dict[str, float]:
-    """The figures of one target: errors, latency in ms, ratios, sizes in bytes, seconds."""
-    found: dict[str, float] = {"bundle_bytes": outcome.bundle.size, "tuning_trials": outcome.tuned.result.trials}
-    coverage = outcome.tuned.result.coverage
-    found |= {"tuned_workloads": coverage.tuned, "workloads": coverage.workloads, **latencies(outcome.tuned.result)}
+def metrics(item: TargetResult) -> dict[str, float]:
+    """The figures of one target by their names in MLflow: errors, latency in ms, ratios, sizes in bytes, seconds."""
+    coverage = item.tuned.coverage
+    figures: dict[str, float] = {
+        "bundle_bytes": item.bundle.size,
+        "tuning_trials": item.tuned.trials,
+        "tuned_workloads": coverage.tuned,
+        "workloads": coverage.workloads,
+        **latencies(item.tuned),
+    }
     if coverage.share_of_time is not None:
-        found["tuned_share_of_time"] = coverage.share_of_time
-    if outcome.choice is not None and outcome.choice.result.ratio is not None:
-        # Also where the untuned build is shipped: what tuning would have come to.
-        found["ratio_untuned"] = outcome.choice.result.ratio
-    compared = outcome.verdict.result.original
-    if compared is not None:
-        found |= {
-            "max_abs_error": compared.max_abs_error,
-            "max_rel_error": compared.max_rel_error,
-            "cosine": compared.cosine,
+        figures["tuned_share_of_time"] = coverage.share_of_time
+    if item.choice is not None and item.choice.ratio is not None:
+        # Also where the untuned build is shipped: it says what tuning would have gained.
+        figures["ratio_untuned"] = item.choice.ratio
+    comparison = item.verdict.original
+    if comparison is not None:
+        figures |= {
+            "max_abs_error": comparison.max_abs_error,
+            "max_rel_error": comparison.max_rel_error,
+            "cosine": comparison.cosine,
         }
-        if compared.top1_agreement is not None:
-            found["top1_agreement"] = compared.top1_agreement
-    verdict = outcome.verdict.result
+        if comparison.top1_agreement is not None:
+            figures["top1_agreement"] = comparison.top1_agreement
+    verdict = item.verdict
     if verdict.metric_bundle is not None and verdict.metric_original is not None:
-        found |= {"task_metric": verdict.metric_bundle, "task_metric_original": verdict.metric_original}
-    for index, point in enumerate(outcome.measured.result.points if outcome.measured is not None else ()):
-        # The typical sizes have the plain names; the others say theirs.
+        figures |= {"task_metric": verdict.metric_bundle, "task_metric_original": verdict.metric_original}
+    for index, point in enumerate(item.measured.points if item.measured is not None else ()):
+        # The typical sizes have the plain names; the others name their sizes.
         suffix = "" if index == 0 else "".join(f"_{name}{size}" for name, size in point.sizes.items())
-        for runner, measured in point.runners.items():
-            for name, value in measured.latency_ms.model_dump().items():
+        for runner, measurement in point.runners.items():
+            for name, value in measurement.latency_ms.model_dump().items():
                 figure = "throughput" if name == "throughput" else f"latency_ms_{name}"
-                found[f"{runner}_{figure}{suffix}"] = value
-            found[f"{runner}_load_seconds"] = measured.load_seconds
-            found[f"{runner}_peak_memory_bytes"] = measured.peak_memory
-        found |= {f"ratio_{peer}{suffix}": value for peer, value in point.ratio.items()}
-    return found
+                figures[f"{runner}_{figure}{suffix}"] = value
+            figures[f"{runner}_load_seconds"] = measurement.load_seconds
+            figures[f"{runner}_peak_memory_bytes"] = measurement.peak_memory
+        figures |= {f"ratio_{peer}{suffix}": value for peer, value in point.ratio.items()}
+    return figures
 
 
-def verdict_document(outcome: TargetOutcomes) -> dict[str, Any]:
-    """The verdict of one target as it is kept with the release."""
-    document = outcome.verdict.result.model_dump(mode="json", exclude={"sources"})
-    choice = outcome.choice and outcome.choice.result.model_dump(mode="json", exclude={"sources"})
-    return {**document, "passed": not outcome.reasons, "reasons": list(outcome.reasons), "choice": choice}
+def verdict_document(item: TargetResult) -> dict[str, Any]:
+    """The verdict of one target as release.json and MLflow keep it."""
+    document = item.verdict.model_dump(mode="json", exclude={"sources"})
+    choice = item.choice and item.choice.model_dump(mode="json", exclude={"sources"})
+    return {**document, "passed": not item.reasons, "reasons": list(item.reasons), "choice": choice}
 
 
 @contextmanager
 def _closing(registry: Registry, run_id: str) -> Iterator[None]:
-    """Leave no run open: one that is interrupted or fails is marked so."""
+    """End the run with the body, as FINISHED, FAILED or, on an interrupt, KILLED."""
     try:
         yield
     except BaseException as error:

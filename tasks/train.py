@@ -1,22 +1,40 @@
 """Train: make the weights that the release ships, by the user's own training function."""
 
-from pathlib import Path
 from typing import Any
 
-from tasks.step import Context, Job, step
+from tasks.step import ChildStep, Job
 from tvmflow import usercode
 from tvmflow.bundle import sha256_file
 from tvmflow.errors import TrainError
 from tvmflow.process import Emit
-from tvmflow.workspace import Artifact, Outcome, StepResult, run_step
+from tvmflow.spec import Spec
+from tvmflow.workspace import Artifact, StepResult
 
 
 class TrainJob(Job):
-    """The training function, its arguments, and the folder of the release file."""
+    """The training function, its arguments, and the SHA-256 of the files that it is declared to read.
 
-    folder: Path
+    New data behind the same arguments shows in neither of them: another `occasion` trains the model again.
+    """
+
     function: str
     arguments: dict[str, Any]
+    files: dict[str, str]
+    occasion: str | None = None
+
+    @property
+    def needs_torch(self) -> bool:
+        """Always: training functions use PyTorch."""
+        return True
+
+    @classmethod
+    def of(cls, spec: Spec, occasion: str | None = None) -> "TrainJob":
+        """The job of a release file. Raises TrainError for one without a section `train`."""
+        section = spec.train
+        if section is None:
+            raise TrainError("the release file has no section train; add one, or give model.weights")
+        files = {str(path): sha256_file(spec.path(path)) for path in section.reads}
+        return cls(function=section.function, arguments=section.arguments, files=files, occasion=occasion)
 
 
 class TrainResult(StepResult):
@@ -26,7 +44,7 @@ class TrainResult(StepResult):
 
 
 def work(job: TrainJob, emit: Emit) -> TrainResult:
-    """Train, in a process of its own."""
+    """Call the training function. Raises TrainError when it fails or writes no file."""
     workspace = job.workspace
     with workspace.scratch() as folder:
         output = folder / "weights.pt"
@@ -36,31 +54,4 @@ def work(job: TrainJob, emit: Emit) -> TrainResult:
         return TrainResult(weights=workspace.keep(output), sources=usercode.imported_sources(job.folder))
 
 
-@step
-def train(context: Context, occasion: str | None = None) -> Outcome[TrainResult]:
-    """Train the model as the release file says. Raises TrainError.
-
-    What was trained before is found by the function, its arguments and the files that it is said to read. New data
-    behind the same arguments does not show in these: with another `occasion` the model is trained anew.
-    """
-    section = context.spec.train
-    if section is None:
-        raise TrainError("the release file says nothing of training")
-    files = {str(path): sha256_file(context.spec.path(path)) for path in section.reads}
-    job = TrainJob(
-        home=context.workspace.folder,
-        folder=context.spec.folder,
-        function=section.function,
-        arguments=section.arguments,
-    )
-    reads: dict[str, Any] = {"train": section, "files": files}
-    if occasion is not None:
-        reads["occasion"] = occasion
-    return run_step(
-        context.workspace,
-        "train",
-        reads,
-        TrainResult,
-        lambda: context.call("tasks.train:work", job, TrainResult, torch=True),
-        folder=context.spec.folder,
-    )
+train = ChildStep("train", TrainResult, work)

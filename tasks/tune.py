@@ -8,18 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.options import as_options, variants
 from tasks.relax_import import ImportResult, load_imported
-from tasks.step import Context, Job, as_options, step, variants
+from tasks.step import Job, Step, StepRunner
 from tvmflow.errors import InputError
 from tvmflow.process import Emit
 from tvmflow.runtime.tracker import Address
-from tvmflow.services import open_records
-from tvmflow.spec import Build, Tune
+from tvmflow.spec import Build, Spec, Tune
 from tvmflow.target import Target, host
-from tvmflow.workspace import Artifact, Outcome, Record, StepResult, Workspace, run_step, step_key
+from tvmflow.workspace import Artifact, Outcome, Record, StepResult, Workspace
 
 if TYPE_CHECKING:
     from tvmflow.tuning.best_records import Part
+    from tvmflow.tuning.sharing import SharedRecords
 
 _LOOK_UP = {"trials": 0, "minutes": None, "until": None}
 
@@ -48,6 +49,36 @@ class TuneJob(Job):
     only: tuple[str, ...] = ()
     device: DeviceKey | None = None
     curve: Path | None = None
+    is_extra: bool = False
+
+    @property
+    def label(self) -> str:
+        """The target's name."""
+        return self.target.name
+
+    def cache_key(self) -> dict[str, Any]:
+        """All that the result depends on; it does not matter where candidates are measured."""
+        from tvmflow import tuning
+        from tvmflow.tuning.best_records import store_digest
+
+        key = self.model_dump(mode="json", exclude={"home", "folder", "imported", "device", "curve"})
+        key["imported"] = [self.imported.ir.sha256, self.imported.params.sha256]
+        if not self.tune.has_budget:
+            # Without a budget the step only looks up, and so it depends on the whole store.
+            key["records"] = store_digest(tuning.RecordStore(self.workspace.records), self.target)
+        return key
+
+    @classmethod
+    def of(cls, spec: Spec, imported: ImportResult, target: Target) -> "TuneJob":
+        """The job of a release file's model for a target, with the release file's budget."""
+        return cls(
+            imported=imported,
+            target=target,
+            build=spec.build,
+            variants=variants(spec, imported.inputs),
+            tune=spec.tune,
+            threads=min(target.threads, host().cores),
+        )
 
 
 class TunedWorkload(Record):
@@ -167,105 +198,77 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
     )
 
 
-@step
-def tune(context: Context, imported: Outcome[ImportResult], target: Target) -> Outcome[TuneResult]:
-    """Tune the model for a target within the release file's budget; with 0 trials, look up the best records.
+def _tune_or_look_up(job: TuneJob, runner: StepRunner) -> TuneResult:
+    earlier = runner.workspace.find("tune", _TUNE.key(runner, job), TuneResult)
+    if earlier is None:
+        return run_job(job, runner)
+    result = run_job(job.model_copy(update={"tune": job.tune.model_copy(update=_LOOK_UP)}), runner)
+    return result.model_copy(update={"trials": earlier.trials, "curve": earlier.curve})
 
-    A cached result is looked up anew when the store has a better record by now. Raises TuneError when tuning fails as
-    a whole; failed trials are normal.
-    """
+
+def _has_best_records(result: TuneResult, job: TuneJob) -> bool:
     from tvmflow import tuning
     from tvmflow.tuning.best_records import best_digest
 
-    job = tune_job(context, imported, target)
-
-    def tune_or_look_up() -> TuneResult:
-        earlier = context.workspace.find("tune", step_key("tune", inputs), TuneResult)
-        if earlier is None:
-            return run_job(context, job)
-        result = run_job(context, job.model_copy(update={"tune": job.tune.model_copy(update=_LOOK_UP)}))
-        return result.model_copy(update={"trials": earlier.trials, "curve": earlier.curve})
-
-    def is_still_best(result: TuneResult) -> bool:
-        store = tuning.RecordStore(context.workspace.records)
-        return best_digest(store, target, result.lookup_keys) == result.records_digest
-
-    with shared_records(context, target):
-        inputs = _cache_inputs(context, job)
-        return run_step(
-            context.workspace, "tune", inputs, TuneResult, tune_or_look_up, target=target.name, valid=is_still_best
-        )
+    store = tuning.RecordStore(job.workspace.records)
+    return best_digest(store, job.target, result.lookup_keys) == result.records_digest
 
 
-@step
+def run_job(job: TuneJob, runner: StepRunner) -> TuneResult:
+    """Tune in a child process; the temporary files of its workers are removed however it ends."""
+    with runner.workspace.scratch() as folder:
+        return runner.call(work, job, TuneResult, environment={"TMPDIR": str(folder)})
+
+
+_TUNE = Step("tune", TuneResult, _tune_or_look_up, is_current=_has_best_records)
+_TUNE_MORE = Step("tune", TuneResult, run_job, cached=False)
+
+
+def tune(runner: StepRunner, job: TuneJob, shared: "SharedRecords | None" = None) -> Outcome[TuneResult]:
+    """Tune a model for a target within the job's budget; with 0 trials, look up the best records.
+
+    A cached result is looked up anew when the store has a better record by now. `shared` is where machines exchange
+    records. Raises TuneError when tuning fails as a whole; failed trials are normal.
+    """
+    with shared_records(runner.workspace, job.target, shared):
+        return _TUNE(runner, job)
+
+
 def tune_more(
-    context: Context,
-    imported: Outcome[ImportResult],
-    target: Target,
+    runner: StepRunner,
+    job: TuneJob,
     budget: Tune,
-    device: DeviceKey | None,
+    *,
+    device: DeviceKey | None = None,
     curve: Path | None = None,
+    shared: "SharedRecords | None" = None,
 ) -> Outcome[TuneResult]:
-    """Tune the model for a target within a budget of its own, here or on devices; `curve` is as in TuneJob.
+    """Tune a model within a budget beside the release file's own, here or on devices; `curve` is as in TuneJob.
 
     It is never cached, because the user asks for it. Where the release's own tuning is cached, its result is replaced
     by this one. Raises TuneError when tuning fails as a whole, RemoteError where there are no such devices.
     """
-    job = tune_job(context, imported, target)
-    with shared_records(context, target):
-        own_key = step_key("tune", _cache_inputs(context, job))
-        threads = job.threads if device is None else target.threads
-        job = job.model_copy(update={"tune": budget, "device": device, "threads": threads, "curve": curve})
-        tuned = run_step(
-            context.workspace,
-            "tune",
-            {**_cache_inputs(context, job), "more": True},
-            TuneResult,
-            lambda: run_job(context, job),
-            target=target.name,
-            valid=lambda _: False,
-        )
-    if context.workspace.find("tune", own_key, TuneResult) is not None:
-        context.workspace.remember("tune", own_key, tuned.result, tuned.seconds)
+    with shared_records(runner.workspace, job.target, shared):
+        own_key = _TUNE.key(runner, job)
+        threads = job.threads if device is None else job.target.threads
+        extra = {"tune": budget, "device": device, "threads": threads, "curve": curve, "is_extra": True}
+        tuned = _TUNE_MORE(runner, job.model_copy(update=extra))
+    if runner.workspace.find("tune", own_key, TuneResult) is not None:
+        runner.workspace.remember("tune", own_key, tuned.result, tuned.seconds)
     return tuned
 
 
-def run_job(context: Context, job: TuneJob) -> TuneResult:
-    """Tune in a child process; the temporary files of its workers are removed however it ends."""
-    with context.workspace.scratch() as folder:
-        environment = {"TMPDIR": str(folder)}
-        return context.call("tasks.tune:work", job, TuneResult, target=job.target.name, environment=environment)
-
-
 @contextlib.contextmanager
-def shared_records(context: Context, target: Target) -> Iterator[None]:
+def shared_records(workspace: Workspace, target: Target, shared: "SharedRecords | None") -> Iterator[None]:
     """Fetch the records of other machines for a target, and send new ones while the body runs."""
     from tvmflow import tuning
     from tvmflow.tuning.sharing import sharing
 
-    shared = None
-    if context.services is not None:
-        shared = open_records(context.settings, context.store, context.spec.store)
-    store = tuning.RecordStore(context.workspace.records)
-    with sharing(store, shared, tuning.current_context(target).digest):
+    with sharing(tuning.RecordStore(workspace.records), shared, tuning.current_context(target).digest):
         yield
 
 
-def tune_job(context: Context, imported: Outcome[ImportResult], target: Target) -> TuneJob:
-    """Return the job that tunes a release's model for a target, within the release file's budget."""
-    spec = context.spec
-    return TuneJob(
-        home=context.workspace.folder,
-        imported=imported.result,
-        target=target,
-        build=spec.build,
-        variants=variants(spec, imported.result.inputs),
-        tune=spec.tune,
-        threads=min(target.threads, host().cores),
-    )
-
-
-def with_records(context: Context, tuned: Outcome[TuneResult], path: Path, target: Target) -> Outcome[TuneResult]:
+def with_records(workspace: Workspace, tuned: TuneResult, path: Path, target: Target) -> TuneResult:
     """Return `tuned` with the best records of a file or folder in the place of its own for the same workloads.
 
     Raises InputError when there is no record that this TVM can use for the target.
@@ -273,7 +276,6 @@ def with_records(context: Context, tuned: Outcome[TuneResult], path: Path, targe
     from tvmflow import tuning
     from tvmflow.tuning.best_records import replace_lines
 
-    workspace = context.workspace
     lines = replace_lines(_lines(workspace, tuned), tuning.RecordStore(path), target)
     if not lines:
         raise InputError(
@@ -283,40 +285,26 @@ def with_records(context: Context, tuned: Outcome[TuneResult], path: Path, targe
     return _with_lines(workspace, tuned, lines)
 
 
-def part_of(workspace: Workspace, tuned: Outcome[TuneResult], part: "Part") -> Outcome[TuneResult]:
+def part_of(workspace: Workspace, tuned: TuneResult, part: "Part") -> TuneResult:
     """Return `tuned` with its records or its decisions alone."""
     from tvmflow.tuning.best_records import select_part
 
     return _with_lines(workspace, tuned, select_part(_lines(workspace, tuned), part))
 
 
-def with_threads(workspace: Workspace, tuned: Outcome[TuneResult], threads: int) -> Outcome[TuneResult]:
+def with_threads(workspace: Workspace, tuned: TuneResult, threads: int) -> TuneResult:
     """Return `tuned` with the decision that the model runs on so many threads."""
     from tvmflow.tuning.best_records import set_threads
 
     return _with_lines(workspace, tuned, set_threads(_lines(workspace, tuned), threads))
 
 
-def _cache_inputs(context: Context, job: TuneJob) -> dict[str, Any]:
-    """What the step's cache key is made of; it does not matter where candidates are measured."""
-    from tvmflow import tuning
-    from tvmflow.tuning.best_records import store_digest
-
-    inputs = job.model_dump(mode="json", exclude={"home", "imported", "device", "curve"})
-    inputs["imported"] = [job.imported.ir.sha256, job.imported.params.sha256]
-    if not job.tune.has_budget:
-        # Without a budget the step only looks up, and so it depends on the whole store.
-        inputs["records"] = store_digest(tuning.RecordStore(context.workspace.records), job.target)
-    return inputs
+def _lines(workspace: Workspace, tuned: TuneResult) -> list[str]:
+    return workspace.path(tuned.records).read_text().splitlines()
 
 
-def _lines(workspace: Workspace, tuned: Outcome[TuneResult]) -> list[str]:
-    return workspace.path(tuned.result.records).read_text().splitlines()
-
-
-def _with_lines(workspace: Workspace, tuned: Outcome[TuneResult], lines: list[str]) -> Outcome[TuneResult]:
-    result = tuned.result.model_copy(update={"records": _keep_lines(workspace, lines)})
-    return Outcome(result, tuned.status, tuned.seconds)
+def _with_lines(workspace: Workspace, tuned: TuneResult, lines: list[str]) -> TuneResult:
+    return tuned.model_copy(update={"records": _keep_lines(workspace, lines)})
 
 
 def _keep_lines(workspace: Workspace, lines: list[str]) -> Artifact:

@@ -1,43 +1,72 @@
-"""Validate: PyTorch, ONNX Runtime and the bundle side by side, on the samples and the held-out data."""
+"""Validate: the bundle's outputs compared with those of PyTorch and ONNX Runtime, on samples and held-out data.
 
+Two steps: `reference` runs the originals on the held-out data once for all targets, `validate` judges one bundle.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from tasks.build import Algorithm
-from tasks.export import ExportResult, find_source
+from tasks.export import ExportResult
+from tasks.original import Original
 from tasks.package import PackageResult
-from tasks.step import Context, Job, step
-from tasks.train import TrainResult
+from tasks.step import ChildStep, Job, Step, StepRunner
 from tvmflow import samples, usercode
 from tvmflow.errors import ExportError
 from tvmflow.process import Emit
 from tvmflow.samples import Array, Named
-from tvmflow.source import Source, load_module, open_session, run_module, run_session
-from tvmflow.spec import TaskMetric, Validate
+from tvmflow.source import load_module, open_session, run_module, run_session
+from tvmflow.spec import Spec, TaskMetric, Validate
 from tvmflow.target import Precision, Target, host, missing_features, needed_features
 from tvmflow.usercode import describe
-from tvmflow.workspace import Artifact, Outcome, Record, StepResult, run_step
+from tvmflow.workspace import Artifact, Record, StepResult
 
 
 class ReferenceJob(Job):
-    """The original, the ONNX file, the held-out data, and the folder of the release file."""
+    """The original, the ONNX file, and the held-out data; `batch` is the model's batch size where that is fixed."""
 
-    folder: Path
-    source: Source
+    not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
+
+    original: Original
     onnx: Artifact
     task: TaskMetric
     batch: int | None
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
+    @property
+    def needs_torch(self) -> bool:
+        """Whether the original is a PyTorch model."""
+        return self.original.source.framework == "pytorch"
+
+    @classmethod
+    def of(cls, spec: Spec, original: Original, exported: ExportResult) -> "ReferenceJob":
+        """The job of an exported model. Raises ExportError for a release file without held-out data."""
+        task = spec.validation.task
+        if task is None:
+            raise ExportError("the release file names no held-out data; add validate.task")
+        first = exported.inputs[0].shape[0] if exported.inputs[0].shape else 1
+        largest = spec.dimension(first).max if isinstance(first, str) else None
+        if largest is not None:
+            task = task.model_copy(update={"batch": min(task.batch, largest)})
+        return cls(
+            original=original,
+            onnx=exported.onnx,
+            task=task,
+            batch=first if isinstance(first, int) else None,
+            inputs=tuple(item.name for item in exported.inputs),
+            outputs=tuple(item.name for item in exported.outputs),
+        )
+
 
 class ReferenceResult(StepResult):
-    """The held-out inputs in chunks with the original's outputs, what ONNX Runtime says, and the labels.
+    """The held-out inputs with the original's outputs, both in chunks; ONNX Runtime's outputs; and the labels.
 
-    `count` is the number of held-out samples; chunks have a fixed number of samples where the model's batch is fixed,
-    the last one filled up by repeating its last sample.
+    `count` is the number of held-out samples, `metric` the original's task metric on them. Where the model's batch size
+    is fixed, the last chunk is filled up by repeating its last sample.
     """
 
     original: Artifact
@@ -86,12 +115,11 @@ class Comparison(Record):
 
 
 class Verdict(StepResult):
-    """What validation said of one bundle; `reasons` are empty when it passed.
+    """The outcome of validating one bundle; `reasons` say why it failed and are empty when it passed.
 
-    `algorithms` are those of fewer multiplications, by name; what they cost of accuracy is in the comparisons.
-    `precision` is what the bundle's products compute in, `max_relative_error` the bound that was in the place of
-    tolerances for each element. `verified` is False for a target that this machine cannot run: nothing was compared
-    then.
+    `algorithms` are those with fewer multiplications, by name; the comparisons include their errors. `precision` is the
+    one that the bundle's products are computed in, `max_relative_error` the bound that replaces the tolerances for each
+    element. `verified` is False for a target that this machine cannot run, whose outputs were not compared.
     """
 
     passed: bool
@@ -112,27 +140,30 @@ class Verdict(StepResult):
 
 
 def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
-    """Run the originals on the held-out data, in a process of its own."""
+    """Run the originals on the held-out data, in a child process.
+
+    Raises ExportError when the dataset fails or does not fit the model.
+    """
     workspace = job.workspace
     returned = usercode.call(job.task.dataset, "dataset", ExportError, **job.task.arguments)
     inputs, labels = _dataset(returned, job.task.dataset, job.inputs)
     count = len(labels)
     chunks = split(inputs, count, job.batch or job.task.batch, fixed=job.batch is not None)
     session = open_session(workspace.path(job.onnx))
-    module = load_module(job.source) if job.source.framework == "pytorch" else None
+    module = load_module(job.original.source) if job.needs_torch else None
     original: list[tuple[Named, Named]] = []
     onnxruntime: list[tuple[Named, Named]] = []
     for index, chunk in enumerate(chunks):
         emit(index, len(chunks), "held-out data")
         try:
-            computed = run_session(session, chunk)
-            expected = computed if module is None else run_module(module, chunk, job.outputs)
+            outputs = run_session(session, chunk)
+            expected = outputs if module is None else run_module(module, chunk, job.outputs)
         except ExportError as error:
             raise ExportError(f"dataset {job.task.dataset!r} does not fit the model: {error}") from error
         except Exception as error:
             raise ExportError(f"dataset {job.task.dataset!r} does not fit the model ({describe(error)})") from error
         original.append((chunk, expected))
-        onnxruntime.append(({}, computed))
+        onnxruntime.append(({}, outputs))
     with workspace.scratch() as folder:
         samples.save(folder / "original.npz", original)
         samples.save(folder / "onnxruntime.npz", onnxruntime)
@@ -148,14 +179,14 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
 
 
 def device_work(job: DeviceJob, emit: Emit) -> DeviceResult:
-    """Run the bundle as a device would, in a process of its own."""
+    """Run the bundle as a device would, in a child process."""
     from tvmflow import runtime
 
     workspace = job.workspace
     with runtime.load(workspace.path(job.bundle)) as model, workspace.scratch() as folder:
 
-        def run(kept: Artifact, name: str) -> Artifact:
-            pairs = samples.load(workspace.path(kept))
+        def run(artifact: Artifact, name: str) -> Artifact:
+            pairs = samples.load(workspace.path(artifact))
             outputs: list[tuple[Named, Named]] = []
             for index, (inputs, _) in enumerate(pairs):
                 emit(index, len(pairs), name)
@@ -170,30 +201,33 @@ def device_work(job: DeviceJob, emit: Emit) -> DeviceResult:
 
 
 def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
-    """Compare the bundle's outputs with the originals' and score the task metric, in a process of its own."""
-    workspace, bounds, known = job.workspace, job.bounds, job.reference
+    """Compare the bundle's outputs with the originals' and score the task metric, in a child process."""
+    workspace, bounds, reference = job.workspace, job.bounds, job.reference
     task = bounds.task
 
-    def outputs_of(kept: Artifact) -> list[Named]:
-        return [outputs for _, outputs in samples.load(workspace.path(kept))]
+    def outputs_of(artifact: Artifact) -> list[Named]:
+        return [outputs for _, outputs in samples.load(workspace.path(artifact))]
 
-    given = samples.load(workspace.path(job.exported.samples))
-    computed = outputs_of(job.device.samples)
+    originals = samples.load(workspace.path(job.exported.samples))
+    bundle_outputs = outputs_of(job.device.samples)
     session = open_session(workspace.path(job.exported.onnx))
-    pairs = [(expected, outputs) for (_, expected), outputs in zip(given, computed, strict=True)]
-    peers = [(run_session(session, inputs), outputs) for (inputs, _), outputs in zip(given, computed, strict=True)]
+    pairs, peers = [], []
+    for (inputs, expected), outputs in zip(originals, bundle_outputs, strict=True):
+        pairs.append((expected, outputs))
+        peers.append((run_session(session, inputs), outputs))
     metric: float | None = None
-    if known is not None and job.device.held_out is not None and task is not None:
-        ours = join(outputs_of(job.device.held_out), known.count)
-        pairs.append((join(outputs_of(known.original), known.count), ours))
-        peers.append((join(outputs_of(known.onnxruntime), known.count), ours))
-        metric = score(task, ours, np.load(workspace.path(known.labels)))
+    if reference is not None and job.device.held_out is not None and task is not None:
+        outputs = join(outputs_of(job.device.held_out), reference.count)
+        pairs.append((join(outputs_of(reference.original), reference.count), outputs))
+        peers.append((join(outputs_of(reference.onnxruntime), reference.count), outputs))
+        metric = score(task, outputs, np.load(workspace.path(reference.labels)))
     comparisons = [_compare("pytorch", pairs)] if job.exported.max_abs_error is not None else []
     comparisons.append(_compare("onnxruntime", peers))
     reasons = _reasons(bounds, comparisons[0], pairs)
-    if known is not None and metric is not None and task is not None and metric < known.metric - task.drop:
+    if reference is not None and metric is not None and task is not None and metric < reference.metric - task.drop:
         reasons.append(
-            f"{task.metric} is {metric:.4f}, the original's is {known.metric:.4f}, the allowed drop is {task.drop:g}"
+            f"{task.metric} is {metric:.4f}, the original's is {reference.metric:.4f}, "
+            f"the allowed drop is {task.drop:g}"
         )
     precision = "" if job.precision == "fp32" else f" in precision {job.precision}"
     return Verdict(
@@ -205,114 +239,100 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         max_relative_error=bounds.max_relative_error,
         comparisons=tuple(comparisons),
         metric_name=task.metric if task is not None else None,
-        metric_original=known.metric if known is not None else None,
+        metric_original=reference.metric if reference is not None else None,
         metric_bundle=metric,
     )
 
 
-@step
-def reference(
-    context: Context, exported: Outcome[ExportResult], trained: Outcome[TrainResult] | None = None
-) -> Outcome[ReferenceResult]:
-    """Run PyTorch and ONNX Runtime on the held-out data once, for all targets.
+class ValidateJob(Job):
+    """The exported model, the bundle, the bounds, and the originals' outputs on the held-out data where there are any.
 
-    Raises ExportError when the dataset fails or does not fit the model.
+    `refusal` says why this machine cannot run the bundle; None when it can.
     """
-    task = context.spec.validation.task
-    if task is None:
-        raise ExportError("the release file names no dataset")
-    result = exported.result
-    source, identity = find_source(context, trained)
-    first = result.inputs[0].shape[0] if result.inputs[0].shape else 1
-    high = context.spec.dimension(first).max if isinstance(first, str) else None
-    if high is not None:
-        task = task.model_copy(update={"batch": min(task.batch, high)})
-    job = ReferenceJob(
-        home=context.workspace.folder,
-        folder=context.spec.folder,
-        source=source,
-        onnx=result.onnx,
-        task=task,
-        batch=first if isinstance(first, int) else None,
-        inputs=tuple(item.name for item in result.inputs),
-        outputs=tuple(item.name for item in result.outputs),
-    )
-    reads = {**job.model_dump(mode="json", exclude={"home", "folder", "source"}), "source": identity}
-    return run_step(
-        context.workspace,
-        "reference",
-        reads,
-        ReferenceResult,
-        lambda: context.call(
-            "tasks.validate:reference_work", job, ReferenceResult, torch=source.framework == "pytorch"
-        ),
-        folder=context.spec.folder,
-    )
 
+    exported: ExportResult
+    packaged: PackageResult
+    reference: ReferenceResult | None
+    bounds: Validate
+    precision: Precision
+    allow_unverified: bool
+    refusal: str | None
+    target: Target
 
-@step
-def validate(
-    context: Context,
-    exported: Outcome[ExportResult],
-    packaged: Outcome[PackageResult],
-    target: Target,
-    held_out: Outcome[ReferenceResult] | None = None,
-) -> Outcome[Verdict]:
-    """Run one bundle as a device would and compare it with the originals.
+    @property
+    def label(self) -> str:
+        """The target's name."""
+        return self.target.name
 
-    Being out of bounds is a verdict, not an error; a bundle that cannot be loaded or crashes raises.
-    """
-    spec, workspace = context.spec, context.workspace
-    known = held_out.result if held_out is not None else None
-    job = DeviceJob(
-        home=workspace.folder,
-        bundle=packaged.result.bundle,
-        samples=exported.result.samples,
-        held_out=known.original if known is not None else None,
-    )
+    def cache_key(self) -> Mapping[str, Any]:
+        """The artifacts and the bounds; what the user's own modules are does not matter any more."""
+        fields = {"bounds", "precision", "allow_unverified", "refusal", "reference"}
+        return {
+            **self.model_dump(mode="json", include=fields, exclude={"reference": {"sources"}}),
+            "bundle": self.packaged.bundle.sha256,
+            "onnx": self.exported.onnx.sha256,
+            "samples": self.exported.samples.sha256,
+        }
 
-    def work() -> Verdict:
-        reason = unable(target, spec.build.precision)
-        if reason is not None:
-            allowed = spec.gates.unverified_targets == "allow"
-            return Verdict(
-                passed=allowed,
-                verified=False,
-                reasons=() if allowed else (reason,),
-                precision=spec.build.precision,
-                algorithms=packaged.result.algorithms,
-                comparisons=(),
-                metric_name=None,
-                metric_original=None,
-                metric_bundle=None,
-            )
-        made = context.call("tasks.validate:device_work", job, DeviceResult, target=target.name)
-        judge = JudgeJob(
-            home=workspace.folder,
-            exported=exported.result,
-            device=made,
-            reference=known,
+    @classmethod
+    def of(
+        cls,
+        spec: Spec,
+        exported: ExportResult,
+        packaged: PackageResult,
+        reference: ReferenceResult | None,
+        target: Target,
+    ) -> "ValidateJob":
+        """The job of one bundle of a release file's model."""
+        return cls(
+            exported=exported,
+            packaged=packaged,
+            reference=reference,
             bounds=spec.bounds,
             precision=spec.build.precision,
-            algorithms=packaged.result.algorithms,
-            target=target.name,
+            allow_unverified=spec.gates.unverified_targets == "allow",
+            refusal=why_not_here(target, spec.build.precision),
+            target=target,
         )
-        return context.call("tasks.validate:judge_work", judge, Verdict, target=target.name)
-
-    reads: dict[str, Any] = {
-        **job.model_dump(mode="json", exclude={"home"}),
-        "onnx": exported.result.onnx,
-        "validate": spec.bounds,
-        "precision": spec.build.precision,
-        "gates": spec.gates.unverified_targets,
-        "reference": known and known.model_dump(mode="json", exclude={"sources"}),
-        "runnable": unable(target, spec.build.precision),
-    }
-    return run_step(workspace, "validate", reads, Verdict, work, target=target.name)
 
 
-def unable(target: Target, precision: Precision) -> str | None:
-    """Why this machine cannot run, and so not verify, the target's bundles of a precision; None when it can."""
+def validate_work(job: ValidateJob, runner: StepRunner) -> Verdict:
+    """Run one bundle as a device would and compare its outputs with the originals'.
+
+    Outputs out of bounds give a verdict that did not pass; a bundle that cannot be loaded or crashes raises.
+    """
+    if job.refusal is not None:
+        return Verdict(
+            passed=job.allow_unverified,
+            verified=False,
+            reasons=() if job.allow_unverified else (job.refusal,),
+            precision=job.precision,
+            algorithms=job.packaged.algorithms,
+            comparisons=(),
+            metric_name=None,
+            metric_original=None,
+            metric_bundle=None,
+        )
+    held_out = job.reference.original if job.reference is not None else None
+    device = DeviceJob(bundle=job.packaged.bundle, samples=job.exported.samples, held_out=held_out)
+    judge = JudgeJob(
+        exported=job.exported,
+        device=runner.call(device_work, device, DeviceResult),
+        reference=job.reference,
+        bounds=job.bounds,
+        precision=job.precision,
+        algorithms=job.packaged.algorithms,
+        target=job.target.name,
+    )
+    return runner.call(judge_work, judge, Verdict)
+
+
+reference = ChildStep("reference", ReferenceResult, reference_work)
+validate = Step("validate", Verdict, validate_work)
+
+
+def why_not_here(target: Target, precision: Precision) -> str | None:
+    """The sentence that says why this machine cannot run a target's bundles of a precision; None when it can."""
     machine = host()
     if target.arch == "cuda":
         return None if Path("/dev/nvidia0").exists() else f"target {target.name!r}: this machine has no NVIDIA GPU"
@@ -328,12 +348,12 @@ def unable(target: Target, precision: Precision) -> str | None:
 
 def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named, Named]]) -> Comparison:
     absolute, relative, cosine = 0.0, 0.0, 1.0
-    agreeing = compared = 0
+    agreements = comparisons = 0
     for expected, outputs in pairs:
         for name, array in expected.items():
-            wanted, got = array.astype(np.float64), outputs[name].astype(np.float64)
-            error = _largest_error(wanted, got)
-            if wanted.shape != got.shape:
+            reference, actual = array.astype(np.float64), outputs[name].astype(np.float64)
+            error = _largest_error(reference, actual)
+            if reference.shape != actual.shape:
                 return Comparison(
                     against=against,
                     max_abs_error=error,
@@ -344,57 +364,57 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
                 )
             absolute = max(absolute, error)
             # Relative to the output's own scale: element by element, values near zero would decide alone.
-            scale = float(np.abs(wanted[np.isfinite(wanted)]).max(initial=0.0))
+            scale = float(np.abs(reference[np.isfinite(reference)]).max(initial=0.0))
             relative = max(relative, error / scale if scale else 0.0)
-            cosine = min(cosine, _cosine(wanted, got))
-        wanted, got = next(iter(expected.values())), next(iter(outputs.values()))
-        if wanted.ndim >= 1 and wanted.shape == got.shape and wanted.shape[-1] > 1:
-            same = wanted.argmax(-1) == got.argmax(-1)
-            agreeing, compared = agreeing + int(same.sum()), compared + int(same.size)
+            cosine = min(cosine, _cosine(reference, actual))
+        reference, actual = next(iter(expected.values())), next(iter(outputs.values()))
+        if reference.ndim >= 1 and reference.shape == actual.shape and reference.shape[-1] > 1:
+            same = reference.argmax(-1) == actual.argmax(-1)
+            agreements, comparisons = agreements + int(same.sum()), comparisons + int(same.size)
     return Comparison(
         against=against,
         max_abs_error=absolute,
         max_rel_error=relative,
         cosine=cosine,
-        top1_agreement=agreeing / compared if compared else None,
+        top1_agreement=agreements / comparisons if comparisons else None,
         samples=len(pairs),
     )
 
 
-def _largest_error(wanted: Array, got: Array) -> float:
+def _largest_error(reference: Array, actual: Array) -> float:
     """The largest absolute difference; infinite for another shape, and where only one side is NaN or infinite."""
-    if wanted.shape != got.shape:
+    if reference.shape != actual.shape:
         return float("inf")
-    same = (wanted == got) | (np.isnan(wanted) & np.isnan(got))
+    same = (reference == actual) | (np.isnan(reference) & np.isnan(actual))
     with np.errstate(invalid="ignore"):
-        error = np.where(same, 0.0, np.abs(got - wanted))
+        error = np.where(same, 0.0, np.abs(actual - reference))
     return float(np.where(np.isnan(error), np.inf, error).max(initial=0.0))
 
 
-def _cosine(wanted: Array, got: Array) -> float:
-    norms = float(np.linalg.norm(wanted) * np.linalg.norm(got))
+def _cosine(reference: Array, actual: Array) -> float:
+    norms = float(np.linalg.norm(reference) * np.linalg.norm(actual))
     if norms == 0.0 or not np.isfinite(norms):
-        return 1.0 if np.array_equal(wanted, got, equal_nan=True) else 0.0
-    return min(1.0, float(np.vdot(wanted, got)) / norms)
+        return 1.0 if np.array_equal(reference, actual, equal_nan=True) else 0.0
+    return min(1.0, float(np.vdot(reference, actual)) / norms)
 
 
-def _reasons(bounds: Validate, compared: Comparison, pairs: list[tuple[Named, Named]]) -> list[str]:
-    """Why the outputs are out of bounds; none when they are within."""
+def _reasons(bounds: Validate, comparison: Comparison, pairs: list[tuple[Named, Named]]) -> list[str]:
+    """Why the outputs are out of bounds; empty when they are within."""
     reasons = []
     if bounds.max_relative_error is not None:
-        if not compared.max_rel_error <= bounds.max_relative_error:
+        if not comparison.max_rel_error <= bounds.max_relative_error:
             reasons.append(
-                f"an output differs from the original by up to {compared.max_rel_error:.3g} of its largest value, "
+                f"an output differs from the original by up to {comparison.max_rel_error:.3g} of its largest value, "
                 f"beyond max_relative_error {bounds.max_relative_error:g}"
             )
-        return reasons + _disagreement(bounds, compared)
+        return reasons + _disagreement(bounds, comparison)
     for name in pairs[0][0]:
-        close = all(
+        is_close = all(
             expected[name].shape == outputs[name].shape
             and np.allclose(outputs[name], expected[name], rtol=bounds.rtol, atol=bounds.atol, equal_nan=True)
             for expected, outputs in pairs
         )
-        if not close:
+        if not is_close:
             worst = max(
                 _largest_error(expected[name].astype(np.float64), outputs[name].astype(np.float64))
                 for expected, outputs in pairs
@@ -403,11 +423,11 @@ def _reasons(bounds: Validate, compared: Comparison, pairs: list[tuple[Named, Na
                 f"output {name!r} differs from the original by up to {worst:.3g}, beyond "
                 f"rtol {bounds.rtol:g} and atol {bounds.atol:g}"
             )
-    return reasons + _disagreement(bounds, compared)
+    return reasons + _disagreement(bounds, comparison)
 
 
-def _disagreement(bounds: Validate, compared: Comparison) -> list[str]:
-    agreement = compared.top1_agreement
+def _disagreement(bounds: Validate, comparison: Comparison) -> list[str]:
+    agreement = comparison.top1_agreement
     if bounds.top1_agreement is not None and agreement is not None and agreement < bounds.top1_agreement:
         return [f"top-1 agreement is {agreement:.4f}, {bounds.top1_agreement:g} is asked for"]
     return []
@@ -447,12 +467,12 @@ def split(inputs: Named, count: int, size: int, *, fixed: bool) -> list[Named]:
 
 
 def join(outputs: list[Named], count: int) -> Named:
-    """The outputs of all chunks by name, without those of what filled the last one up."""
+    """The first `count` outputs of all chunks by name: those that only fill the last chunk up are left out."""
     return {name: np.concatenate([item[name] for item in outputs])[:count] for name in outputs[0]}
 
 
 def score(task: TaskMetric, outputs: Named, labels: Array) -> float:
-    """The task metric of outputs on the held-out data. Raises ExportError when the user's metric fails."""
+    """Score outputs on the held-out data by the task metric. Raises ExportError when the user's own metric fails."""
     if task.metric == "accuracy":
         return float((next(iter(outputs.values())).argmax(-1) == labels).mean())
     return float(usercode.call(task.metric, "metric", ExportError, outputs, labels))

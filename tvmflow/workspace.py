@@ -1,4 +1,4 @@
-"""The state folder: artifacts by their digest, and what each step made of what it read."""
+"""The workspace: the folder with the artifacts that steps made, and with the records of what each step made of what."""
 
 import contextlib
 import hashlib
@@ -24,17 +24,17 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RECORDS = re.compile(r"[\w-]+\.jsonl")
 
 Progress = Callable[[float, float, str], None]
-"""Called with the bytes moved so far, of how many, and a word on what is moved."""
+"""Called with the bytes moved so far, the bytes to move in all, and whether they are sent or fetched."""
 
 
 class Record(BaseModel):
-    """A value that steps give and take: typed, immutable, small."""
+    """A typed, immutable, small value that steps take and return."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", serialize_by_alias=True)
 
 
 class Artifact(Record):
-    """A file of the workspace: its digest says where it is and what it holds; size in bytes."""
+    """A file of the workspace, found by its SHA-256; `size` is in bytes, `name` is for people."""
 
     sha256: str
     size: int
@@ -42,21 +42,22 @@ class Artifact(Record):
 
 
 class Sources(Record):
-    """The user's own modules that a step imported, with their digests: when one changes, the step runs again.
+    """The user's own modules that a step imported, with their SHA-256: when one changes, the step runs again.
 
-    Those in the folder of the release file are relative to it, so that a copy of the folder is judged by its own files.
+    Modules in the folder of the release file have paths relative to it, so that the files of a copied folder count for
+    the copy.
     """
 
     files: dict[str, str] = {}
 
     def unchanged(self, folder: Path = Path()) -> bool:
-        """Whether every file still holds what was read; relative paths are looked up in `folder`."""
+        """Whether every file still has its digest; relative paths are looked up in `folder`."""
         files = ((folder / path, digest) for path, digest in self.files.items())
         return all(path.is_file() and sha256_file(path) == digest for path, digest in files)
 
 
 class StepResult(Record):
-    """What a step made."""
+    """What a step returns: typed values, and artifacts in the place of large data."""
 
     sources: Sources = Sources()
 
@@ -65,21 +66,36 @@ class StepResult(Record):
         yield from _artifacts(self)
 
 
+class StepSummary(Record):
+    """Whether a step ran or its result was cached, and the seconds that took."""
+
+    status: Literal["ran", "cached"]
+    seconds: float
+
+
 R = TypeVar("R", bound=StepResult)
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[R]):
-    """A step's result, whether it was made now or found, and the seconds that took."""
+    """A step's result, whether the step ran or its result was cached, and the seconds that took."""
 
     result: R
     status: Literal["ran", "cached"]
     seconds: float
 
+    @property
+    def summary(self) -> StepSummary:
+        """The outcome without the result."""
+        return StepSummary(status=self.status, seconds=self.seconds)
+
 
 class Shared(Protocol):
-    """Where workspaces of several machines meet. What is read there is data of others: records are validated, artifacts
-    taken by their digest. A store that fails raises StoreError."""
+    """Where the workspaces of several machines exchange artifacts and records.
+
+    What another machine wrote is not trusted: records are validated, and artifacts are checked by their digests. Every
+    method raises StoreError when the store fails.
+    """
 
     def has_record(self, step: str, key: str) -> bool:
         """Whether there is a record of the step."""
@@ -107,11 +123,11 @@ class Shared(Protocol):
 
 
 class Workspace:
-    """Artifacts and step records below one folder, which several processes may share.
+    """Artifacts and step records below one folder, which several processes may use at once.
 
-    Artifacts are written whole under their digest and never changed; a record is written last, so that a crash at any
-    point leaves either a step that is done or one that is not. With `shared`, what other machines did is found as well,
-    and they find what is done here.
+    An artifact is written completely before it gets its name, which is its digest, and never changes. The record of a
+    step is written after its artifacts, so that a crash leaves a step either done or not done. With `shared`, machines
+    use each other's results.
     """
 
     def __init__(self, folder: Path, shared: Shared | None = None) -> None:
@@ -130,7 +146,7 @@ class Workspace:
         return self.folder / "artifacts" / artifact.sha256[:2] / artifact.sha256
 
     def keep(self, path: Path, name: str | None = None) -> Artifact:
-        """Take a file into the workspace, moving it, and return its artifact."""
+        """Move a file into the workspace and return its artifact; `name` replaces the file's own name."""
         artifact = Artifact(sha256=sha256_file(path), size=path.stat().st_size, name=name or path.name)
         place = self.path(artifact)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +155,7 @@ class Workspace:
         return artifact
 
     def holds(self, artifact: Artifact) -> bool:
-        """Whether the artifact's file is there, whole."""
+        """Whether the artifact's file is there with its full size."""
         try:
             return self.path(artifact).stat().st_size == artifact.size
         except OSError:
@@ -147,28 +163,29 @@ class Workspace:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A temporary folder on the workspace's own file system, gone afterwards."""
+        """A temporary folder on the workspace's own file system; removed when the body ends."""
         with tempfile.TemporaryDirectory(dir=self.folder / "tmp", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
 
     def find(
-        self, step: str, key: str, kind: type[R], folder: Path = Path(), progress: Progress | None = None
+        self, step: str, key: str, result_type: type[R], folder: Path = Path(), progress: Progress | None = None
     ) -> R | None:
-        """What a step made of the same input before, if every artifact and source of it is still there unchanged.
+        """The result that a step recorded under a key; None unless all its artifacts and sources are unchanged.
 
-        `folder` is where the user's own modules are. What another machine made is brought here first, and what is
-        only here is shared. Raises StoreError when the shared workspace cannot be used.
+        `folder` is the folder of the release file, where relative sources are looked up. A result that only the shared
+        workspace has is fetched, a result that only this one has is shared. Raises StoreError when the shared workspace
+        cannot be used.
         """
         place = self._record(step, key)
         with contextlib.suppress(OSError):
-            known = place.read_bytes()
-            result = _parsed(known, kind)
+            content = place.read_bytes()
+            result = _parsed(content, result_type)
             if result is not None and self._intact(result, folder):
                 if self.shared is not None and not self.shared.has_record(step, key):
-                    self._share_record(step, key, known, result, progress)
+                    self._share_record(step, key, content, result, progress)
                 return result
         record = None if self.shared is None else self.shared.read_record(step, key)
-        result = None if record is None else _parsed(record, kind)
+        result = None if record is None else _parsed(record, result_type)
         if record is None or result is None or not result.sources.unchanged(folder):
             return None
         if not self.fetch(result.artifacts(), progress):
@@ -179,9 +196,9 @@ class Workspace:
     def remember(
         self, step: str, key: str, result: StepResult, seconds: float, progress: Progress | None = None
     ) -> None:
-        """Record what a step made; only successes are recorded.
+        """Record the result of a step that succeeded, and share it.
 
-        Raises StoreError when it cannot be shared; it is recorded here all the same.
+        Raises StoreError when it cannot be shared; the record of this machine is written before that.
         """
         document = {"step": step, "seconds": seconds, "result": result.model_dump(mode="json")}
         record = json.dumps(document).encode()
@@ -191,8 +208,8 @@ class Workspace:
 
     def share(self, artifacts: Iterable[Artifact], progress: Progress | None = None) -> None:
         """Send artifacts to the shared workspace. Raises StoreError."""
-        wanted = {artifact.sha256: artifact for artifact in artifacts}
-        total, sent = sum(artifact.size for artifact in wanted.values()), 0
+        by_digest = {artifact.sha256: artifact for artifact in artifacts}
+        total, sent = sum(artifact.size for artifact in by_digest.values()), 0
 
         def moved(count: int) -> None:
             nonlocal sent
@@ -201,15 +218,15 @@ class Workspace:
                 progress(min(sent, total), total, "sharing")
 
         if self.shared is not None:
-            for artifact in wanted.values():
+            for artifact in by_digest.values():
                 self.shared.send(self.path(artifact), artifact.sha256, moved)
 
     def fetch(self, artifacts: Iterable[Artifact], progress: Progress | None = None) -> bool:
-        """Bring artifacts here that are not; False when the shared workspace lacks one or holds a damaged one."""
-        wanted = {artifact.sha256: artifact for artifact in artifacts}
-        if not all(_is_safe(artifact) for artifact in wanted.values()):
+        """Fetch the artifacts that this workspace lacks; False when one is missing or damaged in the shared one too."""
+        by_digest = {artifact.sha256: artifact for artifact in artifacts}
+        if not all(_is_safe(artifact) for artifact in by_digest.values()):
             return False
-        missing = [artifact for artifact in wanted.values() if not self.holds(artifact)]
+        missing = [artifact for artifact in by_digest.values() if not self.holds(artifact)]
         total, done = sum(artifact.size for artifact in missing), 0
         for artifact in missing:
             if progress is not None:
@@ -231,19 +248,19 @@ class Workspace:
         return self.folder / "records"
 
     def share_records(self) -> None:
-        """Make the tuning records here and in the shared workspace the same, by union. Raises StoreError."""
+        """Exchange tuning records until this and the shared workspace have the union. Raises StoreError."""
         if self.shared is None:
             return
-        there = self.shared.tuning_records()
-        here = {path.name: path.stat().st_size for path in self.records.glob("*.jsonl")}
-        for name, size in there.items():
-            # The file of one run only grows, and only where it runs: the longer one is the whole one.
-            if _RECORDS.fullmatch(name) and here.get(name, -1) < size:
+        remote_sizes = self.shared.tuning_records()
+        local_sizes = {path.name: path.stat().st_size for path in self.records.glob("*.jsonl")}
+        for name, size in remote_sizes.items():
+            # A run's file only grows, and only on the machine of the run: the longer copy is the complete one.
+            if _RECORDS.fullmatch(name) and local_sizes.get(name, -1) < size:
                 content = self.shared.read_tuning_records(name)
                 if content is not None:
                     self._write(self.records / name, content)
-        for name, size in here.items():
-            if there.get(name, -1) < size:
+        for name, size in local_sizes.items():
+            if remote_sizes.get(name, -1) < size:
                 self.shared.write_tuning_records(name, (self.records / name).read_bytes())
 
     def _intact(self, result: StepResult, folder: Path) -> bool:
@@ -264,33 +281,35 @@ class Workspace:
         return self.folder / "steps" / step / f"{key}.json"
 
 
-def step_key(step: str, reads: Mapping[str, Any]) -> str:
-    """The SHA-256 of all that a step reads: digests, its part of the release file, versions, its own code."""
-    document = {"step": step, "reads": reads, "code": code_digest(), "versions": _versions()}
+def step_key(step: str, inputs: Mapping[str, Any]) -> str:
+    """The cache key of a step: the SHA-256 of its inputs, the versions of its libraries and the code of all steps."""
+    document = {"step": step, "inputs": inputs, "code": code_digest(), "versions": _versions()}
     return hashlib.sha256(json.dumps(document, sort_keys=True, default=_plain).encode()).hexdigest()
 
 
 def run_step(
     workspace: Workspace,
     step: str,
-    reads: Mapping[str, Any],
-    kind: type[R],
+    inputs: Mapping[str, Any],
+    result_type: type[R],
     work: Callable[[], R],
     *,
     target: str | None = None,
-    valid: Callable[[R], bool] = lambda result: True,
+    is_valid: Callable[[R], bool] = lambda result: True,
     folder: Path = Path(),
 ) -> Outcome[R]:
-    """Run a step, or find what it made of the same input before; `reads` is all that it depends on.
+    """Return a step's cached result for the same inputs; else run `work`, record its result and return it.
 
-    The user's own modules that the step imported count as well; those beside the release file are in `folder`.
-    `valid` looks whether what a found result stands for outside the workspace (a run, a release) is still there.
+    The cache key is made of `inputs`, which must name all that the result depends on. The user's own modules that the
+    step imported count as well; `folder` is where those of the release file are. `is_valid` says whether a cached
+    result may be used: whether the run or the release that it names is still there. Raises what `work` raises,
+    StepError for a full disk or a file that cannot be written, StoreError when the shared workspace cannot be used.
     """
     start = time.perf_counter()
-    key = step_key(step, reads)
+    key = step_key(step, inputs)
     started = False
 
-    def progressed(done: float, total: float, message: str) -> None:
+    def report(done: float, total: float, message: str) -> None:
         nonlocal started
         if not started:
             started = True
@@ -298,16 +317,16 @@ def run_step(
         reporter().progressed(step, target, done, total, message)
 
     try:
-        found = workspace.find(step, key, kind, folder, progressed)
-        if found is not None and valid(found):
+        cached = workspace.find(step, key, result_type, folder, report)
+        if cached is not None and is_valid(cached):
             seconds = time.perf_counter() - start
             reporter().ended(step, target, "cached", seconds)
-            return Outcome(found, "cached", seconds)
+            return Outcome(cached, "cached", seconds)
         if not started:
             started = True
             reporter().started(step, target)
         result = work()
-        workspace.remember(step, key, result, time.perf_counter() - start, progressed)
+        workspace.remember(step, key, result, time.perf_counter() - start, report)
     except BaseException as error:
         reporter().ended(step, target, "failed", time.perf_counter() - start)
         if isinstance(error, OSError) and not isinstance(error, TvmflowError):
@@ -323,7 +342,7 @@ def run_step(
 
 @cache
 def code_digest() -> str:
-    """The SHA-256 over the source of what steps are made of: any change of it makes steps run again."""
+    """The SHA-256 of the code of `tasks` and `tvmflow`, without its commands: a change makes every step run again."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
     steps = find_spec("tasks")
@@ -334,15 +353,15 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def _parsed(record: bytes, kind: type[R]) -> R | None:
+def _parsed(record: bytes, result_type: type[R]) -> R | None:
     try:
-        return kind.model_validate(json.loads(record)["result"])
+        return result_type.model_validate(json.loads(record)["result"])
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def _is_safe(artifact: Artifact) -> bool:
-    """Whether nothing in it leads out of the workspace: another machine's record may say anything."""
+    """Whether the digest and the name stay inside the workspace; records of other machines may hold anything."""
     return _SHA256.fullmatch(artifact.sha256) is not None and Path(artifact.name).name == artifact.name
 
 

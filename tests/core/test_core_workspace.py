@@ -62,7 +62,7 @@ def run(workspace: Workspace) -> Run:
     """Run a step that keeps a library of the given content and weights beside it."""
 
     def once(reads: dict[str, object] | None = None, content: bytes = b"library", sources: Sources | None = None,
-             valid: Callable[[Made], bool] = lambda made: True, step: str = "build") -> Outcome[Made]:  # fmt: skip
+             is_valid: Callable[[Made], bool] = lambda made: True, step: str = "build") -> Outcome[Made]:  # fmt: skip
         def work() -> Made:
             with workspace.scratch() as folder:
                 (folder / "mod.so").write_bytes(content)
@@ -70,7 +70,7 @@ def run(workspace: Workspace) -> Run:
                 library, weights = workspace.keep(folder / "mod.so"), workspace.keep(folder / "weights")
             return Made(library=library, parts=(Inner(weights=weights),), sources=sources or Sources())
 
-        return run_step(workspace, step, reads or {"onnx": "ab"}, Made, work, valid=valid)
+        return run_step(workspace, step, reads or {"onnx": "ab"}, Made, work, is_valid=is_valid)
 
     return once
 
@@ -156,7 +156,7 @@ def test_a_removed_source_of_the_user_runs_the_step_again(run: Run, tmp_path: Pa
 
 def test_a_result_that_is_no_longer_valid_outside_runs_the_step_again(run: Run) -> None:
     run()
-    assert run(valid=lambda made: False).status == "ran"
+    assert run(is_valid=lambda made: False).status == "ran"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"result": 3}', '{"result": {"other": 1}}', "\0"])

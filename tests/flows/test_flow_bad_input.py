@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from onnx import helper
 
+from support.servers import free_port
+
 _INPUTS = [{"name": "x", "shape": ["batch", 4]}]
 
 _MODELS = """
@@ -176,7 +178,7 @@ def _with_s3(machine: Any, endpoint: str | None, key: str | None) -> Any:
 
 
 def test_an_s3_endpoint_that_is_down(machine: Any, tmp_path: Path, make: Any) -> None:
-    address = f"http://127.0.0.1:{make.free_port()}"
+    address = f"http://127.0.0.1:{free_port()}"
     sentence = _refused(_with_s3(machine, address, "nobody"), make.file(tmp_path))
     assert f"Cannot reach the S3 endpoint {address}" in sentence
 
@@ -191,7 +193,7 @@ def test_an_s3_endpoint_that_refuses_the_credentials(machine: Any, tmp_path: Pat
 
 
 def test_an_mlflow_server_that_is_down(machine: Any, tmp_path: Path, make: Any) -> None:
-    address = f"http://127.0.0.1:{make.free_port()}"
+    address = f"http://127.0.0.1:{free_port()}"
     without = replace(machine, settings={**machine.settings, "TVMFLOW_MLFLOW_TRACKING_URI": address})
     ended = without.release(make.file(tmp_path))
     assert ended.code == 1
@@ -200,7 +202,7 @@ def test_an_mlflow_server_that_is_down(machine: Any, tmp_path: Path, make: Any) 
 
 
 def test_a_prefect_server_that_is_down(fresh_machine: Any, tmp_path: Path, make: Any) -> None:
-    address = f"http://127.0.0.1:{make.free_port()}/api"
+    address = f"http://127.0.0.1:{free_port()}/api"
     without = replace(fresh_machine, settings={"TVMFLOW_PREFECT_API_URL": address})
     sentence = _refused(without, make.file(tmp_path), code=2)
     assert f"Prefect's server at {address} does not answer" in sentence

@@ -1,6 +1,7 @@
 """Deployments and triggers on real servers: aliases set in MLflow become flow runs, at once or by reconciling."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import requests
 import yaml
+from prefect.flows import load_flow_from_entrypoint
 
 from support.servers import free_port, mlflow_server, serving
 from support.waits import wait_until
@@ -21,7 +23,7 @@ from tvmflow.triggers.webhook import DELIVERY_HEADER, PATH, SIGNATURE_HEADER, TI
 
 SECRET = "a secret of this test"
 WAIT_SECONDS = 60.0
-_PREFECT_FILE = Path(__file__).parents[2] / "infra" / "prefect.yaml"
+_ON_A_SCHEDULE = Path(__file__).parents[2] / "docs" / "how-to" / "on-a-schedule.md"
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ def test_deploying_registers_what_a_release_file_needs(house: House, deployed: d
     assert release["schedules"][0]["schedule"]["cron"]
     limit = release["global_concurrency_limit"]["limit"], release["concurrency_options"]["collision_strategy"]
     assert limit == (1, "ENQUEUE")
-    # Else Prefect copies the folder in which the worker runs, for every run.
-    assert release["pull_steps"]
+    # With the path of a file, Prefect would copy the folder in which the worker runs, for every run.
+    assert release["entrypoint"] == "flows.release.release"
 
 
 def test_deploying_again_changes_nothing_and_leaves_what_is_paused(house: House, deployed: dict[str, Any]) -> None:
@@ -142,7 +144,7 @@ def test_two_runs_of_one_model_take_turns(house: House, deployed: dict[str, Any]
         "import os, sys\n"
         "from pathlib import Path\n"
         "os.environ['PREFECT_API_URL'] = os.environ['TVMFLOW_PREFECT_API_URL']\n"
-        "from flows.deployments import one_at_a_time\n"
+        "from flows.runs import one_at_a_time\n"
         "mine, go = Path(sys.argv[1]), Path(sys.argv[2])\n"
         "with one_at_a_time(sys.argv[3]):\n"
         "    mine.touch()\n"
@@ -183,7 +185,7 @@ def test_pools_of_containers_run_the_image_that_is_named(house: House, deployed:
     script = (
         "import os, sys\n"
         "os.environ['PREFECT_API_URL'] = os.environ['TVMFLOW_PREFECT_API_URL']\n"
-        "from flows.deployments import ensure_pool\n"
+        "from flows.pools import ensure_pool\n"
         f"assert ensure_pool('{kind}', '{kind}', 'tvmflow:1')\n"
     )
     made = subprocess.run(
@@ -259,19 +261,24 @@ def test_what_the_receiver_missed_is_started_by_reconciling_and_given_up_after_t
     assert found()["done"] == "given up"
 
 
-def test_the_project_file_is_one_that_prefect_takes(house: House, deployed: dict[str, Any], tmp_path: Path) -> None:
-    from prefect.flows import load_flow_from_entrypoint
+def test_a_project_file_as_the_documentation_has_it_names_flows_and_their_parameters() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", _ON_A_SCHEDULE.read_text(), re.DOTALL)
+    for item in yaml.safe_load(text)["deployments"]:
+        flow = load_flow_from_entrypoint(item["entrypoint"], use_placeholder_flow=False)
+        assert set(item["parameters"]) <= set(flow.parameters.properties)
 
-    document = yaml.safe_load(_PREFECT_FILE.read_text())
-    for item in document["deployments"]:
-        loaded = load_flow_from_entrypoint(item["entrypoint"], use_placeholder_flow=False)
-        for given in (item, *item.get("schedules", ()), *item.get("triggers", ())):
-            assert set(given.get("parameters", {})) <= set(loaded.parameters.properties)
-    environment = {**house.machine.environment, "PREFECT_API_URL": house.api, "PWD": "/somewhere"}
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(_PREFECT_FILE)]
+
+@pytest.mark.long
+def test_prefect_takes_a_project_file_as_the_documentation_has_it(
+    house: House, deployed: dict[str, Any], tmp_path: Path
+) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", _ON_A_SCHEDULE.read_text(), re.DOTALL)
+    (tmp_path / "prefect.yaml").write_text(text)
+    environment = {**house.machine.environment, "PREFECT_API_URL": house.api}
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    retrain = requests.get(f"{house.api}/deployments/name/retrain/digits", timeout=30).json()
-    assert retrain["parameters"] == {"file": "/somewhere/examples/digits/release.yaml"}
+    retune = requests.get(f"{house.api}/deployments/name/retune/digits-at-noon", timeout=30).json()
+    assert retune["parameters"] == {"file": "/srv/models/digits/release.yaml", "minutes": 5}

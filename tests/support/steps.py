@@ -16,21 +16,28 @@ def compile_by_steps(document: Mapping[str, Any], folder: Path, state: Path) -> 
     `folder` is where the release file would stand; `state` is the state folder. Steps whose inputs `state` has seen
     before are cached. The steps do their work in this process: five children would import TVM five times.
     """
-    from tasks import build, export, package, relax_import, tune
-    from tasks.step import Context
-    from tvmflow import spec
+    from tasks.build import BuildJob, build
+    from tasks.export import ExportJob, export
+    from tasks.original import find_original
+    from tasks.package import PackageJob, package
+    from tasks.relax_import import ImportJob, relax_import
+    from tasks.step import StepRunner
+    from tasks.tune import TuneJob, tune
     from tvmflow.settings import Settings
+    from tvmflow.spec import parse
     from tvmflow.workspace import Workspace
 
-    context = Context(spec.parse(dict(document), folder), Settings(), Workspace(state))
-    (target,) = context.spec.resolve_targets()
+    spec, workspace = parse(dict(document), folder), Workspace(state)
+    runner = StepRunner.of(spec, Settings(), workspace)
+    (target,) = spec.resolve_targets()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tvmflow.process.call", _call_here)
-        exported = export.export.fn(context)
-        imported = relax_import.relax_import.fn(context, exported)
-        tuned = tune.tune.fn(context, imported, target)
-        built = build.build.fn(context, imported, tuned, target)
-        return context.file(package.package.fn(context, exported, imported, tuned, built, target).result.bundle)
+        exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
+        imported = relax_import(runner, ImportJob.of(spec, exported)).result
+        tuned = tune(runner, TuneJob.of(spec, imported, target)).result
+        built = build(runner, BuildJob.of(spec, imported, tuned, target)).result
+        job = PackageJob.of(spec, workspace, exported, imported, tuned, built, target, signer=None)
+        return workspace.path(package(runner, job, None).result.bundle)
 
 
 def _call_here(function: str, job: Any, result: Callable[..., T], **_options: Any) -> T:

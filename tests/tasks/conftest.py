@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tasks.export import ExportJob, ExportResult, work
+from tasks.original import find_original
 from tvmflow import samples
-from tvmflow.source import Source
 from tvmflow.spec import Spec, parse
 from tvmflow.workspace import Workspace
 
@@ -44,17 +44,8 @@ def export_spec(workspace: Workspace) -> Callable[[Spec], ExportResult]:
     """Exports the factory's model of a release file."""
 
     def export(spec: Spec) -> ExportResult:
-        job = ExportJob(
-            home=workspace.folder,
-            folder=spec.folder,
-            source=Source(kind="factory", model=spec.model),
-            inputs=spec.inputs,
-            dimensions=spec.dimensions,
-            outputs=spec.outputs,
-            export=spec.export,
-            samples=spec.validation.samples,
-            seed=spec.validation.seed,
-        )
+        job = ExportJob.of(spec, find_original(spec, workspace))
+        job = job.model_copy(update={"home": workspace.folder, "folder": spec.folder})
         return work(job, lambda done, total, message: None)
 
     return export

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from tasks.benchmark import BenchmarkResult, Round, _point, gate_failures
-from tasks.step import Context
 from tvmflow.errors import VerdictError
-from tvmflow.settings import Settings
 from tvmflow.spec import parse
 from tvmflow.target import resolve
-from tvmflow.workspace import Artifact, Workspace
+from tvmflow.workspace import Artifact
 
 _SIZE = {"tvm": 2_000_000, "onnxruntime": 1, "pytorch": 1}
 
@@ -30,15 +28,14 @@ def result() -> BenchmarkResult:
 
 
 @pytest.fixture
-def failures(result: BenchmarkResult, workspace: Workspace, tmp_path: Path) -> Callable[..., list[str]]:
+def failures(result: BenchmarkResult, tmp_path: Path) -> Callable[..., list[str]]:
     """What these gates say of the result."""
     inputs = [{"name": "x", "shape": [1]}]
 
     def judge(**gates: Any) -> list[str]:
         spec = parse({"name": "m", "model": {"factory": "m:m"}, "inputs": inputs, "gates": gates}, tmp_path)
-        context = Context(spec, Settings(home=workspace.folder), workspace)
         bundle = Artifact(sha256="0" * 64, size=_SIZE["tvm"], name="m.tar.gz")
-        return gate_failures(context, result, bundle, resolve("x86-64-v2"))
+        return gate_failures(spec.gates, result, bundle, resolve("x86-64-v2"))
 
     return judge
 

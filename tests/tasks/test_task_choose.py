@@ -9,12 +9,23 @@ import pytest
 from onnx import helper, numpy_helper
 
 from tasks.build import BuildResult
-from tasks.choose import Candidate, Choice, Making, distinct, fewer_threads, to_build, tuned_sample, untuned
-from tasks.export import export
-from tasks.package import PackageResult, package
-from tasks.relax_import import relax_import
-from tasks.sidebyside import Beside
-from tasks.step import Context
+from tasks.candidates import TargetBuilder, distinct_builds, tunings_to_build
+from tasks.choose import (
+    Candidate,
+    Choice,
+    ThreadsJob,
+    comparison_fields,
+    fewer_threads,
+    tuned_sample,
+    untuned,
+)
+from tasks.comparison import LatencyComparison
+from tasks.export import ExportJob, ExportResult, export
+from tasks.options import variants
+from tasks.original import find_original
+from tasks.package import PackageJob, PackageResult, package
+from tasks.relax_import import ImportJob, relax_import
+from tasks.step import StepRunner
 from tasks.tune import TuneResult, with_threads
 from tasks.validate import Verdict
 from tvmflow.bundle import read_manifest
@@ -29,9 +40,8 @@ def _artifact(content: str) -> Artifact:
     return Artifact(sha256=content * 64, size=1, name=content)
 
 
-def _known(workspace: Workspace, records: str) -> Outcome[TuneResult]:
-    result = untuned(workspace).result.model_copy(update={"records": _artifact(records)})
-    return Outcome(result, "ran", 0.0)
+def _tuned(workspace: Workspace, records: str) -> TuneResult:
+    return untuned(workspace).model_copy(update={"records": _artifact(records)})
 
 
 def _built(library: str) -> Outcome[BuildResult]:
@@ -62,58 +72,59 @@ def _candidate(workspace: Workspace, content: str, *reasons: str) -> Candidate:
         metric_original=None,
         metric_bundle=None,
     )
-    packaged = PackageResult(bundle=_artifact(content), unpacked=1, algorithms={})
     return Candidate(
-        _known(workspace, content), _built(content), Outcome(packaged, "ran", 0.0), Outcome(verdict, "ran", 0.0)
+        tuned=_tuned(workspace, content),
+        built=_built(content).result,
+        packaged=PackageResult(bundle=_artifact(content), unpacked=1, algorithms={}),
+        verdict=verdict,
+        steps={},
     )
 
 
-def _making(context: Context) -> Making:
-    """One that has nothing to build any more."""
-    nothing: Any = None
-    return Making(context, nothing, nothing, resolve("native"))
-
-
 @pytest.fixture
-def context(workspace: Workspace, tmp_path: Path) -> Context:
+def builder(workspace: Workspace, tmp_path: Path) -> TargetBuilder:
+    """One that has nothing to build any more."""
     (tmp_path / "model.onnx").touch()
-    return Context(parse({"name": "chosen", "model": {"onnx": "model.onnx"}}, tmp_path), Settings(), workspace)
+    spec = parse({"name": "chosen", "model": {"onnx": "model.onnx"}}, tmp_path)
+    artifact = _artifact("e")
+    exported = ExportResult(onnx=artifact, samples=artifact, inputs=(), outputs=(), max_abs_error=None, opset=18)
+    nothing: Any = None
+    return TargetBuilder(StepRunner.of(spec, Settings(), workspace), spec, exported, nothing, resolve("native"))
 
 
 def test_where_nothing_is_known_there_is_one_build(workspace: Workspace) -> None:
     nothing = untuned(workspace)
-    assert to_build(workspace, nothing) == (nothing,)
-    found = _known(workspace, "a")
-    assert to_build(workspace, found) == (found, nothing)
+    assert tunings_to_build(workspace, nothing) == (nothing,)
+    tuned = _tuned(workspace, "a")
+    assert tunings_to_build(workspace, tuned) == (tuned, nothing)
 
 
 def test_of_two_builds_that_are_the_same_the_untuned_one_is_left(workspace: Workspace) -> None:
-    builds = (_known(workspace, "a"), _built("c")), (untuned(workspace), _built("c"))
-    assert distinct(builds) == builds[1:]
-    others = (_known(workspace, "a"), _built("d")), builds[1]
-    assert distinct(others) == others
+    builds = (_tuned(workspace, "a"), _built("c")), (untuned(workspace), _built("c"))
+    assert distinct_builds(builds) == builds[1:]
+    others = (_tuned(workspace, "a"), _built("d")), builds[1]
+    assert distinct_builds(others) == others
 
 
 @pytest.mark.parametrize(("refused", "shipped"), [("tuned", "untuned"), ("untuned", "tuned")])
 def test_a_build_that_validation_refuses_is_not_shipped_if_the_other_passes(
-    context: Context, refused: str, shipped: str
+    builder: TargetBuilder, workspace: Workspace, refused: str, shipped: str
 ) -> None:
     tuned, plain = (
-        _candidate(context.workspace, name[0], *(["it is wrong"] if name == refused else []))
-        for name in ("tuned", "untuned")
+        _candidate(workspace, name[0], *(["it is wrong"] if name == refused else [])) for name in ("tuned", "untuned")
     )
-    found, choice = _making(context).best((tuned, plain))
-    assert found == {"tuned": tuned, "untuned": plain}[shipped]
+    best, choice = builder.best((tuned, plain))
+    assert best == {"tuned": tuned, "untuned": plain}[shipped]
     assert choice is not None
     assert choice.result == Choice(
         shipped="tuned" if shipped == "tuned" else "untuned",
-        told=f"the {shipped} build is shipped: the {refused} one is refused (it is wrong)",
+        message=f"the {shipped} build is shipped: the {refused} one is refused (it is wrong)",
     )
 
 
-def test_a_build_alone_is_shipped(context: Context) -> None:
-    alone = _candidate(context.workspace, "a")
-    assert _making(context).best((alone,)) == (alone, None)
+def test_a_build_alone_is_shipped(builder: TargetBuilder, workspace: Workspace) -> None:
+    alone = _candidate(workspace, "a")
+    assert builder.best((alone,)) == (alone, None)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +137,9 @@ def test_a_build_alone_is_shipped(context: Context) -> None:
     ],
 )
 def test_faster_is_what_gains_enough_in_four_of_five_pairs(ratios: list[float], faster: bool) -> None:
-    beside = Beside(ratios=tuple(ratios), candidate_ms=1.0, held_ms=1.0)
-    assert beside.is_faster(0.99) == faster
-    slower = Beside(ratios=tuple(1 / ratio for ratio in ratios), candidate_ms=1.0, held_ms=1.0)
+    comparison = LatencyComparison(ratios=tuple(ratios), candidate_ms=1.0, baseline_ms=1.0)
+    assert comparison.is_faster(0.99) == faster
+    slower = LatencyComparison(ratios=tuple(1 / ratio for ratio in ratios), candidate_ms=1.0, baseline_ms=1.0)
     assert slower.reversed.is_faster(0.99) == faster
 
 
@@ -141,57 +152,58 @@ def _save(path: Path, node: onnx.NodeProto, shape: list[Any], **weights: np.ndar
 
 
 @pytest.fixture
-def convolution(workspace: Workspace, tmp_path: Path) -> Making:
+def convolution(workspace: Workspace, tmp_path: Path) -> TargetBuilder:
     """A convolution, exported and imported."""
     weight = np.random.default_rng(0).normal(size=(32, 32, 3, 3)).astype(np.float32) / 32
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)
     _save(tmp_path / "m.onnx", node, [1, 32, 28, 28], w=weight)
     document = {"name": "chosen", "model": {"onnx": "m.onnx"}, "validate": {"top1_agreement": None}}
-    context = Context(parse(document, tmp_path), Settings(), workspace)
-    exported = export.fn(context)
-    return Making(context, exported, relax_import.fn(context, exported), resolve("native"))
+    spec = parse(document, tmp_path)
+    runner = StepRunner.of(spec, Settings(), workspace)
+    exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
+    imported = relax_import(runner, ImportJob.of(spec, exported)).result
+    return TargetBuilder(runner, spec, exported, imported, resolve("native"))
 
 
 @pytest.fixture
-def usual_and_one_thread(convolution: Making) -> tuple[Candidate, Outcome[TuneResult], Outcome[PackageResult]]:
+def usual_and_one_thread(convolution: TargetBuilder, workspace: Workspace) -> tuple[Candidate, Candidate]:
     """The untuned candidate, and the same build packaged to run on one thread."""
-    context = convolution.context
-    (usual,) = convolution.candidates([untuned(context.workspace)])
-    tuned = with_threads(context.workspace, usual.known, 1)
-    return (
-        usual,
-        tuned,
-        package.fn(context, convolution.exported, convolution.imported, tuned, usual.built, convolution.target),
+    item = convolution
+    (usual,) = item.candidates([untuned(workspace)])
+    tuned = with_threads(workspace, usual.tuned, 1)
+    job = PackageJob.of(
+        item.spec, workspace, item.exported, item.imported, tuned, usual.built, item.target, signer=None
     )
+    packaged = package(item.runner, job, None).result
+    return usual, usual.model_copy(update={"tuned": tuned, "packaged": packaged})
 
 
 @pytest.mark.skipif(host().cores < 2, reason="one core has no choice of threads")
 def test_a_bundle_keeps_its_number_of_threads(
-    convolution: Making, usual_and_one_thread: tuple[Candidate, Outcome[TuneResult], Outcome[PackageResult]]
+    convolution: TargetBuilder, workspace: Workspace, usual_and_one_thread: tuple[Candidate, Candidate]
 ) -> None:
-    context = convolution.context
-    usual, _, packaged = usual_and_one_thread
-    assert read_manifest(context.file(packaged.result.bundle)).threads == 1
-    assert read_manifest(context.file(usual.packaged.result.bundle)).threads == convolution.target.threads
+    usual, narrow = usual_and_one_thread
+    assert read_manifest(workspace.path(narrow.packaged.bundle)).threads == 1
+    assert read_manifest(workspace.path(usual.packaged.bundle)).threads == convolution.target.threads
 
 
 @pytest.mark.long
 @pytest.mark.skipif(host().cores < 2, reason="one core has no choice of threads")
 def test_a_bundle_is_measured_once_on_fewer_threads(
-    convolution: Making, usual_and_one_thread: tuple[Candidate, Outcome[TuneResult], Outcome[PackageResult]]
+    convolution: TargetBuilder, usual_and_one_thread: tuple[Candidate, Candidate]
 ) -> None:
-    context, target = convolution.context, convolution.target
-    usual, known, packaged = usual_and_one_thread
-    fewer = fewer_threads.fn(context, convolution.exported, known, packaged, usual, 1, target)
-    again = fewer_threads.fn(context, convolution.exported, known, packaged, usual, 1, target)
+    usual, narrow = usual_and_one_thread
+    fields = comparison_fields(convolution.spec, convolution.exported, narrow, usual, convolution.target)
+    fewer = fewer_threads(convolution.runner, ThreadsJob(**fields, threads=1))
+    again = fewer_threads(convolution.runner, ThreadsJob(**fields, threads=1))
     assert (again.status, again.result) == ("cached", fewer.result)
 
 
 def test_a_number_of_threads_is_no_decision_of_the_compiler(workspace: Workspace) -> None:
-    known = with_threads(workspace, with_threads(workspace, untuned(workspace), 4), 2)
-    path = workspace.path(known.result.records)
+    tuned = with_threads(workspace, with_threads(workspace, untuned(workspace), 4), 2)
+    path = workspace.path(tuned.records)
     assert (read_threads(path, 8), read_decisions(path)) == (2, {})
-    assert read_threads(workspace.path(untuned(workspace).result.records), 8) == 8
+    assert read_threads(workspace.path(untuned(workspace).records), 8) == 8
 
 
 def test_builds_are_compared_at_the_sizes_that_are_tuned(workspace: Workspace, tmp_path: Path) -> None:
@@ -199,8 +211,10 @@ def test_builds_are_compared_at_the_sizes_that_are_tuned(workspace: Workspace, t
 
     def sample(**rows: Any) -> Any:
         document = {"name": "any", "model": {"onnx": "m.onnx"}, "dimensions": {"rows": {"min": 1, "max": 64, **rows}}}
-        context = Context(parse(document, tmp_path), Settings(), workspace)
-        return tuned_sample(context, export.fn(context))
+        spec = parse(document, tmp_path)
+        runner = StepRunner.of(spec, Settings(), workspace)
+        exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
+        return tuned_sample(workspace, exported, variants(spec, exported.inputs))
 
     assert sample(tune=32, measure=[8, 32])["x"].shape == (32, 4)
     assert sample(measure=[8, 32]) is None

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tasks.gate import Candidate, Check, figures
+from tasks.gate import Check, GateJob, check_figures
 from tvmflow.spec import Channel
 from tvmflow.store.channels import Move, Pointer
 
@@ -23,9 +23,9 @@ def release(version: str, *metrics: float | None, p50: float | None = None) -> d
 
 def judged(new: dict[str, Any], held: dict[str, Any] | None, pointer: Pointer | None = None, **gates: float) -> Check:
     """The one gate's check of a release on its way to production."""
-    nothing: Any = None
     policy = Channel.model_validate({"gates": gates})
-    (check,) = figures(Candidate(nothing, nothing, nothing, new, "production", policy, pointer, held))
+    job = GateJob(release=new, channel="production", policy=policy, pointer=pointer, current=held)
+    (check,) = check_figures(job)
     return check
 
 
@@ -51,14 +51,14 @@ def test_the_target_that_scores_least_is_compared() -> None:
 def test_without_anything_to_compare_with_a_drop_passes_and_says_so(held: Any, pointer: Any, why: str) -> None:
     check = judged(release("2", 0.1), held, pointer, max_metric_drop=0.0)
     assert check.passed
-    assert check.told == f"there is no task metric to compare with: {why}"
+    assert check.message == f"there is no task metric to compare with: {why}"
 
 
 @pytest.mark.parametrize("gates", [{"min_metric": 0.5}, {"max_metric_drop": 0.5}])
 def test_a_release_without_a_metric_does_not_pass_a_gate_on_it(gates: dict[str, float]) -> None:
     check = judged(release("2", None), release("1", 0.9), HELD, **gates)
     assert not check.passed
-    assert "cannot be checked: the release has no task metric; add validate.task" in check.told
+    assert "cannot be checked: the release has no task metric; add validate.task" in check.message
 
 
 @pytest.mark.parametrize(("bound", "passes"), [(3.0, True), (2.9, False)])
@@ -69,4 +69,4 @@ def test_a_latency_is_that_of_the_release(bound: float, passes: bool) -> None:
 def test_a_latency_that_was_never_measured_does_not_pass() -> None:
     check = judged(release("2", 0.9), None, max_latency_ms=1e9)
     assert not check.passed
-    assert "no target was measured" in check.told
+    assert "no target was measured" in check.message

@@ -8,12 +8,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from tasks.relax_import import ImportJob, ImportResult
+from tasks.relax_import import ImportJob
 from tasks.relax_import import work as import_model
-from tasks.step import Context
-from tasks.tune import TuneResult, tune
+from tasks.step import StepRunner
+from tasks.tune import TuneJob, TuneResult, tune
 from tvmflow import spec as release_file
 from tvmflow.settings import Settings
+from tvmflow.spec import Spec
 from tvmflow.target import Target
 from tvmflow.tuning import Record, RecordStore, current_context
 from tvmflow.tuning.records import now
@@ -21,7 +22,7 @@ from tvmflow.workspace import Outcome, Workspace
 
 
 @pytest.fixture(scope="module")
-def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
+def spec(tmp_path_factory: pytest.TempPathFactory) -> Spec:
     folder = tmp_path_factory.mktemp("cached")
     weights = numpy_helper.from_array(np.ones((32, 16, 3, 3), np.float32), "w")
     graph = helper.make_graph(
@@ -34,22 +35,22 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
     onnx.save(model, folder / "model.onnx")
     document = {"name": "cached", "model": {"onnx": "model.onnx"}, "tune": {"trials": 6, "tuner": "random", "seed": 1}}
-    home = folder / "state"
-    return Context(release_file.parse(document, folder), Settings(home=home), Workspace(home))
+    return release_file.parse(document, folder)
 
 
-def test_a_cached_step_is_looked_up_anew_when_the_store_has_a_better_record(context: Context, native: Target) -> None:
+def test_a_cached_step_is_looked_up_anew_when_the_store_has_a_better_record(spec: Spec, native: Target) -> None:
     def emit(done: float, total: float, message: str) -> None:
         """Nobody watches."""
 
     def tuned() -> Outcome[TuneResult]:
-        return tune.fn(context, imported, native)
+        return tune(runner, TuneJob.of(spec, imported, native))
 
-    workspace = context.workspace
-    path = context.spec.folder / "model.onnx"
+    workspace = Workspace(spec.folder / "state")
+    runner = StepRunner.of(spec, Settings(), workspace)
+    path = spec.folder / "model.onnx"
     shapes: dict[str, tuple[int | str, ...]] = {"x": (1, 16, 12, 12)}
-    job = ImportJob(home=workspace.folder, onnx=workspace.keep(path), label="model.onnx", shapes=shapes)
-    imported: Outcome[ImportResult] = Outcome(import_model(job, emit), "ran", 0.0)
+    job = ImportJob(home=workspace.folder, onnx=workspace.keep(path), model_label="model.onnx", shapes=shapes)
+    imported = import_model(job, emit)
     first = tuned()
     assert (first.status, first.result.trials) == ("ran", 6)
     assert first.result.curve[-1][0] == 6

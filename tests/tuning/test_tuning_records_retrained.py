@@ -52,7 +52,7 @@ def _tuned(workspace: Workspace, path: Path, target: Target) -> TuneResult:
 
     shapes: dict[str, tuple[int | str, ...]] = {"x": (1, 1, 8, 8)}
     imported = import_model(
-        ImportJob(home=workspace.folder, onnx=workspace.keep(path), label="model.onnx", shapes=shapes), emit
+        ImportJob(home=workspace.folder, onnx=workspace.keep(path), model_label="model.onnx", shapes=shapes), emit
     )
     budget = Tune(trials=4, tuner="random", seed=1)
     return work(

@@ -28,14 +28,14 @@ def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> N
             "nothing waits where there is no Prefect server: set TVMFLOW_PREFECT_API_URL, or start one by `tvmflow up`"
         )
     with prefect_server(settings):
-        from flows.approvals import answer, waiting
+        from flows.approvals import answer, list_waiting
 
         if run is None:
-            found = waiting()
+            promotions = list_waiting()
             if as_json:
-                click.echo(json.dumps(found))
+                click.echo(json.dumps(promotions))
             else:
-                _show(found, settings)
+                _show(promotions, settings)
             return
         answered = answer(run, approve=not reject, who=promotion.identify_user(), why=why)
     document = {**answered, "approved": not reject}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from tvmflow.errors import InputError, StepError, VerdictError, naming_model
+from tvmflow.errors import InputError, StepError, VerdictError
 
 if TYPE_CHECKING:
     from tvmflow.spec import Spec
@@ -149,8 +149,13 @@ def compile_command(
     linker = _linker(cross_compiler, cross_compiler_options)
     from rich.console import Console
 
-    from tasks import build, choose, export, relax_import, tune
-    from tasks.step import Context
+    from tasks.build import Inspect
+    from tasks.candidates import TargetBuilder, tunings_to_build
+    from tasks.export import ExportJob, export
+    from tasks.original import find_original
+    from tasks.relax_import import ImportJob, relax_import
+    from tasks.step import StepRunner
+    from tasks.tune import TuneJob, tune, with_records
     from tvmflow import settings as machine
     from tvmflow.cli.display import RichReporter
     from tvmflow.workspace import Workspace
@@ -165,39 +170,39 @@ def compile_command(
         "required_passes": required_pass,
     }
     spec = _spec(model, target, parse_shapes(input_shapes or ""), section, trials)
-    context = Context(spec, settings, Workspace(settings.state))
+    workspace = Workspace(settings.state)
+    runner = StepRunner.of(spec, settings, workspace)
     (resolved,) = spec.resolve_targets()
     if linker is not None:
         resolved = dataclasses.replace(resolved, cross_compiler=linker)
-    inspect = build.Inspect(before=print_ir_before, after=print_ir_after, code=dump_code)
-    with RichReporter(Console(stderr=True)).live(), naming_model(str(model)):
-        exported = export.export.fn(context)
-        imported = relax_import.relax_import.fn(context, exported)
-        tuned = tune.tune.fn(context, imported, resolved)
-        known = choose.to_build(context.workspace, tuned)
+    inspect = Inspect(before=print_ir_before, after=print_ir_after, code=dump_code)
+    with RichReporter(Console(stderr=True)).live():
+        exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
+        imported = relax_import(runner, ImportJob.of(spec, exported)).result
+        tuned = tune(runner, TuneJob.of(spec, imported, resolved)).result
+        tunings = tunings_to_build(workspace, tuned)
         if tuning_records is not None:
-            # They are asked for, whatever comes of them.
-            known = (tune.with_records(context, tuned, tuning_records, resolved),)
-        making = choose.Making(context, exported, imported, resolved, inspect=inspect)
-        shipped, choice = making.best(making.candidates(known))
-        built, packaged, verdict = shipped.built, shipped.packaged, shipped.verdict
-    # A build that is judged wrong is the one to look at: this comes before the verdict.
-    inspected = json.loads(context.file(built.result.inspected).read_text())
+            # The records that the user names are used, whatever they gain.
+            tunings = (with_records(workspace, tuned, tuning_records, resolved),)
+        key = settings.signing_key
+        builder = TargetBuilder(runner, spec, exported, imported, resolved, signing_key=key, inspect=inspect)
+        best, choice = builder.best(builder.candidates(tunings))
+    built, bundle, verdict = best.built, best.packaged.bundle, best.verdict
+    # A build that is refused is the one to look at: this comes before the verdict.
+    inspected = json.loads(workspace.path(built.inspected).read_text())
     dumped = _dump(inspected["code"], output, model.stem)
-    times: dict[str, float] = json.loads(context.file(built.result.pass_timings).read_text())
+    times: dict[str, float] = json.loads(workspace.path(built.pass_timings).read_text())
     if not as_json:
         _show(inspected["passes"], times if print_pass_times else {})
     _tell_unrun((*print_ir_before, *print_ir_after), inspected["passes"])
-    judged = verdict.result
-    if not judged.passed:
-        raise VerdictError(f"{model} is not written to {output}: {judged.reasons[0]}")
-    _copy(context.file(packaged.result.bundle), output)
-    error = judged.original.max_abs_error if judged.original is not None else None
+    if not verdict.passed:
+        raise VerdictError(f"{model} is not written to {output}: {verdict.reasons[0]}")
+    _copy(workspace.path(bundle), output)
+    error = verdict.original.max_abs_error if verdict.original is not None else None
     if as_json:
-        bundle = packaged.result.bundle
         document = {"bundle": str(output), "sha256": bundle.sha256, "size": bundle.size, "max_abs_error": error}
-        document |= {"target": resolved.name, "precision": precision, "verified": judged.verified}
-        document |= {"schedules": built.result.schedules, "code": [str(path) for path in dumped]}
+        document |= {"target": resolved.name, "precision": precision, "verified": verdict.verified}
+        document |= {"schedules": built.schedules, "code": [str(path) for path in dumped]}
         document |= {"choice": choice and choice.result.model_dump(mode="json", exclude={"sources"})}
         document |= {"passes": inspected["passes"]} if print_ir_before or print_ir_after else {}
         document |= {"pass_seconds": times} if print_pass_times else {}
@@ -206,7 +211,7 @@ def compile_command(
     for path in dumped:
         click.echo(f"{path}: code")
     if choice is not None:
-        click.echo(f"{output}: {choice.result.told}")
+        click.echo(f"{output}: {choice.result.message}")
     if error is not None:
         narrow = "" if precision == "fp32" else f" in {precision}"
         click.echo(f"{output}: {resolved.name}{narrow}, largest difference from ONNX Runtime {error:.1e}")

@@ -10,7 +10,8 @@ import click
 from tvmflow.errors import PrefectError, SettingsError
 
 if TYPE_CHECKING:
-    from flows.deployments import Deployed, PoolType
+    from flows.deployments import Deployed
+    from flows.pools import PoolType
     from tvmflow.settings import Settings
 
 _WEBHOOK = "tvmflow"
@@ -61,7 +62,8 @@ def deploy_command(
             f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
             "prefect_api_url (an address that ends in /api)"
         )
-    from flows.deployments import ensure_pool, register
+    from flows.deployments import register
+    from flows.pools import ensure_pool
 
     name = pool or settings.work_pool
     created = ensure_pool(name, kind, image)

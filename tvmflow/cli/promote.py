@@ -64,12 +64,12 @@ def _waits_for_approval(settings: "Settings", name: str, version: str, channel: 
 
 def _ask(settings: "Settings", name: str, version: str, channel: str, why: str) -> dict[str, Any]:
     """Start the deployment that asks for approval, where there is one."""
-    from flows.deployments import registered
     from flows.promote import PromotionSummary, ask_for_approval
+    from flows.runs import is_registered
     from tvmflow import promotion
     from tvmflow.errors import VerdictError
 
-    if settings.prefect_api_url is None or not registered(f"promote/{name}"):
+    if settings.prefect_api_url is None or not is_registered(f"promote/{name}"):
         raise VerdictError(
             f"{name}@{channel} needs a person's approval: add --approve to give yours, or register the deployment "
             f"promote/{name} with `tvmflow deploy`, which asks for it"
@@ -81,7 +81,7 @@ def _ask(settings: "Settings", name: str, version: str, channel: str, why: str) 
         channel=channel,
         from_version=None,
         status="waiting",
-        told=f"{channel} needs a person's approval: when its checks are done, `tvmflow approve {run}`",
+        message=f"{channel} needs a person's approval: when its checks are done, `tvmflow approve {run}`",
         who=promotion.identify_user(),
         why=why,
         flow_run_id=run,

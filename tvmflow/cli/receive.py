@@ -43,7 +43,7 @@ def receive_command(host: str, port: int, as_json: bool) -> None:
 
     import uvicorn
 
-    from flows.deployments import start
+    from flows.runs import start
     from tvmflow.triggers.receiver import application
     from tvmflow.triggers.webhook import PATH
 

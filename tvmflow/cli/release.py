@@ -105,7 +105,8 @@ def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") ->
     where.append(("release", f"{summary.name} {summary.version}, {summary.release_uri}"))
     if settings.s3_endpoint is None and settings.s3_bucket is None:
         where.append(("state", f"all of it is kept in {os.path.relpath(settings.state)}"))
-    where += [("channel", item.told) for item in summary.promotions]
+    where += [("channel", item.message) for item in summary.promotions]
+    where += [("warning", sentence) for sentence in summary.warnings]
     for what, place in where:
         # Never wrapped: these are copied.
         console.print(f"{what:<8} {place}", highlight=False, soft_wrap=True)
@@ -116,7 +117,7 @@ def _lines(item: "TargetSummary") -> "Iterator[str]":
         yield f"task metric {item.metric['bundle']:.4f}, the original's {item.metric['original']:.4f}"
     yield item.tuning
     if item.choice is not None:
-        yield item.choice.told
+        yield item.choice.message
     if not item.measurements:
         return
     typical = item.measurements[0]

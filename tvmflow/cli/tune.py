@@ -72,12 +72,16 @@ def tune_command(
     address = None
     if device is not None:
         address = str(tracker_address(tracker or own_tracker(settings.state)))
-    from tasks import export, relax_import, train, tune
     from tasks.curve import followed
-    from tasks.step import Context
-    from tvmflow.services import open_services, open_workspace
+    from tasks.export import ExportJob, export
+    from tasks.original import find_original
+    from tasks.relax_import import ImportJob, relax_import
+    from tasks.step import StepRunner
+    from tasks.train import TrainJob, train
+    from tasks.tune import DeviceKey, TuneJob, tune_more
+    from tvmflow.services import open_records, open_services, open_workspace
 
-    measured_on = None if device is None or address is None else tune.DeviceKey(key=device, tracker=address)
+    measured_on = None if device is None or address is None else DeviceKey(key=device, tracker=address)
     console = Console(stderr=True)
     if not as_json:
         console.print(f"Tuning [bold]{file}[/]", highlight=False)
@@ -85,14 +89,18 @@ def tune_command(
         open_services(settings, spec.store, spec.registry) as services,
         RichReporter(console).live(),
     ):
-        context = Context(spec, settings, open_workspace(settings, services.store, spec.store), services)
-        trained = train.train.fn(context) if spec.train is not None else None
-        exported = export.export.fn(context, trained)
-        imported = relax_import.relax_import.fn(context, exported)
+        workspace = open_workspace(settings, services.store, spec.store)
+        runner = StepRunner.of(spec, settings, workspace)
+        shared = open_records(settings, services.store, spec.store)
+        weights = train(runner, TrainJob.of(spec)).result.weights if spec.train is not None else None
+        original = find_original(spec, workspace, weights, services.registry)
+        exported = export(runner, ExportJob.of(spec, original)).result
+        imported = relax_import(runner, ImportJob.of(spec, exported)).result
         tuned = {}
         for target in spec.resolve_targets():
-            with followed(context, target, budget) as curve:
-                outcome = tune.tune_more.fn(context, imported, target, budget, measured_on, curve.path)
+            job = TuneJob.of(spec, imported, target)
+            with followed(spec, workspace, services.registry, target, budget) as curve:
+                outcome = tune_more(runner, job, budget, device=measured_on, curve=curve.path, shared=shared)
                 curve.finish(outcome)
             tuned[target.name] = outcome
             if curve.error is not None:  # The records are kept all the same.

@@ -1,4 +1,4 @@
-"""Side by side: two bundles measured in turn, run by run, here and now."""
+"""Comparison: the latencies of two bundles, measured here in turn, run by run."""
 
 import time
 from collections.abc import Callable
@@ -17,55 +17,55 @@ from tvmflow.workspace import Record, StepResult, Workspace
 
 # Pairs of rounds, and seconds and runs of each: more than half of the pairs must be disturbed to change the median.
 _PAIRS = 9
-# As many as `is_faster` is meant for.
+# The number of pairs that `is_faster` is made for.
 DECIDING_PAIRS = 25
 _ROUND_SECONDS = 0.25
 _LEAST_RUNS, _MOST_RUNS = 7, 2000
-# In which share of the pairs the faster of two bundles must be the faster one.
+# The share of the pairs in which the faster bundle must be the faster one.
 _SURE = 0.8
 
 
-class Beside(Record):
-    """A bundle's latency over another's in each pair of neighbouring rounds, and the median milliseconds of each."""
+class LatencyComparison(Record):
+    """A candidate's latency over a baseline's in each pair of rounds, and the median milliseconds of each."""
 
     ratios: tuple[float, ...]
     candidate_ms: float
-    held_ms: float
+    baseline_ms: float
 
     @property
     def ratio(self) -> float:
-        """The median over the pairs: neither a disturbed round nor a machine that slows down decides."""
+        """The median over the pairs, which neither a disturbed round nor a machine that slows down changes."""
         return float(np.median(self.ratios))
 
     @property
     def spread(self) -> float:
-        """How far the pairs are apart, relative to their median."""
+        """The largest difference between pairs, relative to their median."""
         return float(np.ptp(self.ratios)) / self.ratio
 
     @property
-    def lower(self) -> int:
-        """In how many of the pairs the bundle's latency is the lower one."""
+    def wins(self) -> int:
+        """The number of pairs in which the candidate's latency is the lower one."""
         return sum(value < 1 for value in self.ratios)
 
-    def told(self, candidate: str, held: str) -> str:
+    def describe(self, candidate: str, baseline: str) -> str:
         """As "the new one's latency is 0.974 of the old one's (1.231 ms beside 1.264 ms), lower in 25 of 25 pairs"."""
-        times = f"{self.candidate_ms:.3f} ms beside {self.held_ms:.3f} ms"
-        lower = f"lower in {self.lower} of {len(self.ratios)} pairs"
-        return f"{candidate} latency is {self.ratio:.3f} of {held} ({times}), {lower}"
+        times = f"{self.candidate_ms:.3f} ms beside {self.baseline_ms:.3f} ms"
+        wins = f"lower in {self.wins} of {len(self.ratios)} pairs"
+        return f"{candidate} latency is {self.ratio:.3f} of {baseline} ({times}), {wins}"
 
     @property
-    def reversed(self) -> "Beside":
-        """The same with the two bundles in each other's place."""
+    def reversed(self) -> "LatencyComparison":
+        """The comparison with candidate and baseline exchanged."""
         ratios = tuple(1 / value for value in self.ratios)
-        return Beside(ratios=ratios, candidate_ms=self.held_ms, held_ms=self.candidate_ms)
+        return LatencyComparison(ratios=ratios, candidate_ms=self.baseline_ms, baseline_ms=self.candidate_ms)
 
     def is_faster(self, gain: float) -> bool:
-        """Whether the latency is below `gain` of the other's, and lower in four of five pairs.
+        """Whether the candidate's latency is below `gain` of the baseline's, and lower in four of five pairs.
 
         Of two equal builds one is by chance lower in 20 of 25 pairs once in 490 times, and hardly ever by one or two
         per cent in the median as well.
         """
-        return self.ratio < gain and self.lower >= _SURE * len(self.ratios)
+        return self.ratio < gain and self.wins >= _SURE * len(self.ratios)
 
 
 class PairJob(Job):
@@ -83,28 +83,28 @@ class Pair(StepResult):
     seconds: tuple[float, float]
 
 
-def side_by_side(
+def compare_latency(
     workspace: Workspace,
-    name: str,
+    log: Path,
     candidate: Path,
-    held: Path,
+    baseline: Path,
     *,
     timeout: float,
     progress: Callable[[int, int], None],
     pairs: int = _PAIRS,
     gain: float | None = None,
     inputs: Named | None = None,
-) -> Beside:
+) -> LatencyComparison:
     """Measure two bundles in turn, each with the threads that it would use here.
 
-    They run on `inputs`, else on the golden sample of `candidate`, by turns within a pair of rounds, so that whatever
-    else the machine does meets both. Each pair is one of a new process: where memory comes to lie makes a bundle faster
-    or slower for as long as a process lives, by several per cent. Either is loaded and run first every other time.
-    `name` names the logs, `progress` hears how many of how many pairs are done. With a `gain` it ends before when no
-    more pairs could make `candidate` the faster one by `is_faster`. Raises BundleError for a bundle that does not run
-    here, InputError where `held` takes other inputs.
+    They run on `inputs`, by default on the golden sample of `candidate`, and alternate within a pair of rounds, so that
+    whatever else the machine does slows both. Each pair runs in a new process: where memory comes to lie makes a bundle
+    faster or slower by several per cent for as long as a process lives. The two change places with each pair.
+    Processes print to `log` and end after `timeout` seconds; `progress` is called with the pairs done and the pairs in
+    all. With a `gain` the comparison ends as soon as no further pairs could make `candidate` the faster one by
+    `is_faster`. Raises BundleError for a bundle that does not run here, InputError where `baseline` takes other inputs.
     """
-    sides = [candidate, held]
+    sides = [candidate, baseline]
     threads = {path: min(host().cores, read_manifest(path).threads) for path in sides}
     medians: list[tuple[float, float]] = []
     with workspace.scratch() as folder:
@@ -115,8 +115,8 @@ def side_by_side(
             npz.write(sample, {f"input:{name}": array for name, array in inputs.items()})
         for pair in range(pairs):
             progress(pair, pairs)
-            swapped = pair % 2 == 1
-            first, second = reversed(sides) if swapped else sides
+            is_swapped = pair % 2 == 1
+            first, second = reversed(sides) if is_swapped else sides
             job = PairJob(
                 home=workspace.folder,
                 bundles=(first, second),
@@ -124,22 +124,22 @@ def side_by_side(
                 threads=(threads[first], threads[second]),
                 seconds=_ROUND_SECONDS,
             )
-            with Child("tasks.sidebyside:work", log=workspace.folder / "logs" / f"{name}.log") as child:
+            with Child("tasks.comparison:work", log=log) as child:
                 one, other = child.call(job, Pair, timeout=timeout).seconds
-            medians.append((other, one) if swapped else (one, other))
-            lost = sum(mine >= others for mine, others in medians)
-            if gain is not None and lost > (1 - _SURE) * pairs:
+            medians.append((other, one) if is_swapped else (one, other))
+            losses = sum(candidate_seconds >= baseline_seconds for candidate_seconds, baseline_seconds in medians)
+            if gain is not None and losses > (1 - _SURE) * pairs:
                 break
     times = np.array(medians)
-    return Beside(
+    return LatencyComparison(
         ratios=tuple(map(float, times[:, 0] / times[:, 1])),
         candidate_ms=float(np.median(times[:, 0])) * 1e3,
-        held_ms=float(np.median(times[:, 1])) * 1e3,
+        baseline_ms=float(np.median(times[:, 1])) * 1e3,
     )
 
 
 def work(job: PairJob, emit: Emit) -> Pair:
-    """Run a pair of rounds, in a process of its own."""
+    """Run a pair of rounds, in a child process."""
     from tvmflow import runtime
 
     arrays = npz.read(job.sample)
@@ -156,7 +156,7 @@ def work(job: PairJob, emit: Emit) -> Pair:
         seconds: list[list[float]] = [[], []]
         for turn in range(min(max(runs, _LEAST_RUNS), _MOST_RUNS)):
             for place in (0, 1) if turn % 2 == 0 else (1, 0):
-                models[place](**inputs)  # The other one's data has taken the place of its own in the caches.
+                models[place](**inputs)  # The other bundle's data has displaced this one's in the caches.
                 start = time.perf_counter()
                 models[place](**inputs)
                 seconds[place].append(time.perf_counter() - start)

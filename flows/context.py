@@ -1,0 +1,48 @@
+"""The context of a flow run: what the functions of a flow share. Steps are given only what they need of it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tasks.original import Original, find_original
+from tasks.step import StepRunner
+from tvmflow.registry import Registry
+from tvmflow.services import Services, open_records
+from tvmflow.settings import Settings
+from tvmflow.spec import Spec
+from tvmflow.store import ReleaseStore
+from tvmflow.store.records import RecordObjects
+from tvmflow.workspace import Artifact, Workspace
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """A release file, this machine's settings and workspace, and the release store and registry."""
+
+    spec: Spec
+    settings: Settings
+    workspace: Workspace
+    services: Services
+
+    @property
+    def store(self) -> ReleaseStore:
+        """The release store."""
+        return self.services.store
+
+    @property
+    def registry(self) -> Registry:
+        """The registry."""
+        return self.services.registry
+
+    @property
+    def runner(self) -> StepRunner:
+        """The runner of the release file's steps."""
+        return StepRunner.of(self.spec, self.settings, self.workspace)
+
+    @cached_property
+    def shared_records(self) -> RecordObjects | None:
+        """Where machines exchange tuning records; None where they do not."""
+        return open_records(self.settings, self.store, self.spec.store)
+
+    def find_original(self, weights: Artifact | None = None) -> Original:
+        """Find the original of the release file; `weights` are those that were trained for it. Raises as that does."""
+        return find_original(self.spec, self.workspace, weights, self.registry)

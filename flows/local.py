@@ -1,0 +1,88 @@
+"""A target of a release, made and measured on this machine."""
+
+from dataclasses import dataclass
+
+from flows.context import RunContext
+from tasks.benchmark import BenchmarkJob, benchmark, gate_failures
+from tasks.candidates import TargetBuilder, tunings_to_build
+from tasks.choose import Candidate
+from tasks.export import ExportResult
+from tasks.original import Original
+from tasks.relax_import import ImportResult
+from tasks.track import TargetResult
+from tasks.tune import TuneJob, TuneResult, tune
+from tasks.validate import ReferenceResult, why_not_here
+from tvmflow.errors import TargetError
+from tvmflow.spec import Spec
+from tvmflow.target import Target
+from tvmflow.workspace import Outcome
+
+
+@dataclass(frozen=True)
+class ModelSteps:
+    """The results of the steps before a target: the original, its ONNX file, its Relax module, and its reference."""
+
+    original: Original
+    exported: ExportResult
+    imported: ImportResult
+    reference: ReferenceResult | None
+
+
+@dataclass(frozen=True)
+class LocalBuilds:
+    """The candidates of one target: the build to ship, or the tuned and the untuned one, in this order."""
+
+    builder: TargetBuilder
+    tuned: Outcome[TuneResult]
+    candidates: tuple[Candidate, ...]
+
+
+def build_here(context: RunContext, model: ModelSteps, target: Target) -> LocalBuilds:
+    """Tune for one target, then build, package and validate; twice where tuning changes the build."""
+    spec, runner = context.spec, context.runner
+    tuned = tune(runner, TuneJob.of(spec, model.imported, target), context.shared_records)
+    builder = TargetBuilder(
+        runner, spec, model.exported, model.imported, target, model.reference, context.settings.signing_key
+    )
+    return LocalBuilds(builder, tuned, builder.candidates(tunings_to_build(context.workspace, tuned.result)))
+
+
+def choose_here(builds: LocalBuilds) -> TargetResult:
+    """The best of the candidates, which are measured on this machine where there are two."""
+    best, choice = builds.builder.best(builds.candidates)
+    steps = {"tune": builds.tuned.summary, **best.steps}
+    if choice is not None:
+        steps["choose"] = choice.summary
+    return TargetResult(
+        target=builds.builder.target,
+        tuned=builds.tuned.result,
+        built=best.built,
+        packaged=best.packaged,
+        verdict=best.verdict,
+        choice=None if choice is None else choice.result,
+        measured=None,
+        gates=(),
+        steps=steps,
+    )
+
+
+def measure_here(context: RunContext, model: ModelSteps, builds: LocalBuilds) -> TargetResult:
+    """The best of the candidates, measured and checked against the release file's gates if it passed and runs here."""
+    result = choose_here(builds)
+    if not (result.verdict.passed and result.verdict.verified):
+        return result
+    job = BenchmarkJob.of(
+        context.spec, context.workspace, model.original, model.exported, result.packaged, result.target
+    )
+    measured = benchmark(context.runner, job)
+    gates = tuple(gate_failures(context.spec.gates, measured.result, result.bundle, result.target))
+    steps = {**result.steps, "benchmark": measured.summary}
+    return result.model_copy(update={"measured": measured.result, "gates": gates, "steps": steps})
+
+
+def refuse_unverifiable(spec: Spec, targets: tuple[Target, ...]) -> None:
+    """Refuse, before any work is spent, a target whose bundle could not pass here. Raises TargetError."""
+    for target in targets:
+        reason = why_not_here(target, spec.build.precision)
+        if reason is not None and spec.gates.unverified_targets == "refuse":
+            raise TargetError(f"{reason}; release it where it runs, or set gates.unverified_targets to allow")

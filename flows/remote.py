@@ -1,0 +1,293 @@
+"""Targets that are made on other machines: the release's side of the make flow, from finding a worker to the result.
+
+Prefect runs the flow; what it lacks is here. Its heartbeats are events of at least 30 seconds apart that only
+automations see, and its `wait_for_flow_run` neither reports progress nor notices that a worker is gone. So a run
+updates a progress artifact every few seconds, and this side polls it.
+"""
+
+import json
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
+
+from flows.context import RunContext
+from flows.local import ModelSteps
+from flows.make import ERROR_ARTIFACT, MAKE, STEP, MakeJob, signer_of, workspace_runner
+from flows.pools import why_idle
+from flows.runs import connect, is_registered, start
+from tasks.track import TargetResult
+from tvmflow import errors
+from tvmflow import spec as release_file
+from tvmflow.errors import SettingsError, StepError, StoreError, TvmflowError
+from tvmflow.progress import reporter
+from tvmflow.settings import Settings
+from tvmflow.target import Target, resolve
+from tvmflow.workspace import Artifact, Progress, StepResult, StepSummary
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import Artifact as RunArtifact
+    from prefect.client.schemas.objects import FlowRun, State
+
+_POLL_SECONDS = 1.0
+# A run whose heartbeat is older has died with its worker.
+_HEARTBEAT_TIMEOUT_SECONDS = 30.0
+# Prefect notices after a minute and a half that a worker is gone.
+_WORKER_POLL_SECONDS = 15.0
+
+_log = logging.getLogger(__name__)
+
+
+def pools_of(settings: Settings, targets: tuple[Target, ...]) -> dict[str, str]:
+    """The work pool of each target that is made on one, by the target's name; the others are made here.
+
+    Raises SettingsError, before any work is spent, when a pool could not take its target.
+    """
+    pools = {
+        target.name: settings.target_pools[target.name] for target in targets if target.name in settings.target_pools
+    }
+    if not pools:
+        return pools
+    if not settings.shared_workspace:
+        raise SettingsError(
+            "setting target_pools makes targets on other machines, which find their work in the shared workspace; "
+            "set shared_workspace = true here and there"
+        )
+    if settings.prefect_api_url is None:
+        raise SettingsError(
+            "setting target_pools needs a Prefect server that the workers of its pools know; set prefect_api_url"
+        )
+    for target, pool in pools.items():
+        _check_pool(target, pool)
+    return pools
+
+
+def make_on_pool(
+    context: RunContext,
+    pool: str,
+    model: ModelSteps,
+    weights: Artifact | None,
+    target: Target,
+    is_interrupted: threading.Event,
+) -> TargetResult:
+    """Have one target made and measured on a worker of a work pool; a result that the shared workspace has is cached.
+
+    `weights` are those that were trained for the model. Raises the error that the run raised, and StepError when its
+    worker is gone or the run was cancelled. The run is cancelled when `is_interrupted` is set.
+    """
+    workspace, started_at = context.workspace, time.perf_counter()
+    job = _make_job(context, pool, model, weights, target)
+    key = MAKE.key(workspace_runner(workspace, context.settings, job), job)
+
+    def report(done: float, total: float, message: str) -> None:
+        reporter().progressed(STEP, target.name, done, total, message)
+
+    status: Literal["ran", "cached"] = "cached"
+    result = workspace.find(STEP, key, TargetResult)
+    if result is None:
+        status = "ran"
+        reporter().started(STEP, target.name)
+        try:
+            _run(context, job, key, report, is_interrupted)
+            result = workspace.find(STEP, key, TargetResult, progress=report)
+            if result is None:
+                raise StoreError(
+                    f"what the worker of pool {pool!r} made for {target.name!r} is not in the shared workspace; give "
+                    "the worker the same s3_endpoint, s3_bucket and s3_prefix as this machine"
+                )
+        except BaseException:
+            reporter().ended(STEP, target.name, "failed", time.perf_counter() - started_at)
+            raise
+    reporter().ended(STEP, target.name, status, time.perf_counter() - started_at)
+    return result if status == "ran" else _as_cached(result)
+
+
+def _as_cached(result: TargetResult) -> TargetResult:
+    """The result of a target whose steps were all cached; a result that has just been made has the worker's steps."""
+    steps = {name: StepSummary(status="cached", seconds=0.0) for name in result.steps}
+    return result.model_copy(update={"steps": steps})
+
+
+def _make_job(context: RunContext, pool: str, model: ModelSteps, weights: Artifact | None, target: Target) -> MakeJob:
+    spec, workspace = context.spec, context.workspace
+    # The steps before and after read these sections.
+    changes: dict[str, object] = {"train": None, "retrain": None, "channels": {}}
+    changes["targets"] = [item for item in spec.targets if resolve(item).name == target.name][:1]
+    if model.original.registered is not None:
+        # An alias may move while the target is made.
+        changes["model.mlflow"] = f"models:/{model.original.registered}"
+    records: dict[str, int] = {}
+    if not spec.tune.has_budget and workspace.shared is not None:
+        workspace.share_records()
+        records = workspace.shared.tuning_records()
+    return MakeJob(
+        document=release_file.to_document(release_file.amend(spec, changes)),
+        files=_files(context, [item for item in (model.exported, model.reference) if item is not None]),
+        target=target.name,
+        pool=pool,
+        signer=signer_of(context.settings),
+        records=records,
+        exported=model.exported,
+        imported=model.imported,
+        reference=model.reference,
+        weights=weights,
+    )
+
+
+def _files(context: RunContext, results: list[StepResult]) -> dict[str, Artifact]:
+    """The files in the folder of the release file that the release names, and the modules that its steps imported."""
+    spec, model = context.spec, context.spec.model
+    named = [model.onnx, model.pt2, model.weights, *(item.samples.file for item in spec.inputs)]
+    paths = {str(path) for path in named if path is not None and not path.is_absolute()}
+    paths |= {path for result in results for path in result.sources.files if not Path(path).is_absolute()}
+    files = {}
+    with context.workspace.scratch() as scratch:
+        for path in sorted(paths):
+            copy = scratch / "file"
+            shutil.copyfile(spec.folder / path, copy)
+            files[path] = context.workspace.keep(copy, Path(path).name)
+    return files
+
+
+# -- Pools -------------------------------------------------------------------------------------------------------------
+
+
+def _check_pool(target: str, pool: str) -> None:
+    """Raise SettingsError when a work pool has no deployment, or nobody who takes its runs."""
+    from prefect.exceptions import ObjectNotFound
+
+    with connect(f"look for the work pool {pool}") as client:
+        try:
+            work_pool = client.read_work_pool(pool)
+        except ObjectNotFound as error:
+            raise SettingsError(
+                f"target_pools names the work pool {pool!r} for {target!r}, which Prefect does not know; create it "
+                f"with `prefect work-pool create {pool} --type process`, or correct the setting"
+            ) from error
+        if not is_registered(f"make/{pool}"):
+            raise SettingsError(
+                f"target_pools names the work pool {pool!r} for {target!r}, which has no deployment make/{pool}; "
+                "register it with `tvmflow deploy`"
+            )
+        if reason := why_idle(client, work_pool):
+            raise SettingsError(f"target {target!r} is made on the work pool {pool!r}, {reason}")
+
+
+# -- The run -----------------------------------------------------------------------------------------------------------
+
+
+class _LostWorkerError(StepError):
+    """The worker of a run is gone."""
+
+
+def _run(context: RunContext, job: MakeJob, key: str, report: Progress, is_interrupted: threading.Event) -> None:
+    """Start a run of the make flow and wait for its end."""
+    from prefect.states import Cancelling, Crashed
+
+    workspace = context.workspace
+    with workspace.scratch() as scratch:
+        (scratch / "job.json").write_text(job.model_dump_json())
+        artifact = workspace.keep(scratch / "job.json")
+    workspace.share([artifact, *job.artifacts()], report)
+    parameters = {
+        "name": context.spec.name,
+        "target": job.target,
+        "store": context.spec.store.model_dump(mode="json"),
+        "key": key,
+        "job": artifact.model_dump(mode="json"),
+    }
+    run_id = UUID(start(f"make/{job.pool}", parameters, tags=[context.spec.name, job.target]))
+    try:
+        run = _wait(run_id, job, report, is_interrupted)
+    except _LostWorkerError as error:
+        _set_state(run_id, job, Crashed(message=str(error)))
+        raise StepError(str(error)) from error
+    except BaseException:
+        _set_state(run_id, job, Cancelling(message="The release was interrupted or gave up."))
+        raise
+    _raise_unless_completed(run, job)
+
+
+def _wait(run_id: UUID, job: MakeJob, report: Progress, is_interrupted: threading.Event) -> "FlowRun":
+    """Wait for the end of a run and return it.
+
+    Raises StepError when its worker is gone or no worker takes it, KeyboardInterrupt on an interrupt.
+    """
+    heartbeat, heard_at = None, time.monotonic()
+    workers_seen_at = heard_at
+    while not is_interrupted.wait(_POLL_SECONDS):
+        with connect(f"follow the run that makes {job.target}") as client:
+            run = client.read_flow_run(run_id)
+            if run.state is not None and run.state.is_final():
+                return run
+            now = time.monotonic()
+            if run.state is None or not run.state.is_running():
+                heard_at = now
+                if now - workers_seen_at > _WORKER_POLL_SECONDS:
+                    workers_seen_at = now
+                    if reason := why_idle(client, client.read_work_pool(job.pool)):
+                        raise StepError(f"target {job.target!r} waits for the work pool {job.pool!r}, {reason}")
+                report(0, 1, f"waiting for a worker of {job.pool}")
+                continue
+            for artifact in _artifacts(client, run_id, "progress"):
+                if artifact.updated != heartbeat:
+                    heartbeat, heard_at = artifact.updated, now
+                report(float(str(artifact.data or 0)) / 100, 1, str(artifact.description or ""))
+        if now - heard_at > _HEARTBEAT_TIMEOUT_SECONDS:
+            raise _LostWorkerError(
+                f"the worker of pool {job.pool!r} that made target {job.target!r} has sent no heartbeat for "
+                f"{_HEARTBEAT_TIMEOUT_SECONDS:.0f} seconds and is given up; start it again with `prefect worker start "
+                f"--pool {job.pool}`, and release again: finished steps are cached"
+            )
+    raise KeyboardInterrupt
+
+
+def _artifacts(client: "SyncPrefectClient", run_id: UUID, kind: str) -> "list[RunArtifact]":
+    """The artifacts of a type that a flow run has left."""
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterType
+
+    return client.read_artifacts(
+        artifact_filter=ArtifactFilter(
+            flow_run_id=ArtifactFilterFlowRunId(any_=[run_id]), type=ArtifactFilterType(any_=[kind])
+        )
+    )
+
+
+def _set_state(run_id: UUID, job: MakeJob, state: "State[Any]") -> None:
+    try:
+        with connect(f"end the run that makes {job.target}") as client:
+            client.set_flow_run_state(run_id, state, force=state.is_crashed())
+    except TvmflowError as error:
+        _log.warning("%s", error)
+
+
+def _raise_unless_completed(run: "FlowRun", job: MakeJob) -> None:
+    """Raise the error that the run left, as if it had been raised here; a StepError when it left none."""
+    state = run.state
+    if state is not None and state.is_completed():
+        return
+    where = f"(on a worker of pool {job.pool!r})"
+    with connect(f"read the error of the run that makes {job.target}") as client:
+        for artifact in _artifacts(client, run.id, ERROR_ARTIFACT):
+            error = _error(artifact.data)
+            if error is not None:
+                error.args = (f"{error} {where}",)
+                raise error
+    outcome = "was cancelled" if state is not None and state.is_cancelled() else "failed"
+    message = " ".join(((state.message if state is not None else None) or "it left no message").split())[:500]
+    raise StepError(
+        f"the run {run.name!r} that made target {job.target!r} {outcome} {where}: {message}; release again: finished "
+        "steps are cached"
+    )
+
+
+def _error(data: object) -> TvmflowError | None:
+    """The error in a run's artifact; None when that is damaged."""
+    try:
+        return errors.from_data(json.loads(str(data)))
+    except ValueError:
+        return None

@@ -1,0 +1,159 @@
+"""Candidates: the builds of one target that may be shipped, with and without tuning, and the best of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from tasks.build import BuildJob, BuildResult, Inspect, build
+from tasks.choose import (
+    Candidate,
+    Choice,
+    ChooseJob,
+    ThreadsJob,
+    choose,
+    comparison_fields,
+    fewer_threads,
+    untuned,
+)
+from tasks.export import ExportResult
+from tasks.package import PackageJob, PackageResult, package
+from tasks.relax_import import ImportResult
+from tasks.step import StepRunner
+from tasks.tune import TuneResult, part_of, with_threads
+from tasks.validate import ReferenceResult, ValidateJob, validate, why_not_here
+from tvmflow.bundle import public_key
+from tvmflow.spec import Spec
+from tvmflow.target import Target, host
+from tvmflow.tuning.best_records import PARTS, Part
+from tvmflow.workspace import Outcome, Workspace
+
+Build = tuple[TuneResult, Outcome[BuildResult]]
+"""A build, and the tuning that it was built with."""
+
+
+def tunings_to_build(workspace: Workspace, tuned: TuneResult) -> tuple[TuneResult, ...]:
+    """The tunings to build with: the given one, then the one without records; the latter alone where both are equal."""
+    nothing = untuned(workspace)
+    return (nothing,) if tuned.records.sha256 == nothing.records.sha256 else (tuned, nothing)
+
+
+def distinct_builds(builds: Iterable[Build]) -> tuple[Build, ...]:
+    """The builds whose code differs from the last one's, and the last one, which is the untuned build."""
+    *tuned, plain = builds
+
+    def code(build: Build) -> object:
+        return build[1].result.library, build[1].result.params
+
+    return (*(item for item in tuned if code(item) != code(plain)), plain)
+
+
+@dataclass(frozen=True)
+class TargetBuilder:
+    """Builds one target of a release on this machine.
+
+    Bundles are signed with the private key in the file `signing_key`; `reference` has the originals' outputs on the
+    held-out data, and `inspect` says what of a build a person wants to read.
+    """
+
+    runner: StepRunner
+    spec: Spec
+    exported: ExportResult
+    imported: ImportResult
+    target: Target
+    reference: ReferenceResult | None = None
+    signing_key: Path | None = None
+    inspect: Inspect | None = None
+
+    def candidates(self, tunings: Sequence[TuneResult]) -> tuple[Candidate, ...]:
+        """Build, package and validate with each of the tunings, where that gives other code than the last."""
+        return tuple(self._candidate(*item) for item in distinct_builds([self._built(tuned) for tuned in tunings]))
+
+    def best(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Outcome[Choice] | None]:
+        """The candidate to ship, and the choice; a single candidate needs none, and is shipped.
+
+        Of two, the tuned one comes first. Both are measured on this machine. Where the tuned build is not faster,
+        builds with a part of the tuning are tried. Where the release has a budget for tuning, the build is tried on
+        fewer threads, halved for as long as that is faster.
+        """
+        best, choice = candidates[-1], None
+        if len(candidates) > 1:
+            tuned, plain = candidates
+            choice = self._choose(tuned, plain, "all")
+            best = tuned if choice.result.shipped == "tuned" else plain
+            if best is plain and choice.result.ratio is not None:
+                best, choice = self._try_parts(tuned, plain) or (best, choice)
+        if self.spec.tune.has_budget:
+            best, choice = self._try_fewer_threads(best, choice)
+        return best, choice
+
+    def _try_parts(self, tuned: Candidate, plain: Candidate) -> tuple[Candidate, Outcome[Choice]] | None:
+        """The build with a part of the tuning, if it is faster than the untuned one."""
+        workspace = self.runner.workspace
+        for part in PARTS:
+            tuning = part_of(workspace, tuned.tuned, part)
+            if tuning.records in (plain.tuned.records, tuned.tuned.records):
+                continue
+            plain_build = Outcome(plain.built, "cached", 0.0)
+            partly, *others = distinct_builds([self._built(tuning), (plain.tuned, plain_build)])
+            if others:
+                candidate = self._candidate(*partly)
+                choice = self._choose(candidate, plain, part)
+                if choice.result.shipped == "tuned":
+                    return candidate, choice
+        return None
+
+    def _try_fewer_threads(
+        self, best: Candidate, choice: Outcome[Choice] | None
+    ) -> tuple[Candidate, Outcome[Choice] | None]:
+        runs_here = why_not_here(self.target, self.spec.build.precision) is None and best.verdict.passed
+        threads = min(self.target.threads, host().cores) if runs_here else 1
+        while threads > 1:
+            threads //= 2
+            tuning = with_threads(self.runner.workspace, best.tuned, threads)
+            packaged = self._packaged(tuning, best.built).result
+            narrow = best.model_copy(update={"tuned": tuning, "packaged": packaged})
+            fields = comparison_fields(self.spec, self.exported, narrow, best, self.target)
+            fewer = fewer_threads(self.runner, ThreadsJob(**fields, threads=threads))
+            if not fewer.result.is_faster:
+                break
+            candidate = self._candidate(tuning, Outcome(best.built, "cached", 0.0))
+            if not candidate.verdict.passed:
+                break
+            before = choice or Outcome(Choice(shipped="untuned", message=""), fewer.status, 0.0)
+            message = "; ".join(filter(None, (before.result.message, fewer.result.message)))
+            result = before.result.model_copy(update={"threads": threads, "message": message})
+            best, choice = candidate, replace(before, result=result, seconds=before.seconds + fewer.seconds)
+        return best, choice
+
+    def _built(self, tuned: TuneResult) -> Build:
+        return tuned, build(self.runner, BuildJob.of(self.spec, self.imported, tuned, self.target, self.inspect))
+
+    def _packaged(self, tuned: TuneResult, built: BuildResult) -> Outcome[PackageResult]:
+        job = PackageJob.of(
+            self.spec,
+            self.runner.workspace,
+            self.exported,
+            self.imported,
+            tuned,
+            built,
+            self.target,
+            signer=None if self.signing_key is None else public_key(self.signing_key),
+        )
+        return package(self.runner, job, self.signing_key)
+
+    def _candidate(self, tuned: TuneResult, built: Outcome[BuildResult]) -> Candidate:
+        packaged = self._packaged(tuned, built.result)
+        job = ValidateJob.of(self.spec, self.exported, packaged.result, self.reference, self.target)
+        verdict = validate(self.runner, job)
+        return Candidate(
+            tuned=tuned,
+            built=built.result,
+            packaged=packaged.result,
+            verdict=verdict.result,
+            steps={"build": built.summary, "package": packaged.summary, "validate": verdict.summary},
+        )
+
+    def _choose(self, tuned: Candidate, plain: Candidate, part: Part | Literal["all"]) -> Outcome[Choice]:
+        fields = comparison_fields(self.spec, self.exported, tuned, plain, self.target)
+        return choose(self.runner, ChooseJob(**fields, part=part))

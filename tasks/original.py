@@ -1,0 +1,74 @@
+"""The original: the model that a release is made of, as a file or a factory, before it is exported."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tvmflow.bundle import sha256_file
+from tvmflow.errors import ExportError, SettingsError
+from tvmflow.registry import Registry
+from tvmflow.source import Source
+from tvmflow.spec import Spec
+from tvmflow.workspace import Artifact, Record, Workspace
+
+
+class Original(Record):
+    """Where the original is on this machine, and `identity`, which stands for it in cache keys.
+
+    `registered` is the version of the registered model that it is, as MODEL/3; None for other originals.
+    """
+
+    source: Source
+    identity: dict[str, Any]
+    registered: str | None = None
+
+
+def find_original(
+    spec: Spec, workspace: Workspace, weights: Artifact | None = None, registry: Registry | None = None
+) -> Original:
+    """Find the original of a release file; `weights` are those that were trained for a factory's model.
+
+    A registered model is downloaded into the workspace once per version. Raises SettingsError when the release file
+    names a registered model and `registry` is None, ExportError for one that is neither PyTorch nor ONNX,
+    RegistryError.
+    """
+    model = spec.model
+    if model.factory is not None:
+        path, digest = None, None
+        if weights is not None:
+            path, digest = workspace.path(weights), weights.sha256
+        elif model.weights is not None:
+            path = spec.path(model.weights)
+            digest = sha256_file(path)
+        identity = {**model.model_dump(mode="json"), "weights": digest}
+        return Original(source=Source(kind="factory", model=model, path=path), identity=identity)
+    if model.mlflow is not None:
+        if registry is None:
+            raise SettingsError(f"{model.mlflow!r} is in the registry, which this command does not use; release it")
+        return _registered(spec, workspace, registry, model.mlflow)
+    kind, path = ("pt2", model.pt2) if model.pt2 is not None else ("onnx", model.onnx)
+    path = spec.path(path or Path())
+    source = Source.model_validate({"kind": kind, "model": model, "path": path})
+    return Original(source=source, identity={"kind": kind, "sha256": sha256_file(path)})
+
+
+def _registered(spec: Spec, workspace: Workspace, registry: Registry, uri: str) -> Original:
+    """A model of the MLflow registry, downloaded unless the workspace has it."""
+    version = registry.resolve_source(uri)
+    folder = workspace.folder / "sources" / version.identity
+    if not folder.is_dir():
+        with workspace.scratch() as scratch:
+            downloaded = registry.download_source(uri, scratch / "model")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                downloaded.rename(folder)
+    if "pytorch" in version.flavors:
+        source = Source(kind="mlflow-pytorch", model=spec.model, path=folder)
+    elif "onnx" in version.flavors:
+        flavors = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]
+        source = Source(kind="onnx", model=spec.model, path=folder / flavors["onnx"]["data"])
+    else:
+        raise ExportError(f"model {uri!r} has the flavors {', '.join(version.flavors)}; pytorch or onnx is needed")
+    return Original(source=source, identity={"mlflow": version.identity}, registered=version.identity.partition("@")[0])
