@@ -322,6 +322,13 @@ def test_an_option_of_the_pass_context_reaches_the_code(tvmflow: Command, models
     assert vectors["True"] < vectors["false"] / 2
 
 
+def test_fast_algorithms_can_be_forbidden(tvmflow: Command, convolution: Path) -> None:
+    allowed = _compiled(tvmflow, convolution)["schedules"]
+    forbidden = _compiled(tvmflow, convolution, "--fast-algorithms", "forbid")["schedules"]
+    assert "winograd" in allowed
+    assert "winograd" not in forbidden
+
+
 def test_a_model_may_keep_its_layout(tvmflow: Command, convolution: Path) -> None:
     ours = _compiled(tvmflow, convolution, "--desired-layout", "NHWC", "--dump-code", "relax")
     assert "transpose" in Path("conv.relax").read_text()

@@ -14,7 +14,7 @@ from onnx import helper
 from tvm import relax
 
 from support.arrays import normal
-from tvmflow.compiler import BuildOptions, Built, build, import_onnx, known_passes
+from tvmflow.compiler import BuildOptions, Built, build, import_onnx, list_passes
 from tvmflow.compiler.passes import canonicalize, pass_names
 from tvmflow.target import resolve
 
@@ -708,8 +708,8 @@ def test_the_attention_operator_of_onnx_is_found(make_model: Any, assert_same_as
 
 
 def test_every_pass_has_a_name_by_which_it_can_be_disabled() -> None:
-    assert {case.rewriter for case in CASES} | {"ComposeAttention"} <= set(known_passes())
-    assert set(pass_names()) <= set(known_passes())
+    assert {case.rewriter for case in CASES} | {"ComposeAttention"} <= set(list_passes())
+    assert set(pass_names()) <= set(list_passes())
 
 
 def _random_graph(generator: np.random.Generator) -> tuple[str, dict[str, Array]]:

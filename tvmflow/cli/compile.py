@@ -91,6 +91,13 @@ class _Setting(click.ParamType[tuple[str, Any]]):
     help="What convolutions and matrix products compute in; int8 is for quantised models.",
 )
 @click.option(
+    "--fast-algorithms",
+    type=click.Choice(["allow", "forbid"]),
+    default="allow",
+    show_default=True,
+    help="Whether to allow Winograd's and Strassen's algorithms, which multiply less and round more.",
+)
+@click.option(
     "--desired-layout",
     type=click.Choice(["NHWC", "NCHW"]),
     default="NHWC",
@@ -125,6 +132,7 @@ def compile_command(
     target: str,
     input_shapes: str | None,
     precision: str,
+    fast_algorithms: str,
     desired_layout: str,
     opt_level: int,
     pass_config: tuple[tuple[str, Any], ...],
@@ -163,6 +171,7 @@ def compile_command(
     settings = machine.load()
     section = {
         "precision": precision,
+        "fast_algorithms": fast_algorithms,
         "opt_level": opt_level,
         "config": dict(pass_config),
         # Without this pass a convolution keeps the model's own layout.

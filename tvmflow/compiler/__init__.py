@@ -1,6 +1,6 @@
-"""Turns ONNX models into compiled libraries: import into Relax, lowering, CPU schedules, build."""
+"""Compiles ONNX models to libraries: import into Relax, lowering, CPU schedules, build."""
 
-from tvmflow.compiler.build import BuildOptions, Built, build, can_build, known_passes, lower
+from tvmflow.compiler.build import BuildOptions, Built, build, can_build, list_passes, lower
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.graph import Workload, workloads
 from tvmflow.compiler.importer import Imported, import_onnx
@@ -20,7 +20,7 @@ __all__ = [
     "can_build",
     "import_onnx",
     "ir_text",
-    "known_passes",
+    "list_passes",
     "load_module",
     "load_params",
     "lower",

@@ -1,4 +1,4 @@
-"""Builds an imported model into a shared library for a target, and says what was done."""
+"""Builds an imported model into a shared library for a target, and reports the schedules and passes."""
 
 import shlex
 import shutil
@@ -36,12 +36,14 @@ from tvmflow.target import Precision, Target, explain_missing_unit
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How to build: TVM's pass context, how the virtual machine runs `main`, and where the weights go.
+    """Options of a build.
 
-    `weights="apart"` makes the packed weights parameters of `main` that follow the inputs. Each of `variants`, sizes of
-    symbolic dimensions, is built as a function of its own beside `main`, with static shapes for those sizes.
-    `precision` is what convolutions and matrix products compute in; `int8` is for quantised models. `winograd` allows
-    convolutions by Winograd's algorithm, which is faster and rounds more.
+    `opt_level`, `required_passes`, `disabled_passes` and `config` are those of TVM's pass context; `exec_mode` is the
+    form of `main`, bytecode for the virtual machine or compiled code. `weights="apart"` makes the packed weights
+    parameters of `main` that follow the inputs. `precision` is the type of the operands of convolutions and matrix
+    products; `int8` is for quantised models. `fast_algorithms` allows the algorithms of Winograd and Strassen, which
+    multiply less and round more. Each of `variants`, sizes by symbolic dimension, becomes a function of its own beside
+    `main`, with static shapes.
     """
 
     opt_level: int = 3
@@ -57,7 +59,7 @@ class BuildOptions:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How many functions use an algorithm of fewer multiplications, and the largest of their error bounds."""
+    """The number of functions that use an algorithm of fewer multiplications, and the largest of their error bounds."""
 
     functions: int
     bound: float
@@ -67,11 +69,12 @@ class Algorithm:
 class Built:
     """A compiled model.
 
-    `ir_text` and `ir_json` are the lowered, unscheduled module without its weights, whose functions name the rule that
-    scheduled them as the attribute `schedule_rule`; `params` are the packed weights that `main` takes after the inputs,
-    in order, when they are kept apart; `pass_timings` are seconds by pass, inner passes not counted twice; `schedules`
-    says which rule scheduled each function; `variants` are the sizes that the library has functions of their own for,
-    by function; `inspected` is what was asked to be kept.
+    `ir_text` and `ir_json` are the lowered, unscheduled module without its weights; each function has the name of the
+    rule that scheduled it as its attribute `schedule_rule`. `params` are the packed weights, in the order in which
+    `main` takes them after the inputs, empty where the library holds them. `pass_timings` are (pass, seconds), without
+    the seconds of the passes inside. `schedules` are (function, rule). `variants` are sizes by symbolic dimension, by
+    the function that is compiled for them. `algorithms` are those of fewer multiplications, by name. `threads` is the
+    number that the schedules are made for. `inspected` is what the Inspection kept.
     """
 
     executable: Any
@@ -87,28 +90,28 @@ class Built:
     inspected: Inspected
 
     def export(self, path: Path) -> None:
-        """Write the shared library. Equal models, targets and options give equal bytes.
+        """Link the shared library and write it to `path`. Equal models, targets and options give equal bytes.
 
-        Raises BuildError when the linker is missing or fails.
+        Raises BuildError when the linker is missing or fails, or the file cannot be written.
         """
         words = shlex.split(self.cross_compiler or "")
         compiler, options = (words[0], words[1:]) if words else (None, [])
         triple = cc.get_target_by_dump_machine(compiler)
         link = cc.cross_compiler(compiler, options, get_target_triple=triple) if compiler else None
         try:
-            # A file that replaces another whole: writing into a library that is loaded crashes who uses it.
+            # The file is replaced as a whole: a process that has loaded the old library would crash on changed bytes.
             with tempfile.TemporaryDirectory(prefix=".tvmflow-", dir=Path(path).parent) as folder:
                 library = Path(folder) / "mod.so"
                 self.executable.export_library(str(library), fcompile=link)
                 library.replace(path)
         except Exception as error:
             raise BuildError(
-                f"{path}: the library could not be linked with {compiler or cc.get_cc()!r}: {reason(error)}"
+                f"the library {path.name!r} could not be linked with {compiler or cc.get_cc()!r}: {reason(error)}"
             ) from error
 
 
 def can_build(target: Target) -> None:
-    """Raise TargetError, in one sentence, if this TVM or this machine's compilers cannot build for `target`."""
+    """Raise TargetError if this TVM or the compilers of this machine cannot build for `target`."""
     compiler = shlex.split(target.cross_compiler or "")[:1]
     if compiler and shutil.which(compiler[0]) is None:
         raise TargetError(f"target {target.name!r} needs the cross compiler {compiler[0]!r}, which is not installed")
@@ -128,10 +131,9 @@ def can_build(target: Target) -> None:
 
 
 def _check_llvm(target: Target) -> None:
-    """TVM crashes rather than raise when it generates code for an architecture that its LLVM lacks."""
+    """Raise TargetError for an architecture that TVM's LLVM lacks; TVM itself would crash when it generates code."""
     arch = str(target.tvm.get("mtriple", target.arch)).partition("-")[0]
-    known = [str(name) for name in tvm_ffi.get_global_func("target.llvm_get_targets")()]
-    if arch not in known:
+    if arch not in [str(name) for name in tvm_ffi.get_global_func("target.llvm_get_targets")()]:
         raise TargetError(f"target {target.name!r}: the LLVM of this TVM knows no architecture {arch!r}")
 
 
@@ -139,10 +141,10 @@ def _check_cuda(target: Target) -> None:
     compiler = shutil.which("nvcc")
     if compiler is None:
         raise TargetError(f"target {target.name!r} needs nvcc, which is not installed")
-    listed = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=False)
-    known, wanted = listed.stdout.split(), str(target.tvm.get("arch", ""))
-    if known and wanted and wanted.removesuffix("a") not in known:
-        raise TargetError(f"target {target.name!r}: this nvcc knows no {wanted!r}; it knows {', '.join(known)}")
+    listing = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=False)
+    architectures, arch = listing.stdout.split(), str(target.tvm.get("arch", ""))
+    if architectures and arch and arch.removesuffix("a") not in architectures:
+        raise TargetError(f"target {target.name!r}: this nvcc knows no {arch!r}; it knows {', '.join(architectures)}")
 
 
 def _probe() -> PrimFunc:
@@ -156,8 +158,8 @@ def lower(
 ) -> tvm.IRModule:
     """Canonicalise, fold, lay out and fuse: `main` calls fused, unscheduled functions and holds packed weights.
 
-    `choices` are decisions to make otherwise than the cost model, and take note of those that are met.
-    The same input gives the same module in every process. Raises BuildError when a pass fails, TargetError for a
+    `choices` overrides decisions of the cost model, and records those that come up. The same input gives the same
+    module in every process. Raises BuildError when a pass fails, TargetError for a
     precision that the target's processor has no instructions for.
     """
     options = options or BuildOptions()
@@ -186,7 +188,7 @@ def build(
     `tuned` may return a scheduled replacement, with the same parameters, for an unscheduled fused function; where it
     returns None the analytic rules schedule the function. `cache` is a folder that keeps generated code: a model with
     the same functions, whatever its weights, then takes little more than linking. `inspect` says what to keep of the
-    build for a person to read. `choices` are decisions to make otherwise than the cost model.
+    build for a person to read. `choices` overrides decisions of the cost model.
 
     Raises BuildError when a pass or the code generator fails, OptionError for an unknown pass or a wrong option,
     TargetError for a target TVM does not know and for a precision that its processor has no instructions for.
@@ -209,11 +211,11 @@ def build(
         try:
             executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache)
         except Exception:
-            # TVM refuses a few schedules only when it generates code: these functions do without.
-            simpler = _replace_refused(scheduled, lowered, schedules, target)
-            if simpler is None:
+            # TVM refuses a few schedules only when it generates code: their functions get simpler ones.
+            simpler_schedules = _replace_refused(scheduled, lowered, schedules, target)
+            if simpler_schedules is None:
                 raise
-            schedules = simpler
+            schedules = simpler_schedules
             executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache)
         bare = _with_rules(bare, schedules)
         inspected.code.update(code_of(inspect.code, bare, scheduled, executable))
@@ -237,13 +239,13 @@ def _algorithms(lowered: tvm.IRModule) -> dict[str, Algorithm]:
     for _, function in lowered.functions_items():
         for name, bound in error_bounds(function).items() if isinstance(function, PrimFunc) else ():
             bounds.setdefault(name, []).append(bound)
-    return {name: Algorithm(len(found), max(found)) for name, found in sorted(bounds.items())}
+    return {name: Algorithm(len(values), max(values)) for name, values in sorted(bounds.items())}
 
 
 def _check_precision(target: Target, options: BuildOptions) -> None:
-    reason = explain_missing_unit(target, options.precision)
-    if reason is not None:
-        raise TargetError(reason)
+    message = explain_missing_unit(target, options.precision)
+    if message is not None:
+        raise TargetError(message)
 
 
 def _schedule(
@@ -260,7 +262,7 @@ def _schedule(
         names = sorted(v.name_hint for v, f in mod.functions_items() if isinstance(f, PrimFunc))
         return mod, [(name, "dlight") for name in names]
     cpu = machine(target)
-    chosen: list[tuple[str, str]] = []
+    schedules: list[tuple[str, str]] = []
     for variable, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint)):
         if not isinstance(function, PrimFunc) or _is_scheduled(function):
             continue
@@ -272,27 +274,26 @@ def _schedule(
         else:
             replacement, rule = schedule(function, cpu)
         mod.update_func(variable, replacement)
-        chosen.append((variable.name_hint, rule))
-    return mod, chosen
+        schedules.append((variable.name_hint, rule))
+    return mod, schedules
 
 
 def _replace_refused(
-    scheduled: tvm.IRModule, lowered: tvm.IRModule, chosen: list[tuple[str, str]], target: Target
+    scheduled: tvm.IRModule, lowered: tvm.IRModule, schedules: list[tuple[str, str]], target: Target
 ) -> list[tuple[str, str]] | None:
-    """Put simpler schedules in the place of those that do not compile; None if all of them do."""
+    """Replace, in `scheduled`, the schedules that do not compile by simpler ones; return the rules, None if all do."""
     native, cpu = tvm.target.Target(target.tvm), machine(target)
-    result = dict(chosen)
-    for name, rule in chosen:
+    rules = dict(schedules)
+    for name, rule in schedules:
         variable = scheduled.get_global_var(name)
         if rule in ("dlight", "none") or _compiles(scheduled[variable], native):
             continue
-        simpler = [schedule(lowered[name], cpu)] if rule == "tuned" else []
-        simpler.append(schedule(lowered[name], cpu, rules={}))
-        simpler.append((lowered[name].with_attr("tirx.is_scheduled", True), "none"))
-        simple, rule = next((option for option in simpler if _compiles(option[0], native)), simpler[-1])
-        scheduled.update_func(variable, simple)
-        result[name] = rule
-    return list(result.items()) if list(result.items()) != chosen else None
+        candidates = [schedule(lowered[name], cpu)] if rule == "tuned" else []
+        candidates.append(schedule(lowered[name], cpu, rules={}))
+        candidates.append((lowered[name].with_attr("tirx.is_scheduled", True), "none"))
+        replacement, rules[name] = next((item for item in candidates if _compiles(item[0], native)), candidates[-1])
+        scheduled.update_func(variable, replacement)
+    return list(rules.items()) if list(rules.items()) != schedules else None
 
 
 def _compiles(func: PrimFunc, native: tvm.target.Target) -> bool:
@@ -318,11 +319,11 @@ def _finalize(target: Target, native: tvm.target.Target) -> tvm.transform.Pass:
 
 @tvm.transform.module_pass(opt_level=0, name="TidyShapeFunctions")
 class TidyShapeFunctions:
-    """Sorts the stores of the functions that compute shapes, and says that their arguments are apart from each other.
+    """Sorts the stores of the functions that compute shapes, and declares that their arguments do not alias.
 
-    TVM lists the stores in the order of memory addresses: the libraries of two processes would differ as soon as a
-    model has two symbolic expressions. Its code generator takes the arguments of all functions of a library for what
-    one function says of its own: kernels would keep their sums in memory rather than in registers.
+    TVM orders these stores by memory addresses, so the libraries of two processes would differ as soon as a model has
+    two symbolic expressions. And one function without the attribute `tirx.noalias` takes it from all functions of a
+    library: kernels would then keep their sums in memory rather than in registers.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -339,7 +340,7 @@ class TidyShapeFunctions:
 
 
 def _with_rules(lowered: tvm.IRModule, schedules: Sequence[tuple[str, str]]) -> tvm.IRModule:
-    """The lowered module whose functions say, as the attribute `schedule_rule`, which rule scheduled them."""
+    """The lowered module, each function with the rule that scheduled it as its attribute `schedule_rule`."""
     rules = {lowered.get_global_var(name): rule for name, rule in schedules}
     functions = {
         variable: function.with_attr(RULE, rules[variable]) if variable in rules else function
@@ -350,7 +351,7 @@ def _with_rules(lowered: tvm.IRModule, schedules: Sequence[tuple[str, str]]) -> 
 
 @contextmanager
 def _passes(options: BuildOptions, target: Target, instruments: Sequence[Any] = ()) -> Iterator[None]:
-    """TVM's pass context for the options; turns what its passes raise into BuildError."""
+    """Enter TVM's pass context for the options; errors of passes become BuildError."""
     _check_options(options)
     try:
         with tvm.transform.PassContext(
@@ -364,17 +365,17 @@ def _passes(options: BuildOptions, target: Target, instruments: Sequence[Any] = 
     except (BuildError, TargetError):
         raise
     except Exception as error:
-        without = f" without the passes {', '.join(options.disabled_passes)}" if options.disabled_passes else ""
-        raise BuildError(f"TVM could not build for target {target.name!r}{without}: {reason(error)}") from error
+        passes = f" without the passes {', '.join(options.disabled_passes)}" if options.disabled_passes else ""
+        raise BuildError(f"TVM could not build for target {target.name!r}{passes}: {reason(error)}") from error
 
 
 def _check_options(options: BuildOptions) -> None:
-    for kind, names in (("required", options.required_passes), ("disabled", options.disabled_passes)):
-        _check_passes(kind, names)
-    known_options = {str(name) for name in tvm.transform.PassContext.list_configs()}
+    for kind, passes in (("required", options.required_passes), ("disabled", options.disabled_passes)):
+        _check_passes(kind, passes)
+    names = {str(name) for name in tvm.transform.PassContext.list_configs()}
     for name, value in options.config.items():
-        if name not in known_options:
-            close = get_close_matches(name, known_options, n=3, cutoff=0.5)
+        if name not in names:
+            close = get_close_matches(name, names, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see PassContext.list_configs()"
             raise OptionError(f"pass option {name!r} is unknown to TVM {tvm.__version__}; {hint}")
         try:
@@ -389,15 +390,15 @@ def _check_options(options: BuildOptions) -> None:
 
 def _check_passes(kind: str, names: Sequence[str]) -> None:
     for name in names:
-        if name not in known_passes():
-            close = get_close_matches(name, known_passes(), n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see `known_passes` for all names"
+        if name not in list_passes():
+            close = get_close_matches(name, list_passes(), n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see `list_passes` for all names"
             raise OptionError(f"{kind} pass {name!r} is unknown to TVM {tvm.__version__}; {hint}")
 
 
 @cache
-def known_passes() -> tuple[str, ...]:
-    """The names of TVM's passes and ours, as `required_passes` and `disabled_passes` take them."""
+def list_passes() -> tuple[str, ...]:
+    """Return the names of TVM's passes and ours, as `required_passes` and `disabled_passes` take them, sorted."""
     names = {*pass_names(), "TidyShapeFunctions"}
     for constructor in tvm_ffi.registry.list_global_func_names():
         family, middle, name = constructor.rpartition(".transform.")
@@ -408,7 +409,7 @@ def known_passes() -> tuple[str, ...]:
 
 @tvm.instrument.pass_instrument
 class _Timing:
-    """Sums each pass's own seconds, without those of the passes it runs."""
+    """Sums the seconds of each pass, without those of the passes that it runs."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self._seconds = seconds

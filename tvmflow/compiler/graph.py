@@ -1,4 +1,4 @@
-"""Rewrites an imported model into the fused, unscheduled functions that a target wants."""
+"""Lowers an imported model to fused, unscheduled functions, lists them, and takes weights out of a module."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,15 @@ from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.passes import lower_passes
 from tvmflow.target import Precision, Target
 
-# Constants of fewer elements stay in the program when weights are kept apart.
+# Constants with fewer elements stay in the program when weights are kept apart.
 SMALLEST_WEIGHT = 17
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A fused function of a lowered model: equal functions appear once, `calls` counts their call sites.
+    """A fused function of a lowered model; equal functions are one workload, and `calls` counts their call sites.
 
-    `flops` estimates one call's floating-point operations; symbolic dimensions count as one.
+    `flops` estimates the floating-point operations of one call; it is 0 where shapes are symbolic.
     """
 
     name: str
@@ -44,30 +44,31 @@ def lower_module(
 ) -> tvm.IRModule:
     """Run `lower_passes` on the imported model in the current pass context; `choices` makes the decisions.
 
-    Each of `variants`, sizes of symbolic dimensions, becomes a function of its own beside `main`.
+    Each of `variants`, sizes by symbolic dimension, becomes a function of its own beside `main`. `fast` allows
+    algorithms of fewer multiplications.
     """
     params = {name: tvm.runtime.tensor(value) for name, value in imported.params.items()}
     variables = imported.mod["main"].params[len(imported.inputs) :]
-    bound = {variable: params[name] for variable, name in zip(variables, imported.params, strict=True)}
-    mod = relax.transform.BindParams("main", bound)(imported.mod)
+    values = {variable: params[name] for variable, name in zip(variables, imported.params, strict=True)}
+    mod = relax.transform.BindParams("main", values)(imported.mod)
     for sizes in variants:
-        fixed = relax.transform.BindSymbolicVars(dict(sizes), "main")(mod)["main"]
+        variant = relax.transform.BindSymbolicVars(dict(sizes), "main")(mod)["main"]
         name = variant_name(sizes)
-        fixed = relax.utils.copy_with_new_vars(fixed).with_attr("global_symbol", name)
-        mod = tvm.IRModule({**dict(mod.functions_items()), tvm.ir.GlobalVar(name): fixed}, attrs=mod.attrs)
+        variant = relax.utils.copy_with_new_vars(variant).with_attr("global_symbol", name)
+        mod = tvm.IRModule({**dict(mod.functions_items()), tvm.ir.GlobalVar(name): variant}, attrs=mod.attrs)
     passes = lower_passes(target, choices, precision, fast, sum(value.nbytes for value in imported.params.values()))
     with tvm.target.Target(target.tvm):
         return tvm.transform.Sequential(passes, name="lower")(mod)
 
 
 def variant_name(sizes: Mapping[str, int]) -> str:
-    """The function for sizes of symbolic dimensions, as `main_batch1`."""
+    """Return the name of the function for sizes of symbolic dimensions, as `main_batch1`."""
     return "_".join(["main", *(f"{name}{size}" for name, size in sorted(sizes.items()))])
 
 
 def workloads(lowered: tvm.IRModule) -> list[Workload]:
-    """The distinct fused functions of a lowered module, in the order of their first call."""
-    found: dict[int, list[tuple[str, PrimFunc]]] = {}
+    """Return the distinct fused functions of a lowered module, in the order of their first call."""
+    by_hash: dict[int, list[tuple[str, PrimFunc]]] = {}
     counts: dict[str, int] = {}
 
     def count(node: Any) -> None:
@@ -77,12 +78,12 @@ def workloads(lowered: tvm.IRModule) -> list[Workload]:
             if not isinstance(callee, tvm.ir.GlobalVar) or not isinstance(lowered[callee], PrimFunc):
                 continue
             func = lowered[callee].without_attr("global_symbol")
-            same = found.setdefault(tvm_ffi.structural_hash(func), [])
-            for name, other in same:
+            candidates = by_hash.setdefault(tvm_ffi.structural_hash(func), [])
+            for name, other in candidates:
                 if tvm_ffi.structural_equal(func, other):
                     counts[name] += 1
                     return
-            same.append((callee.name_hint, func))
+            candidates.append((callee.name_hint, func))
             counts[callee.name_hint] = 1
 
     for _, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint)):
@@ -99,10 +100,10 @@ def _flops(func: PrimFunc) -> float:
 
 
 def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.ndarray[Any, Any]]]:
-    """Make the constants of `main` and its variants into parameters that follow the inputs.
+    """Turn the constants of `main` and its variants into parameters that follow the inputs.
 
-    Returns the module and the constants by parameter name; every function takes all of them, in that order. Equal
-    constants are one.
+    Return the module, and the constants by parameter name in the order of the parameters. Every function takes all of
+    them; equal constants are one parameter.
     """
     hoister = _HoistWeights(lowered)
     functions = {
@@ -112,11 +113,11 @@ def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.nda
     }
     for variable, function in functions.items():
         weights = list(hoister.variables)
-        taking = relax.Function(
+        extended = relax.Function(
             [*function.params, *weights], function.body, function.ret_ty, function.is_pure, function.attrs
         )
         # The hoister uses one variable for a weight everywhere; a variable belongs to one function.
-        hoister.builder_.update_func(variable, relax.utils.copy_with_new_vars(taking))
+        hoister.builder_.update_func(variable, relax.utils.copy_with_new_vars(extended))
     values = [constant.value.numpy() for constant in hoister.constants]
     names = [variable.name for variable in hoister.variables]
     return hoister.builder_.get(), dict(zip(names, values, strict=True))
@@ -128,15 +129,15 @@ class _HoistWeights(PyExprMutator):  # type: ignore[misc]
         super().__init__(mod)
         self.variables: list[relax.Var] = []
         self.constants: list[tvm.ir.GenericConst] = []
-        self._known: dict[tuple[str, tuple[int, ...], bytes], relax.Var] = {}
+        self._variable_of: dict[tuple[str, tuple[int, ...], bytes], relax.Var] = {}
 
     def visit_generic_const_(self, op: tvm.ir.GenericConst) -> relax.Expr:
         if not isinstance(op.ty, relax.TensorType) or int(np.prod(op.value.shape)) < SMALLEST_WEIGHT:
             return op
         value = op.value.numpy()
         key = (value.dtype.name, value.shape, hashlib.blake2b(value.view(np.uint8).data).digest())
-        if key not in self._known:
-            self._known[key] = relax.Var(f"weight_{len(self.variables)}", op.ty)
-            self.variables.append(self._known[key])
+        if key not in self._variable_of:
+            self._variable_of[key] = relax.Var(f"weight_{len(self.variables)}", op.ty)
+            self.variables.append(self._variable_of[key])
             self.constants.append(op)
-        return self._known[key]
+        return self._variable_of[key]

@@ -1,4 +1,4 @@
-"""Reads ONNX models into Relax: checks them, names what TVM cannot take, and keeps weights apart from the program."""
+"""Reads ONNX models into Relax: checks the file, names what TVM cannot import, and keeps weights apart."""
 
 import contextlib
 import io
@@ -20,13 +20,13 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
 from tvmflow.bundle import TensorSpec
-from tvmflow.compiler.onnx_operators import (
+from tvmflow.compiler.onnx import (
     CONTRIBUTED,
     CONVERTERS,
     FOLDED,
     NOT_STANDARD,
     Node,
-    Refused,
+    UnsupportedFormError,
     const,
     is_static,
 )
@@ -34,7 +34,7 @@ from tvmflow.compiler.reason import reason
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
 
-# TVM computes wrongly or not at all with floats of 8 bits and fewer, and whole numbers of fewer than 8.
+# Floats of 8 bits or fewer and integers of fewer than 8, with which TVM computes wrongly or not at all.
 _SMALL_TYPES = {
     number
     for name, number in onnx.TensorProto.DataType.items()
@@ -42,7 +42,7 @@ _SMALL_TYPES = {
 }
 # Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
 _SMALLEST_WEIGHT = 17
-# Whole numbers are tables of shapes and positions rather than weights until they are this many.
+# Tensors of integers with fewer elements are tables of shapes and positions rather than weights.
 _SMALLEST_INTEGER_WEIGHT = 4097
 
 
@@ -50,7 +50,8 @@ _SMALLEST_INTEGER_WEIGHT = 4097
 class Imported:
     """A model in Relax.
 
-    `main` of `mod` takes the inputs in the order of `inputs`, then the weights in the order of `params`.
+    `main` of `mod` takes the inputs in the order of `inputs`, then the weights in the order of `params`, and returns
+    the outputs in the order of `outputs`. Dimensions are in elements, a string is a symbolic dimension.
     """
 
     mod: tvm.IRModule
@@ -65,27 +66,27 @@ def import_onnx(
     """Import an ONNX file of opset 7 or later into Relax.
 
     `shapes` fixes or renames symbolic dimensions of inputs by name: `{"x": (1, 3, 224, 224)}`, `{"x": ("batch", 10)}`.
-    Dimensions that are symbolic in the file and not given stay symbolic; those without a name are called after their
-    input and axis, as `x_0`. `label` is what messages call the file, by default its path.
+    Other symbolic dimensions stay symbolic; one without a name is called after its input and axis, as `x_0`. Messages
+    call the file `label`, by default its path.
 
-    Raises UnsupportedOperatorError for operators that TVM's importer does not know, ModelImportError for a file that
-    is damaged, shapes that contradict the model, and anything else that TVM's importer refuses.
+    Raises UnsupportedOperatorError for an operator without a converter, ModelImportError for a file that is damaged,
+    for shapes that contradict the model, and for anything else that TVM's importer refuses.
     """
     label = label or str(path)
     model = _expand_functions(label, _load(Path(path), label))
     graph = model.graph
-    free = graph_inputs(graph)
-    renamed = _apply_shapes(label, graph, free, shapes or {})
+    inputs = graph_inputs(graph)
+    sizes = _apply_shapes(label, graph, inputs, shapes or {})
     _check_operators(label, graph)
     _check_types(label, graph)
     opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=1)
-    importer = _Importer(graph, renamed)
-    chatter = io.StringIO()
+    importer = _Importer(graph, sizes)
+    output = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(chatter):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(output):
             warnings.simplefilter("ignore")
             mod = importer.from_onnx(graph, opset)
-    except Refused as error:
+    except UnsupportedFormError as error:
         raise UnsupportedOperatorError(
             f"{label}: {importer.current_node} is not supported in this form ({error}); export the model without it"
         ) from error
@@ -94,22 +95,23 @@ def import_onnx(
     except Exception as error:  # TVM's converters raise every kind of exception for graphs they do not expect.
         where = f" at {importer.current_node}" if importer.current_node else ""
         raise ModelImportError(
-            f"{label}: TVM cannot import the model{where}: {reason(error)}; {_advice(free)}"
+            f"{label}: TVM cannot import the model{where}: {reason(error)}; {_advice(inputs)}"
         ) from error
     if any(node.op_type == "If" for node in graph.node):
-        # The importer makes no dataflow block where there may be control flow; nothing is fused outside of one.
+        # TVM's importer makes no dataflow block of a graph with branches, and FuseOps fuses within such blocks alone.
         mod = relax.transform.ConvertToDataflow()(mod)
     params = [value.numpy() for value in mod["main"].attrs.get("params", [])]
-    names = [variable.name for variable in mod["main"].params][len(free) :]
+    names = [variable.name for variable in mod["main"].params][len(inputs) :]
     main = mod["main"].without_attr("params") if params else mod["main"]
     mod.update_func(mod.get_global_var("main"), main)
-    inputs = tuple(
-        _spec(value.name, variable.ty) for value, variable in zip(free, main.params[: len(free)], strict=True)
+    input_types = [variable.ty for variable in main.params[: len(inputs)]]
+    output_types = list(main.ret_ty.fields) if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
+    return Imported(
+        mod,
+        dict(zip(names, params, strict=True)),
+        tuple(_spec(value.name, ty) for value, ty in zip(inputs, input_types, strict=True)),
+        tuple(_spec(value.name, ty) for value, ty in zip(graph.output, output_types, strict=True)),
     )
-    result = main.ret_ty
-    results = list(result.fields) if isinstance(result, relax.TupleType) else [result]
-    outputs = tuple(_spec(value.name, ty) for value, ty in zip(graph.output, results, strict=True))
-    return Imported(mod, dict(zip(names, params, strict=True)), inputs, outputs)
 
 
 def _advice(inputs: Sequence[onnx.ValueInfoProto]) -> str:
@@ -140,40 +142,37 @@ def _apply_shapes(
     inputs: Sequence[onnx.ValueInfoProto],
     shapes: Mapping[str, Sequence[int | str]],
 ) -> dict[str, int | str]:
-    """Write `shapes` into the graph's inputs; a symbol fixed at one input is fixed at all.
+    """Write `shapes` into the graph's inputs; a symbol that one input fixes is fixed at all.
 
-    Returns what became of the file's own symbols.
+    Returns the new size, or the new name, of each of the file's symbols that changes.
     """
-    known = {value.name: value for value in inputs}
+    names = [value.name for value in inputs]
     for name in shapes:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"its inputs are {', '.join(map(repr, known))}"
+        if name not in names:
+            close = get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"its inputs are {', '.join(map(repr, names))}"
             raise ModelImportError(f"{label} has no input {name!r}; {hint}")
-    bound: dict[str, int | str] = {}
+    changes: dict[str, int | str] = {}
     for value in inputs:
         if not value.type.HasField("tensor_type"):
             raise ModelImportError(f"{label}: input {value.name!r} is no tensor; only tensor inputs are supported")
         tensor = value.type.tensor_type
-        wanted = shapes.get(value.name)
+        shape = shapes.get(value.name)
         if not tensor.HasField("shape"):
-            if wanted is None:
+            if shape is None:
                 raise ModelImportError(f"{label}: input {value.name!r} has no shape; give one")
-            for _ in wanted:
+            for _ in shape:
                 tensor.shape.dim.add()
     name_free_dimensions(graph)
     for value in inputs:
-        wanted = shapes.get(value.name)
         dims = value.type.tensor_type.shape.dim
-        if wanted is not None and len(wanted) != len(dims):
+        shape = shapes.get(value.name, ())
+        if value.name in shapes and len(shape) != len(dims):
             raise ModelImportError(
-                f"{label}: input {value.name!r} has {len(dims)} dimensions, the given shape {tuple(wanted)} "
-                f"has {len(wanted)}"
+                f"{label}: input {value.name!r} has {len(dims)} dimensions, the given shape {tuple(shape)} "
+                f"has {len(shape)}"
             )
-        for axis, dim in enumerate(dims):
-            size = None if wanted is None else wanted[axis]
-            if size is None:
-                continue
+        for axis, (dim, size) in enumerate(zip(dims, shape, strict=False)):
             if isinstance(size, int) and size < 1:
                 raise ModelImportError(
                     f"{label}: dimension {axis} of input {value.name!r} must be positive, not {size}"
@@ -184,21 +183,22 @@ def _apply_shapes(
                         f"{label}: dimension {axis} of input {value.name!r} is fixed to {dim.dim_value} in the model, "
                         f"not {size!r}; export the model with a dynamic dimension"
                     )
-            elif bound.setdefault(dim.dim_param, size) != size:
+            elif changes.setdefault(dim.dim_param, size) != size:
                 raise ModelImportError(
-                    f"{label}: dimension {dim.dim_param!r} is given both as {bound[dim.dim_param]!r} and {size!r}"
+                    f"{label}: dimension {dim.dim_param!r} is given both as {changes[dim.dim_param]!r} and {size!r}"
                 )
     for value in inputs:
         for dim in value.type.tensor_type.shape.dim:
-            size = bound.get(dim.dim_param) if dim.dim_param else None
-            if isinstance(size, int):
-                dim.dim_value = size
-            elif size is not None:
-                dim.dim_param = size
-    return bound
+            change = changes.get(dim.dim_param) if dim.dim_param else None
+            if isinstance(change, int):
+                dim.dim_value = change
+            elif change is not None:
+                dim.dim_param = change
+    return changes
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a graph and of the graphs in their attributes."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
@@ -207,14 +207,14 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def _expand_functions(label: str, model: onnx.ModelProto) -> onnx.ModelProto:
-    """Replace the model's own functions, and operators that only ONNX's definition as a function makes known, by these.
+    """Inline the model's own functions, and ONNX's function bodies of operators that have no converter.
 
-    Attention is one: TVM's importer knows another operator by that name.
+    Attention is one: TVM's importer has a converter for another operator of that name.
     """
     try:
         if model.functions:
             model = onnx.inliner.inline_local_functions(model)
-        while nodes := [node for node in _nodes(model.graph) if not _is_known(node) and _is_function(node)]:
+        while nodes := [node for node in _nodes(model.graph) if not _has_converter(node) and _is_function(node)]:
             for node in nodes:
                 _add_defaults(node)
             names = sorted({("", node.op_type) for node in nodes})
@@ -227,10 +227,10 @@ def _expand_functions(label: str, model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _add_defaults(node: onnx.NodeProto) -> None:
-    """Write out the attributes that are not given: the inliner leaves references to them."""
-    given = {attribute.name for attribute in node.attribute}
+    """Add the default values of absent attributes: the inliner would leave references to them."""
+    names = {attribute.name for attribute in node.attribute}
     for name, attribute in onnx.defs.get_schema(node.op_type).attributes.items():
-        if name not in given and attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
+        if name not in names and attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
             node.attribute.append(attribute.default_value)
 
 
@@ -241,31 +241,31 @@ def _is_function(node: onnx.NodeProto) -> bool:
     return bool(schema.has_function or schema.has_context_dependent_function)
 
 
-def _is_known(node: onnx.NodeProto) -> bool:
+def _has_converter(node: onnx.NodeProto) -> bool:
     """Whether TVM's importer or ours has a converter for the node's operator."""
     if node.domain in ("", "ai.onnx"):
-        known = onnx_frontend._get_convert_map().keys() - NOT_STANDARD
-        return node.op_type in known | CONVERTERS.keys() | {"If", "Constant"}
+        standard = onnx_frontend._get_convert_map().keys() - NOT_STANDARD
+        return node.op_type in standard | CONVERTERS.keys() | {"If", "Constant"}
     return node.domain == "com.microsoft" and node.op_type in CONTRIBUTED
 
 
 def _check_operators(label: str, graph: onnx.GraphProto) -> None:
-    """Name every operator that has no converter, with the first node that uses it."""
-    unknown: dict[str, str] = {}
+    """Raise UnsupportedOperatorError that names every operator without a converter, and its first node."""
+    first_nodes: dict[str, str] = {}
     for node in _nodes(graph):
-        if not _is_known(node):
+        if not _has_converter(node):
             name = f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
-            unknown.setdefault(name, node.name or (node.output[0] if node.output else "unnamed"))
-    if unknown:
-        listed = ", ".join(f"{operator} (node {node!r})" for operator, node in unknown.items())
-        noun = "operator" if len(unknown) == 1 else "operators"
+            first_nodes.setdefault(name, node.name or (node.output[0] if node.output else "unnamed"))
+    if first_nodes:
+        listed = ", ".join(f"{operator} (node {node!r})" for operator, node in first_nodes.items())
+        noun = "operator" if len(first_nodes) == 1 else "operators"
         raise UnsupportedOperatorError(
             f"{label}: {noun} {listed} cannot be imported by TVM {tvm.__version__}; export the model without"
         )
 
 
 def _check_types(label: str, graph: onnx.GraphProto) -> None:
-    """Refuse what no tensor of numbers can hold."""
+    """Raise ModelImportError for outputs that are no tensors, for strings, and for types that TVM computes wrongly."""
     for output in graph.output:
         if not output.type.HasField("tensor_type"):
             raise ModelImportError(f"{label}: output {output.name!r} is no tensor; only tensor outputs are supported")
@@ -284,14 +284,17 @@ def _check_types(label: str, graph: onnx.GraphProto) -> None:
 
 
 class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
-    """TVM's importer, with weights as parameters, known values folded and some operators converted here."""
+    """TVM's importer with our converters; weights become parameters, and constant operands are evaluated.
 
-    def __init__(self, graph: onnx.GraphProto, renamed: Mapping[str, int | str]) -> None:
+    `sizes` are the new sizes or names of symbols that the shapes recorded in the graph still mention.
+    """
+
+    def __init__(self, graph: onnx.GraphProto, sizes: Mapping[str, int | str]) -> None:
         super().__init__({}, None, keep_params_in_input=True)
         self.current_node = ""
         self._graph = graph
-        self._renamed = renamed
-        # What the exporter recorded on shapes, by node, for values whose shape TVM's inference loses.
+        self._sizes = sizes
+        # The shapes that the exporter recorded, by node, for values whose shape TVM's inference loses.
         recorded = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output)}
         self._recorded = {
             node.name: recorded[node.output[0]]
@@ -312,7 +315,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self._params[tensor.name] = (variable, tvm.runtime.tensor(np.asarray(array, order="C")))
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
-        """Checked before the import."""
+        """Do nothing: `_check_operators` has checked the graph."""
 
     def _construct_nodes(self, graph: onnx.GraphProto) -> None:
         for node in graph.node:
@@ -334,8 +337,8 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
                 elif isinstance(value, relax.ShapeExpr):
                     self._nodes[output.name] = self.bb.emit(relax.op.shape_to_tensor(value))
 
-    def _known(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
-        """The value of an expression that is known at import."""
+    def _value_at_import(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
+        """The value of a constant expression other than a weight; None for others."""
         if isinstance(expr, tvm.ir.GenericConst):
             return np.asarray(expr.value.numpy())
         if isinstance(expr, relax.ShapeExpr) and all(is_static(dim) for dim in expr.values):
@@ -345,13 +348,13 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return None
 
     def _constant(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
-        """The value of an expression that is known at import or a weight."""
+        """The value of a constant expression or a weight; None for others."""
         if isinstance(expr, relax.Var) and expr.name in self._params:
             return np.asarray(self._params[expr.name][1].numpy())
-        return self._known(expr)
+        return self._value_at_import(expr)
 
     def _fold(self, node: onnx.NodeProto) -> bool:
-        """Evaluate a node whose operands are known; models compute many of their shapes and indices so."""
+        """Evaluate a node of constant operands, as models compute shapes and indices; return whether this was done."""
         if node.op_type not in FOLDED or node.domain not in ("", "ai.onnx") or not node.input:
             return False
         operands = [self._nodes[name] for name in node.input if name]
@@ -360,10 +363,10 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             shape = ty.shape if isinstance(ty, relax.TensorType) else None
             if not isinstance(shape, relax.ShapeExpr) or not all(is_static(dim) for dim in shape.values):
                 return False
-            # Only the shape counts, whatever the elements are.
+            # The elements do not matter, the shape does.
             values: list[Any] = [np.broadcast_to(np.float32(0), [int(dim) for dim in shape.values])]
         else:
-            values = [self._known(operand) for operand in operands]
+            values = [self._value_at_import(operand) for operand in operands]
         if any(value is None for value in values) or _folded_size(node, values) > _LARGEST_FOLDED:
             return False
         names = [name for name in node.input if name]
@@ -381,12 +384,12 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return True
 
     def _take_branch(self, node: onnx.NodeProto) -> bool:
-        """Import only the branch that a known condition takes."""
-        condition = self._known(self._nodes[node.input[0]]) if node.op_type == "If" else None
+        """Import the one branch that a constant condition selects; return whether this was done."""
+        condition = self._value_at_import(self._nodes[node.input[0]]) if node.op_type == "If" else None
         if condition is None:
             return False
-        wanted = "then_branch" if condition.reshape(-1)[0] else "else_branch"
-        branch = next(attribute.g for attribute in node.attribute if attribute.name == wanted)
+        name = "then_branch" if condition.reshape(-1)[0] else "else_branch"
+        branch = next(attribute.g for attribute in node.attribute if attribute.name == name)
         for tensor in branch.initializer:
             self._nodes[tensor.name] = const(numpy_helper.to_array(tensor))
         self._construct_nodes(branch)
@@ -417,6 +420,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return converted
 
     def _with_recorded_shape(self, node: str, value: relax.Expr) -> relax.Expr:
+        """The value cast to the shape that the exporter recorded for the node's output, where it did."""
         recorded = self._recorded.get(node)
         if recorded is None or not recorded.HasField("shape") or value.ty.dtype is None:
             return value
@@ -429,7 +433,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         }
         shape = []
         for dim in recorded.shape.dim:
-            size = dim.dim_value if dim.HasField("dim_value") else self._renamed.get(dim.dim_param, dim.dim_param)
+            size = dim.dim_value if dim.HasField("dim_value") else self._sizes.get(dim.dim_param, dim.dim_param)
             size = symbols.get(size) if isinstance(size, str) else size
             if size is None:
                 return value
@@ -446,7 +450,7 @@ _TAKE_SHAPES = {
 
 
 def _folded_size(node: onnx.NodeProto, values: Sequence[np.ndarray[Any, Any]]) -> float:
-    """How many elements a foldable node's result may have, for those that may have many more than their operands."""
+    """The number of elements of a foldable node's result, where it may exceed that of the operands; else 0."""
     if node.op_type in ("ConstantOfShape", "Expand", "Tile"):
         sizes = values[-1].astype("float64")
         return float(np.prod(sizes) * (1 if node.op_type == "ConstantOfShape" else values[0].size))
@@ -457,20 +461,20 @@ def _folded_size(node: onnx.NodeProto, values: Sequence[np.ndarray[Any, Any]]) -
 
 
 def _constants_to_initializers(graph: onnx.GraphProto) -> None:
-    """Constant nodes, whatever attribute their value is in, become initializers."""
-    kept = []
+    """Turn Constant nodes, whatever attribute holds the value, into initializers."""
+    others = []
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 _constants_to_initializers(attribute.g)
         tensor = _constant_tensor(node) if node.op_type == "Constant" else None
         if tensor is None:
-            kept.append(node)
+            others.append(node)
         else:
             tensor.name = node.output[0]
             graph.initializer.append(tensor)
     del graph.node[:]
-    graph.node.extend(kept)
+    graph.node.extend(others)
 
 
 def _constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:

@@ -1,4 +1,4 @@
-"""What a person may look at while a model is built: the module around passes, and the code in readable forms."""
+"""Views of a build for a person to read: the module before and after passes, and the code in several forms."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from tvmflow.compiler.serialise import ir_text
 from tvmflow.errors import BuildError
 
 Code = Literal["ll", "asm", "relax", "tir"]
-# LLVM modules call their forms so.
+# The names of these forms in TVM's LLVM modules.
 _LLVM_FORMS: dict[Code, str] = {"ll": "ll", "asm": "s"}
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The passes whose module is kept before and after they run, and the forms in which the code is kept.
+    """What to keep of a build: the module before and after the passes named here, and the code in these forms.
 
     `relax` is the lowered module without its weights, `tir` the scheduled functions, `ll` LLVM's intermediate
     representation and `asm` the assembly of those that run on a CPU.
@@ -29,7 +29,7 @@ class Inspection:
 
     @property
     def needs_llvm(self) -> bool:
-        """Whether the functions must be generated anew: an object file of the cache has no such form."""
+        """Whether the build must generate code anew, because an object file of the cache has no such form."""
         return bool(_LLVM_FORMS.keys() & set(self.code))
 
 
@@ -44,7 +44,7 @@ class PassIR:
 
 @dataclass(frozen=True)
 class Inspected:
-    """What an Inspection has kept: modules in the order of the passes, and code by its form."""
+    """What an Inspection kept of a build: modules in the order of the passes, and code by its form."""
 
     passes: list[PassIR] = field(default_factory=list)
     code: dict[Code, str] = field(default_factory=dict)
@@ -52,43 +52,43 @@ class Inspected:
 
 @tvm.instrument.pass_instrument
 class KeepIR:
-    """Keeps the module before and after the passes that an inspection names."""
+    """Appends to `modules` the module before and after each pass that the inspection names."""
 
-    def __init__(self, inspection: Inspection, kept: list[PassIR]) -> None:
+    def __init__(self, inspection: Inspection, modules: list[PassIR]) -> None:
         self._inspection = inspection
-        self._kept = kept
+        self._modules = modules
 
     def run_before_pass(self, mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
-        """Keep what the pass is given."""
+        """Keep the module that the pass reads."""
         if info.name in self._inspection.before:
-            self._kept.append(PassIR("before", str(info.name), ir_text(mod)))
+            self._modules.append(PassIR("before", str(info.name), ir_text(mod)))
 
     def run_after_pass(self, mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
-        """Keep what the pass has made."""
+        """Keep the module that the pass returned."""
         if info.name in self._inspection.after:
-            self._kept.append(PassIR("after", str(info.name), ir_text(mod)))
+            self._modules.append(PassIR("after", str(info.name), ir_text(mod)))
 
 
 def code_of(
     forms: tuple[Code, ...], lowered: tvm.IRModule, scheduled: tvm.IRModule, executable: Any
 ) -> dict[Code, str]:
-    """The code in the given forms; see Inspection. Raises BuildError when the library has no code of a form."""
-    kept: dict[Code, str] = {}
+    """Return the code in the given forms, see Inspection. Raises BuildError when the library has no code of a form."""
+    code: dict[Code, str] = {}
     for form in dict.fromkeys(forms):
         if form == "relax":
-            kept[form] = ir_text(lowered)
+            code[form] = ir_text(lowered)
         elif form == "tir":
             functions = {var: func for var, func in scheduled.functions_items() if isinstance(func, PrimFunc)}
-            kept[form] = ir_text(tvm.IRModule(functions))
+            code[form] = ir_text(tvm.IRModule(functions))
         else:
-            modules = [module for module in _imported(executable.mod) if module.kind == "llvm"]
+            modules = [module for module in _imported_modules(executable.mod) if module.kind == "llvm"]
             if not modules:
                 raise BuildError(f"the library has no LLVM code to write as {form!r}; leave it out")
-            kept[form] = "\n".join(str(module.inspect_source(_LLVM_FORMS[form])) for module in modules)
-    return kept
+            code[form] = "\n".join(str(module.inspect_source(_LLVM_FORMS[form])) for module in modules)
+    return code
 
 
-def _imported(module: Any) -> Iterator[Any]:
+def _imported_modules(module: Any) -> Iterator[Any]:
     for item in module.imports:
         yield item
-        yield from _imported(item)
+        yield from _imported_modules(item)

@@ -1,4 +1,4 @@
-"""Writes Relax modules and weights to files and reads them back, byte for byte the same each time."""
+"""Writes Relax modules and weights to files, equal ones as equal bytes, and reads them back."""
 
 import io
 import zipfile
@@ -15,12 +15,12 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def ir_text(mod: tvm.IRModule) -> str:
-    """The module as TVMScript; constants larger than a scalar are named, not listed."""
+    """Return the module as TVMScript, in which constants larger than a scalar have names but no values."""
     return str(mod.script(show_meta=False)) + "\n"
 
 
 def save_module(mod: tvm.IRModule, path: Path) -> None:
-    """Write a module as TVM's JSON. Weights belong into `save_params`: what is constant in `mod` is written too."""
+    """Write a module, with its constants, as TVM's JSON. Weights belong into `save_params`."""
     Path(path).write_text(tvm.ir.save_json(mod))
 
 
@@ -49,7 +49,7 @@ def save_params(params: Mapping[str, np.ndarray[Any, Any]], path: Path) -> None:
 
 
 def load_params(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Read what `save_params` wrote, in its order. Raises ModelImportError if the file is damaged."""
+    """Read the tensors that `save_params` wrote, in the same order. Raises ModelImportError if the file is damaged."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}

@@ -1,0 +1,73 @@
+"""Converters for ONNX operators that TVM's importer mistakes or refuses in some of their forms, by family.
+
+`CONVERTERS` lists them by operator. A converter returns None for the forms that TVM's own gets right.
+"""
+
+from tvm import relax
+
+from tvmflow.compiler.onnx import elementwise, indexing, norms, quantised, resize, vision
+from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError, const, is_static
+
+__all__ = [
+    "CONTRIBUTED",
+    "CONVERTERS",
+    "FOLDED",
+    "NOT_STANDARD",
+    "Node",
+    "UnsupportedFormError",
+    "const",
+    "is_static",
+]
+
+CONVERTERS: dict[str, Converter] = {
+    "BatchNormalization": norms.convert_batch_norm,
+    "BitShift": elementwise.convert_shift,
+    "Clip": elementwise.convert_clip,
+    "ConvTranspose": vision.convert_conv_transpose,
+    "Dropout": elementwise.convert_dropout,
+    "Expand": indexing.convert_expand,
+    "Elu": elementwise.convert_elu,
+    "EyeLike": indexing.convert_eye_like,
+    "Gather": indexing.convert_gather,
+    "IsInf": elementwise.convert_is_inf,
+    "LayerNormalization": norms.convert_layer_norm,
+    "LpNormalization": norms.convert_lp_normalization,
+    "Max": elementwise.convert_by_pairs(relax.op.maximum),
+    "Mean": elementwise.convert_mean,
+    "Min": elementwise.convert_by_pairs(relax.op.minimum),
+    "Mod": elementwise.convert_mod,
+    "NonMaxSuppression": vision.convert_non_max_suppression,
+    "OneHot": indexing.convert_one_hot,
+    "Pad": indexing.convert_pad,
+    "Pow": elementwise.convert_pow,
+    "QLinearConv": quantised.convert_qlinear_conv,
+    "QLinearMatMul": quantised.convert_qlinear_matmul,
+    "Range": indexing.convert_range,
+    "Resize": resize.convert_resize,
+    "RMSNormalization": norms.convert_rms_norm,
+    "RoiAlign": vision.convert_roi_align,
+    "Selu": elementwise.convert_selu,
+    "SpaceToDepth": indexing.convert_space_to_depth,
+    "Sum": elementwise.convert_by_pairs(relax.op.add),
+    "ThresholdedRelu": elementwise.convert_thresholded_relu,
+    "TopK": indexing.convert_top_k,
+}
+
+# Operators of the domain com.microsoft that TVM's importer takes; it does not look at domains.
+CONTRIBUTED = {
+    *("Attention", "BiasGelu", "EmbedLayerNormalization", "FastGelu", "Gelu"),
+    *("MatMulInteger16", "SkipLayerNormalization"),
+}
+# Operators of TVM's importer that the standard does not have.
+NOT_STANDARD = CONTRIBUTED - {"Gelu"} | {"AllClassNMS"}
+
+# Operators by which models compute shapes and indices: evaluated at import where the operands are constant.
+FOLDED = {
+    *("Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Concat"),
+    *("ConstantOfShape", "Cos", "CumSum", "Div", "Equal", "Exp", "Expand", "Flatten", "Floor", "Gather"),
+    *("GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Log"),
+    *("MatMul", "Max", "Min", "Mod", "Mul", "Neg", "NonZero", "Not", "Or", "Pow", "Range", "Reciprocal"),
+    *("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Round"),
+    *("ScatterElements", "ScatterND", "Shape", "Sign", "Sin", "Size", "Slice", "Split", "Sqrt", "Squeeze"),
+    *("Sub", "Sum", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor"),
+}

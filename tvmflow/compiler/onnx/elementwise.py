@@ -1,0 +1,160 @@
+"""Element-wise operators: activations, arithmetic and comparisons."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError, const, dims_of, dtype_of
+
+
+def convert_clip(node: Node) -> relax.Expr | None:
+    """Write Clip with constant bounds as relu or maximum, then minimum, which have layouts and can be fused."""
+    x = node.inputs[0]
+    bounds: list[Any] = []
+    for position, key in ((1, "min"), (2, "max")):
+        if node.opset < 11:
+            bounds.append(node.attrs.get(key))
+            continue
+        value = node.constant(position)
+        if value is None and node.input(position) is not None:
+            return None
+        bound = None if value is None else value.reshape(-1)[0]
+        bounds.append(None if bound is None or np.isnan(bound) else bound)
+    low, high = bounds
+    if low is not None:
+        x = relax.op.nn.relu(x) if low == 0 else relax.op.maximum(x, relax.const(low, dtype_of(x)))
+        x = x if high is None else node.emit(x)
+    if high is not None:
+        x = relax.op.minimum(x, relax.const(high, dtype_of(x)))
+    return x
+
+
+def convert_dropout(node: Node) -> relax.Expr:
+    """Write Dropout as the identity, and its mask as true everywhere: inference drops nothing."""
+    training = node.constant(2)
+    ratio = node.constant(1)
+    if node.input(2) is not None and training is None:
+        raise UnsupportedFormError("a training_mode that is computed")
+    if training is not None and bool(training) and (ratio is None or float(ratio) != 0.0):
+        raise UnsupportedFormError("training_mode is random")
+    data = node.inputs[0]
+    mask = const(True) if dims_of(data) == [] else relax.op.full_like(data, relax.const(True, "bool"), "bool")
+    return data if node.outputs == 1 else relax.Tuple([data, node.emit(mask)])
+
+
+def convert_elu(node: Node) -> relax.Expr:
+    """Write Elu by exp and relu."""
+    return _build_exponential_unit(node, node.attrs.get("alpha", 1.0))
+
+
+def convert_selu(node: Node) -> relax.Expr:
+    """Write Selu by exp and relu."""
+    alpha = node.attrs.get("alpha", 1.67326319217681884765625)
+    gamma = node.attrs.get("gamma", 1.05070102214813232421875)
+    return relax.op.multiply(
+        relax.const(gamma, dtype_of(node.inputs[0])), node.emit(_build_exponential_unit(node, alpha))
+    )
+
+
+def _build_exponential_unit(node: Node, alpha: float) -> relax.Expr:
+    """Return x where it is positive, else `alpha * (exp(x) - 1)`, in x's type; TVM's converters take float32 only."""
+    x, dtype = node.inputs[0], dtype_of(node.inputs[0])
+    below = node.emit(relax.op.exp(node.emit(relax.op.minimum(x, relax.const(0, dtype)))))
+    below = node.emit(relax.op.multiply(relax.const(alpha, dtype), relax.op.subtract(below, relax.const(1, dtype))))
+    return relax.op.add(below, node.emit(relax.op.nn.relu(x)))
+
+
+def convert_thresholded_relu(node: Node) -> relax.Expr:
+    """Write ThresholdedRelu as a choice."""
+    x, dtype = node.inputs[0], dtype_of(node.inputs[0])
+    above = relax.op.greater(x, relax.const(node.attrs.get("alpha", 1.0), dtype))
+    return relax.op.where(above, x, relax.const(0, dtype))
+
+
+def convert_shift(node: Node) -> relax.Expr | None:
+    """Write shifts so that as many bits as a number has, or more, leave none: LLVM leaves such shifts undefined."""
+    x, distance = node.inputs
+    if node.constant(0) is not None or not isinstance(x.ty, relax.TensorType):
+        return None
+    dtype = dtype_of(x)
+    bits = int(dtype.lstrip("uint"))
+    is_out_of_range = relax.op.greater_equal(distance, relax.const(bits, dtype))
+    if not dtype.startswith("u"):
+        is_out_of_range = relax.op.logical_or(is_out_of_range, relax.op.less(distance, relax.const(0, dtype)))
+    count = relax.op.where(is_out_of_range, relax.const(0, dtype), distance)
+    if node.text("direction", "LEFT") == "LEFT":
+        return relax.op.where(is_out_of_range, relax.const(0, dtype), relax.op.left_shift(x, count))
+    shifted = relax.op.right_shift(x, count)
+    if dtype.startswith("u"):
+        return relax.op.where(is_out_of_range, relax.const(0, dtype), shifted)
+    return relax.op.where(is_out_of_range, relax.op.right_shift(x, relax.const(bits - 1, dtype)), shifted)
+
+
+def convert_is_inf(node: Node) -> relax.Expr | None:
+    """Write IsInf of one sign as a comparison."""
+    negative, positive = node.attrs.get("detect_negative", 1), node.attrs.get("detect_positive", 1)
+    if negative and positive:
+        return None
+    x = node.inputs[0]
+    if not negative and not positive:
+        return relax.op.zeros_like(x, "bool")
+    return relax.op.equal(x, relax.const(np.inf if positive else -np.inf, dtype_of(x)))
+
+
+def convert_mod(node: Node) -> relax.Expr | None:
+    """Write Mod of floats, whose result has the divisor's sign, by the remainder with the dividend's sign."""
+    if node.attrs.get("fmod", 0) or not all(isinstance(x.ty, relax.TensorType) for x in node.inputs if x is not None):
+        return None
+    x, y = node.inputs
+    dtype = dtype_of(x)
+    if not dtype.startswith("float"):
+        return None
+    zero = relax.const(0, dtype)
+    remainder = node.emit(relax.op.mod(x, y))
+    has_other_sign = relax.op.logical_xor(relax.op.less(remainder, zero), relax.op.less(y, zero))
+    needs_divisor = relax.op.logical_and(relax.op.not_equal(remainder, zero), has_other_sign)
+    signed = node.emit(relax.op.where(needs_divisor, relax.op.add(remainder, y), remainder))
+    # A remainder of zero has the divisor's sign too.
+    zeros = relax.op.where(relax.op.less(y, zero), relax.const(-0.0, dtype), zero)
+    return relax.op.where(relax.op.equal(signed, zero), relax.op.multiply(zeros, relax.const(1, dtype)), signed)
+
+
+def convert_pow(node: Node) -> relax.Expr | None:
+    """Write powers of whole numbers, and of operands of two types."""
+    x, y = node.inputs
+    if not all(isinstance(item.ty, relax.TensorType) for item in (x, y)) or node.constant(0) is not None:
+        return None
+    dtype, power = dtype_of(x), node.constant(1)
+    if "float" in dtype:
+        return None if dtype_of(y) == dtype else relax.op.power(x, node.emit(relax.op.astype(y, dtype)))
+    if power is not None and power.size == 1 and float(power.reshape(-1)[0]) in (1.0, 2.0, 3.0):
+        result = x
+        for _ in range(int(power.reshape(-1)[0]) - 1):
+            result = node.emit(relax.op.multiply(result, x))
+        return result
+    if dtype in ("int64", "uint64"):
+        raise UnsupportedFormError("powers of 64-bit whole numbers would lose digits")
+    power = relax.op.power(*(node.emit(relax.op.astype(item, "float64")) for item in (x, y)))
+    return relax.op.astype(node.emit(relax.op.round(power)) if "float" not in dtype_of(y) else power, dtype)
+
+
+def convert_by_pairs(combine: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> "Converter":
+    """Return a converter that combines operands pair by pair; TVM's stacks them all."""
+
+    def convert(node: Node) -> relax.Expr | None:
+        if not all(expr is not None and isinstance(expr.ty, relax.TensorType) for expr in node.inputs):
+            return None
+        result = node.inputs[0]
+        for expr in node.inputs[1:]:
+            result = node.emit(combine(result, expr))
+        return result
+
+    return convert
+
+
+def convert_mean(node: Node) -> relax.Expr | None:
+    """Write Mean as a sum and a quotient."""
+    total = convert_by_pairs(relax.op.add)(node)
+    return None if total is None else relax.op.divide(total, relax.const(len(node.inputs), dtype_of(total)))

@@ -1,0 +1,124 @@
+"""Operators that move, select or make elements by their position."""
+
+import numpy as np
+import onnx
+import tvm
+from tvm import relax
+
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError, const, dims_of, dtype_of, is_static
+
+
+def convert_range(node: Node) -> relax.Expr | None:
+    """Write a range of integers numbers over symbolic dimensions; TVM's converter computes its length at run time."""
+    bounds = []
+    for bound in node.inputs:
+        if isinstance(bound, tvm.ir.GenericConst) and bound.value.numpy().dtype.kind == "i":
+            bounds.append(tvm.tirx.IntImm("int64", int(bound.value.numpy())))
+        elif tvm.ir.is_prim_expr(bound) and str(bound.ty) == "int64":
+            bounds.append(bound)
+        else:
+            return None
+    start, stop, step = bounds
+    dtype = dtype_of(node.inputs[0]) if isinstance(node.inputs[0], tvm.ir.GenericConst) else "int64"
+    if is_static(start) and is_static(stop):
+        return None
+    return relax.op.arange(start, stop, step, dtype)
+
+
+def convert_gather(node: Node) -> relax.Expr | None:
+    """Write Gather by constant indices or along a static dimension, which TVM's converter measures at run time."""
+    data, indices = node.inputs[0], node.inputs[1]
+    axis = node.attrs.get("axis", 0)
+    if isinstance(data, tvm.ir.GenericConst) or not isinstance(data.ty, relax.TensorType) or not data.ty.shape:
+        return None
+    if not isinstance(indices.ty, relax.TensorType):
+        return None
+    extent = int(data.ty.shape.values[axis]) if is_static(data.ty.shape.values[axis]) else None
+    values = indices.value.numpy() if isinstance(indices, tvm.ir.GenericConst) else None
+    if extent is None and (values is None or (values < 0).any()):
+        return None
+    if values is not None:
+        positive = np.asarray(np.where(values < 0, values + (extent or 0), values), dtype=values.dtype)
+        indices = const(positive)
+    else:
+        dtype = dtype_of(indices)
+        negative = relax.op.less(indices, relax.const(0, dtype))
+        indices = relax.op.where(negative, relax.op.add(indices, relax.const(extent, dtype)), indices)
+    return relax.op.take(data, indices, axis, mode="clip")
+
+
+def convert_expand(node: Node) -> relax.Expr | None:
+    """Replace the ones in a computed shape by the data's dimensions, and leave the rest to TVM's converter."""
+    data, shape = node.inputs
+    if isinstance(shape, relax.ShapeExpr) or node.constant(1) is not None:
+        return None
+    dims, length = dims_of(data), dims_of(shape)
+    if dims is None or length is None or not all(isinstance(size, int) for size in (*dims, *length)):
+        raise UnsupportedFormError("a shape that is computed, of data whose shape is symbolic")
+    if length[0] < len(dims):
+        raise UnsupportedFormError("a shape that is computed, of fewer dimensions than the data")
+    least = np.array([1] * (length[0] - len(dims)) + dims, "int64")
+    node.inputs[1] = node.emit(relax.op.maximum(node.emit(relax.op.astype(shape, "int64")), const(least)))
+    return None
+
+
+def convert_pad(node: Node) -> relax.Expr | None:
+    """Write padding by a constant as an operator, which folds into convolutions; TVM's converter emits a function."""
+    data, widths = node.inputs[0], node.constant(1) if node.opset >= 11 else np.asarray(node.attrs.get("pads", ()))
+    value = node.constant(2) if node.opset >= 11 else np.asarray(node.attrs.get("value", 0.0))
+    axes, dims = node.constant(3), dims_of(data)
+    is_computed = (node.input(2) is not None and value is None) or (node.input(3) is not None and axes is None)
+    if node.text("mode", "constant") != "constant" or is_computed or widths is None or dims is None:
+        return None
+    if dtype_of(data) != "float32" or (widths < 0).any():
+        return None
+    places = range(len(dims)) if axes is None else [int(axis) % len(dims) for axis in axes]
+    around = np.zeros((len(dims), 2), "int64")
+    around[list(places)] = widths.reshape(2, -1).T
+    fill = 0.0 if value is None else float(value.reshape(-1)[0])
+    return relax.op.nn.pad(data, around.reshape(-1).tolist(), "constant", fill)
+
+
+def convert_space_to_depth(node: Node) -> relax.Expr | None:
+    """Write SpaceToDepth of mode CRD as a transpose between two reshapes."""
+    if node.text("mode", "DCR") != "CRD":
+        return None
+    data, block = node.inputs[0], int(node.attrs["blocksize"])
+    batch, channels, height, width = data.ty.shape.values
+    split = node.emit(relax.op.reshape(data, [batch, channels, height // block, block, width // block, block]))
+    moved = node.emit(relax.op.permute_dims(split, [0, 1, 3, 5, 2, 4]))
+    return relax.op.reshape(moved, [batch, channels * block * block, height // block, width // block])
+
+
+def convert_eye_like(node: Node) -> relax.Expr | None:
+    """Write EyeLike of a static shape as a constant."""
+    dims = dims_of(node.inputs[0])
+    if dims is None or not all(isinstance(size, int) for size in dims):
+        return None
+    element = node.attrs.get("dtype")
+    dtype = str(onnx.helper.tensor_dtype_to_np_dtype(element)) if element else dtype_of(node.inputs[0])
+    return const(np.eye(dims[0], dims[1], int(node.attrs.get("k", 0))), dtype)
+
+
+def convert_one_hot(node: Node) -> relax.Expr | None:
+    """Write OneHot as a comparison; indices outside of the depth select nothing."""
+    indices, values = node.inputs[0], node.inputs[2]
+    depth = node.constant(1)
+    if depth is None:
+        raise UnsupportedFormError("a depth that is computed")
+    size, rank = int(depth.reshape(-1)[0]), indices.ty.ndim
+    axis = int(node.attrs.get("axis", -1)) % (rank + 1)
+    integers = node.emit(relax.op.astype(indices, "int64"))
+    negative = relax.op.less(integers, relax.const(0, "int64"))
+    positions = node.emit(relax.op.where(negative, relax.op.add(integers, relax.const(size, "int64")), integers))
+    places = const(np.arange(size).reshape([-1 if i == axis else 1 for i in range(rank + 1)]), "int64")
+    is_hot = node.emit(relax.op.equal(node.emit(relax.op.expand_dims(positions, axis)), places))
+    off, on = (node.emit(relax.op.take(values, const(place, "int64"), axis=0)) for place in (0, 1))
+    return relax.op.where(is_hot, on, off)
+
+
+def convert_top_k(node: Node) -> relax.Expr | None:
+    """Refuse TopK of element types that TVM does not sort."""
+    if dtype_of(node.inputs[0]) in ("uint64", "uint32", "uint16"):
+        raise UnsupportedFormError(f"{dtype_of(node.inputs[0])}: TVM does not sort them")
+    return None

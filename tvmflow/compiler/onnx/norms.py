@@ -1,0 +1,53 @@
+"""Norms: over a batch, over a layer, and of vectors."""
+
+from tvm import relax
+
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError, dtype_of
+
+
+def convert_batch_norm(node: Node) -> relax.Expr | None:
+    """Refuse a batch norm that computes statistics."""
+    if node.attrs.get("training_mode", 0) or node.outputs > 1:
+        raise UnsupportedFormError("training_mode computes statistics of the batch")
+    return None
+
+
+def convert_layer_norm(node: Node) -> relax.Expr | None:
+    """Write a layer norm that also returns the mean and one divided by the standard deviation."""
+    if node.outputs == 1:
+        return None
+    data, scale, bias = node.inputs[0], node.inputs[1], node.input(2)
+    rank = data.ty.ndim
+    axes = list(range(node.attrs.get("axis", -1) % rank, rank))
+    mean = node.emit(relax.op.mean(data, axes, keepdims=True))
+    centred = node.emit(relax.op.subtract(data, mean))
+    variance = node.emit(relax.op.mean(node.emit(relax.op.multiply(centred, centred)), axes, keepdims=True))
+    shifted = node.emit(relax.op.add(variance, relax.const(node.attrs.get("epsilon", 1e-5), dtype_of(data))))
+    scaling = node.emit(relax.op.divide(relax.const(1.0, dtype_of(data)), node.emit(relax.op.sqrt(shifted))))
+    result = node.emit(relax.op.multiply(node.emit(relax.op.multiply(centred, scaling)), scale))
+    result = result if bias is None else node.emit(relax.op.add(result, bias))
+    return relax.Tuple([result, mean, scaling][: node.outputs])
+
+
+def convert_rms_norm(node: Node) -> relax.Expr:
+    """Write RMSNormalization by a mean and a root."""
+    data, scale = node.inputs[:2]
+    rank = data.ty.ndim
+    axes = list(range(node.attrs.get("axis", -1) % rank, rank))
+    square = node.emit(relax.op.mean(node.emit(relax.op.multiply(data, data)), axes, keepdims=True))
+    shifted = node.emit(relax.op.add(square, relax.const(node.attrs.get("epsilon", 1e-5), dtype_of(data))))
+    scaling = node.emit(relax.op.divide(relax.const(1.0, dtype_of(data)), node.emit(relax.op.sqrt(shifted))))
+    return relax.op.multiply(node.emit(relax.op.multiply(data, scaling)), scale)
+
+
+def convert_lp_normalization(node: Node) -> relax.Expr:
+    """Write LpNormalization by a sum; vectors of zeros stay as they are."""
+    data, axis = node.inputs[0], int(node.attrs.get("axis", -1))
+    if int(node.attrs.get("p", 2)) == 1:
+        norm = node.emit(relax.op.sum(node.emit(relax.op.abs(data)), axis, keepdims=True))
+    else:
+        norm = relax.op.sum(node.emit(relax.op.multiply(data, data)), axis, keepdims=True)
+        norm = node.emit(relax.op.sqrt(node.emit(norm)))
+    none = node.emit(relax.op.equal(norm, relax.const(0, dtype_of(data))))
+    divisor = node.emit(relax.op.where(none, relax.const(1, dtype_of(data)), norm))
+    return relax.op.divide(data, divisor)

@@ -1,0 +1,217 @@
+"""Resize by products and gathers, for the forms in which TVM's own operator would be wrong."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from tvmflow.compiler.onnx.node import Array, Node, UnsupportedFormError, const, dims_of, dtype_of
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One axis to resize from `size` to `result` elements; both are None where the axis is symbolic.
+
+    Coordinates are computed with `scale`, which need not be the quotient of the sizes.
+    """
+
+    axis: int
+    size: int | None
+    result: int | None
+    scale: float
+
+
+def convert_resize(node: Node) -> relax.Expr | None:
+    """Resize one axis after the other, where TVM's operator would take sizes for scales or ignore an attribute.
+
+    Each axis is a product with a matrix of interpolation weights, or a gather of the nearest neighbours.
+    """
+    if node.opset < 10:
+        return None
+    if node.opset < 11:
+        node.inputs[1:] = [None, node.inputs[1]]
+    data, shape = node.inputs[0], dims_of(node.inputs[0])
+    if shape is None:
+        raise UnsupportedFormError("an input of unknown shape")
+    axes = [int(axis) % len(shape) for axis in node.attrs.get("axes", range(len(shape)))]
+    results, scales = _results_and_scales(node, shape, axes)
+    coordinates = node.text("coordinate_transformation_mode", "half_pixel")
+    region = node.constant(1)
+    if coordinates == "tf_crop_and_resize" and region is None:
+        raise UnsupportedFormError("a region that is computed")
+    steps, is_exact = _plan_steps(shape, axes, results, scales, coordinates)
+    is_symbolic = any(step.size is None for step in steps)
+    mode = node.text("mode", "nearest")
+    # TVM multiplies by the quotient of the sizes, which moves what lies between two neighbours to either of them.
+    has_ties = mode == "nearest" and coordinates == "align_corners" and not is_symbolic
+    if (
+        is_exact
+        and coordinates in _COORDINATES_OF_TVM
+        and not has_ties
+        and not node.attrs.get("antialias", 0)
+        and "axes" not in node.attrs
+        and node.text("keep_aspect_ratio_policy", "stretch") == "stretch"
+        and len(shape) in (3, 4, 5)
+    ):
+        return None if steps else data
+    if is_symbolic:
+        raise UnsupportedFormError("symbolic dimensions in this form")
+    if not dtype_of(data).startswith("float") and mode != "nearest":
+        raise UnsupportedFormError(f"{mode} interpolation of {dtype_of(data)}")
+    result = data
+    for step in steps:
+        bounds = (0.0, 1.0)
+        if coordinates == "tf_crop_and_resize" and region is not None:
+            position = axes.index(step.axis)
+            bounds = (float(region[position]), float(region[len(axes) + position]))
+        result = _resize_axis(node, result, step, coordinates, bounds)
+    return result
+
+
+_COORDINATES_OF_TVM = {
+    *("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel", "tf_half_pixel_for_nn"),
+    "tf_crop_and_resize",
+}
+
+
+def _results_and_scales(
+    node: Node, shape: list[Any], axes: list[int]
+) -> tuple[dict[int, int] | None, dict[int, float]]:
+    """The sizes of the result, where the node gives sizes, and the scales, both by axis.
+
+    Symbolic axes have no scale where the node gives sizes.
+    """
+    scales, sizes = node.constant(2), node.constant(3)
+    if scales is not None and scales.size > 0:
+        return None, dict(zip(axes, map(float, np.asarray(scales)), strict=True))
+    if sizes is None:
+        raise UnsupportedFormError("scales or sizes that are computed")
+    results = dict(zip(axes, (int(size) for size in sizes), strict=True))
+    policy = node.text("keep_aspect_ratio_policy", "stretch")
+    if policy == "stretch":
+        return results, {axis: size / shape[axis] for axis, size in results.items() if isinstance(shape[axis], int)}
+    if not all(isinstance(shape[axis], int) for axis in axes):
+        raise UnsupportedFormError("keep_aspect_ratio_policy of symbolic dimensions")
+    limit = min if policy == "not_larger" else max
+    ratio = limit(results[axis] / shape[axis] for axis in axes)
+    return {axis: math.floor(ratio * shape[axis] + 0.5) for axis in axes}, dict.fromkeys(axes, ratio)
+
+
+def _plan_steps(
+    shape: list[Any], axes: list[int], results: dict[int, int] | None, scales: dict[int, float], coordinates: str
+) -> tuple[list[_Step], bool]:
+    """The axes that change, and whether each is an axis of the image whose scale is the quotient of its sizes."""
+    steps: list[_Step] = []
+    is_exact = True
+    for axis in axes:
+        size = shape[axis]
+        if not isinstance(size, int):
+            if results is None and scales[axis] == 1.0:
+                continue
+            is_exact = is_exact and axis >= 2
+            steps.append(_Step(axis, None, None, 0.0))
+            continue
+        scale = scales[axis]
+        result = results[axis] if results is not None else math.floor(np.float32(scale) * np.float32(size))
+        if coordinates != "tf_crop_and_resize" and result == size and scale == 1.0:
+            continue
+        if axis < 2 or abs(result / size - scale) > 1e-6 * scale:
+            is_exact = False
+        steps.append(_Step(axis, size, result, scale))
+    return steps, is_exact
+
+
+def _resize_axis(
+    node: Node, data: relax.Expr, step: _Step, coordinates: str, region: tuple[float, float]
+) -> relax.Expr:
+    """`data` with one axis, of a known size, resized."""
+    size, axis = step.size or 0, step.axis
+    places = _source_places(size, step.result or 0, step.scale, coordinates, region)
+    if coordinates == "tf_crop_and_resize" and ((places < 0) | (places > size - 1)).any():
+        raise UnsupportedFormError("a region beyond the data in this form")
+    mode = node.text("mode", "nearest")
+    if mode == "nearest":
+        neighbours = np.clip(_ROUNDINGS[node.text("nearest_mode", "round_prefer_floor")](places), 0, size - 1)
+        return node.emit(relax.op.take(data, const(neighbours.astype("int64")), axis))
+    weights = _interpolation_weights(
+        places,
+        size,
+        step.scale,
+        mode,
+        bool(node.attrs.get("antialias", 0)),
+        node.attrs.get("cubic_coeff_a", -0.75),
+        bool(node.attrs.get("exclude_outside", 0)),
+    )
+    rank = data.ty.ndim
+    last = rank - 1
+    order = [i for i in range(rank) if i != axis] + [axis]
+    moved = data if axis == last else node.emit(relax.op.permute_dims(data, order))
+    product = node.emit(relax.op.matmul(moved, const(weights.T, dtype_of(data))))
+    back = [order.index(i) for i in range(rank)]
+    return product if axis == last else node.emit(relax.op.permute_dims(product, back))
+
+
+_ROUNDINGS: dict[str, Callable[[Array], Array]] = {
+    "round_prefer_floor": lambda x: np.ceil(x - 0.5),
+    "round_prefer_ceil": lambda x: np.floor(x + 0.5),
+    "floor": np.floor,
+    "ceil": np.ceil,
+}
+
+
+def _source_places(size: int, result: int, scale: float, mode: str, region: tuple[float, float]) -> Array:
+    """The position in an axis of `size` of each of the `result` elements, by the ONNX specification of Resize.
+
+    Raises UnsupportedFormError for a coordinate transformation that the specification does not have.
+    """
+    x = np.arange(result, dtype="float64")
+    if mode == "asymmetric":
+        return x / scale
+    if mode == "align_corners":
+        length = scale * size
+        return np.zeros(result) if length == 1 else x * (size - 1) / (length - 1)
+    if mode == "pytorch_half_pixel" and scale * size <= 1:
+        return np.full(result, 0.0)
+    if mode == "tf_half_pixel_for_nn":
+        return (x + 0.5) / scale
+    if mode == "tf_crop_and_resize":
+        start, end = region
+        if result == 1:
+            return np.full(1, 0.5 * (start + end) * (size - 1))
+        return start * (size - 1) + x * (end - start) * (size - 1) / (result - 1)
+    if mode == "half_pixel_symmetric":
+        adjustment = result / (scale * size)
+        return size / 2 * (1 - adjustment) + (x + 0.5) / scale - 0.5
+    if mode in ("half_pixel", "pytorch_half_pixel"):
+        return (x + 0.5) / scale - 0.5
+    raise UnsupportedFormError(f"coordinate_transformation_mode {mode!r}")
+
+
+def _interpolation_weights(
+    places: Array, size: int, scale: float, mode: str, antialias: bool, alpha: float, exclude: bool
+) -> Array:
+    """Weights `[len(places), size]` of the triangle or cubic filter around each place; antialiasing widens the filter.
+
+    `alpha` is the cubic filter's coefficient; with `exclude`, positions outside of the axis have no weight.
+    """
+    stretch = min(1.0, scale) if antialias else 1.0
+    support = math.ceil((2 if mode == "cubic" else 1) / stretch)
+    weights = np.zeros((len(places), size))
+    for row, place in enumerate(places):
+        taps = np.arange(math.floor(place) - support, math.floor(place) + support + 2)
+        distance = np.abs(place - taps) * stretch
+        if mode == "cubic":
+            near = ((alpha + 2) * distance - (alpha + 3)) * distance**2 + 1
+            far = ((alpha * distance - 5 * alpha) * distance + 8 * alpha) * distance - 4 * alpha
+            values = np.where(distance <= 1, near, np.where(distance < 2, far, 0.0))
+        else:
+            values = np.maximum(0.0, 1 - distance)
+        inside = (taps >= 0) & (taps < size)
+        if exclude:
+            values = np.where(inside, values, 0.0)
+        values = values / values.sum()
+        np.add.at(weights[row], np.clip(taps, 0, size - 1), values)
+    return weights

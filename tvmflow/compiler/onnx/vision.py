@@ -1,0 +1,53 @@
+"""Operators of image models: transposed convolutions and regions."""
+
+import numpy as np
+from tvm import relax
+
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError, const, dims_of
+
+
+def convert_conv_transpose(node: Node) -> relax.Expr | None:
+    """Replace the attribute output_shape by the padding that gives it."""
+    output_shape = node.attrs.pop("output_shape", None)
+    if output_shape is None:
+        return None
+    data, weight = (dims_of(expr) for expr in node.inputs[:2])
+    if data is None or weight is None or not all(isinstance(size, int) for size in data[2:]):
+        raise UnsupportedFormError("output_shape of an input of unknown size")
+    rank = len(data) - 2
+    spatial = [int(size) for size in output_shape][-rank:]
+    kernel = node.attrs.get("kernel_shape", weight[2:])
+    strides, dilations, extra = (
+        node.attrs.get(name, [default] * rank)
+        for name, default in (("strides", 1), ("dilations", 1), ("output_padding", 0))
+    )
+    totals = [
+        strides[i] * (data[2 + i] - 1) + extra[i] + (kernel[i] - 1) * dilations[i] + 1 - spatial[i] for i in range(rank)
+    ]
+    # Where the output is larger than all of the input's products, the rest is zeros at its end.
+    extra = [more + max(0, -total) for more, total in zip(extra, totals, strict=True)]
+    totals = [max(0, total) for total in totals]
+    upper = node.text("auto_pad", "NOTSET") == "SAME_UPPER"
+    first = [total // 2 if upper else total - total // 2 for total in totals]
+    node.attrs.pop("auto_pad", None)
+    node.attrs["pads"] = [*first, *(total - size for total, size in zip(totals, first, strict=True))]
+    node.attrs["output_padding"] = extra
+    return None
+
+
+def convert_non_max_suppression(node: Node) -> relax.Expr | None:
+    """Refuse computed limits; shift the threshold to TVM's rule."""
+    if any(node.input(position) is not None and node.constant(position) is None for position in (2, 3, 4)):
+        raise UnsupportedFormError("a limit or threshold that is computed")
+    threshold = node.constant(3)
+    if threshold is not None:
+        # ONNX suppresses what overlaps by more, TVM what overlaps by as much.
+        node.inputs[3] = const(np.nextafter(threshold, np.float32(np.inf)))
+    return None
+
+
+def convert_roi_align(node: Node) -> relax.Expr | None:
+    """Refuse mode max, which TVM computes otherwise than ONNX."""
+    if node.text("mode", "avg") != "avg":
+        raise UnsupportedFormError("mode 'max'")
+    return None
