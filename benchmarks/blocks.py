@@ -1,15 +1,14 @@
-"""Prints what it gains to compute three convolutions as one function: `python benchmarks/blocks.py`.
+"""Measures how much faster three convolutions are as one function: `python benchmarks/blocks.py`.
 
-The convolutions are those of bottlenecks (1x1, 3x3, 1x1) and of inverted residuals (1x1, depthwise, 1x1), of the sizes
-that ResNet-50, detectors on large images and MobileNetV2 have. Each is built as one function and as functions of their
-own, whatever the cost model says, and both are run in turn. `estimate` is the cost model's ratio of the two, `whole /
+The convolutions are bottlenecks (1x1, 3x3, 1x1) and inverted residuals (1x1, depthwise, 1x1), in the sizes of
+ResNet-50, of detectors on large images and of MobileNetV2. Each block is built as one function and as three, whatever
+the cost model says, and the two builds run in turn. `estimate` is the cost model's ratio of the two, `whole /
 apart` the measured one, from the smallest time of every function; `built` is what a build does without tuning.
 """
 
 import json
 import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx
 import prepare
-from commandline import new_parser, positive, state_folder
+from commandline import new_parser, positive, run_main, state_folder
 from onnx import helper
 from operators import Case
 from rich import box
@@ -27,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tvmflow import process
-from tvmflow.errors import TvmflowError
+from tvmflow.errors import InputError
 from tvmflow.process import Emit
 from tvmflow.runtime.profile import measure_functions
 from tvmflow.target import Target
@@ -37,15 +36,15 @@ if TYPE_CHECKING:
     from tvmflow.compiler.machine import Machine
 
 _SCRIPT = Path(__file__)
-# Of a whole block.
+# The convolutions of a whole block.
 _CONVOLUTIONS = 3
 
 
 @dataclass(frozen=True)
 class Block:
-    """Three convolutions on images of `size` squared: `inputs` to `between` to `outputs` channels.
+    """Three convolutions on images of `size` by `size` pixels, from `inputs` to `between` to `outputs` channels.
 
-    The middle one is 3x3, and depthwise where `depthwise` says so.
+    The middle one is 3x3, and depthwise if `depthwise`.
     """
 
     name: str
@@ -59,14 +58,14 @@ class Block:
 
     @property
     def label(self) -> str:
-        """What the table calls it."""
+        """The name of the block in the table."""
         images = f"{self.batch} images of " if self.batch > 1 else ""
         return f"{self.inputs}, {self.between}, {self.outputs} at {images}{self.size}x{self.size}" + (
             f" /{self.stride}" if self.stride > 1 else ""
         )
 
     def model(self) -> onnx.ModelProto:
-        """The model, with random weights."""
+        """Return the ONNX model, with random weights."""
         groups = self.between if self.depthwise else 1
         nodes = (
             helper.make_node("Conv", ["x", "w1", "b1"], ["c1"]),
@@ -87,7 +86,7 @@ class Block:
         return Case(self.name, self.label, nodes, inputs, weights).model()
 
     def plan(self, machine: "Machine") -> tuple[int, float] | None:
-        """The lines of a strip, and the cost model's ratio of whole and apart; None where it cannot be whole."""
+        """Return the lines of a strip and the cost model's ratio of whole and apart; None where there is no block."""
         from tvmflow.compiler import winograd
         from tvmflow.compiler.operators.blocks import Block, Convolution, plans
 
@@ -119,7 +118,7 @@ BLOCKS: tuple[Block, ...] = (
 
 
 class BlockJob(Record):
-    """Build a model whole and apart, and time the functions of both in `rounds` of `repeats` runs."""
+    """Build a model as one function and as three, and time the functions of both in `rounds` of `repeats` runs."""
 
     onnx: Path
     target: Target
@@ -128,7 +127,7 @@ class BlockJob(Record):
 
 
 class BlockTime(Record):
-    """Microseconds of a block as functions of their own and as one, if it can be one, and what a build takes."""
+    """Microseconds of a block as three functions and as one (None where that is impossible), and what a build does."""
 
     apart: float
     whole: float | None
@@ -136,7 +135,7 @@ class BlockTime(Record):
 
 
 def work(job: BlockJob, emit: Emit) -> BlockTime:
-    """Build and time, in a process of its own."""
+    """Build and time a block, in a process of its own."""
     os.environ["TVM_NUM_THREADS"] = str(job.target.threads)
     import tvm
     from tvm import relax
@@ -147,27 +146,27 @@ def work(job: BlockJob, emit: Emit) -> BlockTime:
 
     imported = compiler.import_onnx(job.onnx)
 
-    def sites(made: dict[str, str]) -> dict[str, Site]:
-        choices = Choices(made)
+    def sites(options: dict[str, str]) -> dict[str, Site]:
+        choices = Choices(options)
         compiler.lower(imported, job.target, choices=choices)
         return {key: site for key, site in choices.met.items() if site.kind == "block"}
 
     usual = [site for site in sites({}).values() if site.options[0] == "whole"]
-    # Now also what is too slow to be measured by a tuner; and what is met only where something else is left apart.
+    # From here on blocks that are too slow for a tuner count too, and those that come up only while others are apart.
     blocks.CLOSE = math.inf
-    found: dict[str, Site] = {}
-    while (met := sites(dict.fromkeys(found, "apart"))).keys() - found.keys():
-        found |= met
-    apart = dict.fromkeys(found, "apart")
+    block_sites: dict[str, Site] = {}
+    while (met := sites(dict.fromkeys(block_sites, "apart"))).keys() - block_sites.keys():
+        block_sites |= met
+    apart = dict.fromkeys(block_sites, "apart")
     ways = {"apart": apart}
-    complete = [key for key, site in found.items() if len(site.parts) == _CONVOLUTIONS]
+    complete = [key for key, site in block_sites.items() if len(site.parts) == _CONVOLUTIONS]
     if complete:
         ways["whole"] = {**apart, complete[0]: "whole"}
     shape = [int(size) for size in imported.inputs[0].shape]
     data = tvm.runtime.tensor(np.random.default_rng(0).standard_normal(shape).astype("float32"))
     machines = {}
-    for way, made in ways.items():
-        built = compiler.build(imported, job.target, choices=Choices(made))
+    for way, options in ways.items():
+        built = compiler.build(imported, job.target, choices=Choices(options))
         machines[way] = relax.VirtualMachine(built.executable.jit(), tvm.cpu()), dict(built.schedules)
     best = dict.fromkeys(ways, math.inf)
     for _ in range(job.rounds):
@@ -183,7 +182,7 @@ Result = tuple[Block, tuple[int, float] | None, BlockTime]
 
 
 def show(results: Sequence[Result]) -> Table:
-    """The table of all blocks."""
+    """Return the table of all blocks."""
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("block", "channels", "lines", "apart us", "whole us", "estimate", "whole / apart", "built"):
         table.add_column(heading, justify="left" if heading in ("block", "channels", "built") else "right")
@@ -209,17 +208,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=positive, default=10, help="runs in a turn (10)")
     arguments = parser.parse_args()
     state = state_folder(arguments)
-    wanted = [
+    blocks = [
         block for block in BLOCKS if not arguments.kinds or any(block.name.startswith(kind) for kind in arguments.kinds)
     ]
-    if not wanted:
-        sys.exit(f"error: there are no blocks {arguments.kinds[0]!r}, only bottleneck and inverted residual")
+    if not blocks:
+        raise InputError(f"there are no blocks {arguments.kinds[0]!r}, only bottleneck and inverted residual")
     from tvmflow.compiler.machine import machine
 
     target = prepare.native(arguments.threads)
     results: list[Result] = []
     with Console(stderr=True).status("") as status:
-        for block in wanted:
+        for block in blocks:
             status.update(block.label)
             path = state / "block.onnx"
             onnx.save(block.model(), path)
@@ -238,7 +237,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except TvmflowError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -1,4 +1,4 @@
-"""What is measured: every model by name, with its inputs and the latency ratios it is meant to reach."""
+"""The models that the benchmarks measure, by name, with their inputs and the latency ratios that are the goals."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ _EXAMPLES = _HERE.parent / "examples"
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a model: its shape without the batch, and for integers the largest value plus one."""
+    """An input of a model: its shape without the batch; `high` is the largest value plus one of integers."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,9 +29,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Model:
-    """A model to measure: `factory` is `module:function` in `folder`.
+    """A model to measure; `factory` is `module:function` in `folder`.
 
-    `goals` are the latencies over those of the peers that the compiler is built to reach at batch 1.
+    `goals` are ratios by peer: our latency over that of the peer, at batch 1.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Model:
     goals: Mapping[str, float] = field(default_factory=dict)
 
     def sample(self, batch: int, seed: int = 0) -> dict[str, Array]:
-        """Inputs by name: standard normal numbers, or whole numbers below each input's `high`."""
+        """Return inputs by name: standard normal numbers, or whole numbers below the input's `high`."""
         generator = np.random.default_rng(seed)
         return {
             item.name: (
@@ -54,8 +54,8 @@ class Model:
 
 
 def _goals(onnxruntime: float, openvino: float | None = None, pytorch: float | None = None) -> dict[str, float]:
-    given = {"onnxruntime": onnxruntime, "openvino": openvino, "pytorch": pytorch}
-    return {peer: goal for peer, goal in given.items() if goal is not None}
+    goals = {"onnxruntime": onnxruntime, "openvino": openvino, "pytorch": pytorch}
+    return {peer: goal for peer, goal in goals.items() if goal is not None}
 
 
 def _own(name: str, factory: str, inputs: tuple[Input, ...] | None = None) -> Model:
@@ -91,10 +91,10 @@ MODELS: dict[str, Model] = {
 
 
 def find(names: Sequence[str]) -> list[Model]:
-    """The models of these names, all of them without any. Raises InputError for a name that is not known."""
+    """Return the models of these names, all models for no name. Raises InputError for a name without a model."""
     for name in names:
         if name not in MODELS:
             close = get_close_matches(name, MODELS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(MODELS)}"
+            hint = f"did you mean {close[0]!r}?" if close else f"the models are {', '.join(MODELS)}"
             raise InputError(f"there is no model {name!r}; {hint}")
     return [MODELS[name] for name in names or MODELS]

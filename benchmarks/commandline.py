@@ -1,31 +1,45 @@
-"""What the command lines of all benchmarks share."""
+"""The options that the command lines of the benchmarks share, and how their mistakes are reported."""
 
 import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tvmflow import settings
+from tvmflow.errors import SettingsError, TvmflowError
 from tvmflow.target import host
 
 
 def new_parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser that knows `--threads`, `--json` and `--state`; `doc` is the benchmark's docstring."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--threads", type=positive, default=host().cores, help="of every runner (all cores)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    made.add_argument("--state", type=Path, help="where what is exported and built is kept (.tvmflow/benchmarks)")
-    return made
+    """Return a parser with the options `--threads`, `--json` and `--state`; `doc` is the benchmark's docstring."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=positive, default=host().cores, help="of every runner (all cores)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--state", type=Path, help="folder of exported and built models (.tvmflow/benchmarks)")
+    return parser
 
 
 def positive(text: str) -> int:
-    """A whole number above zero."""
+    """Return the whole number above zero that `text` is; for `type=` of an option."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
 
 
-def state_folder(given: argparse.Namespace) -> Path:
-    """The folder of `--state`, made where it is missing."""
-    state: Path = (given.state or settings.load().state / "benchmarks").absolute()
-    state.mkdir(parents=True, exist_ok=True)
+def state_folder(arguments: argparse.Namespace) -> Path:
+    """Return the folder of `--state`, which is made where it is missing. Raises SettingsError where it cannot be."""
+    state: Path = (arguments.state or settings.load().state / "benchmarks").absolute()
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"no folder {str(state)!r} can be made ({error.strerror}); give another --state") from error
     return state
+
+
+def run_main(main: Callable[[], int | None]) -> None:
+    """Run a benchmark and exit with its result; a TvmflowError ends it with one sentence and exit code 1."""
+    try:
+        sys.exit(main())
+    except TvmflowError as error:
+        sys.exit(f"error: {error}")

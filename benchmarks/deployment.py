@@ -25,11 +25,11 @@ import numpy as np
 import prepare
 import runners
 from catalogue import MODELS, Model, find
-from commandline import new_parser, positive, state_folder
+from commandline import new_parser, positive, run_main, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from runners import Measured, RunnerJob
+from runners import Figures, RunnerJob
 
 from tvmflow import npz
 from tvmflow.errors import TvmflowError
@@ -85,7 +85,7 @@ class CppRunner:
     def __init__(self, command: Sequence[str], bundle: Path, job: RunnerJob) -> None:
         self._command, self._bundle, self._job, self._repeat = command, bundle, job, _FEWEST_RUNS
 
-    def __call__(self) -> Measured:
+    def __call__(self) -> Figures:
         """One turn: as many runs as fill its seconds by what the turn before took; the first turn is a short one.
 
         Raises Unavailable with the runner's own sentence.
@@ -112,7 +112,7 @@ class CppRunner:
         document = json.loads(process.stdout)
         times = document["latency_ms"]
         self._repeat = max(_FEWEST_RUNS, int(self._job.seconds * 1e3 / times["mean"]))
-        return Measured(p50=times["p50"], min=times["min"], runs=document["runs"], error=float(np.max(differences)))
+        return Figures(p50=times["p50"], min=times["min"], runs=document["runs"], error=float(np.max(differences)))
 
 
 def build_runner(folder: Path, *options: str) -> Path:
@@ -215,7 +215,7 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, told: Call
     }
     if arguments.emulated:
         ways["emulated"] = (f"{_PI}, emulated", by_qemu)
-    measured: dict[Way, list[Measured]] = {way: [] for way in (*_PYTHON, *ways)}
+    measured: dict[Way, list[Figures]] = {way: [] for way in (*_PYTHON, *ways)}
     reasons: dict[Way, str] = {}
     run: dict[FromCpp, CppRunner] = {}
     for way, (_, prepared) in ways.items():
@@ -252,7 +252,7 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, told: Call
     )
 
 
-def _row(title: str, machine: str, rounds: Sequence[Measured], reason: str | None) -> Row:
+def _row(title: str, machine: str, rounds: Sequence[Figures], reason: str | None) -> Row:
     p50s = [item.p50 for item in rounds if item.p50 is not None]
     if reason is not None or not p50s:
         return Row(title=title, machine=machine, reason=reason)
@@ -313,7 +313,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except TvmflowError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from commandline import new_parser, positive, state_folder
+from commandline import new_parser, positive, run_main, state_folder
 
 from tvmflow.runtime.tracker import Address
 from tvmflow.target import resolve
@@ -209,4 +209,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

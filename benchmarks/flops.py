@@ -1,4 +1,4 @@
-"""What a model computes: the operations of its convolutions and products, as the textbook's algorithms have them."""
+"""Counts the operations of a model's convolutions and matrix products, by the textbook's algorithms."""
 
 import math
 from pathlib import Path
@@ -7,9 +7,9 @@ import onnx
 
 
 def gflop(path: Path) -> float | None:
-    """Thousands of millions of operations of an ONNX model's products, a multiply-add counting as two.
+    """Return the operations of an ONNX model's products, in units of 1e9; a multiply-add counts as two.
 
-    None where a shape that is needed is not known.
+    None where a product has an unknown shape.
     """
     model = onnx.shape_inference.infer_shapes(onnx.load(path), data_prop=True)
     shapes = {item.name: tuple(item.dims) for item in model.graph.initializer}

@@ -1,13 +1,12 @@
-"""Prints where the time of a built model goes: `python benchmarks/functions.py MODEL|FILE.onnx`.
+"""Prints how a built model spends its time: `python benchmarks/functions.py MODEL|FILE.onnx`.
 
-One line per compiled function: the schedule rule that took it, its calls in one run, its time in all of them, its
-share, and what that comes to in GFLOP/s and GB/s of what it reads and writes. The time of a call is the smallest of
-all runs, so that other work on the machine hardly shows.
+There is one line per compiled function: its schedule rule, its calls in one run, the time of all these calls, their
+share, and the GFLOP/s and GB/s of reads and writes that follow. The time of a call is the smallest of all runs, which
+other work on the machine disturbs least.
 """
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import prepare
 from catalogue import find
-from commandline import new_parser, state_folder
+from commandline import new_parser, run_main, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from tvmflow import process
-from tvmflow.errors import TvmflowError
 from tvmflow.process import Emit
 from tvmflow.runtime.profile import measure_functions
 from tvmflow.target import Target
@@ -65,7 +63,7 @@ class Profile(Record):
 
 
 def work(job: ProfileJob, emit: Emit) -> Profile:
-    """Build and time, in a process of its own."""
+    """Build a model and time its functions, in a process of its own."""
     os.environ["TVM_NUM_THREADS"] = str(job.target.threads)
     from tvmflow import compiler
 
@@ -74,7 +72,7 @@ def work(job: ProfileJob, emit: Emit) -> Profile:
 
 
 def time_functions(built: "Built", sample: Path, repeats: int) -> Profile:
-    """Run a built model `repeats` times on the inputs of an `.npz` and time its functions."""
+    """Run a built model `repeats` times on the inputs of an `.npz`, and return the times of its functions."""
     import tvm
     from tvm import relax
 
@@ -117,14 +115,14 @@ def _timed(main: Any, inputs: list[Any]) -> float:
 
 
 def profile(onnx: Path, sample: Path, threads: int, repeats: int, state: Path) -> Profile:
-    """Build an ONNX file for this machine and time its functions."""
+    """Build an ONNX file for this machine and time its functions; the log is in `state`."""
     job = ProfileJob(onnx=onnx, sample=sample, target=prepare.native(threads), repeats=repeats)
     log = state / f"{onnx.stem}-functions.log"
     return process.call("functions:work", job, Profile, log=log, timeout=3600, paths=(_SCRIPT.parent,))
 
 
 def show(name: str, result: Profile, top: int | None) -> Table:
-    """The table of one model."""
+    """Return the table of one model, of its `top` slowest functions."""
     total = sum(function.microseconds for function in result.functions)
     title = f"{name}: {result.whole:.0f} us for a run, {total:.0f} us in its functions"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
@@ -170,7 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except TvmflowError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

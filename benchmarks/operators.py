@@ -1,17 +1,16 @@
-"""Prints how near each operator comes to this machine's peak: `python benchmarks/operators.py [CLASS ...]`.
+"""Compares each operator with this machine's peak: `python benchmarks/operators.py [CLASS ...]`.
 
 Every operator is a model of one node, built by the whole pipeline. The peaks are measured first: fp32 multiply-adds in
-registers, and bandwidth at each level of the memory. An operator cannot take less time than its multiply-adds at the
-one peak, nor than its bytes (what it reads and writes, once) at the other, that of the level which holds them; the
-larger of the two over the time of its own functions is the fraction of the peak. Operations are those of the textbook's
-algorithm, so Winograd may come out above one. The layouts of inputs and outputs are part of the whole time, which is
-compared with ONNX Runtime's for the same model, in turn.
+registers, and the bandwidth of each level of the memory. An operator takes at least the time of its multiply-adds at
+the first peak, and at least that of its bytes, each read or written once, at the bandwidth of the level that holds
+them. The fraction of the peak is the larger of these two times over the time of the operator's functions. Operations
+are those of the textbook's algorithm, so Winograd may exceed one. The whole time includes changes of layout; it is
+compared with ONNX Runtime's time for the same model, in turn.
 """
 
 import argparse
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -23,7 +22,7 @@ import onnx
 import peaks
 import prepare
 import runners
-from commandline import new_parser, state_folder
+from commandline import new_parser, run_main, state_folder
 from functions import time_functions
 from onnx import TensorProto, helper, numpy_helper
 from peaks import Peaks
@@ -43,8 +42,9 @@ Shape = tuple[int, ...]
 class Case:
     """A model of one operator (a few nodes where a framework has one) from the inputs to `y`.
 
-    `inputs` are standard normal, `weights` the same and scaled down, `tables` whole numbers or sizes; `flops` is what
-    the operator costs by definition, 0 where the bytes alone count; `moved` are its bytes where it does not read all.
+    `inputs` are standard normal numbers, `weights` the same and scaled down, `tables` whole numbers or sizes. `flops`
+    are the operations by definition, 0 where only bytes count. `moved` are the bytes of an operator that reads a part
+    of its inputs.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Case:
     moved: int = 0
 
     def model(self) -> onnx.ModelProto:
-        """The model, weights and all."""
+        """Return the ONNX model with its weights."""
         generator = np.random.default_rng(0)
         values = {
             name: (generator.standard_normal(shape) / math.sqrt(max(1, math.prod(shape[1:])))).astype("float32")
@@ -77,7 +77,7 @@ class Case:
         return model
 
     def bytes(self, model: onnx.ModelProto) -> int:
-        """What it reads and writes, each number once."""
+        """Return the bytes that the operator reads and writes, each number once."""
         if self.moved:
             return self.moved
         output = [dim.dim_value for dim in model.graph.output[0].type.tensor_type.shape.dim]
@@ -97,7 +97,7 @@ def _convolution(
     groups: int = 1,
     dilation: int = 1,
 ) -> Case:
-    """A convolution of the same padding with a bias; `size` is that of its input."""
+    """A convolution with a bias, padded to keep the size of its input, which is `size`."""
     inputs, outputs = channels
     pad = dilation * (kernel - 1) // 2
     rank = len(size)
@@ -300,9 +300,9 @@ class OperatorTime(Turn):
 class Result(Record):
     """One operator.
 
-    `microseconds` are those of its own functions, `whole` of the model with its layouts; `flops` and `bytes` are what
-    it costs by definition; `bound` is what keeps it from being faster, `fraction` how near it comes; `ratio` the
-    latency over ONNX Runtime's, p50 and smallest.
+    `microseconds` is the time of its own functions, `whole` that of the model with its changes of layout; `flops` and
+    `bytes` are its operations and bytes by definition. `bound` is the peak that limits it, `fraction` its share of that
+    peak. `ratio` is the latency over ONNX Runtime's, of the medians and of the minima.
     """
 
     kind: str
@@ -320,7 +320,7 @@ class Result(Record):
 
 
 class Document(Record):
-    """What `--json` writes."""
+    """The document that `--json` writes."""
 
     threads: int
     peaks: Peaks
@@ -331,9 +331,9 @@ def work(job: OperatorJob, emit: Emit) -> OperatorTime:
     """Build one operator and time it, in a process of its own."""
     os.environ["TVM_NUM_THREADS"] = str(job.build.target.threads)
     built = prepare.build_bundle(job.build)
-    timed = time_functions(built, job.build.sample, job.repeats).functions
-    kernels = [function for function in timed if function.rule]
-    # Where nothing else is left, moving data is what the operator does.
+    functions = time_functions(built, job.build.sample, job.repeats).functions
+    kernels = [function for function in functions if function.rule]
+    # An operator without other functions is a transpose itself.
     kernels = [function for function in kernels if not function.name.startswith("transpose")] or kernels
     return OperatorTime(
         process=os.getpid(),
@@ -345,7 +345,7 @@ def work(job: OperatorJob, emit: Emit) -> OperatorTime:
 def measure(
     case: Case, machine: Peaks, builder: Turns, contest: runners.Contest, arguments: argparse.Namespace, state: Path
 ) -> Result:
-    """Build one operator, time its functions, and compare the whole with ONNX Runtime."""
+    """Build one operator, time its functions, and compare the whole model with ONNX Runtime."""
     name = "operator-" + "".join(letter if letter.isalnum() else "-" for letter in f"{case.kind}-{case.label}")
     onnx_file, sample, bundle = (state / f"{name}{suffix}" for suffix in (".onnx", ".npz", ".tar.gz"))
     model = case.model()
@@ -375,35 +375,35 @@ def measure(
     )
     moved = case.bytes(model)
     try:
-        timed = builder.call(OperatorJob(build=build, repeats=arguments.repeats), OperatorTime)
-        measured = contest.measure(job, ("onnxruntime", "tvmflow"), arguments.rounds, lambda step: None)
+        time = builder.call(OperatorJob(build=build, repeats=arguments.repeats), OperatorTime)
+        figures = contest.measure(job, ("onnxruntime", "tvmflow"), arguments.rounds, lambda step: None)
     except TvmflowError as error:
         return Result(kind=case.kind, label=case.label, flops=case.flops, bytes=moved, failure=str(error))
     finally:
         for path in (onnx_file, sample, bundle):
             path.unlink(missing_ok=True)
-    ours, peer = measured["tvmflow"], measured["onnxruntime"]
+    ours, peer = figures["tvmflow"], figures["onnxruntime"]
     level = machine.level(moved)
     compute, memory = case.flops / machine.gflops * 1e-3, moved / machine.bandwidth[level] * 1e-3
-    known = ours.p50 and ours.min and peer.p50 and peer.min
+    has_figures = ours.p50 and ours.min and peer.p50 and peer.min
     return Result(
         kind=case.kind,
         label=case.label,
-        rules=timed.rules,
-        microseconds=timed.microseconds,
+        rules=time.rules,
+        microseconds=time.microseconds,
         whole=None if ours.min is None else ours.min * 1e3,
         flops=case.flops,
         bytes=moved,
         bound="compute" if compute > memory else level,
-        fraction=max(compute, memory) / timed.microseconds,
-        ratio=(ours.p50 / peer.p50, ours.min / peer.min) if known else None,  # type: ignore[operator]
+        fraction=max(compute, memory) / time.microseconds,
+        ratio=(ours.p50 / peer.p50, ours.min / peer.min) if has_figures else None,  # type: ignore[operator]
         error=ours.error,
         failure=ours.failure or peer.failure,
     )
 
 
 def show(results: Sequence[Result]) -> Table:
-    """One line per operator."""
+    """Return the table of operators."""
     table = Table(box=box.SIMPLE_HEAD)
     left = ("class", "operator", "rule", "bound")
     headings = ("class", "operator", "rule", "us", "GFLOP/s", "GB/s", "bound", "of peak")
@@ -431,7 +431,7 @@ def show(results: Sequence[Result]) -> Table:
 
 
 def summary(results: Sequence[Result]) -> Table:
-    """One line per class: geometric means."""
+    """Return the table of classes, with geometric means."""
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("class", "operators", "of peak", "worst", "/ ONNX Runtime, min"):
         table.add_column(heading, justify="left" if heading == "class" else "right")
@@ -453,11 +453,11 @@ def _mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def _wanted(kinds: Sequence[str]) -> list[Case]:
+def _select_cases(kinds: Sequence[str]) -> list[Case]:
     for kind in kinds:
-        if not any(known.startswith(kind) for known in KINDS):
+        if not any(name.startswith(kind) for name in KINDS):
             close = get_close_matches(kind, KINDS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(KINDS)}"
+            hint = f"did you mean {close[0]!r}?" if close else f"the classes are {', '.join(KINDS)}"
             raise InputError(f"there is no operator class {kind!r}; {hint}")
     return [case for case in CASES if not kinds or any(case.kind.startswith(kind) for kind in kinds)]
 
@@ -466,12 +466,12 @@ def main() -> int:
     """Measure the operators and print two tables; 1 when one failed."""
     parser = new_parser(__doc__)
     parser.add_argument("classes", nargs="*", metavar="CLASS", help=f"or its beginning, of {', '.join(KINDS)}")
-    parser.add_argument("--cpu-time", action="store_true", help="time that the process computes; with --threads 1")
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, not wall time; with --threads 1")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each runner (5)")
     parser.add_argument("--seconds", type=float, default=0.1, help="of timed runs in a turn (0.1)")
     parser.add_argument("--repeats", type=int, default=50, help="timed runs of an operator's functions (50)")
     arguments = parser.parse_args()
-    cases = _wanted(arguments.classes)
+    cases = _select_cases(arguments.classes)
     runners.clock(arguments.cpu_time, arguments.threads)
     state = state_folder(arguments)
     results: list[Result] = []
@@ -496,7 +496,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except TvmflowError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

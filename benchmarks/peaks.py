@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured: multiply-adds in registers, and moving data at each cache level."""
+"""Measures the machine's peaks: multiply-adds in registers, and the bandwidth of each level of the memory."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _ACCUMULATORS = 12
 _STEPS = 1 << 15
 _REPEATS = 40
-# For so long at least: at its start a process may have both of its threads on one core.
+# Runs go on for so long at least: a process may start with both of its threads on one core.
 _SECONDS = 0.5
 
 
@@ -31,10 +31,11 @@ class PeakJob(Record):
 
 
 class Peaks(Turn):
-    """The best of many short runs on all threads together.
+    """The best figures of many short runs on all threads together.
 
-    `gflops` are fp32, a multiply-add counting as two; `bandwidth` is GB/s, what is read plus what is written, by the
-    level that holds it; `capacity` are the bytes that each level holds for all threads, memory having no bound.
+    `gflops` is fp32 arithmetic in GFLOP/s, a multiply-add counting as two. `bandwidth` is GB/s, of reads and writes
+    together, by the level that holds the data. `capacity` is the number of bytes that a level holds for all threads;
+    memory has no bound.
     """
 
     gflops: float
@@ -42,23 +43,23 @@ class Peaks(Turn):
     capacity: dict[str, int]
 
     def level(self, moved: int) -> str:
-        """The first level that holds this many bytes."""
+        """Return the first level that holds this many bytes."""
         return next((name for name, size in self.capacity.items() if moved <= size), "memory")
 
 
 def measure(target: Target, state: Path) -> Peaks:
-    """The peaks with the threads of a target; the log is in `state`."""
+    """Measure and return the peaks with the threads of a target; the log is in `state`."""
     with Turns("peaks:work", state / "peaks.log") as process:
         return process.call(PeakJob(target=target), Peaks)
 
 
 def work(job: PeakJob, emit: Emit) -> Peaks:
-    """Measure, in a process of its own."""
+    """Measure the peaks, in a process of its own."""
     threads = job.target.threads
     os.environ["TVM_NUM_THREADS"] = str(threads)
     caches = _caches()
     capacity = {"L2": caches[2] * threads, "L3": caches[3]}
-    # Half of a cache, so that it holds the data with certainty; and far more than the last one.
+    # Half a cache holds the data with certainty; memory is measured with far more than the last cache holds.
     sizes = {"L2": capacity["L2"] // 2, "L3": capacity["L3"] // 2, "memory": max(8 * caches[3], 1 << 27)}
     return Peaks(
         process=os.getpid(),
@@ -69,14 +70,14 @@ def work(job: PeakJob, emit: Emit) -> Peaks:
 
 
 def _caches() -> dict[int, int]:
-    """The bytes of the second and third cache level, as the kernel tells them."""
-    found = {2: 1 << 20, 3: 1 << 25}
+    """The bytes of the second and third cache level, by the kernel; usual sizes where it does not know them."""
+    sizes = {2: 1 << 20, 3: 1 << 25}
     for folder in _CACHES.glob("index*"):
         size = re.fullmatch(r"(\d+)([KMG])", (folder / "size").read_text().strip())
         level = int((folder / "level").read_text())
-        if size and level in found:
-            found[level] = int(size[1]) * _UNITS[size[2]]
-    return found
+        if size and level in sizes:
+            sizes[level] = int(size[1]) * _UNITS[size[2]]
+    return sizes
 
 
 def _gflops(target: Target) -> float:
@@ -131,7 +132,7 @@ def _bandwidth(target: Target, size: int) -> float:
 
 
 def _compiled(func: Any, target: Target, shape: tuple[int, ...]) -> Callable[[], float]:
-    """What runs a function of two equal buffers many times and returns the smallest time in seconds."""
+    """A function that runs `func`, of two equal buffers, many times and returns the smallest time in seconds."""
     import tvm
 
     func = func.with_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "global_symbol": "main"})

@@ -1,4 +1,4 @@
-"""Exports models to ONNX and builds them, each in a process of its own; what was made is found again."""
+"""Exports models to ONNX and builds them, each in a process of its own, and caches the files."""
 
 import contextlib
 import hashlib
@@ -33,8 +33,8 @@ _TIMEOUT = 3600.0
 _DIGITS = 16
 
 
-class Done(Record):
-    """What a process of this module answers: its result is a file."""
+class Completion(Record):
+    """The empty result of a job of this module, which writes a file."""
 
 
 class ExportJob(Record):
@@ -46,7 +46,7 @@ class ExportJob(Record):
 
 
 class BuildJob(Record):
-    """Build an ONNX file to a bundle at `output`; `trials` of tuning first."""
+    """Build an ONNX file to a bundle at `output`, after `trials` of tuning."""
 
     name: str
     onnx: Path
@@ -59,25 +59,28 @@ class BuildJob(Record):
 
 
 def native(threads: int) -> Target:
-    """This machine as a target, with this many threads."""
+    """Return this machine as a target with this many threads."""
     target = resolve("native")
     return replace(target, tvm={**target.tvm, "num-cores": threads})
 
 
 def sample(model: Model, batch: int, state: Path) -> Path:
-    """The inputs that are measured with, as an `.npz`."""
+    """Write the inputs of the measurement as an `.npz` in `state`, and return its path."""
     return save(state / f"{model.name}-{batch}.npz", model.sample(batch))
 
 
 def save(place: Path, arrays: Mapping[str, Array]) -> Path:
-    """Write an `.npz` whole: another benchmark may be reading the one before."""
+    """Write an `.npz` and put it in place at once: another benchmark may be reading the old one."""
     with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
     return Path(stream.name).replace(place)
 
 
 def sample_for(onnx: Path, state: Path) -> Path:
-    """Inputs for any ONNX file, as an `.npz`; symbolic dimensions are one."""
+    """Write inputs of any ONNX file as an `.npz`, with 1 for symbolic dimensions, and return its path.
+
+    Raises ExportError when `onnx` is missing or no ONNX file.
+    """
     from tasks.export import described_by, read_onnx
 
     inputs = described_by(read_onnx(onnx))
@@ -86,7 +89,7 @@ def sample_for(onnx: Path, state: Path) -> Path:
 
 
 def export(model: Model, batch: int, state: Path) -> Path:
-    """The model as an ONNX file with a fixed batch."""
+    """Return the ONNX file of a model with a fixed batch; it is exported once."""
     module = model.folder / f"{model.factory.partition(':')[0]}.py"
     key = [sha256_file(module), model.factory, dict(model.arguments), batch, OPSET, version("torch")]
     job = ExportJob(source=source(model), example=sample(model, batch, state), output=_place(state, model, key, "onnx"))
@@ -94,17 +97,17 @@ def export(model: Model, batch: int, state: Path) -> Path:
 
 
 def source(model: Model) -> Source:
-    """The model as `tvmflow.source` loads it."""
-    described = release_file.Model(factory=model.factory, arguments=dict(model.arguments))
-    return Source(kind="factory", model=described)
+    """Return the model as `tvmflow.source` loads it."""
+    section = release_file.Model(factory=model.factory, arguments=dict(model.arguments))
+    return Source(kind="factory", model=section)
 
 
 def build(
     name: str, onnx: Path, sample: Path, target: Target, state: Path, trials: int = 0, precision: Precision = "fp32"
 ) -> Path:
-    """An ONNX file as a bundle for `target`, which must be this machine; built again when the compiler has changed.
+    """Return the bundle of an ONNX file for `target`, which must be this machine.
 
-    The newest of a name is kept.
+    It is built once for each version of the compiler's code; older bundles of the same `name` are removed.
     """
     key = [sha256_file(onnx), target.canonical, trials, precision, code_digest()]
     job = BuildJob(
@@ -124,8 +127,8 @@ def build(
     return bundle
 
 
-def export_work(job: ExportJob, emit: Emit) -> Done:
-    """Export, in a process of its own."""
+def export_work(job: ExportJob, emit: Emit) -> Completion:
+    """Export a model, in a process of its own."""
     import torch
 
     torch.manual_seed(0)
@@ -147,17 +150,17 @@ def export_work(job: ExportJob, emit: Emit) -> Done:
             verbose=False,
         )
     partial.replace(job.output)
-    return Done()
+    return Completion()
 
 
-def build_work(job: BuildJob, emit: Emit) -> Done:
-    """Build and pack, in a process of its own."""
+def build_work(job: BuildJob, emit: Emit) -> Completion:
+    """Build and pack a bundle, in a process of its own."""
     build_bundle(job)
-    return Done()
+    return Completion()
 
 
 def build_bundle(job: BuildJob) -> "Built":
-    """Tune where it is asked for, build, and pack the bundle."""
+    """Tune for the trials of the job, build, and pack the bundle; return the build."""
     from tvm_ffi import get_global_func
 
     from tvmflow import compiler
@@ -215,7 +218,7 @@ def _tuned(imported: Any, job: BuildJob) -> Callable[[Any], Any]:
 def _call(function: str, job: Any, model: Model | None = None, torch: bool = False) -> None:
     log = job.output.parent / f"{function.partition(':')[2]}.log"
     paths = (HERE, model.folder) if model else (HERE,)
-    process.call(function, job, Done, log=log, timeout=_TIMEOUT, paths=paths, torch=torch)
+    process.call(function, job, Completion, log=log, timeout=_TIMEOUT, paths=paths, torch=torch)
 
 
 def _once(output: Path, make: Callable[[], None]) -> Path:

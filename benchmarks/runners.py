@@ -1,7 +1,7 @@
-"""What is measured, each in a process of its own: our bundle, ONNX Runtime, OpenVINO and PyTorch eager, in turn.
+"""Runs our bundle, ONNX Runtime, OpenVINO and PyTorch eager in turn, each in a process of its own.
 
-The processes stay alive between their rounds and are stopped meanwhile (SIGSTOP): a peer's waiting threads, which spin
-for a while after a call, take nothing from the one whose turn it is.
+A process stays alive between its rounds and is stopped meanwhile (SIGSTOP): the threads of a runner spin for a while
+after a call, and would take time from the runner whose turn it is.
 """
 
 import contextlib
@@ -23,26 +23,27 @@ from tvmflow.source import Source, load_module, open_session, run_module, run_se
 from tvmflow.workspace import Record
 
 Runner = Literal["tvmflow", "onnxruntime", "openvino", "openvino_default", "pytorch"]
-# Time that passes, or that the process computes: with one thread the latter hardly sees other work on the machine.
+# Wall time, or the CPU time of the process: with one thread, other work on the machine hardly shows in CPU time.
 Clock = Literal["wall", "cpu"]
 Named = Mapping[str, npt.NDArray[Any]]
 Run = Callable[[Named], Named]
 T = TypeVar("T", bound="Turn")
 
-# ONNX Runtime goes first: the others are compared with its outputs.
+# ONNX Runtime goes first: the outputs of the others are compared with its outputs.
 RUNNERS: tuple[Runner, ...] = ("onnxruntime", "tvmflow", "openvino", "openvino_default", "pytorch")
 INSTALL_OPENVINO = "OpenVINO is not installed; `pip install -c constraints.txt openvino` adds its columns"
 _FOLDER = Path(__file__).parent
 _TIMEOUT = 1200.0
 _FEWEST_RUNS = 3
-# A round begins with untimed runs for this part of its seconds: caches and threads are warm then.
+# A round begins with untimed runs for this part of its seconds, which warm caches and threads.
 _WARM_UP = 0.2
 
 
 class RunnerJob(Record):
-    """One round: timed runs for `seconds`; `expected` takes ONNX Runtime's outputs and has them for the others.
+    """One round: timed runs for `seconds`.
 
-    A runner without what it runs (`bundle`, or `source` for PyTorch) is not asked.
+    ONNX Runtime writes its outputs to the file `expected`, and the other runners compare theirs with it. Our runner
+    needs `bundle`, PyTorch `source`.
     """
 
     runner: Runner
@@ -57,7 +58,7 @@ class RunnerJob(Record):
 
 
 class Turn(Record):
-    """What a process that takes turns answers: `process` is its id."""
+    """The result of a process that takes turns; `process` is its id."""
 
     process: int
 
@@ -65,8 +66,8 @@ class Turn(Record):
 class Round(Turn):
     """The seconds of every run of a round.
 
-    `error` is the largest difference from ONNX Runtime's outputs over their largest value; `load_seconds` what it took
-    to load the model; `precision` what OpenVINO computes in.
+    `error` is the largest difference from ONNX Runtime's outputs over their largest value; `load_seconds` is the time
+    of loading the model; `precision` is the type in which OpenVINO computes.
     """
 
     seconds: tuple[float, ...]
@@ -75,10 +76,11 @@ class Round(Turn):
     precision: str = ""
 
 
-class Measured(Record):
-    """A runner over all its rounds: milliseconds per run; `noise` is the spread of its round medians over their median.
+class Figures(Record):
+    """The figures of a runner over all its rounds, in milliseconds per run.
 
-    `failure` says in one sentence why it was not measured; the figures are None then.
+    `noise` is the range of the rounds' medians over their median. `failure` is one sentence that says why the runner
+    was not measured; the figures are None then.
     """
 
     p50: float | None = None
@@ -92,14 +94,14 @@ class Measured(Record):
 
 
 def clock(cpu_time: bool, threads: int) -> Clock:
-    """The clock that was asked for. Raises InputError for computing time of several threads, which adds theirs up."""
+    """Return the clock to use. Raises InputError for the CPU time of several threads, which would be their sum."""
     if cpu_time and threads != 1:
         raise InputError(f"--cpu-time adds up the time of {threads} threads; give --threads 1 as well")
     return "cpu" if cpu_time else "wall"
 
 
 def available(names: Sequence[Runner]) -> dict[Runner, str | None]:
-    """Why each of these runners cannot be measured here, None where it can."""
+    """Return, by runner, why it cannot be measured here; None where it can."""
     missing = find_spec("openvino") is None
     return {name: INSTALL_OPENVINO if missing and name.startswith("openvino") else None for name in names}
 
@@ -112,13 +114,13 @@ class Turns:
         self._child = Child(function, log=log, paths=(_FOLDER, *paths), torch=torch)
 
     def call(self, job: Record, kind: type[T]) -> T:
-        """Let the process do one job, alone."""
+        """Let the process run one job, while the others are stopped."""
         if self._process is not None:
             os.killpg(self._process, signal.SIGCONT)
-        done = self._child.call(job, kind, timeout=_TIMEOUT)
-        self._process = done.process
+        result = self._child.call(job, kind, timeout=_TIMEOUT)
+        self._process = result.process
         os.killpg(self._process, signal.SIGSTOP)
-        return done
+        return result
 
     def __enter__(self) -> "Turns":
         return self
@@ -128,7 +130,7 @@ class Turns:
 
 
 class Contest:
-    """The runners' processes, started when first needed; they go with it. Logs are in `folder`."""
+    """The runners' processes. Each is started at its first round and ends with the contest; logs are in `folder`."""
 
     def __init__(self, folder: Path, paths: Sequence[Path] = ()) -> None:
         self._folder, self._paths = folder, paths
@@ -136,23 +138,26 @@ class Contest:
         self._stack = contextlib.ExitStack()
 
     def measure(
-        self, job: RunnerJob, runners: Sequence[Runner], rounds: int, told: Callable[[str], None]
-    ) -> dict[Runner, Measured]:
-        """Measure the runners in turn, `rounds` times; one that fails is left out of the rest."""
+        self, job: RunnerJob, runners: Sequence[Runner], rounds: int, show: Callable[[str], None]
+    ) -> dict[Runner, Figures]:
+        """Measure the runners in turn, `rounds` times; one that fails takes no further part.
+
+        `show` is called with a line of progress before each round.
+        """
         failures = {name: reason for name, reason in available(runners).items() if reason is not None}
         results: dict[Runner, list[Round]] = {name: [] for name in RUNNERS if name in runners}
         for number in range(rounds):
-            for name, measured in results.items():
+            for name, completed in results.items():
                 if name in failures:
                     continue
-                told(f"{name}, round {number + 1} of {rounds}")
+                show(f"{name}, round {number + 1} of {rounds}")
                 try:
-                    measured.append(self._process(name).call(job.model_copy(update={"runner": name}), Round))
+                    completed.append(self._process(name).call(job.model_copy(update={"runner": name}), Round))
                 except TvmflowError as error:
                     failures[name] = str(error)
                     self._turns.pop(name).__exit__()
         return {
-            name: Measured(failure=failures[name]) if name in failures else _summary(results[name]) for name in runners
+            name: Figures(failure=failures[name]) if name in failures else _summary(results[name]) for name in runners
         }
 
     def _process(self, name: Runner) -> Turns:
@@ -168,12 +173,12 @@ class Contest:
         self._stack.close()
 
 
-# The model that this process has loaded last: the run, its error, the seconds of loading, the precision.
+# The model that this process loaded last: its run, error, seconds of loading, and precision.
 _loaded: dict[tuple[str, Path], tuple[Run, float, float, str]] = {}
 
 
 def work(job: RunnerJob, emit: Emit) -> Round:
-    """Run one round, in the runner's own process, which loads the model with its first."""
+    """Run one round in the runner's own process, which loads the model before its first round."""
     with np.load(job.sample) as archive:
         inputs = {name: _aligned(archive[name]) for name in archive.files}
     key = (job.runner, job.onnx)
@@ -218,7 +223,7 @@ def _error(outputs: Named, job: RunnerJob) -> float:
 
 
 def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy at an address that is a multiple of 64: no runner has to copy it for its vectors."""
+    """A copy at an address that is a multiple of 64, which no runner has to copy again for its vectors."""
     buffer = np.empty(array.nbytes + 64, np.uint8)
     start = -buffer.ctypes.data % 64
     copy: npt.NDArray[Any] = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -250,9 +255,9 @@ def _openvino(job: RunnerJob, precision: str | None) -> tuple[Run, str]:
     request = compiled.create_infer_request()
 
     def run(inputs: Named) -> Named:
-        # Inputs and outputs are shared: the least that OpenVINO can be asked to copy.
-        found = request.infer(dict(inputs), share_inputs=True, share_outputs=True)
-        return {str(index): value for index, value in enumerate(found.values())}
+        # Inputs and outputs are shared, so that OpenVINO copies as little as it can.
+        outputs = request.infer(dict(inputs), share_inputs=True, share_outputs=True)
+        return {str(index): value for index, value in enumerate(outputs.values())}
 
     return run, compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
 
@@ -277,10 +282,10 @@ _LOADERS: dict[str, Callable[[RunnerJob], tuple[Run, str]]] = {
 }
 
 
-def _summary(rounds: Sequence[Round]) -> Measured:
+def _summary(rounds: Sequence[Round]) -> Figures:
     seconds = [value for item in rounds for value in item.seconds]
     medians = [float(np.median(item.seconds)) for item in rounds]
-    return Measured(
+    return Figures(
         p50=float(np.median(seconds)) * 1e3,
         min=min(seconds) * 1e3,
         noise=(max(medians) - min(medians)) / float(np.median(medians)),

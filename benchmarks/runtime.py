@@ -22,12 +22,12 @@ from typing import Literal
 
 import prepare
 from catalogue import MODELS, find
-from commandline import new_parser, positive, state_folder
+from commandline import new_parser, positive, run_main, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tvmflow.errors import StepError, TvmflowError
+from tvmflow.errors import StepError
 from tvmflow.workspace import Record
 
 Name = Literal["tvmflow", "onnxruntime"]
@@ -186,7 +186,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except TvmflowError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -25,13 +25,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from commandline import new_parser, state_folder
+from commandline import new_parser, run_main, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from tvmflow import samples
-from tvmflow.errors import InputError, TvmflowError
+from tvmflow.errors import InputError
 
 _START_SECONDS = 180.0
 _TITLES = {"onnxruntime": "ONNX Runtime", "mlflow": "MLflow"}
@@ -306,7 +306,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except TvmflowError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

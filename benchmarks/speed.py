@@ -1,18 +1,17 @@
 """Prints the latency of our builds beside ONNX Runtime, OpenVINO and PyTorch: `python benchmarks/speed.py [MODEL ...]`.
 
-Every runner has a process of its own and equal threads; they take turns of a fraction of a second, one running at a
-time. A ratio is our latency over the peer's, so below one we are faster: of the medians (p50) and of the minima. Beside
-it is the goal; a miss is marked with an x. Goals are for tuned builds, an untuned one is allowed a tenth more. The
-noise is how far the medians of our own rounds differ: on a machine that does other work, --threads 1 --cpu-time shows
-next to none. The error is the largest difference from ONNX Runtime's outputs over their largest value. Below the table
-stands what each missed goal asks of the machine: operations per second, by the textbook's algorithms, over its peak.
+Every runner has a process of its own and equal threads; they take turns of a fraction of a second, one at a time. A
+ratio is our latency over the peer's, of the medians (p50) and of the minima; below one we are faster. The goal stands
+beside it, an x marks a miss. Goals are for tuned builds; an untuned one may take a tenth longer. Noise is the range of
+the medians of our rounds; with --threads 1 --cpu-time, other work on the machine adds next to none. The error is the
+largest difference from ONNX Runtime's outputs over their largest value. Below the table stands, for each missed goal,
+the share of the machine's peak that it takes: operations per second, by the textbook's algorithms.
 """
 
 import argparse
 import os
 import platform
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,12 +19,12 @@ import peaks
 import prepare
 import runners
 from catalogue import MODELS, Model, find
-from commandline import new_parser, positive, state_folder
+from commandline import new_parser, positive, run_main, state_folder
 from flops import gflop
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from runners import RUNNERS, Measured, Runner, RunnerJob
+from runners import RUNNERS, Figures, Runner, RunnerJob
 
 from tvmflow.errors import TvmflowError
 from tvmflow.workspace import Record
@@ -37,13 +36,13 @@ _TITLES: dict[Runner, str] = {
     "pytorch": "PyTorch eager",
 }
 _UNTUNED = 1.1
-# Beyond this relative error the outputs are wrong, and a ratio means nothing. Random weights make much of rounding:
-# OpenVINO's bf16 comes to 0.36 on ResNet-50; the gate of a release is far stricter.
+# Beyond this relative error the outputs are wrong, and a ratio means nothing. Random weights amplify rounding:
+# OpenVINO's bf16 has an error of 0.36 on ResNet-50. The gate of a release is far stricter.
 _LARGEST_ERROR = {"fp32": 1e-3, "bf16": 0.5}
 
 
 class Ratio(Record):
-    """Our latency over a peer's, of the medians and of the minima; whether the goal, if there is one, is missed."""
+    """Our latency over a peer's, of the medians and of the minima, and whether it misses the goal, if there is one."""
 
     p50: float
     min: float
@@ -52,22 +51,22 @@ class Ratio(Record):
 
 
 class Row(Record):
-    """One model: what was measured, the ratios by peer, and why there are none.
+    """The figures of one model by runner, and the ratios by peer; `failure` says why our build has none.
 
-    `gflop` are the operations of its products, thousands of millions by the textbook's algorithms; None where unknown.
+    `gflop` are the operations of its products by the textbook's algorithms, in units of 1e9; None where unknown.
     """
 
     gflop: float | None
-    runners: dict[Runner, Measured]
+    runners: dict[Runner, Figures]
     ratios: dict[Runner, Ratio]
     failure: str | None
 
 
 class Document(Record):
-    """What `--json` writes; latencies are milliseconds.
+    """The document that `--json` writes; latencies are milliseconds.
 
-    `load` is the number of processes that wanted to run before: of more than none, the figures are as noisy. `peak`
-    are the GFLOP/s in fp32 that the machine reaches at best with these threads.
+    `load` is the machine's load average before the run; figures are noisy where it is above zero. `peak` is the
+    machine's peak in fp32 with these threads, in GFLOP/s.
     """
 
     cpu: str
@@ -82,12 +81,12 @@ class Document(Record):
     models: dict[str, Row]
 
 
-def measure(model: Model, arguments: argparse.Namespace, state: Path, told: Callable[[str], None]) -> Row:
-    """Export, build and measure one model."""
+def measure(model: Model, arguments: argparse.Namespace, state: Path, show_step: Callable[[str], None]) -> Row:
+    """Export, build and measure one model; `show_step` is called with a line of progress before each step."""
     sample = prepare.sample(model, arguments.batch, state)
-    told(f"{model.name}: exporting")
+    show_step(f"{model.name}: exporting")
     onnx = prepare.export(model, arguments.batch, state)
-    told(f"{model.name}: building")
+    show_step(f"{model.name}: building")
     bundle, failure = None, None
     try:
         name = f"{model.name}-{arguments.precision}-batch{arguments.batch}"
@@ -107,34 +106,34 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, told: Call
         seconds=arguments.seconds,
         clock=runners.clock(arguments.cpu_time, arguments.threads),
     )
-    wanted: list[Runner] = [*(["tvmflow"] if bundle else []), *arguments.peers]  # type: ignore[list-item]
+    names: list[Runner] = [*(["tvmflow"] if bundle else []), *arguments.peers]  # type: ignore[list-item]
     with runners.Contest(state, (model.folder,)) as contest:
-        measured = contest.measure(job, wanted, arguments.rounds, lambda step: told(f"{model.name}: {step}"))
+        figures = contest.measure(job, names, arguments.rounds, lambda step: show_step(f"{model.name}: {step}"))
     if bundle is None:
-        measured["tvmflow"] = Measured(failure=failure)
-    ours = measured["tvmflow"]
+        figures["tvmflow"] = Figures(failure=failure)
+    ours = figures["tvmflow"]
     if failure is None and ours.failure is not None:
         failure = ours.failure
     if failure is None and not (ours.error is not None and ours.error <= _LARGEST_ERROR[arguments.precision]):
         failure = f"the outputs differ from ONNX Runtime's by {ours.error:.1e} of their largest value"
-    return Row(gflop=gflop(onnx), runners=measured, ratios=_ratios(model, measured, arguments.trials), failure=failure)
+    return Row(gflop=gflop(onnx), runners=figures, ratios=_ratios(model, figures, arguments.trials), failure=failure)
 
 
-def _ratios(model: Model, measured: Mapping[Runner, Measured], trials: int) -> dict[Runner, Ratio]:
-    ours = measured["tvmflow"]
+def _ratios(model: Model, figures: Mapping[Runner, Figures], trials: int) -> dict[Runner, Ratio]:
+    ours = figures["tvmflow"]
     ratios: dict[Runner, Ratio] = {}
-    for name, peer in measured.items():
+    for name, peer in figures.items():
         if name == "tvmflow" or not ours.p50 or not ours.min or not peer.p50 or not peer.min:
             continue
         goal = model.goals.get(name)
-        allowed = None if goal is None else goal * (1.0 if trials else _UNTUNED)
+        limit = None if goal is None else goal * (1.0 if trials else _UNTUNED)
         p50 = ours.p50 / peer.p50
-        ratios[name] = Ratio(p50=p50, min=ours.min / peer.min, goal=goal, missed=allowed is not None and p50 > allowed)
+        ratios[name] = Ratio(p50=p50, min=ours.min / peer.min, goal=goal, missed=limit is not None and p50 > limit)
     return ratios
 
 
 def show(document: Document, peers: Sequence[Runner]) -> Table:
-    """The table of all models."""
+    """Return the table of all models."""
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("model", "p50 ms", "min ms"):
         table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
@@ -168,56 +167,56 @@ def _ratio(ratio: Ratio | None) -> str:
 
 
 def _remarks(document: Document) -> list[str]:
-    """What OpenVINO chose to compute in, and why figures are missing, each once."""
-    told: dict[str, None] = {}
+    """The type in which OpenVINO computes, and the reasons for missing figures, each once."""
+    remarks: dict[str, None] = {}
     for name, row in document.models.items():
         if row.failure is not None:
-            told[f"{name}: {row.failure}"] = None
+            remarks[f"{name}: {row.failure}"] = None
         for runner, item in row.runners.items():
             if runner == "openvino_default" and item.precision:
-                told[f"OpenVINO default computes in {item.precision} here"] = None
+                remarks[f"OpenVINO default computes in {item.precision} here"] = None
             if runner != "tvmflow" and item.failure is not None:
-                missing = item.failure == runners.INSTALL_OPENVINO
-                told[item.failure if missing else f"{name}, {_TITLES[runner]}: {item.failure}"] = None
-    return list(told)
+                is_missing = item.failure == runners.INSTALL_OPENVINO
+                remarks[item.failure if is_missing else f"{name}, {_TITLES[runner]}: {item.failure}"] = None
+    return list(remarks)
 
 
 def _misses(document: Document) -> list[str]:
-    """What each goal that is missed asks of the machine, in terms of its peak."""
-    told = []
+    """For each missed goal, the shares of the machine's peak that the goal, our build and the peer take."""
+    lines = []
     for name, row in document.models.items():
         ours = row.runners["tvmflow"]
         for peer, ratio in row.ratios.items():
             theirs = row.runners[peer].p50
             if not ratio.missed or ratio.goal is None or not row.gflop or not theirs or not ours.p50:
                 continue
-            wanted, reached, peers = (
+            goal_share, own_share, peer_share = (
                 row.gflop / milliseconds * 1e3 / document.peak
                 for milliseconds in (ratio.goal * theirs, ours.p50, theirs)
             )
-            told.append(
-                f"{name}, {ratio.goal:.2f} of {_TITLES[peer]}: {row.gflop:.2f} GFLOP at {wanted:.0%} of the peak; "
-                f"ours {reached:.0%}, theirs {peers:.0%}"
+            lines.append(
+                f"{name}, {ratio.goal:.2f} of {_TITLES[peer]}: {row.gflop:.2f} GFLOP at {goal_share:.0%} of the peak; "
+                f"ours {own_share:.0%}, theirs {peer_share:.0%}"
             )
-    return told
+    return lines
 
 
 def _cpu() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group(1) if found else platform.machine()
+        match = None
+    return match.group(1) if match else platform.machine()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Return the options of the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all without one")
     parser.add_argument("--batch", type=positive, default=1, help="size of the first dimension of every input (1)")
     parser.add_argument("--trials", type=int, default=0, help="tuning trials before the build (0)")
     parser.add_argument("--precision", choices=list(_LARGEST_ERROR), default="fp32", help="of our build (fp32)")
-    parser.add_argument("--cpu-time", action="store_true", help="time that the process computes; with --threads 1")
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, not wall time; with --threads 1")
     parser.add_argument("--rounds", type=positive, default=7, help="turns of each runner (7)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timed runs in a turn, at least three runs (0.5)")
     parser.add_argument(
@@ -263,17 +262,12 @@ def main() -> int:
         f"{document.trials or 'no'} tuning trials, {document.rounds} rounds, load {load:.1f} before; "
         f"peak {document.peak:.0f} GFLOP/s; x: the goal is missed"
     )
-    for told in _misses(document):
-        print(told)
-    for told in _remarks(document):
-        print(told)
+    for line in (*_misses(document), *_remarks(document)):
+        print(line)
     if arguments.json is not None:
         arguments.json.write_text(document.model_dump_json(indent=1))
     return int(any(row.failure is not None for row in rows.values()))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except TvmflowError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -6,6 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
+from tvmflow.compiler.machine import machine
+from tvmflow.target import resolve
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -16,15 +21,24 @@ def test_every_block_is_a_valid_model(module: Callable[[str], ModuleType]) -> No
         assert output == [block.batch, block.outputs, size, size], block.label
 
 
+def test_every_block_has_a_plan_and_an_estimate(module: Callable[[str], ModuleType]) -> None:
+    cpu = machine(resolve("x86-64-v4"))
+    for block in module("blocks").BLOCKS:
+        lines, ratio = block.plan(cpu)
+        assert 0 < lines <= block.size, block.label
+        assert 0 < ratio < 10, block.label
+
+
+@pytest.mark.long
 def test_blocks_are_built_and_measured_in_both_ways(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = command("blocks", "inverted", "--threads", "1", "--rounds", "1", "--repeats", "2", "--json", str(figures))
     assert done.returncode == 0, done.stderr
-    found = json.loads(figures.read_text())
-    assert {item["block"] for item in found} == {"inverted residual"}
-    assert all(item["apart"] > 0 and item["whole"] > 0 and item["plan"][1] > 0 for item in found)
-    assert "whole" in {item["built"] for item in found} <= {"whole", "in part", "apart"}
-    assert all(item["plan"][1] < 1 for item in found if item["built"] == "whole")
+    rows = json.loads(figures.read_text())
+    assert {item["block"] for item in rows} == {"inverted residual"}
+    assert all(item["apart"] > 0 and item["whole"] > 0 and item["plan"][1] > 0 for item in rows)
+    assert "whole" in {item["built"] for item in rows} <= {"whole", "in part", "apart"}
+    assert all(item["plan"][1] < 1 for item in rows if item["built"] == "whole")
 
 
 def test_a_kind_that_does_not_exist_is_one_sentence(command: Command) -> None:

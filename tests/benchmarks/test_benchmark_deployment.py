@@ -13,6 +13,7 @@ from tvmflow.target import host
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.long
 def test_every_way_is_measured_or_says_why_not(
     command: Command, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

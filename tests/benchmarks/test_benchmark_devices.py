@@ -5,9 +5,12 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.long
 def test_nothing_is_lost_with_a_device(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = command("devices", "--kills", "2", "--json", str(figures))

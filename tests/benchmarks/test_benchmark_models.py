@@ -1,5 +1,8 @@
 """The architectures are those that were published, and their weights are seeded."""
 
+import importlib
+import inspect
+import sys
 from collections.abc import Callable
 from types import ModuleType
 
@@ -44,7 +47,13 @@ def test_activations_neither_vanish_nor_grow_and_the_same_seed_gives_the_same(
     assert 0.05 < float(first.std()) < 20
 
 
-def test_every_model_of_the_catalogue_has_a_factory(module: Callable[[str], ModuleType]) -> None:
+def test_every_model_of_the_catalogue_has_a_factory_that_takes_its_arguments(
+    module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for model in module("catalogue").MODELS.values():
         name, _, function = model.factory.partition(":")
-        assert f"def {function}(" in (model.folder / f"{name}.py").read_text()
+        monkeypatch.syspath_prepend(str(model.folder))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        factory = getattr(importlib.import_module(name), function)
+        inspect.signature(factory).bind(**model.arguments)
+        monkeypatch.delitem(sys.modules, name, raising=False)

@@ -28,6 +28,7 @@ def test_the_operations_of_a_convolution_are_counted(module: Callable[[str], Mod
     assert make("conv", (6, 6), (9, 9), 5, groups=6).flops == 2 * 6 * 9 * 9 * 25
 
 
+@pytest.mark.long
 def test_an_operator_is_measured_against_the_peaks_and_onnx_runtime(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = ("--threads", "1", "--rounds", "1", "--seconds", "0.01", "--repeats", "3", "--json", str(figures))

@@ -12,6 +12,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 Import = Callable[[str], ModuleType]
 
 
+@pytest.mark.long
 def test_a_model_is_measured_in_processes_of_its_own(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = command("runtime", "--threads", "1", "--rounds", "1", "--calls", "5", "--json", str(figures))

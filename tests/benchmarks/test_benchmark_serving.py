@@ -5,9 +5,12 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.long
 def test_the_servers_take_turns_and_are_compared(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "ratios.json"
     arguments = ["--threads", "1", "--clients", "2", "--rounds", "1", "--seconds", "0.2", "--peers", "onnxruntime"]

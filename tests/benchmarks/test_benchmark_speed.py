@@ -46,11 +46,11 @@ def test_computing_time_of_several_threads_is_refused_in_one_sentence(command: C
 
 
 def test_an_untuned_build_may_miss_a_goal_by_a_tenth(module: Import) -> None:
-    speed, measured = module("speed"), module("runners").Measured
+    speed, figures = module("speed"), module("runners").Figures
     model = module("catalogue").MODELS["resnet18"]  # at most 0.6 of ONNX Runtime
-    found = {"tvmflow": measured(p50=0.65, min=0.6), "onnxruntime": measured(p50=1.0, min=1.0)}
-    assert not speed._ratios(model, found, trials=0)["onnxruntime"].missed
-    assert speed._ratios(model, found, trials=100)["onnxruntime"].missed
+    latencies = {"tvmflow": figures(p50=0.65, min=0.6), "onnxruntime": figures(p50=1.0, min=1.0)}
+    assert not speed._ratios(model, latencies, trials=0)["onnxruntime"].missed
+    assert speed._ratios(model, latencies, trials=100)["onnxruntime"].missed
 
 
 def test_a_runner_that_fails_leaves_the_others_measured(module: Import, state: Path, tmp_path: Path) -> None:

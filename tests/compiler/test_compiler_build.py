@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,12 @@ def test_the_readable_ir_holds_no_weights(model: Path, native: Target) -> None:
 
 
 def test_pass_timings_name_the_passes_that_ran(model: Path, native: Target) -> None:
+    started = time.perf_counter()
     timings = dict(build(import_onnx(model), native).pass_timings)
+    elapsed = time.perf_counter() - started
     assert timings.keys() >= {"FuseOps", "ChannelsLast", "tirx.UnrollLoop"}
-    assert all(seconds >= 0 for seconds in timings.values())
+    # The seconds of a pass that another runs are counted once.
+    assert 0 < sum(timings.values()) <= elapsed
 
 
 def test_a_missing_cross_compiler_is_named() -> None:

@@ -46,8 +46,9 @@ def assert_same_as_onnxruntime(
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     outputs = run_in_memory(built, [[feed[item.name] for item in imported.inputs] for feed in feeds])
     for feed, actual in zip(feeds, outputs, strict=True):
-        for ours, theirs in zip(actual, session.run(None, dict(feed)), strict=True):
-            assert ours.shape == theirs.shape
+        expected = session.run(None, dict(feed))
+        for output, ours, theirs in zip(imported.outputs, actual, expected, strict=True):
+            assert ours.shape == theirs.shape, output.name
             scale = float(np.abs(theirs).max(initial=0.0)) or 1.0
-            np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=1e-5 * scale)
+            np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=1e-5 * scale, err_msg=output.name)
     return built

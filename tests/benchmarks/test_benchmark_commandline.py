@@ -1,0 +1,49 @@
+"""The options that all benchmarks share."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tvmflow.errors import SettingsError
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("blocks", []),
+        ("deployment", ["digits"]),
+        ("devices", []),
+        ("functions", ["digits"]),
+        ("operators", []),
+        ("runtime", []),
+        ("serving", []),
+        ("speed", ["digits"]),
+    ],
+)
+def test_a_state_folder_that_cannot_be_made_is_refused_by_name(
+    module: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    arguments: list[str],
+) -> None:
+    (tmp_path / "file").touch()
+    state = tmp_path / "file" / "state"
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments, "--state", str(state)])
+    with pytest.raises(SettingsError, match=str(state)):
+        module(name).main()
+
+
+def test_a_refused_benchmark_ends_with_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = [sys.executable, str(BENCHMARKS / "functions.py"), "digits", "--state", str(tmp_path / "file" / "state")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: ")
+    assert len(ended.stderr.splitlines()) == 1
