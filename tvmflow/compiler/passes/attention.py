@@ -1,4 +1,4 @@
-"""Finds attention that a model spells out in products, a mask and softmax, and computes it in one function."""
+"""Recognises attention that a model composes of products, a mask and softmax, and computes it in one function."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +15,8 @@ from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, sa
 _ATTENTION = ("nn.attention", "nn.attention_bias")
 
 
-def _merged(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Two transposes in a row as one."""
+def _merge(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Merge two transposes in a row into one."""
     inner = rewriter.call(call.args[0], "permute_dims")
     dims = rank(call)
     if inner is None or dims is None:
@@ -30,7 +30,7 @@ def _axes(call: relax.Call, dims: int) -> list[int]:
 
 
 def _of_matrices(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Matrices whose batch is made one dimension, transposed and given back their batch, as transposed matrices."""
+    """Write a transpose of matrices between two reshapes, which flatten and restore their batch, as one transpose."""
     permute = rewriter.call(call.args[0], "permute_dims")
     flat = None if permute is None else rewriter.call(permute.args[0], "reshape")
     if permute is None or flat is None or rank(permute) != 3 or _axes(permute, 3) != [0, 2, 1]:
@@ -45,22 +45,22 @@ def _of_matrices(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def merge_transposes() -> tvm.transform.Pass:
-    """Makes one transpose of several in a row, also of those of matrices with their batch made one dimension."""
-    return rewriting("MergeTransposes", {"permute_dims": (_merged,), "reshape": (_of_matrices,)})
+    """Return the pass that merges transposes in a row, also around a batch that reshapes flatten and restore."""
+    return rewriting("MergeTransposes", {"permute_dims": (_merge,), "reshape": (_of_matrices,)})
 
 
 def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """softmax(scale q k^T + mask) v over `[batch, heads, positions, channels]`, or without heads."""
+    """Write softmax(scale q k^T + mask) v over `[batch, heads, positions, channels]`, or without heads, as one."""
     softmax = rewriter.call(call.args[0], "nn.softmax")
     count = rank(call)
     if softmax is None or count not in (3, 4) or dtype(call) != "float32" or not rewriter.used_once(call.args[0]):
         return None
     if int(softmax.attrs.axis) not in (-1, count - 1):
         return None
-    found = _scores(rewriter, softmax.args[0])
-    if found is None:
+    scores = _scores(rewriter, softmax.args[0])
+    if scores is None:
         return None
-    product, scale, masks = found
+    product, scale, masks = scores
     scale, (query,) = _scaled(rewriter, product.args[0], scale)
     scale, (key,) = _scaled(rewriter, product.args[1], scale)
     value = call.args[1]
@@ -91,7 +91,7 @@ def _sides(query: relax.Expr, key: relax.Expr, value: relax.Expr) -> list[tuple[
 
 
 def _scores(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Call, float, list[relax.Expr]] | None:
-    """The product of queries and keys in an expression, its scale, and what is added to it."""
+    """The product of queries and keys in an expression, its scale, and the masks added to it."""
     masks: list[relax.Expr] = []
     shape = sizes(expr)
     while True:
@@ -124,13 +124,13 @@ def _holds_product(rewriter: Rewriter, expr: relax.Expr) -> bool:
 
 
 def _scaled(rewriter: Rewriter, expr: relax.Expr, scale: float) -> tuple[float, list[relax.Expr]]:
-    """An operand without the number that it is multiplied with."""
+    """Take the number out of an operand that is multiplied with it: the new scale, and the operand alone."""
     own, parts = factors(rewriter, expr)
     return (scale * own, parts) if len(parts) == 1 and same_shape(sizes(parts[0]), sizes(expr)) else (scale, [expr])
 
 
 def _four_dimensions(rewriter: Rewriter, mask: relax.Expr, count: int, scores: list[Any]) -> relax.Expr | None:
-    """A mask over `[batch, heads, queries, keys]`, dimensions of one where it is the same for all."""
+    """The mask with four dimensions, `[batch, heads, queries, keys]`, each of its own size or one."""
     dims = sizes(mask)
     if (
         dims is None
@@ -159,8 +159,8 @@ def _positions_first(rewriter: Rewriter, operand: relax.Expr, transposed: bool) 
 
 
 def compose_attention() -> tvm.transform.Pass:
-    """Finds scaled dot-product attention."""
-    return rewriting("ComposeAttention", {"matmul": (_attention,), "permute_dims": (_merged,)})
+    """Return the pass that recognises scaled dot-product attention."""
+    return rewriting("ComposeAttention", {"matmul": (_attention,), "permute_dims": (_merge,)})
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class _View:
 
 
 def _view(rewriter: Rewriter, expr: relax.Expr) -> _View:
-    """Looks through transposes and slices, so that nothing is copied for them."""
+    """The tensor behind transposes and slices, which then need no copy."""
     best = view = _View(expr, tuple((dim, 1, 0) for dim in range(4)))
     while True:
         deeper = _through(rewriter, view)

@@ -13,7 +13,7 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
 from tvmflow.compiler.operators.products import row_dimensions
-from tvmflow.compiler.passes.narrow import geometry, is_depthwise, is_weighted, narrowed
+from tvmflow.compiler.passes.narrow import geometry, is_depthwise, is_weighted, narrow_products
 
 
 @tvm.transform.module_pass(opt_level=0, name="RoundProducts")
@@ -30,7 +30,7 @@ class RoundProducts:
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite every Relax function of the module."""
-        return narrowed(mod, self._numbers)
+        return narrow_products(mod, self._numbers)
 
 
 class _BFloat16:

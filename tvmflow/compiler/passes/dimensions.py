@@ -1,4 +1,4 @@
-"""Writes transposed, three-dimensional and some grouped convolutions as ordinary ones of two dimensions."""
+"""Writes transposed, one- and three-dimensional and some grouped convolutions as ordinary ones of two dimensions."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,12 +9,12 @@ from tvm import relax
 
 from tvmflow.compiler.passes.rewrite import Array, Rewriter, constant, dtype, rewriting, sizes
 
-# With more groups each is too small a convolution.
+# With more groups, the convolution of each group is too small.
 _MOST_GROUPS = 8
 
 
 def in_two_dimensions() -> tvm.transform.Pass:
-    """Writes convolutions of one or three dimensions as two-dimensional ones, which have schedules."""
+    """Return the pass that writes convolutions of one or three dimensions as two-dimensional ones."""
     return rewriting(
         "InTwoDimensions",
         {
@@ -25,7 +25,7 @@ def in_two_dimensions() -> tvm.transform.Pass:
 
 
 def split_transposed() -> tvm.transform.Pass:
-    """Writes a transposed convolution as one ordinary convolution for each offset of an output from the input's grid.
+    """Return the pass that writes a transposed convolution as an ordinary one for each offset from the input's grid.
 
     The outputs at one offset modulo the stride read the same taps of the kernel, those a stride apart, and are a dense
     convolution with them, reversed; the results are interleaved. Where all offsets read the same inputs, as in kernels
@@ -52,7 +52,10 @@ def _transposed_1d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def split_groups(lanes: int = 16) -> tvm.transform.Pass:
-    """Writes a convolution of a few wide groups that are no whole vectors of `lanes` channels as one for each group."""
+    """Return the pass that writes a convolution of a few wide groups, whose channels fill no vectors, as one per group.
+
+    A vector has `lanes` channels.
+    """
     return rewriting("SplitGroups", {"nn.conv2d": (partial(_split_groups, lanes=lanes),)})
 
 
@@ -93,10 +96,10 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
         )
         for axis, more in enumerate(attrs.output_padding)
     ]
-    wanted = list(call.ty.shape.values[2:])
+    image = list(call.ty.shape.values[2:])
     analyzer = tvm.sym.Analyzer()
     whole_size = all(
-        analyzer.can_prove_equal((dims[2 + axis] + extra[axis]) * strides[axis], wanted[axis]) for axis in (0, 1)
+        analyzer.can_prove_equal((dims[2 + axis] + extra[axis]) * strides[axis], image[axis]) for axis in (0, 1)
     )
     if not whole_size and not all(isinstance(size, tvm.tirx.IntImm) for size in dims[2:]):
         return None  # TVM knows no shape for a slice of a symbolic size.
@@ -131,16 +134,16 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
         whole = rewriter.emit(relax.op.reshape(apart, [batch, channels, high, wide]))
     if whole_size:
         return whole
-    return relax.op.strided_slice(whole, [2, 3], [0, 0], wanted)
+    return relax.op.strided_slice(whole, [2, 3], [0, 0], image)
 
 
 def _overhang(kernel: int, stride: int, dilation: int, padding: Sequence[int], more: int) -> int:
-    """The size of a transposed convolution's result less the stride times that of its input."""
+    """The size of a transposed convolution's result less the stride times the size of its input."""
     return dilation * (kernel - 1) + 1 - stride - sum(padding) + more
 
 
 def _phases(kernel: int, stride: int, dilation: int, before: int) -> list[tuple[list[int], int, int]]:
-    """For each offset of an output: its taps in the order of the inputs, the first input, the inputs' distance.
+    """For each offset of an output: its taps in the order of the inputs, the first input, and the step between inputs.
 
     Output q * stride + r reads input q + (r + before - tap * dilation) / stride where that is whole.
     """

@@ -21,7 +21,7 @@ _LINEAR = (*_CONVOLUTIONS, "matmul")
 
 
 def _batch_norm(rewriter: Rewriter, element: relax.TupleGetItem) -> relax.Expr | None:
-    """Batch norm with known statistics as a scale and a shift of each channel."""
+    """Write a batch norm with constant statistics as a scale and a shift of each channel."""
     norm = rewriter.call(element.tuple_value, "nn.batch_norm")
     if norm is None or element.index != 0:
         return None
@@ -37,17 +37,17 @@ def _batch_norm(rewriter: Rewriter, element: relax.TupleGetItem) -> relax.Expr |
         factor = factor * scale
     offset = -mean * factor + (shift if attrs.center else 0)
     channel_last = (-1,) + (1,) * (dims - 1 - int(attrs.axis) % dims)
-    scaled = relax.op.multiply(data, constant(factor.reshape(channel_last).astype("float32")))
-    return relax.op.add(rewriter.emit(scaled), constant(offset.reshape(channel_last).astype("float32")))
+    product = relax.op.multiply(data, constant(factor.reshape(channel_last).astype("float32")))
+    return relax.op.add(rewriter.emit(product), constant(offset.reshape(channel_last).astype("float32")))
 
 
 def fold_batch_norm() -> tvm.transform.Pass:
-    """Writes batch norm as one multiplication and one addition by constants computed at build time."""
+    """Return the pass that writes batch norm as one multiplication and one addition with constants."""
     return rewriting("FoldBatchNorm", {ELEMENT: (_batch_norm,)})
 
 
 class _Linear:
-    """A convolution or a product with constant weights on the right: where its channels are."""
+    """A convolution or a product with constant weights on the right, and the positions of its channels."""
 
     def __init__(self, call: relax.Call, weight: Array) -> None:
         self.call, self.weight = call, weight
@@ -78,7 +78,7 @@ class _Linear:
         return int(self.weight.shape[self.input]) * (1 if self.transposed else self.groups)
 
     def _factors(self, values: Array, of_outputs: bool) -> Array:
-        """Values by channel in the shape of the weights, once for each weight that belongs to the channel."""
+        """Values by channel, repeated in the shape of the weights: each weight faces the value of its channel."""
         if self.name == "matmul":
             return values if of_outputs else values[:, None]
         axis, other = (self.output, self.input) if of_outputs else (self.input, self.output)
@@ -92,20 +92,20 @@ class _Linear:
         shape[axis], shape[other] = repeated.shape[1], repeated.shape[0]
         return (repeated.T if axis < other else repeated).reshape(shape)
 
-    def scaled(self, values: Array, of_outputs: bool) -> relax.Call:
-        """The same with each output or input channel multiplied by a value."""
+    def scale(self, values: Array, of_outputs: bool) -> relax.Call:
+        """Return the operator with the weights of each output or input channel multiplied by a value."""
         weight = self.weight.astype("float64") * self._factors(values.astype("float64"), of_outputs)
         return relax.Call(self.call.op, [self.data, constant(weight.astype("float32"))], self.call.attrs)
 
-    def of_shift(self, values: Array) -> Array:
-        """What adding a value to each input channel adds to each output channel, away from any padding."""
+    def propagate_shift(self, values: Array) -> Array:
+        """Return what a value added to each input channel adds to each output channel, away from any padding."""
         if self.name == "matmul":
             return np.asarray(values.astype("float64") @ self.weight.astype("float64"))
         products = self.weight.astype("float64") * self._factors(values.astype("float64"), of_outputs=False)
         return np.asarray(products.sum(axis=tuple(axis for axis in range(products.ndim) if axis != self.output)))
 
     def is_padded(self) -> bool:
-        """Whether some results read padding."""
+        """Return whether some results read padding."""
         return self.name != "matmul" and (self.transposed or any(int(size) for size in self.call.attrs.padding))
 
 
@@ -129,40 +129,40 @@ def _operands(rewriter: Rewriter, call: relax.Call) -> tuple[relax.Expr, Array] 
 
 
 def _scale_after(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Scales the weights of the linear operator before, and the constant added between."""
-    found = _operands(rewriter, call)
-    if found is None or not rewriter.used_once(found[0]):
+    """Fold a scale into the weights of the linear operator before it, and into a constant added between the two."""
+    operands = _operands(rewriter, call)
+    if operands is None or not rewriter.used_once(operands[0]):
         return None
-    data, factor = found
+    data, factor = operands
     linear = _linear(rewriter, data)
     if linear is not None:
         values = by_channel(factor, linear.rank, linear.channel, linear.outputs)
-        return None if values is None else linear.scaled(values, of_outputs=True)
+        return None if values is None else linear.scale(values, of_outputs=True)
     total = rewriter.call(data, "add")
-    shifted = None if total is None else _operands(rewriter, total)
-    if shifted is None or not rewriter.used_once(shifted[0]):
+    addends = None if total is None else _operands(rewriter, total)
+    if addends is None or not rewriter.used_once(addends[0]):
         return None
-    linear = _linear(rewriter, shifted[0])
+    linear = _linear(rewriter, addends[0])
     values = None if linear is None else by_channel(factor, linear.rank, linear.channel, linear.outputs)
-    if linear is None or values is None or rank(call) != linear.rank or shifted[1].ndim > linear.rank:
+    if linear is None or values is None or rank(call) != linear.rank or addends[1].ndim > linear.rank:
         return None
-    scaled = rewriter.emit(linear.scaled(values, of_outputs=True))
+    product = rewriter.emit(linear.scale(values, of_outputs=True))
     shape = (-1,) + (1,) * (linear.rank - 1 - linear.channel)
-    return relax.op.add(scaled, constant(np.asarray(shifted[1] * values.reshape(shape), "float32")))
+    return relax.op.add(product, constant(np.asarray(addends[1] * values.reshape(shape), "float32")))
 
 
 def _scale_twice(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Two constants that are added, or multiplied with, one after the other as one."""
+    """Merge two constants that are added, or multiplied with, one after the other."""
     outer = _operands(rewriter, call)
     inner = None if outer is None else rewriter.call(outer[0], call.op.name.removeprefix("relax."))
-    found = None if inner is None else _operands(rewriter, inner)
-    if outer is None or found is None or not rewriter.used_once(outer[0]):
+    first = None if inner is None else _operands(rewriter, inner)
+    if outer is None or first is None or not rewriter.used_once(outer[0]):
         return None
-    both = found[1] + outer[1] if call.op.name == "relax.add" else found[1] * outer[1]
-    # Constants of two directions would make a large one.
-    if both.size > max(found[1].size, outer[1].size):
+    merged = first[1] + outer[1] if call.op.name == "relax.add" else first[1] * outer[1]
+    # A row and a column would become a whole matrix.
+    if merged.size > max(first[1].size, outer[1].size):
         return None
-    return relax.Call(call.op, [found[0], constant(both)])
+    return relax.Call(call.op, [first[0], constant(merged)])
 
 
 def _subtract(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -171,31 +171,31 @@ def _subtract(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def _before(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Folds what scales or shifts the input channels into the weights, and the shift into a bias."""
+    """Fold a scale of the input channels into the weights, and a shift of them into a bias after the operator."""
     linear = _linear(rewriter, call)
     change = None if linear is None else rewriter.call(linear.data, "multiply", "add")
-    found = None if change is None else _operands(rewriter, change)
-    if linear is None or change is None or found is None or not rewriter.used_once(linear.data):
+    operands = None if change is None else _operands(rewriter, change)
+    if linear is None or change is None or operands is None or not rewriter.used_once(linear.data):
         return None
-    data, value = found
+    data, value = operands
     if rank(data) != rank(change):
         return None
     values = by_channel(value, linear.rank, linear.data_channel, linear.inputs)
     if values is None:
         return None
     if change.op.name == "relax.multiply":
-        scaled = linear.scaled(values, of_outputs=False)
-        return relax.Call(scaled.op, [data, scaled.args[1]], scaled.attrs)
+        product = linear.scale(values, of_outputs=False)
+        return relax.Call(product.op, [data, product.args[1]], product.attrs)
     if linear.is_padded() or (linear.name != "matmul" and linear.groups != 1 and linear.transposed):
         return None
     shape = (-1,) + (1,) * (linear.rank - 1 - linear.channel)
-    shift = linear.of_shift(values).astype("float32").reshape(shape)
+    shift = linear.propagate_shift(values).astype("float32").reshape(shape)
     result = rewriter.emit(relax.Call(linear.call.op, [data, linear.call.args[1]], linear.call.attrs))
     return relax.op.add(result, constant(shift))
 
 
 def fold_scales() -> tvm.transform.Pass:
-    """Folds constants that scale or shift channels into the weights and biases of convolutions and products."""
+    """Return the pass that folds constant scales and shifts of channels into weights and biases."""
     return rewriting(
         "FoldScales",
         {
@@ -220,7 +220,7 @@ def _changed(attrs: Any, kind: str, changes: Mapping[str, Any]) -> Any:
 
 
 def _padding(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Zeros around the input as the padding of a convolution or of an average over all elements."""
+    """Write zeros around the input as the padding of a convolution or of an average pooling that counts them."""
     pad = rewriter.call(call.args[0], "nn.pad")
     if pad is None or pad.attrs.pad_mode != "constant" or float(pad.attrs.pad_value) != 0 or len(pad.args) != 1:
         return None
@@ -248,6 +248,6 @@ def _sum(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 
 def fold_padding() -> tvm.transform.Pass:
-    """Makes zeros that surround the input of a convolution or an average pooling its own padding."""
+    """Return the pass that folds zeros around the input of a convolution or average pooling into its padding."""
     names = [name for name in _CONVOLUTIONS if not name.endswith("transpose")]
     return rewriting("FoldPadding", dict.fromkeys((*names, *_POOLS), (_padding,)))

@@ -24,13 +24,13 @@ Array = np.ndarray[Any, Any]
 # From signed 8-bit integers to unsigned ones.
 _SHIFT = 128
 _LARGEST_PRODUCT = 255 * 128
-# Operators that move numbers, or choose among them, and so need not know what these stand for.
+# Operators that move numbers or choose among them: they work on integers as on the numbers that these stand for.
 _MOVING = ("relax.nn.max_pool2d", "relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims")
 
 
 @tvm.transform.module_pass(opt_level=0, name="IntegerArithmetic")
 class IntegerArithmetic:
-    """Turns a convolution or dense layer of dequantised numbers into one of integers, scaled afterwards.
+    """Turns convolutions and dense layers of dequantised numbers into layers of integers, whose results are scaled.
 
     The integers are centred, so that padding is zero; they come from unsigned 8-bit integers, signed ones are shifted.
     Quantisation itself becomes element-wise operators. Raises BuildError for a model that has no such layer.
@@ -41,14 +41,14 @@ class IntegerArithmetic:
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite every Relax function of the module."""
-        found = 0
+        layers = 0
         rewriter = _ToIntegers(mod, self._machine)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function):
-                rewriter.bound = relax.analysis.get_var2val(function)
+                rewriter.values = relax.analysis.get_var2val(function)
                 rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
-                found += rewriter.found
-        if not found:
+                layers += rewriter.layers
+        if not layers:
             raise BuildError(
                 "precision int8 needs a quantised model, with QuantizeLinear and DequantizeLinear around its layers; "
                 "make one with onnxruntime.quantization.quantize_static(quant_format=QuantFormat.QDQ)"
@@ -60,37 +60,37 @@ class IntegerArithmetic:
 class _ToIntegers(PyExprMutator):  # type: ignore[misc]
     def __init__(self, mod: tvm.IRModule, machine: Machine) -> None:
         super().__init__(mod)
-        self.bound: Mapping[relax.Var, relax.Expr] = {}
-        self.found = 0
+        self.values: Mapping[relax.Var, relax.Expr] = {}
+        self.layers = 0
         self._machine = machine
-        # The unsigned integers that stand for signed ones, by the variable of these.
+        # The unsigned integers that replace signed ones, by the variable of the signed ones.
         self._unsigned: dict[relax.Var, relax.Var] = {}
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         super().visit_var_binding_(binding)
         if str(getattr(binding.var.ty, "dtype", "")) != "int8":
             return
-        shifted = self._shifted(binding.value)
-        if shifted is not None:
-            self._unsigned[binding.var] = shifted
+        unsigned = self._quantize_unsigned(binding.value)
+        if unsigned is not None:
+            self._unsigned[binding.var] = unsigned
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         name = getattr(op.op, "name", "")
         rewrite = _REWRITES.get(name)
-        simpler = rewrite(self, op) if rewrite else None
-        return super().visit_call_(op) if simpler is None else simpler
+        replacement = rewrite(self, op) if rewrite else None
+        return super().visit_call_(op) if replacement is None else replacement
 
     def emit(self, expr: relax.Expr) -> relax.Var:
         return self.builder_.emit(expr)
 
     def call(self, expr: relax.Expr, *names: str) -> relax.Call | None:
         """The call that `expr` is, or is bound to, if it is of one of these operators."""
-        value = self.bound.get(expr, expr) if isinstance(expr, relax.Var) else expr
+        value = self.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
         return value if isinstance(value, relax.Call) and getattr(value.op, "name", "") in names else None
 
     def value(self, expr: relax.Expr) -> Array | None:
         """The value of a constant, or of a variable bound to one."""
-        value = self.bound.get(expr, expr) if isinstance(expr, relax.Var) else expr
+        value = self.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
         return np.asarray(value.value.numpy()) if isinstance(value, tvm.ir.GenericConst) else None
 
     def scalars(self, call: relax.Call) -> tuple[float, int] | None:
@@ -103,10 +103,10 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
     def integers(self, expr: relax.Expr) -> tuple[relax.Var, float, int] | None:
         """The unsigned integers that `expr` dequantises, with their scale and zero point."""
         call = self.call(expr, "relax.dequantize")
-        found = self.scalars(call) if call is not None else None
-        if call is None or found is None or not isinstance(call.args[0], relax.Var):
+        scalars = self.scalars(call) if call is not None else None
+        if call is None or scalars is None or not isinstance(call.args[0], relax.Var):
             return None
-        source, (scale, zero) = call.args[0], found
+        source, (scale, zero) = call.args[0], scalars
         dtype = str(source.ty.dtype)
         if dtype == "uint8":
             return self.visit_expr(source), scale, zero
@@ -124,9 +124,9 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
         if call is None:
             return None
         if call.op.name == "relax.permute_dims":
-            found = self.weights(call.args[0])
+            weights = self.weights(call.args[0])
             axes = None if call.attrs.axes is None else [int(axis) for axis in call.attrs.axes]
-            return None if found is None else (np.transpose(found[0], axes), np.transpose(found[1], axes))
+            return None if weights is None else (np.transpose(weights[0], axes), np.transpose(weights[1], axes))
         value, scale, zero = (self.value(arg) for arg in call.args)
         if value is None or scale is None or zero is None or scale.dtype != np.float32:
             return None
@@ -135,23 +135,23 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
             shape[int(call.attrs.axis) % value.ndim] = -1
         return value.astype("int64") - zero.reshape(shape), scale.reshape(shape)
 
-    def _shifted(self, expr: relax.Expr) -> relax.Var | None:
-        """The unsigned integers for signed ones that the model computes."""
+    def _quantize_unsigned(self, expr: relax.Expr) -> relax.Var | None:
+        """The unsigned integers in place of signed ones that the model computes by quantising."""
         call = self.call(expr, "relax.quantize")
-        found = self.scalars(call) if call is not None else None
-        if call is None or found is None or not _is_float32(call.args[0]):
+        scalars = self.scalars(call) if call is not None else None
+        if call is None or scalars is None or not _is_float32(call.args[0]):
             return None
-        moved = _moved(self, call)
-        if moved is not None:
-            return moved
-        return quantise(self, call.args[0], found[0], found[1] + _SHIFT)
+        integers = _move_integers(self, call)
+        if integers is not None:
+            return integers
+        return quantise(self, call.args[0], scalars[0], scalars[1] + _SHIFT)
 
 
 def quantise(rewriter: _ToIntegers, expr: relax.Expr, scale: float, zero: int) -> relax.Var:
-    """The unsigned 8-bit integers for float32 numbers."""
+    """Emit the quantisation of float32 numbers to unsigned 8-bit integers, and return the variable."""
     emit = rewriter.emit
     value = emit(relax.op.multiply(rewriter.visit_expr(expr), relax.const(np.float32(1 / np.float32(scale)))))
-    # Bounds first: a number too large for an integer has none to be bounded.
+    # The bounds come first: a number beyond the range of the integers has no defined conversion.
     value = emit(relax.op.maximum(value, relax.const(np.float32(-zero))))
     value = emit(relax.op.minimum(value, relax.const(np.float32(255 - zero))))
     value = emit(relax.op.add(emit(relax.op.round(value)), relax.const(np.float32(zero))))
@@ -159,25 +159,25 @@ def quantise(rewriter: _ToIntegers, expr: relax.Expr, scale: float, zero: int) -
 
 
 def _quantize(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
-    found, dtype = rewriter.scalars(call), str(call.ty.dtype)
-    if found is None or not _is_float32(call.args[0]) or dtype not in ("uint8", "int8"):
+    scalars, dtype = rewriter.scalars(call), str(call.ty.dtype)
+    if scalars is None or not _is_float32(call.args[0]) or dtype not in ("uint8", "int8"):
         return None
     if dtype == "uint8":
-        moved = _moved(rewriter, call)
-        return quantise(rewriter, call.args[0], *found) if moved is None else moved
+        integers = _move_integers(rewriter, call)
+        return quantise(rewriter, call.args[0], *scalars) if integers is None else integers
     return None
 
 
-def _moved(rewriter: _ToIntegers, call: relax.Call) -> relax.Var | None:
-    """What only moves dequantised numbers, and quantises them as before, moves the integers."""
+def _move_integers(rewriter: _ToIntegers, call: relax.Call) -> relax.Var | None:
+    """Move the integers themselves where numbers are dequantised, moved and quantised again with the same scale."""
     moving = rewriter.call(call.args[0], *_MOVING)
     source = rewriter.integers(moving.args[0]) if moving is not None else None
-    found = rewriter.scalars(call)
-    if moving is None or source is None or found is None:
+    scalars = rewriter.scalars(call)
+    if moving is None or source is None or scalars is None:
         return None
     integers, scale, zero = source
     shift = _SHIFT if str(call.ty.dtype) == "int8" else 0
-    if (scale, zero) != (found[0], found[1] + shift):
+    if (scale, zero) != (scalars[0], scalars[1] + shift):
         return None
     rest = [rewriter.visit_expr(arg) for arg in moving.args[1:]]
     return rewriter.emit(relax.Call(moving.op, [integers, *rest], moving.attrs, moving.ty_args))
@@ -186,16 +186,16 @@ def _moved(rewriter: _ToIntegers, call: relax.Call) -> relax.Var | None:
 def _dequantize(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
     if str(call.ty.dtype) != "float32":
         return None
-    known = rewriter.weights(call)
-    if known is not None:
-        return constant((known[0] * known[1].astype("float64")).astype("float32"))
-    found = rewriter.integers(call)
-    if found is None:
+    weights = rewriter.weights(call)
+    if weights is not None:
+        return constant((weights[0] * weights[1].astype("float64")).astype("float32"))
+    data = rewriter.integers(call)
+    if data is None:
         return None
-    integers, scale, zero = found
+    integers, scale, zero = data
     wide = rewriter.emit(relax.op.astype(integers, "float32"))
-    centred = rewriter.emit(relax.op.subtract(wide, relax.const(np.float32(zero))))
-    return relax.op.multiply(centred, relax.const(np.float32(scale)))
+    difference = rewriter.emit(relax.op.subtract(wide, relax.const(np.float32(zero))))
+    return relax.op.multiply(difference, relax.const(np.float32(scale)))
 
 
 def _conv2d(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
@@ -212,7 +212,7 @@ def _conv2d(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
     data = rewriter.integers(call.args[0])
     if data is None:
         return None
-    rewriter.found += 1
+    rewriter.layers += 1
     product = relax.op.nn.conv2d(
         _centred(rewriter, data[0], data[2]),
         constant(weight.astype("int32")),
@@ -234,7 +234,7 @@ def _matmul(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
     data = rewriter.integers(call.args[0]) if _in_range(weight.T) else None
     if data is None or data[0].ty.ndim < 2:
         return None
-    rewriter.found += 1
+    rewriter.layers += 1
     centred = _centred(rewriter, data[0], data[2])
     product = rewriter.emit(relax.op.matmul(centred, constant(weight.astype("int32")), out_dtype="int32"))
     wide = rewriter.emit(relax.op.astype(product, "float32"))
@@ -266,10 +266,10 @@ _REWRITES: dict[str, Callable[[_ToIntegers, relax.Call], relax.Expr | None]] = {
 
 @tvm.transform.module_pass(opt_level=0, name="IntegerProducts")
 class IntegerProducts:
-    """Lowers what `IntegerArithmetic` made of layers to dot products, once the layout is known.
+    """Lowers the integer layers of `IntegerArithmetic` to dot products, once the layout is known.
 
-    These read the unsigned integers; what the zero point adds is subtracted after the sum. Depthwise convolutions
-    compute the same integers in float32, which holds them exactly.
+    The products read unsigned integers; the part of the sum that the zero point adds is subtracted afterwards.
+    Depthwise convolutions compute the same integers in float32, which holds them exactly.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -301,25 +301,25 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         return call if source is None else lower(call, *source)
 
     def _source(self, expr: relax.Expr) -> tuple[relax.Var, int] | None:
-        """The unsigned integers, and their zero point, that centred ones come from."""
-        moved = self._bound(expr, "relax.permute_dims", "relax.reshape")
-        if moved is not None:
-            found = self._source(moved.args[0])
-            if found is None:
+        """The unsigned integers, and their zero point, of which an expression is the centred form."""
+        move = self._bound_call(expr, "relax.permute_dims", "relax.reshape")
+        if move is not None:
+            source = self._source(move.args[0])
+            if source is None:
                 return None
-            args = [found[0], *moved.args[1:]]
-            return self.builder_.emit(relax.Call(moved.op, args, moved.attrs, moved.ty_args)), found[1]
+            args = [source[0], *move.args[1:]]
+            return self.builder_.emit(relax.Call(move.op, args, move.attrs, move.ty_args)), source[1]
         # A zero point of zero is not subtracted.
-        centred = self._bound(expr, "relax.subtract")
-        wide = self._bound(expr if centred is None else centred.args[0], "relax.astype")
+        difference = self._bound_call(expr, "relax.subtract")
+        wide = self._bound_call(expr if difference is None else difference.args[0], "relax.astype")
         if wide is None or str(wide.args[0].ty.dtype) != "uint8":
             return None
-        if centred is None:
+        if difference is None:
             return wide.args[0], 0
-        zero = centred.args[1]
+        zero = difference.args[1]
         return (wide.args[0], int(zero.value.numpy())) if isinstance(zero, tvm.ir.GenericConst) else None
 
-    def _bound(self, expr: relax.Expr, *names: str) -> relax.Call | None:
+    def _bound_call(self, expr: relax.Expr, *names: str) -> relax.Call | None:
         value = self.lookup_binding(expr) if isinstance(expr, relax.Var) else None
         return value if isinstance(value, relax.Call) and getattr(value.op, "name", "") in names else None
 
@@ -350,7 +350,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         product = self.builder_.call_te(
             compute_dot, data, packed, primfunc_name_hint="conv2d_int8", primfunc_attrs=FUSABLE
         )
-        return self._corrected(product, zero, weight.sum(axis=(1, 2, 3)))
+        return self._subtract_zero_point(product, zero, weight.sum(axis=(1, 2, 3)))
 
     def _matmul(self, call: relax.Call, data: relax.Var, zero: int) -> relax.Expr:
         weight = call.args[1].value.numpy()
@@ -361,16 +361,16 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         rows = row_dimensions(data.ty.shape.values[:-1])
         compute = partial(dot.dense, dot=INT8, units=units, rows=rows, machine=self._machine)
         product = self.builder_.call_te(compute, data, packed, primfunc_name_hint="dense_int8", primfunc_attrs=FUSABLE)
-        return self._corrected(product, zero, weight.sum(axis=0))
+        return self._subtract_zero_point(product, zero, weight.sum(axis=0))
 
-    def _corrected(self, product: relax.Expr, zero: int, sums: Array) -> relax.Expr:
+    def _subtract_zero_point(self, product: relax.Expr, zero: int, sums: Array) -> relax.Expr:
         if zero == 0:
             return product
         return relax.op.subtract(self.builder_.emit(product), constant((zero * sums).astype("int32")))
 
 
 class _Centred:
-    """A tensor of unsigned integers that is read as float32 numbers without their zero point."""
+    """A tensor of unsigned integers whose elements are read as float32, less their zero point."""
 
     dtype = "float32"
 

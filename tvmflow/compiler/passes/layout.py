@@ -1,4 +1,4 @@
-"""Brings activations to channels last by moving transposes down the graph, where they meet and cancel."""
+"""Computes on tensors with the channels last: transposes move down the graph until they cancel."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 @dataclass(frozen=True)
 class _Permuted:
-    """A value that is not computed: `permute_dims(base, axes)`."""
+    """The value `permute_dims(base, axes)`, whose transpose is not computed."""
 
     base: relax.Expr
     axes: tuple[int, ...]
 
     @property
-    def plain(self) -> bool:
-        """Whether the dimensions are in their own order."""
+    def is_plain(self) -> bool:
+        """Return whether the dimensions are in their own order."""
         return self.axes == tuple(range(len(self.axes)))
 
     @property
     def sizes(self) -> list[Any]:
-        """The sizes of the value's dimensions."""
+        """Return the sizes of the value's dimensions."""
         return [self.base.ty.shape.values[axis] for axis in self.axes]
 
 
@@ -31,9 +31,9 @@ class _Permuted:
 class ChannelsLast:
     """Computes convolutions, and what is between them, on tensors whose channels are the last dimension.
 
-    A convolution reads its operand and leaves its result with the channels last. The transposes this takes, and those
-    of the model, are not computed where they stand: every operator that can work on dimensions in another order does,
-    so that they move down until they cancel or an operator or the end needs the model's own order.
+    A convolution reads and writes tensors with the channels last. The transposes around it, and those of the model, are
+    not computed in place: every operator that can work on another order of dimensions does so. A transpose moves down
+    until it cancels with another, or until an operator or an output needs the model's own order.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -67,11 +67,11 @@ class _Layout(PyExprMutator):  # type: ignore[misc]
         if result is None:
             super().visit_var_binding_(binding)
         elif not isinstance(variable, relax.DataflowVar):
-            # What leaves the block has the model's own order.
+            # A value that leaves the block has the model's own order.
             self._leave(variable, result)
         elif isinstance(result.base.ty, relax.TupleType):
             self._tuples[variable] = result
-        elif result.plain:
+        elif result.is_plain:
             self.set_var_remap(variable, result.base)
         else:
             self._values[variable] = result
@@ -101,7 +101,7 @@ class _Layout(PyExprMutator):  # type: ignore[misc]
         return self.builder_.emit(expr)
 
     def value(self, expr: relax.Expr) -> _Permuted | None:
-        """An operand as it is; None where its rank is unknown."""
+        """Return an operand with its pending transpose; None where its rank is unknown."""
         if expr in self._values:
             return self._values[expr]
         ty = expr.ty
@@ -110,19 +110,19 @@ class _Layout(PyExprMutator):  # type: ignore[misc]
         return _Permuted(self.visit_expr(expr), tuple(range(len(ty.shape.values))))
 
     def ordered(self, value: _Permuted, axes: Sequence[int]) -> relax.Expr:
-        """The expression whose dimensions in the order `axes` are the value."""
+        """Return the expression that, transposed by `axes`, is the value."""
         moves = _inverse(axes)
         order = [value.axes[place] for place in moves]
         if order == sorted(order):
             return value.base
         sizes = value.base.ty.shape.values
-        moved = [axis for axis in order if not _is_one(sizes[axis])]
-        if moved == sorted(moved):
+        long_axes = [axis for axis in order if not _is_one(sizes[axis])]
+        if long_axes == sorted(long_axes):
             return self.emit(relax.op.reshape(value.base, [sizes[axis] for axis in order]))
         return self.emit(relax.op.permute_dims(value.base, order))
 
     def aligned(self, value: _Permuted, axes: Sequence[int]) -> relax.Expr:
-        """The same for an operand of an element-wise operator, whose rank may be less."""
+        """Return the same for an operand of an element-wise operator, of the result's rank or a smaller one."""
         missing = len(axes) - len(value.axes)
         if not value.axes or missing == 0:
             return self.ordered(value, axes) if value.axes else value.base
@@ -159,11 +159,11 @@ def _operands(layout: _Layout, exprs: Sequence[relax.Expr]) -> list[_Permuted] |
 
 
 def _order(values: Sequence[_Permuted]) -> tuple[int, ...] | None:
-    """The order of the largest of the operands, one that is not plain where two are as large; None if it is plain."""
+    """The order of the largest operand, of two equally large ones the one that is not plain; None if it is plain."""
     rank = max(len(value.axes) for value in values)
     full = [value for value in values if len(value.axes) == rank and not isinstance(value.base, tvm.ir.GenericConst)]
-    best = max(full, key=lambda value: (_elements(value.sizes), not value.plain), default=None)
-    return None if best is None or best.plain else best.axes
+    best = max(full, key=lambda value: (_elements(value.sizes), not value.is_plain), default=None)
+    return None if best is None or best.is_plain else best.axes
 
 
 def _elements(sizes: Sequence[Any]) -> int:
@@ -220,7 +220,7 @@ def _spatial(layouts: str, kernel: str | None, *, always: bool) -> _Rule:
 
 
 def _pool2d(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    """Where windows overlap, pooling along channels is worth two transposes."""
+    """Pool with the channels last; where windows overlap, this is worth two transposes."""
     shape = call.args[0].ty.shape.values if isinstance(call.args[0].ty.shape, relax.ShapeExpr) else []
     wide = len(shape) == 4 and isinstance(shape[1], tvm.tirx.IntImm) and int(shape[1]) >= _WIDE
     overlap = any(
@@ -230,8 +230,8 @@ def _pool2d(layout: _Layout, call: relax.Call) -> _Permuted | None:
 
 
 def _pool1d(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    """Pooling of one dimension as that of images one line high."""
-    value = _moved(call, layout)
+    """Write one-dimensional pooling as pooling of images one line high."""
+    value = _transposed(call, layout)
     if value is None or value.axes != (0, 2, 1) or (call.attrs.layout, call.attrs.out_layout) != ("NCW", "NCW"):
         return None
     size, stride, dilation = (int(item[0]) for item in (call.attrs.pool_size, call.attrs.strides, call.attrs.dilation))
@@ -242,8 +242,8 @@ def _pool1d(layout: _Layout, call: relax.Call) -> _Permuted | None:
 
 
 def _pool3d(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    """Pools every slice, then the slices: a window's maximum or mean is that of its slices'."""
-    value, out, attrs = _moved(call, layout), _shape(call), call.attrs
+    """Pool within every slice, then across slices: a window's maximum or mean is that of its slices' results."""
+    value, out, attrs = _transposed(call, layout), _shape(call), call.attrs
     if value is None or out is None or value.axes != (0, 4, 1, 2, 3):
         return None
     if (attrs.layout, attrs.out_layout) != ("NCDHW", "NCDHW"):
@@ -275,36 +275,36 @@ def _pool_images(
     return layout.emit(pool(images, size, strides, padding, dilation, *modes, layout="NHWC", out_layout="NHWC"))
 
 
-def _moved(call: relax.Call, layout: _Layout) -> _Permuted | None:
-    """The first operand where it is not plain."""
+def _transposed(call: relax.Call, layout: _Layout) -> _Permuted | None:
+    """The first operand if it is not plain; else None."""
     value = layout.value(call.args[0])
-    return None if value is None or value.plain else value
+    return None if value is None or value.is_plain else value
 
 
 def _reduction(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value = _moved(call, layout)
+    value = _transposed(call, layout)
     if value is None:
         return None
     rank, axis = len(value.axes), call.attrs.axis
     single = isinstance(axis, int | tvm.tirx.IntImm)
-    wanted = range(rank) if axis is None else [int(item) % rank for item in ([axis] if single else axis)]
-    reduced = sorted(value.axes[place] for place in wanted)
-    changes = {} if axis is None else {"axis": reduced[0] if single else reduced}
+    places = range(rank) if axis is None else [int(item) % rank for item in ([axis] if single else axis)]
+    base_axes = sorted(value.axes[place] for place in places)
+    changes = {} if axis is None else {"axis": base_axes[0] if single else base_axes}
     result = _call(layout, call, [value.base], changes)
     if call.attrs.keepdims:
         return _Permuted(result, value.axes)
-    return _Permuted(result, _without(value.axes, reduced))
+    return _Permuted(result, _without(value.axes, base_axes))
 
 
-def _without(axes: Sequence[int], removed: Sequence[int]) -> tuple[int, ...]:
-    """The order of the dimensions that remain when some of the base are removed."""
-    kept = [axis for axis in axes if axis not in removed]
-    return tuple(sorted(kept).index(axis) for axis in kept)
+def _without(axes: Sequence[int], base_axes: Sequence[int]) -> tuple[int, ...]:
+    """The order of the dimensions that remain when `base_axes` are removed from the base."""
+    rest = [axis for axis in axes if axis not in base_axes]
+    return tuple(sorted(rest).index(axis) for axis in rest)
 
 
 def _along(layout: _Layout, call: relax.Call) -> _Permuted | None:
     """Operators on one dimension that keep the shape."""
-    value = _moved(call, layout)
+    value = _transposed(call, layout)
     if value is None or call.attrs.axis is None:
         return None
     axis = value.axes[int(call.attrs.axis) % len(value.axes)]
@@ -315,7 +315,7 @@ def _along(layout: _Layout, call: relax.Call) -> _Permuted | None:
 
 def _norm(layout: _Layout, call: relax.Call) -> _Permuted | None:
     """Norms over the last dimensions, which stay there."""
-    value = _moved(call, layout)
+    value = _transposed(call, layout)
     if value is None:
         return None
     rank = len(value.axes)
@@ -327,7 +327,7 @@ def _norm(layout: _Layout, call: relax.Call) -> _Permuted | None:
 
 def _channel_norm(layout: _Layout, call: relax.Call) -> _Permuted | None:
     """Norms over the dimensions of each group of channels."""
-    value = _moved(call, layout)
+    value = _transposed(call, layout)
     if value is None:
         return None
     rank = len(value.axes)
@@ -349,7 +349,7 @@ def _concat(layout: _Layout, call: relax.Call) -> _Permuted | None:
 
 
 def _split(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value = _moved(call, layout)
+    value = _transposed(call, layout)
     if value is None:
         return None
     axis = value.axes[int(call.attrs.axis) % len(value.axes)]
@@ -357,7 +357,7 @@ def _split(layout: _Layout, call: relax.Call) -> _Permuted | None:
 
 
 def _strided_slice(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value = _moved(call, layout)
+    value = _transposed(call, layout)
     if value is None or not isinstance(call.args[1], relax.Tuple):
         return None
     axes = relax.Tuple([tvm.tirx.IntImm("int64", value.axes[int(axis) % len(value.axes)]) for axis in call.args[1]])
@@ -366,16 +366,16 @@ def _strided_slice(layout: _Layout, call: relax.Call) -> _Permuted | None:
 
 
 def _pad(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value = _moved(call, layout)
+    value = _transposed(call, layout)
     if value is None:
         return None
     widths = [int(width) for width in call.attrs.pad_width]
-    moved = [width for place in _inverse(value.axes) for width in widths[2 * place : 2 * place + 2]]
-    return _Permuted(_call(layout, call, [value.base], {"pad_width": moved}), value.axes)
+    base_widths = [width for place in _inverse(value.axes) for width in widths[2 * place : 2 * place + 2]]
+    return _Permuted(_call(layout, call, [value.base], {"pad_width": base_widths}), value.axes)
 
 
 def _tile(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value = _moved(call, layout)
+    value = _transposed(call, layout)
     if value is None or len(call.attrs.repeats) != len(value.axes):
         return None
     repeats = [int(call.attrs.repeats[place]) for place in _inverse(value.axes)]
@@ -383,7 +383,7 @@ def _tile(layout: _Layout, call: relax.Call) -> _Permuted | None:
 
 
 def _broadcast_to(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value, target = _moved(call, layout), _shape(call)
+    value, target = _transposed(call, layout), _shape(call)
     if value is None or target is None or len(target) != len(value.axes):
         return None
     return _Permuted(
@@ -397,11 +397,11 @@ def _shape(call: relax.Call) -> list[Any] | None:
 
 
 def _reshape(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    """Reshapes, and what only adds or removes dimensions of size one.
+    """Reshape, or add or remove dimensions of size one.
 
-    Dimensions that merge must be neighbours in memory; a transpose before brings them together where they are not.
+    Dimensions that merge must be neighbours in memory; where they are not, a transpose brings them together first.
     """
-    value, target = _moved(call, layout), _shape(call)
+    value, target = _transposed(call, layout), _shape(call)
     groups = None if value is None or target is None else _groups(value.sizes, target)
     if value is None or target is None or groups is None:
         return None
@@ -421,14 +421,17 @@ def _reshape(layout: _Layout, call: relax.Call) -> _Permuted | None:
         following = next((other for other in range(place + 1, len(target)) if other in order), None)
         leading = all(_is_one(size) for size in target[:place])
         order.insert(place if leading else len(order) if following is None else order.index(following), place)
-    wanted = [target[place] for place in order]
-    if not _same(base.ty.shape.values, wanted):
-        base = layout.emit(relax.op.reshape(base, wanted))
+    shape = [target[place] for place in order]
+    if not _same(base.ty.shape.values, shape):
+        base = layout.emit(relax.op.reshape(base, shape))
     return _Permuted(base, tuple(_inverse(order)))
 
 
 def _groups(sizes: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int], list[int]]] | None:
-    """Which dimensions become which in a reshape, without those of size one; None where symbols hide it."""
+    """The dimensions of a reshape that become each other, as (before, after), without those of size one.
+
+    None where symbols leave this open.
+    """
     left = [place for place, size in enumerate(sizes) if not _is_one(size)]
     right = [place for place, size in enumerate(target) if not _is_one(size)]
     groups = []

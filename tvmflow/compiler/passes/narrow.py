@@ -1,4 +1,4 @@
-"""Computes products in narrower numbers: what they read is rounded once, and kept in memory so for all its readers."""
+"""Computes products in narrower numbers: their operands are rounded once and stay so in memory, for all readers."""
 
 from typing import Any, Protocol
 
@@ -13,33 +13,33 @@ class Numbers(Protocol):
     """The numbers that convolutions and matrix products are computed in."""
 
     def operands(self, call: relax.Call) -> list[relax.Expr]:
-        """The operands of a product that are rounded, apart from packed weights; none for what is none of ours."""
+        """Return the operands of a product to round, apart from weights; an empty list for other calls."""
 
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
-        """A convolution of rounded data."""
+        """Return a convolution of rounded data."""
 
     def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
-        """A matrix product of rounded operands."""
+        """Return a matrix product of rounded operands."""
 
     def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-        """A float32 tensor as one of these numbers."""
+        """Return a float32 tensor rounded to these numbers."""
 
     def widen(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-        """A tensor of these numbers as one of float32."""
+        """Return a tensor of these numbers as float32."""
 
 
-def narrowed(mod: tvm.IRModule, numbers: Numbers) -> tvm.IRModule:
-    """The module whose products compute in these numbers."""
+def narrow_products(mod: tvm.IRModule, numbers: Numbers) -> tvm.IRModule:
+    """Return the module with products that compute in these numbers."""
     rounding = _Round(mod, numbers)
     for variable, function in mod.functions_items():
         if isinstance(function, relax.Function):
-            rounding.find(function)
+            rounding.collect_operands(function)
             rounding.builder_.update_func(variable, rounding.visit_expr(function))
     return rounding.builder_.get()
 
 
 def is_weighted(call: relax.Call) -> bool:
-    """Whether a call is a convolution of NHWC data or a matrix product, in float32, with constant weights."""
+    """Return whether a call is a convolution of NHWC data, or a matrix product, in float32 with constant weights."""
     name = getattr(call.op, "name", "")
     if name not in ("relax.nn.conv2d", "relax.matmul") or not is_float32(*call.args):
         return False
@@ -59,13 +59,13 @@ def is_weighted(call: relax.Call) -> bool:
 
 
 def is_depthwise(call: relax.Call) -> bool:
-    """Whether a convolution with constant weights filters each channel by itself."""
+    """Return whether a convolution with constant weights filters each channel by itself."""
     out_channels, depth = (int(dim) for dim in call.args[1].ty.shape.values[:2])
     return depth == 1 and int(call.attrs.groups) == out_channels > 1
 
 
 def geometry(call: relax.Call) -> dict[str, Any]:
-    """A convolution's strides, padding and dilation."""
+    """Return a convolution's strides, padding and dilation, as keyword arguments."""
     attrs = call.attrs
     return {
         "strides": [int(item) for item in attrs.strides],
@@ -79,23 +79,23 @@ class _Round(PyExprMutator):  # type: ignore[misc]
     def __init__(self, mod: tvm.IRModule, numbers: Numbers) -> None:
         super().__init__(mod)
         self._numbers = numbers
-        self._wanted: set[relax.Var] = set()
+        self._operands: set[relax.Var] = set()
         self._rounded: dict[relax.Var, relax.Var] = {}
 
-    def find(self, function: relax.Function) -> None:
-        """Find the values that products read."""
+    def collect_operands(self, function: relax.Function) -> None:
+        """Collect the variables that products read."""
 
         def visit(node: Any) -> None:
             if isinstance(node, relax.Call):
-                self._wanted.update(arg for arg in self._numbers.operands(node) if isinstance(arg, relax.Var))
+                self._operands.update(arg for arg in self._numbers.operands(node) if isinstance(arg, relax.Var))
 
         relax.analysis.post_order_visit(function, visit)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         super().visit_var_binding_(binding)
-        if binding.var in self._wanted:
+        if binding.var in self._operands:
             value = self.visit_expr(binding.var)
-            # What is read outside its dataflow block is so rounded, too.
+            # A value that is read outside of its dataflow block is rounded for its readers there, too.
             emit = self.builder_.emit if isinstance(binding.var, relax.DataflowVar) else self._emit_output
             self._rounded[binding.var] = emit(self._numbers.round(self.builder_, value))
 
@@ -109,7 +109,7 @@ class _Round(PyExprMutator):  # type: ignore[misc]
         return self._numbers.matmul(self.builder_, op, low)
 
     def _read(self, arg: relax.Expr) -> relax.Expr:
-        """What is no product reads the rounded value too: it is in memory once."""
+        """An operand of another operator: it reads the rounded value too, which is in memory once."""
         if isinstance(arg, relax.Tuple):
             return relax.Tuple([self._read(field) for field in arg.fields])
         if isinstance(arg, relax.Var) and arg in self._rounded:

@@ -1,4 +1,4 @@
-"""Finds operators that a model spells out in smaller ones: activations, norms and softmax."""
+"""Recognises activations, norms and softmax that a model composes of smaller operators."""
 
 import math
 from collections.abc import Sequence
@@ -9,41 +9,41 @@ from tvm import relax, tirx
 
 from tvmflow.compiler.passes.rewrite import Rewriter, by_channel, constant, dtype, rank, rewriting, same_shape, sizes
 
-# How far the constants of a formula may be from their values: exporters write them with few digits.
+# The relative tolerance for the constants of a formula: exporters write them with few digits.
 _TOLERANCE = 1e-4
-# More factors than these no formula has.
+# The most factors of any formula.
 _MOST_FACTORS = 8
-# From here on tanh(softplus(x)) is one in float32, and e to the power of twice this is finite.
+# From this x on tanh(softplus(x)) is one in float32; exp(2 x) is still finite there.
 _MISH_IS_LINEAR = 20.0
 
 
-def _close(value: float | None, wanted: float) -> bool:
-    return value is not None and math.isclose(value, wanted, rel_tol=_TOLERANCE)
+def _is_close(value: float | None, expected: float) -> bool:
+    return value is not None and math.isclose(value, expected, rel_tol=_TOLERANCE)
 
 
 def factors(rewriter: Rewriter, expr: relax.Expr) -> tuple[float, list[relax.Expr]]:
-    """A product in any association as the product of its numbers and its other factors."""
-    scale, open_ = 1.0, [expr]
+    """Split a product, in any association, into the product of its numbers and a list of its other factors."""
+    scale, queue = 1.0, [expr]
     parts: list[relax.Expr] = []
-    while open_:
-        item = open_.pop()
+    while queue:
+        item = queue.pop()
         number = rewriter.scalar(item)
         if number is not None:
             scale *= number
             continue
         call = rewriter.call(item, "multiply", "divide", "negative")
-        if call is None or len(parts) + len(open_) >= _MOST_FACTORS:
+        if call is None or len(parts) + len(queue) >= _MOST_FACTORS:
             parts.append(item)
         elif call.op.name == "relax.negative":
             scale = -scale
-            open_.append(call.args[0])
+            queue.append(call.args[0])
         elif call.op.name == "relax.multiply":
-            open_.extend((call.args[1], call.args[0]))
+            queue.extend((call.args[1], call.args[0]))
         else:
             divisor = rewriter.scalar(call.args[1])
             if divisor:
                 scale /= divisor
-                open_.append(call.args[0])
+                queue.append(call.args[0])
             else:
                 parts.append(item)
     return scale, parts
@@ -58,10 +58,12 @@ def _multiplied(rewriter: Rewriter, scale: float, parts: Sequence[relax.Expr]) -
     return relax.op.multiply(rewriter.emit(result), relax.const(scale, "float32"))
 
 
-def _without(rewriter: Rewriter, parts: Sequence[relax.Expr], dropped: Sequence[relax.Expr]) -> list[relax.Expr] | None:
-    """The factors without some, each taken away once; None if one is not there."""
+def _without(
+    rewriter: Rewriter, parts: Sequence[relax.Expr], factors_to_drop: Sequence[relax.Expr]
+) -> list[relax.Expr] | None:
+    """The factors without `factors_to_drop`, each removed once; None if one is absent."""
     rest = list(parts)
-    for item in dropped:
+    for item in factors_to_drop:
         place = next((index for index, part in enumerate(rest) if rewriter.same(part, item)), None)
         if place is None:
             return None
@@ -70,12 +72,12 @@ def _without(rewriter: Rewriter, parts: Sequence[relax.Expr], dropped: Sequence[
 
 
 def _plus(rewriter: Rewriter, expr: relax.Expr, number: float) -> relax.Expr | None:
-    """The other operand where an expression adds a number."""
+    """x where an expression is `x + number`."""
     call = rewriter.call(expr, "add")
     if call is None:
         return None
     for a, b in ((0, 1), (1, 0)):
-        if _close(rewriter.scalar(call.args[a]), number):
+        if _is_close(rewriter.scalar(call.args[a]), number):
             return call.args[b]
     return None
 
@@ -89,8 +91,8 @@ def _of(rewriter: Rewriter, expr: relax.Expr, function: str, scale: float) -> re
     call = rewriter.call(expr, function)
     if call is None:
         return None
-    found, parts = factors(rewriter, call.args[0])
-    return parts[0] if len(parts) == 1 and _close(found, scale) else None
+    factor, parts = factors(rewriter, call.args[0])
+    return parts[0] if len(parts) == 1 and _is_close(factor, scale) else None
 
 
 def _gelu(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -118,7 +120,7 @@ def _cubic_tanh(rewriter: Rewriter, expr: relax.Expr) -> relax.Expr | None:
     if tanh is None:
         return None
     scale, parts = factors(rewriter, tanh.args[0])
-    if not _close(scale, math.sqrt(2 / math.pi)):
+    if not _is_close(scale, math.sqrt(2 / math.pi)):
         return None
     for part in parts:
         total = rewriter.call(part, "add")
@@ -127,11 +129,11 @@ def _cubic_tanh(rewriter: Rewriter, expr: relax.Expr) -> relax.Expr | None:
         for a, b in ((0, 1), (1, 0)):
             x, number = total.args[a], rewriter.scalar(total.args[a])
             cubic, powers = factors(rewriter, total.args[b])
-            if not _close(cubic, 0.044715):
+            if not _is_close(cubic, 0.044715):
                 continue
             if number is None and len(parts) == 1 and _without(rewriter, powers, [x, x, x]) == []:
                 return x
-            if _close(number, 1.0) and len(parts) == 2 and len(powers) == 2:
+            if _is_close(number, 1.0) and len(parts) == 2 and len(powers) == 2:
                 x = parts[0] if part is parts[1] else parts[1]
                 if _without(rewriter, powers, [x, x]) == []:
                     return x
@@ -139,7 +141,7 @@ def _cubic_tanh(rewriter: Rewriter, expr: relax.Expr) -> relax.Expr | None:
 
 
 def compose_gelu() -> tvm.transform.Pass:
-    """Finds the Gaussian error linear unit, by the error function or by its approximation with tanh."""
+    """Return the pass that recognises the Gaussian error linear unit, by erf or by its approximation with tanh."""
     return rewriting("ComposeGelu", {"multiply": (_gelu,)})
 
 
@@ -152,7 +154,7 @@ def _logistic(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         return None
     if rewriter.same(above, x):
         return relax.op.nn.silu(x)
-    return relax.op.sigmoid(x) if _close(rewriter.scalar(above), 1.0) else None
+    return relax.op.sigmoid(x) if _is_close(rewriter.scalar(above), 1.0) else None
 
 
 def _silu(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -168,7 +170,7 @@ def _silu(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def compose_silu() -> tvm.transform.Pass:
-    """Finds the logistic function and its product with its argument, SiLU or swish."""
+    """Return the pass that recognises the logistic function, and its product with its argument, SiLU or swish."""
     return rewriting("ComposeSilu", {"divide": (_logistic,), "multiply": (_silu,)})
 
 
@@ -208,7 +210,7 @@ def _mish(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def simplify_mish() -> tvm.transform.Pass:
-    """Writes the hyperbolic tangent of softplus, Mish's gate, with one exponential."""
+    """Return the pass that writes the hyperbolic tangent of softplus, Mish's gate, with one exponential."""
     return rewriting("SimplifyMish", {"tanh": (_mish,)})
 
 
@@ -255,13 +257,13 @@ def _root_of(rewriter: Rewriter, expr: relax.Expr, *names: str) -> tuple[relax.E
 
 def _one_over_root(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Expr, float] | None:
     quotient = rewriter.call(expr, "divide")
-    if quotient is not None and _close(rewriter.scalar(quotient.args[0]), 1.0):
+    if quotient is not None and _is_close(rewriter.scalar(quotient.args[0]), 1.0):
         return _root_of(rewriter, quotient.args[1], "sqrt")
     return _root_of(rewriter, expr, "rsqrt")
 
 
-def _normalised(rewriter: Rewriter, data: relax.Expr, spread: relax.Expr, epsilon: float) -> relax.Expr | None:
-    """`data` over the root of `spread` + epsilon as a norm, if it is one."""
+def _compose_norm(rewriter: Rewriter, data: relax.Expr, spread: relax.Expr, epsilon: float) -> relax.Expr | None:
+    """The norm that `data` over the root of `spread` + epsilon is; None if it is none."""
     variance = rewriter.call(spread, "variance")
     centred = _centred(rewriter, data)
     squares = _mean_of_squares(rewriter, spread)
@@ -321,7 +323,7 @@ def _neutral(size: int) -> tuple[relax.Expr, relax.Expr]:
 
 def _norm_by_division(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     root = _root_of(rewriter, call.args[1], "sqrt")
-    return None if root is None else _normalised(rewriter, call.args[0], *root)
+    return None if root is None else _compose_norm(rewriter, call.args[0], *root)
 
 
 def _norm_by_product(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -334,7 +336,7 @@ def _norm_by_product(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         if root is None:
             continue
         for data in parts:
-            norm = None if data is part else _normalised(rewriter, data, *root)
+            norm = None if data is part else _compose_norm(rewriter, data, *root)
             if norm is not None and same_shape(sizes(data), sizes(call)):
                 rest = [other for other in parts if other is not part and other is not data]
                 return _multiplied(rewriter, scale, [norm, *rest])

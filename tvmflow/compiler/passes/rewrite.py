@@ -1,4 +1,4 @@
-"""What the canonicalisation passes are made of: rules that replace one call, tried until none applies."""
+"""The engine of the canonicalisation passes: rules that replace one call, applied until none applies any more."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +14,9 @@ Array = npt.NDArray[Any]
 # Replaces a call, or an element of the tuple that a call returned; None where the rule does not apply.
 Rule = Callable[["Rewriter", Any], relax.Expr | None]
 
-# The name under which rules for elements of tuples are listed.
+# The key of the rules for elements of tuples.
 ELEMENT = "element"
-# More often than this no rule should apply to one expression, or one pass to a function.
+# The most times that rules apply to one expression, and that a pass goes through a module.
 _MOST = 20
 
 
@@ -24,22 +24,22 @@ _MOST = 20
 class Rewriter(PyExprMutator):  # type: ignore[misc]
     """Visits a function in the order of its bindings and applies the rules for each call's operator.
 
-    `rules` are by the operator's name without `relax.`. What rules look up are the expressions already rewritten.
+    `rules` are by the operator's name without `relax.`. The methods below show a rule the rewritten expressions.
     """
 
     def __init__(self, mod: tvm.IRModule, rules: Mapping[str, Sequence[Rule]]) -> None:
         super().__init__(mod)
-        self.changed = False
+        self.has_changed = False
         self._rules = rules
         self._uses: Counter[relax.Var] = Counter()
 
     def rewrite(self, function: relax.Function) -> relax.Function:
-        """The function with all rules applied to every call once, and without what nothing uses any more."""
-        self.changed = False
+        """Return the function with the rules applied once to every call, without the bindings that became unused."""
+        self.has_changed = False
         self._uses.clear()
         relax.analysis.post_order_visit(function, self._count)
-        rewritten = self.visit_expr(function)
-        return relax.analysis.remove_all_unused(rewritten) if self.changed else function
+        result = self.visit_expr(function)
+        return relax.analysis.remove_all_unused(result) if self.has_changed else function
 
     def _count(self, expr: Any) -> None:
         for child in _children(expr):
@@ -47,23 +47,23 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
                 self._uses[child] += 1
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
-        """Rewrite a call."""
+        """Apply the rules to a call."""
         return self._apply(super().visit_call_(op))
 
     def visit_tuple_getitem_(self, op: relax.TupleGetItem) -> relax.Expr:
-        """Rewrite an element of a tuple."""
+        """Apply the rules to an element of a tuple."""
         return self._apply(super().visit_tuple_getitem_(op))
 
     def _apply(self, expr: relax.Expr) -> relax.Expr:
         for _ in range(_MOST):
-            simpler = self._once(expr)
-            if simpler is None:
+            replacement = self._apply_once(expr)
+            if replacement is None:
                 return expr
-            self.changed = True
-            expr = self.builder_.normalize(simpler)
+            self.has_changed = True
+            expr = self.builder_.normalize(replacement)
         return expr
 
-    def _once(self, expr: relax.Expr) -> relax.Expr | None:
+    def _apply_once(self, expr: relax.Expr) -> relax.Expr | None:
         if isinstance(expr, relax.TupleGetItem):
             name = ELEMENT
         elif isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op):
@@ -71,57 +71,57 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         else:
             return None
         for rule in self._rules.get(name, ()):
-            simpler = rule(self, expr)
-            if simpler is not None:
-                return simpler
+            replacement = rule(self, expr)
+            if replacement is not None:
+                return replacement
         return None
 
     def emit(self, expr: relax.Expr) -> relax.Expr:
-        """Bind an expression that a rule has made, with the rules applied to it as well."""
+        """Apply the rules to a new expression and bind it to a variable; return the variable."""
         expr = self._apply(self.builder_.normalize(expr))
         return self.builder_.emit(expr) if isinstance(expr, relax.Call | relax.TupleGetItem) else expr
 
     def behind(self, expr: relax.Expr) -> relax.Expr:
-        """The expression that a variable is bound to; the variable itself if it is a parameter."""
+        """Return the expression that a variable is bound to; a parameter, and anything else, is returned as it is."""
         while isinstance(expr, relax.Var):
-            bound = self.lookup_binding(expr)
-            if bound is None:
+            value = self.lookup_binding(expr)
+            if value is None:
                 return expr
-            expr = bound
+            expr = value
         return expr
 
     def call(self, expr: relax.Expr, *names: str) -> relax.Call | None:
-        """The call behind an expression if it is of one of these operators."""
+        """Return the call that an expression is, or is bound to, if its operator is one of `names`; else None."""
         expr = self.behind(expr)
         if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op):
             return expr if expr.op.name.removeprefix("relax.") in names else None
         return None
 
     def constant(self, expr: relax.Expr) -> Array | None:
-        """The value of a constant or of a variable bound to one."""
+        """Return the value of a constant, or of a variable bound to one; None for others."""
         expr = self.behind(expr)
         return expr.value.numpy() if isinstance(expr, tvm.ir.GenericConst) else None
 
     def scalar(self, expr: relax.Expr) -> float | None:
-        """The one number that a constant holds, whatever its rank."""
+        """Return the number that a constant of one element holds, whatever its rank; None for others."""
         value = self.constant(expr)
         return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
 
     def same(self, a: relax.Expr, b: relax.Expr) -> bool:
-        """Whether two expressions are one value."""
+        """Return whether two expressions are the same value."""
         a, b = self._root(a), self._root(b)
         return bool(a.same_as(b))
 
     def _root(self, expr: relax.Expr) -> relax.Expr:
         while isinstance(expr, relax.Var):
-            bound = self.lookup_binding(expr)
-            if not isinstance(bound, relax.Var | tvm.ir.GenericConst):
+            value = self.lookup_binding(expr)
+            if not isinstance(value, relax.Var | tvm.ir.GenericConst):
                 return expr
-            expr = bound
+            expr = value
         return expr
 
     def used_once(self, expr: relax.Expr) -> bool:
-        """Whether nothing but one other expression reads this one, so that changing it loses nothing."""
+        """Return whether at most one other expression reads this one, so that it may be replaced."""
         return not isinstance(expr, relax.Var) or self._uses[expr] <= 1
 
 
@@ -141,17 +141,17 @@ def _children(expr: Any) -> Sequence[Any]:
 
 
 def rewriting(name: str, rules: Mapping[str, Sequence[Rule]]) -> tvm.transform.Pass:
-    """A pass that applies rules to every Relax function of a module until nothing changes."""
+    """Return the pass `name`, which applies rules to every Relax function of a module until nothing changes."""
 
     def transform(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         for _ in range(_MOST):
             rewriter = Rewriter(mod, rules)
-            changed = False
+            has_changed = False
             for variable, function in mod.functions_items():
                 if isinstance(function, relax.Function):
                     rewriter.builder_.update_func(variable, rewriter.rewrite(function))
-                    changed = changed or rewriter.changed
-            if not changed:
+                    has_changed = has_changed or rewriter.has_changed
+            if not has_changed:
                 return mod
             mod = rewriter.builder_.get()
         return mod
@@ -160,18 +160,18 @@ def rewriting(name: str, rules: Mapping[str, Sequence[Rule]]) -> tvm.transform.P
 
 
 def constant(value: Array) -> relax.Expr:
-    """An array as a constant of the program."""
+    """Return an array as a constant of the program."""
     return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
 
 
 def sizes(expr: relax.Expr) -> list[Any] | None:
-    """The dimensions of a tensor, None where they are not known at all."""
+    """Return the dimensions of a tensor, numbers or symbols; None where its shape is unknown."""
     ty = expr.ty
     return list(ty.shape.values) if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) else None
 
 
-def known(expr: relax.Expr) -> list[int] | None:
-    """The dimensions of a tensor if all are numbers."""
+def static_sizes(expr: relax.Expr) -> list[int] | None:
+    """Return the dimensions of a tensor if all are numbers; else None."""
     dims = sizes(expr)
     if dims is None or not all(isinstance(dim, tvm.tirx.IntImm) for dim in dims):
         return None
@@ -179,17 +179,17 @@ def known(expr: relax.Expr) -> list[int] | None:
 
 
 def rank(expr: relax.Expr) -> int | None:
-    """The number of dimensions of a tensor, None where it is not known."""
+    """Return the number of dimensions of a tensor; None where it is unknown."""
     return int(expr.ty.ndim) if isinstance(expr.ty, relax.TensorType) and expr.ty.ndim >= 0 else None
 
 
 def dtype(expr: relax.Expr) -> str:
-    """A tensor's type of numbers."""
+    """Return the name of a tensor's element type, as `float32`; empty where it is unknown."""
     return str(expr.ty.dtype) if isinstance(expr.ty, relax.TensorType) and expr.ty.dtype is not None else ""
 
 
 def same_shape(a: Sequence[Any] | None, b: Sequence[Any] | None) -> bool:
-    """Whether shapes are proven equal."""
+    """Return whether two shapes are provably equal."""
     if a is None or b is None or len(a) != len(b):
         return False
     analyzer = tvm.sym.Analyzer()
@@ -197,7 +197,10 @@ def same_shape(a: Sequence[Any] | None, b: Sequence[Any] | None) -> bool:
 
 
 def by_channel(value: Array, dims: int, channel: int, extent: int) -> Array | None:
-    """A constant operand as one value per channel; None where it varies along anything else."""
+    """Return a constant operand of a tensor of `dims` dimensions as `extent` values, one per channel.
+
+    None where it varies along another dimension than `channel`, or is not float32.
+    """
     if value.ndim > dims or value.dtype != np.float32:
         return None
     shape = (1,) * (dims - value.ndim) + value.shape

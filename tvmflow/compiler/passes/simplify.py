@@ -1,4 +1,4 @@
-"""Evaluates what is constant, removes what does nothing, and rewrites what stands in the way of TVM's own passes."""
+"""Evaluates constants, removes operators without effect, and rewrites forms that TVM's own passes cannot handle."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +13,14 @@ from tvmflow.compiler.passes.rewrite import (
     Rewriter,
     constant,
     dtype,
-    known,
     rank,
     rewriting,
     same_shape,
     sizes,
+    static_sizes,
 )
 
-# Powers that are products of a few factors.
+# The largest exponent of a power that is written as a product.
 _MOST_FACTORS = 4
 
 
@@ -60,7 +60,7 @@ def _fold_cast(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def _fold_function(function: Callable[..., Any]) -> Callable[[Rewriter, relax.Call], relax.Expr | None]:
-    """Evaluates a function of floating-point constants."""
+    """A rule that evaluates `function` of float32 constants."""
 
     def fold(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         values: list[Array] = []
@@ -103,7 +103,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def evaluate_constants() -> tvm.transform.Pass:
-    """Computes here what depends on constants and known shapes only: TVM would compile a function for each."""
+    """Return the pass that evaluates operators on constants and known shapes; TVM would compile a function for each."""
     return rewriting(
         "EvaluateConstants",
         {
@@ -119,17 +119,17 @@ def evaluate_constants() -> tvm.transform.Pass:
     )
 
 
-def _neutral(neutral: float, both: bool) -> Callable[[Rewriter, relax.Call], relax.Expr | None]:
-    """Removes an operand that changes nothing: zeros that are added, ones that are multiplied with."""
+def _drop_operand(neutral: float, both: bool) -> Callable[[Rewriter, relax.Call], relax.Expr | None]:
+    """A rule that removes an operand full of `neutral`, as zeros from a sum; `both` operands of it are looked at."""
 
     def rule(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-        for kept, other in ((0, 1), (1, 0)) if both else ((0, 1),):
+        for place, other in ((0, 1), (1, 0)) if both else ((0, 1),):
             value = rewriter.constant(call.args[other])
-            # A look at one element is cheap, at all of a large constant it is not.
+            # One element is looked at first: to compare all of a large constant takes long.
             if value is None or value.size == 0 or value.reshape(-1)[0] != neutral:
                 continue
-            if _is_like(call, call.args[kept]) and bool((value == neutral).all()):
-                return call.args[kept]
+            if _is_like(call, call.args[place]) and bool((value == neutral).all()):
+                return call.args[place]
         return None
 
     return rule
@@ -140,7 +140,7 @@ def _is_like(a: relax.Expr, b: relax.Expr) -> bool:
 
 
 def _keeps_everything(_rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """A cast to the same type, a reshape to the same shape, and the like."""
+    """Remove an operator whose result has the type and shape of its operand, as a reshape to the same shape."""
     return call.args[0] if _is_like(call, call.args[0]) else None
 
 
@@ -171,8 +171,8 @@ def _chooses_one(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     condition = rewriter.constant(call.args[0])
     if condition is None or condition.size == 0 or not bool((condition == condition.reshape(-1)[0]).all()):
         return None
-    chosen = call.args[1] if bool(condition.reshape(-1)[0]) else call.args[2]
-    return chosen if _is_like(call, chosen) else None
+    branch = call.args[1] if bool(condition.reshape(-1)[0]) else call.args[2]
+    return branch if _is_like(call, branch) else None
 
 
 def _is_positive_already(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -180,15 +180,15 @@ def _is_positive_already(rewriter: Rewriter, call: relax.Call) -> relax.Expr | N
 
 
 def remove_identities() -> tvm.transform.Pass:
-    """Removes operators that return their input."""
+    """Return the pass that removes operators which return their input."""
     return rewriting(
         "RemoveIdentities",
         {
             ELEMENT: (_drops_nothing,),
-            "add": (_neutral(0, both=True),),
-            "subtract": (_neutral(0, both=False),),
-            "multiply": (_neutral(1, both=True),),
-            "divide": (_neutral(1, both=False),),
+            "add": (_drop_operand(0, both=True),),
+            "subtract": (_drop_operand(0, both=False),),
+            "multiply": (_drop_operand(1, both=True),),
+            "divide": (_drop_operand(1, both=False),),
             "astype": (_keeps_everything,),
             "broadcast_to": (_keeps_everything,),
             "reshape": (_keeps_everything,),
@@ -215,7 +215,7 @@ def _split_clip(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def split_clip() -> tvm.transform.Pass:
-    """Writes clipping as relu or maximum, then minimum: TVM cannot change the layout of a clip."""
+    """Return the pass that writes clip as relu or maximum, then minimum: TVM cannot change the layout of a clip."""
     return rewriting("SplitClip", {"clip": (_split_clip,)})
 
 
@@ -228,7 +228,7 @@ def _count_from_the_front(_rewriter: Rewriter, call: relax.Call) -> relax.Expr |
 
 
 def count_axes_from_the_front() -> tvm.transform.Pass:
-    """Counts the axes of squeeze from the front: TVM's change of layout reads out of bounds for those from the back."""
+    """Return the pass that makes negative axes of squeeze positive: TVM's change of layout would read out of bounds."""
     return rewriting("CountAxesFromTheFront", {"squeeze": (_count_from_the_front,)})
 
 
@@ -249,12 +249,12 @@ def _one_dimension_as_two(rewriter: Rewriter, call: relax.Call) -> relax.Expr | 
 
 
 def convolve_in_two_dimensions() -> tvm.transform.Pass:
-    """Writes a one-dimensional convolution as one over images of height one, which has a schedule."""
+    """Return the pass that writes a one-dimensional convolution as one over images of height one."""
     return rewriting("ConvolveInTwoDimensions", {"nn.conv1d": (_one_dimension_as_two,)})
 
 
 def _product(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """A power whose exponent is a small whole number or half of one as products and roots."""
+    """Write a power with exponent 1 to 4, -1, 0.5 or -0.5 as products and roots."""
     x, exponent = call.args[0], rewriter.scalar(call.args[1])
     if exponent is None or dtype(x) != "float32" or not _is_like(call, x):
         return None
@@ -288,7 +288,7 @@ def _reciprocal(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def multiply_instead() -> tvm.transform.Pass:
-    """Writes small powers, and divisions by constants, as products, which are many times faster."""
+    """Return the pass that writes small powers, and divisions by constants, as products, which are faster."""
     return rewriting("MultiplyInstead", {"power": (_product,), "divide": (_reciprocal,)})
 
 
@@ -299,7 +299,7 @@ def _merge_reshapes(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def _merge_into_reshape(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """A dimension of one that comes or goes right after a reshape, or that goes where one has come."""
+    """Merge a squeeze or expand_dims into the reshape before it, or cancel it with its opposite."""
     inner = rewriter.call(call.args[0], "reshape")
     dims = sizes(call)
     if inner is not None and dims is not None:
@@ -310,7 +310,7 @@ def _merge_into_reshape(rewriter: Rewriter, call: relax.Call) -> relax.Expr | No
 
 
 def merge_reshapes() -> tvm.transform.Pass:
-    """Makes one reshape of several in a row."""
+    """Return the pass that merges several reshapes in a row into one."""
     return rewriting(
         "MergeReshapes",
         {
@@ -322,7 +322,7 @@ def merge_reshapes() -> tvm.transform.Pass:
 
 
 def _columns(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Products with a vector as products with a matrix of one row or column."""
+    """Write a product with a vector as one with a matrix of one row or column."""
     left, right = call.args
     left_rank, right_rank = rank(left), rank(right)
     if 1 not in (left_rank, right_rank) or sizes(left) is None or sizes(right) is None or sizes(call) is None:
@@ -336,7 +336,7 @@ def _columns(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def _weights_on_the_right(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Constant weights times a column as a row times the weights transposed, whose outputs fill vectors."""
+    """Write constant weights times a column as a row times the transposed weights, whose outputs fill vectors."""
     left, right = call.args
     weight, dims = rewriter.constant(left), sizes(right)
     if weight is None or weight.ndim != 2 or dims is None or len(dims) < 2 or sizes(call) is None:
@@ -349,8 +349,8 @@ def _weights_on_the_right(rewriter: Rewriter, call: relax.Call) -> relax.Expr | 
 
 
 def _one_batch_dimension(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """A constant right operand of which every batch is the same matrix, as that matrix."""
-    weight, dims = rewriter.constant(call.args[1]), known(call.args[1])
+    """Write a constant right operand with batch dimensions of one as a matrix."""
+    weight, dims = rewriter.constant(call.args[1]), static_sizes(call.args[1])
     if weight is None or dims is None or len(dims) < 3 or any(dim != 1 for dim in dims[:-2]):
         return None
     if (rank(call.args[0]) or 0) < len(dims):
@@ -359,5 +359,5 @@ def _one_batch_dimension(rewriter: Rewriter, call: relax.Call) -> relax.Expr | N
 
 
 def matrices_of_vectors() -> tvm.transform.Pass:
-    """Brings matrix products to the forms that have schedules: of matrices, with weights on the right."""
+    """Return the pass that brings matrix products to forms with schedules: of matrices, with weights on the right."""
     return rewriting("MatricesOfVectors", {"matmul": (_columns, _weights_on_the_right, _one_batch_dimension)})
