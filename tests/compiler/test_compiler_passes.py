@@ -16,7 +16,7 @@ from tvm import relax
 from support import scale
 from support.arrays import normal
 from support.builds import rule_counts
-from tvmflow.compiler import BuildOptions, Built, build, import_onnx, list_passes
+from tvmflow.compiler import BuildOptions, Built, Choices, build, import_onnx, list_passes
 from tvmflow.compiler.passes import canonicalize, lower_passes, pass_names
 from tvmflow.target import resolve
 
@@ -737,7 +737,7 @@ def test_the_attention_operator_of_onnx_is_found(make_model: Any, assert_same_as
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "int8"])
 def test_every_pass_of_ours_has_a_name_by_which_it_can_be_disabled(precision: Any) -> None:
-    passes = lower_passes(resolve("x86-64-v4-amx"), precision)
+    passes = lower_passes(resolve("x86-64-v4-amx"), Choices(), precision)
     ours = {str(item.info.name) for item in passes if type(item).__module__.startswith("tvmflow.")}
     rewriters = {case.rewriter for case in CASES}
     assert ours
