@@ -1,12 +1,13 @@
 """Which machine may run a bundle."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from tvmflow.bundle import Manifest, installed_versions
 from tvmflow.errors import BundleError
-from tvmflow.target import host, needed_features, request_amx, resolve
+from tvmflow.target import Host, host, needed_features, request_amx, resolve
 
 
 @pytest.fixture
@@ -52,16 +53,41 @@ def test_another_patch_version_of_tvm_is_accepted(manifest: Manifest) -> None:
     dataclasses.replace(manifest, versions=versions).check_host()
 
 
+@pytest.mark.parametrize("is_permitted", [True, False])
 def test_a_bundle_that_uses_amx_needs_the_systems_permission(
-    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, is_permitted: bool
 ) -> None:
+    requests = []
     monkeypatch.setattr("tvmflow.bundle.manifest.missing_features", lambda _: ())
+    monkeypatch.setattr("tvmflow.bundle.manifest.request_amx", lambda: requests.append(1) or is_permitted)
+    dataclasses.replace(manifest, cpu_features=("avx512f",)).check_host()
+    assert not requests, "a bundle without AMX requests nothing"
     bundle = dataclasses.replace(manifest, cpu_features=("amx_bf16", "amx_tile"))
-    if request_amx():
+    if is_permitted:
         bundle.check_host()
     else:
-        with pytest.raises(BundleError, match="uses AMX, which the system does not let this process do; take a bundle"):
+        with pytest.raises(BundleError, match="AMX"):
             bundle.check_host()
+    assert requests
+
+
+def test_the_system_permits_amx_only_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    library = SimpleNamespace(syscall=lambda *numbers: calls.append(numbers) or answers.pop())
+    monkeypatch.setattr("tvmflow.target.ctypes.CDLL", lambda _: library)
+    answers = [-1, 0]
+    for arch, features, expected in (
+        ("x86_64", {"avx512f"}, False),
+        ("aarch64", {"amx_tile"}, False),
+        ("x86_64", {"amx_tile"}, True),
+        ("x86_64", {"amx_tile"}, False),
+    ):
+        machine = Host(arch, frozenset(features), 1)
+        monkeypatch.setattr("tvmflow.target.host", lambda machine=machine: machine)
+        # Past its cache: the answer of a process does not change.
+        assert request_amx.__wrapped__() is expected
+    # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    assert calls == [(158, 0x1023, 18)] * 2
 
 
 def test_a_bundle_in_float32_needs_no_amx() -> None:

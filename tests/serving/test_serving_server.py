@@ -53,6 +53,43 @@ def _said(response: httpx.Response) -> str:
     return str(document["error"])
 
 
+@pytest.mark.parametrize("is_binary", [True, False])
+def test_a_client_library_of_the_protocol_is_answered(
+    server: Running, inputs: MakeInputs, reference: Reference, is_binary: bool
+) -> None:
+    from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
+
+    with InferenceServerClient(server.address.removeprefix("http://")) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("small")
+        metadata = client.get_model_metadata("small")
+        arrays = inputs(3)
+        tensors = []
+        for described in metadata["inputs"]:
+            array = arrays[described["name"]]
+            tensors.append(InferInput(described["name"], list(array.shape), described["datatype"]))
+            tensors[-1].set_data_from_numpy(array, binary_data=is_binary)
+        outputs = [InferRequestedOutput(item["name"], binary_data=is_binary) for item in metadata["outputs"]]
+        result = client.infer("small", tensors, outputs=outputs, request_id="seven")
+        assert result.get_response()["id"] == "seven"
+        for name, array in reference("1", arrays).items():
+            np.testing.assert_allclose(result.as_numpy(name), array, rtol=1e-5, atol=1e-6)
+
+
+def test_a_client_library_of_the_protocol_raises_what_the_server_refuses(server: Running, inputs: MakeInputs) -> None:
+    from tritonclient.http import InferenceServerClient, InferInput
+    from tritonclient.utils import InferenceServerException
+
+    with InferenceServerClient(server.address.removeprefix("http://")) as client:
+        tensor = InferInput("x", [1, 7], "FP32")
+        tensor.set_data_from_numpy(inputs(1)["x"][:, :7])
+        with pytest.raises(InferenceServerException, match="'x'"):
+            client.infer("small", [tensor])
+        with pytest.raises(InferenceServerException, match="'large'"):
+            client.infer("large", [tensor])
+
+
 def test_it_tells_what_it_is(server: Running) -> None:
     document = server.client.get("/v2").json()
     assert document["name"] == "tvmflow"

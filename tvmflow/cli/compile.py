@@ -233,12 +233,13 @@ def parse_shapes(text: str) -> dict[str, tuple[int | str, ...]]:
     shapes: dict[str, tuple[int | str, ...]] = {}
     position = 0
     while text[position:].strip():
-        found = _SHAPE.match(text, position)
-        if found is None:
+        match = _SHAPE.match(text, position)
+        if match is None:
             raise InputError(f'input shapes {text!r} cannot be read; write them as "input:[1,3,224,224] mask:[1,128]"')
-        dims = [dim.strip() for dim in found["dims"].split(",") if dim.strip()]
-        shapes[found["name"].strip("\"'")] = tuple(int(dim) if dim.lstrip("-").isdigit() else dim for dim in dims)
-        position = found.end()
+        dims = [dim.strip() for dim in match["dims"].split(",") if dim.strip()]
+        is_number = re.compile("-?[0-9]{1,18}").fullmatch
+        shapes[match["name"].strip("\"'")] = tuple(int(dim) if is_number(dim) else dim for dim in dims)
+        position = match.end()
     return shapes
 
 

@@ -152,7 +152,10 @@ def _tensor(entry: Mapping[str, Any], rest: memoryview) -> "tuple[str, Array, me
         rest = rest[size:]
     if array.size != count:
         raise InputError(f"input {name!r} has {array.size} values, its shape {shape} asks for {count}")
-    return name, array.reshape(shape), rest
+    try:
+        return name, array.reshape(shape), rest
+    except (ValueError, OverflowError) as error:  # NumPy bounds sizes and the number of dimensions.
+        raise InputError(f"input {name!r}: no array has the shape {shape}") from error
 
 
 def _from_json(name: str, data: Any, dtype: "np.dtype[Any]") -> "Array":

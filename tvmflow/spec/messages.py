@@ -8,6 +8,11 @@ from tvmflow.spec.document import Spec
 from tvmflow.spec.fields import likely_name
 
 
+def printable(text: str) -> str:
+    """Return a text with escapes in the place of line breaks and control characters, which names may hold."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def describe(error: ValidationError) -> str:
     """Return the first problem of a release file in one sentence, unknown keys first, and how many more there are."""
     problems = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")

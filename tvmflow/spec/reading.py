@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from tvmflow.errors import SpecError, TargetError
 from tvmflow.spec.document import Spec
-from tvmflow.spec.messages import describe
+from tvmflow.spec.messages import describe, printable
 from tvmflow.target import explain_missing_unit
 
 
@@ -31,7 +31,7 @@ def load(path: Path) -> Spec:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark is not None else ""
-        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        problem = printable(" ".join(str(getattr(error, "problem", None) or error).split()))
         raise SpecError(f"release file {str(path)!r} is not valid YAML{line}: {problem}") from error
     return parse(document, path.resolve().parent, str(path))
 
@@ -47,7 +47,7 @@ def parse(document: object, folder: Path, source: str = "release file") -> Spec:
     try:
         spec = Spec.model_validate(dict(document))
     except ValidationError as error:
-        raise SpecError(f"{source}: {describe(error)}") from error
+        raise SpecError(printable(f"{source}: {describe(error)}")) from error
     spec._folder = folder
     try:
         targets = spec.resolve_targets()
@@ -64,8 +64,8 @@ def parse(document: object, folder: Path, source: str = "release file") -> Spec:
         *((f"inputs.{item.name}.samples.file", item.samples.file) for item in spec.inputs),
         *(("train.reads", file) for file in (spec.train.reads if spec.train else ())),
     ):
-        if file is not None and not spec.path(file).is_file():
-            raise SpecError(f"{source}: {key}: there is no file {str(spec.path(file))!r}")
+        if file is not None and not _is_file(spec.path(file)):
+            raise SpecError(printable(f"{source}: {key}: there is no file {str(spec.path(file))!r}"))
     return spec
 
 
@@ -86,6 +86,13 @@ def amend(spec: Spec, changes: Mapping[str, object], source: str = "release file
 def to_document(spec: Spec) -> dict[str, Any]:
     """Return a specification as JSON data that `parse` reads; keys that the release file does not set are left out."""
     return spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # The name is too long, or the folder may not be read.
+        return False
 
 
 class _Loader(yaml.SafeLoader):
