@@ -115,13 +115,17 @@ def mutants_of(module: str, root: Path = ROOT) -> list[Mutant]:
     return sorted(mutants, key=lambda mutant: (mutant.line, mutant.operator, mutant.occurrence))
 
 
-def mutated(mutant: Mutant, root: Path = ROOT) -> str:
-    """The source of a mutant."""
+def mutated(mutant: Mutant, root: Path = ROOT) -> str | None:
+    """The source of a mutant; None where the change leaves the program as it is or makes it no program."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    operator = get_operator(f"core/{mutant.operator}")()
-    return str(mutate_code((root / mutant.module).read_text(), operator, mutant.occurrence))
+    original = (root / mutant.module).read_text()
+    code = mutate_code(original, get_operator(f"core/{mutant.operator}")(), mutant.occurrence)
+    try:
+        return code if code and ast.dump(ast.parse(code)) != ast.dump(ast.parse(original)) else None
+    except SyntaxError:
+        return None
 
 
 def _annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -138,7 +142,7 @@ def _annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 def difference(mutant: Mutant, root: Path = ROOT) -> list[str]:
     """The lines that a mutant removes and adds."""
-    before, after = (root / mutant.module).read_text().splitlines(), mutated(mutant, root).splitlines()
+    before, after = (root / mutant.module).read_text().splitlines(), (mutated(mutant, root) or "").splitlines()
     lines = difflib.unified_diff(before, after, n=0, lineterm="")
     return [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
@@ -291,7 +295,7 @@ def judge(root: Path, mutant: Mutant, cases: Sequence[Case]) -> Verdict:
         named.write_text(killer.name)
         return code
 
-    file.write_text(mutated(mutant, root))
+    file.write_text(mutated(mutant, root) or original)
     try:
         code = _forked(work, 20 + _SLOWER * sum(case.seconds for case in chosen))
     finally:
@@ -386,6 +390,7 @@ def main() -> int:
         parser.error(f"nothing of {', '.join(SUITES)} is at {', '.join(options.places)}")
     mutants = [mutant for modules in suites.values() for module in modules for mutant in mutants_of(module)]
     mutants = sampled(mutants, None if options.all else options.sample, options.seed)
+    mutants = [mutant for mutant in mutants if mutated(mutant) is not None]
     folder = ROOT / "build" / "mutants"
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
