@@ -3,16 +3,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Every process would compile the project's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # torch must be the CPU build: from local wheels where PIP_FIND_LINKS names them, else from PyTorch's own index.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend cpu)
 
-# How `make test` runs: on two processes, each test file in one of them; what every test took is in build/tests/. In
+WORKERS ?= 2
+# How `make test` runs: on as many processes, each test file in one of them; what every test took is in build/tests/. In
 # continuous integration (CI is set) a skipped test is a failure.
-TESTS := pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=40 --junit-xml=build/tests/junit.xml \
+TESTS := pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=40 --junit-xml=build/tests/junit.xml \
 	--record=build/tests/record.json $(if $(CI),--no-skips)
 
-.PHONY: setup demo test test-quick test-long mutants bench check format docs reference clean
+.PHONY: setup demo test test-quick test-long durations mutants bench check format docs reference clean
 
 setup: .venv/ready
 
@@ -35,11 +38,15 @@ test: setup
 
 # The loop one develops in: no server, nothing that takes long.
 test-quick: setup
-	@pytest -n 2 --dist loadscope --no-loadscope-reorder --quick
+	@pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --quick
 
 # The same files with larger numbers.
 test-long: setup
 	@$(TESTS) --long
+
+# Keeps what the last `make test` recorded, by which tests are ordered and `make test-quick` selects.
+durations: setup
+	@python tests/support/durations.py build/tests/record.json
 
 # Faults put into the sources, and the share that the tests notice; MUTANTS="--all" or names of modules for others.
 mutants: setup

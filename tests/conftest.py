@@ -1,6 +1,7 @@
 """How the tests run: their scale, their order on several processes, and the servers that folders share."""
 
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that the scale excludes; put tests that wait for servers first.
+    """Leave out tests that the scale excludes, and put the files that take longest first.
 
-    At the end of a run one process would wait for servers alone.
+    A long file that came last would keep one process busy while the others are done.
     """
     selected = [item for item in items if _is_selected(item)]
     if len(selected) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if not _is_selected(item)])
-    items[:] = sorted(selected, key=lambda item: item.path.parent.name not in ("flows", "stack"))
+    seconds: dict[str, float] = defaultdict(float)
+    for file, value in durations.seconds_of_files().items():
+        seconds[_unit(file)] += value
+    items[:] = sorted(selected, key=lambda item: -seconds[_unit(item.nodeid)])
 
 
 def _is_selected(item: pytest.Item) -> bool:
@@ -77,18 +81,20 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"Some tests were skipped. To run them: `apt-get install {' '.join(packages)}`.")
 
 
-class _ByFile(LoadFileScheduling):
-    """Gives a process whole files of tests, which share fixtures; those of releases together, as they share more."""
+def _unit(nodeid: str) -> str:
+    """The tests that one process runs together: a file, which shares fixtures; those of releases, which share more."""
+    file = durations.file_of(nodeid)
+    return "releases" if Path(file).name.startswith(("test_flow_release", "test_flow_bad")) else file
 
+
+class _ByUnit(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        releases = Path(file).name.startswith(("test_flow_release", "test_flow_bad"))
-        return "releases" if releases else file
+        return _unit(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """Distribute the tests as `_ByFile` does."""
-    return _ByFile(config, log)
+    """Give each process one unit of tests after the other."""
+    return _ByUnit(config, log)
 
 
 @pytest.fixture(scope="session")

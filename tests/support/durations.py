@@ -27,6 +27,14 @@ _QUICK_TEST, _QUICK_FIXTURE = 0.2, 2.0
 _EVENTS = {"subprocess.Popen": "process", "os.fork": "process", "os.posix_spawn": "process", "socket.bind": "socket"}
 
 
+class Record(TypedDict):
+    """The content of tests/durations.json: costs of test functions and fixtures, and seconds of whole files."""
+
+    files: dict[str, float]
+    tests: dict[str, "Cost"]
+    fixtures: dict[str, "Cost"]
+
+
 class Cost(TypedDict):
     """What a test function or a fixture takes: seconds, processor seconds with those of ended children, and needs.
 
@@ -155,26 +163,29 @@ def _tables(phases: list[dict[str, Any]], fixtures: list[dict[str, Any]]) -> Ite
     yield "fixtures by time", [f"{item['seconds']:9.1f} s {item['cpu']:9.1f} s  {item['fixture']}" for item in dear]
 
 
-def merge(records: Iterable[Path]) -> dict[str, dict[str, Cost]]:
+def merge(records: Iterable[Path]) -> Record:
     """The costs of test functions (the mean over their parameters) and of fixtures, from records of whole files.
 
     A file that no record has keeps what tests/durations.json says of it.
     """
     tests: dict[str, list[Cost]] = defaultdict(list)
     fixtures: dict[str, list[Cost]] = defaultdict(list)
+    seconds: dict[str, float] = defaultdict(float)
     for path in records:
         record = json.loads(path.read_text())
         cases: dict[str, list[Cost]] = defaultdict(list)
         for phase in record["phases"]:
             cases[phase["test"]].append(phase["own"])
+            seconds[file_of(phase["test"])] += phase["seconds"]
         for case, phases in cases.items():
             tests[function_of(case)].append(_sum(phases))
         for item in record["fixtures"]:
             fixtures[item["fixture"]].append(item)
-    files = {name.partition("::")[0] for name in tests}
     old = recorded()
-    kept = {name: cost for name, cost in old["tests"].items() if name.partition("::")[0] not in files}
+    kept = {name: cost for name, cost in old["tests"].items() if file_of(name) not in seconds}
+    files = {**old["files"], **{name: round(value, 1) for name, value in seconds.items()}}
     return {
+        "files": {name: files[name] for name in sorted(files) if (ROOT / name).exists()},
         "tests": dict(sorted({**kept, **_noteworthy(tests)}.items())),
         "fixtures": dict(sorted({**old["fixtures"], **_noteworthy(fixtures)}.items())),
     }
@@ -205,13 +216,23 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
+def file_of(nodeid: str) -> str:
+    """The file of a test's address."""
+    return nodeid.partition("::")[0]
+
+
 @cache
-def recorded() -> dict[str, dict[str, Cost]]:
-    """The content of tests/durations.json: costs by `tests` and by `fixtures`."""
-    if not DURATIONS.exists():
-        return {"tests": {}, "fixtures": {}}
-    content: dict[str, dict[str, Cost]] = json.loads(DURATIONS.read_text())
+def recorded() -> Record:
+    """The content of tests/durations.json."""
+    content: Record = {"files": {}, "tests": {}, "fixtures": {}}
+    if DURATIONS.exists():
+        content.update(json.loads(DURATIONS.read_text()))
     return content
+
+
+def seconds_of_files() -> dict[str, float]:
+    """How long each test file takes, as recorded."""
+    return recorded()["files"]
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -234,10 +255,11 @@ def _exceeds(cost: Cost | None, limit: float) -> bool:
     return cost is not None and ("socket" in cost["needs"] or cost["cpu"] > limit or cost["seconds"] > 5 * limit)
 
 
-def _write(content: dict[str, dict[str, Cost]]) -> None:
-    """Write tests/durations.json with one line for each test and fixture."""
+def _write(content: Record) -> None:
+    """Write tests/durations.json with one line for each file, test and fixture."""
     sections = []
     for name, costs in content.items():
+        assert isinstance(costs, dict)
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(cost)}" for key, cost in costs.items())
         sections.append(f" {json.dumps(name)}: {{\n{lines}\n }}")
     DURATIONS.write_text("{\n" + ",\n".join(sections) + "\n}\n")
