@@ -465,3 +465,220 @@ def test_a_ratio_gate_without_its_peer_is_refused(
     document = {"name": "x", "model": model, "inputs": [{"name": "a", "shape": [1]}], "gates": {gate: 1.0}, **extra}
     with pytest.raises(SpecError, match=message):
         parse(document, tmp_path)
+
+
+DEFAULTS: Document = {
+    "export": {"opset": 18, "optimize": True, "options": {}, "rtol": 1e-3, "atol": 1e-4},
+    "targets": ["native"],
+    "outputs": [],
+    "train": None,
+    "retrain": None,
+    "channels": {},
+    "build": {
+        "opt_level": 3,
+        "required_passes": [],
+        "disabled_passes": [],
+        "config": {},
+        "exec_mode": "bytecode",
+        "weights": "inside",
+        "precision": "fp32",
+        "fast_algorithms": "allow",
+    },
+    "tune": {"trials": None, "minutes": None, "until": None, "early_stopping": 256, "tuner": "xgb", "seed": 0},
+    "validate": {
+        "samples": 4,
+        "seed": 0,
+        "rtol": 1e-3,
+        "atol": 1e-4,
+        "max_relative_error": None,
+        "top1_agreement": 1.0,
+        "task": None,
+    },
+    "benchmark": {
+        "repeats": 50,
+        "rounds": 3,
+        "warmup": 10,
+        "threads": None,
+        "peers": ["onnxruntime", "pytorch"],
+    },
+    "gates": {
+        "max_latency_ms": None,
+        "max_ratio_onnxruntime": None,
+        "max_ratio_pytorch": None,
+        "max_bundle_mb": None,
+        "unverified_targets": "refuse",
+    },
+    "registry": {"experiment": None, "model": None, "tags": {}},
+    "store": {"endpoint": None, "bucket": None, "prefix": None},
+}
+
+
+def test_what_a_release_file_does_not_say_is_as_documented(tmp_path: Path) -> None:
+    document = parse({**GOOD, "dimensions": {"batch": {}}}, tmp_path).model_dump(mode="json", by_alias=True)
+    assert {key: document[key] for key in DEFAULTS} == DEFAULTS
+    assert document["dimensions"] == {"batch": {"min": 1, "max": None, "tune": None, "measure": []}}
+    (tensor,) = document["inputs"]
+    assert tensor["dtype"] == "float32"
+    assert tensor["samples"] == {
+        "kind": "normal",
+        "low": None,
+        "high": None,
+        "mean": 0.0,
+        "std": 1.0,
+        "file": None,
+        "key": None,
+        "function": None,
+    }
+    sections = {
+        "train": {"function": "train:train"},
+        "validate": {"task": {"dataset": "data:held_out"}},
+        "channels": {"production": {}},
+        "retrain": {},
+    }
+    document = parse({**GOOD, **sections}, tmp_path).model_dump(mode="json", by_alias=True)
+    assert document["train"] == {"function": "train:train", "arguments": {}, "reads": []}
+    assert document["validate"]["task"] == {
+        "dataset": "data:held_out",
+        "arguments": {},
+        "metric": "accuracy",
+        "drop": 0.0,
+        "batch": 64,
+    }
+    assert document["retrain"] == {"channel": "production", "min_gain": 0.0, "source": None}
+    assert document["channels"]["production"] == {
+        "automatic": False,
+        "approval": "none",
+        "signature": "optional",
+        "after": None,
+        "gates": {"max_ratio_current": None, "max_latency_ms": None, "max_metric_drop": None, "min_metric": None},
+    }
+
+
+LIMITS: list[tuple[str, list[object], list[object]]] = [
+    ("export.opset", [18, 24], [17, 25]),
+    ("export.rtol", [0, 1e-9], [-1e-9]),
+    ("export.atol", [0, 1e-9], [-1e-9]),
+    ("build.opt_level", [0, 4], [-1, 5]),
+    ("tune.trials", [0, 1], [-1]),
+    ("tune.minutes", [1e-3], [0]),
+    ("tune.until", [0.001, 0.999, "99%"], [0, 1, "0%", "100%", "%"]),
+    ("tune.early_stopping", [1], [0]),
+    ("validate.samples", [1], [0]),
+    ("validate.rtol", [0], [-1e-9]),
+    ("validate.atol", [0], [-1e-9]),
+    ("validate.max_relative_error", [0], [-1e-9]),
+    ("validate.top1_agreement", [0, 1], [-0.1, 1.1]),
+    ("validate.task", [{"dataset": "a:b", "drop": 0, "batch": 1}], [{"dataset": "a:b", "drop": -0.1}]),
+    ("validate.task", [{"dataset": "a:b", "metric": "m:f"}], [{"dataset": "a:b", "batch": 0}]),
+    ("benchmark.repeats", [1], [0]),
+    ("benchmark.rounds", [1], [0]),
+    ("benchmark.warmup", [0], [-1]),
+    ("benchmark.threads", [1], [0]),
+    ("gates.max_latency_ms", [0.1], [0]),
+    ("gates.max_ratio_onnxruntime", [0.1], [0]),
+    ("gates.max_ratio_pytorch", [0.1], [0]),
+    ("gates.max_bundle_mb", [0.1], [0]),
+    ("channels.c.gates.max_ratio_current", [0.1], [0]),
+    ("channels.c.gates.max_latency_ms", [0.1], [0]),
+    ("channels.c.gates.max_metric_drop", [0], [-0.1]),
+    ("channels.c.gates.min_metric", [-1, 0], ["x"]),
+    ("dimensions.batch", [{"min": 1}, {"min": 4, "max": 4}, {"tune": 9}], [{"min": 0}, {"min": 5, "max": 4}]),
+    ("dimensions.batch", [{"min": 2, "max": 8, "measure": [2, 8], "tune": 2}], [{"min": 2, "measure": [1]}]),
+    ("dimensions.batch", [{"max": 8, "tune": 8}], [{"max": 8, "tune": 9}, {"max": 8, "measure": [1, 9]}]),
+    ("inputs.0.shape", [["batch", 1]], [["batch", 0], ["batch", "2x"]]),
+    ("inputs.0.samples", [{"std": 0.1}], [{"std": 0}]),
+    ("inputs.0.samples", [{"kind": "uniform", "low": -1, "high": 0}], [{"kind": "uniform", "low": 1}]),
+    ("inputs.0.samples", [{"kind": "integers", "low": 0, "high": 1}], [{"kind": "integers", "high": 1}]),
+    ("inputs.0.samples", [{"kind": "ones", "low": 3, "high": 1}], [{"kind": "integers", "low": 1, "high": 1}]),
+    ("inputs.0.samples", [{"kind": "function", "function": "m:f"}], [{"kind": "integers", "low": 0, "high": 1.5}]),
+    ("name", ["a", "0", "a.b-c_D9"], ["-a", ".a", "_a", "a b", "é"]),
+    ("channels", [{"v": {}}, {"v1a": {}}, {"latest1": {}}], [{"v1": {}}, {"v12": {}}, {"latest": {}}, {"-x": {}}]),
+    ("model", [{"mlflow": "models:/a@b"}, {"mlflow": "models:/a/3"}], [{"mlflow": "models:/a"}]),
+    ("model", [{"factory": "a.b:c"}], [{"mlflow": "models:/a/b/c"}, {"mlflow": "models:/a@b/c"}, {"factory": "1:c"}]),
+]
+
+
+@pytest.mark.parametrize(("path", "accepted", "refused"), LIMITS)
+def test_values_are_accepted_up_to_their_limits(
+    change: Change, tmp_path: Path, path: str, accepted: list[object], refused: list[object]
+) -> None:
+    for value in accepted:
+        parse(change(path, value), tmp_path)
+    for value in refused:
+        assert path.partition(".")[0].rstrip("s") in refusal(change(path, value), tmp_path)
+
+
+def test_a_reduced_precision_has_wider_bounds_unless_the_file_sets_its_own(tmp_path: Path) -> None:
+    targets = {"bf16": "x86-64-v4-bf16", "int8": "x86-64-v4-vnni", "fp16": "aarch64-cortex-a76", "fp32": "x86-64-v2"}
+    for precision, target in targets.items():
+        document = {**GOOD, "targets": [target], "build": {"precision": precision}}
+        spec = parse(document, tmp_path)
+        assert spec.bounds.max_relative_error == (None if precision == "fp32" else 0.05)
+        assert spec.bounds.model_copy(update={"max_relative_error": None}) == spec.validation
+        for key, value in (("rtol", 1e-3), ("atol", 1e-4), ("max_relative_error", 0.2)):
+            own = parse({**document, "validate": {key: value}}, tmp_path)
+            assert own.bounds == own.validation
+        seeded = parse({**document, "validate": {"seed": 3}}, tmp_path)
+        assert seeded.bounds.max_relative_error == spec.bounds.max_relative_error
+
+
+def test_a_budget_is_anything_but_no_trials(tmp_path: Path) -> None:
+    budgets = [
+        ({}, False),
+        ({"trials": 0}, False),
+        ({"trials": 0, "until": 0.1}, False),
+        ({"trials": 1}, True),
+        ({"minutes": 1}, True),
+        ({"until": 0.1}, True),
+        ({"until": 0.1, "minutes": 2}, True),
+    ]
+    for tune, has_budget in budgets:
+        assert parse({**GOOD, "tune": tune}, tmp_path).tune.has_budget is has_budget, tune
+
+
+def test_the_typical_size_is_measured_else_tuned_else_the_smallest() -> None:
+    assert Dimension(min=2, tune=3, measure=(5, 4)).typical_size == 5
+    assert Dimension(min=2, tune=3).typical_size == 3
+    assert Dimension(min=2).typical_size == 2
+
+
+def test_channels_follow_each_other_however_long_the_way_is(change: Change, tmp_path: Path) -> None:
+    ring = {"a": {"after": "c"}, "b": {"after": "a"}, "c": {"after": "b"}, "d": {"after": "a"}}
+    assert "channels.a.after" in refusal(change("channels", ring), tmp_path)
+    row = {
+        "d": {"after": "c", "automatic": True},
+        "c": {"after": "b"},
+        "b": {"after": "a"},
+        "a": {"automatic": True},
+        "e": {"automatic": True},
+    }
+    assert parse(change("channels", row), tmp_path).automatic_channels() == ("a", "d", "e")
+
+
+def test_a_retrained_model_is_released_from_its_source(tmp_path: Path) -> None:
+    more = {"train": {"function": "t:t"}, "validate": {"task": {"dataset": "d:d"}}}
+    assert parse({**GOOD, **more}, tmp_path).source_alias is None
+    assert parse({**GOOD, **more, "retrain": {}}, tmp_path).source_alias == ("digits-source", "production")
+    own = {"retrain": {"source": "mine", "channel": "staging"}}
+    assert parse({**GOOD, **more, **own}, tmp_path).source_alias == ("mine", "staging")
+    elsewhere = {**GOOD, **more, **own, "channels": {"production": {}}}
+    assert "'staging'" in refusal(elsewhere, tmp_path)
+    for lacking in ("train", "validate"):
+        document = {**GOOD, **more, **own}
+        del document[lacking]
+        assert "retrain needs" in refusal(document, tmp_path)
+
+
+def test_a_precision_that_a_target_lacks_is_refused(tmp_path: Path) -> None:
+    document = {**GOOD, "targets": ["x86-64-v4-bf16", "x86-64-v3"], "build": {"precision": "bf16"}}
+    said = refusal(document, tmp_path)
+    assert "build.precision" in said
+    assert "'x86-64-v3'" in said
+
+
+def test_what_is_no_text_for_a_sentence_is_escaped(change: Change, tmp_path: Path) -> None:
+    said = refusal(change("channels", {"\x1b[2J\n": []}), tmp_path)
+    assert said.isprintable()
+    assert r"\x1b[2J\n" in said
+    long = {"onnx": "x" * 5000}
+    assert "model.onnx: there is no file" in refusal({**GOOD, "model": long}, tmp_path)
