@@ -1,5 +1,6 @@
 """`tvmflow list`: the releases in the store."""
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -39,14 +40,7 @@ def list_command(name: str | None, as_json: bool) -> None:
     for column in ("name", "version", "channels", "created (UTC)", "target", "p50 ms", "/ ONNX RT", "error", "bundle"):
         table.add_column(column, no_wrap=column != "channels")
     for release, holders in zip(releases, channels, strict=True):
-        try:
-            rows = list(_make_rows(release, holders))
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-            raise StoreError(
-                f"the release {release.get('name')} {release.get('version')} is damaged, its document cannot be shown "
-                f"({error!r}); publish it again, or print it with --json"
-            ) from error
-        for row in rows:
+        for row in read_rows(release, holders):
             table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
@@ -67,8 +61,23 @@ def _read_channels(store: "ReleaseStore", releases: list[dict[str, Any]]) -> lis
     ]
 
 
+def read_rows(release: dict[str, Any], channels: list[str]) -> list[tuple[str, ...]]:
+    """The table's rows for a release, one for each target. Raises StoreError for a document that is damaged."""
+    from tvmflow.errors import StoreError
+
+    try:
+        rows = list(_make_rows(release, channels))
+        for cell in itertools.chain(*rows):
+            cell.encode()  # a lone surrogate, which JSON may hold, cannot be printed
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise StoreError(
+            f"the release {release.get('name')!r} {release.get('version')!r} is damaged, its document cannot be shown "
+            f"({error!r}); publish it again, or print it with --json"
+        ) from error
+    return rows
+
+
 def _make_rows(release: dict[str, Any], channels: list[str]) -> Iterator[tuple[str, ...]]:
-    """The table's rows for a release, one for each target."""
     for target in release["targets"]:
         measurements, comparisons = target["measurements"], target["verdict"]["comparisons"]
         typical = measurements["points"][0] if measurements else None

@@ -268,4 +268,6 @@ def _decode_move(item: dict[str, Any]) -> Move:
     texts = (who, when, to_version, why, number, "" if from_version is None else from_version)
     if not all(isinstance(text, str) for text in texts) or not isinstance(rollback, bool):
         raise TypeError("a move of its history has a value of the wrong type")
+    for text in texts:
+        text.encode()  # a lone surrogate, which JSON may hold, could not be written again
     return Move(who, when, from_version, to_version, why, number, rollback)

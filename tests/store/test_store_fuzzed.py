@@ -1,0 +1,193 @@
+"""Documents in the store that anybody may have damaged: a reader takes them or names them in a StoreError.
+
+A failing case prints its seed; `_case(SEED)` makes the same document again.
+"""
+
+import copy
+import json
+import random
+from typing import Any
+
+import pytest
+
+from support.scale import count
+from tvmflow import promotion
+from tvmflow.cli.list import read_rows
+from tvmflow.errors import BundleError, SpecError, StoreError
+from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store.claims import describe_process, is_abandoned
+from tvmflow.store.documents import decode, list_references
+from tvmflow.store.records import RecordObjects
+from tvmflow.store.resolve import TargetEntry
+from tvmflow.store.work import WorkStore
+
+RELEASE: dict[str, Any] = {
+    "format": 1,
+    "name": "resnet",
+    "version": "3",
+    "created_at": "2026-01-01T00:00:00+00:00",
+    "mlflow_run_id": "0" * 32,
+    "model": "models:/resnet/3",
+    "channels": {"staging": {"after": None, "approval": "none", "gates": {"max_latency_ms": 5.0}}},
+    "inputs": [{"name": "x", "shape": ["batch", 3], "dtype": "float32"}],
+    "targets": [
+        {
+            "target": "x86-64-v4",
+            "arch": "x86_64",
+            "tvm_target": {"kind": "llvm", "host": {"mtriple": "x86_64-linux-gnu"}},
+            "cpu_features": ["avx512f"],
+            "bundle": {"sha256": "a" * 64, "size": 8},
+            "verdict": {"comparisons": [{"max_abs_error": 1e-6}]},
+            "measurements": {
+                "points": [{"runners": {"tvm": {"latency_ms": {"p50": 0.5}}}, "ratio": {"onnxruntime": 0.9}}]
+            },
+        }
+    ],
+}
+MOVE = {"who": "ann", "when": "2026-01-01T00:00:00.000+00:00", "from": None, "to": "1", "why": "test", "id": "00"}
+POINTER: dict[str, Any] = {
+    "format": 1,
+    "name": "resnet",
+    "channel": "production",
+    "version": "1",
+    "history": [MOVE, {**MOVE, "from": "1", "to": "2"}, {**MOVE, "from": "2", "rollback": True}],
+}
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 2, 10**400, 0.5, float("nan"), float("inf"), "", "1", "resnet", "../..", "a\n", "\0",
+    "\ud800", "é" * 200, "models:/m/0", "f" * 64, "s3://b/blobs/sha256/" + "f" * 64, [], {}, [[]], [None],
+    {"sha256": 7}, {"sha256": "short", "size": "8"}, {"host": "x"},
+)  # fmt: skip
+
+
+def _places(part: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The keys that lead to every value of a document."""
+    items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    return [*([keys] if keys else []), *(place for key, value in items for place in _places(value, (*keys, key)))]
+
+
+def _change(document: dict[str, Any], draw: random.Random) -> None:
+    """Replace, delete or add one value."""
+    *path, last = draw.choice(_places(document))
+    part: Any = document
+    for key in path:
+        part = part[key]
+    match draw.randrange(4):
+        case 0:
+            del part[last]
+        case 1 if isinstance(part, dict):
+            part[draw.choice(["sha256", "size", "format", "extra", "rollback"])] = draw.choice(VALUES)
+        case _:
+            part[last] = copy.deepcopy(draw.choice(VALUES))
+
+
+def _case(seed: int, whole: dict[str, Any] = RELEASE) -> bytes:
+    """A damaged spelling of a document: some values changed, then in half of the cases some bytes."""
+    draw = random.Random(seed)  # noqa: S311 - to choose cases
+    document = copy.deepcopy(whole)
+    for _ in range(draw.randrange(4)):
+        if _places(document):
+            _change(document, draw)
+    content = bytearray(json.dumps(document).encode())
+    for _ in range(draw.choice([0, 0, 1, 3])):
+        place = draw.randrange(len(content) + 1)
+        match draw.randrange(3):
+            case 0:
+                del content[place:]
+            case 1:
+                content[place : place + draw.randrange(9)] = draw.randbytes(draw.randrange(9))
+            case 2:
+                content[place : place + 1] = draw.choice([b"[" * 5000, b'{"a":' * 5000, b"\xff", b"9" * 5000])
+    return bytes(content)
+
+
+def test_a_damaged_release_document_is_read_or_named() -> None:
+    uri = "s3://models/releases/resnet/3/release.json"
+    refused = 0
+    for seed in range(count(normal=250, long=100_000)):
+        try:
+            release = decode(_case(seed), uri)
+        except StoreError as error:
+            refused += 1
+            if uri not in str(error):
+                pytest.fail(f"seed {seed}: the document is not named: {error}")
+            continue
+        except Exception as error:
+            pytest.fail(f"seed {seed}: {error!r}")
+        try:
+            list_references(release)
+            for entry in TargetEntry.read_all(release):
+                try:
+                    entry.check_host()
+                except BundleError:
+                    continue
+            promotion.get_registered_version(release)
+            promotion.hash_release(release)
+            promotion.read_policy(release, "staging")
+            read_rows(release, ["staging"])
+        except (StoreError, SpecError):
+            refused += 1
+        except Exception as error:
+            pytest.fail(f"seed {seed}: {error!r}")
+    assert refused > 0
+
+
+def test_a_damaged_pointer_is_read_or_named(moto_server: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_MAX_LOOKS", 1)
+    store = ReleaseStore(StoreConfig(**{**vars(moto_server), "prefix": "fuzzed"}))
+    key, refused = "channels/resnet/production.json", 0
+    for seed in range(count(normal=60, long=20_000)):
+        store.objects.put(key, _case(seed, POINTER), "planting a damaged pointer")
+        try:
+            pointer = channels.read(store, "resnet", "production")
+            assert pointer.last_move.to_version == pointer.version == pointer.rollback_stack[-1]
+            assert pointer.has_held(pointer.version)
+            channels._encode(pointer)
+        except StoreError as error:
+            refused += 1
+            if "production" not in str(error):
+                pytest.fail(f"seed {seed}: the channel is not named: {error}")
+        except Exception as error:
+            pytest.fail(f"seed {seed}: {error!r}")
+    assert refused > 0
+
+
+def test_any_content_of_a_claim_is_judged() -> None:
+    draw = random.Random(0)  # noqa: S311 - to choose cases
+    own = describe_process(1)
+    for seed in range(count(normal=200, long=50_000)):
+        words = own.split()
+        words[draw.randrange(len(words))] = draw.choice(["9" * 5000, "0", "-1", "1e3", "٣", "\0", "", "/", "x y"])
+        content = draw.choice([draw.randbytes(draw.randrange(80)), f"ann\n{' '.join(words)}\n".encode()])
+        try:
+            assert is_abandoned(content) in (True, False)
+        except Exception as error:
+            pytest.fail(f"case {seed} ({content!r}): {error!r}")
+    assert not is_abandoned(f"ann\n{own}\n".encode())
+
+
+def test_objects_with_foreign_names_are_passed_over(moto_server: StoreConfig) -> None:
+    store = ReleaseStore(StoreConfig(**{**vars(moto_server), "prefix": "foreign"}))
+    store.publish("resnet", "1", {"name": "resnet"}, [])
+    for key in (
+        "releases/resnet/release.json",
+        "releases/resnet/2/other.json",
+        "releases/resnet/2/3/release.json",
+        "releases/.hidden/1/release.json",
+        "releases/resnet/-x/release.json",
+        "channels/resnet/deep/production.json",
+        "channels/resnet/production.txt",
+        "records/no-folder.jsonl",
+        "records/context/deep/run.jsonl",
+        "records/context/run.jsonl",
+        "records-elsewhere/context/run.jsonl",
+        "work/records/run.jsonl",
+        "work/recordsother/run.jsonl",
+    ):
+        store.objects.put(key, b"x", "planting an object")
+    assert store.list_names() == ["resnet"]
+    assert store.list_versions("resnet") == ["1"]
+    assert channels.list_all(store, "resnet") == []
+    records = RecordObjects(store)
+    assert records.sizes() == {"no-folder.jsonl": 1, "context-run.jsonl": 1}
+    assert records.sizes("context") == {"context-run.jsonl": 1}
+    assert WorkStore(store).tuning_records() == {"run.jsonl": 1}
