@@ -71,10 +71,11 @@ def prefect_server(folder: Path, *, services: bool = False, **settings: str) -> 
 
 
 @contextmanager
-def mlflow_server(folder: Path, *, port: int | None = None, **settings: str) -> Iterator[str]:
+def mlflow_server(folder: Path, *, port: int | None = None, app: str | None = None, **settings: str) -> Iterator[str]:
     """Run an MLflow server on a SQLite file with one worker and yield its address.
 
-    `settings` are further environment variables; without `port` it listens at a free one.
+    `settings` are further environment variables; without `port` it listens at a free one. `app` is the name of
+    an application of MLflow's, `basic-auth` for a server with users.
     """
     port = port or free_port()
     fixed = {
@@ -86,7 +87,7 @@ def mlflow_server(folder: Path, *, port: int | None = None, **settings: str) -> 
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_WORKERS": "1",
     }
-    command = [sys.executable, "-m", "mlflow", "server"]
+    command = [sys.executable, "-m", "mlflow", "server", *([] if app is None else ["--app-name", app])]
     with serving(command, port, "/health", folder / "server.log", {**settings, **fixed}) as address:
         yield address
 
