@@ -1,7 +1,7 @@
 """Small ONNX models, and the comparison of what we build with ONNX Runtime."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from support import builds
-from support.machines import on_two_cores, runnable_levels
+from support.machines import best_target, on_two_cores
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, Built
 from tvmflow.target import Target, host, missing_features, resolve
@@ -31,8 +31,7 @@ def native() -> Target:
 @pytest.fixture(scope="session")
 def target() -> Target:
     """The best level of x86-64 that this machine runs, on two cores, so that equal tests build equal code."""
-    level = runnable_levels()[-1:]
-    return on_two_cores(*level) if level else resolve("native")
+    return best_target()
 
 
 @pytest.fixture(scope="session")
@@ -89,5 +88,21 @@ def assert_same_as_onnxruntime(target: Target) -> Callable[..., Built]:
 
     def check(path: Path, *feeds: dict[str, Array], options: BuildOptions | None = None, rtol: float = 1e-4) -> Built:
         return builds.assert_same_as_onnxruntime(path, feeds, target, options, rtol)
+
+    return check
+
+
+@pytest.fixture
+def assert_all_same(tmp_path: Path, target: Target) -> Callable[..., Built]:
+    """Build several models for `target` as one, run them and ONNX Runtime on the same inputs, and compare.
+
+    A case is the arguments of `save_model` that follow the path, and the feeds to run the model on.
+    """
+
+    def check(cases: Iterable[tuple[Any, ...]], options: BuildOptions | None = None) -> Built:
+        saved = []
+        for place, (arguments, *feeds) in enumerate(cases):
+            saved.append((save_model(tmp_path / f"case{place}.onnx", *arguments), feeds))
+        return builds.assert_all_same_as_onnxruntime(saved, target, options)
 
     return check

@@ -256,7 +256,7 @@ def test_without_narrow_numbers_nothing_of_it_is_used(make_model: MakeModel) -> 
 def test_the_sizes_of_a_kernels_tiles_fit_the_registers(dot: Any) -> None:
     for rows in range(1, 33):
         for groups in (8, 9, 16, 48):
-            kernel = amx.Kernel(rows, amx.vectors_of(rows, 12), groups)
+            kernel = amx.Kernel(rows, amx.choose_vectors(rows, 12), groups)
             assert sum(kernel.heights) == rows
             assert max(kernel.heights) <= amx.ROWS
             assert len(kernel.heights) * kernel.vectors <= 4
@@ -270,9 +270,9 @@ def test_the_sizes_of_a_kernels_tiles_fit_the_registers(dot: Any) -> None:
 def test_the_rows_of_tiles_divide_those_of_the_product_where_that_is_good(
     rows: int | None, depth: int, tile: int
 ) -> None:
-    assert amx.rows_of(rows, depth) == tile
+    assert amx.choose_rows(rows, depth) == tile
 
 
 def test_rows_that_nothing_divides_are_spread_evenly() -> None:
     assert BF16.name in machine(resolve("x86-64-v4-amx")).amx
-    assert amx.rows_of(197, 64) == 29
+    assert amx.choose_rows(197, 64) == 29

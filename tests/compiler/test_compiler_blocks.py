@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from onnx import helper
 
+from support import scale
 from support.builds import rule_counts
 from tvmflow.compiler import BuildOptions, Built
 from tvmflow.compiler.operators import blocks
@@ -60,6 +61,9 @@ class _Graph:
         )
         return name
 
+    def normal(self, *shape: int) -> Array:
+        return self.rng.standard_normal(shape).astype("float32")
+
     def then(self, x: str, operator: str, *others: str) -> str:
         name = f"t{len(self.nodes)}"
         self.nodes.append(helper.make_node(operator, [x, *others], [name]))
@@ -93,19 +97,16 @@ def _block(case: tuple[Any, ...], graph: _Graph) -> str:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("case", _BLOCKS, ids=lambda case: "-".join(map(str, case)))
-@pytest.mark.parametrize("batch", [1, 3])
-def test_whole_blocks_equal_onnx_runtime(
-    case: tuple[Any, ...], batch: int, make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    graph = _Graph()
-    graph.then(_block(case, graph), "Relu")
-    channels, _, _, _, _, height, width, _ = case
-    path = make_model(
-        graph.nodes, [("x", [batch, channels, height, width])], [graph.nodes[-1].output[0]], graph.weights
-    )
-    x = graph.rng.standard_normal((batch, channels, height, width)).astype("float32")
-    assert rule_counts(assert_same_as_onnxruntime(path, {"x": x}))["block"] == 1
+@pytest.mark.parametrize("batch", scale.choose(normal=[3], long=[1, 3]))
+def test_whole_blocks_equal_onnx_runtime(batch: int, assert_all_same: Check) -> None:
+    cases = []
+    for case in _BLOCKS:
+        graph = _Graph()
+        output = graph.then(_block(case, graph), "Relu")
+        channels, _, _, _, _, height, width, _ = case
+        shape = [batch, channels, height, width]
+        cases.append(((graph.nodes, [("x", shape)], [output], graph.weights), {"x": graph.normal(*shape)}))
+    assert rule_counts(assert_all_same(cases))["block"] == len(cases)
 
 
 @pytest.mark.usefixtures("always")
@@ -190,13 +191,11 @@ _BOTTLENECKS = [
 ]
 
 
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("parts", ["first and last", "first", "last"])
-@pytest.mark.parametrize("case", _BOTTLENECKS, ids=lambda case: "-".join(map(str, case)))
-def test_whole_bottlenecks_equal_onnx_runtime(
-    case: tuple[Any, ...], parts: str, make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    channels, between, out, kernel, stride, dilation, height, width, algorithm = case
+_PARTS = ["first and last", "first", "last"]
+
+
+def _bottleneck(case: tuple[Any, ...], parts: str) -> tuple[Any, ...]:
+    channels, between, out, kernel, stride, dilation, height, width, _ = case
     graph, x = _Graph(), "x"
     if "first" in parts:
         x = graph.then(graph.conv("x", channels, between, kernel=1, pads=[0] * 4), "Relu")
@@ -206,9 +205,20 @@ def test_whole_bottlenecks_equal_onnx_runtime(
     x = graph.then(graph.conv(x, between, between, kernel=kernel, stride=stride, pads=pads, dilation=dilation), "Relu")
     if "last" in parts:
         x = graph.conv(x, between, out, kernel=1, pads=[0] * 4)
-    graph.then(x, "Sigmoid")
-    path = make_model(graph.nodes, [("x", ["n", channels, height, width])], [graph.nodes[-1].output[0]], graph.weights)
-    feeds = [{"x": graph.rng.standard_normal((batch, channels, height, width)).astype("float32")} for batch in (1, 3)]
-    built = assert_same_as_onnxruntime(path, *feeds, options=BuildOptions(fast_algorithms=bool(algorithm)))
-    assert rule_counts(built)["block"] == 1
+    output = graph.then(x, "Sigmoid")
+    feeds = [{"x": graph.normal(batch, channels, height, width)} for batch in (1, 3)]
+    return (graph.nodes, [("x", ["n", channels, height, width])], [output], graph.weights), *feeds
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("algorithm", ["winograd", ""])
+def test_whole_bottlenecks_equal_onnx_runtime(algorithm: str, assert_all_same: Check) -> None:
+    bottlenecks = [case for case in _BOTTLENECKS if case[-1] == algorithm]
+    cases = [
+        _bottleneck(case, parts)
+        for place, case in enumerate(bottlenecks)
+        for parts in scale.choose(normal=_PARTS if algorithm else _PARTS[place : place + 1], long=_PARTS)
+    ]
+    built = assert_all_same(cases, BuildOptions(fast_algorithms=bool(algorithm)))
+    assert rule_counts(built)["block"] == len(cases)
     assert set(built.algorithms) == ({algorithm} if algorithm else set())

@@ -22,31 +22,37 @@ def _between(nodes: list[NodeProto], channels: int) -> tuple[list[NodeProto], di
     return [first, *nodes, helper.make_node("Relu", ["b"], ["y"])], {"w": normal(channels, 3, 1, 1)}
 
 
-@pytest.mark.parametrize("shape", [(1, 64, 28, 28), (2, 24, 7, 19), (1, 70, 5, 16)], ids=str)
-@pytest.mark.parametrize("order", [(0, 2, 3, 1), (0, 3, 1, 2), (3, 2, 1, 0), (0, 2, 1, 3), (1, 0, 3, 2)], ids=str)
-def test_transposes_equal_onnx_runtime(
-    order: tuple[int, ...], shape: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    path = make_model([helper.make_node("Transpose", ["x"], ["y"], perm=order)], [("x", shape)], ["y"])
-    assert_same_as_onnxruntime(path, {"x": normal(*shape)})
+_ORDERS = [(0, 2, 3, 1), (0, 3, 1, 2), (3, 2, 1, 0), (0, 2, 1, 3), (1, 0, 3, 2)]
 
 
-@pytest.mark.parametrize("channels", [(64, 32), (58, 58), (3, 24, 1, 19), (1, 1)], ids=str)
+def test_transposes_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for shape in ((1, 64, 28, 28), (2, 24, 7, 19), (1, 70, 5, 16)):
+        outputs = [f"y{place}" for place in range(len(_ORDERS))]
+        nodes = [
+            helper.make_node("Transpose", ["x"], [output], perm=order)
+            for order, output in zip(_ORDERS, outputs, strict=True)
+        ]
+        cases.append(((nodes, [("x", shape)], outputs), {"x": normal(*shape)}))
+    assert_all_same(cases)
+
+
 @pytest.mark.parametrize("axis", [1, 3])
-def test_concatenation_and_what_follows_equal_onnx_runtime(
-    axis: int, channels: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    names = [f"x{place}" for place in range(len(channels))]
-    shapes = [[2, *([size, 6, 5] if axis == 1 else [5, 6, size])] for size in channels]
-    nodes = [
-        helper.make_node("Concat", names, ["c"], axis=axis),
-        helper.make_node("Mul", ["c", "s"], ["m"]),
-        helper.make_node("Relu", ["m"], ["y"]),
-    ]
-    total = sum(channels)
-    scale = normal(1, total, 1, 1) if axis == 1 else normal(total)
-    path = make_model(nodes, list(zip(names, shapes, strict=True)), ["y"], {"s": scale})
-    assert_same_as_onnxruntime(path, {name: normal(*shape) for name, shape in zip(names, shapes, strict=True)})
+def test_concatenation_and_what_follows_equal_onnx_runtime(axis: int, assert_all_same: Check) -> None:
+    cases = []
+    for channels in ((64, 32), (58, 58), (3, 24, 1, 19), (1, 1)):
+        names = [f"x{place}" for place in range(len(channels))]
+        shapes = [[2, *([size, 6, 5] if axis == 1 else [5, 6, size])] for size in channels]
+        nodes = [
+            helper.make_node("Concat", names, ["c"], axis=axis),
+            helper.make_node("Mul", ["c", "s"], ["m"]),
+            helper.make_node("Relu", ["m"], ["y"]),
+        ]
+        total = sum(channels)
+        scale = normal(1, total, 1, 1) if axis == 1 else normal(total)
+        inputs = list(zip(names, shapes, strict=True))
+        cases.append(((nodes, inputs, ["y"], {"s": scale}), {name: normal(*shape) for name, shape in inputs}))
+    assert_all_same(cases)
 
 
 @pytest.mark.parametrize("channels", [20, 116])
@@ -83,31 +89,26 @@ def test_depth_to_space_and_back_equal_onnx_runtime(
     assert_same_as_onnxruntime(path, {"x": normal(2, 3, 6, 7)})
 
 
-@pytest.mark.parametrize(
-    ("mode", "transformation"), [("nearest", "asymmetric"), ("linear", "half_pixel"), ("linear", "align_corners")]
-)
-@pytest.mark.parametrize("scale", [(2.0, 2.0), (3.0, 1.5)], ids=str)
+_RESIZES = [("nearest", "asymmetric"), ("linear", "half_pixel"), ("linear", "align_corners")]
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["channels last", "channels first"])
-def test_resizing_equals_onnx_runtime(
-    inside: bool,
-    scale: tuple[float, float],
-    mode: str,
-    transformation: str,
-    make_model: Any,
-    assert_same_as_onnxruntime: Check,
-) -> None:
-    rounding = {"nearest_mode": "floor"} if mode == "nearest" else {}
-    resize = helper.make_node(
-        "Resize",
-        ["a" if inside else "x", "", "scale"],
-        ["b" if inside else "y"],
-        mode=mode,
-        coordinate_transformation_mode=transformation,
-        **rounding,
-    )
-    nodes, weights = _between([resize], 20) if inside else ([resize], {})
-    path = make_model(nodes, [("x", [2, 3, 8, 6])], ["y"], {**weights, "scale": np.array([1, 1, *scale], "float32")})
-    assert_same_as_onnxruntime(path, {"x": normal(2, 3, 8, 6)})
+def test_resizing_equals_onnx_runtime(inside: bool, assert_all_same: Check) -> None:
+    cases = []
+    for scale in ((2.0, 2.0), (3.0, 1.5)):
+        for mode, transformation in _RESIZES:
+            resize = helper.make_node(
+                "Resize",
+                ["a" if inside else "x", "", "scale"],
+                ["b" if inside else "y"],
+                mode=mode,
+                coordinate_transformation_mode=transformation,
+                **({"nearest_mode": "floor"} if mode == "nearest" else {}),
+            )
+            nodes, weights = _between([resize], 20) if inside else ([resize], {})
+            weights = {**weights, "scale": np.array([1, 1, *scale], "float32")}
+            cases.append(((nodes, [("x", [2, 3, 8, 6])], ["y"], weights), {"x": normal(2, 3, 8, 6)}))
+    assert_all_same(cases)
 
 
 @pytest.mark.parametrize("rounding", ["round_prefer_floor", "round_prefer_ceil"])

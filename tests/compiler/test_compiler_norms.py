@@ -13,29 +13,26 @@ from tvmflow.target import Target
 Check = Callable[..., Built]
 
 
-@pytest.mark.parametrize("operator", ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2"])
-@pytest.mark.parametrize(
-    ("shape", "axes"),
-    [
-        ((3, 19, 7, 5), (2, 3)),
-        ((2, 9, 11, 24), (1, 2)),
-        ((1, 50, 70), (1,)),
-        ((5, 37), (1,)),
-        ((200, 197), (0, 1)),
-        ((2, 3, 1000), (2,)),
-        ((40, 64, 6), (1,)),
-        ((2, 1, 8, 23), (0, 2)),
-    ],
-    ids=str,
-)
-def test_reductions_equal_onnx_runtime(
-    operator: str, shape: tuple[int, ...], axes: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    keeps = len(axes) % 2
-    node = helper.make_node(operator, ["x", "axes"], ["y"], keepdims=keeps)
-    path = make_model([node], [("x", shape)], ["y"], {"axes": np.array(axes)})
-    built = assert_same_as_onnxruntime(path, {"x": normal(*shape) + 1})
-    assert rule_counts(built)["reduction"] >= 1
+_REDUCTIONS = ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2"]
+# The shape of a tensor, and the dimensions that are reduced.
+_REDUCED: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((3, 19, 7, 5), (2, 3)),
+    ((2, 9, 11, 24), (1, 2)),
+    ((1, 50, 70), (1,)),
+    ((5, 37), (1,)),
+    ((200, 197), (0, 1)),
+    ((2, 3, 1000), (2,)),
+    ((40, 64, 6), (1,)),
+    ((2, 1, 8, 23), (0, 2)),
+]
+
+
+def test_reductions_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for shape, axes in _REDUCED:
+        nodes = [helper.make_node(name, ["x", "axes"], [name], keepdims=len(axes) % 2) for name in _REDUCTIONS]
+        cases.append(((nodes, [("x", shape)], _REDUCTIONS, {"axes": np.array(axes)}), {"x": normal(*shape) + 1}))
+    assert rule_counts(assert_all_same(cases))["reduction"] >= len(_REDUCTIONS) * len(_REDUCED)
 
 
 def test_reductions_over_dimensions_apart_and_of_few_results_equal_onnx_runtime(
@@ -76,22 +73,26 @@ def test_the_largest_of_infinities_is_infinite(make_model: Any, target: Target, 
     assert rule_counts(built) == {"reduction": 1}
 
 
-@pytest.mark.parametrize(("channels", "groups"), [(24, 4), (70, 70), (19, 1), (64, 32)])
-@pytest.mark.parametrize("inside", [True, False], ids=["channels last", "channels first"])
-def test_group_norm_equals_onnx_runtime(
-    inside: bool, channels: int, groups: int, make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    first = [helper.make_node("Conv", ["x", "w"], ["a"])] if inside else []
-    nodes = [
-        *first,
-        helper.make_node("GroupNormalization", ["a" if inside else "x", "s", "b"], ["c"], num_groups=groups),
-        helper.make_node("Relu", ["c"], ["y"]),
-    ]
-    weights = {"s": normal(channels), "b": normal(channels), **({"w": normal(channels, 3, 1, 1)} if inside else {})}
-    shape = [2, 3 if inside else channels, 9, 7]
-    path = make_model(nodes, [("x", shape)], ["y"], weights, opset=21)
-    built = assert_same_as_onnxruntime(path, {"x": normal(*shape) + 3})
-    assert rule_counts(built)["reduction" if inside else "rowwise"] == 1
+def test_group_norm_equals_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    sizes = [(24, 4), (70, 70), (19, 1), (64, 32)]
+    nodes, inputs, weights, outputs = [], [], {}, []
+    for channels, groups in sizes:
+        for where in ("last", "first"):
+            name = f"{where}{channels}"
+            inside = where == "last"  # Behind a convolution the channels are last.
+            if inside:
+                nodes.append(helper.make_node("Conv", [f"x{name}", f"w{name}"], [f"a{name}"]))
+                weights[f"w{name}"] = normal(channels, 3, 1, 1)
+            operands = [f"{'a' if inside else 'x'}{name}", f"s{name}", f"b{name}"]
+            nodes.append(helper.make_node("GroupNormalization", operands, [f"c{name}"], num_groups=groups))
+            nodes.append(helper.make_node("Relu", [f"c{name}"], [f"y{name}"]))
+            weights |= {f"s{name}": normal(channels), f"b{name}": normal(channels)}
+            inputs.append((f"x{name}", [2, 3 if inside else channels, 9, 7]))
+            outputs.append(f"y{name}")
+    path = make_model(nodes, inputs, outputs, weights, opset=21)
+    built = assert_same_as_onnxruntime(path, {name: normal(*shape) + 3 for name, shape in inputs})
+    rules = rule_counts(built)
+    assert (rules["reduction"], rules["rowwise"]) == (len(sizes), len(sizes))
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["channels last", "channels first"])
@@ -105,32 +106,31 @@ def test_instance_norm_of_a_symbolic_batch_equals_onnx_runtime(
     assert_same_as_onnxruntime(path, *({"x": 5 * normal(batch, 24, 11, 5) + 30} for batch in (1, 3)))
 
 
-@pytest.mark.parametrize("size", [7, 16, 70, 197, 1000])
 @pytest.mark.parametrize("operator", ["Softmax", "LogSoftmax"])
-def test_softmax_of_rows_of_any_length_equals_onnx_runtime(
-    operator: str, size: int, make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
+def test_softmax_of_rows_of_any_length_equals_onnx_runtime(operator: str, assert_all_same: Check) -> None:
     nodes = [
         helper.make_node("Div", ["x", "root"], ["a"]),
         helper.make_node("Add", ["a", "mask"], ["b"]),
         helper.make_node(operator, ["b"], ["y"]),
     ]
-    path = make_model(nodes, [("x", [2, 5, size]), ("mask", [2, 1, size])], ["y"], {"root": np.array(8, "float32")})
-    mask = np.where(np.arange(size) % 5 == 1, -1e9, 0).astype("float32") * np.ones((2, 1, 1), "float32")
-    built = assert_same_as_onnxruntime(path, {"x": 20 * normal(2, 5, size), "mask": mask})
-    assert rule_counts(built) == {"rowwise": 1}
+    cases = []
+    for size in (7, 16, 70, 197, 1000):
+        mask = np.where(np.arange(size) % 5 == 1, -1e9, 0).astype("float32") * np.ones((2, 1, 1), "float32")
+        inputs = [("x", [2, 5, size]), ("mask", [2, 1, size])]
+        feed = {"x": 20 * normal(2, 5, size), "mask": mask}
+        cases.append(((nodes, inputs, ["y"], {"root": np.array(8, "float32")}), feed))
+    assert rule_counts(assert_all_same(cases)) == {"rowwise": len(cases)}
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 5, 6), (2, 40), ("batch", 7, 24)], ids=str)
-def test_norms_over_the_last_dimensions_equal_onnx_runtime(
-    shape: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    tail = shape[-2:] if len(shape) == 4 else shape[-1:]
-    node = helper.make_node("LayerNormalization", ["x", "s", "b"], ["y"], axis=-len(tail))
-    path = make_model([node], [("x", shape)], ["y"], {"s": normal(*tail), "b": normal(*tail)})
-    known = [size if isinstance(size, int) else 3 for size in shape]
-    built = assert_same_as_onnxruntime(path, {"x": 5 * normal(*known) + 50})
-    assert rule_counts(built) == {"rowwise": 1}
+def test_norms_over_the_last_dimensions_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for shape in ((4, 3, 5, 6), (2, 40), ("batch", 7, 24)):
+        tail = shape[-2:] if len(shape) == 4 else shape[-1:]
+        node = helper.make_node("LayerNormalization", ["x", "s", "b"], ["y"], axis=-len(tail))
+        sizes = [size if isinstance(size, int) else 3 for size in shape]
+        weights = {"s": normal(*tail), "b": normal(*tail)}
+        cases.append((([node], [("x", shape)], ["y"], weights), {"x": 5 * normal(*sizes) + 50}))
+    assert rule_counts(assert_all_same(cases)) == {"rowwise": 3}
 
 
 def test_a_norm_by_the_root_of_the_mean_square_equals_onnx_runtime(

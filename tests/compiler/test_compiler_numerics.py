@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -6,7 +7,9 @@ import pytest
 from onnx import NodeProto, TensorProto, helper
 
 from support.arrays import normal
-from support.builds import rule_counts
+from support.builds import assert_all_same_as_onnxruntime, rule_counts
+from support.machines import on_two_cores, runnable_levels
+from support.models import save_model
 from tvmflow.compiler import BuildOptions, Built
 
 Check = Callable[..., Built]
@@ -46,16 +49,17 @@ def _conv(groups: int, kernel: int, stride: int, pad: int, dilation: int) -> Nod
     )
 
 
-@pytest.mark.parametrize("case", _CONVOLUTIONS, ids=lambda case: "-".join(map(str, case)))
-def test_convolutions_equal_onnx_runtime(
-    case: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
+def _convolution(case: tuple[int, ...]) -> tuple[Any, ...]:
     channels, out, groups, kernel, stride, pad, dilation, height, width = case
     nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
     weights = {"w": normal(out, channels // groups, kernel, kernel), "b": normal(out)}
-    path = make_model(nodes, [("x", [1, channels, height, width])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": normal(1, channels, height, width)})
-    assert rule_counts(built).keys() & {"conv2d", "rows", "winograd"}
+    shape = [1, channels, height, width]
+    return (nodes, [("x", shape)], ["y"], weights), {"x": normal(*shape)}
+
+
+def test_convolutions_equal_onnx_runtime(assert_all_same: Check) -> None:
+    rules = rule_counts(assert_all_same(map(_convolution, _CONVOLUTIONS)))
+    assert rules["conv2d"] + rules["rows"] + rules["winograd"] + rules["strassen"] >= len(_CONVOLUTIONS) - 1
 
 
 # channels, groups, kernel, stride, padding, dilation, size
@@ -69,36 +73,57 @@ _NARROW = [
 
 
 @pytest.mark.parametrize("batch", [2, "any"])
-@pytest.mark.parametrize("case", _NARROW, ids=lambda case: "-".join(map(str, case)))
-def test_narrow_groups_equal_onnx_runtime(
-    case: tuple[int, ...], batch: int | str, make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    channels, groups, kernel, stride, pad, dilation, size = case
-    nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
-    weights = {"w": normal(channels, channels // groups, kernel, kernel), "b": normal(channels)}
-    shape = [("x", [batch, channels, size, size])]
-    path = make_model(nodes, shape, ["y"], weights)
-    feeds = [{"x": normal(count, channels, size, size)} for count in ((2,) if batch == 2 else (1, 3))]
-    built = assert_same_as_onnxruntime(path, *feeds)
-    assert rule_counts(built)["depthwise"] == 1
+def test_narrow_groups_equal_onnx_runtime(batch: int | str, assert_all_same: Check) -> None:
+    cases = []
+    for channels, groups, kernel, stride, pad, dilation, size in _NARROW:
+        nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
+        weights = {"w": normal(channels, channels // groups, kernel, kernel), "b": normal(channels)}
+        feeds = [{"x": normal(count, channels, size, size)} for count in ((2,) if batch == 2 else (1, 3))]
+        cases.append(((nodes, [("x", [batch, channels, size, size])], ["y"], weights), *feeds))
+    assert rule_counts(assert_all_same(cases))["depthwise"] == len(_NARROW)
 
 
-@pytest.mark.parametrize(
-    ("channels", "kernel", "stride", "pad", "size"),
-    [(32, 3, 1, 1, 14), (37, 3, 2, 1, 15), (24, 5, 1, 2, 11), (9, 3, 1, 0, 30), (70, 7, 2, 3, 13)],
-)
-def test_depthwise_convolutions_equal_onnx_runtime(
-    channels: int, kernel: int, stride: int, pad: int, size: int, make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    nodes = [
-        helper.make_node("Conv", ["x", "w", "b"], ["c"], group=channels, strides=[stride] * 2, pads=[pad] * 4),
-        helper.make_node("Clip", ["c", "low", "high"], ["y"]),
+# channels, kernel, stride, padding, size
+_DEPTHWISE = [(32, 3, 1, 1, 14), (37, 3, 2, 1, 15), (24, 5, 1, 2, 11), (9, 3, 1, 0, 30), (70, 7, 2, 3, 13)]
+
+
+def test_depthwise_convolutions_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for channels, kernel, stride, pad, size in _DEPTHWISE:
+        nodes = [
+            helper.make_node("Conv", ["x", "w", "b"], ["c"], group=channels, strides=[stride] * 2, pads=[pad] * 4),
+            helper.make_node("Clip", ["c", "low", "high"], ["y"]),
+        ]
+        bounds = {"low": np.array(0, "float32"), "high": np.array(6, "float32")}
+        weights = {"w": normal(channels, 1, kernel, kernel), "b": normal(channels), **bounds}
+        shape = [2, channels, size, size]
+        cases.append(((nodes, [("x", shape)], ["y"], weights), {"x": normal(*shape)}))
+    assert rule_counts(assert_all_same(cases))["depthwise"] == len(_DEPTHWISE)
+
+
+@pytest.mark.parametrize("level", runnable_levels())
+def test_the_code_of_every_level_that_this_machine_runs_equals_onnx_runtime(level: str, tmp_path: Path) -> None:
+    rows = [helper.make_node("LayerNormalization", ["x", "s", "s"], ["a"]), helper.make_node("Softmax", ["a"], ["b"])]
+    dense = helper.make_node("MatMul", ["b", "m"], ["y"])
+    pooling = {"kernel_shape": [3, 3], "pads": [1] * 4}
+    image = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1] * 4),
+        helper.make_node("Conv", ["a", "d"], ["b"], group=20),
+        helper.make_node("AveragePool", ["b"], ["c"], **pooling),
+        helper.make_node("MaxPool", ["c"], ["y"], strides=[2, 2], **pooling),
     ]
-    bounds = {"low": np.array(0, "float32"), "high": np.array(6, "float32")}
-    weights = {"w": normal(channels, 1, kernel, kernel), "b": normal(channels), **bounds}
-    path = make_model(nodes, [("x", [2, channels, size, size])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": normal(2, channels, size, size)})
-    assert rule_counts(built)["depthwise"] == 1
+    models = [
+        *map(_convolution, (_CONVOLUTIONS[place] for place in (2, 3, 5, 9))),
+        (([*rows, dense], [("x", [9, 37])], ["y"], {"s": normal(37), "m": normal(37, 21)}), {"x": normal(9, 37)}),
+        (
+            (image, [("x", [2, 9, 14, 11])], ["y"], {"w": normal(20, 9, 3, 3), "d": normal(20, 1, 3, 3)}),
+            {"x": normal(2, 9, 14, 11)},
+        ),
+    ]
+    cases = [
+        (save_model(tmp_path / f"{place}.onnx", *arguments), [feed]) for place, (arguments, feed) in enumerate(models)
+    ]
+    assert_all_same_as_onnxruntime(cases, on_two_cores(level))
 
 
 def test_clipping_and_residuals_fuse_into_their_convolution(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -146,84 +171,73 @@ def test_symbolic_image_sizes_are_served(make_model: Any, assert_same_as_onnxrun
     assert_same_as_onnxruntime(path, {"x": normal(1, 3, 8, 8)}, {"x": normal(1, 3, 13, 31)})
 
 
-@pytest.mark.parametrize(
-    ("rows", "depth", "units"), [(1, 33, 70), (7, 64, 10), (197, 48, 96), (23, 5, 1), (64, 128, 48)]
-)
-def test_dense_layers_equal_onnx_runtime(
-    rows: int, depth: int, units: int, make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
+def _dense(depth: int, units: int) -> tuple[list[NodeProto], dict[str, Any]]:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Add", ["a", "b"], ["y"])]
-    path = make_model(nodes, [("x", [rows, depth])], ["y"], {"w": normal(depth, units), "b": normal(units)})
-    built = assert_same_as_onnxruntime(path, {"x": normal(rows, depth)})
-    assert rule_counts(built) == {"rows": 1}
+    return nodes, {"w": normal(depth, units), "b": normal(units)}
 
 
-@pytest.mark.parametrize(
-    ("shape", "sizes"),
-    [
-        (["batch", 5, 9, 20], [(1,), (3,)]),
-        ([17, "batch", 20], [(1,), (4,)]),
-        ([2, "batch", 20], [(1,), (9,)]),
-        ([6, "batch", 7, 20], [(1,), (3,)]),
-        (["batch", 7, "time", 5, 20], [(1, 1), (2, 3)]),
-        (["batch", "time", 20], [(1, 5), (2, 8)]),
-    ],
-    ids=str,
-)
-def test_dense_layers_over_known_and_symbolic_rows_equal_onnx_runtime(
-    shape: list[Any], sizes: list[tuple[int, ...]], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Add", ["a", "b"], ["y"])]
-    path = make_model(nodes, [("x", shape)], ["y"], {"w": normal(20, 37), "b": normal(37)})
-    symbols = [size for size in shape if isinstance(size, str)]
-    fixed = [dict(zip(symbols, chosen, strict=True)) for chosen in sizes]
-    feeds = [{"x": normal(*(values.get(size, size) for size in shape))} for values in fixed]
-    assert rule_counts(assert_same_as_onnxruntime(path, *feeds)) == {"rows": 1}
+def test_dense_layers_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for rows, depth, units in [(1, 33, 70), (7, 64, 10), (197, 48, 96), (23, 5, 1), (64, 128, 48)]:
+        nodes, weights = _dense(depth, units)
+        cases.append(((nodes, [("x", [rows, depth])], ["y"], weights), {"x": normal(rows, depth)}))
+    assert rule_counts(assert_all_same(cases)) == {"rows": len(cases)}
 
 
-@pytest.mark.parametrize("shape", [(3, 17, 20, 33), (2, 8, 64, 64), (4, 1, 16, 5)])
-def test_batched_products_equal_onnx_runtime(
-    shape: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    batch, rows, depth, units = shape
-    path = make_model(
-        [helper.make_node("MatMul", ["a", "b"], ["y"])],
-        [("a", [2, batch, rows, depth]), ("b", [2, batch, depth, units])],
-        ["y"],
-    )
-    feed = {"a": normal(2, batch, rows, depth), "b": normal(2, batch, depth, units)}
-    assert rule_counts(assert_same_as_onnxruntime(path, feed)) == {"rows": 1}
+# The shape of a dense layer's input, and sizes of its symbols.
+_SYMBOLIC_ROWS: list[tuple[list[Any], list[tuple[int, ...]]]] = [
+    (["batch", 5, 9, 20], [(1,), (3,)]),
+    ([17, "batch", 20], [(1,), (4,)]),
+    ([2, "batch", 20], [(1,), (9,)]),
+    ([6, "batch", 7, 20], [(1,), (3,)]),
+    (["batch", 7, "time", 5, 20], [(1, 1), (2, 3)]),
+    (["batch", "time", 20], [(1, 5), (2, 8)]),
+]
 
 
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        ((3, 17, 20), (2, 3, 20, 33)),
-        ((2, 3, 17, 20), (3, 20, 64)),
-        ((2, 1, 9, 20), (1, 3, 20, 197)),
-        ((9, 20), (4, 20, 31)),
-        ((1, 9, 20), (4, 20, 8)),
-    ],
-    ids=str,
-)
-def test_products_whose_batch_broadcasts_equal_onnx_runtime(
-    left: tuple[int, ...], right: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    path = make_model([helper.make_node("MatMul", ["a", "b"], ["y"])], [("a", left), ("b", right)], ["y"])
-    assert rule_counts(assert_same_as_onnxruntime(path, {"a": normal(*left), "b": normal(*right)})) == {"rows": 1}
+def test_dense_layers_over_known_and_symbolic_rows_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for shape, sizes in _SYMBOLIC_ROWS:
+        nodes, weights = _dense(20, 37)
+        symbols = [size for size in shape if isinstance(size, str)]
+        fixed = [dict(zip(symbols, values, strict=True)) for values in sizes]
+        feeds = [{"x": normal(*(values.get(size, size) for size in shape))} for values in fixed]
+        cases.append(((nodes, [("x", shape)], ["y"], weights), *feeds))
+    assert rule_counts(assert_all_same(cases)) == {"rows": len(cases)}
 
 
-@pytest.mark.parametrize(("rows", "size"), [(5, 64), (3, 37), (4, 7), (1, 1000)])
-def test_softmax_and_norms_equal_onnx_runtime(
-    rows: int, size: int, make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
+# Batch, rows, depth and columns.
+_PRODUCTS = [(3, 17, 20, 33), (2, 8, 64, 64), (4, 1, 16, 5)]
+# The shapes of both operands: batches that are equal, and batches one of which broadcasts.
+_BATCHED = [
+    *(((2, batch, rows, depth), (2, batch, depth, units)) for batch, rows, depth, units in _PRODUCTS),
+    ((3, 17, 20), (2, 3, 20, 33)),
+    ((2, 3, 17, 20), (3, 20, 64)),
+    ((2, 1, 9, 20), (1, 3, 20, 197)),
+    ((9, 20), (4, 20, 31)),
+    ((1, 9, 20), (4, 20, 8)),
+]
+
+
+def test_products_of_activations_equal_onnx_runtime(assert_all_same: Check) -> None:
+    product = helper.make_node("MatMul", ["a", "b"], ["y"])
+    cases = [
+        (([product], [("a", left), ("b", right)], ["y"]), {"a": normal(*left), "b": normal(*right)})
+        for left, right in _BATCHED
+    ]
+    assert rule_counts(assert_all_same(cases)) == {"rows": len(cases)}
+
+
+def test_softmax_and_norms_equal_onnx_runtime(assert_all_same: Check) -> None:
     nodes = [
         helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["a"]),
         helper.make_node("Softmax", ["a"], ["y"], axis=-1),
     ]
-    path = make_model(nodes, [("x", [rows, size])], ["y"], {"scale": normal(size), "bias": normal(size)})
-    built = assert_same_as_onnxruntime(path, {"x": 30 * normal(rows, size) + 100})
-    assert rule_counts(built) == {"rowwise": 2}
+    cases = []
+    for rows, size in [(5, 64), (3, 37), (4, 7), (1, 1000)]:
+        weights = {"scale": normal(size), "bias": normal(size)}
+        cases.append(((nodes, [("x", [rows, size])], ["y"], weights), {"x": 30 * normal(rows, size) + 100}))
+    assert rule_counts(assert_all_same(cases)) == {"rowwise": 2 * len(cases)}
 
 
 def test_attention_with_symbolic_batch_and_length_equals_onnx_runtime(
@@ -270,11 +284,10 @@ def test_attention_with_symbolic_batch_and_length_equals_onnx_runtime(
     assert rule_counts(built)["attention"] == 1
 
 
-@pytest.mark.parametrize("function", ["Exp", "Erf", "Tanh", "Sigmoid"])
-def test_vector_functions_are_accurate_over_the_whole_range(
-    function: str, make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    path = make_model([helper.make_node(function, ["x"], ["y"])], [("x", [4001])], ["y"])
+def test_vector_functions_are_accurate_over_the_whole_range(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    functions = ["Exp", "Erf", "Tanh", "Sigmoid"]
+    nodes = [helper.make_node(function, ["x"], [function]) for function in functions]
+    path = make_model(nodes, [("x", [4001])], functions)
     x = np.linspace(-88, 88, 4001, dtype="float32")
     assert_same_as_onnxruntime(path, {"x": x}, {"x": x / 40}, rtol=1e-5)
 
@@ -290,24 +303,18 @@ def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(
     np.testing.assert_array_equal(y[:6], np.array([0, 0, np.inf, np.inf, np.nan, 1], "float32"))
 
 
-@pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
-def test_pooling_equals_onnx_runtime(kind: str, make_model: Any, assert_same_as_onnxruntime: Check) -> None:
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["a"]),
-        helper.make_node(kind, ["a"], ["y"], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]),
-    ]
-    path = make_model(nodes, [("x", [1, 3, 15, 15])], ["y"], {"w": normal(19, 3, 1, 1)})
-    assert_same_as_onnxruntime(path, {"x": normal(1, 3, 15, 15)})
-
-
-@pytest.mark.parametrize("kind", ["GlobalAveragePool", "GlobalMaxPool"])
-@pytest.mark.parametrize("channels", [1, 19, 24, 40, 70])
-def test_global_pooling_over_any_channels_equals_onnx_runtime(
-    kind: str, channels: int, make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    nodes = [helper.make_node("Conv", ["x", "w"], ["a"]), helper.make_node(kind, ["a"], ["y"])]
-    path = make_model(nodes, [("x", ["batch", 3, 11, 9])], ["y"], {"w": normal(channels, 3, 1, 1)})
-    assert_same_as_onnxruntime(path, *({"x": normal(batch, 3, 11, 9)} for batch in (1, 3)))
+def test_global_pooling_over_any_channels_equals_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for channels in (1, 19, 24, 40, 70):
+        nodes = [
+            helper.make_node("Conv", ["x", "w"], ["a"]),
+            helper.make_node("GlobalAveragePool", ["a"], ["y"]),
+            helper.make_node("GlobalMaxPool", ["a"], ["z"]),
+        ]
+        feeds = [{"x": normal(batch, 3, 11, 9)} for batch in (1, 3)]
+        weights = {"w": normal(channels, 3, 1, 1)}
+        cases.append(((nodes, [("x", ["batch", 3, 11, 9])], ["y", "z"], weights), *feeds))
+    assert_all_same(cases)
 
 
 def test_operators_without_a_rule_fall_back(make_model: Any, assert_same_as_onnxruntime: Check) -> None:

@@ -22,23 +22,20 @@ _WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize("case", _WINDOWS, ids=str)
 @pytest.mark.parametrize("kind", ["MaxPool", "AveragePool", "AveragePool with padding"])
-def test_pooling_between_convolutions_equals_onnx_runtime(
-    kind: str, case: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    channels, kernel, strides, pads, ceil, height, width = case
+def test_pooling_between_convolutions_equals_onnx_runtime(kind: str, assert_all_same: Check) -> None:
     counted = {"count_include_pad": 1} if "with" in kind else {}
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["a"]),
-        helper.make_node(
-            kind.split()[0], ["a"], ["b"], kernel_shape=kernel, strides=strides, pads=pads, ceil_mode=ceil, **counted
-        ),
-        helper.make_node("Relu", ["b"], ["y"]),
-    ]
-    path = make_model(nodes, [("x", [2, 3, height, width])], ["y"], {"w": normal(channels, 3, 1, 1)}, opset=19)
-    built = assert_same_as_onnxruntime(path, {"x": normal(2, 3, height, width)})
-    assert rule_counts(built)["pooling"] == 1
+    cases = []
+    for channels, kernel, strides, pads, ceil, height, width in _WINDOWS:
+        window = {"kernel_shape": kernel, "strides": strides, "pads": pads, "ceil_mode": ceil, **counted}
+        nodes = [
+            helper.make_node("Conv", ["x", "w"], ["a"]),
+            helper.make_node(kind.split()[0], ["a"], ["b"], **window),
+            helper.make_node("Relu", ["b"], ["y"]),
+        ]
+        shape = [2, 3, height, width]
+        cases.append(((nodes, [("x", shape)], ["y"], {"w": normal(channels, 3, 1, 1)}), {"x": normal(*shape)}))
+    assert rule_counts(assert_all_same(cases))["pooling"] == len(_WINDOWS)
 
 
 def test_pooling_of_a_symbolic_image_and_batch_equals_onnx_runtime(
@@ -68,20 +65,17 @@ def test_pooling_with_gaps_between_its_taps_equals_onnx_runtime(
 
 
 @pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
-@pytest.mark.parametrize("dimensions", [1, 3])
 def test_pooling_of_one_and_three_dimensions_between_convolutions_equals_onnx_runtime(
-    dimensions: int, kind: str, make_model: Any, assert_same_as_onnxruntime: Check
+    kind: str, assert_all_same: Check
 ) -> None:
-    image = [9, 10, 7][:dimensions]
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["a"]),
-        helper.make_node(
-            kind, ["a"], ["b"], kernel_shape=[3] * dimensions, strides=[2] * dimensions, pads=[1] * 2 * dimensions
-        ),
-        helper.make_node("Conv", ["b", "v"], ["y"]),
-    ]
-    one = [1] * dimensions
-    weights = {"w": normal(20, 3, *one), "v": normal(5, 20, *one)}
-    path = make_model(nodes, [("x", [2, 3, *image])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": normal(2, 3, *image)})
-    assert rule_counts(built)["pooling"] == (1 if dimensions == 1 else 2)
+    cases = []
+    for image in ([9], [9, 10, 7]):
+        rank, one = len(image), [1] * len(image)
+        nodes = [
+            helper.make_node("Conv", ["x", "w"], ["a"]),
+            helper.make_node(kind, ["a"], ["b"], kernel_shape=[3] * rank, strides=[2] * rank, pads=[1] * 2 * rank),
+            helper.make_node("Conv", ["b", "v"], ["y"]),
+        ]
+        weights = {"w": normal(20, 3, *one), "v": normal(5, 20, *one)}
+        cases.append(((nodes, [("x", [2, 3, *image])], ["y"], weights), {"x": normal(2, 3, *image)}))
+    assert rule_counts(assert_all_same(cases))["pooling"] == 3

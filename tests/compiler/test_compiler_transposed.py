@@ -1,7 +1,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from onnx import helper
 
 from support.arrays import normal
@@ -25,27 +24,17 @@ _TRANSPOSED = [
 ]
 
 
-@pytest.mark.parametrize("case", _TRANSPOSED, ids=str)
-def test_transposed_convolutions_equal_onnx_runtime(
-    case: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    channels, out, groups, kernel, strides, pads, more, dilations = case
-    nodes = [
-        helper.make_node(
-            "ConvTranspose",
-            ["x", "w", "b"],
-            ["c"],
-            group=groups,
-            strides=strides,
-            pads=pads,
-            output_padding=more,
-            dilations=dilations,
-        ),
-        helper.make_node("Relu", ["c"], ["y"]),
-    ]
-    weights = {"w": normal(channels, out // groups, *kernel), "b": normal(out)}
-    path = make_model(nodes, [("x", [2, channels, 9, 7])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": normal(2, channels, 9, 7)})
+def test_transposed_convolutions_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for channels, out, groups, kernel, strides, pads, more, dilations in _TRANSPOSED:
+        geometry = {"strides": strides, "pads": pads, "output_padding": more, "dilations": dilations}
+        nodes = [
+            helper.make_node("ConvTranspose", ["x", "w", "b"], ["c"], group=groups, **geometry),
+            helper.make_node("Relu", ["c"], ["y"]),
+        ]
+        weights = {"w": normal(channels, out // groups, *kernel), "b": normal(out)}
+        cases.append(((nodes, [("x", [2, channels, 9, 7])], ["y"], weights), {"x": normal(2, channels, 9, 7)}))
+    built = assert_all_same(cases)
     assert not [name for name, rule in built.schedules if "conv2d" in name and rule == "fallback"]
 
 
@@ -81,19 +70,18 @@ _VOLUMES = [
 ]
 
 
-@pytest.mark.parametrize("case", _VOLUMES, ids=str)
-def test_convolutions_of_three_dimensions_equal_onnx_runtime(
-    case: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    channels, out, kernel, strides, pads, dilations = case
-    nodes = [
-        helper.make_node("Conv", ["x", "w", "b"], ["c"], strides=strides, pads=pads, dilations=dilations),
-        helper.make_node("Relu", ["c"], ["d"]),
-        helper.make_node("Conv", ["d", "v"], ["y"]),
-    ]
-    weights = {"w": normal(out, channels, *kernel), "b": normal(out), "v": normal(6, out, 1, 1, 1)}
-    path = make_model(nodes, [("x", ["batch", channels, 6, 9, 8])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, *({"x": normal(batch, channels, 6, 9, 8)} for batch in (1, 2)))
+def test_convolutions_of_three_dimensions_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for channels, out, kernel, strides, pads, dilations in _VOLUMES:
+        nodes = [
+            helper.make_node("Conv", ["x", "w", "b"], ["c"], strides=strides, pads=pads, dilations=dilations),
+            helper.make_node("Relu", ["c"], ["d"]),
+            helper.make_node("Conv", ["d", "v"], ["y"]),
+        ]
+        weights = {"w": normal(out, channels, *kernel), "b": normal(out), "v": normal(6, out, 1, 1, 1)}
+        feeds = [{"x": normal(batch, channels, 6, 9, 8)} for batch in (1, 2)]
+        cases.append(((nodes, [("x", ["batch", channels, 6, 9, 8])], ["y"], weights), *feeds))
+    built = assert_all_same(cases)
     assert not [name for name, rule in built.schedules if "conv" in name and rule == "fallback"]
 
 

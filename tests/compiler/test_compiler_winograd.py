@@ -17,14 +17,21 @@ from tvmflow.target import resolve
 Check = Callable[..., Built]
 
 
-def _convolution(make_model: Any, case: tuple[int, ...], batch: int | str = 1, stride: int = 1) -> Any:
+def _convolution(make_model: Any, case: tuple[int, ...], stride: int = 1) -> Any:
+    return make_model(*_case(case, [1], stride)[0])
+
+
+def _case(case: tuple[int, ...], batches: list[int], stride: int = 1) -> tuple[Any, ...]:
+    """A convolution and ReLU for a batch, or for any of several, and what to run it on."""
     channels, out, height, width, *pads = case
     nodes = [
         helper.make_node("Conv", ["x", "w", "b"], ["c"], pads=pads, strides=[stride, stride]),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
     weights = {"w": normal(out, channels, 3, 3), "b": normal(out)}
-    return make_model(nodes, [("x", [batch, channels, height, width])], ["y"], weights)
+    batch = "batch" if len(batches) > 1 else batches[0]
+    feeds = [{"x": normal(count, channels, height, width)} for count in batches]
+    return (nodes, [("x", [batch, channels, height, width])], ["y"], weights), *feeds
 
 
 # channels in and out, height, width, padding before (height, width) and after
@@ -40,29 +47,19 @@ _CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", _CASES, ids=lambda case: "-".join(map(str, case)))
-def test_winograd_equals_onnx_runtime(
-    case: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    channels, _, height, width, *_ = case
-    built = assert_same_as_onnxruntime(_convolution(make_model, case), {"x": normal(1, channels, height, width)})
-    assert rule_counts(built)["winograd"] == 1
+def test_winograd_equals_onnx_runtime(assert_all_same: Check) -> None:
+    cases = [_case(case, [1]) for case in _CASES]
+    assert rule_counts(assert_all_same(cases))["winograd"] == len(cases)
 
 
 @pytest.mark.parametrize(("stride", "size"), [(1, 2), (1, 4), (2, 2), (2, 3), (2, 4)])
-@pytest.mark.parametrize("shape", [(7, 7), (8, 13), (29, 5)])
 def test_every_tile_size_serves_every_batch(
-    stride: int,
-    size: int,
-    shape: tuple[int, int],
-    make_model: Any,
-    assert_same_as_onnxruntime: Check,
-    monkeypatch: pytest.MonkeyPatch,
+    stride: int, size: int, assert_all_same: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
-    path = _convolution(make_model, (3, 21, *shape, 1, 1, 0, 1), "batch", stride)
-    built = assert_same_as_onnxruntime(path, *({"x": normal(batch, 3, *shape)} for batch in (1, 2, 5)))
-    assert rule_counts(built)["winograd"] == 1
+    shapes = [(7, 7), (8, 13), (29, 5)]
+    cases = [_case((3, 21, *shape, 1, 1, 0, 1), [1, 2, 5], stride) for shape in shapes]
+    assert rule_counts(assert_all_same(cases))["winograd"] == len(cases)
 
 
 @pytest.mark.parametrize(

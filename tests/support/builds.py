@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
+from support.models import join_models, joined_name
 from tvmflow.compiler import BuildOptions, Built, build, import_onnx
 from tvmflow.target import Target
 
@@ -52,3 +54,23 @@ def assert_same_as_onnxruntime(
             scale = float(np.abs(theirs).max(initial=0.0)) or 1.0
             np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=1e-5 * scale, err_msg=output.name)
     return built
+
+
+def assert_all_same_as_onnxruntime(
+    cases: Sequence[tuple[Path, Sequence[Mapping[str, Array]]]], target: Target, options: BuildOptions | None = None
+) -> Built:
+    """Build several ONNX files as one model, and compare as `assert_same_as_onnxruntime` does.
+
+    Each case is a file and the feeds to run it on. A failure names the output: `m3_y` is output y of the fourth case.
+    """
+    path = cases[0][0].with_name("joined.onnx")
+    onnx.save(join_models([onnx.load(case) for case, _ in cases]), path)
+    feeds = [
+        {
+            joined_name(place, name): value
+            for place, (_, feeds) in enumerate(cases)
+            for name, value in feeds[min(turn, len(feeds) - 1)].items()
+        }
+        for turn in range(max(len(feeds) for _, feeds in cases))
+    ]
+    return assert_same_as_onnxruntime(path, feeds, target, options)

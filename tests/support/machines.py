@@ -26,3 +26,9 @@ def runnable_levels() -> list[str]:
 def on_two_cores(name: str) -> Target:
     """A target by its name as on a machine of two cores: what is decided depends on their number."""
     return resolve({**resolve(name).tvm, "num-cores": 2})
+
+
+def best_target() -> Target:
+    """The best level of x86-64 that this machine runs, on two cores; this machine where it is no x86-64."""
+    level = runnable_levels()[-1:]
+    return on_two_cores(*level) if level else resolve("native")

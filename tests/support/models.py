@@ -64,3 +64,30 @@ def save_dense(path: Path, *, seed: int = 0) -> Path:
     weights = {"w": np.random.default_rng(seed).normal(size=(4, 3)).astype(np.float32)}
     nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node("Softmax", ["z"], ["y"])]
     return save_model(path, nodes, [("x", ["batch", 4])], ["y"], weights)
+
+
+def join_models(models: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
+    """Make one model of several of the same opset, which compiles in less time than they do one by one.
+
+    The values, nodes and symbolic dimensions of the model at place `i` get the prefix that `joined_name` gives them.
+    """
+    joined = onnx.ModelProto()
+    joined.CopyFrom(models[0])
+    joined.graph.Clear()
+    joined.graph.name = "joined"
+    for place, model in enumerate(models):
+        graph = onnx.compose.add_prefix(model, joined_name(place, "")).graph
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param:
+                    dim.dim_param = joined_name(place, dim.dim_param)
+        joined.graph.node.extend(graph.node)
+        joined.graph.initializer.extend(graph.initializer)
+        joined.graph.input.extend(graph.input)
+        joined.graph.output.extend(graph.output)
+    return joined
+
+
+def joined_name(place: int, name: str) -> str:
+    """The name that `join_models` gives a value of the model at `place`."""
+    return f"m{place}_{name}"

@@ -15,19 +15,19 @@ from tvmflow.compiler.dotproduct import DOTS, WIDE, Dot
 
 # The rows and the 32-bit lanes of a tile.
 ROWS = LANES = 16
-# The least rows of a product, and groups of a step of its depth, that leave a tile full enough.
+# A product of fewer rows, or one whose depth is cut into steps of fewer groups, leaves its tiles too empty to pay.
 _FEWEST_ROWS, _FEWEST_GROUPS = 4, 8
-# Tile registers that hold results; two more hold what is to the left, and two what is to the right.
+# How many tile registers hold results, and the first of the two that hold the left operand and the right operand.
 _RESULTS, _LEFT, _RIGHT = 4, 4, 6
 # Cycles to load a tile of the left operand, from the first-level cache, and of the right one, from the second.
 _LOAD_LEFT, _LOAD_RIGHT = 8, 20
 # Cycles to set the registers up, to load the results and to store them.
 _START = 256
-# What copying rows costs that do not come in whole tiles, relative to a product.
+# The cost of a product whose rows are copied, for they do not fill whole tiles, relative to one that needs no copy.
 _COPYING = 1.1
 
 _NAMES = "tvmflow.amx."
-# The intrinsics of LLVM; a test puts functions in their place that do the same on any processor.
+# The prefix of LLVM's intrinsics. A test replaces it by that of functions which do the same on any processor.
 INTRINSICS = "llvm.x86."
 _MULTIPLY = {"bf16": "tdpbf16ps", "int8": "tdpbusd"}
 
@@ -61,8 +61,9 @@ _CALL = """\
 class Kernel:
     """A product of tiles: `rows` by `vectors` of 16 results, summed up over the depth.
 
-    A convolution reads of each of `taps_h` lines, `dilation` apart, `taps_w` neighbouring pixels of `groups` groups
-    each, for every `stride`-th pixel; a matrix product one row of groups, with no taps at all (0).
+    For each result, a convolution reads `taps_h` lines that are `dilation` lines apart, and of each line `taps_w`
+    neighbouring pixels of `groups` groups; results are `stride` pixels apart. A matrix product reads one row of
+    `groups` groups for each result, and has no taps (0).
     """
 
     rows: int
@@ -75,18 +76,21 @@ class Kernel:
 
     @property
     def depth(self) -> int:
-        """Groups that lie side by side, in the left operand as in the right."""
+        """The groups that lie side by side in both operands."""
         return self.groups * max(1, self.taps_w)
 
     @property
     def heights(self) -> list[int]:
-        """The rows of the tiles, one above the other."""
+        """The rows of each of the one or two tiles that make the kernel's rows, from the top."""
         count = -(-self.rows // ROWS)
         return [self.rows // count + (place < self.rows % count) for place in range(count)]
 
 
-def rows_of(rows: int | None, depth: int) -> int:
-    """The rows of the tiles of a product with so many rows and groups side by side; 0 where dot products are better."""
+def choose_rows(rows: int | None, depth: int) -> int:
+    """Choose the rows of a kernel for a product of `rows` rows (None: symbolic) and `depth` groups side by side.
+
+    Returns 0 where dot-product instructions are better.
+    """
     if rows is None or rows < _FEWEST_ROWS or _step(depth) < _FEWEST_GROUPS:
         return 0
 
@@ -102,21 +106,21 @@ def rows_of(rows: int | None, depth: int) -> int:
     return min(range(min(rows, 2 * ROWS), 0, -1), key=cost)
 
 
-def vectors_of(rows: int, vectors: int) -> int:
-    """The vectors of results that are computed at a time."""
+def choose_vectors(rows: int, vectors: int) -> int:
+    """Choose how many of the `vectors` of a result a kernel of `rows` rows computes at a time."""
     most = _RESULTS // -(-rows // ROWS)
     return next(count for count in range(most, 0, -1) if vectors % count == 0)
 
 
 def _step(depth: int) -> int:
-    """The groups of one tile: the most that divide the depth, so that no tile is another's size."""
+    """The groups of one tile of the depth: the most that divide it, so that all tiles are of one size."""
     return max(count for count in range(1, ROWS + 1) if depth % count == 0)
 
 
 def use(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV) -> None:
-    """Replace the loop over rows, with those over the channels and the depth within it, by a call of a kernel.
+    """Replace a product's loop `row`, with the loops over channels and depth within it, by a call of a kernel.
 
-    `task` is a loop around it.
+    The kernel's code is attached to `task`, a loop around `row`.
     """
     name = _NAMES + ".".join([dot.name, *map(str, astuple(kernel))])
     register(name)
@@ -126,7 +130,10 @@ def use(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV) -> N
 
 @cache
 def register(name: str) -> None:
-    """Make a kernel known to TVM by the name that a schedule's trace has for it; others are left alone."""
+    """Register the kernel of this name with TVM, so that a schedule's trace which uses it can be replayed.
+
+    A name that is not of one of these kernels is ignored.
+    """
     if not name.startswith(_NAMES):
         return
     kind, *numbers = name.removeprefix(_NAMES).split(".")
@@ -140,7 +147,7 @@ def _symbol(dot: Dot, kernel: Kernel) -> str:
 
 
 def _words(dot: Dot, kernel: Kernel) -> dict[str, object]:
-    """What stands for what in the description of a kernel to TVM."""
+    """The words that fill the templates of a kernel's description."""
     size, groups = dot.group, kernel.groups
     reduced: dict[str, int] = {"vk": kernel.depth, "vg": size}
     left: tuple[int, ...]
@@ -188,10 +195,10 @@ def _words(dot: Dot, kernel: Kernel) -> dict[str, object]:
 
 
 def code(dot: Dot, kernel: Kernel) -> str:
-    """The function of a kernel in LLVM's language.
+    """The function of a kernel in LLVM's language, which adds the products to the results.
 
-    It takes the results with the bytes from row to row, the left operand with the bytes from row to row and from line
-    to line, and the right operand; it adds the products to the results.
+    Its parameters are the results, the bytes from one row of results to the next, the left operand, the bytes from one
+    row of that operand to the next and from one line to the next, and the right operand.
     """
     multiply, symbol = _MULTIPLY[dot.name], _symbol(dot, kernel)
     heights, step = kernel.heights, _step(kernel.depth)
@@ -259,7 +266,7 @@ def code(dot: Dot, kernel: Kernel) -> str:
 
 
 def _configuration(heights: list[int], vectors: int, step: int) -> bytes:
-    """The 64 bytes that say how large each tile register is: palette 1, bytes of a row at 16, rows at 48."""
+    """The 64 bytes of LDTILECFG: palette 1, each register's bytes of a row from byte 16, its rows from byte 48."""
     wide, high = [0] * 8, [0] * 8
     for place, height in enumerate(heights):
         for tile in (*range(place * vectors, (place + 1) * vectors), _LEFT + place):

@@ -1,14 +1,17 @@
 """The annotations by which the schedule rules know the stages of our operators.
 
-They stand on the accumulating block: the kind of kernel, the rows of its tile, the lanes of its vectors, the number of
-its leading batch dimensions, whether these share the weights, and the size of Winograd's output tiles.
+They stand on the block that accumulates.
 """
 
+# The kind of kernel.
 KERNEL = "tvmflow.kernel"
+# The rows of its register tile, and the lanes of its vectors.
 TILE = "tvmflow.tile"
 LANES = "tvmflow.lanes"
+# The number of its leading batch dimensions, and whether these share the weights.
 LEAD = "tvmflow.lead"
 SHARED = "tvmflow.shared"
+# The size of Winograd's output tiles.
 WINOGRAD = "tvmflow.winograd"
 # The dimensions of a product's result that are its rows, where they are not all that follow the batch.
 ROWS = "tvmflow.rows"
@@ -17,7 +20,7 @@ STRIP = "tvmflow.strip"
 CHUNK = "tvmflow.chunk"
 # The dot-product instruction of a product of narrow numbers.
 DOT = "tvmflow.dot"
-# Where a processor's unit for whole tiles may take that product: what it reads and how.
+# Of a product for AMX: the geometry of its kernel (`tvmflow.compiler.amx.Kernel`).
 AMX = "tvmflow.amx"
 # Vectors of a register tile in the first and the second product of attention.
 VECTORS = "tvmflow.vectors"
@@ -27,5 +30,5 @@ AXES = "tvmflow.axes"
 GROUP = "tvmflow.group"
 # The channels of a convolution's groups, where these are narrower than a vector.
 CHANNELS = "tvmflow.channels"
-# What the decisions about an operator are about, which measuring may make otherwise.
+# The subject of the decisions about an operator (`tvmflow.compiler.choices`).
 SUBJECT = "tvmflow.subject"

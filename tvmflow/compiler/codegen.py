@@ -1,4 +1,4 @@
-"""Generates a library's machine code, or takes what the same functions gave before from a cache."""
+"""Generates a library's machine code, or takes the code of the same functions from a cache."""
 
 import hashlib
 import tempfile
@@ -20,11 +20,11 @@ def compile_module(
     exec_mode: str,
     cache: Path | None = None,
 ) -> Any:
-    """The executable of a scheduled module, after `pipeline`, which ends where code generation begins.
+    """Run `pipeline`, which ends where code generation begins, on a scheduled module, and make its executable.
 
-    `cache` is a folder of object files by the SHA-256 of what they were made of: all functions of the library, but not
-    its weights, TVM's version, the target and the pass context. Several processes may share it. The library exported
-    from the executable is the same byte for byte with and without it.
+    `cache` is a folder of object files that several processes may share. A file's name is the SHA-256 of the functions
+    of the library (without its weights), TVM's version, the target and the pass context. The exported library is the
+    same, byte for byte, with the cache and without it.
     """
     if cache is None:
         return relax.build(scheduled, target, relax_pipeline=pipeline, exec_mode=exec_mode)

@@ -17,9 +17,10 @@ from tvmflow.compiler import intrinsics
 
 @dataclass(frozen=True)
 class Dot:
-    """A dot product of `group` numbers of `data` with as many of `weight`, added to a number of `accumulator`.
+    """A dot product of `group` numbers of type `data` with as many of type `weight`, added to one of `accumulator`.
 
-    bfloat16 stands as its bits everywhere: TVM computes in float32 whatever has its own type, local buffers too.
+    A bfloat16 is held as its bits, uint16: TVM would compute numbers of its own bfloat16 type in float32, and keep them
+    so in local buffers.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Dot:
     group: int
 
     def product(self, data: Any, weight: Any) -> Any:
-        """The product of two numbers, in the words that `use` replaces by the instruction."""
+        """The product of two numbers, written as the pattern that `use` replaces by the instruction."""
         return self.widen(data) * self.widen(weight)
 
     def widen(self, value: Any) -> Any:
@@ -104,7 +105,7 @@ def round_bf16(value: Any) -> Any:
 
 
 class Widened:
-    """A tensor of narrow numbers, bfloat16 unless `widen` says otherwise, that is read as one of float32."""
+    """A view of a tensor of narrow numbers whose elements are read as float32, by `widen`; bfloat16 by default."""
 
     dtype = "float32"
 
@@ -118,9 +119,10 @@ class Widened:
 
 
 def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None:
-    """Replace the loop over `lanes` lanes, with that over the group within it, by the instruction.
+    """Replace the loop `lane` over `lanes` lanes, with the loop over the group within it, by the instruction.
 
-    `task` is a loop around it. Raises ValueError for vectors that have no such instruction.
+    The code that the instruction needs is attached to `task`, a loop around `lane`. Raises ValueError for a number of
+    lanes that no such instruction has.
     """
     if lanes not in _BITS:
         raise ValueError(f"no dot product has {lanes} lanes")
@@ -130,7 +132,10 @@ def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None
 
 
 def register(name: str) -> None:
-    """Make an instruction known to TVM by the name that a schedule's trace has for it; others are left alone."""
+    """Register the instruction of this name with TVM, so that a schedule's trace which uses it can be replayed.
+
+    A name that is not of one of these instructions is ignored.
+    """
     if name.startswith(_NAMES):
         kind, lanes = name.removeprefix(_NAMES).split(".")
         _intrinsic(DOTS[kind], int(lanes))

@@ -37,7 +37,7 @@ _STEP = """\
 
 
 def use(sch: Schedule, size: int, lanes: int, channel: LoopRV) -> None:
-    """Replace the loop over the `size` channels of a group, with that over `lanes` lanes within it, by shuffles."""
+    """Replace the loop `channel` over a group's `size` channels, with the loop over lanes within it, by shuffles."""
     name = f"{_NAMES}{size}.{lanes}"
     register(name)
     sch.tensorize(channel, name)
@@ -45,7 +45,10 @@ def use(sch: Schedule, size: int, lanes: int, channel: LoopRV) -> None:
 
 @cache
 def register(name: str) -> None:
-    """Make the shuffles known to TVM by the name that a schedule's trace has for them; others are left alone."""
+    """Register the shuffles of this name with TVM, so that a schedule's trace which uses them can be replayed.
+
+    A name that is not of such shuffles is ignored.
+    """
     if not name.startswith(_NAMES):
         return
     size, lanes = map(int, name.removeprefix(_NAMES).split("."))

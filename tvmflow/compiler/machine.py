@@ -9,10 +9,10 @@ from tvmflow.target import Target
 class Machine:
     """A CPU core as the schedules see it.
 
-    `lanes` are 32-bit numbers per vector, `registers` the vector registers; `second_cache` is a core's own share of the
-    second-level cache, in bytes, `cache` what weights may fill before they are read once rather than kept. All cores
-    share the `third_cache`; `cold` says that a model's weights come from memory anew in every run. `amx` names the dot
-    products (`tvmflow.compiler.dotproduct`) that it has by whole tiles.
+    `lanes` are 32-bit numbers per vector, `registers` the number of vector registers. `second_cache` is a core's share
+    of the second-level cache in bytes. Weights of up to `cache` bytes stay in a core's cache; larger ones are read once
+    per call. All cores share the `third_cache`, in bytes; `cold` says that a model's weights come from memory in every
+    run. `amx` names the dot products (`tvmflow.compiler.dotproduct`) that AMX computes.
 
     A parallel region costs more than it gains below `parallel_iterations` of a loop nest, and in a function of fewer
     than `parallel_cycles`: a region takes two to four thousand cycles to start and to end.
@@ -30,7 +30,7 @@ class Machine:
     parallel_cycles: int = 8192
 
     def for_weights(self, size: int) -> "Machine":
-        """The same for a model with so many bytes of weights, beside which a cache holds other things."""
+        """This machine for a model of `size` bytes of weights: `cold` where they fill half of the third-level cache."""
         return replace(self, cold=2 * size > self.third_cache)
 
 

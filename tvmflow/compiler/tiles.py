@@ -28,22 +28,21 @@ _PORTS = 2  # multiply-adds and loads per cycle
 def choose(
     rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None, *, exact: bool = False
 ) -> Tile:
-    """The fastest of `ranked`."""
+    """The fastest register tile, as `ranked` counts."""
     return ranked(rows, vectors, machine, row_bytes, exact=exact)[0]
 
 
 def ranked(
     rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None, *, exact: bool = False
 ) -> list[Tile]:
-    """The tiles for a product with `rows` rows (None: symbolic) and `vectors` vectors of channels, the fastest first.
+    """The register tiles for a product of `rows` rows (None: symbolic) and `vectors` of channels, the fastest first.
 
-    With `exact` the tile's rows divide those of the product.
+    With `exact` the rows of every tile divide the product's. `row_bytes` is the distance in memory from one row of the
+    left operand to the next: rows a multiple of 4096 bytes apart share one set of the first-level cache, which holds
+    eight lines, so that more than seven rows would evict each other.
 
-    `row_bytes` is the distance of the left operand's rows in memory. Rows a multiple of 4096 bytes apart share one
-    set of the first-level cache, which holds eight lines: more of them than that evict each other.
-
-    Counts cycles per step of the reduction: a tile of r rows by v vectors does r*v multiply-adds with r + v loads,
-    and needs r*v + v + 1 registers. Rows that do not divide evenly are computed in vain at the end.
+    The rate counts cycles per step of the reduction: a tile of r rows by v vectors does r*v multiply-adds with r + v
+    loads, and needs r*v + v + 1 registers. The rows of a last tile that is not full are computed in vain.
     """
     most = 7 if row_bytes is not None and row_bytes % CONFLICT == 0 else machine.registers - 2 if exact else 28
     rated_tiles: list[tuple[tuple[float, int, int], Tile]] = []

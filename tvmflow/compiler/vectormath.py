@@ -40,7 +40,7 @@ _ERF_Q = (
 
 
 def _bound(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Bind the argument to a variable: written out, it would appear dozens of times, and powers of that when nested."""
+    """Bind the argument to a variable: each use would otherwise repeat the expression, and nesting multiplies that."""
 
     @wraps(function)
     def apply(x: Any) -> Any:
@@ -58,7 +58,7 @@ def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
 
 
 def _clamp(x: Any, lowest: float, highest: float) -> Any:
-    """Clamp to [lowest, highest]; not a number stays that."""
+    """Clamp to [lowest, highest]; NaN stays NaN."""
     high, low = tirx.const(highest, "float32"), tirx.const(lowest, "float32")
     return tirx.Select(x > high, high, tirx.Select(x < low, low, x))
 

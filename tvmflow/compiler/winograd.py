@@ -2,8 +2,8 @@
 
 The algorithm is that of Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2015): tiles of the input
 and the kernel are transformed, multiplied element by element as one matrix product per element of the tile, and
-transformed back. With stride two, the input's even elements meet two taps of the kernel and its odd ones the third:
-the former is a convolution with stride one, the latter a multiplication.
+transformed back. With stride two, the input's even elements meet two taps of the kernel, which is a convolution with
+stride one, and its odd elements meet the third tap, which is a multiplication.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from tvmflow.compiler.machine import Machine
 
 _Matrix = npt.NDArray[np.float64]
 
-# Per stride and size of the output tile: the points, beside infinity, that are interpolated at. For size 4 those usual,
-# 0, 1, -1, 2, -2, make errors that are twice as large; these too make coefficients that float32 holds exactly.
+# By stride and size of the output tile: the points of the interpolation, besides infinity. For size 4 the usual points
+# 0, 1, -1, 2, -2 double the error. The coefficients of these points are exact in float32, too.
 _POINTS: dict[int, dict[int, tuple[float, ...]]] = {
     1: {2: (0.0, 1.0, -1.0), 4: (0.0, 0.75, -0.75, 1.5, -1.5)},
     2: {2: (0.0, -1.0), 3: (0.0, 1.0, -1.0), 4: (0.0, 0.75, -0.75, 1.5)},
@@ -35,7 +35,7 @@ _START, _TRANSFORM = 4, 4
 _LONG_LINE = 7
 # Vectors of results in flight at once that keep a core from waiting for them.
 _ENOUGH = 8
-# What a core reads of weights that its own cache does not hold, in the time of a multiply-add of vectors.
+# Bytes of weights that a core reads from beyond its own cache, in the time of a multiply-add of vectors.
 _BYTES_PER_CYCLE = 5
 
 
@@ -87,7 +87,7 @@ def cost(
 def takes_narrow(size: int, stride: int, channels: int) -> bool:
     """Whether the transformed numbers may be rounded to bfloat16.
 
-    With tiles of two that makes 1.5 times the error of doing so the direct way, with tiles of four four times.
+    With tiles of two the error is 1.5 times that of rounding for the direct way, with tiles of four it is four times.
     """
     return (size, stride, channels % BF16.group) == (2, 1, 0)
 

@@ -1,8 +1,8 @@
-"""How the tensor operators that matter are computed: with packed weights, in loops that the schedules know.
+"""Tensor operators as loops over packed weights, which the schedule rules recognise.
 
 Activations are NHWC. Weights are packed into `[CO/v][KH][KW][CI][v]` for vectors of v lanes, padded with zeros to whole
 vectors; a dense layer is the 1x1 case, `[N/v][K][v]`. Every product is computed into a buffer of whole tiles, so the
-inner loops have constant extents whatever the shape, and a last stage takes what is wanted of it. The stages carry
+inner loops have constant extents whatever the shape, and a last stage copies the result out of it. The stages carry
 the annotations of `tvmflow.compiler.annotations`.
 """
 
@@ -33,7 +33,9 @@ _OPERATORS: dict[str, _Own] = {
 
 
 def legalizations(machine: Machine, choices: Choices, fast: bool = True) -> dict[str, Legalization]:
-    """The operators that are not left to TVM's own definitions, for one machine; TVM's takes what ours does not.
+    """Our definitions of operators for one machine, by the operator's name, as `LegalizeOps` takes them.
+
+    A definition leaves a call that it does not fit to TVM's own.
 
     `choices` makes the decisions about them; `fast` allows Winograd's algorithm for convolutions.
     """

@@ -22,9 +22,10 @@ _LATENCY, _PORTS, _LOADING = 4, 2, 2
 
 
 def choose(queries: int | None, keys: int | None, channels: int, machine: Machine) -> tuple[int, int, int]:
-    """Rows of a strip, and vectors of keys and of channels that make register tiles with them.
+    """Choose the rows of a strip of queries, and the vectors of keys and of channels of its two register tiles.
 
-    Counts the cycles of both products, with the rows, keys and channels that are computed in vain.
+    `queries` and `keys` are None where they are symbolic. The choice takes the fewest cycles of both products, counting
+    the rows, keys and channels that are computed in vain.
     """
 
     def cost(rows: int, vectors: int, size: int) -> float:
@@ -173,7 +174,7 @@ def _reduced(
     name: str,
     lanes: int,
 ) -> te.Tensor:
-    """Each row's elements reduced, first in vectors and then their lanes; whole vectors make the row."""
+    """Reduce each row, of whole vectors: first the vectors into one, then its lanes."""
     o = te.reduce_axis((0, topi.utils.simplify(size // lanes)), "o")
     partial_results = te.compute(
         (*rows, lanes),

@@ -1,8 +1,8 @@
 """Blocks of convolutions as one function: a strip of lines goes through all of them and stays in a core's cache.
 
 A block is a convolution, depthwise (as in an inverted residual) or not (as in a bottleneck), with the dense convolution
-before it, the pointwise one after it, or both. What is between them is computed per strip, the lines that two strips
-share twice.
+before it, the pointwise one after it, or both. The values between them are computed per strip; lines that two strips
+share are computed twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from tvmflow.compiler.operators.common import surrounded
 # Pixels of a strip of the depthwise convolution in registers.
 _MOST_PIXELS = 14
 
-# What follows a convolution, from a value and its channel, given the tensors that it reads.
+# The element-wise operations after a convolution: a function of a value, its channel, and the tensors by channel.
 Epilogue = Callable[[Any, Any, Sequence[te.Tensor]], Any]
 
 
@@ -325,7 +325,7 @@ class _Costs:
         return -(-tasks // self._machine.cores)
 
     def whole(self, lines: int, first: tiles.Tile | None) -> float | None:
-        """Of the block in strips of so many lines; None where a strip fills the cache."""
+        """The cycles of the block in strips of so many lines; None where a strip does not fit the cache."""
         block, machine = self._block, self._machine
         middle = block.middle
         needed = (lines - 1) * middle.strides[0] + middle.dilation[0] * (middle.kernel[0] - 1) + 1
@@ -348,7 +348,7 @@ class _Costs:
         return self._share(self._batch * self._out_h // lines) * cycles
 
     def apart(self) -> float:
-        """Of its convolutions one by one."""
+        """The cycles of the block's convolutions one by one."""
         block, batch, cores = self._block, self._batch, self._machine.cores
         first, middle, last = block.first, block.middle, block.last
         high, wide, depth = block.inner
@@ -366,7 +366,7 @@ class _Costs:
 
 
 def decide(block: Block, ranked: Sequence[Plan], machine: Machine, decisions: Decisions) -> Plan:
-    """The first of the plans, unless the `decisions` about the block take another one, or other tiles."""
+    """The plan that the `decisions` about the block choose: by default the first one with its own tiles."""
     plan = decisions.choose("lines", {str(plan.lines): plan for plan in ranked[:_CHOICES]})
     first_tiles, _, last_tiles = _tiles(block, machine)
     first, last = (

@@ -13,9 +13,9 @@ from tvmflow.compiler.machine import Machine
 
 Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
-# TVM's fusion kind for operators that take element-wise ones after them; it cannot see that in our stages itself.
+# TVM's fusion kind of operators that element-wise ones are fused to. TVM cannot tell it from our stages.
 FUSABLE = {"op_pattern": 4}
-# Of operators that are taken so whatever they are; the kind itself, which is 0, TVM would take for none.
+# Marks operators that are to be fused as element-wise ones. That kind is 0, which TVM would overwrite.
 FOLLOWS = {"tvmflow.follows": 1}
 
 
@@ -25,17 +25,17 @@ def default(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 
 def static(dim: Any) -> int | None:
-    """A size as a number, None where it is symbolic."""
+    """The number that a size is; None where it is symbolic."""
     return int(dim) if isinstance(dim, int | tirx.IntImm) else None
 
 
 def is_float32(*tensors: relax.Expr) -> bool:
-    """Whether all are float32 of known rank."""
+    """Whether all tensors are float32 and of known rank."""
     return all(isinstance(tensor.ty.shape, relax.ShapeExpr) and str(tensor.ty.dtype) == "float32" for tensor in tensors)
 
 
 def vector(channels: int, machine: Machine) -> int:
-    """Lanes per vector: the machine's, or fewer where the channels would not fill one."""
+    """The lanes of a vector of channels: the machine's, or fewer where the channels do not fill one."""
     return min(machine.lanes, max(4, 1 << (channels - 1).bit_length()))
 
 
@@ -63,7 +63,7 @@ def divides(tile: int, size: Any) -> bool:
 def padded_input(
     data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None, value: int = 0
 ) -> te.Tensor:
-    """The input with `value` around it, `height` by `width`; the input itself where that is the same."""
+    """A convolution's input with `value` around it, `height` by `width`; the input itself where nothing is added."""
     *_, in_w, in_c = data.shape
     wide = channels is not None and channels != int(in_c)
     if not any(padding) and not wide and static(in_w) is not None and static(width) == static(in_w):

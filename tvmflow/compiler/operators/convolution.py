@@ -39,7 +39,10 @@ _MOST_STEPS = 6
 def legalize(
     builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices, fast: bool = True
 ) -> relax.Expr | None:
-    """Choose how a convolution is computed; None for what is not ours: other layouts, dtypes, unknown kernels."""
+    """Compute a convolution in the fastest of our ways; None for other layouts and types, and kernels of unknown size.
+
+    `fast` allows Winograd's algorithm.
+    """
     if not _is_ours(call):
         return None
     (data, weight), attrs = call.args, call.attrs
@@ -125,9 +128,9 @@ def _is_pointwise(call: relax.Call) -> bool:
 def legalize_transpose(
     builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, choices: Choices
 ) -> relax.Expr | None:
-    """A transpose of a model's input, for the convolution that reads it, or of what a convolution writes; else None.
+    """Mark a transpose that a convolution may absorb, of a model's input or of its result; None for others.
 
-    Whether the convolution itself writes in the order of the transpose's result is a decision.
+    Whether the convolution itself writes its result in the transposed order is a decision.
     """
     (data,) = call.args
     if not isinstance(data, relax.Var) or call.attrs.axes is None:
@@ -158,7 +161,7 @@ def _writer(builder: relax.BlockBuilder, result: relax.Var, steps: int = _MOST_S
 
 
 def subject_of(call: relax.Call) -> str:
-    """What the decisions about a convolution are about: its shapes and its geometry."""
+    """The subject of the decisions about a convolution: its shapes and its geometry."""
     attrs = call.attrs
     data, weight = (shape_text(tensor.ty.shape.values) for tensor in call.args)
     strides, padding, dilation = (
@@ -220,9 +223,9 @@ def winograd_size(
 
 
 def _edge(builder: relax.BlockBuilder, data: relax.Expr, decisions: Decisions) -> tuple[relax.Expr, list[int] | None]:
-    """What a convolution reads: its operand, or the input that this is a transpose of, and the transpose's axes.
+    """The tensor that a convolution reads, and the axes of the transpose that it then absorbs (None: it absorbs none).
 
-    Whether the first convolution reads the model's input as it comes is a decision.
+    Whether the first convolution absorbs the transpose of the model's input is a decision.
     """
     value = builder.lookup_binding(data) if isinstance(data, relax.Var) else None
     function = value.args[0] if isinstance(value, relax.Call) and value.args else None
@@ -288,7 +291,7 @@ def conv2d(
 ) -> te.Tensor:
     """Convolution of NHWC data with packed weights; groups must be whole vectors of output channels.
 
-    With `axes` the data is what their transpose makes NHWC.
+    With `axes` the data is in another order, and its transpose by them is NHWC.
     """
     if axes is not None:
         data = _Transposed(data, axes)

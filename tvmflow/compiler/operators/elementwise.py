@@ -25,7 +25,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 def legalize(
     builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, function: Callable[[Any], Any]
 ) -> relax.Expr | None:
-    """`function` applied to every element of a float32 tensor."""
+    """Apply `function` to every element of a float32 tensor; None for other types."""
     if not is_float32(call.args[0]):
         return None
     name = call.op.name.rpartition(".")[2]

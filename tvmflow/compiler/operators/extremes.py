@@ -1,4 +1,4 @@
-"""The largest and smallest of floats, of which TVM takes the largest finite number for the identity."""
+"""The largest and the smallest of floats, with infinity as the identity; TVM's own is the largest finite number."""
 
 import math
 from typing import Any

@@ -14,7 +14,7 @@ from tvmflow.compiler.operators.common import is_float32, static
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """Norms over all pixels of groups of channels; None where sizes other than the batch are unknown."""
+    """Compute instance and group norm; None for other axes, and where sizes other than the batch are unknown."""
     attrs = call.attrs
     if not is_float32(*call.args):
         return None

@@ -41,7 +41,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, l
 
 
 def _windows_inside(size: Any, out: Any, kernel: int, stride: int, padding: Sequence[int]) -> bool | None:
-    """Whether every window reads at least one element of the image; None where sizes are unknown, but padding small."""
+    """Whether every window reads an element of the image; None where that depends on sizes that are not known."""
     before, after = padding
     if before >= kernel or after >= kernel:
         return False

@@ -31,7 +31,7 @@ _TILES = (2, 3, 4)
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
-    """Choose how a matrix product is computed; None for what is not ours: other dtypes, symbolic matrices alone."""
+    """Compute a matrix product by register tiles; None for other types, and for two matrices of symbolic size."""
     if not _is_product(call):
         return None
     left, right = call.args
@@ -74,7 +74,7 @@ def _is_dense(right: relax.Expr) -> bool:
 
 
 def subject_of(call: relax.Call) -> str:
-    """What the decisions about a matrix product are about: the shapes of its operands."""
+    """The subject of the decisions about a matrix product: the shapes of its operands."""
     left, right = (shape_text(argument.ty.shape.values) for argument in call.args)
     return f"matmul {left} by {right}"
 
@@ -139,8 +139,8 @@ def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]
 def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, decisions: Decisions) -> te.Tensor:
     """`data` of shape `[..., K]` times packed weights `[N/v][K][v]`; the leading dimensions are rows.
 
-    All that are known become one dimension of rows. TVM cannot see through divisions by symbols: the others stay
-    dimensions of a batch.
+    The dimensions of known size become one dimension of rows. TVM cannot simplify divisions by symbols, so symbolic
+    dimensions stay dimensions of a batch.
     """
     *outer, depth = data.shape
     vectors, _, lanes = (int(dim) for dim in weight.shape)

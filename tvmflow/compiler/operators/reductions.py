@@ -27,7 +27,7 @@ _ACCUMULATORS = 4
 
 @dataclass(frozen=True)
 class Kind:
-    """What a reduction combines with, from which identity, and how two results combine."""
+    """A kind of reduction: TVM's reducer, with its identity, and the function that combines two results."""
 
     reducer: Callable[..., Any]
     combine: Callable[[Any, Any], Any]
@@ -108,7 +108,7 @@ def _ravel(index: Sequence[Any], sizes: Sequence[Any]) -> Any:
 
 
 def _view(call: relax.Call, machine: Machine) -> View | None:
-    """How the operand is seen; None where the reduced dimensions are no neighbours or symbols among them."""
+    """The view of a reduction's operand; None where the reduced dimensions are apart or symbolic."""
     shape = list(call.args[0].ty.shape.values)
     axes = call.attrs.axis
     reduced = sorted(range(len(shape)) if axes is None else {int(axis) % len(shape) for axis in axes})

@@ -56,9 +56,9 @@ _GAIN, _GAIN_ALONE = 0.97, 0.93
 
 
 def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decisions: Decisions) -> tiles.Tile | None:
-    """The register tile if the product of `[*outer, depth]` and `[depth, units]` is faster so; None if not.
+    """Choose Strassen's algorithm for the product of `[*outer, depth]` and `[depth, units]`: its register tile.
 
-    That is one of the `decisions` about the product.
+    Returns None for the usual way, where that is faster or the `decisions` about the product say so.
     """
     tile_and_share = estimate(outer, depth, units, machine)
     if tile_and_share is None:
@@ -71,7 +71,7 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decis
 
 
 def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> tuple[tiles.Tile, float] | None:
-    """The register tile for such a product, and its time as a share of the usual way's; None where there is no tile.
+    """The register tile for such a product, and its time as a share of the usual way's; None where none fits.
 
     Counts cycles of a core per vector of four quarters of the result: its sums and, where they come from memory, its
     share of the weights, of which there are seven quarters.

@@ -32,10 +32,10 @@ from tvmflow.compiler.schedules import (
     winograd,
 )
 
-# A function of so many times the cycles that are worth threads may still be faster on one core.
+# A function of up to so many times `Machine.parallel_cycles` may still be faster on one core: tuning tries it.
 _CLOSE = 8
 
-# Kernels of several stages, which a search that knows each loop by itself only takes apart.
+# Kernels of several stages. A search that looks at each loop by itself would take their stages apart.
 _OF_STAGES = {"block", "winograd", "dot_winograd", "strassen", "attention", "dot_conv2d", "dot_rows"}
 
 # Schedules a function in place, with the options that the choices name; False, and nothing changed, for a function
@@ -108,7 +108,7 @@ def is_of_stages(func: PrimFunc) -> bool:
 
 
 def _cycles(func: PrimFunc, machine: Machine) -> float:
-    """What decides whether a function is worth threads; infinite where there are none."""
+    """The cycles of a function on one core, infinite where the machine has one core only."""
     return common.cycles(func, machine) if machine.cores > 1 else math.inf
 
 
@@ -146,7 +146,7 @@ def _with_blocks(func: PrimFunc) -> Schedule | None:
 
 
 def subject(func: PrimFunc) -> str:
-    """What the decisions about a fused function are about; empty where there are none."""
+    """The subject of the decisions about a fused function; empty where there are none."""
     sch = _with_blocks(func)
     subjects = [] if sch is None else [common.subject_of(sch, block) for block in common.blocks(sch)]
     return next(filter(None, subjects), "")
@@ -162,7 +162,7 @@ def error_bounds(func: PrimFunc) -> dict[str, float]:
 
 
 def complete(scheduled: PrimFunc) -> PrimFunc:
-    """What a schedule's primitives cannot write: the prefetches that it asks for, and guards of memory reads."""
+    """Add to a scheduled function what a schedule's primitives cannot write: prefetches, and guards of memory reads."""
     return guards.guard_reads(prefetch.expand(scheduled))
 
 

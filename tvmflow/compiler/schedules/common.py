@@ -16,7 +16,7 @@ from tvmflow.compiler.machine import Machine
 _IMAGE = 4
 # Lanes of the narrowest vector that is better than a loop in two parts.
 _NARROWEST = 4
-# Makes TVM split a loop into the iterations that need no bounds check and the rest, so that the former vectorise.
+# Makes TVM split a loop in two: the iterations that need no bounds check, which vectorise, and the rest.
 PARTITION = "pragma_loop_partition_hint"
 
 
@@ -108,7 +108,7 @@ def named(sch: Schedule, name: str) -> list[SBlockRV]:
 
 
 def inline_epilogue(sch: Schedule, block: SBlockRV) -> SBlockRV:
-    """Inline what follows a block into the one block that nothing reads, and return that one."""
+    """Inline the blocks that read a block, and their readers, into the one block that nothing reads; returns it."""
     while True:
         readers = list(sch.get_consumers(block))
         between = [reader for reader in readers if sch.get_consumers(reader)]
@@ -119,7 +119,7 @@ def inline_epilogue(sch: Schedule, block: SBlockRV) -> SBlockRV:
 
 
 def channels_last(sch: Schedule, out: SBlockRV, product: SBlockRV) -> None:
-    """Let a block that writes an image channels first go through it as it reads a product, channels last."""
+    """Reorder a block that writes an image channels first, so that its loops run as its product's: channels last."""
     block, written = sch.get(out), sch.get(product).writes[0].source
     variables = [variable.var for variable in block.iter_vars]
     channel = next(region.region[-1].min for region in block.reads if region.source.same_as(written))
@@ -141,7 +141,8 @@ def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
 def join_dimensions(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> None:
     """Make one loop of a block's loops at `places`, before the last loop and after all others.
 
-    Done to the block rather than to its loops, so that TVM sees one index where it would see a quotient and a rest.
+    The block's own dimensions are joined rather than its loops, so that TVM sees one index instead of a quotient and a
+    remainder.
     """
     sizes = [variable.dom.extent for variable in sch.get(block).iter_vars]
     others = [place for place in range(len(sizes) - 1) if place not in places]
@@ -222,5 +223,5 @@ def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tu
 
 
 def subject_of(sch: Schedule, block: SBlockRV) -> str:
-    """What the decisions about a block are about; empty where there are none."""
+    """The subject of the decisions about a block; empty where there are none."""
     return str(sch.get(block).annotations.get(SUBJECT, ""))

@@ -1,6 +1,6 @@
 """The schedule for depthwise convolution: a strip of pixels by a vector of channels in registers, taps unrolled.
 
-So are narrow groups, whose channels are shuffles of a vector.
+Convolutions in narrow groups take the same tile, with shuffles of a vector for the channels of a group.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
 
 
 def _in_groups(sch: Schedule, product: SBlockRV, size: int, loops: Sequence[LoopRV], written: Sequence[LoopRV]) -> bool:
-    """The same for the loops over strip, vector, both taps and a group's channels of a product in narrow groups."""
+    """Schedule a product in narrow groups: its loops over strip, vector, both taps and the channels of a group."""
     strip, vector, y, x, channel = loops
     lanes = common.extent(sch, vector) or 1
     # Taps of neighbouring pixels read the same vectors, which are shuffled once where they are unrolled together.
@@ -70,7 +70,7 @@ def _in_groups(sch: Schedule, product: SBlockRV, size: int, loops: Sequence[Loop
 
 
 def _lines(height: int | None, machine: Machine) -> dict[str, int]:
-    """Output lines per task, best first: many share their padded input, but every core needs a few tasks."""
+    """The lines of output per task, the best first: more lines share padded input, but each core needs a few tasks."""
     divisors = [lines for lines in range(1, 17) if height is not None and height % lines == 0] or [1]
     best = max(lines for lines in divisors if lines == 1 or (lines <= 8 and (height or 0) >= 3 * machine.cores * lines))
     return {str(lines): lines for lines in (best, *(lines for lines in divisors if lines != best))}

@@ -53,7 +53,7 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
         lead_dimensions=rows,
         reduced=2 if rows or annotations[AMX][1] == 1 else 3,
         grouped=1,
-        vectors_of=amx.vectors_of,
+        choose_vectors=amx.choose_vectors,
     )
     if tiling is None:
         return False

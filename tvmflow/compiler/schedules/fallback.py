@@ -1,4 +1,4 @@
-"""The schedule for any function: what can be inlined is, every remaining block is parallel and vectorised."""
+"""The schedule for any function: blocks are inlined where TVM allows it, the others are parallel and vectorised."""
 
 import math
 from collections.abc import Iterator, Sequence

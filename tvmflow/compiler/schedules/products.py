@@ -64,14 +64,14 @@ def tiled(
     lead_dimensions: bool,
     reduced: int,
     grouped: int,
-    vectors_of: Callable[[int, int], int] | None = None,
+    choose_vectors: Callable[[int, int], int] | None = None,
 ) -> TiledProduct | None:
-    """Tile the product of a kind and put it, and what it reads, into the parallel loop over the tiles of its result.
+    """Tile the product of a kind, and compute it and its operands within the parallel loop over the result's tiles.
 
-    `reduced` is its number of reductions, the last `grouped` of which run within one 32-bit element of the weights.
-    With `lead_dimensions` the result is `[*batch, rows, channels]`, else an image. `vectors_of` gives the vectors of a
-    tile from its rows and the vectors of channels, which else are as many as the registers hold. None where there is no
-    such product.
+    The product has `reduced` reductions, the last `grouped` of which run within one 32-bit element of the weights. With
+    `lead_dimensions` the result is `[*batch, rows, channels]`, else an image. `choose_vectors` gives the vectors of a
+    tile from its rows and the result's vectors of channels; without it a tile has as many as the registers hold.
+    Returns None for a function without such a product.
     """
     product = common.kernel(sch, kind)
     if product is None:
@@ -88,10 +88,10 @@ def tiled(
         common.join_dimensions(sch, out, [int(place) for place in annotations.get(ROWS, range(lead_count, last))])
     loops = list(sch.get_loops(out))
     lead, channel = loops[:lead_count], loops[-1]
-    if vectors_of is None:
+    if choose_vectors is None:
         count = registers.choose_vectors(rows, vectors, machine, choices)
     else:
-        count = vectors_of(rows, vectors or 1)
+        count = choose_vectors(rows, vectors or 1)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
     tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions else (loops[:-2], [far])
