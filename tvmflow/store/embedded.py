@@ -1,4 +1,4 @@
-"""An S3 server of one's own on this machine, kept in a folder: rclone's, for a store without a server to log in to."""
+"""An embedded S3 server, rclone's, that keeps a release store in a folder of this machine."""
 
 import contextlib
 import importlib.metadata
@@ -25,15 +25,15 @@ _ADDRESS = re.compile(rb"Starting s3 server on \[(http://127\.0\.0\.1:\d+)/?\]")
 
 @contextlib.contextmanager
 def embedded_s3(data: Path, *, bucket: str) -> Iterator[StoreConfig]:
-    """Serve the folder `data` over S3 while the body runs; the configuration given is ready for use.
+    """Serve the folder `data` over S3 while the body runs; yield the configuration of a store on it.
 
-    The server listens on 127.0.0.1 only, at a free port, and takes only the credentials that were made up for this
-    start. Objects are plain files, `data/BUCKET/KEY`, each renamed into place when it is complete: they survive the
-    death of the server, though nothing forces them out to the disk before a power cut. Several servers may serve one
-    folder at a time, and each sees within 10 ms what the others write.
+    The server listens on 127.0.0.1 only, at a free port, and accepts only credentials that are made up for this start.
+    Objects are plain files, `data/BUCKET/KEY`, each renamed into place when it is complete. They survive the death of
+    the server, but nothing forces them to the disk before a power cut. Several servers may serve one folder at a time;
+    each sees within 10 ms what the others write.
 
-    The server ends with the body, however that ends, and with this process, even if it is killed. The kernel ties it to
-    the *thread* that enters: let that thread stay until the body is done.
+    The server ends with the body, however the body ends, and with this process, even when it is killed. The kernel ties
+    the server to the *thread* that enters the context: that thread must live until the body has ended.
 
     Raises `StoreError` when rclone is missing or does not start.
     """
@@ -56,7 +56,7 @@ def embedded_s3(data: Path, *, bucket: str) -> Iterator[StoreConfig]:
 
 
 def server_command(data: Path, address: str) -> list[str]:
-    """What serves the folder `data` over S3 at `address`, HOST:PORT; each folder in it is a bucket.
+    """The command line that serves the folder `data` over S3 at `address`, HOST:PORT; each folder in it is a bucket.
 
     Raises `StoreError` when rclone is missing.
     """
@@ -65,8 +65,8 @@ def server_command(data: Path, address: str) -> list[str]:
         *("--addr", address),
         # No file: neither the user's own remotes nor a password prompt.
         *("--config", ""),
-        # How late other servers' objects are seen. Not less: at 0 rclone 1.75 soon spins in the timers of this cache
-        # and answers no more, at 1 ms they keep a core busy.
+        # How late objects of other servers appear. Not less: at 0 rclone 1.75 soon spins in the timers of this cache
+        # and stops answering, at 1 ms they keep a core busy.
         *("--dir-cache-time", "10ms", "--vfs-cache-mode", "off"),
         # Removing a folder that has become empty would race with a writer that is about to use it.
         "--no-cleanup",
@@ -74,7 +74,7 @@ def server_command(data: Path, address: str) -> list[str]:
 
 
 def server_environment(access_key: str, secret_key: str) -> dict[str, str]:
-    """The whole environment of that server, which takes only these credentials."""
+    """The whole environment of that server, which accepts only these credentials."""
     # Nothing but this: the user's RCLONE_* variables would change the server. A secret in the environment is readable
     # by this user alone, one on the command line by everybody. The inner quotes are rclone's CSV: one pair, not two.
     return {"RCLONE_AUTH_KEY": f'"{access_key},{secret_key}"'}
@@ -88,7 +88,7 @@ def _start(data: Path, access_key: str, secret_key: str, log: BinaryIO) -> "subp
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,
-            # Ctrl-C in a terminal reaches the whole group: the body must still have its store while it cleans up.
+            # Ctrl-C in a terminal reaches the whole group, and the body still needs its store while it cleans up.
             start_new_session=True,
         )
     except OSError as error:
@@ -99,14 +99,14 @@ def _await_address(server: "subprocess.Popen[bytes]", log: BinaryIO) -> str:
     """The address that the kernel gave the server, from its log."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
-        ended = server.poll() is not None
+        has_ended = server.poll() is not None
         text = os.pread(log.fileno(), 2**16, 0)
         if address := _ADDRESS.search(text):
             return address[1].decode()
-        if ended:
-            said = text.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        if has_ended:
+            lines = text.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
             raise StoreError(
-                f"The embedded S3 server (rclone) ended as soon as it was started: {said[-1].strip().rstrip('.')}."
+                f"The embedded S3 server (rclone) ended as soon as it was started: {lines[-1].strip().rstrip('.')}."
             )
         if time.monotonic() > deadline:
             raise StoreError(
