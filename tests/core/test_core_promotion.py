@@ -1,18 +1,21 @@
-"""Promotion: alias and pointer move together, one of several movers wins, what was half-done is completed."""
+"""Promotion: alias and pointer move together, one of several movers wins, an interrupted move is completed."""
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.databases import Databases
 from support.proxies import intercepting
+from support.scale import choose
 from support.servers import moto_server
 from tvmflow import promotion
 from tvmflow.errors import SpecError, StoreError
@@ -43,9 +46,16 @@ def moto() -> Iterator[StoreConfig]:
         yield config
 
 
-@pytest.fixture(params=["rclone", "moto"])
+@pytest.fixture
 def services(request: pytest.FixtureRequest, registry: Registry) -> Services:
-    return Services(ReleaseStore(request.getfixturevalue(request.param)), registry)
+    """A store on a server that honours conditional writes, unless a test names another, and a registry."""
+    server = getattr(request, "param", "moto")
+    return Services(ReleaseStore(request.getfixturevalue(server)), registry)
+
+
+on_both_servers = pytest.mark.parametrize("services", ["rclone", "moto"], indirect=True)
+# Where only claims arbitrate; with `--long` on the server that honours conditional writes as well.
+on_the_weaker_server = pytest.mark.parametrize("services", choose(["rclone"], ["rclone", "moto"]), indirect=True)
 
 
 @pytest.fixture
@@ -88,6 +98,7 @@ def _rollback(services: Services, name: str, to: str | None = None) -> str:
     return promotion.roll_back(services, name, "production", who="bert", why="bad", to=to)[1].version
 
 
+@on_both_servers
 def test_alias_and_pointer_move_together(services: Services, name: str, release: Callable[..., None]) -> None:
     release("1", "2")
     assert _where(services, name) == (None, None)
@@ -100,6 +111,7 @@ def test_alias_and_pointer_move_together(services: Services, name: str, release:
     )
 
 
+@on_both_servers
 def test_a_mover_who_saw_something_else_touches_neither(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
@@ -167,6 +179,7 @@ def _ready(mover: "subprocess.Popen[str]") -> None:
     assert mover.stdout.readline() == "ready\n"
 
 
+@on_the_weaker_server
 def test_of_two_racing_processes_one_wins_and_the_other_never_touches_the_alias(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
@@ -185,6 +198,7 @@ def test_of_two_racing_processes_one_wins_and_the_other_never_touches_the_alias(
     assert len(channels.read(services.store, name, "production").history) == 2
 
 
+@on_the_weaker_server
 def test_a_move_that_is_killed_between_alias_and_pointer_is_completed_at_once(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
@@ -316,3 +330,131 @@ def test_what_a_newer_tvmflow_asks_of_a_channel_is_refused() -> None:
 def test_a_release_that_names_no_registered_model_is_damaged(model: str | None) -> None:
     with pytest.raises(StoreError, match="names no registered model"):
         promotion.get_registered_version({"name": "m", "version": "1", "model": model})
+
+
+def test_a_channel_whose_model_is_not_named_is_read_by_its_releases(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    assert promotion.read_state(services, name, "production").model == name
+    release("1")
+    other = f"{name}-tvm"
+    services.store.publish(name, "2", {"name": name, "version": "2", "model": f"models:/{other}/1"}, [])
+    # Of the latest release while the channel holds none.
+    assert promotion.read_state(services, name, "production").model == other
+    _move(services, name, "1", None)
+    state = promotion.read_state(services, name, "production")
+    assert (state.name, state.channel, state.model, state.refusal) == (name, "production", name, None)
+    assert state.is_settled
+
+
+def test_the_reason_of_a_refusal_is_cut_to_what_a_tag_holds(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1")
+    document = services.store.get_release(name, "1")
+    promotion.refuse(services, document, "production", who="ann", reason="x" * 5000)
+    tags = services.registry.get_version_tags(name, "1")
+    assert tags == {promotion.format_refusal_tag("production"): "x" * 4000}
+    assert promotion.format_refusal_tag("production") == "tvmflow.refused.production"
+
+
+def test_an_alias_of_the_release_that_the_channel_holds_stays(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2")
+    _move(services, name, "1", None)
+    promotion.restore_alias(services, services.store.get_release(name, "1"), "production", who="ann")
+    promotion.restore_alias(services, services.store.get_release(name, "2"), "production", who="ann")
+    assert _where(services, name) == ("1", "1")
+
+
+def test_a_rollback_is_recorded_as_one(services: Services, name: str, release: Callable[..., None]) -> None:
+    release("1", "2")
+    _move(services, name, "1", None)
+    _move(services, name, "2", "1")
+    before, after = promotion.roll_back(services, name, "production", who="bert", why="bad")
+    assert (before.version, after.version) == ("2", "1")
+    assert [move.rollback for move in after.history] == [False, False, True]
+    assert (after.last_move.who, after.last_move.why) == ("bert", "bad")
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_verdict_is_a_run_inside_that_of_its_release(
+    services: Services, name: str, tmp_path: Path, done: bool
+) -> None:
+    from mlflow import MlflowClient
+
+    uri = services.registry.config.tracking_uri
+    client = MlflowClient(uri, registry_uri=uri)
+    parent = services.registry.start_run(name, {}, {})
+    release = {"name": name, "version": "3", "mlflow_run_id": parent}
+
+    def log(verdict: str) -> str:
+        return promotion.log_verdict(
+            services,
+            release,
+            "staging",
+            {"verdict": verdict},
+            tags={"tvmflow.verdict": verdict},
+            report="# why",
+            flow_run=f"flow-{name}",
+            done=done,
+        )
+
+    run = log("waiting")
+    logged = client.get_run(run)
+    assert logged.info.run_name == f"promote {name} 3 to staging"
+    assert logged.info.status == ("FINISHED" if done else "RUNNING")
+    wanted = {
+        "mlflow.parentRunId": parent,
+        "tvmflow.kind": "promotion",
+        "tvmflow.name": name,
+        "tvmflow.version": "3",
+        "tvmflow.channel": "staging",
+        "tvmflow.verdict": "waiting",
+    }
+    assert wanted.items() <= logged.data.tags.items()
+    # The same flow run logs into the same run again.
+    assert log("passed") == run
+    assert client.get_run(run).data.tags["tvmflow.verdict"] == "passed"
+    verdict, report = (services.registry.fetch_artifact(run, file, tmp_path) for file in ("verdict.json", "report.md"))
+    assert verdict is not None
+    assert report is not None
+    assert json.loads(verdict.read_text()) == {"verdict": "passed"}
+    assert report.read_text() == "# why"
+
+
+def test_a_releases_hash_follows_its_content_and_not_its_order() -> None:
+    first = promotion.hash_release({"a": 1, "b": [2]})
+    assert first == promotion.hash_release({"b": [2], "a": 1})
+    assert first != promotion.hash_release({"a": 1, "b": [3]})
+    assert len(first) == 64
+
+
+def test_a_user_without_a_name_is_identified_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nameless() -> str:
+        raise KeyError("uid not found")
+
+    assert promotion.identify_user().endswith(f"@{socket.gethostname()}")
+    monkeypatch.setattr(promotion.getpass, "getuser", nameless)
+    assert promotion.identify_user() == f"{os.getuid()}@{socket.gethostname()}"
+
+
+def test_a_registered_version_is_read_from_the_document() -> None:
+    assert promotion.get_registered_version({"model": "models:/digits-tvm/12"}) == ("digits-tvm", "12")
+    for model in ("models:/m/0", "models:/m/1x", "xmodels:/m/1", "models:/a@b/1", None):
+        with pytest.raises(StoreError):
+            promotion.get_registered_version({"name": "m", "version": "1", "model": model})
+
+
+@pytest.mark.parametrize("sections", [["staging"], "staging", 7])
+def test_channels_that_are_no_section_are_damage(sections: Any) -> None:
+    with pytest.raises(StoreError, match="m 1 is damaged"):
+        promotion.read_policy({"name": "m", "version": "1", "channels": sections}, "staging")
+
+
+def test_an_unlike_channel_gets_no_hint() -> None:
+    with pytest.raises(SpecError) as refused:
+        promotion.read_policy({"name": "m", "version": "1", "channels": {"staging": {}}}, "zzz")
+    assert "did you mean" not in str(refused.value)
+    assert promotion.read_policy({"name": "m", "version": "1", "channels": {}}, "any").after is None
