@@ -42,27 +42,29 @@ def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps(document))
     else:
-        said = "rejected" if reject else "approved"
-        click.echo(f"{said}: {answered['name']} {answered['version']} to {answered['channel']}, run {answered['run']}")
+        outcome = "rejected" if reject else "approved"
+        click.echo(
+            f"{outcome}: {answered['name']} {answered['version']} to {answered['channel']}, run {answered['run']}"
+        )
 
 
-def _show(found: list[dict[str, Any]], settings: "Settings") -> None:
+def _show(promotions: list[dict[str, Any]], settings: "Settings") -> None:
     from rich import box
     from rich.console import Console
     from rich.markdown import Markdown
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    if not found:
+    if not promotions:
         console.print(f"nothing waits for approval at {settings.prefect_api_url}", highlight=False, soft_wrap=True)
         return
-    for item in found:
+    for item in promotions:
         if item["report"]:
             console.print(Markdown(item["report"]))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("run", "name", "version", "channel", "asked by", "since (UTC)"):
         table.add_column(column, no_wrap=True)
-    for item in found:
+    for item in promotions:
         since = item["since"][:19].replace("T", " ")
         table.add_row(item["run"][:8], item["name"], item["version"], item["channel"], item["who"], since)
     console.print(table)

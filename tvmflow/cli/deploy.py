@@ -50,12 +50,12 @@ def deploy_command(
     from tvmflow.triggers import load
 
     settings = machine.load()
-    chosen = files or settings.models
-    if not chosen:
+    selected = files or settings.models
+    if not selected:
         raise SettingsError("name release files, or set models (TVMFLOW_MODELS='[\"release.yaml\"]') to them")
-    # All that are managed as well: no two may have the same names.
-    managed = load(path.absolute() for path in (*settings.models, *chosen))
-    entries = [entry for entry in managed.entries if entry.file in {path.absolute() for path in chosen}]
+    # Those in the setting models are read as well: no two release files may have the same name.
+    catalogue = load(path.absolute() for path in (*settings.models, *selected))
+    entries = [entry for entry in catalogue.entries if entry.file in {path.absolute() for path in selected}]
     point_at_server(settings)
     if not answers(settings.prefect_api_url or "", 10.0):
         raise PrefectError(

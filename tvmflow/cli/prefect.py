@@ -1,4 +1,4 @@
-"""The Prefect server that a command uses: the one that settings name, or its own for as long as it runs."""
+"""The Prefect server of a command: the one that the settings name, or an embedded one that ends with the command."""
 
 import os
 import socket
@@ -22,13 +22,13 @@ _STOP_SECONDS = 5.0
 _ENVIRONMENT = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
-    # What fails is said once, in a sentence; Prefect would print its traceback as well. A server gets every log.
+    # A command prints an error once, in a sentence; Prefect would print its traceback as well. A server gets every log.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
 }
 
 
 def point_at_server(settings: "Settings") -> None:
-    """Point Prefect at the server that settings name, be it up or not; called before Prefect is imported.
+    """Point Prefect at the server that settings name, whether it is up or not; call this before Prefect is imported.
 
     Raises SettingsError when they name none.
     """
@@ -44,11 +44,11 @@ def point_at_server(settings: "Settings") -> None:
 
 @contextmanager
 def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
-    """Point Prefect at its server while the body runs; entered before Prefect is imported.
+    """Point Prefect at its server while the body runs; enter this before Prefect is imported.
 
-    The body calls what it gets before it runs a flow: until then an embedded server starts while the body imports.
-    Raises SettingsError when the server that settings name does not answer; the call raises StepError when the embedded
-    one does not start.
+    Yields a function that waits until the server answers; the body calls it before it runs a flow, and imports modules
+    while an embedded server starts. Raises SettingsError when the server that settings name does not answer; the
+    function raises StepError when the embedded server does not start.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -68,7 +68,7 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A server on a SQLite file in `folder`, at a free port of 127.0.0.1: its address, and what waits for its start.
+    """Run a server on a SQLite file in `folder`; yield its address on 127.0.0.1, and a function that waits for it.
 
     Prefect's own ephemeral server outlives a command that is killed, and holds the command's output open.
     """
@@ -81,10 +81,10 @@ def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
             f"state folder {str(folder)!r} cannot be written ({error.strerror}); set TVMFLOW_HOME to another"
         ) from error
     os.environ["PREFECT_HOME"] = str(folder)
-    # Nothing but the state of the runs is wanted of it: logs are in the state folder already.
+    # The server keeps the state of the runs alone: logs are in the state folder already.
     os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
     with socket.socket() as listening:
-        # Connections wait in this socket until the server is up, so that nobody has to guess a port or poll.
+        # Connections wait in this socket until the server is up, so that no port has to be guessed and nothing polled.
         listening.bind(("127.0.0.1", 0))
         listening.listen(128)
         address = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
@@ -119,14 +119,14 @@ def answers(address: str, seconds: float) -> bool:
         with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=seconds) as response:  # noqa: S310
             return bool(response.read().strip() == b"true")
     except urllib.error.HTTPError as error:
-        # A server that wants to know who asks is one all the same.
+        # A server that asks for a login answers as well.
         return error.code in (401, 403)
     except (OSError, ValueError):
         return False
 
 
 def _serve(parent: int, listening: int) -> None:
-    """The server's side."""
+    """Run the server, in the child process."""
     die_with_parent(parent)
     os.environ["PREFECT_UI_ENABLED"] = "0"
     import uvicorn

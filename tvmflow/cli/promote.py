@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--approve", is_flag=True, help="Approve of it yourself, where the channel requires a person to.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def promote_command(name: str, version: str, channel: str, why: str, approve: bool, as_json: bool) -> None:
-    """Promote release VERSION of NAME: check that it is whole, run the channel's gates, move alias and pointer.
+    """Promote release VERSION of NAME: check that it is complete, run the channel's gates, move alias and pointer.
 
     A channel that requires approval is asked for it by the deployment promote/NAME, or take --approve. Exit code 3: it
     was refused, and the channel is where it was.
@@ -90,7 +90,7 @@ def _ask(settings: "Settings", name: str, version: str, channel: str, why: str) 
 
 
 def show(summary: dict[str, Any]) -> None:
-    """Print what was looked at and what a promotion came to."""
+    """Print the checks and the outcome of a promotion."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flows.release import ReleaseSummary, TargetSummary
     from tvmflow.settings import Settings
 
-# Round medians further apart than this say more of the machine than of the model.
+# When round medians differ by more than this, the machine was too busy for good measurements.
 NOISY = 0.2
 
 
@@ -29,7 +29,7 @@ NOISY = 0.2
 def release_command(file: Path, targets: tuple[str, ...], trials: int | None, runs: int | None, as_json: bool) -> None:
     """Release the model that FILE describes: export, import, tune, build, package, validate, benchmark, track, publish.
 
-    Steps that nothing changed for are found done. Exit code 3: the bundle was measured and refused, nothing published.
+    Cached steps are skipped. Exit code 3: the bundle was measured and refused, nothing was published.
     """
     from rich.console import Console
 
@@ -38,7 +38,7 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
     from tvmflow.cli.display import RichReporter
     from tvmflow.cli.prefect import prefect_server
 
-    # Said before Prefect is loaded: most mistakes are in the file or the settings, and the answer is instant.
+    # Read before Prefect is loaded: most mistakes are in the file or the settings, and these errors come at once.
     release_file.load(file)
     settings = machine.load()
     console = Console(stderr=True)
@@ -46,7 +46,7 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
         console.print(f"Releasing [bold]{file}[/]", highlight=False)
     reporter = RichReporter(console)
     with prefect_server(settings) as await_server, reporter.live():
-        # All that the flow will import is imported while its server starts in another process.
+        # The flow's modules are imported while the server starts in another process.
         import mlflow  # noqa: F401
         from flows.release import ReleaseSummary, release
 
@@ -57,20 +57,20 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
     if as_json:
         click.echo(json.dumps(summary.model_dump(mode="json")))
     else:
-        # Into a file or a pipe tables are wide enough for themselves.
+        # In a file or a pipe there is no terminal to fit into.
         show(summary, settings, Console(width=None if sys.stdout.isatty() else 120))
 
 
 def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") -> None:
-    """Print what a release came to: the figures of each target, the table of N runs, and where everything is."""
+    """Print the outcome of a release: the figures of each target, and where bundles, release and MLflow run are."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    sized = any(point.sizes for item in summary.targets for point in item.measurements)
+    has_sizes = any(point.sizes for item in summary.targets for point in item.measurements)
     headings = [
         "target",
-        *(["at"] if sized else []),
+        *(["at"] if has_sizes else []),
         "p50 ms",
         "p99 ms",
         "/ ONNX RT",
@@ -84,12 +84,12 @@ def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") ->
     for item in summary.targets:
         shared = (_number(item.max_abs_error, "{:.1e}"), _number(item.top1_agreement, "{:.2%}"), _megabytes(item))
         if not item.measurements:
-            table.add_row(item.target, *([""] if sized else []), *("-" * 4), *shared)
+            table.add_row(item.target, *([""] if has_sizes else []), *("-" * 4), *shared)
         for index, point in enumerate(item.measurements):
             latency = point.runners["tvm"].latency_ms
             table.add_row(
                 item.target if index == 0 else "",
-                *([point.label] if sized else []),
+                *([point.label] if has_sizes else []),
                 f"{latency.p50:.3f}",
                 f"{latency.p99:.3f}",
                 _number(point.ratio.get("onnxruntime"), "{:.2f}"),
@@ -100,16 +100,16 @@ def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") ->
     for item in summary.targets:
         for line in _lines(item):
             console.print(f"{item.target}: {line}", highlight=False)
-    where = [("bundle", item.bundle_path) for item in summary.targets]
-    where.append(("MLflow", f"{summary.mlflow_model}, run {summary.mlflow_run_id}"))
-    where.append(("release", f"{summary.name} {summary.version}, {summary.release_uri}"))
+    places = [("bundle", item.bundle_path) for item in summary.targets]
+    places.append(("MLflow", f"{summary.mlflow_model}, run {summary.mlflow_run_id}"))
+    places.append(("release", f"{summary.name} {summary.version}, {summary.release_uri}"))
     if settings.s3_endpoint is None and settings.s3_bucket is None:
-        where.append(("state", f"all of it is kept in {os.path.relpath(settings.state)}"))
-    where += [("channel", item.message) for item in summary.promotions]
-    where += [("warning", sentence) for sentence in summary.warnings]
-    for what, place in where:
-        # Never wrapped: these are copied.
-        console.print(f"{what:<8} {place}", highlight=False, soft_wrap=True)
+        places.append(("state", f"all of it is kept in {os.path.relpath(settings.state)}"))
+    places += [("channel", item.message) for item in summary.promotions]
+    places += [("warning", sentence) for sentence in summary.warnings]
+    for label, place in places:
+        # Not wrapped, since people copy these lines.
+        console.print(f"{label:<8} {place}", highlight=False, soft_wrap=True)
 
 
 def _lines(item: "TargetSummary") -> "Iterator[str]":

@@ -1,4 +1,4 @@
-"""`tvmflow retrain` and `tvmflow notify`: a model trained anew, now, or when its deployment hears of new data."""
+"""`tvmflow retrain` and `tvmflow notify`: retrain a model now, or tell its deployment of new data."""
 
 import json
 import sys
@@ -16,11 +16,11 @@ _RESOURCE = "tvmflow.model."
 
 @click.command("retrain")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--set", "chosen", multiple=True, metavar="KEY=VALUE", help="An argument of the training; repeatable.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="A training argument; repeatable.")
 @click.option("--why", default="", help="A word on the occasion, kept with the verdict.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def retrain_command(file: Path, chosen: tuple[str, ...], why: str, as_json: bool) -> None:
-    """Train the model of FILE anew and release it if it is at least as good as what production holds.
+def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json: bool) -> None:
+    """Train the model of FILE again, and release it if it is at least as good as production's.
 
     Both are judged by validate.task on the same held-out data. Exit code 3: it is not, and production is as it was.
     """
@@ -33,7 +33,7 @@ def retrain_command(file: Path, chosen: tuple[str, ...], why: str, as_json: bool
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.cli.release import show
 
-    arguments = _arguments(chosen)
+    arguments = _parse_arguments(assignments)
     release_file.load(file)
     settings = machine.load()
     console = Console(stderr=True)
@@ -56,19 +56,19 @@ def retrain_command(file: Path, chosen: tuple[str, ...], why: str, as_json: bool
 
 @click.command("notify")
 @click.argument("name")
-@click.option("--set", "chosen", multiple=True, metavar="KEY=VALUE", help="An argument of the training; repeatable.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="A training argument; repeatable.")
 @click.option("--why", default="", help="A word on the occasion, kept with the verdict.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def notify_command(name: str, chosen: tuple[str, ...], why: str, as_json: bool) -> None:
-    """Say that there is new data for the model NAME: its deployment retrain/NAME starts.
+def notify_command(name: str, assignments: tuple[str, ...], why: str, as_json: bool) -> None:
+    """Tell that there is new data for the model NAME, so that its deployment retrain/NAME starts.
 
-    It emits Prefect's event tvmflow.data.arrived, as any program may; `tvmflow deploy` registers what listens to it.
+    Emits Prefect's event tvmflow.data.arrived, as any program may; `tvmflow deploy` registers the trigger for it.
     """
     from tvmflow import settings as machine
     from tvmflow.cli.prefect import answers, point_at_server
     from tvmflow.errors import PrefectError
 
-    arguments = _arguments(chosen)
+    arguments = _parse_arguments(assignments)
     settings = machine.load()
     point_at_server(settings)
     if not answers(settings.prefect_api_url or "", 10.0):
@@ -106,12 +106,12 @@ def _emit(name: str, payload: dict[str, Any]) -> str:
     return str(event.id)
 
 
-def _arguments(chosen: "Sequence[str]") -> dict[str, Any]:
+def _parse_arguments(assignments: "Sequence[str]") -> dict[str, Any]:
     """The arguments of `--set`: values are read as YAML, as in a release file."""
     import yaml
 
     arguments = {}
-    for item in chosen:
+    for item in assignments:
         key, separator, value = item.partition("=")
         if not separator or not key.isidentifier():
             raise click.BadParameter(f"{item!r} is not of the form KEY=VALUE", param_hint="--set")
