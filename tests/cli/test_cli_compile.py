@@ -12,6 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from support import scale
 from support.skips import needs
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.cli.compile import parse_shapes
@@ -61,23 +62,33 @@ def test_a_model_whose_dimensions_have_no_names_compiles(tvmflow: Command) -> No
     assert item.shape == ("x_0", "x_1", 4)
 
 
+# The shapes, the type of the error, and the values that its sentence names.
 BAD_SHAPES = [
-    ("z:[1,8]", "has no input 'z'; its inputs are x, y"),
-    ("x=[1,8]", "cannot be read; write them as"),
-    ("x:[1,8", "cannot be read; write them as"),
-    ("1,8", "cannot be read; write them as"),
-    ("x:[0,8]", "dimension 0 is neither a positive number nor a name"),
-    ("x:[-1,8]", "dimension -1 is neither a positive number nor a name"),
-    ("x:[1,2.5]", "dimension '2.5' is neither a positive number nor a name"),
-    ("x:[4,9]", "input 'x' of the ONNX model has shape [batch, 8], the release file says [4, 9]"),
-    ("x:[8]", "input 'x' of the ONNX model has shape [batch, 8], the release file says [8]"),
+    ("z:[1,8]", "InputError", ["small.onnx", "'z'", "x, y"]),
+    ("x=[1,8]", "InputError", ["x=[1,8]"]),
+    ("x:[1,8", "InputError", ["x:[1,8"]),
+    ("1,8", "InputError", ["1,8"]),
+    ("x:[0,8]", "SpecError", ["small.onnx", "dimension 0"]),
+    ("x:[-1,8]", "SpecError", ["small.onnx", "dimension -1"]),
+    ("x:[1,2.5]", "SpecError", ["small.onnx", "'2.5'"]),
+    ("x:[4,9]", "ExportError", ["small.onnx", "'x'", "[batch, 8]", "[4, 9]"]),
+    ("x:[8]", "ExportError", ["small.onnx", "'x'", "[batch, 8]", "[8]"]),
 ]
 
 
-@pytest.mark.parametrize(("shapes", "said"), BAD_SHAPES)
-def test_shapes_that_do_not_fit_are_one_sentence(tvmflow: Command, models: Path, shapes: str, said: str) -> None:
-    ended = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", "--input-shapes", shapes)
-    assert said in ended.sentence
+@pytest.mark.parametrize(("shapes", "kind", "values"), BAD_SHAPES)
+def test_shapes_that_do_not_fit_are_one_sentence(
+    tvmflow: Command, models: Path, shapes: str, kind: str, values: list[str]
+) -> None:
+    _assert_refused(tvmflow, models / "small.onnx", kind, values, "--input-shapes", shapes)
+
+
+def _assert_refused(tvmflow: Command, model: object, kind: str, values: Sequence[str], *options: object) -> None:
+    """Assert that a compilation fails with one sentence that names the values, and writes no bundle."""
+    ended = tvmflow("compile", model, "-o", "b.tar.gz", "--json", *options)
+    assert json.loads(ended.out)["error"]["type"] == kind
+    for value in values:
+        assert value in ended.sentence
     assert not Path("b.tar.gz").exists()
 
 
@@ -103,69 +114,55 @@ def test_shapes_that_cannot_be_read_are_refused(text: str) -> None:
         parse_shapes(text)
 
 
-def _refused(tvmflow: Command, model: object, *options: str) -> str:
-    ended = tvmflow("compile", model, "-o", "b.tar.gz", *options)
-    assert not Path("b.tar.gz").exists()
-    said: str = ended.sentence
-    return said
-
-
 def test_a_missing_model_is_one_sentence(tvmflow: Command) -> None:
-    assert "there is no file" in _refused(tvmflow, "absent.onnx")
+    _assert_refused(tvmflow, "absent.onnx", "SpecError", ["absent.onnx"])
 
 
 def test_a_missing_model_with_shapes_is_one_sentence(tvmflow: Command) -> None:
-    assert "there is no ONNX file 'absent.onnx'" in _refused(tvmflow, "absent.onnx", "--input-shapes", "x:[1]")
+    _assert_refused(tvmflow, "absent.onnx", "ExportError", ["absent.onnx"], "--input-shapes", "x:[1]")
 
 
 def test_a_folder_is_no_model(tvmflow: Command, tmp_path: Path) -> None:
-    assert "there is no file" in _refused(tvmflow, tmp_path)
+    _assert_refused(tvmflow, tmp_path, "SpecError", [str(tmp_path)])
 
 
-@pytest.mark.parametrize("text", [b"", b"not a model", b"\x08\xff\xff\xff", b"\0" * 1000])
+@pytest.mark.parametrize("text", scale.choose(normal=[b"not a model"], long=[b"", b"\x08\xff\xff\xff", b"\0" * 1000]))
 def test_a_file_that_is_no_model_is_one_sentence(tvmflow: Command, text: bytes) -> None:
     Path("bad.onnx").write_bytes(text)
-    assert "bad.onnx' is not a readable ONNX file" in _refused(tvmflow, "bad.onnx")
-
-
-def test_a_truncated_model_is_one_sentence(tvmflow: Command, models: Path) -> None:
-    data = (models / "small.onnx").read_bytes()
-    Path("cut.onnx").write_bytes(data[: len(data) * 2 // 3])
-    assert "cut.onnx' is not a readable ONNX file" in _refused(tvmflow, "cut.onnx")
+    _assert_refused(tvmflow, "bad.onnx", "ExportError", ["bad.onnx"])
 
 
 def test_a_model_that_is_not_valid_is_one_sentence(tvmflow: Command) -> None:
     write_model([helper.make_node("Relu", ["nowhere"], ["y"])], Path("bad.onnx"))
-    said = _refused(tvmflow, "bad.onnx")
-    assert "bad.onnx" in said
-    assert "the ONNX model is not valid" in said
+    _assert_refused(tvmflow, "bad.onnx", "ExportError", ["bad.onnx", "nowhere"])
 
 
 def test_an_operator_that_tvm_does_not_know_is_named_with_the_users_own_file(tvmflow: Command, state: Path) -> None:
     write_model([helper.make_node("RandomUniformLike", ["x"], ["y"], name="toss")], Path("toss.onnx"))
     ended = tvmflow("compile", "toss.onnx", "-o", "b.tar.gz", "--json")
     assert ended.code == 1
-    assert "toss.onnx: operator RandomUniformLike (node 'toss') cannot be imported by TVM" in ended.sentence
-    assert str(state) not in ended.sentence
     assert json.loads(ended.out)["error"]["type"] == "UnsupportedOperatorError"
+    for value in ("toss.onnx", "RandomUniformLike", "'toss'"):
+        assert value in ended.sentence
+    assert str(state) not in ended.sentence
     assert not Path("b.tar.gz").exists()
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "values"),
     [
-        ("x86-64-v9", "target 'x86-64-v9' is unknown; did you mean 'x86-64-v"),
-        ("llvm -mcpu=nonesuch -mtriple=x86_64-linux-gnu", "LLVM knows no CPU 'nonesuch'"),
-        ("vulkan", "target 'vulkan' is unknown"),
+        ("x86-64-v9", ["'x86-64-v9'", "'x86-64-v"]),
+        ("llvm -mcpu=nonesuch -mtriple=x86_64-linux-gnu", ["'nonesuch'"]),
+        ("vulkan", ["'vulkan'"]),
     ],
 )
-def test_an_impossible_target_is_one_sentence(tvmflow: Command, models: Path, target: str, said: str) -> None:
-    assert said in _refused(tvmflow, models / "small.onnx", "--target", target)
+def test_an_impossible_target_is_one_sentence(tvmflow: Command, models: Path, target: str, values: list[str]) -> None:
+    _assert_refused(tvmflow, models / "small.onnx", "TargetError", values, "--target", target)
 
 
 def test_a_target_that_only_tvm_can_refuse_is_one_sentence(tvmflow: Command, bundle: Path, models: Path) -> None:
     target = '{"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v3", "nonsense": 1}'
-    assert "nonsense" in _refused(tvmflow, models / "small.onnx", "--target", target)
+    _assert_refused(tvmflow, models / "small.onnx", "TargetError", ["nonsense"], "--target", target)
 
 
 @pytest.mark.parametrize("output", ["absent/b.tar.gz", "file/b.tar.gz"])
@@ -173,7 +170,7 @@ def test_an_output_that_cannot_be_written_is_one_sentence(
     tvmflow: Command, bundle: Path, models: Path, output: str
 ) -> None:
     Path("file").touch()
-    assert f"'{output}' cannot be written" in tvmflow("compile", models / "small.onnx", "-o", output).sentence
+    assert repr(output) in tvmflow("compile", models / "small.onnx", "-o", output).sentence
 
 
 def test_a_state_folder_that_cannot_be_written_is_one_sentence(
@@ -181,7 +178,7 @@ def test_a_state_folder_that_cannot_be_written_is_one_sentence(
 ) -> None:
     Path("file").touch()
     monkeypatch.setenv("TVMFLOW_HOME", "file/state")
-    assert "set TVMFLOW_HOME to another" in _refused(tvmflow, models / "small.onnx")
+    _assert_refused(tvmflow, models / "small.onnx", "SettingsError", ["file/state"])
 
 
 @pytest.mark.skipif("avx512_bf16" not in host().features, reason="this CPU has no avx512_bf16")
@@ -202,18 +199,14 @@ def test_a_bundle_that_does_not_use_amx_is_verified_without_it(tvmflow: Command,
 
 
 def test_a_precision_that_the_target_has_no_instructions_for_is_refused(tvmflow: Command, models: Path) -> None:
-    ended = tvmflow("compile", models / "small.onnx", "-o", "n.tar.gz", "--precision", "bf16", "--target", "x86-64-v3")
-    assert ended.code != 0
-    assert "target 'x86-64-v3' has no instructions for precision bf16 (avx512_bf16)" in ended.err
-    assert not Path("n.tar.gz").exists()
+    options = ("--precision", "bf16", "--target", "x86-64-v3")
+    _assert_refused(tvmflow, models / "small.onnx", "TargetError", ["'x86-64-v3'", "bf16"], *options)
 
 
 @pytest.mark.skipif("avx512_vnni" not in host().features, reason="this CPU has no avx512_vnni")
 def test_int8_without_a_quantised_model_says_how_to_make_one(tvmflow: Command, models: Path) -> None:
-    ended = tvmflow("compile", models / "small.onnx", "-o", "n.tar.gz", "--precision", "int8")
-    assert ended.code != 0
-    assert "needs a quantised model" in ended.err
-    assert "onnxruntime.quantization.quantize_static" in ended.err
+    values = ["int8", "onnxruntime.quantization.quantize_static"]
+    _assert_refused(tvmflow, models / "small.onnx", "BuildError", values, "--precision", "int8")
 
 
 @pytest.fixture(scope="module")
@@ -272,26 +265,32 @@ def test_a_form_of_code_is_written_only_when_asked_for(tvmflow: Command, models:
     assert sorted(path.name for path in Path().iterdir()) == ["b.tar.gz", "small.tir"]
 
 
+# The three tests below look at one build.
+_PRINTED = ("--print-ir-before", "FuseOps", "--print-ir-after", "FuseOps,ConvertLayout", "--print-pass-times")
+
+
 def test_the_module_is_printed_before_and_after_a_pass(tvmflow: Command, models: Path) -> None:
-    options = ("--print-ir-before", "FuseOps", "--print-ir-after", "FuseOps,ConvertLayout")
-    ended = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *options)
+    ended = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *_PRINTED)
     assert ended.code == 0
     before, after = ended.out.removeprefix("# before FuseOps\n").split("# after FuseOps\n")
     assert "def fused_dense_add" not in before
     assert "def fused_dense_add" in after
-    assert ended.err.endswith("pass 'ConvertLayout' did not run; see --print-pass-times for those that do\n")
+    assert "'ConvertLayout' did not run" in ended.err.splitlines()[-1]
 
 
 def test_what_is_printed_of_the_passes_is_data_for_programs(tvmflow: Command, models: Path) -> None:
-    document = _compiled(tvmflow, models / "small.onnx", "--print-ir-after", "FuseOps", "--print-pass-times")
-    assert [(item["when"], item["name"]) for item in document["passes"]] == [("after", "FuseOps")]
+    document = _compiled(tvmflow, models / "small.onnx", *_PRINTED)
+    assert [(item["when"], item["name"]) for item in document["passes"]] == [
+        ("before", "FuseOps"),
+        ("after", "FuseOps"),
+    ]
     assert document["pass_seconds"]["FuseOps"] > 0
 
 
 def test_the_times_of_the_passes_are_printed_the_longest_first(tvmflow: Command, models: Path) -> None:
-    ended = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", "--print-pass-times")
-    heading, *lines, total, _ = ended.out.splitlines()
-    assert heading.split() == ["pass", "ms"]
+    ended = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *_PRINTED)
+    heading, *lines, total, _ = ended.out.partition("\npass ")[2].splitlines()
+    assert heading.split() == ["ms"]
     times = [float(line.split()[1]) for line in lines]
     assert times == sorted(times, reverse=True)
     assert float(total.split()[1]) == pytest.approx(sum(times), abs=1e-3 * len(times))
@@ -304,11 +303,12 @@ def test_a_disabled_pass_does_not_run(tvmflow: Command, models: Path) -> None:
     assert sum(apart.values()) == sum(fused.values()) + 1
 
 
-def test_a_required_pass_runs_below_its_level(tvmflow: Command, models: Path) -> None:
-    options = ("--opt-level", "0", "--print-pass-times")
-    assert "EliminateCommonSubexpr" not in _compiled(tvmflow, models / "small.onnx", *options)["pass_seconds"]
-    options += ("--required-pass", "EliminateCommonSubexpr")
-    assert "EliminateCommonSubexpr" in _compiled(tvmflow, models / "small.onnx", *options)["pass_seconds"]
+def test_a_required_pass_runs_below_its_level_and_others_do_not(tvmflow: Command, models: Path) -> None:
+    options = ("--opt-level", "0", "--required-pass", "EliminateCommonSubexpr", "--print-pass-times")
+    passes = _compiled(tvmflow, models / "small.onnx", *options)["pass_seconds"]
+    assert "EliminateCommonSubexpr" in passes
+    assert "CanonicalizeBindings" in passes  # of level 0 itself
+    assert "FoldConstant" not in passes
 
 
 def test_an_option_of_the_pass_context_reaches_the_code(tvmflow: Command, models: Path) -> None:
@@ -386,6 +386,7 @@ def test_given_tuning_records_are_used_for_this_build_only(tvmflow: Command, mod
     assert "tuned" not in _compiled(tvmflow, models / "small.onnx")["schedules"]
 
 
+@pytest.mark.long
 def test_a_record_that_changes_nothing_is_not_compared(
     tvmflow: Command, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,50 +420,47 @@ def test_what_cannot_be_compared_here_is_tuned(
 
 def test_a_file_without_a_fitting_record_is_one_sentence(tvmflow: Command, models: Path) -> None:
     Path("none.jsonl").write_text("")
-    assert "'none.jsonl' holds no tuning record of this TVM for target 'native'" in _refused(
-        tvmflow, models / "small.onnx", "--tuning-records", "none.jsonl"
-    )
+    values = ["'none.jsonl'", "'native'"]
+    _assert_refused(tvmflow, models / "small.onnx", "TuneError", values, "--tuning-records", "none.jsonl")
 
 
 WRONG_OPTIONS = [
-    (("--disabled-pass", "ChanelsLast"), "disabled pass 'ChanelsLast' is unknown", "'ChannelsLast'"),
-    (("--required-pass", "FuseOp"), "required pass 'FuseOp' is unknown", "'FuseOps'"),
-    (("--print-ir-before", "FusOps"), "inspected pass 'FusOps' is unknown", "'FuseOps'"),
-    (("--pass-config", "tir.disable_vectorize=1"), "pass option 'tir.disable_vectorize'", "'tirx.disable_vectorize'"),
-    (("--pass-config", "tirx.disable_vectorize=maybe"), "'tirx.disable_vectorize' cannot be 'maybe'", "bool"),
+    (("--disabled-pass", "ChanelsLast"), ["small.onnx", "'ChanelsLast'", "'ChannelsLast'"]),
+    (("--required-pass", "FuseOp"), ["'FuseOp'", "'FuseOps'"]),
+    (("--print-ir-before", "FusOps"), ["'FusOps'", "'FuseOps'"]),
+    (("--pass-config", "tir.disable_vectorize=1"), ["'tir.disable_vectorize'", "'tirx.disable_vectorize'"]),
+    (("--pass-config", "tirx.disable_vectorize=maybe"), ["'tirx.disable_vectorize'", "'maybe'"]),
 ]
 
 
-@pytest.mark.parametrize(("options", "said", "meant"), WRONG_OPTIONS)
+@pytest.mark.parametrize(("options", "values"), scale.choose(normal=WRONG_OPTIONS[:1], long=WRONG_OPTIONS))
 def test_an_option_that_tvm_does_not_know_is_one_sentence(
-    tvmflow: Command, models: Path, options: tuple[str, str], said: str, meant: str
+    tvmflow: Command, models: Path, options: tuple[str, str], values: list[str]
 ) -> None:
-    ended = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *options)
-    assert ended.code == 2
-    assert said in ended.sentence
-    assert meant in ended.sentence
-    assert not Path("b.tar.gz").exists()
+    _assert_refused(tvmflow, models / "small.onnx", "OptionError", values, *options)
 
 
 WRONG_VALUES = [
-    (("--dump-code", "ll,llvm"), "'llvm' is not one of ll, asm, relax, tir"),
-    (("--pass-config", "tirx.noalias"), "'tirx.noalias' is not of the form NAME=VALUE"),
-    (("--opt-level", "5"), "5 is not in the range 0<=x<=4"),
-    (("--desired-layout", "NCWH"), "'NCWH' is not one of 'NHWC', 'NCHW'"),
-    (("--tuning-records", "absent"), "'absent' does not exist"),
-    (("--cross-compiler", ""), "it names no command"),
-    (("--cross-compiler", "c++ '"), "cannot be read (No closing quotation)"),
-    (("--cross-compiler-options", "-s"), "--cross-compiler-options needs --cross-compiler"),
+    (("--dump-code", "ll,llvm"), "'llvm'"),
+    (("--pass-config", "tirx.noalias"), "'tirx.noalias'"),
+    (("--opt-level", "5"), "0<=x<=4"),
+    (("--desired-layout", "NCWH"), "'NHWC', 'NCHW'"),
+    (("--fast-algorithms", "maybe"), "'allow', 'forbid'"),
+    (("--tuning-records", "absent"), "'absent'"),
+    (("--cross-compiler", ""), "--cross-compiler"),
+    (("--cross-compiler", "c++ '"), "No closing quotation"),
+    (("--cross-compiler-options", "-s"), "--cross-compiler"),
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), WRONG_VALUES)
-def test_a_wrong_value_exits_with_two(tvmflow: Command, options: tuple[str, str], said: str) -> None:
+@pytest.mark.parametrize(("options", "value"), WRONG_VALUES)
+def test_a_wrong_value_exits_with_two(tvmflow: Command, options: tuple[str, str], value: str) -> None:
     ended = tvmflow("compile", "model.onnx", "-o", "b.tar.gz", *options)
     assert ended.code == 2
-    assert said in ended.err
+    assert value in ended.err
 
 
 def test_a_cross_compiler_that_is_not_installed_is_named(tvmflow: Command, models: Path) -> None:
-    said = _refused(tvmflow, models / "small.onnx", "--cross-compiler", "nonesuch-g++")
-    assert "needs the cross compiler 'nonesuch-g++', which is not installed" in said
+    _assert_refused(
+        tvmflow, models / "small.onnx", "TargetError", ["'nonesuch-g++'"], "--cross-compiler", "nonesuch-g++"
+    )

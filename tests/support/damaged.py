@@ -143,31 +143,20 @@ def attempt(job: Attempt, emit: Any) -> End:
 
 def _compile(job: Attempt) -> None:
     from tasks import export, relax_import
+    from tasks.original import find_original
     from tvmflow import compiler, spec
-    from tvmflow.source import Source
     from tvmflow.target import resolve
-
-    document = {"name": "damaged", "model": {"onnx": str(job.file)}, "validate": {"samples": 1}}
-    release = spec.parse(document, job.file.parent)
-    exported = export.work(
-        export.ExportJob(
-            home=job.home,
-            folder=job.file.parent,
-            source=Source(kind="onnx", model=release.model, path=job.file),
-            inputs=(),
-            dimensions={},
-            outputs=(),
-            export=release.export,
-            samples=1,
-            seed=0,
-        ),
-        lambda done, total, message: None,
-    )
-    shapes = {item.name: item.shape for item in exported.inputs}
-    imported = relax_import.work(
-        relax_import.ImportJob(home=job.home, label=release.model.label, onnx=exported.onnx, shapes=shapes),
-        lambda done, total, message: None,
-    )
     from tvmflow.workspace import Workspace
 
-    compiler.build(relax_import.load_imported(Workspace(job.home), imported), resolve("native"))
+    def emit(done: float, total: float, message: str) -> None:
+        """Ignore progress."""
+
+    folders = {"home": job.home, "folder": job.file.parent}
+    workspace = Workspace(job.home)
+    document = {"name": "damaged", "model": {"onnx": str(job.file)}, "validate": {"samples": 1}}
+    release = spec.parse(document, job.file.parent)
+    export_job = export.ExportJob.of(release, find_original(release, workspace)).model_copy(update=folders)
+    exported = export.work(export_job, emit)
+    import_job = relax_import.ImportJob.of(release, exported).model_copy(update=folders)
+    imported = relax_import.load_imported(workspace, relax_import.work(import_job, emit))
+    compiler.build(imported, resolve("native"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from tvmflow.errors import InputError, StepError, VerdictError
+from tvmflow.errors import InputError, StepError, VerdictError, naming_model
 
 if TYPE_CHECKING:
     from tvmflow.spec import Spec
@@ -51,7 +51,7 @@ class _Forms(click.ParamType[tuple[Code, ...]]):
 
 
 class _Setting(click.ParamType[tuple[str, Any]]):
-    """NAME=VALUE; a value that is JSON, as numbers and true or false, is read as such."""
+    """NAME=VALUE, where a value that is JSON, as a number or true, becomes a value of its type."""
 
     name = "name=value"
 
@@ -88,7 +88,7 @@ class _Setting(click.ParamType[tuple[str, Any]]):
     type=click.Choice(["fp32", "bf16", "fp16", "int8"]),
     default="fp32",
     show_default=True,
-    help="What convolutions and matrix products compute in; int8 is for quantised models.",
+    help="The type of the operands of convolutions and matrix products; int8 is for quantised models.",
 )
 @click.option(
     "--fast-algorithms",
@@ -102,19 +102,26 @@ class _Setting(click.ParamType[tuple[str, Any]]):
     type=click.Choice(["NHWC", "NCHW"]),
     default="NHWC",
     show_default=True,
-    help="Of convolutions. NCHW has no fast schedules here: tens of times slower.",
+    help="The layout of convolutions; NCHW has no fast schedules and is tens of times slower.",
 )
 @click.option("--opt-level", type=click.IntRange(0, 4), default=3, show_default=True, help="TVM's optimisation level.")
 @click.option("--pass-config", type=_Setting(), multiple=True, help="An option of TVM's pass context. Repeatable.")
 @click.option("--disabled-pass", type=_Names(), default=(), help="Passes to leave out, separated by commas.")
-@click.option("--required-pass", type=_Names(), default=(), help="Passes to run whatever the level, likewise.")
-@click.option("--cross-compiler", metavar="COMMAND", help="What links the library, in place of the target's own.")
-@click.option("--cross-compiler-options", default="", metavar="OPTIONS", help="Its further options, in one argument.")
+@click.option("--required-pass", type=_Names(), default=(), help="Passes to run at every level, separated by commas.")
+@click.option(
+    "--cross-compiler", metavar="COMMAND", help="The command that links the library, instead of the target's own."
+)
+@click.option(
+    "--cross-compiler-options",
+    default="",
+    metavar="OPTIONS",
+    help="Further options of the cross compiler, in one argument.",
+)
 @click.option("--trials", type=click.IntRange(min=0), default=0, show_default=True, help="Tuning trials in total.")
 @click.option(
     "--tuning-records",
     type=click.Path(exists=True, path_type=Path),
-    help="A file or folder of records to use before those that are known.",
+    help="A file or folder of records, used before those of the state folder.",
 )
 @click.option("--print-pass-times", is_flag=True, help="Print the seconds of each compiler pass.")
 @click.option("--print-ir-before", type=_Names(), default=(), metavar="PASSES", help="Print the module before passes.")
@@ -148,7 +155,7 @@ def compile_command(
     dump_code: tuple[Code, ...],
     as_json: bool,
 ) -> None:
-    """Compile the ONNX file MODEL to a bundle, compared with ONNX Runtime before it is written.
+    """Compile the ONNX file MODEL to a bundle, which is written if its outputs are those of ONNX Runtime.
 
     Exit code 3: the outputs differ, no bundle was written.
     """
@@ -185,7 +192,7 @@ def compile_command(
     if linker is not None:
         resolved = dataclasses.replace(resolved, cross_compiler=linker)
     inspect = Inspect(before=print_ir_before, after=print_ir_after, code=dump_code)
-    with RichReporter(Console(stderr=True)).live():
+    with RichReporter(Console(stderr=True)).live(), naming_model(str(model)):
         exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
         imported = relax_import(runner, ImportJob.of(spec, exported)).result
         tuned = tune(runner, TuneJob.of(spec, imported, resolved)).result
@@ -197,13 +204,13 @@ def compile_command(
         builder = TargetBuilder(runner, spec, exported, imported, resolved, signing_key=key, inspect=inspect)
         best, choice = builder.best(builder.candidates(tunings))
     built, bundle, verdict = best.built, best.packaged.bundle, best.verdict
-    # A build that is refused is the one to look at: this comes before the verdict.
+    # A refused build is worth a look, so the code is written before the verdict ends the command.
     inspected = json.loads(workspace.path(built.inspected).read_text())
-    dumped = _dump(inspected["code"], output, model.stem)
+    code_files = _dump(inspected["code"], output, model.stem)
     times: dict[str, float] = json.loads(workspace.path(built.pass_timings).read_text())
     if not as_json:
         _show(inspected["passes"], times if print_pass_times else {})
-    _tell_unrun((*print_ir_before, *print_ir_after), inspected["passes"])
+    _warn_of_absent_passes((*print_ir_before, *print_ir_after), inspected["passes"])
     if not verdict.passed:
         raise VerdictError(f"{model} is not written to {output}: {verdict.reasons[0]}")
     _copy(workspace.path(bundle), output)
@@ -211,25 +218,28 @@ def compile_command(
     if as_json:
         document = {"bundle": str(output), "sha256": bundle.sha256, "size": bundle.size, "max_abs_error": error}
         document |= {"target": resolved.name, "precision": precision, "verified": verdict.verified}
-        document |= {"schedules": built.schedules, "code": [str(path) for path in dumped]}
+        document |= {"schedules": built.schedules, "code": [str(path) for path in code_files]}
         document |= {"choice": choice and choice.result.model_dump(mode="json", exclude={"sources"})}
         document |= {"passes": inspected["passes"]} if print_ir_before or print_ir_after else {}
         document |= {"pass_seconds": times} if print_pass_times else {}
         click.echo(json.dumps(document))
         return
-    for path in dumped:
+    for path in code_files:
         click.echo(f"{path}: code")
     if choice is not None:
         click.echo(f"{output}: {choice.result.message}")
     if error is not None:
-        narrow = "" if precision == "fp32" else f" in {precision}"
-        click.echo(f"{output}: {resolved.name}{narrow}, largest difference from ONNX Runtime {error:.1e}")
+        suffix = "" if precision == "fp32" else f" in {precision}"
+        click.echo(f"{output}: {resolved.name}{suffix}, largest difference from ONNX Runtime {error:.1e}")
     else:
         click.echo(f"{output}: {resolved.name}, not verified: this machine cannot run it")
 
 
 def parse_shapes(text: str) -> dict[str, tuple[int | str, ...]]:
-    """Shapes by input name from `name:[d0,d1] name:[d0]`; a dimension that is no number is a name."""
+    """Return shapes by input name from text like `x:[1,3] mask:[batch,128]`; a word among the numbers is a symbol.
+
+    Raises InputError for text of another form.
+    """
     shapes: dict[str, tuple[int | str, ...]] = {}
     position = 0
     while text[position:].strip():
@@ -244,7 +254,7 @@ def parse_shapes(text: str) -> dict[str, tuple[int | str, ...]]:
 
 
 def _linker(command: str | None, options: str) -> str | None:
-    """The linker's command line; None for the target's own."""
+    """The command line of the linker; None for the target's own linker."""
     if command is None:
         return None
     for text, hint in ((command, "--cross-compiler"), (options, "--cross-compiler-options")):
@@ -274,10 +284,10 @@ def _spec(
     }
     if shapes:
         inputs = described_by(read_onnx(model))
-        unknown = set(shapes) - {item.name for item in inputs}
-        if unknown:
+        absent = set(shapes) - {item.name for item in inputs}
+        if absent:
             raise InputError(
-                f"{model} has no input {sorted(unknown)[0]!r}; its inputs are {', '.join(item.name for item in inputs)}"
+                f"{model} has no input {sorted(absent)[0]!r}; its inputs are {', '.join(item.name for item in inputs)}"
             )
         document["inputs"] = [
             {**item.model_dump(mode="json"), "shape": list(shapes.get(item.name, item.shape))} for item in inputs
@@ -286,16 +296,16 @@ def _spec(
 
 
 def _dump(code: dict[str, str], output: Path, stem: str) -> list[Path]:
-    """Write the forms of the code beside the output."""
-    written = []
+    """Write the forms of the code beside the output; return the files."""
+    paths = []
     for form, text in code.items():
         path = output.parent / f"{stem}.{form}"
         try:
             path.write_text(text)
         except OSError as error:
             raise StepError(f"{str(path)!r} cannot be written ({error.strerror}); choose another output") from error
-        written.append(path)
-    return written
+        paths.append(path)
+    return paths
 
 
 def _show(passes: list[dict[str, str]], times: dict[str, float]) -> None:
@@ -309,13 +319,13 @@ def _show(passes: list[dict[str, str]], times: dict[str, float]) -> None:
         click.echo(f"{'all':<{width}}  {sum(times.values()) * 1e3:>9.3f}")
 
 
-def _tell_unrun(names: tuple[str, ...], passes: list[dict[str, str]]) -> None:
+def _warn_of_absent_passes(names: tuple[str, ...], passes: list[dict[str, str]]) -> None:
     for name in sorted(set(names) - {item["name"] for item in passes}):
         click.echo(f"pass {name!r} did not run; see --print-pass-times for those that do", err=True)
 
 
 def _copy(bundle: Path, output: Path) -> None:
-    """Copy whole or not at all."""
+    """Copy the bundle to the output, as a whole or not at all."""
     partial = None
     try:
         descriptor, partial = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
