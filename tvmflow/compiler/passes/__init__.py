@@ -1,4 +1,4 @@
-"""The passes from an imported model to fused, unscheduled functions."""
+"""The passes that lower an imported model to fused, unscheduled functions, in their order."""
 
 import tvm
 from tvm import relax
@@ -18,7 +18,7 @@ from tvmflow.target import Precision, Target
 
 
 def canonicalize() -> list[tvm.transform.Pass]:
-    """The passes that bring what exporters write in many ways to one form."""
+    """Return the passes that bring the many forms in which exporters write an operator to one."""
     return [
         relax.transform.CanonicalizeBindings(),
         simplify.evaluate_constants(),
@@ -44,10 +44,10 @@ def canonicalize() -> list[tvm.transform.Pass]:
 
 @tvm.transform.module_pass(opt_level=0, name="MarkFollowers")
 class MarkFollowers:
-    """Lets the operators that are said to follow another be fused to it as element-wise ones are."""
+    """Declares operators with an attribute of `FOLLOWS` as element-wise, so that they are fused to the one before."""
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Rewrite the kinds of the module's functions."""
+        """Set the attribute `op_pattern` of these functions."""
         for variable, function in mod.functions_items():
             if FOLLOWS.keys() & dict(function.attrs or {}).keys():
                 mod.update_func(variable, function.with_attr("op_pattern", 0))
@@ -55,7 +55,7 @@ class MarkFollowers:
 
 
 def tidy() -> list[tvm.transform.Pass]:
-    """The passes that remove what other passes have left."""
+    """Return the passes that clean up after other passes."""
     return [
         simplify.count_axes_from_the_front(),
         simplify.evaluate_constants(),
@@ -65,7 +65,10 @@ def tidy() -> list[tvm.transform.Pass]:
 
 
 def layout(lanes: int = 16) -> list[tvm.transform.Pass]:
-    """The passes that bring convolutions and pooling to two dimensions with the channels last."""
+    """Return the passes that bring convolutions and pooling to two dimensions with the channels last.
+
+    A vector has `lanes` channels.
+    """
     return [
         dimensions.in_two_dimensions(),
         dimensions.split_transposed(),
@@ -75,7 +78,7 @@ def layout(lanes: int = 16) -> list[tvm.transform.Pass]:
 
 
 def pass_names() -> list[str]:
-    """The names of our own passes, as the pass context takes them."""
+    """Return the names of our own passes, as the pass context takes them, sorted."""
     ours = [*canonicalize(), *layout()]
     others = {
         "ComposeAttention",
@@ -94,39 +97,39 @@ def pass_names() -> list[str]:
 def lower_passes(
     target: Target, choices: Choices, precision: Precision = "fp32", fast: bool = True, weights: int = 0
 ) -> list[tvm.transform.Pass]:
-    """The passes from a Relax module whose weights are constants to `main` with calls of fused functions.
+    """Return the passes that lower a Relax module with constant weights to calls of fused functions.
 
     `choices` makes the compiler's decisions; `fast` allows Winograd's and Strassen's algorithms; `weights` is the size
     of the module's weights in bytes.
     """
-    integers: list[tvm.transform.Pass] = []
+    integer_passes: list[tvm.transform.Pass] = []
     if target.arch == "cuda":
-        laid_out: list[tvm.transform.Pass] = []
-        fused: list[tvm.transform.Pass] = []
+        layout_passes: list[tvm.transform.Pass] = []
+        product_passes: list[tvm.transform.Pass] = []
         legalize = relax.transform.LegalizeOps()
     else:
         cpu = machine(target).for_weights(weights)
-        laid_out = [attention.compose_attention(), *layout(cpu.lanes)]
+        layout_passes = [attention.compose_attention(), *layout(cpu.lanes)]
         narrow = {
             "fp32": FuseBlocks(cpu, choices, fast),
             "bf16": RoundProducts(cpu, fast),
             "fp16": HalveProducts(cpu, choices),
             "int8": IntegerProducts(cpu),
         }[precision]
-        fused = [narrow, attention.lower_attention(cpu), *([StrassenProducts(cpu, choices)] if fast else [])]
-        integers = [IntegerArithmetic(cpu)] if precision == "int8" else []
+        product_passes = [narrow, attention.lower_attention(cpu), *([StrassenProducts(cpu, choices)] if fast else [])]
+        integer_passes = [IntegerArithmetic(cpu)] if precision == "int8" else []
         legalize = relax.transform.LegalizeOps(legalizations(cpu, choices, fast))
     return [
-        *integers,
+        *integer_passes,
         *canonicalize(),
         relax.transform.DecomposeOpsForInference(),
         relax.transform.CanonicalizeBindings(),
         relax.transform.FoldConstant(),
-        *laid_out,
+        *layout_passes,
         *tidy(),
         relax.transform.CanonicalizeBindings(),
         relax.transform.EliminateCommonSubexpr(),
-        *fused,
+        *product_passes,
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         legalize,

@@ -165,7 +165,7 @@ def compose_attention() -> tvm.transform.Pass:
 
 @dataclass(frozen=True)
 class _View:
-    """Where in `base` the elements of a tensor by batch, position, head and channel are.
+    """The places in `base` of the elements of a tensor by batch, position, head and channel.
 
     For each dimension of the base: the dimension of the tensor that runs along it, None for none, the step and the
     start.
@@ -175,7 +175,7 @@ class _View:
     places: tuple[tuple[int | None, int, int], ...]
 
     def element(self, tensor: te.Tensor, index: tuple[Any, ...]) -> Any:
-        """The element of the tensor in the base."""
+        """Return the element of the tensor at an index, read from the base."""
         return tensor[tuple(start if dim is None else index[dim] * step + start for dim, step, start in self.places)]
 
 
@@ -203,10 +203,10 @@ def _through(rewriter: Rewriter, view: _View) -> _View | None:
         return None
     places = list(view.places)
     if call.op.name == "relax.permute_dims":
-        moved: list[Any] = [None] * len(places)
+        base_places: list[Any] = [None] * len(places)
         for place, axis in zip(places, _axes(call, len(places)), strict=True):
-            moved[axis] = place
-        return _View(data, tuple(moved))
+            base_places[axis] = place
+        return _View(data, tuple(base_places))
     if call.op.name == "relax.strided_slice":
         steps = list(call.args[4]) if len(call.args) > 4 else [1] * len(call.args[1])
         for axis, start, step in zip(call.args[1], call.args[2], steps, strict=True):
@@ -223,7 +223,7 @@ def _through(rewriter: Rewriter, view: _View) -> _View | None:
 
 
 def _part(rewriter: Rewriter, element: relax.TupleGetItem, view: _View) -> _View | None:
-    """Looks through a split into equal or known parts."""
+    """The view of the tensor before a split into equal or known parts."""
     split = rewriter.call(element.tuple_value, "split")
     dims = None if split is None else sizes(split.args[0])
     if split is None or dims is None:
@@ -244,14 +244,14 @@ def _part(rewriter: Rewriter, element: relax.TupleGetItem, view: _View) -> _View
 def _unsqueezed(
     data: relax.Expr, before: list[Any], after: list[Any] | None, places: list[tuple[int | None, int, int]]
 ) -> _View | None:
-    """Looks through what only adds or removes dimensions of one."""
+    """The view of the tensor before an operator that only adds or removes dimensions of one."""
     if after is None:
         return None
-    kept = [place for place, size in zip(places, after, strict=True) if not _is_one(size)]
+    rest = [place for place, size in zip(places, after, strict=True) if not _is_one(size)]
     real = [size for size in after if not _is_one(size)]
     if not same_shape([size for size in before if not _is_one(size)], real):
         return None
-    remaining = iter(kept)
+    remaining = iter(rest)
     return _View(data, tuple((None, 1, 0) if _is_one(size) else next(remaining) for size in before))
 
 
@@ -260,7 +260,7 @@ def _is_one(size: Any) -> bool:
 
 
 def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """The call of one function that reads queries, keys and values where they lie."""
+    """The call of one function that reads queries, keys and values in place."""
     attrs = call.attrs
     shape, keys = sizes(call.args[0]), sizes(call.args[1])
     if shape is None or keys is None or attrs.causal_mask is not None or attrs.window_size is not None:

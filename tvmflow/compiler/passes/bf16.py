@@ -1,4 +1,4 @@
-"""Computes products in bfloat16 where a release asks for it."""
+"""Computes products in bfloat16, for releases with that precision."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ from tvmflow.compiler.passes.narrow import geometry, is_depthwise, is_weighted, 
 class RoundProducts:
     """Rounds the operands of convolutions and matrix products to bfloat16, and computes these by dot products.
 
-    What a product reads is kept in memory as bfloat16, for all its readers; depthwise convolutions read it so too, but
+    A product's operands are in memory as bfloat16, for all readers. Depthwise convolutions read them so too, but
     compute in float32, as everything else. So do convolutions by Winograd's algorithm, where it is faster all the same
     and rounding its transformed numbers would cost too much, and those whose groups are narrower than a vector.
     """
@@ -119,7 +119,7 @@ def _call(
 
 
 def _reading_bf16(operator: Callable[..., te.Tensor], **arguments: Any) -> Callable[..., te.Tensor]:
-    """An operator on float32 as one on bfloat16."""
+    """Turn an operator on float32 into one on bfloat16."""
 
     def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
         return operator(Widened(data), weight, **arguments)

@@ -1,4 +1,4 @@
-"""Makes one function of a convolution and its neighbours where strips of lines had better stay in a core's cache."""
+"""Computes a convolution and its neighbours as one function where strips of lines stay in a core's cache."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +34,8 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-# Bottlenecks are whole without being measured below so many times the cycles of their parts one by one, which have
-# Winograd's and Strassen's algorithms at their best, and worth measuring up to so many.
+# The cycles of a bottleneck as one function over those of its convolutions one by one, with the fastest algorithms:
+# below the first number it becomes one function, up to the second a tuner measures both ways.
 _SURE, CLOSE = 0.8, 1.1
 
 
@@ -49,7 +49,9 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _FusedBlock:
+    """A block to build: what it reads, its shape and plan, its weights, and its name for decisions."""
+
     data: relax.Expr
     block: blocks.Block
     plan: blocks.Plan
@@ -61,8 +63,8 @@ class _Found:
 class FuseBlocks:
     """Replaces convolutions and their neighbours by blocks where the cost model says that they are faster.
 
-    Those are depthwise convolutions with what is beside them, as in inverted residuals, and others between pointwise
-    ones, as in bottlenecks. `fast` allows algorithms of fewer multiplications.
+    A block is a depthwise convolution with its pointwise neighbours, as in inverted residuals, or another convolution
+    between pointwise ones, as in bottlenecks. `fast` allows algorithms of fewer multiplications.
     """
 
     def __init__(self, machine: Machine, choices: Choices, fast: bool = True) -> None:
@@ -75,7 +77,7 @@ class FuseBlocks:
         rewriter = _Rewriter(mod, self._machine, self._choices, self._fast)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function):
-                rewriter.find(function)
+                rewriter.find_blocks(function)
                 rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
         return rewriter.builder_.get()
 
@@ -87,38 +89,40 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
         self._machine = machine
         self._choices = choices
         self._fast = fast
-        self._found: dict[relax.Var, _Found] = {}
+        self._blocks: dict[relax.Var, _FusedBlock] = {}
 
-    def find(self, function: relax.Function) -> None:
-        self._found = _find(function, self._machine, self._choices, self._fast)
+    def find_blocks(self, function: relax.Function) -> None:
+        self._blocks = _find_blocks(function, self._machine, self._choices, self._fast)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        found = self._found.get(binding.var)
-        if found is None:
+        fused = self._blocks.get(binding.var)
+        if fused is None:
             super().visit_var_binding_(binding)
             return
         compute = partial(
-            blocks.block, block=found.block, plan=found.plan, machine=self._machine, subject=found.subject
+            blocks.block, block=fused.block, plan=fused.plan, machine=self._machine, subject=fused.subject
         )
         call = self.builder_.call_te(
             compute,
-            self.visit_expr(found.data),
-            *found.tensors,
+            self.visit_expr(fused.data),
+            *fused.tensors,
             primfunc_name_hint="conv2d_block",
             primfunc_attrs=FUSABLE,
         )
         self.set_var_remap(binding.var, self.builder_.emit(call))
 
 
-def _find(function: relax.Function, machine: Machine, choices: Choices, fast: bool) -> dict[relax.Var, _Found]:
+def _find_blocks(
+    function: relax.Function, machine: Machine, choices: Choices, fast: bool
+) -> dict[relax.Var, _FusedBlock]:
     """The blocks of a function, by the variable of their last convolution; none shares a convolution with another."""
-    found: dict[relax.Var, _Found] = {}
+    result: dict[relax.Var, _FusedBlock] = {}
     for bindings in function.body.blocks if isinstance(function.body, relax.SeqExpr) else ():
         if not isinstance(bindings, relax.DataflowBlock):
             continue
         values = {binding.var: binding.value for binding in bindings.bindings if isinstance(binding, relax.VarBinding)}
         neighbours = _Neighbours(values, relax.analysis.udchain(bindings))
-        used: set[relax.Var] = set()
+        members: set[relax.Var] = set()
         calls = [(variable, call) for variable, call in values.items() if _is_convolution(call)]
         middles = [(variable, call) for variable, call in calls if _is_depthwise(call)]
         middles += [(variable, call) for variable, call in calls if _is_spatial(call)]
@@ -127,23 +131,23 @@ def _find(function: relax.Function, machine: Machine, choices: Choices, fast: bo
             with_last, alone = _Step(call, after, variable), _Step(call, (), variable)
             candidates = []
             for steps in ((first, with_last, last), (first, alone, None), (None, with_last, last)):
-                taken = {step.result for step in steps if step}
-                if (steps[1] is with_last and last is None) or len(taken) < 2 or taken & used:
+                results = {step.result for step in steps if step}
+                if (steps[1] is with_last and last is None) or len(results) < 2 or results & members:
                     continue
                 candidate = _describe(steps, machine, choices, fast, takes_one_item(function))
                 if candidate is not None:
-                    candidates.append((candidate, steps, taken))
-            for candidate, steps, taken in sorted(candidates, key=lambda item: item[0].gain, reverse=True):
+                    candidates.append((candidate, steps, results))
+            for candidate, steps, results in sorted(candidates, key=lambda item: item[0].gain, reverse=True):
                 block = _choose(candidate, steps, machine, choices)
                 if block is not None:
-                    found[(steps[2] or steps[1]).result] = block
-                    used |= taken
+                    result[(steps[2] or steps[1]).result] = block
+                    members |= results
                     break
-    return found
+    return result
 
 
 class _Neighbours:
-    """Finds the convolutions before and after another, with element-wise operations between that nothing else uses."""
+    """The convolutions before and after another, where only element-wise operations of one user lie between."""
 
     def __init__(self, values: Mapping[relax.Var, relax.Expr], users: Mapping[relax.Var, Sequence[relax.Var]]) -> None:
         self._values = values
@@ -155,7 +159,7 @@ class _Neighbours:
         while self._only_user(variable) is not None:
             value: Any = self._values.get(variable)
             if _is_convolution(value):
-                # Before another dense one only a pointwise one: larger kernels had better take Winograd's algorithm.
+                # Before a dense convolution only a pointwise one counts: Winograd is faster for larger kernels.
                 fits = _groups(value) == 1 and (_is_depthwise(call) or _geometry(value)["kernel"] == (1, 1))
                 return _Step(value, tuple(after), variable) if fits and not _is_depthwise(value) else None
             place = _operand(value)
@@ -234,7 +238,7 @@ def _geometry(call: relax.Call) -> dict[str, Any]:
 
 
 def _operand(value: Any) -> int | None:
-    """Which argument of an element-wise call is no constant; None for calls that are none or that take two tensors."""
+    """The position of the one tensor that an element-wise call reads; None for other calls."""
     name = getattr(value.op, "name", "") if isinstance(value, relax.Call) else ""
     if name in _UNARY:
         return 0
@@ -255,7 +259,7 @@ _Steps = tuple[_Step | None, _Step, _Step | None]
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Convolutions that can be a block, the ways to compute it, and the cycles that these take one by one."""
+    """A possible block, its plans with the fastest first, and the cycles of its convolutions one by one."""
 
     block: blocks.Block
     plans: Sequence[blocks.Plan]
@@ -263,14 +267,14 @@ class _Candidate:
 
     @property
     def gain(self) -> float:
-        """The cycles that the block saves."""
+        """Return the cycles that the block saves."""
         return self.apart - self.plans[0].cycles
 
 
 def _describe(steps: _Steps, machine: Machine, choices: Choices, fast: bool, one_item: bool) -> _Candidate | None:
-    """The block of these convolutions; None where it cannot be one or comes nowhere near what they take one by one.
+    """The block of these convolutions; None where there is none, or one far slower than the convolutions one by one.
 
-    One by one, the pointwise ones may take Strassen's algorithm in a function of `one_item`.
+    One by one, pointwise convolutions may use Strassen's algorithm in a function of `one_item`.
     """
     first, last = (None if step is None else _convolution(step, None) for step in (steps[0], steps[2]))
     middle = _convolution(steps[1], _winograd_size(steps[1].call, machine, choices) if fast else None)
@@ -282,8 +286,8 @@ def _describe(steps: _Steps, machine: Machine, choices: Choices, fast: bool, one
     return _Candidate(block, ranked, apart)
 
 
-def _choose(candidate: _Candidate, steps: _Steps, machine: Machine, choices: Choices) -> _Found | None:
-    """The block, None where it should not be one: a decision about its convolutions."""
+def _choose(candidate: _Candidate, steps: _Steps, machine: Machine, choices: Choices) -> _FusedBlock | None:
+    """The block, if the decision about it is to fuse; else None."""
     block, ranked = candidate.block, candidate.plans
     parts = tuple(convolution.subject_of(step.call) for step in steps if step)
     decisions = choices.about(f"block {' and '.join(parts)}")
@@ -297,11 +301,11 @@ def _choose(candidate: _Candidate, steps: _Steps, machine: Machine, choices: Cho
         if step is not None and described is not None:
             tensors += [constant(_packed(step.call, described, machine)), *map(constant, _epilogue(step.after)[1])]
     plan = blocks.decide(block, ranked, machine, decisions)
-    return _Found(_data(steps), block, plan, tuple(tensors), decisions.subject)
+    return _FusedBlock(_data(steps), block, plan, tuple(tensors), decisions.subject)
 
 
 def _data(steps: _Steps) -> relax.Expr:
-    """What a block's first convolution reads."""
+    """The tensor that a block's first convolution reads."""
     return (steps[0] or steps[1]).call.args[0]
 
 
@@ -316,9 +320,9 @@ def _winograd_size(call: relax.Call, machine: Machine, choices: Choices) -> int 
 
 def _convolution(step: _Step, winograd_size: int | None) -> blocks.Convolution:
     call, geometry = step.call, _geometry(step.call)
-    epilogue, read = _epilogue(step.after)
+    epilogue, arrays = _epilogue(step.after)
     return blocks.Convolution(
-        **geometry, depthwise=_is_depthwise(call), winograd=winograd_size, epilogue=epilogue, reads=len(read)
+        **geometry, depthwise=_is_depthwise(call), winograd=winograd_size, epilogue=epilogue, reads=len(arrays)
     )
 
 
@@ -333,16 +337,16 @@ def _packed(call: relax.Call, described: blocks.Convolution, machine: Machine) -
 
 @dataclass(frozen=True)
 class _Operation:
-    """An element-wise operation, with the number or the index of the array by channel that it also takes."""
+    """An element-wise operation, and its other operand: a number, or the index of an array with a value by channel."""
 
     function: Callable[..., Any]
     place: int = 0
     number: float | None = None
     index: int | None = None
 
-    def __call__(self, value: Any, channel: Any, read: Sequence[te.Tensor]) -> Any:
+    def __call__(self, value: Any, channel: Any, arrays: Sequence[te.Tensor]) -> Any:
         if self.index is not None:
-            other = read[self.index][channel]
+            other = arrays[self.index][channel]
         elif self.number is not None:
             other = tirx.const(self.number, "float32")
         else:
@@ -351,8 +355,8 @@ class _Operation:
 
 
 def _epilogue(calls: Sequence[relax.Call]) -> tuple[blocks.Epilogue | None, list[Array]]:
-    """The operations as a function of a value and its channel, and the arrays by channel that it reads."""
-    read: list[Array] = []
+    """The operations as one function of a value and its channel, and the arrays by channel that it reads."""
+    arrays: list[Array] = []
     operations: list[_Operation] = []
     for call in calls:
         name, place = call.op.name, _operand(call) or 0
@@ -363,12 +367,12 @@ def _epilogue(calls: Sequence[relax.Call]) -> tuple[blocks.Epilogue | None, list
         if other.size == 1:
             operations.append(_Operation(_BINARY[name], place, number=float(other[0])))
         else:
-            operations.append(_Operation(_BINARY[name], place, index=len(read)))
-            read.append(other)
+            operations.append(_Operation(_BINARY[name], place, index=len(arrays)))
+            arrays.append(other)
 
     def epilogue(value: Any, channel: Any, tensors: Sequence[te.Tensor]) -> Any:
         for operation in operations:
             value = operation(value, channel, tensors)
         return value
 
-    return epilogue if operations else None, read
+    return epilogue if operations else None, arrays

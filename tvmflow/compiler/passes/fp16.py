@@ -1,4 +1,4 @@
-"""Computes products in float16 where a release asks for it: twice as many numbers in a vector."""
+"""Computes products in float16, twice as many numbers in a vector, for releases with that precision."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tvmflow.compiler.passes.narrow import geometry, is_depthwise, is_weighted, 
 class HalveProducts:
     """Rounds the operands of convolutions and dense layers to float16, and computes and adds up in it.
 
-    What they read is kept in memory as float16, for all its readers; depthwise convolutions read it so too, but compute
+    The operands are in memory as float16, for all readers. Depthwise convolutions read them so too, but compute
     in float32, as everything else: products of two activations, sums, norms, and convolutions whose groups are narrower
     than a vector.
     """
@@ -104,5 +104,5 @@ def _cast(x: te.Tensor, dtype: str) -> te.Tensor:
 
 
 def _reading(operator: Callable[..., te.Tensor]) -> Callable[..., te.Tensor]:
-    """An operator on float32 as one on float16."""
+    """Turn an operator on float32 into one on float16."""
     return lambda data, weight: operator(Widened(data, lambda value: value.astype("float32")), weight)
