@@ -35,11 +35,11 @@ _TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case.
+    """How a case ended.
 
     `outcome` is `passed`, `refused` (an error of ours, one sentence), `wrong` (other numbers, shapes or types) or
-    `crashed` (any other exception, a signal or no answer in time). `constants` says that the case passed only with
-    its small inputs, which say shapes, axes and the like, as constants of the model.
+    `crashed` (any other exception, a signal or no answer in time). `constants` is True when the case passed
+    only with its small inputs, such as shapes and axes, as constants of the model.
     """
 
     name: str
@@ -57,15 +57,15 @@ def cases() -> dict[str, Any]:
         return {case.name.removeprefix("test_"): case for case in load_model_tests(kind="node")}
 
 
-def representatives(known: dict[str, Any], reasons: dict[str, list[str]]) -> list[str]:
+def representatives(node_tests: dict[str, Any], reasons: dict[str, list[str]]) -> list[str]:
     """The names of one case per operator, the simplest that is not explained, and of every case that is explained.
 
     A refused case costs next to nothing, a built one a fifth of a second. The expanded twins of cases are left out.
     """
-    selected = [name for name in known if reason_of(name, reasons) is not None]
+    selected = [name for name in node_tests if reason_of(name, reasons) is not None]
     by_operator: dict[tuple[str, str], list[str]] = {}
-    for name in sorted(known.keys() - set(selected), key=lambda name: (len(name), name)):
-        node = known[name].model.graph.node[0]
+    for name in sorted(node_tests.keys() - set(selected), key=lambda name: (len(name), name)):
+        node = node_tests[name].model.graph.node[0]
         if "_expanded" not in name:
             by_operator.setdefault((node.domain, node.op_type), []).append(name)
     return selected + [names[0] for names in by_operator.values()]
@@ -99,22 +99,24 @@ def _with_constants(case: Any) -> onnx.ModelProto | None:
     model = onnx.ModelProto()
     model.CopyFrom(case.model)
     values = dict(zip((value.name for value in model.graph.input), map(_array, case.data_sets[0][0]), strict=False))
-    fixed = {
+    constants = {
         name: value
         for name, value in list(values.items())[1:]
         if isinstance(value, np.ndarray | np.generic) and value.ndim <= 1 and value.dtype != object
     }
-    if not fixed:
+    if not constants:
         return None
-    kept = [value for value in model.graph.input if value.name not in fixed]
+    inputs = [value for value in model.graph.input if value.name not in constants]
     del model.graph.input[:]
-    model.graph.input.extend(kept)
-    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(value), name) for name, value in fixed.items())
+    model.graph.input.extend(inputs)
+    model.graph.initializer.extend(
+        numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()
+    )
     return model
 
 
 def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: bool) -> str:
-    """How the built model's results differ from the case's; empty if they do not."""
+    """How the results of the built model differ from those of the case; empty if they are equal."""
     import tvm
     from tvm import relax
 
@@ -128,10 +130,12 @@ def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: boo
     built = build(imported, resolve("native"))
     machine = relax.VirtualMachine(built.executable, tvm.cpu())
     names = [value.name for value in case.model.graph.input]
-    kept = {value.name for value in model.graph.input}
+    inputs_left = {value.name for value in model.graph.input}
     for data_set in case.data_sets:
         inputs, expected = ([_array(value) for value in values] for values in data_set)
-        arrays = [np.asarray(value, order="C") for name, value in zip(names, inputs, strict=False) if name in kept]
+        arrays = [
+            np.asarray(value, order="C") for name, value in zip(names, inputs, strict=False) if name in inputs_left
+        ]
         result = machine["main"](*(tvm.runtime.tensor(array) for array in arrays))
         actual = [item.numpy() for item in ([result] if hasattr(result, "numpy") else result)]
         if len(actual) != len(expected):
@@ -164,7 +168,7 @@ def _difference(ours: Any, theirs: Any, rtol: float, atol: float) -> str:
 
 
 def _work(connection: Connection) -> None:
-    known = cases()
+    node_tests = cases()
     # What TVM and LLVM print is no part of the answer.
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
@@ -174,7 +178,7 @@ def _work(connection: Connection) -> None:
             name = connection.recv()
             if name is None:
                 return
-            connection.send(check(known[name], Path(folder)))
+            connection.send(check(node_tests[name], Path(folder)))
 
 
 class _Worker:
@@ -236,21 +240,21 @@ def run(names: Sequence[str], processes: int) -> Iterator[Result]:
 
 
 def explanations() -> dict[str, list[str]]:
-    """Why cases are refused: patterns of their names, by reason."""
+    """Return the patterns of the names of refused cases, by the reason for the refusal."""
     return {entry["reason"]: entry["cases"] for entry in tomllib.loads(EXPLANATIONS.read_text())["refused"]}
 
 
 def reason_of(name: str, reasons: dict[str, list[str]]) -> str | None:
-    """The first reason with a pattern for a case."""
+    """Return the first reason with a pattern that matches a case; None where there is none."""
     for reason, patterns in reasons.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return reason
     return None
 
 
-def _category(name: str, known: dict[str, Any]) -> str:
-    """Where ONNX defines a case's operator: math, nn, tensor and so on."""
-    model = known.get(name.partition("_expanded")[0], known[name]).model
+def _category(name: str, node_tests: dict[str, Any]) -> str:
+    """The part of ONNX that defines a case's operator: math, nn, tensor and so on."""
+    model = node_tests.get(name.partition("_expanded")[0], node_tests[name]).model
     node = model.graph.node[0]
     schemas = [
         schema for schema in onnx.defs.get_all_schemas() if (schema.name, schema.domain) == (node.op_type, node.domain)
@@ -265,15 +269,15 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="also write the results there, one a line")
     options = parser.parse_args()
-    known, reasons = cases(), explanations()
-    names = [name for name in known if any(fnmatchcase(name, pattern) for pattern in options.patterns)]
+    node_tests, reasons = cases(), explanations()
+    names = [name for name in node_tests if any(fnmatchcase(name, pattern) for pattern in options.patterns)]
     results = list(run(names, options.processes))
     if options.json:
         options.json.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
     table: dict[str, Counter[str]] = {}
     for result in results:
         outcome = "constants" if result.constants and result.outcome == "passed" else result.outcome
-        for row in (_category(result.name, known), "all"):
+        for row in (_category(result.name, node_tests), "all"):
             table.setdefault(row, Counter())[outcome] += 1
     columns = ("passed", "constants", "refused", "wrong", "crashed")
     print(f"{'':16}" + "".join(f"{column:>11}" for column in columns) + f"{'pass rate':>11}")

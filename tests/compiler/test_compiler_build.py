@@ -99,8 +99,7 @@ def test_a_disabled_pass_that_the_build_needs_is_one_sentence(model: Path, nativ
 
 
 def test_equal_functions_are_one_workload(model: Path, native: Target) -> None:
-    found = {item.name: item for item in workloads(lower(import_onnx(model), native))}
-    calls = sorted(item.calls for name, item in found.items() if "conv2d" in name)
+    calls = sorted(item.calls for item in workloads(lower(import_onnx(model), native)) if "conv2d" in item.name)
     assert calls == [1, 2]
 
 
@@ -114,11 +113,11 @@ def test_flops_are_those_of_the_product(make_model: Any, native: Target) -> None
 def test_a_tuned_schedule_takes_the_place_of_the_rule(model: Path, native: Target, run_built: Any) -> None:
     from tvm.s_tir import Schedule
 
-    asked: list[Any] = []
+    functions: list[Any] = []
 
     def tuned(func: Any) -> Any:
-        asked.append(func)
-        return Schedule(func).mod["main"] if len(asked) == 1 else None
+        functions.append(func)
+        return Schedule(func).mod["main"] if len(functions) == 1 else None
 
     imported = import_onnx(model)
     x = np.random.default_rng(0).standard_normal((2, 3, 6, 6), "float32")
