@@ -25,8 +25,8 @@ from tvmflow.compiler.graph import hoist_weights, lower_module, variant_name
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.inspection import Inspected, Inspection, KeepIR, code_of
 from tvmflow.compiler.machine import machine
+from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.passes import pass_names
-from tvmflow.compiler.reason import reason
 from tvmflow.compiler.schedules import error_bounds, schedule
 from tvmflow.compiler.serialise import ir_text
 from tvmflow.errors import BuildError, OptionError, TargetError
@@ -106,7 +106,7 @@ class Built:
                 library.replace(path)
         except Exception as error:
             raise BuildError(
-                f"the library {path.name!r} could not be linked with {compiler or cc.get_cc()!r}: {reason(error)}"
+                f"the library {path.name!r} could not be linked with {compiler or cc.get_cc()!r}: {shorten(error)}"
             ) from error
 
 
@@ -126,7 +126,7 @@ def can_build(target: Target) -> None:
         tvm.tirx.build(_schedule(probe, target, None)[0], target=tvm.target.Target(target.tvm))
     except Exception as error:
         raise TargetError(
-            f"target {target.name!r} cannot be built by TVM {tvm.__version__}: {reason(error)}"
+            f"target {target.name!r} cannot be built by TVM {tvm.__version__}: {shorten(error)}"
         ) from error
 
 
@@ -366,7 +366,7 @@ def _passes(options: BuildOptions, target: Target, instruments: Sequence[Any] = 
         raise
     except Exception as error:
         passes = f" without the passes {', '.join(options.disabled_passes)}" if options.disabled_passes else ""
-        raise BuildError(f"TVM could not build for target {target.name!r}{passes}: {reason(error)}") from error
+        raise BuildError(f"TVM could not build for target {target.name!r}{passes}: {shorten(error)}") from error
 
 
 def _check_options(options: BuildOptions) -> None:
@@ -381,7 +381,7 @@ def _check_options(options: BuildOptions) -> None:
         try:
             tvm.transform.PassContext(config={name: value})
         except Exception as error:
-            raise OptionError(f"pass option {name!r} cannot be {value!r}: {reason(error)}") from error
+            raise OptionError(f"pass option {name!r} cannot be {value!r}: {shorten(error)}") from error
     if options.exec_mode not in ("bytecode", "compiled"):
         raise BuildError(f"exec_mode must be 'bytecode' or 'compiled', not {options.exec_mode!r}")
     if options.weights not in ("inside", "apart"):

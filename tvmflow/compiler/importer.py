@@ -20,6 +20,7 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
 from tvmflow.bundle import TensorSpec
+from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import (
     CONTRIBUTED,
     CONVERTERS,
@@ -30,7 +31,6 @@ from tvmflow.compiler.onnx import (
     const,
     is_static,
 )
-from tvmflow.compiler.reason import reason
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
 
@@ -91,11 +91,11 @@ def import_onnx(
             f"{label}: {importer.current_node} is not supported in this form ({error}); export the model without it"
         ) from error
     except tvm.error.OpNotImplemented as error:
-        raise UnsupportedOperatorError(f"{label}: {reason(error)}; export the model without it") from error
+        raise UnsupportedOperatorError(f"{label}: {shorten(error)}; export the model without it") from error
     except Exception as error:  # TVM's converters raise every kind of exception for graphs they do not expect.
         where = f" at {importer.current_node}" if importer.current_node else ""
         raise ModelImportError(
-            f"{label}: TVM cannot import the model{where}: {reason(error)}; {_advice(inputs)}"
+            f"{label}: TVM cannot import the model{where}: {shorten(error)}; {_advice(inputs)}"
         ) from error
     if any(node.op_type == "If" for node in graph.node):
         # TVM's importer makes no dataflow block of a graph with branches, and FuseOps fuses within such blocks alone.
@@ -130,7 +130,7 @@ def _load(path: Path, label: str) -> onnx.ModelProto:
     except FileNotFoundError as error:
         raise ModelImportError(f"{label}: {error.strerror or 'file not found'}; expected an ONNX file") from error
     except Exception as error:  # protobuf, checker and external-data errors share no base class
-        raise ModelImportError(f"{label} is not a valid ONNX model ({reason(error)}); export it again") from error
+        raise ModelImportError(f"{label} is not a valid ONNX model ({shorten(error)}); export it again") from error
     if not model.graph.output:
         raise ModelImportError(f"{label} is not a valid ONNX model (it has no outputs); export it again")
     return model
@@ -221,7 +221,7 @@ def _expand_functions(label: str, model: onnx.ModelProto) -> onnx.ModelProto:
             model = onnx.inliner.inline_selected_functions(model, names, False, True)
     except Exception as error:
         raise ModelImportError(
-            f"{label}: the functions of the model cannot be inlined ({reason(error)}); export it without functions"
+            f"{label}: the functions of the model cannot be inlined ({shorten(error)}); export it without functions"
         ) from error
     return model
 

@@ -14,7 +14,7 @@ from tvm.tirx import PrimFunc
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.reason import reason
+from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.schedules import (
     attention,
     blocks,
@@ -130,7 +130,9 @@ def _scheduled(
                 return trial, name
         except Exception as error:  # A schedule primitive refuses in many ways.
             shapes = ", ".join(shape_text(parameter.shape) for parameter in func.params if hasattr(parameter, "shape"))
-            message = f"schedule rule {name!r} failed on a function of {shapes}, another rule takes it: {reason(error)}"
+            message = (
+                f"schedule rule {name!r} failed on a function of {shapes}, another rule takes it: {shorten(error)}"
+            )
             warnings.warn(message, ScheduleWarning, stacklevel=1)
     return None, "none"
 

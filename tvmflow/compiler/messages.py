@@ -3,7 +3,7 @@
 _LONGEST = 300
 
 
-def reason(error: BaseException) -> str:
+def shorten(error: BaseException) -> str:
     """Return the most useful line of an error's message, of at most 300 characters; its type where it has none.
 
     That is the first line, or the last where the first ends in a colon.
