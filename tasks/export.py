@@ -261,7 +261,7 @@ def _check(model: "onnx.ModelProto") -> None:
 
     try:
         onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+    except Exception as error:  # The errors of the checker, of shape inference and of protobuf share no base class.
         raise ExportError(f"the ONNX model is not valid ({describe(error)})") from error
 
 
@@ -272,27 +272,34 @@ def _save(model: "onnx.ModelProto", path: Path) -> None:
 def described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
     """The inputs that an ONNX model, as `read_onnx` returns it, declares.
 
-    Raises ExportError for a dtype that is not supported.
+    Raises ExportError for an input that is not a tensor, and for a dtype that is not supported.
     """
-    import onnx
-
     inputs = []
     for item in graph_inputs(model.graph):
-        tensor = item.type.tensor_type
-        dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        dtype = _input_dtype(item)
         if dtype not in _DTYPES:
             raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}; supported are {', '.join(_DTYPES)}")
-        shape = tuple(dim.dim_value or dim.dim_param for dim in tensor.shape.dim)
+        shape = tuple(dim.dim_value or dim.dim_param for dim in item.type.tensor_type.shape.dim)
         floating = dtype.startswith("float")
         kind: dict[str, Any] = {"kind": "normal"} if floating else {"kind": "integers", "low": 0, "high": 2}
         inputs.append(Input.model_validate({"name": item.name, "shape": shape, "dtype": dtype, "samples": kind}))
     return tuple(inputs)
 
 
-def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
-    """Write the release file's shapes into the graph's inputs, and its dimension names everywhere."""
+def _input_dtype(value: "onnx.ValueInfoProto") -> str:
+    """The name of the dtype of an input, as `float32`. Raises ExportError when it has none."""
     import onnx
 
+    try:
+        return str(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+    except KeyError as error:
+        raise ExportError(
+            f"input {value.name!r} of the ONNX model is not a tensor of numbers; export the model with such inputs"
+        ) from error
+
+
+def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
+    """Write the release file's shapes into the graph's inputs, and its dimension names everywhere."""
     declared = {item.name: item for item in graph_inputs(model.graph)}
     if set(declared) != {item.name for item in inputs}:
         raise ExportError(
@@ -302,7 +309,7 @@ def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
     new_sizes: dict[str, int | str] = {}
     for item in inputs:
         tensor = declared[item.name].type.tensor_type
-        dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        dtype = _input_dtype(declared[item.name])
         dims = list(tensor.shape.dim)
         if dtype != item.dtype:
             raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}, the release file says {item.dtype}")

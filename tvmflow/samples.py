@@ -70,7 +70,12 @@ def make(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: in
     for position, item in enumerate(inputs):
         shape = tuple(sizes[size] if isinstance(size, str) else size for size in item.shape)
         generator = np.random.default_rng([seed, index, position])
-        arrays[item.name] = _make_array(item, shape, generator, seed + index, folder)
+        try:
+            arrays[item.name] = _make_array(item, shape, generator, seed + index, folder)
+        except (ValueError, OverflowError) as error:  # NumPy has a largest array.
+            raise SpecError(
+                f"samples of input {item.name!r} with shape {list(shape)} cannot be made: {error}"
+            ) from error
     return arrays
 
 

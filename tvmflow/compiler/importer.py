@@ -83,6 +83,7 @@ def import_onnx(
     importer = _Importer(graph, sizes)
     output = io.StringIO()
     try:
+        _constants_to_initializers(graph)
         with warnings.catch_warnings(), contextlib.redirect_stdout(output):
             warnings.simplefilter("ignore")
             mod = importer.from_onnx(graph, opset)
@@ -301,7 +302,6 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             for node in graph.node
             if node.name and len(node.output) == 1 and node.output[0] in recorded
         }
-        _constants_to_initializers(graph)
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:

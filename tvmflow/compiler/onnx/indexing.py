@@ -9,7 +9,7 @@ from tvmflow.compiler.onnx.node import Node, UnsupportedFormError, const, dims_o
 
 
 def convert_range(node: Node) -> relax.Expr | None:
-    """Write a range of integers numbers over symbolic dimensions; TVM's converter computes its length at run time."""
+    """Write a range of integers over symbolic dimensions; TVM's converter computes its length at run time."""
     bounds = []
     for bound in node.inputs:
         if isinstance(bound, tvm.ir.GenericConst) and bound.value.numpy().dtype.kind == "i":
