@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tvmflow import npz
-from tvmflow.bundle import extract, pack, read_manifest
+from tvmflow.bundle import TensorSpec, extract, pack, read_manifest
 
 Command = Callable[..., Any]
 Repack = Callable[..., Path]
@@ -243,23 +244,23 @@ def test_random_inputs_are_the_same_each_time_and_within_the_golden_samples_rang
             assert np.ptp(one[name]) > 0.9 * np.ptp(known)
 
 
-def test_random_indices_stay_where_the_golden_sample_has_them(tvmflow: Command) -> None:
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
+def test_random_indices_stay_where_the_golden_sample_has_them() -> None:
+    from tvmflow.cli.run import fill_inputs
 
-    table = np.arange(12, dtype=np.float32).reshape(3, 4)
-    graph = helper.make_graph(
-        [helper.make_node("Gather", ["table", "index"], ["row"])],
-        "gather",
-        [helper.make_tensor_value_info("index", TensorProto.INT64, ["n"])],
-        [helper.make_tensor_value_info("row", TensorProto.FLOAT, ["n", 4])],
-        [numpy_helper.from_array(table, "table")],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), "gather.onnx")
-    assert tvmflow("compile", "gather.onnx", "-o", "gather.tar.gz").code == 0
-    options = ("--fill-mode", "random", "--size", "n=64", "-o", "out.npz")
-    assert tvmflow("run", "gather.tar.gz", *options).code == 0
-    assert {tuple(row) for row in npz.read(Path("out.npz"))["row"]} <= {tuple(row) for row in table}
+    sample = {
+        "index": np.array([3, 5], np.int64),
+        "byte": np.array([0, 255], np.uint8),
+        "mask": np.array([True]),
+        "constant": np.full(1, 7, np.float32),
+    }
+    inputs = tuple(TensorSpec(name, ("n",), array.dtype.name) for name, array in sample.items())
+    model = SimpleNamespace(sample=(sample, {}), inputs=inputs)
+    filled = fill_inputs(model, "random", {"n": 500})
+    assert {name: array.dtype for name, array in filled.items()} == {name: item.dtype for name, item in sample.items()}
+    assert set(filled["index"]) == {3, 4, 5}
+    assert (filled["byte"].min(), filled["byte"].max()) == (0, 255)
+    assert set(filled["mask"]) == {True, False}
+    assert 0 <= filled["constant"].min() < 0.1 < 0.9 < filled["constant"].max() <= 1
 
 
 WRONG_RUNS = [
