@@ -131,3 +131,22 @@ def test_an_interrupt_ends_the_steps_and_says_so(
     assert "Traceback" not in said
     assert not psutil.wait_procs(children, timeout=30)[1]
     assert not (tmp_path / "b.tar.gz").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("release", "finished steps are kept"),
+        ("tune", "measurements are kept"),
+        ("promote", "completes the move"),
+        ("up", "are ended again"),
+        ("verify", None),
+        ("init", None),
+    ],
+)
+def test_an_interrupt_promises_no_more_than_its_command_keeps(command: str, part: str | None) -> None:
+    from tvmflow.cli import _describe_interrupt
+
+    message = _describe_interrupt(["--json", command, "name"])
+    assert message.startswith("interrupted")
+    assert part in message if part is not None else message == "interrupted"

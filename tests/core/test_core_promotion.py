@@ -188,12 +188,12 @@ def test_of_two_racing_processes_one_wins_and_the_other_never_touches_the_alias(
     movers = {version: _mover(services, name, version, f"mover {version}") for version in ("2", "3")}
     for mover in movers.values():
         _ready(mover)
-    told = {version: mover.communicate("\n", LIMIT_SECONDS)[0].splitlines() for version, mover in movers.items()}
-    (winner,) = [version for version, lines in told.items() if lines[-1] == "won"]
-    (loser,) = set(told) - {winner}
-    assert told[winner] == [f"alias {winner}", "won"]
-    assert len(told[loser]) == 1
-    assert f"but mover {winner} moved it to {winner}" in told[loser][0]
+    outputs = {version: mover.communicate("\n", LIMIT_SECONDS)[0].splitlines() for version, mover in movers.items()}
+    (winner,) = [version for version, lines in outputs.items() if lines[-1] == "won"]
+    (loser,) = set(outputs) - {winner}
+    assert outputs[winner] == [f"alias {winner}", "won"]
+    assert len(outputs[loser]) == 1
+    assert f"but mover {winner} moved it to {winner}" in outputs[loser][0]
     assert _where(services, name) == (winner, winner)
     assert len(channels.read(services.store, name, "production").history) == 2
 
@@ -405,7 +405,7 @@ def test_a_verdict_is_a_run_inside_that_of_its_release(
     logged = client.get_run(run)
     assert logged.info.run_name == f"promote {name} 3 to staging"
     assert logged.info.status == ("FINISHED" if done else "RUNNING")
-    wanted = {
+    expected = {
         "mlflow.parentRunId": parent,
         "tvmflow.kind": "promotion",
         "tvmflow.name": name,
@@ -413,7 +413,7 @@ def test_a_verdict_is_a_run_inside_that_of_its_release(
         "tvmflow.channel": "staging",
         "tvmflow.verdict": "waiting",
     }
-    assert wanted.items() <= logged.data.tags.items()
+    assert expected.items() <= logged.data.tags.items()
     # The same flow run logs into the same run again.
     assert log("passed") == run
     assert client.get_run(run).data.tags["tvmflow.verdict"] == "passed"

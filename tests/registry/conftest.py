@@ -48,9 +48,9 @@ def embedded(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> 
 def registry(request: pytest.FixtureRequest) -> Registry:
     """A registry in a SQLite file, then one behind a server."""
     if request.param == "embedded":
-        found = request.getfixturevalue("embedded")
-        assert isinstance(found, Registry)
-        return found
+        embedded = request.getfixturevalue("embedded")
+        assert isinstance(embedded, Registry)
+        return embedded
     return Registry(RegistryConfig(request.getfixturevalue("server")))
 
 

@@ -1,4 +1,4 @@
-"""What a user is told when the registry cannot be used, and what is never told."""
+"""The errors of a registry that cannot be used, and the secrets that they never show."""
 
 import subprocess
 import sys
@@ -41,11 +41,11 @@ def stranger(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.timeout(30)
 def test_a_server_that_is_down_is_one_sentence_whatever_is_called_first() -> None:
-    expected = f"MLflow at http://{NOBODY} does not answer; start it or correct the tracking address"
     for call in (Registry.check, lambda registry: registry.start_run("demo", {}, {})):
         with pytest.raises(RegistryError) as caught:
             call(Registry(RegistryConfig(f"http://{NOBODY}")))
-        assert str(caught.value) == expected
+        assert f"MLflow at http://{NOBODY} does not answer" in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_server_that_refuses_or_is_no_mlflow_is_one_sentence(stranger: tuple[int, str]) -> None:

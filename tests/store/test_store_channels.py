@@ -40,8 +40,8 @@ def test_a_moved_channel_is_read_with_its_history(store: ReleaseStore) -> None:
     pointer = channels.read(store, "resnet", "production")
     assert pointer == moved
     assert (pointer.version, pointer.last_move) == ("2", pointer.history[1])
-    told = [(move.who, move.from_version, move.to_version, move.why) for move in pointer.history]
-    assert told == [("ann", None, "1", "first"), ("bert", "1", "2", "schöner")]
+    moves = [(move.who, move.from_version, move.to_version, move.why) for move in pointer.history]
+    assert moves == [("ann", None, "1", "first"), ("bert", "1", "2", "schöner")]
     assert pointer.history[0].when <= pointer.history[1].when
 
 
@@ -118,8 +118,8 @@ def test_one_of_several_racing_threads_wins_and_the_others_are_told_who(store: R
     with ThreadPoolExecutor(MOVERS) as pool:
         outcomes = dict(zip(versions[1:], pool.map(move, versions[1:]), strict=True))
     pointer = channels.read(store, "resnet", "production")
-    assert [version for version, told in outcomes.items() if told is None] == [pointer.version]
-    assert all(f"mover {pointer.version} moved it" in told for told in outcomes.values() if told is not None)
+    assert [version for version, refusal in outcomes.items() if refusal is None] == [pointer.version]
+    assert all(f"mover {pointer.version} moved it" in refusal for refusal in outcomes.values() if refusal is not None)
     assert len(pointer.history) == 2
 
 
@@ -274,7 +274,7 @@ def test_a_pointer_of_a_later_format_asks_for_an_upgrade(rclone: StoreConfig, da
     _publish(store, "1")
     _move(store, "1", None)
     damage("channels/resnet/production.json", b'{"format": 2}')
-    with pytest.raises(StoreError, match="has format 2, this tvmflow reads 1; upgrade tvmflow"):
+    with pytest.raises(StoreError, match=r"resnet@production has format 2.*upgrade"):
         channels.read(store, "resnet", "production")
 
 

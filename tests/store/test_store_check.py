@@ -52,9 +52,8 @@ def test_an_endpoint_that_is_down_is_named() -> None:
         unused.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
         sentence = _refusal(_somewhere(endpoint))
-    assert sentence == (
-        f"Cannot reach the S3 endpoint {endpoint}: start the server, or correct the endpoint or the network."
-    )
+    assert endpoint in sentence
+    assert "Cannot reach" in sentence
 
 
 def test_a_server_that_never_answers_is_given_up() -> None:
@@ -81,7 +80,7 @@ def test_missing_credentials_are_told(rclone: StoreConfig, monkeypatch: pytest.M
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(StoreError, match=r"There are no credentials for .*: set an access key and a secret key\."):
+    with pytest.raises(StoreError, match="no credentials"):
         ReleaseStore(replace(rclone, access_key=None, secret_key=None)).check()
 
 
@@ -108,8 +107,7 @@ def test_a_bucket_that_may_not_be_created_is_told() -> None:
     }
     with _answering(answers) as endpoint:
         sentence = _refusal(_somewhere(endpoint))
-    assert "The bucket 'releases' does not exist at" in sentence
-    assert "may not be created with these credentials (AccessDenied): create it, or correct its name." in sentence
+    assert all(part in sentence for part in ("'releases'", "AccessDenied", "create it"))
 
 
 def test_credentials_that_may_only_read_are_told() -> None:

@@ -19,10 +19,10 @@ NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
 
 def _sentence(error: Exception, config: StoreConfig = CONFIG) -> str:
-    with pytest.raises(StoreError) as told, explained(config, "trying it"):
+    with pytest.raises(StoreError) as refused, explained(config, "trying it"):
         raise error
-    assert told.value.__cause__ is error
-    return str(told.value)
+    assert refused.value.__cause__ is error
+    return str(refused.value)
 
 
 def _answer(code: str, message: str = "", date: str | None = None, status: int = 400) -> boto.ClientError:
