@@ -58,7 +58,7 @@ def manifests() -> tuple[tuple[str, dict[str, Any]], ...]:
 @pytest.fixture(scope="session")
 def pods() -> dict[str, dict[str, Any]]:
     """The pods of the manifests by name, and that of the jobs which run flows, as `job-template.json` has it."""
-    found = {
+    documents = {
         document["metadata"]["name"]: document["spec"]["template"]
         for _, document in _manifests()
         if document["kind"] in ("Deployment", "Job")
@@ -66,7 +66,7 @@ def pods() -> dict[str, dict[str, Any]]:
     template = yaml.safe_load((MANIFESTS / "job-template.json").read_text())
     (container,) = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]["containers"]
     container["image"] = template["variables"]["properties"]["image"]["default"]
-    return {**found, "a flow run": template["job_configuration"]["job_manifest"]["spec"]["template"]}
+    return {**documents, "a flow run": template["job_configuration"]["job_manifest"]["spec"]["template"]}
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +77,7 @@ def containers(pods: dict[str, dict[str, Any]]) -> list[Container]:
         for _, document in _manifests()
         if document["kind"] == "ConfigMap"
     }
-    found = [
+    documents = [
         Container(f"compose.yaml, {name}", service["image"], service.get("command", []), service["environment"])
         for name, service in _compose()["services"].items()
     ]
@@ -93,8 +93,8 @@ def containers(pods: dict[str, dict[str, Any]]) -> list[Container]:
                 environment |= {item["name"]: item.get("value") for item in container["env"]}
             arguments = container.get("args", [])
             command = arguments if isinstance(arguments, list) else []
-            found.append(Container(f"kubernetes, {name}", container["image"], command, environment))
-    return found
+            documents.append(Container(f"kubernetes, {name}", container["image"], command, environment))
+    return documents
 
 
 def secret_keys(name: str) -> set[str]:

@@ -47,8 +47,8 @@ def test_every_service_that_stays_has_a_health_check(compose: dict[str, Any]) ->
 def test_services_wait_until_others_are_healthy_or_have_ended(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         for other, how in service.get("depends_on", {}).items():
-            wanted = "service_completed_successfully" if other in JOBS else "service_healthy"
-            assert how["condition"] == wanted, f"{name} on {other}"
+            condition = "service_completed_successfully" if other in JOBS else "service_healthy"
+            assert how["condition"] == condition, f"{name} on {other}"
 
 
 def test_nothing_runs_with_more_rights_than_it_needs(compose: dict[str, Any]) -> None:
@@ -63,15 +63,15 @@ def test_nothing_runs_with_more_rights_than_it_needs(compose: dict[str, Any]) ->
 
 
 def test_the_example_makes_every_variable_that_is_needed_and_no_other() -> None:
-    used = {name for name, _ in re.findall(r"\$\{([A-Z_0-9]+)(:[-?])", FILE.read_text())}
+    referenced = {name for name, _ in re.findall(r"\$\{([A-Z_0-9]+)(:[-?])", FILE.read_text())}
     example = (ROOT / "infra/compose.env.example").read_text()
-    made = set(re.findall(r"^([A-Z_0-9]+)=", example, re.MULTILINE))
-    made |= set(re.findall(r'echo "([A-Z_0-9]+)=', example))
+    names = set(re.findall(r"^([A-Z_0-9]+)=", example, re.MULTILINE))
+    names |= set(re.findall(r'echo "([A-Z_0-9]+)=', example))
     looped = re.search(r"for name in ([^;]+);", example)
     assert looped is not None
-    made |= set(looped[1].split())
+    names |= set(looped[1].split())
 
-    assert made == used
+    assert names == referenced
 
 
 def test_the_values_of_the_example_are_what_the_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,13 +62,13 @@ def test_the_commands_of_tvmflow_exist(containers: list[Any]) -> None:
 def test_the_commands_of_prefect_exist(containers: list[Any], words: tuple[str, str]) -> None:
     lines = [container.command for container in containers if container.command[:3] == ["prefect", *words]]
     assert lines
-    told = subprocess.run(
+    usage = subprocess.run(
         [sys.executable, "-m", "prefect", *words, "--help"], capture_output=True, text=True, check=True
     ).stdout
     for line in lines:
         for option in line[3:]:
             if option.startswith("--"):
-                assert option.replace("--no-create-pool-if-not-found", "--create-pool-if-not-found") in told, option
+                assert option.replace("--no-create-pool-if-not-found", "--create-pool-if-not-found") in usage, option
 
 
 def test_clients_agree_with_their_servers(containers: list[Any]) -> None:

@@ -38,11 +38,11 @@ def test_the_template_of_the_work_pool_makes_a_valid_job() -> None:
 
     template = json.loads((FOLDER / "job-template.json").read_text())
     properties = template["variables"]["properties"]
-    known = {"name": "release", "command": ["prefect"], "env": [], "labels": {}, "annotations": {}}
+    fixed = {"name": "release", "command": ["prefect"], "env": [], "labels": {}, "annotations": {}}
     values = {
         name: item["default"] for name, item in properties.items() if "default" in item and item["default"] is not None
     }
-    job = apply_values(template["job_configuration"]["job_manifest"], values | known, remove_notset=True)
+    job = apply_values(template["job_configuration"]["job_manifest"], values | fixed, remove_notset=True)
 
     kubernetes_validate.validate(job, VERSIONS[-1], strict=True)
     assert job["metadata"]["namespace"] == "tvmflow"

@@ -176,23 +176,23 @@ def kill_all(machine: Machine) -> None:
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
     """A machine without a stack yet."""
-    made = Machine(tmp_path, ports=free_ports())
-    yield made
-    kill_all(made)
+    new_machine = Machine(tmp_path, ports=free_ports())
+    yield new_machine
+    kill_all(new_machine)
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Iterator[Machine]:
     """A machine whose stack was started with the release file of a tiny model."""
-    made = Machine(tmp_path_factory.mktemp("stack"), ports=free_ports())
-    databases.prepare(made.state)
-    ended = made.up(make_release_file(made.folder))
+    new_machine = Machine(tmp_path_factory.mktemp("stack"), ports=free_ports())
+    databases.prepare(new_machine.state)
+    ended = new_machine.up(make_release_file(new_machine.folder))
     try:
         assert ended.code == 0, ended.err
         assert [server["state"] for server in ended.document] == ["healthy"] * 5, ended.out
-        yield made
+        yield new_machine
     finally:
-        kill_all(made)
+        kill_all(new_machine)
 
 
 @pytest.fixture(scope="session")

@@ -64,9 +64,9 @@ def test_a_release_goes_to_the_stack_without_any_setting(stack: Any) -> None:
 
 
 def test_the_deployments_of_the_release_file_and_mlflows_webhook_are_registered(stack: Any) -> None:
-    found = {item["name"]: item for item in stack.prefect("deployments/filter", {})}
-    assert {"tiny", "all"} <= set(found)
-    assert {item["work_pool_name"] for item in found.values()} == {"tvmflow"}
+    deployments = {item["name"]: item for item in stack.prefect("deployments/filter", {})}
+    assert {"tiny", "all"} <= set(deployments)
+    assert {item["work_pool_name"] for item in deployments.values()} == {"tvmflow"}
 
     from mlflow import MlflowClient
 

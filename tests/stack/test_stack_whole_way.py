@@ -67,15 +67,15 @@ class House:
 
     def alias(self, channel: str) -> str | None:
         """What the alias of the registry points at."""
-        found = self.mlflow.get_registered_model("digits").aliases.get(channel)
-        return None if found is None else str(found)
+        value = self.mlflow.get_registered_model("digits").aliases.get(channel)
+        return None if value is None else str(value)
 
     def runs(self, deployment: str) -> list[dict[str, Any]]:
         """The flow runs of a deployment, the oldest first, without those that a schedule foresees."""
-        asked = {"deployments": {"name": {"any_": ["digits", "all"]}}, "sort": "EXPECTED_START_TIME_ASC"}
-        named = self.stack.prefect(f"deployments/name/{deployment}")["id"]
-        found = [run for run in self.stack.prefect("flow_runs/filter", asked) if run["deployment_id"] == named]
-        return [run for run in found if run["state_type"] != "SCHEDULED"]
+        query = {"deployments": {"name": {"any_": ["digits", "all"]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        deployment_id = self.stack.prefect(f"deployments/name/{deployment}")["id"]
+        runs = [run for run in self.stack.prefect("flow_runs/filter", query) if run["deployment_id"] == deployment_id]
+        return [run for run in runs if run["state_type"] != "SCHEDULED"]
 
     def verdicts(self, kind: str) -> list[Any]:
         """MLflow's runs of a kind, the newest first."""
@@ -156,8 +156,8 @@ def test_what_the_receiver_missed_is_found_by_reconciling(house: House, wait_unt
     house.mlflow.set_registered_model_alias("digits-source", "production", source)
 
     # The deployment runs on its own schedule, every five minutes; here it does not wait for that.
-    named = house.stack.prefect("deployments/name/reconcile/all")["id"]
-    house.stack.prefect(f"deployments/{named}/create_flow_run", {"state": {"type": "SCHEDULED"}})
+    deployment_id = house.stack.prefect("deployments/name/reconcile/all")["id"]
+    house.stack.prefect(f"deployments/{deployment_id}/create_flow_run", {"state": {"type": "SCHEDULED"}})
     wait_until(lambda: house.held("staging") != before, "staging holds what the alias asked for")
     newest = house.stack.run("list", "digits", "--json").document[-1]
     assert newest["provenance"]["source"] == f"digits-source/{source}"
@@ -173,9 +173,9 @@ def _reads_digits(house: House) -> bool:
         inputs, labels = data.held_out()
     finally:
         sys.path.remove(str(house.file.parent))
-    given, made = house.file.parent / "in.npz", house.file.parent / "out.npz"
-    np.savez(given, image=inputs["image"][:64])
-    ended = house.stack.run("run", "release://digits@production", "--inputs", given, "--output", made)
+    inputs_file, outputs_file = house.file.parent / "in.npz", house.file.parent / "out.npz"
+    np.savez(inputs_file, image=inputs["image"][:64])
+    ended = house.stack.run("run", "release://digits@production", "--inputs", inputs_file, "--output", outputs_file)
     assert ended.code == 0, ended.err
-    with np.load(made) as outputs:
+    with np.load(outputs_file) as outputs:
         return bool((outputs["logits"].argmax(axis=1) == labels[:64]).mean() > 0.8)
