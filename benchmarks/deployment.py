@@ -141,10 +141,10 @@ def gpu() -> Target:
         raise Unavailable("this machine shows no NVIDIA GPU")
     arguments = [query, "--query-gpu=compute_cap", "--format=csv,noheader"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
-    found = done.stdout.splitlines()
-    if done.returncode != 0 or not found:
+    capabilities = done.stdout.splitlines()
+    if done.returncode != 0 or not capabilities:
         raise Unavailable("this machine shows no NVIDIA GPU")
-    return resolve(f"cuda-sm{found[0].replace('.', '')}")
+    return resolve(f"cuda-sm{capabilities[0].replace('.', '')}")
 
 
 def emulated(state: Path) -> tuple[str, ...]:
@@ -167,14 +167,14 @@ def emulated(state: Path) -> tuple[str, ...]:
     return (*_EMULATOR, str(build_runner(state / "cpp-aarch64", toolchain, *libraries)))
 
 
-def measure(model: Model, arguments: argparse.Namespace, state: Path, told: Callable[[str], None]) -> Document:
+def measure(model: Model, arguments: argparse.Namespace, state: Path, report: Callable[[str], None]) -> Document:
     """Export and build the model, and measure every row."""
-    told("exporting")
+    report("exporting")
     onnx = prepare.export(model, arguments.batch, state)
     sample = prepare.sample(model, arguments.batch, state)
 
     def bundle(target: Target) -> Path:
-        told(f"building for {target.name}")
+        report(f"building for {target.name}")
         name = f"{model.name}-batch{arguments.batch}-threads{arguments.threads}-{target.name}"
         return prepare.build(name, onnx, sample, target, state)
 
@@ -192,7 +192,7 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, told: Call
     )
 
     def cpp() -> CppRunner:
-        told("building the C++ runner")
+        report("building the C++ runner")
         return CppRunner([str(build_runner(state / "cpp"))], native, job)
 
     def on_gpu() -> CppRunner:
@@ -226,12 +226,12 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, told: Call
     with runners.Contest(state, (model.folder,)) as contest:
         for number in range(arguments.rounds):
             for name in _PYTHON:
-                told(f"{name}, round {number + 1} of {arguments.rounds}")
+                report(f"{name}, round {number + 1} of {arguments.rounds}")
                 measured[name].append(contest.measure(job, [name], 1, lambda step: None)[name])
             for way, turn in run.items():
                 if way in reasons or (way == "emulated" and number > 0):
                     continue
-                told(f"{way}, round {number + 1} of {arguments.rounds}")
+                report(f"{way}, round {number + 1} of {arguments.rounds}")
                 try:
                     measured[way].append(turn())
                 except Unavailable as error:

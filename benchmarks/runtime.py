@@ -120,8 +120,8 @@ def measure(name: Name, path: Path, sample: Path, threads: int, calls: int) -> C
         check=False,
     )
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        raise StepError(f"the process that measures {name} failed: {said}")
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise StepError(f"the process that measures {name} failed: {reason}")
     return Cost.model_validate(json.loads(done.stdout.splitlines()[-1]))
 
 

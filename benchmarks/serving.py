@@ -39,7 +39,7 @@ _TITLES = {"onnxruntime": "ONNX Runtime", "mlflow": "MLflow"}
 
 @dataclass
 class Server:
-    """A running server, how it is asked, and the seconds of its answers by the number of clients."""
+    """A running server, the request to send it, and the seconds of its answers by the number of clients."""
 
     process: "subprocess.Popen[str]"
     address: str
@@ -49,30 +49,31 @@ class Server:
     rates: dict[int, list[float]] = field(default_factory=dict)
 
     def turn(self, clients: int, seconds: float) -> None:
-        """Ask for a while, with the process running only meanwhile."""
+        """Send requests for `seconds` from that many clients; the process is stopped before and afterwards."""
         os.killpg(self.process.pid, signal.SIGCONT)
         try:
             until = time.perf_counter() + seconds
             with ThreadPoolExecutor(clients) as pool:
-                found = [each for some in pool.map(self._ask, [until] * clients) for each in some]
+                answers = [each for some in pool.map(self._send_requests, [until] * clients) for each in some]
         finally:
             os.killpg(self.process.pid, signal.SIGSTOP)
-        self.seconds.setdefault(clients, []).extend(found)
-        self.rates.setdefault(clients, []).append(len(found) / seconds)
+        self.seconds.setdefault(clients, []).extend(answers)
+        self.rates.setdefault(clients, []).append(len(answers) / seconds)
 
     def answer(self) -> Any:
-        """One answer."""
+        """Send one request and return its answer."""
         return self._once(self._connect())
 
-    def _ask(self, until: float) -> list[float]:
-        connection, found = self._connect(), []
+    def _send_requests(self, until: float) -> list[float]:
+        """Send requests one after another until a time of `perf_counter`; return the seconds of each."""
+        connection, answers = self._connect(), []
         self._once(connection)
         while time.perf_counter() < until:
             start = time.perf_counter()
             self._once(connection)
-            found.append(time.perf_counter() - start)
+            answers.append(time.perf_counter() - start)
         connection.close()
-        return found
+        return answers
 
     def _connect(self) -> http.client.HTTPConnection:
         parts = urlsplit(self.address)
@@ -184,9 +185,9 @@ def peer(model: Path, threads: int) -> None:
     outputs = [TensorSpec(name, (), "") for name in names]
 
     async def infer(request: Request) -> Response:
-        asked = protocol.parse(await request.body(), None, outputs)
-        results = await run_in_threadpool(session.run, names, asked.inputs)
-        answer = protocol.render(asked, "model", "1", dict(zip(names, results, strict=True)))
+        inference = protocol.parse(await request.body(), None, outputs)
+        results = await run_in_threadpool(session.run, names, inference.inputs)
+        answer = protocol.render(inference, "model", "1", dict(zip(names, results, strict=True)))
         return Response(answer.body, headers=answer.headers)
 
     app = Starlette(routes=[Route("/v2/models/model/infer", infer, methods=["POST"])])
@@ -235,8 +236,8 @@ def compare(arguments: argparse.Namespace, state: Path) -> dict[str, dict[str, d
     path = f"/v2/models/{read_manifest(bundle).name}/infer"
     with contextlib.ExitStack() as stack:
 
-        def start(*given: Any) -> Server:
-            return stack.enter_context(running(*given))
+        def start(*details: Any) -> Server:
+            return stack.enter_context(running(*details))
 
         document = {"inputs": tensors}
         servers = {"tvmflow": start(ours, path, document, arguments.threads)}
@@ -260,16 +261,16 @@ def compare(arguments: argparse.Namespace, state: Path) -> dict[str, dict[str, d
 
 def _ratios(servers: dict[str, Server], counts: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
     ours = servers.pop("tvmflow")
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    ratios: dict[str, dict[str, dict[str, float]]] = {}
     for name, server in servers.items():
         for clients in counts:
             mine, theirs = sorted(ours.seconds[clients]), sorted(server.seconds[clients])
-            found.setdefault(name, {})[str(clients)] = {
+            ratios.setdefault(name, {})[str(clients)] = {
                 "rate": statistics.median(ours.rates[clients]) / statistics.median(server.rates[clients]),
                 "p50": statistics.median(mine) / statistics.median(theirs),
                 "p99": mine[int(len(mine) * 0.99)] / theirs[int(len(theirs) * 0.99)],
             }
-    return found
+    return ratios
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

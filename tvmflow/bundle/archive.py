@@ -344,18 +344,18 @@ def _read_signature(
 
 def _copy_weights(bundle: Path, entry: FileEntry, path: Path) -> None:
     """Copy the weights that a bundle lacks from the file beside it, and check them. Raises BundleError."""
-    beside = bundle.with_name(entry.sha256)
+    path_beside = bundle.with_name(entry.sha256)
     try:
-        with beside.open("rb") as stream:
+        with path_beside.open("rb") as stream:
             if os.fstat(stream.fileno()).st_size != entry.size:
                 raise BundleError(
-                    f"the weights {str(beside)!r} of bundle {str(bundle)!r} are not what its manifest says; "
+                    f"the weights {str(path_beside)!r} of bundle {str(bundle)!r} are not what its manifest says; "
                     f"fetch them again"
                 )
             _write_checked(iter(lambda: stream.read(_CHUNK), b""), entry, path, bundle)
     except OSError as error:
         raise BundleError(
-            f"bundle {str(bundle)!r} lacks its weights, and {str(beside)!r} cannot be read ({error.strerror}); "
+            f"bundle {str(bundle)!r} lacks its weights, and {str(path_beside)!r} cannot be read ({error.strerror}); "
             f"fetch that blob of the release beside it"
         ) from error
 

@@ -374,10 +374,10 @@ class CompiledModel:
     ) -> "dict[str, npt.ArrayLike]":
         if len(args) > len(self.inputs):
             raise InputError(f"{len(args)} inputs are given; the model takes {self._signature()}")
-        named = {spec.name: value for spec, value in zip(self.inputs, args, strict=False)}
-        for name in named.keys() & kwargs.keys():
+        positional = {spec.name: value for spec, value in zip(self.inputs, args, strict=False)}
+        for name in positional.keys() & kwargs.keys():
             raise InputError(f"input {name!r} is given twice, in order and by name")
-        return {**named, **kwargs}
+        return {**positional, **kwargs}
 
     def _signature(self) -> str:
         return ", ".join(f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in self.inputs)
