@@ -35,7 +35,7 @@ class PromotionSummary(Record):
 
     `status` is `moved`, `unchanged` when the channel holds the release already, `waiting` for a person's approval in
     the flow run `flow_run_id`, `left` when the channel was not touched, or, of an automatic channel, `refused`;
-    `message` says it in a sentence. `checks` are those that were made, `mlflow_run_id` is the run that keeps them.
+    `message` says it in a sentence. `checks` are the checks of the release, `mlflow_run_id` is the run that keeps them.
     """
 
     name: str

@@ -145,9 +145,9 @@ def release_model(
             return build_here(context, model, target)
         return make_on_pool(context, pool, model, weights, target, is_interrupted)
 
-    made = _make_all(context, targets, make, pools, is_interrupted)
+    builds = _make_all(context, targets, make, pools, is_interrupted)
     # Measured one after the other when all are built: nothing else of this release uses the machine meanwhile.
-    results = tuple(measure_here(context, model, item) if isinstance(item, LocalBuilds) else item for item in made)
+    results = tuple(measure_here(context, model, item) if isinstance(item, LocalBuilds) else item for item in builds)
     job = TrackJob(
         spec=spec,
         exported=export_result,

@@ -141,8 +141,8 @@ def _make_job(context: RunContext, pool: str, model: ModelSteps, weights: Artifa
 def _files(context: RunContext, results: list[StepResult]) -> dict[str, Artifact]:
     """The files in the folder of the release file that the release names, and the modules that its steps imported."""
     spec, model = context.spec, context.spec.model
-    named = [model.onnx, model.pt2, model.weights, *(item.samples.file for item in spec.inputs)]
-    paths = {str(path) for path in named if path is not None and not path.is_absolute()}
+    files_in_spec = [model.onnx, model.pt2, model.weights, *(item.samples.file for item in spec.inputs)]
+    paths = {str(path) for path in files_in_spec if path is not None and not path.is_absolute()}
     paths |= {path for result in results for path in result.sources.files if not Path(path).is_absolute()}
     files = {}
     with context.workspace.scratch() as scratch:
