@@ -9,9 +9,11 @@ comment on the line before a block says what is special about it:
     <!-- not run: needs a cluster -->    the block is not executed, for this reason
 
 A comment `<!-- setup ... -->` holds commands that the reader does not need to see. Printed lines are compared without
-their numbers, and `...` stands for anything.
+their numbers, and `...` stands for anything. An id in a later command stands for the id that an earlier command printed
+in its place, or for the beginning of that id.
 """
 
+import functools
 import os
 import re
 import signal
@@ -29,6 +31,8 @@ _BLOCK = re.compile(
 )
 _SECONDS = 420.0
 _MARK = "--- exit code "
+# A digest, the id of a run, or the beginning of one.
+_ID = re.compile(r"\b(?=[0-9a-f-]*\d)[0-9a-f]{6,}(?:-[0-9a-f]{4,})*\b")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class Block:
     def is_shell(self) -> bool:
         """Whether the block holds commands."""
         return self.language in ("sh", "console", "setup")
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the commands of the block are executed, or its file is written."""
+        return self.key == "file" or (self.is_shell and self.key != "not run")
 
     def commands(self) -> Iterator[tuple[str, list[str]]]:
         """Each command with the lines that the page says it prints."""
@@ -78,14 +87,28 @@ def blocks(page: Path) -> list[Block]:
     return result
 
 
-class Session:
-    """One shell in `folder`, which keeps its variables and its folder from block to block."""
+@functools.cache
+def _own_network() -> list[str]:
+    """The command that gives a program a loopback of its own; empty where this machine does not permit it."""
+    unshare = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--net", "--map-root-user"]
+    try:
+        trial = subprocess.run([*unshare, "ip", "link", "set", "lo", "up"], capture_output=True, timeout=30)
+    except OSError:
+        return []
+    return [*unshare, "sh", "-c", 'ip link set lo up; exec "$@"', "sh"] if trial.returncode == 0 else []
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+
+class Session:
+    """One shell in `folder`, which keeps its variables and its folder from block to block.
+
+    With `is_isolated` it has a network of its own, where that is permitted: all ports of 127.0.0.1 are free there.
+    """
+
+    def __init__(self, folder: Path, environment: dict[str, str], *, is_isolated: bool = False) -> None:
         self._folder = folder
         self._output = folder.parent / f"{folder.name}.out"
         self._shell = subprocess.Popen(
-            ["/bin/bash", "--noprofile", "--norc"],
+            [*(_own_network() if is_isolated else []), "/bin/bash", "--noprofile", "--norc"],
             stdin=subprocess.PIPE,
             stdout=self._output.open("wb"),
             stderr=subprocess.STDOUT,
@@ -145,6 +168,36 @@ def missing_lines(expected: list[str], printed: str) -> list[str]:
     return [line for line in expected if not _is_among(_plain(line), lines)]
 
 
+def printed_ids(expected: list[str], printed: str) -> dict[str, str]:
+    """The ids on lines of a page, each with the id that a command printed in its place."""
+    result: dict[str, str] = {}
+    for line in expected:
+        # Every id of the line becomes a group, everything else that varies a wildcard.
+        parts = _ID.split(line)
+        pattern = f"({_ID.pattern})".join(_wildcards(part) for part in parts)
+        matches = (re.fullmatch(pattern, other.strip()) for other in printed.splitlines())
+        if match := next(filter(None, matches), None):
+            result |= zip(_ID.findall(line), match.groups(), strict=True)
+    return result
+
+
+def with_ids(command: str, ids: dict[str, str]) -> str:
+    """A command of a page with the ids that earlier commands printed, in place of the page's own."""
+
+    def replace(match: re.Match[str]) -> str:
+        own = match[0]
+        return next((other[: len(own)] for page, other in ids.items() if page.startswith(own)), own)
+
+    return _ID.sub(replace, command)
+
+
+def _wildcards(text: str) -> str:
+    """A pattern for a part of a line: numbers, spaces and `...` match any others."""
+    parts = re.split(r"(\d+(?:[.:,]\d+)*|\.\.\.|\s+)", text.strip(" "))
+    middle = "".join(re.escape(part) if index % 2 == 0 else ".*" for index, part in enumerate(parts))
+    return r"\s*" * text.startswith(" ") + middle + r"\s*" * text.endswith(" ")
+
+
 def _is_among(line: str, lines: set[str]) -> bool:
     if line in lines or line in ("", "..."):
         return True
@@ -154,7 +207,7 @@ def _is_among(line: str, lines: set[str]) -> bool:
 
 def _plain(line: str) -> str:
     """A line without what differs from run to run: numbers, digests and spaces."""
-    line = re.sub(r"\b(?=[0-9a-f-]*\d)[0-9a-f]{6,}(-[0-9a-f]{4,})*\b", "#", line)
+    line = _ID.sub("#", line)
     line = re.sub(r"\d+([.:,]\d+)*(e[-+]?\d+)?", "#", line)
     line = re.sub("─+", "─", line)
     return " ".join(line.split())
