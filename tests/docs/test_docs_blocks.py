@@ -1,6 +1,7 @@
 """The shell blocks of the documentation run, in order, and print what the page says."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,7 @@ def test_every_block_says_its_language(page: Path) -> None:
 @pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=_name)
 def test_every_shell_block_runs_or_says_why_not(page: Path) -> None:
     own = [block for block in blocks(page) if block.is_shell and block.language != "setup"]
+    assert len(own) == len(re.findall(r"^ *```(?:sh|console)$", page.read_text(), re.MULTILINE))
     reasons = {block.line: block.value.strip() for block in own if block.key == "not run"}
     assert all(reasons.values()), reasons
     if page.name == "README.md":  # no test runs this page

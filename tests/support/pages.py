@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import IO
 
 _BLOCK = re.compile(
-    r"<!-- setup\n(?P<setup>.*?)-->|(?:<!-- (?P<key>file|exit|background|not run): (?P<value>.*?) -->\n+)?"
-    r"```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    r"<!-- setup\n(?P<setup>.*?)-->|(?:<!-- (?P<key>file|exit|background|not run): (?P<value>[^\n]*?) -->\n+)?"
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
 _SECONDS = 420.0
@@ -83,7 +83,8 @@ def blocks(page: Path) -> list[Block]:
         if match["setup"] is not None:
             result.append(Block("setup", match["setup"], line))
         else:
-            result.append(Block(match["language"], match["text"], line, match["key"], match["value"] or ""))
+            text_of_block = re.sub(f"^{match['indent']}", "", match["text"], flags=re.MULTILINE)
+            result.append(Block(match["language"], text_of_block, line, match["key"], match["value"] or ""))
     return result
 
 
