@@ -676,6 +676,16 @@ def test_a_precision_that_a_target_lacks_is_refused(tmp_path: Path) -> None:
     assert "'x86-64-v3'" in said
 
 
+@pytest.mark.parametrize("value", ['"\\uD800"', '{"\\uD800": 1}', "!!binary gIGC"])
+def test_a_value_that_no_step_could_be_given_is_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "release.yaml"
+    path.write_text(
+        f"name: m\nmodel: {{factory: 'a:b', arguments: {{x: {value}}}}}\ninputs: [{{name: x, shape: [1]}}]\n"
+    )
+    with pytest.raises(SpecError, match=r"release\.yaml: model: "):
+        load(path)
+
+
 def test_what_is_no_text_for_a_sentence_is_escaped(change: Change, tmp_path: Path) -> None:
     said = refusal(change("channels", {"\x1b[2J\n": []}), tmp_path)
     assert said.isprintable()

@@ -48,6 +48,11 @@ def parse(document: object, folder: Path, source: str = "release file") -> Spec:
         spec = Spec.model_validate(dict(document))
     except ValidationError as error:
         raise SpecError(printable(f"{source}: {describe(error)}")) from error
+    for section in type(spec).model_fields:
+        try:
+            spec.model_dump_json(include={section})
+        except ValueError as error:  # Text that is no Unicode, or bytes that are no text.
+            raise SpecError(f"{source}: {section}: a value cannot be written as JSON; use plain text") from error
     spec._folder = folder
     try:
         targets = spec.resolve_targets()
