@@ -32,8 +32,8 @@ def test_every_block_has_a_plan_and_an_estimate(module: Callable[[str], ModuleTy
 @pytest.mark.long
 def test_blocks_are_built_and_measured_in_both_ways(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    done = command("blocks", "inverted", "--threads", "1", "--rounds", "1", "--repeats", "2", "--json", str(figures))
-    assert done.returncode == 0, done.stderr
+    process = command("blocks", "inverted", "--threads", "1", "--rounds", "1", "--repeats", "2", "--json", str(figures))
+    assert process.returncode == 0, process.stderr
     rows = json.loads(figures.read_text())
     assert {item["block"] for item in rows} == {"inverted residual"}
     assert all(item["apart"] > 0 and item["whole"] > 0 and item["plan"][1] > 0 for item in rows)
@@ -42,6 +42,6 @@ def test_blocks_are_built_and_measured_in_both_ways(command: Command, tmp_path: 
 
 
 def test_a_kind_that_does_not_exist_is_one_sentence(command: Command) -> None:
-    done = command("blocks", "residue")
-    assert done.returncode == 1
-    assert done.stderr == "error: there are no blocks 'residue', only bottleneck and inverted residual\n"
+    process = command("blocks", "residue")
+    assert process.returncode == 1
+    assert process.stderr == "error: there are no blocks 'residue', only bottleneck and inverted residual\n"

@@ -23,8 +23,8 @@ def test_every_way_is_measured_or_says_why_not(
     monkeypatch.setenv("ASAN_OPTIONS", runner.environment["ASAN_OPTIONS"])
     figures = tmp_path / "figures.json"
     options = ("--rounds", "2", "--seconds", "0.01", "--threads", "1", "--runs", "40", "--json", str(figures))
-    done = command("deployment", "digits", *options)
-    assert done.returncode == 0, done.stderr
+    process = command("deployment", "digits", *options)
+    assert process.returncode == 0, process.stderr
     document = json.loads(figures.read_text())
     rows = document["rows"]
     assert (document["runs"], document["rounds"], list(rows)[:3]) == (40, 2, ["onnxruntime", "pytorch", "tvmflow"])
@@ -37,10 +37,10 @@ def test_every_way_is_measured_or_says_why_not(
         assert (rows[way]["p50"] is None) == (rows[way]["reason"] is not None)
     if host().arch != "aarch64":
         assert rows["arm"]["reason"].startswith(f"this machine is {host().arch}; run the same command there")
-    assert f"{40 * rows['cpp']['p50'] / 1e3:.3f}" in done.stdout
+    assert f"{40 * rows['cpp']['p50'] / 1e3:.3f}" in process.stdout
 
 
 def test_a_model_that_does_not_exist_is_one_sentence(command: Command) -> None:
-    done = command("deployment", "digts")
-    assert done.returncode == 1
-    assert done.stderr == "error: there is no model 'digts'; did you mean 'digits'?\n"
+    process = command("deployment", "digts")
+    assert process.returncode == 1
+    assert process.stderr == "error: there is no model 'digts'; did you mean 'digits'?\n"

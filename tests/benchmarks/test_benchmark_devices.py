@@ -13,8 +13,8 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.mark.long
 def test_nothing_is_lost_with_a_device(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    done = command("devices", "--kills", "2", "--json", str(figures))
-    assert done.returncode == 0, done.stderr
+    process = command("devices", "--kills", "2", "--json", str(figures))
+    assert process.returncode == 0, process.stderr
     outcome = json.loads(figures.read_text())
     assert outcome["servers_killed"] == 2
     assert outcome["records_reported"] > 0

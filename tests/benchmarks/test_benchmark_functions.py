@@ -26,8 +26,8 @@ def test_every_function_of_an_onnx_file_is_timed_with_its_rule(command: Command,
     )
     model, figures = tmp_path / "products.onnx", tmp_path / "figures.json"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), model)
-    done = command("functions", str(model), "--threads", "1", "--repeats", "3", "--json", str(figures))
-    assert done.returncode == 0, done.stderr
+    process = command("functions", str(model), "--threads", "1", "--repeats", "3", "--json", str(figures))
+    assert process.returncode == 0, process.stderr
     (profile,) = json.loads(figures.read_text()).values()
     compiled = [function for function in profile["functions"] if function["rule"]]
     assert compiled
@@ -40,7 +40,7 @@ def test_every_function_of_an_onnx_file_is_timed_with_its_rule(command: Command,
 
 @pytest.mark.parametrize("name", ["resnet81", "nowhere.onnx"])
 def test_what_is_no_model_is_one_sentence(command: Command, name: str) -> None:
-    done = command("functions", name)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: there is no ")
-    assert len(done.stderr.splitlines()) == 1
+    process = command("functions", name)
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: there is no ")
+    assert len(process.stderr.splitlines()) == 1

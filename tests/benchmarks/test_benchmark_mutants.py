@@ -60,9 +60,11 @@ verdicts = [judge(root, mutant, cases) for mutant in mutants]
 print(json.dumps({verdict.mutant.operator: [verdict.outcome, verdict.killer] for verdict in verdicts}))
 """
     folder = Path(module("mutants").__file__ or "").parent
-    done = subprocess.run([sys.executable, "-c", code, tree], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    process = subprocess.run(
+        [sys.executable, "-c", code, tree], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout) == {
         "AddNot": ["killed", "tests/test_module.py::test_larger"],
         "ReplaceComparisonOperator_Gt_GtE": ["survived", ""],
     }

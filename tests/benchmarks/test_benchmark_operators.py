@@ -32,8 +32,8 @@ def test_the_operations_of_a_convolution_are_counted(module: Callable[[str], Mod
 def test_an_operator_is_measured_against_the_peaks_and_onnx_runtime(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = ("--threads", "1", "--rounds", "1", "--seconds", "0.01", "--repeats", "3", "--json", str(figures))
-    done = command("operators", "instance", *options)
-    assert done.returncode == 0, done.stderr
+    process = command("operators", "instance", *options)
+    assert process.returncode == 0, process.stderr
     document = json.loads(figures.read_text())
     peaks, (result,) = document["peaks"], document["operators"]
     assert peaks["gflops"] > 0
@@ -44,10 +44,10 @@ def test_an_operator_is_measured_against_the_peaks_and_onnx_runtime(command: Com
     assert result["fraction"] == pytest.approx(floor / result["microseconds"])
     assert min(result["ratio"]) > 0
     assert result["error"] < 1e-4
-    assert "instance norm" in done.stdout
+    assert "instance norm" in process.stdout
 
 
 def test_a_class_that_does_not_exist_is_one_sentence(command: Command) -> None:
-    done = command("operators", "sofmax")
-    assert done.returncode == 1
-    assert done.stderr == "error: there is no operator class 'sofmax'; did you mean 'softmax'?\n"
+    process = command("operators", "sofmax")
+    assert process.returncode == 1
+    assert process.stderr == "error: there is no operator class 'sofmax'; did you mean 'softmax'?\n"

@@ -15,16 +15,16 @@ Import = Callable[[str], ModuleType]
 @pytest.mark.long
 def test_a_model_is_measured_in_processes_of_its_own(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    done = command("runtime", "--threads", "1", "--rounds", "1", "--calls", "5", "--json", str(figures))
-    assert done.returncode == 0, done.stderr
+    process = command("runtime", "--threads", "1", "--rounds", "1", "--calls", "5", "--json", str(figures))
+    assert process.returncode == 0, process.stderr
     document = json.loads(figures.read_text())
     for cost in document["costs"].values():
         assert 0 < cost["steady"] <= cost["first"]
         assert min(cost["imported"], cost["load"]) > 0
         assert cost["memory"] > 1 << 20
-    ours, theirs = document["costs"]["tvmflow"], document["costs"]["onnxruntime"]
-    assert document["ratios"]["load"] == pytest.approx(ours["load"] / theirs["load"])
-    assert "steady call" in done.stdout
+    tvmflow_cost, peer_cost = document["costs"]["tvmflow"], document["costs"]["onnxruntime"]
+    assert document["ratios"]["load"] == pytest.approx(tvmflow_cost["load"] / peer_cost["load"])
+    assert "steady call" in process.stdout
 
 
 def test_a_process_that_fails_says_why(module: Import, tmp_path: Path) -> None:
@@ -48,6 +48,6 @@ def test_medians_are_compared(module: Import) -> None:
 
 
 def test_a_model_that_is_unknown_is_one_sentence(command: Command) -> None:
-    done = command("runtime", "digts")
-    assert done.returncode == 1
-    assert "did you mean" in done.stderr
+    process = command("runtime", "digts")
+    assert process.returncode == 1
+    assert "did you mean" in process.stderr

@@ -15,34 +15,34 @@ Import = Callable[[str], ModuleType]
 def test_a_model_is_measured_beside_its_peers(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = ("--rounds", "2", "--seconds", "0.01", "--threads", "1", "--cpu-time", "--json", str(figures))
-    done = command("speed", "digits", *options)
-    assert done.returncode == 0, done.stderr
+    process = command("speed", "digits", *options)
+    assert process.returncode == 0, process.stderr
     document = json.loads(figures.read_text())
     row = document["models"]["digits"]
-    ours, peer = row["runners"]["tvmflow"], row["runners"]["onnxruntime"]
+    tvmflow_times, peer_times = row["runners"]["tvmflow"], row["runners"]["onnxruntime"]
     assert (document["batch"], document["threads"], document["rounds"]) == (1, 1, 2)
-    assert ours["runs"] >= 6
-    assert 0 < ours["min"] <= ours["p50"]
-    assert 0 < ours["error"] < 1e-4
-    assert row["ratios"]["onnxruntime"]["p50"] == pytest.approx(ours["p50"] / peer["p50"])
+    assert tvmflow_times["runs"] >= 6
+    assert 0 < tvmflow_times["min"] <= tvmflow_times["p50"]
+    assert 0 < tvmflow_times["error"] < 1e-4
+    assert row["ratios"]["onnxruntime"]["p50"] == pytest.approx(tvmflow_times["p50"] / peer_times["p50"])
     assert row["ratios"]["onnxruntime"]["goal"] == 0.8
-    assert row["ratios"]["pytorch"]["min"] == pytest.approx(ours["min"] / row["runners"]["pytorch"]["min"])
+    assert row["ratios"]["pytorch"]["min"] == pytest.approx(tvmflow_times["min"] / row["runners"]["pytorch"]["min"])
     # A peer that is not installed is told, and is no failure.
     openvino = row["runners"]["openvino"]
-    assert (openvino["p50"] is None) == ("OpenVINO is not installed" in done.stdout)
-    assert "digits" in done.stdout
+    assert (openvino["p50"] is None) == ("OpenVINO is not installed" in process.stdout)
+    assert "digits" in process.stdout
 
 
 def test_a_model_that_does_not_exist_is_one_sentence(command: Command) -> None:
-    done = command("speed", "digts")
-    assert done.returncode == 1
-    assert done.stderr == "error: there is no model 'digts'; did you mean 'digits'?\n"
+    process = command("speed", "digts")
+    assert process.returncode == 1
+    assert process.stderr == "error: there is no model 'digts'; did you mean 'digits'?\n"
 
 
 def test_computing_time_of_several_threads_is_refused_in_one_sentence(command: Command) -> None:
-    done = command("speed", "digits", "--cpu-time", "--threads", "2")
-    assert done.returncode == 1
-    assert done.stderr == "error: --cpu-time adds up the time of 2 threads; give --threads 1 as well\n"
+    process = command("speed", "digits", "--cpu-time", "--threads", "2")
+    assert process.returncode == 1
+    assert process.stderr == "error: --cpu-time adds up the time of 2 threads; give --threads 1 as well\n"
 
 
 def test_an_untuned_build_may_miss_a_goal_by_a_tenth(module: Import) -> None:

@@ -82,9 +82,9 @@ def release(services: Services, name: str) -> Callable[..., None]:
     return make
 
 
-def _move(services: Services, name: str, version: str, expected: str | None, **said: Any) -> channels.Pointer:
+def _move(services: Services, name: str, version: str, expected: str | None, **changes: Any) -> channels.Pointer:
     return promotion.move_channel(
-        services, name, version, "production", **{"who": "ann", "why": "test", **said}, expected=expected
+        services, name, version, "production", **{"who": "ann", "why": "test", **changes}, expected=expected
     )
 
 

@@ -93,8 +93,8 @@ def test_the_same_seed_gives_the_same_sample(make: Make, kind: dict[str, Any]) -
 
 
 def test_two_inputs_of_one_sample_differ(tmp_path: Path) -> None:
-    made = samples.make([Input(name=name, shape=(9,)) for name in "ab"], {}, 0, 0, tmp_path)
-    assert not (made["a"] == made["b"]).any()
+    sample = samples.make([Input(name=name, shape=(9,)) for name in "ab"], {}, 0, 0, tmp_path)
+    assert not (sample["a"] == sample["b"]).any()
 
 
 def test_a_function_is_given_shape_and_seed(make: Make, functions: Path) -> None:
@@ -112,9 +112,9 @@ BAD_FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "said"), BAD_FUNCTIONS)
-def test_a_function_that_does_not_fit_is_one_sentence(make: Make, functions: Path, name: str, said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+@pytest.mark.parametrize(("name", "message"), BAD_FUNCTIONS)
+def test_a_function_that_does_not_fit_is_one_sentence(make: Make, functions: Path, name: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         make({"kind": "function", "function": f"sampling:{name}"})
 
 
@@ -124,14 +124,14 @@ def test_a_missing_module_is_named(make: Make) -> None:
 
 
 def test_arrays_of_a_file_are_taken_by_the_inputs_name_or_the_key(make: Make, tmp_path: Path) -> None:
-    given = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.ones((2, 3), np.float32)}
-    npz.write(tmp_path / "data.npz", given)
-    assert (make({"kind": "npz", "file": "data.npz"}, shape=(2, 3)) == given["x"]).all()
-    assert (make({"kind": "npz", "file": "data.npz", "key": "y"}, shape=(2, 3)) == given["y"]).all()
+    arrays = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.ones((2, 3), np.float32)}
+    npz.write(tmp_path / "data.npz", arrays)
+    assert (make({"kind": "npz", "file": "data.npz"}, shape=(2, 3)) == arrays["x"]).all()
+    assert (make({"kind": "npz", "file": "data.npz", "key": "y"}, shape=(2, 3)) == arrays["y"]).all()
 
 
 @pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "message"),
     [
         ({"x": np.zeros((4, 24), np.float32)}, r"have shape \[4, 24\], expected \[4, 25\]"),
         ({"x": np.zeros((4, 25))}, "are float64, expected float32"),
@@ -139,10 +139,10 @@ def test_arrays_of_a_file_are_taken_by_the_inputs_name_or_the_key(make: Make, tm
     ],
 )
 def test_a_file_that_does_not_fit_is_one_sentence(
-    make: Make, tmp_path: Path, arrays: dict[str, Any], said: str
+    make: Make, tmp_path: Path, arrays: dict[str, Any], message: str
 ) -> None:
     npz.write(tmp_path / "data.npz", arrays)
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=message):
         make({"kind": "npz", "file": "data.npz"})
 
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_none_is_one_sentence(make: Make, tmp_path: Path, data: b
 
 
 @pytest.fixture
-def seen() -> Callable[[Dimension], list[int]]:
+def first_sizes() -> Callable[[Dimension], list[int]]:
     """The sizes of one symbolic dimension in the first eight samples."""
 
     def sizes(dimension: Dimension) -> list[int]:
@@ -164,48 +164,48 @@ def seen() -> Callable[[Dimension], list[int]]:
     return sizes
 
 
-Seen = Callable[[Dimension], list[int]]
+FirstSizes = Callable[[Dimension], list[int]]
 
 
-def test_the_first_samples_have_the_sizes_that_are_measured(seen: Seen) -> None:
-    assert seen(Dimension(max=16, tune=4, measure=(2, 7, 3)))[:3] == [2, 7, 3]
+def test_the_first_samples_have_the_sizes_that_are_measured(first_sizes: FirstSizes) -> None:
+    assert first_sizes(Dimension(max=16, tune=4, measure=(2, 7, 3)))[:3] == [2, 7, 3]
 
 
-def test_without_sizes_to_measure_the_first_sample_has_the_size_to_tune_at(seen: Seen) -> None:
-    assert seen(Dimension(max=16, tune=4))[0] == 4
+def test_without_sizes_to_measure_the_first_sample_has_the_size_to_tune_at(first_sizes: FirstSizes) -> None:
+    assert first_sizes(Dimension(max=16, tune=4))[0] == 4
 
 
-def test_samples_reach_both_ends_the_tuned_and_an_odd_size(seen: Seen) -> None:
-    assert set(seen(Dimension(min=1, max=16, tune=4, measure=(2,)))) == {1, 2, 4, 5, 16}
+def test_samples_reach_both_ends_the_tuned_and_an_odd_size(first_sizes: FirstSizes) -> None:
+    assert set(first_sizes(Dimension(min=1, max=16, tune=4, measure=(2,)))) == {1, 2, 4, 5, 16}
 
 
-def test_a_far_upper_end_is_not_run(seen: Seen) -> None:
-    assert max(seen(Dimension(min=1, max=4096, tune=4))) < 4096
+def test_a_far_upper_end_is_not_run(first_sizes: FirstSizes) -> None:
+    assert max(first_sizes(Dimension(min=1, max=4096, tune=4))) < 4096
 
 
-def test_sizes_stay_in_a_narrow_range(seen: Seen) -> None:
-    assert set(seen(Dimension(min=3, max=4))) == {3, 4}
+def test_sizes_stay_in_a_narrow_range(first_sizes: FirstSizes) -> None:
+    assert set(first_sizes(Dimension(min=3, max=4))) == {3, 4}
 
 
-def test_a_dimension_without_bounds_is_tried_beyond_its_typical_size(seen: Seen) -> None:
-    assert seen(Dimension())[0] == 1
-    assert max(seen(Dimension())) > 1
+def test_a_dimension_without_bounds_is_tried_beyond_its_typical_size(first_sizes: FirstSizes) -> None:
+    assert first_sizes(Dimension())[0] == 1
+    assert max(first_sizes(Dimension())) > 1
 
 
-def test_a_fixed_dimension_keeps_its_size(seen: Seen) -> None:
-    assert set(seen(Dimension(min=3, max=3))) == {3}
+def test_a_fixed_dimension_keeps_its_size(first_sizes: FirstSizes) -> None:
+    assert set(first_sizes(Dimension(min=3, max=3))) == {3}
 
 
 def test_a_symbolic_dimension_has_one_size_in_all_inputs(tmp_path: Path) -> None:
     inputs = [Input(name="a", shape=("batch", 2)), Input(name="b", shape=(3, "batch"))]
     for index in range(4):
-        made = samples.make(inputs, {"batch": Dimension(max=8)}, index, 0, tmp_path)
-        assert made["a"].shape[0] == made["b"].shape[1]
+        sample = samples.make(inputs, {"batch": Dimension(max=8)}, index, 0, tmp_path)
+        assert sample["a"].shape[0] == sample["b"].shape[1]
 
 
 def test_sizes_can_be_given(tmp_path: Path) -> None:
-    made = samples.make_at_sizes([Input(name="a", shape=("batch", 2))], {"batch": 7}, 0, tmp_path)
-    assert made["a"].shape == (7, 2)
+    sample = samples.make_at_sizes([Input(name="a", shape=("batch", 2))], {"batch": 7}, 0, tmp_path)
+    assert sample["a"].shape == (7, 2)
 
 
 def test_samples_come_back_as_they_were_kept(tmp_path: Path) -> None:
@@ -223,10 +223,10 @@ def test_samples_come_back_as_they_were_kept(tmp_path: Path) -> None:
 
 
 def test_arrays_are_written_under_any_name(tmp_path: Path) -> None:
-    named = {name: np.array([index], np.int32) for index, name in enumerate(("file", "args", "allow_pickle", "a/b"))}
-    npz.write(tmp_path / "any.npz", named)
+    arrays = {name: np.array([index], np.int32) for index, name in enumerate(("file", "args", "allow_pickle", "a/b"))}
+    npz.write(tmp_path / "any.npz", arrays)
     assert {name: array.tolist() for name, array in npz.read(tmp_path / "any.npz").items()} == {
-        name: array.tolist() for name, array in named.items()
+        name: array.tolist() for name, array in arrays.items()
     }
 
 

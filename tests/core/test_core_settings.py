@@ -98,8 +98,8 @@ def test_secrets_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVMFLOW_S3_SECRET_KEY", "hush-hush")
     write('s3_access_key = "whispered"\ns3_session_token = "murmured"\n')
     loaded = settings.load()
-    for shown in (repr(loaded), str(loaded), loaded.model_dump_json()):
-        assert not any(secret in shown for secret in ("hush-hush", "whispered", "murmured"))
+    for text in (repr(loaded), str(loaded), loaded.model_dump_json()):
+        assert not any(secret in text for secret in ("hush-hush", "whispered", "murmured"))
     assert loaded.s3_secret_key is not None
     assert loaded.s3_secret_key.get_secret_value() == "hush-hush"
 

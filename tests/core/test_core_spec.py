@@ -48,10 +48,10 @@ def change() -> Change:
 def refusal(document: object, folder: Path) -> str:
     with pytest.raises(SpecError) as caught:
         parse(document, folder, "release.yaml")
-    said = str(caught.value)
-    assert said.startswith("release.yaml")
-    assert "\n" not in said
-    return said
+    message = str(caught.value)
+    assert message.startswith("release.yaml")
+    assert "\n" not in message
+    return message
 
 
 def test_a_good_document_is_accepted_with_its_defaults(tmp_path: Path) -> None:
@@ -88,14 +88,16 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("path", "where", "meant"), UNKNOWN)
-def test_an_unknown_key_names_the_likely_one(change: Change, tmp_path: Path, path: str, where: str, meant: str) -> None:
-    assert f"unknown key {where!r}; did you mean {meant!r}?" in refusal(change(path, 1), tmp_path)
+@pytest.mark.parametrize(("path", "where", "suggestion"), UNKNOWN)
+def test_an_unknown_key_names_the_likely_one(
+    change: Change, tmp_path: Path, path: str, where: str, suggestion: str
+) -> None:
+    assert f"unknown key {where!r}; did you mean {suggestion!r}?" in refusal(change(path, 1), tmp_path)
 
 
 def test_an_unknown_key_like_no_other_lists_the_known_ones(change: Change, tmp_path: Path) -> None:
-    said = refusal(change("gates.xyzzy", 1), tmp_path)
-    assert "known here are max_bundle_mb, max_latency_ms, max_ratio_onnxruntime" in said
+    message = refusal(change("gates.xyzzy", 1), tmp_path)
+    assert "known here are max_bundle_mb, max_latency_ms, max_ratio_onnxruntime" in message
 
 
 RULES: list[tuple[str, object, str]] = [
@@ -176,9 +178,9 @@ RULES: list[tuple[str, object, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "said"), RULES)
-def test_a_broken_rule_is_named(change: Change, tmp_path: Path, path: str, value: object, said: str) -> None:
-    assert said in refusal(change(path, value), tmp_path)
+@pytest.mark.parametrize(("path", "value", "message"), RULES)
+def test_a_broken_rule_is_named(change: Change, tmp_path: Path, path: str, value: object, message: str) -> None:
+    assert message in refusal(change(path, value), tmp_path)
 
 
 def test_more_problems_than_one_are_counted(tmp_path: Path) -> None:
@@ -290,10 +292,10 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said"), BROKEN)
-def test_broken_yaml_is_one_sentence_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "message"), BROKEN)
+def test_broken_yaml_is_one_sentence_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "release.yaml").write_text(text)
-    with pytest.raises(SpecError, match=re.escape(said)) as caught:
+    with pytest.raises(SpecError, match=re.escape(message)) as caught:
         load(tmp_path / "release.yaml")
     assert "\n" not in str(caught.value)
 
@@ -336,15 +338,15 @@ def test_a_template_is_not_made_for_a_name_that_would_be_refused(name: str) -> N
 _COMMENTED = re.compile(r"^(?P<indent> *)# (?P<line> *[a-z0-9_]+:.*)$")
 
 
-def uncommented(text: str, wanted: Callable[[str], bool]) -> str:
+def uncommented(text: str, is_included: Callable[[str], bool]) -> str:
     """The template with the commented-out lines of the wanted sections taken in."""
     lines, section = [], ""
     for line in text.splitlines():
-        found = _COMMENTED.match(line)
-        shown = found["indent"] + found["line"] if found else line
-        if shown and not shown.startswith((" ", "#")):
-            section = shown.partition(":")[0]
-        lines.append(shown if found and wanted(section) else line)
+        match = _COMMENTED.match(line)
+        content = match["indent"] + match["line"] if match else line
+        if content and not content.startswith((" ", "#")):
+            section = content.partition(":")[0]
+        lines.append(content if match and is_included(section) else line)
     return "\n".join(lines)
 
 
@@ -379,28 +381,28 @@ def test_all_commented_sections_of_the_template_can_be_taken_in_together(files: 
 
 def test_tuning_ends_at_a_part_that_is_written_in_per_cent_or_as_a_number(files: Path) -> None:
     document = yaml.safe_load(template("m"))
-    written = [parse({**document, "tune": {"until": until}}, files).tune for until in ("2%", " 2 % ", 0.02)]
-    assert [tune.until for tune in written] == [0.02] * 3
-    assert all(tune.has_budget for tune in written)
+    budgets = [parse({**document, "tune": {"until": until}}, files).tune for until in ("2%", " 2 % ", 0.02)]
+    assert [tune.until for tune in budgets] == [0.02] * 3
+    assert all(tune.has_budget for tune in budgets)
     assert not parse({**document, "tune": {"until": "2%", "trials": 0}}, files).tune.has_budget
 
 
 def test_what_is_commented_out_shows_the_defaults(files: Path) -> None:
     sections = ("export", "build", "tune", "validate", "benchmark", "outputs", "store", "registry")
-    taken = parse(yaml.safe_load(uncommented(template("m"), lambda name: name in sections)), files)
-    plain = parse(yaml.safe_load(template("m")), files)
-    assert taken.export == plain.export
-    assert taken.build == plain.build
-    assert taken.tune == plain.tune
-    assert taken.validation.model_copy(update={"task": None}) == plain.validation
-    assert taken.benchmark.model_copy(update={"threads": None}) == plain.benchmark
+    spec = parse(yaml.safe_load(uncommented(template("m"), lambda name: name in sections)), files)
+    defaults = parse(yaml.safe_load(template("m")), files)
+    assert spec.export == defaults.export
+    assert spec.build == defaults.build
+    assert spec.tune == defaults.tune
+    assert spec.validation.model_copy(update={"task": None}) == defaults.validation
+    assert spec.benchmark.model_copy(update={"threads": None}) == defaults.benchmark
 
 
 def test_retraining_can_be_taken_in_with_what_it_needs(files: Path) -> None:
     sections = ("train", "validate", "retrain")
-    taken = parse(yaml.safe_load(uncommented(template("m"), lambda name: name in sections)), files)
-    assert taken.retrain is not None
-    assert (taken.retrain.channel, taken.retrain.source) == ("production", "m-source")
+    spec = parse(yaml.safe_load(uncommented(template("m"), lambda name: name in sections)), files)
+    assert spec.retrain is not None
+    assert (spec.retrain.channel, spec.retrain.source) == ("production", "m-source")
 
 
 def test_a_channel_of_retraining_must_be_among_the_channels(files: Path) -> None:
@@ -433,13 +435,13 @@ def test_each_other_source_can_take_the_factorys_place(files: Path, key: str) ->
 
 
 def test_the_template_shows_every_key() -> None:
-    shown = set(re.findall(r"\w+", template("m")))
+    words = set(re.findall(r"\w+", template("m")))
     models = [Spec]
     missing = set()
     while models:
         model = models.pop()
         for name, field in model.model_fields.items():
-            if (field.alias or name) not in shown:
+            if (field.alias or name) not in words:
                 missing.add(f"{model.__name__}.{name}")
             models += [item for item in _models(field.annotation) if item not in models]
     assert not missing
@@ -616,8 +618,8 @@ def test_a_reduced_precision_has_wider_bounds_unless_the_file_sets_its_own(tmp_p
         assert spec.bounds.max_relative_error == (None if precision == "fp32" else 0.05)
         assert spec.bounds.model_copy(update={"max_relative_error": None}) == spec.validation
         for key, value in (("rtol", 1e-3), ("atol", 1e-4), ("max_relative_error", 0.2)):
-            own = parse({**document, "validate": {key: value}}, tmp_path)
-            assert own.bounds == own.validation
+            explicit = parse({**document, "validate": {key: value}}, tmp_path)
+            assert explicit.bounds == explicit.validation
         seeded = parse({**document, "validate": {"seed": 3}}, tmp_path)
         assert seeded.bounds.max_relative_error == spec.bounds.max_relative_error
 
@@ -659,21 +661,21 @@ def test_a_retrained_model_is_released_from_its_source(tmp_path: Path) -> None:
     more = {"train": {"function": "t:t"}, "validate": {"task": {"dataset": "d:d"}}}
     assert parse({**GOOD, **more}, tmp_path).source_alias is None
     assert parse({**GOOD, **more, "retrain": {}}, tmp_path).source_alias == ("digits-source", "production")
-    own = {"retrain": {"source": "mine", "channel": "staging"}}
-    assert parse({**GOOD, **more, **own}, tmp_path).source_alias == ("mine", "staging")
-    elsewhere = {**GOOD, **more, **own, "channels": {"production": {}}}
+    retraining = {"retrain": {"source": "mine", "channel": "staging"}}
+    assert parse({**GOOD, **more, **retraining}, tmp_path).source_alias == ("mine", "staging")
+    elsewhere = {**GOOD, **more, **retraining, "channels": {"production": {}}}
     assert "'staging'" in refusal(elsewhere, tmp_path)
     for lacking in ("train", "validate"):
-        document = {**GOOD, **more, **own}
+        document = {**GOOD, **more, **retraining}
         del document[lacking]
         assert "retrain needs" in refusal(document, tmp_path)
 
 
 def test_a_precision_that_a_target_lacks_is_refused(tmp_path: Path) -> None:
     document = {**GOOD, "targets": ["x86-64-v4-bf16", "x86-64-v3"], "build": {"precision": "bf16"}}
-    said = refusal(document, tmp_path)
-    assert "build.precision" in said
-    assert "'x86-64-v3'" in said
+    message = refusal(document, tmp_path)
+    assert "build.precision" in message
+    assert "'x86-64-v3'" in message
 
 
 @pytest.mark.parametrize("value", ['"\\uD800"', '{"\\uD800": 1}', "!!binary gIGC"])
@@ -687,8 +689,8 @@ def test_a_value_that_no_step_could_be_given_is_refused(tmp_path: Path, value: s
 
 
 def test_what_is_no_text_for_a_sentence_is_escaped(change: Change, tmp_path: Path) -> None:
-    said = refusal(change("channels", {"\x1b[2J\n": []}), tmp_path)
-    assert said.isprintable()
-    assert r"\x1b[2J\n" in said
+    message = refusal(change("channels", {"\x1b[2J\n": []}), tmp_path)
+    assert message.isprintable()
+    assert r"\x1b[2J\n" in message
     long = {"onnx": "x" * 5000}
     assert "model.onnx: there is no file" in refusal({**GOOD, "model": long}, tmp_path)

@@ -109,9 +109,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said"), REFUSED)
-def test_an_impossible_target_is_refused_with_a_hint(text: str, said: str) -> None:
-    with pytest.raises(TargetError, match=re.escape(said)) as caught:
+@pytest.mark.parametrize(("text", "message"), REFUSED)
+def test_an_impossible_target_is_refused_with_a_hint(text: str, message: str) -> None:
+    with pytest.raises(TargetError, match=re.escape(message)) as caught:
         resolve(text)
     assert repr(text) in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -68,11 +68,11 @@ def test_an_error_within_is_one_sentence(modules: Path) -> None:
 
 
 def test_the_sources_are_the_users_own_modules_with_their_digests(modules: Path) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LIST_SOURCES, str(modules)], capture_output=True, text=True, timeout=60, check=True
     )
     paths = [(modules / name).resolve() for name in ("helping.py", "whole.py")]
-    files = json.loads(done.stdout)["files"]
+    files = json.loads(process.stdout)["files"]
     assert files == {str(path): sha256_file(path) for path in paths}
     assert Sources(files=files).unchanged()
     paths[0].write_text("changed = True\n")

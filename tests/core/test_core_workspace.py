@@ -23,13 +23,13 @@ class Inner(Record):
     weights: Artifact
 
 
-class Made(StepResult):
+class LibraryResult(StepResult):
     library: Artifact
     parts: tuple[Inner, ...] = ()
     seconds: float = 0.0
 
 
-Run = Callable[..., Outcome[Made]]
+Run = Callable[..., Outcome[LibraryResult]]
 
 SCRIPT = """
 import os, pathlib, signal, sys
@@ -39,7 +39,7 @@ from tvmflow.store.embedded import embedded_s3
 from tvmflow.store.work import WorkStore
 from tvmflow.workspace import Artifact, StepResult, Workspace, run_step
 
-class Made(StepResult):
+class LibraryResult(StepResult):
     library: Artifact
 
 workspace = Workspace(pathlib.Path(sys.argv[1]))
@@ -48,7 +48,7 @@ content = sys.argv[2].encode()
 def keep():
     with workspace.scratch() as folder:
         (folder / "mod.so").write_bytes(content)
-        return Made(library=workspace.keep(folder / "mod.so"))
+        return LibraryResult(library=workspace.keep(folder / "mod.so"))
 """
 
 
@@ -61,16 +61,21 @@ def workspace(tmp_path: Path) -> Workspace:
 def run(workspace: Workspace) -> Run:
     """Run a step that keeps a library of the given content and weights beside it."""
 
-    def once(reads: dict[str, object] | None = None, content: bytes = b"library", sources: Sources | None = None,
-             is_valid: Callable[[Made], bool] = lambda made: True, step: str = "build") -> Outcome[Made]:  # fmt: skip
-        def work() -> Made:
+    def once(
+        reads: dict[str, object] | None = None,
+        content: bytes = b"library",
+        sources: Sources | None = None,
+        is_valid: Callable[[LibraryResult], bool] = lambda result: True,
+        step: str = "build",
+    ) -> Outcome[LibraryResult]:
+        def work() -> LibraryResult:
             with workspace.scratch() as folder:
                 (folder / "mod.so").write_bytes(content)
                 (folder / "weights").write_bytes(content * 2)
                 library, weights = workspace.keep(folder / "mod.so"), workspace.keep(folder / "weights")
-            return Made(library=library, parts=(Inner(weights=weights),), sources=sources or Sources())
+            return LibraryResult(library=library, parts=(Inner(weights=weights),), sources=sources or Sources())
 
-        return run_step(workspace, step, reads or {"onnx": "ab"}, Made, work, is_valid=is_valid)
+        return run_step(workspace, step, reads or {"onnx": "ab"}, LibraryResult, work, is_valid=is_valid)
 
     return once
 
@@ -89,17 +94,19 @@ def test_an_artifact_is_kept_under_its_digest(workspace: Workspace, tmp_path: Pa
     assert not (tmp_path / "mod.so").exists()
 
 
-def test_a_step_that_was_done_is_found(run: Run) -> None:
+def test_a_step_that_ran_is_cached(run: Run) -> None:
     first, second = run(), run()
     assert (first.status, second.status) == ("ran", "cached")
     assert first.result == second.result
 
 
-def test_a_step_is_found_by_another_process(run: Run, workspace: Workspace) -> None:
-    done = python("print(run_step(workspace, 'other', {'a': 1}, Made, keep).status)", workspace.folder, "library")
-    assert done.stdout == "ran\n", done.stderr
-    found = run_step(workspace, "other", {"a": 1}, Made, lambda: pytest.fail("it was done already"))
-    assert found.status == "cached"
+def test_a_step_is_cached_for_another_process(run: Run, workspace: Workspace) -> None:
+    process = python(
+        "print(run_step(workspace, 'other', {'a': 1}, LibraryResult, keep).status)", workspace.folder, "library"
+    )
+    assert process.stdout == "ran\n", process.stderr
+    outcome = run_step(workspace, "other", {"a": 1}, LibraryResult, lambda: pytest.fail("the step ran again"))
+    assert outcome.status == "cached"
 
 
 @pytest.mark.parametrize("reads", [{"onnx": "cd"}, {"onnx": "ab", "seed": 1}, {}])
@@ -156,7 +163,7 @@ def test_a_removed_source_of_the_user_runs_the_step_again(run: Run, tmp_path: Pa
 
 def test_a_result_that_is_no_longer_valid_outside_runs_the_step_again(run: Run) -> None:
     run()
-    assert run(is_valid=lambda made: False).status == "ran"
+    assert run(is_valid=lambda result: False).status == "ran"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"result": 3}', '{"result": {"other": 1}}', "\0"])
@@ -169,44 +176,44 @@ def test_a_damaged_record_runs_the_step_again(run: Run, workspace: Workspace, te
 
 
 def test_figures_that_json_does_not_know_come_back(workspace: Workspace, run: Run) -> None:
-    made = run().result.model_copy(update={"seconds": float("inf")})
-    workspace.remember("build", "key", made, 1.0)
-    assert workspace.find("build", "key", Made) == made
+    result = run().result.model_copy(update={"seconds": float("inf")})
+    workspace.remember("build", "key", result, 1.0)
+    assert workspace.find("build", "key", LibraryResult) == result
 
 
 def test_a_failure_is_never_recorded(workspace: Workspace, run: Run) -> None:
-    def fail() -> Made:
+    def fail() -> LibraryResult:
         raise BuildError("no linker")
 
     for _ in range(2):
         with pytest.raises(BuildError, match="no linker"):
-            run_step(workspace, "build", {"onnx": "ab"}, Made, fail)
+            run_step(workspace, "build", {"onnx": "ab"}, LibraryResult, fail)
     assert run().status == "ran"
 
 
-def test_who_watches_hears_of_runs_finds_and_failures(workspace: Workspace, run: Run) -> None:
-    heard: list[tuple[str, str, str | None]] = []
+def test_a_listener_hears_of_runs_cache_hits_and_failures(workspace: Workspace, run: Run) -> None:
+    events: list[tuple[str, str, str | None]] = []
 
     class Listener:
         def started(self, step: str, target: str | None) -> None:
-            heard.append(("started", step, target))
+            events.append(("started", step, target))
 
         def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
-            heard.append(("progressed", step, target))
+            events.append(("progressed", step, target))
 
         def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
-            heard.append((status, step, target))
+            events.append((status, step, target))
 
-    def fail() -> Made:
+    def fail() -> LibraryResult:
         raise BuildError("no linker")
 
     with reporting_to(Listener()):
         run()
         run()
         with pytest.raises(BuildError):
-            run_step(workspace, "tune", {}, Made, fail, target="native")
+            run_step(workspace, "tune", {}, LibraryResult, fail, target="native")
     run(content=b"unheard", reads={"other": 1})
-    assert heard == [
+    assert events == [
         ("started", "build", None),
         ("ran", "build", None),
         ("cached", "build", None),
@@ -232,22 +239,22 @@ def test_two_processes_may_keep_the_same_artifact_at_once(workspace: Workspace) 
     for worker in workers:
         _, errors = worker.communicate(timeout=60)
         assert worker.returncode == 0, errors
-    kept = [path for path in (workspace.folder / "artifacts").rglob("*") if path.is_file()]
-    assert [path.read_text() for path in kept] == ["library" * 1000]
+    artifacts = [path for path in (workspace.folder / "artifacts").rglob("*") if path.is_file()]
+    assert [path.read_text() for path in artifacts] == ["library" * 1000]
     assert not list((workspace.folder / "tmp").iterdir())
 
 
 def test_a_crash_between_artifact_and_record_is_run_again(workspace: Workspace) -> None:
     code = """
 def work():
-    made = keep()
+    result = keep()
     os.kill(os.getpid(), signal.SIGKILL)
-    return made
-run_step(workspace, "build", {"onnx": "ab"}, Made, work)
+    return result
+run_step(workspace, "build", {"onnx": "ab"}, LibraryResult, work)
 """
     assert python(code, workspace.folder, "library").returncode == -9
-    kept = [path for path in (workspace.folder / "artifacts").rglob("*") if path.is_file()]
-    assert [path.read_bytes() for path in kept] == [b"library"]
+    artifacts = [path for path in (workspace.folder / "artifacts").rglob("*") if path.is_file()]
+    assert [path.read_bytes() for path in artifacts] == [b"library"]
 
     class Crashed(StepResult):
         library: Artifact
@@ -259,7 +266,7 @@ run_step(workspace, "build", {"onnx": "ab"}, Made, work)
 
     runs = [run_step(workspace, "build", {"onnx": "ab"}, Crashed, work) for _ in range(2)]
     assert [outcome.status for outcome in runs] == ["ran", "cached"]
-    assert workspace.path(runs[1].result.library) == kept[0]
+    assert workspace.path(runs[1].result.library) == artifacts[0]
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_done(workspace: Workspace) -> None:
@@ -269,13 +276,13 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 content *= 1000
 try:
-    run_step(workspace, "build", {"onnx": "ab"}, Made, keep)
+    run_step(workspace, "build", {"onnx": "ab"}, LibraryResult, keep)
 except StepError as error:
     print(error)
 """
-    done = python(code, workspace.folder, "library")
-    assert done.stdout.startswith("step build cannot write"), done.stderr
-    assert done.stdout.endswith("(File too large); free space or set TVMFLOW_HOME to another folder\n")
+    process = python(code, workspace.folder, "library")
+    assert process.stdout.startswith("step build cannot write"), process.stderr
+    assert process.stdout.endswith("(File too large); free space or set TVMFLOW_HOME to another folder\n")
     assert not [path for path in workspace.folder.rglob("*") if path.is_file()]
 
 
@@ -285,12 +292,12 @@ import resource
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
 try:
-    run_step(workspace, "build", {"onnx": "ab"}, Made, keep)
+    run_step(workspace, "build", {"onnx": "ab"}, LibraryResult, keep)
 except StepError as error:
     print(error)
 """
-    done = python(code, workspace.folder, "library")
-    assert "(File too large)" in done.stdout, done.stderr
+    process = python(code, workspace.folder, "library")
+    assert "(File too large)" in process.stdout, process.stderr
     assert not list((workspace.folder / "tmp").iterdir())
     assert not list((workspace.folder / "steps").rglob("*.json"))
 
@@ -333,25 +340,25 @@ def machines(tmp_path: Path, store: WorkStore) -> tuple[Workspace, Workspace]:
 
 
 def build(workspace: Workspace, content: bytes = b"library", folder: Path = Path(), read: Path | None = None) -> str:
-    """Run or find the step that keeps a library: the status."""
+    """Run the step that keeps a library, or read its cached result; return its status."""
 
-    def work() -> Made:
+    def work() -> LibraryResult:
         with workspace.scratch() as scratch:
             (scratch / "mod.so").write_bytes(content)
             sources = Sources(files={} if read is None else {read.name: sha256_file(read)})
-            return Made(library=workspace.keep(scratch / "mod.so"), sources=sources)
+            return LibraryResult(library=workspace.keep(scratch / "mod.so"), sources=sources)
 
-    return run_step(workspace, "build", {"onnx": "ab"}, Made, work, folder=folder).status
+    return run_step(workspace, "build", {"onnx": "ab"}, LibraryResult, work, folder=folder).status
 
 
-def test_what_one_machine_did_is_found_by_another(machines: tuple[Workspace, Workspace]) -> None:
+def test_a_step_that_ran_on_one_machine_is_cached_on_another(machines: tuple[Workspace, Workspace]) -> None:
     one, other = machines
     assert (build(one), build(other), build(other)) == ("ran", "cached", "cached")
-    (kept,) = (path for path in (other.folder / "artifacts").rglob("*") if path.is_file())
-    assert kept.read_bytes() == b"library"
+    (artifact,) = (path for path in (other.folder / "artifacts").rglob("*") if path.is_file())
+    assert artifact.read_bytes() == b"library"
 
 
-def test_what_was_done_before_it_was_shared_is_shared_when_it_is_found(tmp_path: Path, store: WorkStore) -> None:
+def test_a_cached_step_is_shared_when_the_workspace_gets_a_store(tmp_path: Path, store: WorkStore) -> None:
     alone = tmp_path / "alone"
     assert build(Workspace(alone)) == "ran"
     assert build(Workspace(alone, store)) == "cached"
@@ -402,8 +409,8 @@ def test_a_shared_record_that_leads_out_of_the_workspace_is_not_followed(
     machines: tuple[Workspace, Workspace], store: WorkStore, field: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "outside").write_bytes(b"private")
-    made = Made(library=Artifact(sha256="0" * 64, size=7, name="mod.so").model_copy(update=field))
-    record = json.dumps({"result": made.model_dump(mode="json")}).encode()
+    result = LibraryResult(library=Artifact(sha256="0" * 64, size=7, name="mod.so").model_copy(update=field))
+    record = json.dumps({"result": result.model_dump(mode="json")}).encode()
     store.write_record("build", step_key("build", {"onnx": "ab"}), record)
     assert build(machines[1]) == "ran"
     assert (tmp_path / "outside").read_bytes() == b"private"
@@ -414,27 +421,27 @@ def test_a_store_that_is_away_is_one_sentence_and_the_work_is_kept(tmp_path: Pat
         tmp_path / "state", WorkStore(ReleaseStore(replace(store.objects.config, endpoint="http://127.0.0.1:1")))
     )
     with pytest.raises(StoreError, match="Cannot reach"):
-        away.remember("build", step_key("build", {"onnx": "ab"}), Made(library=_kept(away)), 1.0)
+        away.remember("build", step_key("build", {"onnx": "ab"}), LibraryResult(library=_keep_library(away)), 1.0)
     assert build(Workspace(tmp_path / "state")) == "cached"
 
 
-def test_who_watches_sees_what_is_shared_and_fetched(machines: tuple[Workspace, Workspace]) -> None:
-    heard: list[tuple[str, str]] = []
+def test_a_listener_hears_of_uploads_and_downloads(machines: tuple[Workspace, Workspace]) -> None:
+    events: list[tuple[str, str]] = []
 
     class Listener:
         def started(self, step: str, target: str | None) -> None:
-            heard.append(("started", step))
+            events.append(("started", step))
 
         def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
-            heard.append((message, f"{done:g} of {total:g}"))
+            events.append((message, f"{done:g} of {total:g}"))
 
         def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
-            heard.append((status, step))
+            events.append((status, step))
 
     with reporting_to(Listener()):
         for machine in machines:
             build(machine)
-    assert heard == [
+    assert events == [
         ("started", "build"),
         ("sharing", "7 of 7"),
         ("ran", "build"),
@@ -455,8 +462,8 @@ def test_tuning_records_are_the_union_of_what_all_machines_recorded(machines: tu
     for machine in (one, other):
         machine.share_records()
     for machine in machines:
-        found = {path.name: path.read_text() for path in machine.records.iterdir()}
-        assert found == {"a.jsonl": "1\n2\n", "b.jsonl": "1\n"}
+        records = {path.name: path.read_text() for path in machine.records.iterdir()}
+        assert records == {"a.jsonl": "1\n2\n", "b.jsonl": "1\n"}
 
 
 def test_files_of_records_with_other_names_are_left_alone(
@@ -468,7 +475,7 @@ def test_files_of_records_with_other_names_are_left_alone(
     assert not machines[0].records.exists()
 
 
-def _kept(workspace: Workspace) -> Artifact:
+def _keep_library(workspace: Workspace) -> Artifact:
     with workspace.scratch() as folder:
         (folder / "mod.so").write_bytes(b"library")
         return workspace.keep(folder / "mod.so")

@@ -60,8 +60,8 @@ def test_held_out_digits_are_not_trained_on(example: dict[str, ModuleType]) -> N
     inputs, labels = example["data"].held_out()
     assert np.array_equal(inputs["image"], held_out.images)
     assert np.array_equal(labels, held_out.labels)
-    seen = {image.tobytes() for image in train.images}
-    assert not any(image.tobytes() in seen for image in held_out.images)
+    training_images = {image.tobytes() for image in train.images}
+    assert not any(image.tobytes() in training_images for image in held_out.images)
 
 
 def test_images_are_grey_levels_from_0_to_1(example: dict[str, ModuleType]) -> None:

@@ -20,9 +20,9 @@ def _schema(path: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def test_the_file_is_what_the_compose_specification_allows() -> None:
-    done = _schema(FILE)
+    process = _schema(FILE)
 
-    assert done.returncode == 0, done.stdout
+    assert process.returncode == 0, process.stdout
 
 
 def test_the_schema_refuses_a_misspelt_key(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ def test_every_image_is_pinned_to_an_exact_version(containers: list[Any]) -> Non
 
 
 def test_our_images_have_the_version_of_the_package(containers: list[Any]) -> None:
-    ours = {container.image for container in containers if container.image.startswith("tvmflow/")}
+    images = {container.image for container in containers if container.image.startswith("tvmflow/")}
 
-    assert ours == {f"tvmflow/worker:{__version__}", f"tvmflow/mlflow:{__version__}"}
+    assert images == {f"tvmflow/worker:{__version__}", f"tvmflow/mlflow:{__version__}"}
 
 
 def test_every_variable_is_one_that_its_program_reads(containers: list[Any], known_variables: set[str]) -> None:
@@ -38,13 +38,13 @@ def test_every_variable_is_one_that_its_program_reads(containers: list[Any], kno
 
 
 def test_no_secret_is_written_down(containers: list[Any]) -> None:
-    seen = 0
+    secret_count = 0
     for container in containers:
         for name, value in container.environment.items():
             if SECRET.search(name):
-                seen += 1
+                secret_count += 1
                 assert value is None or re.fullmatch(r"\$\{[A-Z_0-9]+:\?[^}]+\}", value), f"{container.place}: {name}"
-    assert seen > 10
+    assert secret_count > 10
 
 
 def test_the_commands_of_tvmflow_exist(containers: list[Any]) -> None:
@@ -74,11 +74,11 @@ def test_the_commands_of_prefect_exist(containers: list[Any], words: tuple[str, 
 def test_clients_agree_with_their_servers(containers: list[Any]) -> None:
     """Names and ports in addresses are those of the services."""
     ports = {"prefect": "4200", "mlflow": "5000", "receiver": "8085", "s3": "8333", "postgres": "5432"}
-    seen = set()
+    hosts = set()
     for container in containers:
         for text in [*container.command, *(value or "" for value in container.environment.values())]:
             for host, port in re.findall(r"//(?:\w+@)?([a-z0-9]+):(\d+)", str(text)):
                 if host != "127":
-                    seen.add(host)
+                    hosts.add(host)
                     assert ports[host] == port, f"{container.place}: {text}"
-    assert seen == {"prefect", "mlflow", "receiver", "s3"}
+    assert hosts == {"prefect", "mlflow", "receiver", "s3"}

@@ -16,9 +16,9 @@ def _stages() -> dict[str, str]:
     """The text of each stage by its name, behind that of the stage it starts from."""
     stages: dict[str, str] = {}
     for part in re.split(r"^(?=FROM )", FILE.read_text(), flags=re.MULTILINE)[1:]:
-        named = re.match(r"FROM (\S+) AS (\S+)\n", part)
-        assert named is not None, part.splitlines()[0]
-        stages[named[2]] = stages.get(named[1], "") + part
+        header = re.match(r"FROM (\S+) AS (\S+)\n", part)
+        assert header is not None, part.splitlines()[0]
+        stages[header[2]] = stages.get(header[1], "") + part
     return stages
 
 
@@ -29,9 +29,9 @@ def _lint(path: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def test_hadolint_finds_nothing() -> None:
-    done = _lint(FILE)
+    process = _lint(FILE)
 
-    assert done.returncode == 0, done.stdout
+    assert process.returncode == 0, process.stdout
 
 
 def test_hadolint_finds_an_unpinned_base_image(tmp_path: Path) -> None:
@@ -86,17 +86,17 @@ def test_variables_of_images_are_ones_that_programs_read(known_variables: set[st
 
 
 def test_the_build_sees_exactly_what_it_copies() -> None:
-    copied = {
+    sources = {
         source
         for line in re.findall(r"^COPY (?!--from)(.*)$", FILE.read_text(), re.MULTILINE)
         for source in line.split()[:-1]
     }
-    ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    seen = {line[1:] for line in ignored if line.startswith("!")}
+    patterns = (ROOT / ".dockerignore").read_text().splitlines()
+    exceptions = {line[1:] for line in patterns if line.startswith("!")}
 
-    assert "*" in ignored
-    assert seen == copied
-    assert all((ROOT / source).exists() for source in copied)
+    assert "*" in patterns
+    assert exceptions == sources
+    assert all((ROOT / source).exists() for source in sources)
 
 
 def test_extras_are_those_of_the_package() -> None:
@@ -104,6 +104,6 @@ def test_extras_are_those_of_the_package() -> None:
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
-    used = set(re.findall(r"--extra (\w+)", FILE.read_text()))
-    assert used
-    assert used <= set(extras)
+    names = set(re.findall(r"--extra (\w+)", FILE.read_text()))
+    assert names
+    assert names <= set(extras)

@@ -129,14 +129,14 @@ def test_secrets_come_by_reference_to_keys_that_the_examples_name(manifests: Any
         path.name.partition(".")[0]: set(re.findall(r"^([A-Z_0-9]+)=$", path.read_text(), re.MULTILINE))
         for path in FOLDER.glob("*.env.example")
     }
-    used: dict[str, set[str]] = {name: set() for name in examples}
+    references: dict[str, set[str]] = {name: set() for name in examples}
     for pod in pods.values():
         for container in pod["spec"].get("initContainers", []) + pod["spec"]["containers"]:
             for item in container["env"] if isinstance(container.get("env"), list) else []:
                 if reference := item.get("valueFrom", {}).get("secretKeyRef"):
                     assert reference["key"] in examples[reference["name"]], reference
-                    used[reference["name"]].add(reference["key"])
+                    references[reference["name"]].add(reference["key"])
             for source in container.get("envFrom", []):
                 if "secretRef" in source:
-                    used[source["secretRef"]["name"]] |= examples[source["secretRef"]["name"]]
-    assert used == examples
+                    references[source["secretRef"]["name"]] |= examples[source["secretRef"]["name"]]
+    assert references == examples

@@ -62,9 +62,9 @@ def test_a_password_in_the_address_is_never_shown() -> None:
     config = RegistryConfig(f"http://ann:open%20sesame@{NOBODY}", f"http://bob:open%20sesame@{NOBODY}/models")
     with pytest.raises(RegistryError) as caught:
         Registry(config).check()
-    shown = "".join(traceback.format_exception(caught.value)) + repr(config) + config.address
-    assert NOBODY in shown
-    assert "sesame" not in shown
+    text = "".join(traceback.format_exception(caught.value)) + repr(config) + config.address
+    assert NOBODY in text
+    assert "sesame" not in text
 
 
 def test_a_refusal_is_one_sentence_without_the_password(server: str) -> None:

@@ -30,8 +30,8 @@ def experiment(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> str:
     import mlflow
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", registry.config.tracking_uri)
-    made: str = mlflow.create_experiment(f"experiment-{uuid.uuid4()}")
-    return made
+    experiment_id: str = mlflow.create_experiment(f"experiment-{uuid.uuid4()}")
+    return experiment_id
 
 
 def test_a_model_is_logged_registered_and_loaded_by_alias(
@@ -141,7 +141,7 @@ def test_code_and_a_conda_environment_travel_with_the_model(build_bundle: BuildB
 
 
 @pytest.mark.parametrize(
-    "given",
+    "inputs",
     [
         pytest.param(X, id="array"),
         pytest.param({"x": X}, id="by name"),
@@ -151,20 +151,22 @@ def test_code_and_a_conda_environment_travel_with_the_model(build_bundle: BuildB
         pytest.param(pd.DataFrame(X.astype(np.float64), columns=list("abcd")), id="a column per value"),
     ],
 )
-def test_inputs_of_many_kinds_give_the_same(build_bundle: BuildBundle, tmp_path: Path, given: Any) -> None:
+def test_inputs_of_many_kinds_give_the_same(build_bundle: BuildBundle, tmp_path: Path, inputs: Any) -> None:
     from mlflow.pyfunc import load_model
 
     from tvmflow.registry import flavor
 
     flavor.save_model(build_bundle(), tmp_path / "model", input_example=False)
     impl = flavor._load_pyfunc(str(tmp_path / "model"))
-    if isinstance(given, list | dict):
-        given = np.asarray(given, np.float32) if isinstance(given, list) else {"x": np.asarray(given["x"], np.float32)}
-    outputs = impl.predict(given)
+    if isinstance(inputs, list | dict):
+        inputs = (
+            np.asarray(inputs, np.float32) if isinstance(inputs, list) else {"x": np.asarray(inputs["x"], np.float32)}
+        )
+    outputs = impl.predict(inputs)
     assert isinstance(outputs, np.ndarray)
     assert np.array_equal(outputs, 2 * X)
-    if not isinstance(given, pd.DataFrame) or "x" in given:
-        assert np.array_equal(load_model(str(tmp_path / "model")).predict(given), 2 * X)
+    if not isinstance(inputs, pd.DataFrame) or "x" in inputs:
+        assert np.array_equal(load_model(str(tmp_path / "model")).predict(inputs), 2 * X)
 
 
 def test_a_torch_tensor_is_taken(build_bundle: BuildBundle, tmp_path: Path) -> None:

@@ -38,25 +38,25 @@ def model(bundle: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 def test_inputs_by_name_give_the_originals_outputs_by_name(
     model: CompiledModel, inputs: MakeInputs, reference: Reference, batch: int
 ) -> None:
-    given = inputs(batch)
-    assert_same(model(**dict(reversed(given.items()))), reference(given))
+    arrays = inputs(batch)
+    assert_same(model(**dict(reversed(arrays.items()))), reference(arrays))
 
 
 def test_inputs_in_order_give_the_same(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
-    given = inputs(3)
-    assert_same(model(*given.values()), reference(given))
+    arrays = inputs(3)
+    assert_same(model(*arrays.values()), reference(arrays))
 
 
 def test_order_and_names_may_be_mixed(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
-    given = inputs(3)
-    assert_same(model(given["x"], scale=given["scale"], y=given["y"]), reference(given))
+    arrays = inputs(3)
+    assert_same(model(arrays["x"], scale=arrays["scale"], y=arrays["y"]), reference(arrays))
 
 
 def test_outputs_stay_as_they_are_when_the_model_is_called_again(model: CompiledModel, inputs: MakeInputs) -> None:
     first = model(**inputs(2))
-    kept = {name: array.copy() for name, array in first.items()}
+    copies = {name: array.copy() for name, array in first.items()}
     model(**{name: array + 1 for name, array in inputs(2).items()})
-    assert_same(first, kept)
+    assert_same(first, copies)
 
 
 def test_calls_of_many_shapes_in_turn_give_each_its_own_result(
@@ -68,9 +68,9 @@ def test_calls_of_many_shapes_in_turn_give_each_its_own_result(
 
 
 def test_lists_are_taken_like_arrays(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
-    given = inputs(2)
-    halves = {**given, "x": [list(row) for row in given["x"]]}
-    assert_same(model(**halves), reference(given))
+    arrays = inputs(2)
+    feed = {**arrays, "x": [list(row) for row in arrays["x"]]}
+    assert_same(model(**feed), reference(arrays))
 
 
 def test_a_wrong_dtype_is_refused_after_calls_with_the_right_one(model: CompiledModel, inputs: MakeInputs) -> None:
@@ -80,44 +80,44 @@ def test_a_wrong_dtype_is_refused_after_calls_with_the_right_one(model: Compiled
 
 
 def test_inputs_are_left_as_they_were(model: CompiledModel, inputs: MakeInputs) -> None:
-    given = inputs(4)
-    model(**given)
-    assert_same(given, inputs(4))
+    arrays = inputs(4)
+    model(**arrays)
+    assert_same(arrays, inputs(4))
 
 
 def test_an_array_that_is_not_contiguous_is_taken_right(
     model: CompiledModel, inputs: MakeInputs, reference: Reference
 ) -> None:
-    given = inputs(4)
-    wide = np.zeros((8, 16), np.float32)
-    wide[::2, ::2] = given["x"]
-    turned = np.asfortranarray(given["y"])
-    assert_same(model(x=wide[::2, ::2], y=turned, scale=given["scale"]), reference(given))
+    arrays = inputs(4)
+    spread = np.zeros((8, 16), np.float32)
+    spread[::2, ::2] = arrays["x"]
+    turned = np.asfortranarray(arrays["y"])
+    assert_same(model(x=spread[::2, ::2], y=turned, scale=arrays["scale"]), reference(arrays))
 
 
 def test_a_reversed_array_is_taken_right(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
-    given = inputs(4)
-    assert_same(model(**{**given, "x": given["x"][::-1]}), reference({**given, "x": given["x"][::-1].copy()}))
+    arrays = inputs(4)
+    assert_same(model(**{**arrays, "x": arrays["x"][::-1]}), reference({**arrays, "x": arrays["x"][::-1].copy()}))
 
 
 def test_a_big_endian_array_is_taken_right(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
-    given = inputs(4)
-    swapped = {name: array.astype(array.dtype.newbyteorder(">")) for name, array in given.items()}
-    assert_same(model(**swapped), reference(given))
+    arrays = inputs(4)
+    swapped = {name: array.astype(array.dtype.newbyteorder(">")) for name, array in arrays.items()}
+    assert_same(model(**swapped), reference(arrays))
 
 
 def test_an_unaligned_array_is_taken_right(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
-    given = inputs(4)
-    shifted = np.frombuffer(b"\0" + given["x"].tobytes(), np.uint8)[1:].view(np.float32).reshape(4, 8)
+    arrays = inputs(4)
+    shifted = np.frombuffer(b"\0" + arrays["x"].tobytes(), np.uint8)[1:].view(np.float32).reshape(4, 8)
     assert not shifted.flags.aligned
-    assert_same(model(**{**given, "x": shifted}), reference(given))
+    assert_same(model(**{**arrays, "x": shifted}), reference(arrays))
 
 
 def test_a_read_only_array_is_taken(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
-    given = inputs(4)
-    for array in given.values():
+    arrays = inputs(4)
+    for array in arrays.values():
         array.flags.writeable = False
-    assert_same(model(**given), reference(given))
+    assert_same(model(**arrays), reference(arrays))
 
 
 def test_four_threads_at_once_get_right_results(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
@@ -150,9 +150,9 @@ def test_two_bundles_can_be_open_at_once(
 
 
 def test_the_golden_sample_holds_inputs_and_the_originals_outputs(model: CompiledModel, reference: Reference) -> None:
-    given, expected = model.sample
-    assert list(given) == ["x", "y", "scale"]
-    assert_same(expected, reference(given))
+    arrays, expected = model.sample
+    assert list(arrays) == ["x", "y", "scale"]
+    assert_same(expected, reference(arrays))
 
 
 def test_a_model_knows_its_signature(model: CompiledModel) -> None:

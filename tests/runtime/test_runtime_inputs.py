@@ -26,10 +26,10 @@ def test_the_name_self_is_as_unknown_as_any(model: CompiledModel, inputs: MakeIn
 
 
 def test_a_missing_input_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
-    given = inputs(2)
-    del given["y"]
+    arrays = inputs(2)
+    del arrays["y"]
     with pytest.raises(InputError, match=rf"^input 'y' is missing; the model takes {SIGNATURE}$"):
-        model(**given)
+        model(**arrays)
 
 
 def test_an_input_given_twice_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
@@ -44,9 +44,9 @@ def test_too_many_inputs_are_refused(model: CompiledModel, inputs: MakeInputs) -
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "bool", "complex64", "datetime64[s]", "S4", "O"])
 def test_a_wrong_dtype_is_refused(model: CompiledModel, inputs: MakeInputs, dtype: str) -> None:
-    given = inputs(2)
+    arrays = inputs(2)
     with pytest.raises(InputError, match=r"^input 'x' is \w+(\[s\])?, expected float32; convert it first$"):
-        model(**{**given, "x": np.zeros((2, 8), dtype)})
+        model(**{**arrays, "x": np.zeros((2, 8), dtype)})
 
 
 @pytest.mark.parametrize("shape", [(8,), (1, 2, 8), ()])
@@ -90,10 +90,10 @@ def test_the_model_runs_on_after_a_refused_input(model: CompiledModel, inputs: M
 def test_torch_tensors_are_taken_like_arrays(model: CompiledModel, inputs: MakeInputs) -> None:
     import torch
 
-    given = inputs(3)
-    tensors = {name: torch.from_numpy(array.copy()) for name, array in given.items()}
-    expected = model(**given)
-    for result in (model(**tensors), model(tensors["x"].T.contiguous().T, given["y"], tensors["scale"])):
+    arrays = inputs(3)
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+    expected = model(**arrays)
+    for result in (model(**tensors), model(tensors["x"].T.contiguous().T, arrays["y"], tensors["scale"])):
         assert result["sum"].tolist() == expected["sum"].tolist()
 
 
@@ -110,10 +110,10 @@ def test_an_aligned_tensor_is_not_copied(model: CompiledModel) -> None:
 def test_an_array_of_another_library_is_taken_by_dlpack(model: CompiledModel, inputs: MakeInputs) -> None:
     import tvm_ffi
 
-    given = inputs(3)
-    foreign = {name: tvm_ffi.from_dlpack(array) for name, array in given.items()}
+    arrays = inputs(3)
+    foreign = {name: tvm_ffi.from_dlpack(array) for name, array in arrays.items()}
     assert not hasattr(foreign["x"], "__array__")
-    assert model(**foreign)["sum"].tolist() == model(**given)["sum"].tolist()
+    assert model(**foreign)["sum"].tolist() == model(**arrays)["sum"].tolist()
 
 
 def test_a_tensor_that_needs_gradients_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:

@@ -33,11 +33,11 @@ print(os.environ["TVM_NUM_THREADS"])
 def python(code: str, *arguments: object, **environment: str) -> str:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")}
     settings = {**inherited, "TVM_USE_RUNTIME_LIB": "1", **environment}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], env=settings, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.parametrize("runtime_only", ["0", "1"])
@@ -84,8 +84,8 @@ try:
 except errors.BundleError as error:
     print(error)
 """
-    said = python(code, bundle)
-    assert "cannot be unpacked (File too large); free space, or set TMPDIR" in said
+    output = python(code, bundle)
+    assert "cannot be unpacked (File too large); free space, or set TMPDIR" in output
 
 
 def test_a_bundle_for_another_machine_is_refused_before_it_is_loaded(repack: Repack) -> None:
@@ -126,8 +126,8 @@ with runtime.load(sys.argv[1]) as again:
     print(same(again), same(model))
 print(type(model.machine).__module__, same(model))
 """
-    said = python(code, bundle, TVM_USE_RUNTIME_LIB=runtime_only).splitlines()
-    assert said == ["True True", "tvm.runtime.vm True"]
+    lines = python(code, bundle, TVM_USE_RUNTIME_LIB=runtime_only).splitlines()
+    assert lines == ["True True", "tvm.runtime.vm True"]
 
 
 def test_sorting_is_there_without_the_compiler(bundle: Path) -> None:

@@ -30,15 +30,15 @@ def run(model):
 
 def python(code: str, bundle: Path, **environment: str) -> list[str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PRELUDE + code, str(bundle)],
         env={**inherited, "TVM_USE_RUNTIME_LIB": "1", **environment},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()
 
 
 def test_each_model_of_a_process_gets_the_workers_it_was_loaded_for(bundle: Path) -> None:
@@ -113,8 +113,8 @@ try:
 except InputError as error:
     print(error)
 """
-    said = python(code, bundle, TVM_NUM_THREADS="many")
-    assert said == ["the environment variable TVM_NUM_THREADS is 'many', expected a positive number"]
+    lines = python(code, bundle, TVM_NUM_THREADS="many")
+    assert lines == ["the environment variable TVM_NUM_THREADS is 'many', expected a positive number"]
 
 
 def test_sixteen_threads_with_shapes_of_their_own_get_right_results(

@@ -148,10 +148,10 @@ def test_a_kept_bundle_that_was_damaged_is_fetched_again(
     publish("1", {"native": bundle})
     address = f"release://{request.node.name}/1"
     runs(address)
-    (kept,) = (tmp_path / "home" / "bundles").iterdir()
-    kept.write_bytes(bundle.read_bytes()[:-100])
+    (cached_bundle,) = (tmp_path / "home" / "bundles").iterdir()
+    cached_bundle.write_bytes(bundle.read_bytes()[:-100])
     assert runs(address) == "native"
-    assert kept.read_bytes() == bundle.read_bytes()
+    assert cached_bundle.read_bytes() == bundle.read_bytes()
 
 
 def test_what_cannot_be_found_is_one_sentence(
@@ -159,12 +159,12 @@ def test_what_cannot_be_found_is_one_sentence(
 ) -> None:
     name = request.node.name
     publish("1", {"other": repack(target="other", arch=OTHER_ARCH)})
-    for address, said in {
+    for address, message in {
         f"release://{name}/2": "There is no release .* 2 in .*; published versions: 1",
         f"release://{name}@nowhere": "There is no channel 'nowhere'",
         "release://name": "expected release://NAME@CHANNEL or release://NAME/VERSION",
     }.items():
-        with pytest.raises(StoreError, match=said):
+        with pytest.raises(StoreError, match=message):
             runtime.load(address)
     with pytest.raises(BundleError, match=f"no bundle of release {name} 1 runs on this machine: .* for {OTHER_ARCH}"):
         runtime.load(f"release://{name}/1")
@@ -202,11 +202,11 @@ try:
 except errors.StoreError as error:
     print(error)
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "TVM_USE_RUNTIME_LIB": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert "tvmflow[" in done.stdout, done.stdout + done.stderr
+    assert "tvmflow[" in process.stdout, process.stdout + process.stderr

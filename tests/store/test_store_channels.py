@@ -156,11 +156,11 @@ def test_readers_through_another_server_see_the_old_pointer_or_the_new(tmp_path:
         writer, reader = ReleaseStore(writing), ReleaseStore(reading)
         _publish(writer, *(str(number) for number in range(MOVES + 1)))
         _move(writer, "0", None)
-        done, seen = threading.Event(), []
+        finished, versions = threading.Event(), []
 
         def read() -> None:
-            while not done.is_set():
-                seen.append(int(channels.read(reader, "resnet", "production").version))
+            while not finished.is_set():
+                versions.append(int(channels.read(reader, "resnet", "production").version))
 
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(read)
@@ -168,10 +168,10 @@ def test_readers_through_another_server_see_the_old_pointer_or_the_new(tmp_path:
                 for number in range(MOVES):
                     _move(writer, str(number + 1), str(number))
             finally:
-                done.set()
+                finished.set()
             running.result()
-        assert seen == sorted(seen)
-        assert len(set(seen)) > 2
+        assert versions == sorted(versions)
+        assert len(set(versions)) > 2
 
 
 def test_a_server_that_does_not_know_conditional_writes_is_served_too(moto_server: StoreConfig) -> None:

@@ -10,9 +10,9 @@ from tvmflow.store import S3Uri, StoreConfig, parse_uri
 
 def test_secrets_are_not_in_the_repr() -> None:
     config = StoreConfig("releases", access_key="AKID-visible", secret_key="s3cr3t-value", session_token="t0ken-value")
-    shown = f"{config!r} {config}"
-    assert "releases" in shown
-    assert not [each for each in ("AKID-visible", "s3cr3t-value", "t0ken-value") if each in shown]
+    text = f"{config!r} {config}"
+    assert "releases" in text
+    assert not [each for each in ("AKID-visible", "s3cr3t-value", "t0ken-value") if each in text]
 
 
 def test_a_config_survives_pickling_for_a_worker_process() -> None:

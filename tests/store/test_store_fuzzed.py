@@ -153,16 +153,16 @@ def test_a_damaged_pointer_is_read_or_named(moto_server: StoreConfig, monkeypatc
 
 def test_any_content_of_a_claim_is_judged() -> None:
     draw = random.Random(0)  # noqa: S311 - to choose cases
-    own = describe_process(1)
+    description = describe_process(1)
     for seed in range(count(normal=200, long=50_000)):
-        words = own.split()
+        words = description.split()
         words[draw.randrange(len(words))] = draw.choice(["9" * 5000, "0", "-1", "1e3", "٣", "\0", "", "/", "x y"])
         content = draw.choice([draw.randbytes(draw.randrange(80)), f"ann\n{' '.join(words)}\n".encode()])
         try:
             assert is_abandoned(content) in (True, False)
         except Exception as error:
             pytest.fail(f"case {seed} ({content!r}): {error!r}")
-    assert not is_abandoned(f"ann\n{own}\n".encode())
+    assert not is_abandoned(f"ann\n{description}\n".encode())
 
 
 def test_objects_with_foreign_names_are_passed_over(moto_server: StoreConfig) -> None:

@@ -120,9 +120,9 @@ def test_step_records_and_artifacts_are_shared_below_work(
     assert store.objects.get("work/steps/build/k.json") == b"{}"
 
     path, digest = write_file(b"an artifact")
-    sent: list[int] = []
-    work.send(path, digest, sent.append)
-    assert sent == [11]
+    sizes: list[int] = []
+    work.send(path, digest, sizes.append)
+    assert sizes == [11]
     assert work.fetch(digest, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == b"an artifact"
     work.objects.put(f"blobs/sha256/{digest}", b"an artefact", "damaging it")

@@ -42,8 +42,8 @@ def test_a_release_comes_back_as_it_was_published(store: ReleaseStore, write_fil
 
 def test_the_document_is_canonical_json(rclone: StoreConfig, rclone_folder: Path) -> None:
     ReleaseStore(rclone).publish("resnet", "1", {"b": "ü", "a": (1, 2)}, [])
-    written = (rclone_folder / "releases" / "resnet" / "1" / "release.json").read_bytes()
-    assert written == '{\n  "a": [\n    1,\n    2\n  ],\n  "b": "ü"\n}\n'.encode()
+    content = (rclone_folder / "releases" / "resnet" / "1" / "release.json").read_bytes()
+    assert content == '{\n  "a": [\n    1,\n    2\n  ],\n  "b": "ü"\n}\n'.encode()
 
 
 def test_nothing_but_the_release_and_its_blobs_is_left(
@@ -255,26 +255,26 @@ def test_a_document_that_is_no_json_is_refused(moto_server: StoreConfig, value: 
 
 
 @pytest.mark.parametrize(
-    "sent", [5 * MIB, 12 * MIB, 12 * MIB + 5 * MIB], ids=["within the first", "between", "within the second"]
+    "limit", [5 * MIB, 12 * MIB, 12 * MIB + 5 * MIB], ids=["within the first", "between", "within the second"]
 )
 def test_a_publication_cut_off_by_the_servers_death_is_invisible_and_can_be_completed(
-    tmp_path: Path, write_file: WriteFile, kill_server: KillServer, sent: int
+    tmp_path: Path, write_file: WriteFile, kill_server: KillServer, limit: int
 ) -> None:
     blobs = [write_file(bytes([number]) * 12 * MIB) for number in range(2)]
     document = {"bundles": [{"sha256": digest, "size": 12 * MIB} for _, digest in blobs]}
-    done = 0
+    byte_count = 0
     with embedded_s3(tmp_path / "data", bucket="releases") as config:
         store = ReleaseStore(replace(config, attempts=1, part_size=5 * MIB))
 
         def kill_after_enough(count: int) -> None:
-            nonlocal done
-            done += count
-            if done == sent:
+            nonlocal byte_count
+            byte_count += count
+            if byte_count == limit:
                 kill_server(config)
 
         with pytest.raises(StoreError, match=config.endpoint):
             store.publish("resnet", "1", document, blobs, kill_after_enough)
-    assert done == sent
+    assert byte_count == limit
     assert not list((tmp_path / "data").rglob("release.json"))
 
     with embedded_s3(tmp_path / "data", bucket="releases") as config:

@@ -71,8 +71,8 @@ def runnable() -> None:
 @pytest.mark.usefixtures("runnable")
 def test_a_release_of_two_targets_has_its_weights_once_and_runs(store: ReleaseStore, tmp_path: Path) -> None:
     weights = read_manifest(APART).files["mod.params"].sha256
-    kept = [path.name for path in (tmp_path / "s3").rglob("*") if path.is_file() and len(path.name) == 64]
-    assert (len(kept), weights in kept) == (3, True)
+    digests = [path.name for path in (tmp_path / "s3").rglob("*") if path.is_file() and len(path.name) == 64]
+    assert (len(digests), weights in digests) == (3, True)
     with runtime.load("release://tiny/1") as model:
         inputs, expected = model.sample
         np.testing.assert_allclose(model(**inputs)["y"], expected["y"], rtol=1e-5, atol=1e-6)

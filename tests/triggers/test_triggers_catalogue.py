@@ -13,43 +13,43 @@ Write = Callable[..., Path]
 
 def test_the_alias_that_a_release_file_names_asks_for_a_release(write: Write) -> None:
     file = write("digits")
-    wish = load([file]).find_request(Alias("net", "candidate"), "7")
-    assert wish is not None
-    assert (wish.deployment, wish.parameters) == ("release/digits", {"file": str(file)})
-    assert wish.tag == "source:net/7"
+    request = load([file]).find_request(Alias("net", "candidate"), "7")
+    assert request is not None
+    assert (request.deployment, request.parameters) == ("release/digits", {"file": str(file)})
+    assert request.tag == "source:net/7"
 
 
 def test_a_channel_of_the_compiled_model_asks_for_a_promotion(write: Write) -> None:
     catalogue = load([write("digits", channels={"staging": {}, "production": {}})])
-    wish = catalogue.find_request(Alias("digits", "production"), "3")
-    assert wish is not None
-    assert wish.deployment == "promote/digits"
-    wanted = {"name": "digits", "version": "3", "channel": "production"}
-    assert {key: wish.parameters[key] for key in wanted} == wanted
+    request = catalogue.find_request(Alias("digits", "production"), "3")
+    assert request is not None
+    assert request.deployment == "promote/digits"
+    expected = {"name": "digits", "version": "3", "channel": "production"}
+    assert {key: request.parameters[key] for key in expected} == expected
     assert catalogue.find_request(Alias("digits", "champion"), "3") is None
 
 
 def test_a_file_without_channels_promotes_to_any(write: Write) -> None:
-    wish = load([write("digits")]).find_request(Alias("digits", "anything"), "1")
-    assert wish is not None
-    assert wish.parameters["channel"] == "anything"
+    request = load([write("digits")]).find_request(Alias("digits", "anything"), "1")
+    assert request is not None
+    assert request.parameters["channel"] == "anything"
 
 
 def test_the_compiled_model_may_have_another_name_than_the_releases(write: Write) -> None:
     catalogue = load([write("digits", registry={"model": "digits-tvm"})])
-    wish = catalogue.find_request(Alias("digits-tvm", "production"), "3")
-    assert wish is not None
-    assert wish.parameters["name"] == "digits"
+    request = catalogue.find_request(Alias("digits-tvm", "production"), "3")
+    assert request is not None
+    assert request.parameters["name"] == "digits"
     assert catalogue.find_request(Alias("digits", "production"), "3") is None
 
 
 def test_a_version_that_retraining_registered_is_released_by_an_alias_of_the_channels_name(write: Write) -> None:
     task = {"dataset": "data:held_out"}
     file = write("digits", None, train={"function": "train:train"}, retrain={}, validate={"task": task})
-    wish = load([file]).find_request(Alias("digits-source", "production"), "7")
-    assert wish is not None
-    assert wish.parameters == {"file": str(file), "source": "digits-source/7"}
-    assert (wish.deployment, wish.tag) == ("release/digits", "source:digits-source/7")
+    request = load([file]).find_request(Alias("digits-source", "production"), "7")
+    assert request is not None
+    assert request.parameters == {"file": str(file), "source": "digits-source/7"}
+    assert (request.deployment, request.tag) == ("release/digits", "source:digits-source/7")
     assert load([file]).find_request(Alias("digits-source", "staging"), "7") is None
 
 

@@ -52,10 +52,10 @@ class Started:
     runs: dict[str, RunRequest] = field(default_factory=dict)
     away: bool = False
 
-    def __call__(self, wish: RunRequest, key: str) -> str:
+    def __call__(self, request: RunRequest, key: str) -> str:
         if self.away:
             raise PrefectError("Prefect does not answer; start it.")
-        self.runs.setdefault(key, wish)
+        self.runs.setdefault(key, request)
         return f"run of {key}"
 
 
@@ -77,14 +77,14 @@ def test_what_mlflow_signs_starts_the_run(client: TestClient, started: Started) 
     answer = client.post(PATH, content=body, headers=signed)
     assert answer.status_code == 202
     assert answer.json() == {"deployment": "release/digits", "flow_run": "run of mlflow-webhook-one"}
-    assert [wish.deployment for wish in started.runs.values()] == ["release/digits"]
+    assert [request.deployment for request in started.runs.values()] == ["release/digits"]
 
 
 def test_a_channel_starts_a_promotion(client: TestClient, started: Started) -> None:
     body = event("digits", "production", "5")
     assert client.post(PATH, content=body, headers=headers(body)).status_code == 202
-    (wish,) = started.runs.values()
-    assert (wish.deployment, wish.parameters["version"]) == ("promote/digits", "5")
+    (request,) = started.runs.values()
+    assert (request.deployment, request.parameters["version"]) == ("promote/digits", "5")
 
 
 def test_a_delivery_that_is_repeated_has_the_key_of_the_first(client: TestClient, started: Started) -> None:
@@ -166,7 +166,7 @@ def test_the_receiver_says_that_it_is_there(client: TestClient) -> None:
 
 @given(some.binary(max_size=200), some.text(max_size=20), some.text(max_size=20), some.text(max_size=60))
 def test_nothing_unsigned_is_ever_read(body: bytes, delivery: str, timestamp: str, signature: str) -> None:
-    said = {DELIVERY_HEADER: delivery, TIMESTAMP_HEADER: timestamp, SIGNATURE_HEADER: signature}
+    headers = {DELIVERY_HEADER: delivery, TIMESTAMP_HEADER: timestamp, SIGNATURE_HEADER: signature}
     with pytest.raises(DeliveryError) as refused:
-        read_delivery(SECRET, said, body, time.time())
+        read_delivery(SECRET, headers, body, time.time())
     assert refused.value.status == 401
