@@ -1,6 +1,5 @@
 """The benchmarks' modules, and their commands run in processes of their own."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from support.processes import clean_environment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -34,10 +35,9 @@ def command(state: Path) -> Command:
     """Run `python benchmarks/NAME.py` with arguments; its state is that of the session."""
 
     def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("TVMFLOW_", "TVM_"))}
         return subprocess.run(
             [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, "--state", str(state)],
-            env=inherited,
+            env=clean_environment(),
             capture_output=True,
             text=True,
             timeout=300,

@@ -5,27 +5,23 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
+
+from support.models import save_model
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_every_function_of_an_onnx_file_is_timed_with_its_rule(command: Command, tmp_path: Path) -> None:
     shape = [1, 8, 64, 64]
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "x"], ["p"]),
-            helper.make_node("Relu", ["p"], ["s"]),
-            helper.make_node("MatMul", ["s", "x"], ["y"]),
-        ],
-        "products",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
-    )
+    nodes = [
+        helper.make_node("MatMul", ["x", "x"], ["p"]),
+        helper.make_node("Relu", ["p"], ["s"]),
+        helper.make_node("MatMul", ["s", "x"], ["y"]),
+    ]
     model, figures = tmp_path / "products.onnx", tmp_path / "figures.json"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), model)
+    save_model(model, nodes, [("x", shape)], ["y"])
     process = command("functions", str(model), "--threads", "1", "--repeats", "3", "--json", str(figures))
     assert process.returncode == 0, process.stderr
     (profile,) = json.loads(figures.read_text()).values()

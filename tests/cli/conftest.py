@@ -1,6 +1,5 @@
 """The command, called in this process or run in one of its own, and a bundle that it compiled."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.models import save_model
+from support.processes import clean_environment
 from tvmflow.cli import main
 
 
@@ -45,9 +45,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def environment(state: Path) -> dict[str, str]:
     """An environment in which nothing but the state folder is said."""
-    foreign = ("TVMFLOW_", "TVM_", "MLFLOW_", "PREFECT_")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**inherited, "TVMFLOW_HOME": str(state)}
+    return clean_environment(TVMFLOW_HOME=str(state))
 
 
 @pytest.fixture

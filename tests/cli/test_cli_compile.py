@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 from support import scale
+from support.models import save_model
 from support.skips import needs
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.cli.compile import parse_shapes
@@ -24,14 +25,7 @@ Command = Callable[..., Any]
 
 def write_model(nodes: list[onnx.NodeProto], path: Path, shape: Sequence[int | None] = (1, 4)) -> Path:
     """A model of one input x and one output y, both float32 and of the same shape."""
-    graph = helper.make_graph(
-        nodes,
-        "model",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(shape))],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, list(shape))],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
-    return path
+    return save_model(path, nodes, [("x", list(shape))], [("y", list(shape))])
 
 
 def test_the_same_model_gives_the_same_bundle_from_what_is_done(tvmflow: Command, bundle: Path, models: Path) -> None:
@@ -213,19 +207,12 @@ def test_int8_without_a_quantised_model_says_how_to_make_one(tvmflow: Command, m
 def convolution(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """conv.onnx: a convolution of 16 channels by 3x3 weights, and its ReLU."""
     weights = np.random.default_rng(0).normal(size=(16, 16, 3, 3)).astype(np.float32)
-    graph = helper.make_graph(
-        [
-            helper.make_node("Conv", ["x", "weights"], ["convolved"], pads=[1, 1, 1, 1]),
-            helper.make_node("Relu", ["convolved"], ["y"]),
-        ],
-        "conv",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16, 9, 9])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 16, 9, 9])],
-        [numpy_helper.from_array(weights, "weights")],
-    )
+    nodes = [
+        helper.make_node("Conv", ["x", "weights"], ["convolved"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["convolved"], ["y"]),
+    ]
     path = tmp_path_factory.mktemp("conv") / "conv.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
-    return path
+    return save_model(path, nodes, [("x", [1, 16, 9, 9])], ["y"], {"weights": weights})
 
 
 def _compiled(tvmflow: Command, model: Path, *options: object) -> dict[str, Any]:

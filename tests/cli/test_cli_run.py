@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.waits import wait_until
 from tvmflow import npz
 from tvmflow.bundle import TensorSpec, extract, pack, read_manifest
 
@@ -390,23 +390,21 @@ def tracker(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str
             )
         return log
 
-    def wait(ready: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + 120
-        while not (found := ready()):
-            assert time.monotonic() < deadline, [path.read_text() for path in folder.iterdir()]
-            assert all(process.poll() is None for process in started), [path.read_text() for path in folder.iterdir()]
-            time.sleep(0.05)
-        return found
+    def logs() -> str:
+        return "\n".join(path.read_text() for path in folder.iterdir())
 
     try:
         log = start("rpc_tracker", "--port", "9190", "--port-end", "9990")
-        address = wait(lambda: re.search(r"bind to (127\.0\.0\.1:\d+)\n", log.read_text()))[1]
+        bound = re.compile(r"bind to (127\.0\.0\.1:\d+)\n")
+        address = wait_until(lambda: bound.search(log.read_text()), message=logs, process=started[-1])[1]
         start("rpc_server", "--port", "9090", "--port-end", "9990", "--tracker", address, "--key", "board")
         from tvm import rpc
 
         host, port = address.split(":")
         session = rpc.connect_tracker(host, int(port))
-        wait(lambda: session.summary()["queue_info"].get("board", {}).get("free"))
+        wait_until(
+            lambda: session.summary()["queue_info"].get("board", {}).get("free"), message=logs, process=started[-1]
+        )
         session.close()
         yield address
     finally:

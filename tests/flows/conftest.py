@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from support.databases import Databases
+from support.processes import TVMFLOW, clean_environment, is_foreign
 from tvmflow.services import open_registry, open_store
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
@@ -23,8 +23,6 @@ from tvmflow.store.embedded import embedded_s3
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_SECONDS = 400.0
-# What a developer's own shell says must not decide what these tests talk to.
-_FOREIGN = ("TVMFLOW_", "MLFLOW_", "PREFECT_", "AWS_", "RCLONE_")
 
 Document = dict[str, Any]
 
@@ -69,13 +67,12 @@ class Machine:
     @property
     def environment(self) -> dict[str, str]:
         """The environment of its commands."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-        return {**kept, "TVMFLOW_HOME": str(self.home), **self.settings}
+        return clean_environment(TVMFLOW_HOME=str(self.home), **self.settings)
 
     def start(self, *arguments: str | Path) -> "subprocess.Popen[str]":
         """Start `tvmflow` with these arguments, as the leader of a session of its own."""
         return subprocess.Popen(
-            [Path(sys.executable).with_name("tvmflow"), *arguments],
+            [TVMFLOW, *arguments],
             env=self.environment,
             # Away from the repository: no tvmflow.toml and no other folder's modules.
             cwd=self.home.parent,
@@ -134,7 +131,7 @@ class Machine:
     @property
     def _loaded(self) -> Settings:
         with pytest.MonkeyPatch.context() as patch:
-            for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
+            for name in filter(is_foreign, list(os.environ)):
                 patch.delenv(name)
             for name, value in self.settings.items():
                 patch.setenv(name, value)

@@ -1,9 +1,7 @@
 """Three releases of a small model, in a real store, and servers in processes of their own."""
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.models import save_model
+from support.processes import TVMFLOW, clean_environment
 from support.steps import compile_by_steps
 from tvmflow.bundle import extract, pack
 from tvmflow.store import ReleaseStore, StoreConfig, channels
@@ -160,20 +159,17 @@ def point(store: ReleaseStore) -> Callable[[str, str], None]:
 @pytest.fixture(scope="session")
 def command(tmp_path_factory: pytest.TempPathFactory, s3: StoreConfig) -> Callable[..., "subprocess.Popen[str]"]:
     """Start `tvmflow serve` in a process of its own, with nothing in its environment but the store."""
-    foreign = ("TVMFLOW_", "TVM_", "MLFLOW_", "PREFECT_")
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(foreign)},
-        "TVMFLOW_HOME": str(tmp_path_factory.mktemp("home")),
-        "TVMFLOW_S3_ENDPOINT": str(s3.endpoint),
-        "TVMFLOW_S3_BUCKET": s3.bucket,
-        "TVMFLOW_S3_ACCESS_KEY": str(s3.access_key),
-        "TVMFLOW_S3_SECRET_KEY": str(s3.secret_key),
-    }
-    executable = Path(sys.executable).parent / "tvmflow"
+    environment = clean_environment(
+        TVMFLOW_HOME=str(tmp_path_factory.mktemp("home")),
+        TVMFLOW_S3_ENDPOINT=str(s3.endpoint),
+        TVMFLOW_S3_BUCKET=s3.bucket,
+        TVMFLOW_S3_ACCESS_KEY=str(s3.access_key),
+        TVMFLOW_S3_SECRET_KEY=str(s3.secret_key),
+    )
 
     def start(*arguments: object) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [str(executable), "serve", *map(str, arguments)],
+            [TVMFLOW, "serve", *map(str, arguments)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

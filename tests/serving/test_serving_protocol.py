@@ -29,7 +29,7 @@ def test_every_dtype_comes_through_as_it_was(dtype: str, binary: bool) -> None:
     array = (bits % 2).astype(bool) if dtype == "bool" else np.nan_to_num(bits.view(dtype)).reshape(-1)
     array = array[:6].reshape(2, 3)
     spec = TensorSpec("x", (2, 3), dtype)
-    asked = protocol.InferRequest(None, {}, (protocol.Wish("x", binary),))
+    asked = protocol.InferRequest(None, {}, (protocol.OutputRequest("x", binary),))
     answer = protocol.render(asked, "m", "1", {"x": array})
     length = answer.headers.get(protocol.HEADER_LENGTH)
     document = json.loads(answer.body[: int(length)] if length else answer.body)
@@ -67,11 +67,11 @@ def test_several_binary_inputs_follow_each_other() -> None:
 
 
 def test_all_outputs_are_given_unless_some_are_asked_for() -> None:
-    assert _parse({"inputs": []}).outputs == (protocol.Wish("a", False), protocol.Wish("b", False))
+    assert _parse({"inputs": []}).outputs == (protocol.OutputRequest("a", False), protocol.OutputRequest("b", False))
     asked = {"inputs": [], "outputs": [{"name": "b", "parameters": {"binary_data": True}}]}
-    assert _parse(asked).outputs == (protocol.Wish("b", True),)
+    assert _parse(asked).outputs == (protocol.OutputRequest("b", True),)
     asked = {"inputs": [], "parameters": {"binary_data_output": True}}
-    assert _parse(asked).outputs == (protocol.Wish("a", True), protocol.Wish("b", True))
+    assert _parse(asked).outputs == (protocol.OutputRequest("a", True), protocol.OutputRequest("b", True))
 
 
 def test_metadata_names_symbolic_sizes_minus_one() -> None:
@@ -144,8 +144,8 @@ def test_bytes_that_belong_to_no_input_are_refused() -> None:
 def test_infinity_is_given_as_bytes_and_not_as_json() -> None:
     results = {"a": np.array([np.inf], np.float32)}
     with pytest.raises(InputError, match="ask for binary_data"):
-        protocol.render(protocol.InferRequest(None, {}, (protocol.Wish("a", False),)), "m", "1", results)
-    answer = protocol.render(protocol.InferRequest("7", {}, (protocol.Wish("a", True),)), "m", "1", results)
+        protocol.render(protocol.InferRequest(None, {}, (protocol.OutputRequest("a", False),)), "m", "1", results)
+    answer = protocol.render(protocol.InferRequest("7", {}, (protocol.OutputRequest("a", True),)), "m", "1", results)
     length = int(answer.headers[protocol.HEADER_LENGTH])
     assert json.loads(answer.body[:length])["id"] == "7"
     assert np.frombuffer(answer.body[length:], "<f4")[0] == np.inf

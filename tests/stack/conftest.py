@@ -1,12 +1,9 @@
 """Local stacks as a user starts them: the command in a process of its own, a state folder each, free ports."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,11 +14,11 @@ import psutil
 import pytest
 
 from support.databases import Databases
+from support.processes import TVMFLOW, clean_environment
+from support.waits import wait_until
 
 LIMIT_SECONDS = 240.0
 SERVERS = ("s3", "prefect", "mlflow", "receiver", "worker")
-# What a developer's own shell says must not decide what these tests talk to.
-_FOREIGN = ("TVMFLOW_", "MLFLOW_", "PREFECT_", "AWS_", "RCLONE_")
 
 Document = dict[str, Any]
 
@@ -63,13 +60,12 @@ class Machine:
     @property
     def environment(self) -> dict[str, str]:
         """The environment of its commands."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-        return {**kept, "TVMFLOW_HOME": str(self.state), **self.settings}
+        return clean_environment(TVMFLOW_HOME=str(self.state), **self.settings)
 
     def start(self, *arguments: str | Path) -> "subprocess.Popen[str]":
         """Start `tvmflow` with these arguments."""
         return subprocess.Popen(
-            [Path(sys.executable).with_name("tvmflow"), *arguments],
+            [TVMFLOW, *arguments],
             env=self.environment,
             cwd=self.folder,
             stdout=subprocess.PIPE,
@@ -134,7 +130,7 @@ class Machine:
         }
         found = self.prefect("deployments/", deployment)["id"]
         run = self.prefect(f"deployments/{found}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
-        wait_until(lambda: self.state_of(run) == "RUNNING", f"the run is {self.state_of(run)}")
+        wait_until(lambda: self.state_of(run) == "RUNNING", message=lambda: f"the run is {self.state_of(run)}")
         return str(run)
 
 
@@ -146,15 +142,6 @@ from prefect import flow
 def endless():
     signal.pause()
 """
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until something has happened."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {LIMIT_SECONDS:.0f} s: {what}")
-        time.sleep(0.05)
 
 
 def free_ports() -> dict[str, int]:
@@ -205,12 +192,6 @@ def new_machine() -> Callable[[Path], Machine]:
 def end_all() -> Callable[[Machine], None]:
     """What ends whatever a machine has running."""
     return kill_all
-
-
-@pytest.fixture(scope="session", name="wait_until")
-def _wait_until() -> Callable[[Callable[[], bool], str], None]:
-    """What waits until something has happened."""
-    return wait_until
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from support.databases import Databases
+from support.waits import wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 CHANNELS = ("staging", "production")
@@ -109,11 +110,11 @@ def house(
         end_all(stack)
 
 
-def test_from_an_alias_to_production_through_retraining_and_back(house: House, wait_until: Any) -> None:
+def test_from_an_alias_to_production_through_retraining_and_back(house: House) -> None:
     # An alias is all it takes: released, judged, and moved on to both channels.
     source = house.train_and_register(2)
     house.mlflow.set_registered_model_alias("digits-source", "production", source)
-    wait_until(lambda: house.held("production") == "1", "production holds the first release")
+    wait_until(lambda: house.held("production") == "1", message="production holds the first release")
     assert house.held("staging") == house.alias("staging") == house.alias("production") == "1"
     listed = house.stack.run("list", "digits", "--json").document
     assert [item["provenance"]["source"] for item in listed] == [f"digits-source/{source}"]
@@ -123,13 +124,15 @@ def test_from_an_alias_to_production_through_retraining_and_back(house: House, w
     # The end of a retraining on better data moves production.
     ended = house.stack.run("notify", "digits", "--set", "epochs=8", "--why", "more data", "--json")
     assert ended.code == 0, ended.err
-    wait_until(lambda: house.held("production") == "2", "production holds the retrained model")
+    wait_until(lambda: house.held("production") == "2", message="production holds the retrained model")
     assert house.alias("production") == "2"
 
     # That of one on worse data does not, and says why.
     ended = house.stack.run("notify", "digits", "--set", "label_noise=0.9", "--why", "bad labels", "--json")
     assert ended.code == 0, ended.err
-    wait_until(lambda: [run["state_type"] for run in house.runs("retrain/digits")][1:] == ["FAILED"], "it is refused")
+    wait_until(
+        lambda: [run["state_type"] for run in house.runs("retrain/digits")][1:] == ["FAILED"], message="it is refused"
+    )
     refused = house.runs("retrain/digits")[1]
     assert "digits is not released" in refused["state"]["message"]
     newest = house.verdicts("retrain")[0]
@@ -147,10 +150,10 @@ def test_from_an_alias_to_production_through_retraining_and_back(house: House, w
     assert (house.held("production"), house.alias("production")) == ("1", "1")
 
 
-def test_what_the_receiver_missed_is_found_by_reconciling(house: House, wait_until: Any) -> None:
+def test_what_the_receiver_missed_is_found_by_reconciling(house: House) -> None:
     _, servers = house.stack.status()
     os.kill(servers["receiver"]["pid"], signal.SIGKILL)
-    wait_until(lambda: house.stack.status()[1]["receiver"]["state"] != "healthy", "the receiver is gone")
+    wait_until(lambda: house.stack.status()[1]["receiver"]["state"] != "healthy", message="the receiver is gone")
     before = house.held("staging")
     source = house.train_and_register(3)
     house.mlflow.set_registered_model_alias("digits-source", "production", source)
@@ -158,7 +161,7 @@ def test_what_the_receiver_missed_is_found_by_reconciling(house: House, wait_unt
     # The deployment runs on its own schedule, every five minutes; here it does not wait for that.
     deployment_id = house.stack.prefect("deployments/name/reconcile/all")["id"]
     house.stack.prefect(f"deployments/{deployment_id}/create_flow_run", {"state": {"type": "SCHEDULED"}})
-    wait_until(lambda: house.held("staging") != before, "staging holds what the alias asked for")
+    wait_until(lambda: house.held("staging") != before, message="staging holds what the alias asked for")
     newest = house.stack.run("list", "digits", "--json").document[-1]
     assert newest["provenance"]["source"] == f"digits-source/{source}"
     assert house.alias("staging") == house.held("staging") == str(newest["version"])

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
 
+from support.models import save_model
 from tasks.build import BuildResult
 from tasks.candidates import TargetBuilder, distinct_builds, tunings_to_build
 from tasks.choose import (
@@ -145,10 +146,7 @@ def test_faster_is_what_gains_enough_in_four_of_five_pairs(ratios: list[float], 
 
 def _save(path: Path, node: onnx.NodeProto, shape: list[Any], **weights: np.ndarray[Any, Any]) -> None:
     """A model of one node, from x to y of one shape."""
-    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name in ("x", "y"))
-    initializers = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    graph = helper.make_graph([node], "one", [x], [y], initializers)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    save_model(path, [node], [("x", shape)], [("y", shape)], weights)
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import json
 from dataclasses import asdict, replace
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
+from support.models import save_model
 from tasks.relax_import import ImportJob
 from tasks.relax_import import work as import_model
 from tasks.step import StepRunner
@@ -24,16 +24,9 @@ from tvmflow.workspace import Outcome, Workspace
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> Spec:
     folder = tmp_path_factory.mktemp("cached")
-    weights = numpy_helper.from_array(np.ones((32, 16, 3, 3), np.float32), "w")
-    graph = helper.make_graph(
-        [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])],
-        "convolution",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16, 12, 12])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 32, 12, 12])],
-        [weights],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
-    onnx.save(model, folder / "model.onnx")
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])
+    weights = {"w": np.ones((32, 16, 3, 3), np.float32)}
+    save_model(folder / "model.onnx", [node], [("x", [1, 16, 12, 12])], ["y"], weights)
     document = {"name": "cached", "model": {"onnx": "model.onnx"}, "tune": {"trials": 6, "tuner": "random", "seed": 1}}
     return release_file.parse(document, folder)
 

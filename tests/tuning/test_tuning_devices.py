@@ -13,14 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
 import psutil
 import pytest
 import tvm
+from onnx import helper
 from tvm import script
 from tvm.tirx import PrimFunc
 
+from support.arrays import normal
+from support.models import save_model
 from support.scale import choose, count
 from support.waits import wait_until
 from tvmflow.errors import RemoteError, SettingsError, StackError, TuneError
@@ -322,19 +323,8 @@ def test_the_command_line_starts_lists_and_ends_devices(command: Callable[..., A
 
 
 def test_a_model_is_tuned_on_devices(command: Callable[..., Any], tmp_path: Path, device: Device) -> None:
-    value = onnx.helper.make_tensor_value_info
-    weights = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("MatMul", ["x", "w"], ["m"]), onnx.helper.make_node("Relu", ["m"], ["y"])],
-        "dense",
-        [value("x", onnx.TensorProto.FLOAT, [8, 64])],
-        [value("y", onnx.TensorProto.FLOAT, [8, 64])],
-        [onnx.numpy_helper.from_array(weights, "w")],
-    )
-    onnx.save(
-        onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 18)]),
-        tmp_path / "m.onnx",
-    )
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Relu", ["m"], ["y"])]
+    save_model(tmp_path / "m.onnx", nodes, [("x", [8, 64])], ["y"], {"w": normal(64, 64)})
     (tmp_path / "release.yaml").write_text("name: dense\nmodel: {onnx: m.onnx}\ntargets: [native]\n")
     there = ("--device", "lab", "--tracker", device.tracker)
     # Trials that a run has spent are not spent again.

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
+from support.models import save_model
 from tasks.relax_import import ImportJob
 from tasks.relax_import import work as import_model
 from tasks.tune import TuneJob, TuneResult, work
@@ -35,15 +35,8 @@ def _trained(path: Path, seed: int) -> Path:
         helper.make_node("Flatten", ["p"], ["f"]),
         helper.make_node("Gemm", ["f", "w3", "b3"], ["y"]),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "digits",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 1, 8, 8])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 10])],
-        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
-    return path
+    values = {name: value.astype(np.float32) for name, value in weights.items()}
+    return save_model(path, nodes, [("x", [1, 1, 8, 8])], ["y"], values)
 
 
 def _tuned(workspace: Workspace, path: Path, target: Target) -> TuneResult:

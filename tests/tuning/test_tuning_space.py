@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from tvm.tirx import PrimFunc
 
+from support.models import save_model
 from support.scale import choose, count
 from tvmflow.compiler import import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
@@ -59,12 +59,9 @@ def test_a_small_space_comes_to_an_end(elementwise: PrimFunc, native: Target, tu
 @pytest.fixture(scope="module")
 def dense(native: Target, tmp_path_factory: pytest.TempPathFactory) -> PrimFunc:
     """A dense layer as the compiler lowers it, whose rule has many ways to schedule it."""
-    weights = numpy_helper.from_array(np.ones((256, 192), "float32"), "w")
-    shapes = {"x": [49, 256], "y": [49, 192]}
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items())
-    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "dense", [x], [y], [weights])
-    path = tmp_path_factory.mktemp("dense") / "dense.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    weights = {"w": np.ones((256, 192), "float32")}
+    path = save_model(tmp_path_factory.mktemp("dense") / "dense.onnx", [node], [("x", [49, 256])], ["y"], weights)
     (workload,) = workloads(lower(import_onnx(path), native))
     return normalize(workload.func)
 
@@ -110,11 +107,9 @@ def test_a_schedule_of_an_earlier_run_is_not_proposed_again(dense: PrimFunc, nat
 def test_only_the_compilers_rules_schedule_kernels_of_several_stages(
     tmp_path: Path, dense: PrimFunc, native: Target
 ) -> None:
-    weights = numpy_helper.from_array(np.ones((32, 32, 3, 3), "float32"), "w")
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 32, 28, 28]) for name in ("x", "y"))
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)
-    graph = helper.make_graph([node], "conv", [x], [y], [weights])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "c.onnx")
+    weights = {"w": np.ones((32, 32, 3, 3), "float32")}
+    save_model(tmp_path / "c.onnx", [node], [("x", [1, 32, 28, 28])], ["y"], weights)
     functions = workloads(lower(import_onnx(tmp_path / "c.onnx"), native))
     (winograd,) = (normalize(item.func) for item in functions if "winograd" in item.name)
     assert is_of_stages(winograd)
