@@ -3,6 +3,7 @@
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that the scale excludes, and put the files that take longest first.
+    """Leave out tests that the scale excludes, and put the files that take longest first, after those not recorded.
 
     A long file that came last would keep one process busy while the others are done.
     """
     selected = [item for item in items if _is_selected(item)]
     if len(selected) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if not _is_selected(item)])
-    seconds: dict[str, float] = defaultdict(float)
-    for file, value in durations.seconds_of_files().items():
-        seconds[_unit(file)] += value
+    files, seconds = durations.seconds_of_files(), defaultdict[str, float](float)
+    for file in {durations.file_of(item.nodeid) for item in selected}:
+        seconds[_unit(file)] += files.get(file, inf)
     items[:] = sorted(selected, key=lambda item: -seconds[_unit(item.nodeid)])
 
 

@@ -238,10 +238,12 @@ def seconds_of_files() -> dict[str, float]:
 def is_quick(item: pytest.Item) -> bool:
     """Whether `--quick` runs a test: neither it nor a fixture of its closure is recorded to listen or to be slow.
 
-    A test without a record runs, until the next record knows better.
+    A test that is new in a recorded file runs, until the next record knows better; those of a new file wait for it.
     """
     record = recorded()
-    if _exceeds(record["tests"].get(function_of(item.nodeid)), _QUICK_TEST):
+    if file_of(item.nodeid) not in record["files"] or _exceeds(
+        record["tests"].get(function_of(item.nodeid)), _QUICK_TEST
+    ):
         return False
     fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
     return not any(
