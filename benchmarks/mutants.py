@@ -390,7 +390,9 @@ def main() -> int:
         parser.error(f"nothing of {', '.join(SUITES)} is at {', '.join(options.places)}")
     mutants = [mutant for modules in suites.values() for module in modules for mutant in mutants_of(module)]
     mutants = sampled(mutants, None if options.all else options.sample, options.seed)
-    mutants = [mutant for mutant in mutants if mutated(mutant) is not None]
+    # Taken now: whoever waits for the verdicts may go on editing.
+    changes = {mutant: difference(mutant) for mutant in mutants if mutated(mutant) is not None}
+    mutants = list(changes)
     folder = ROOT / "build" / "mutants"
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
@@ -412,7 +414,7 @@ def main() -> int:
         if verdict.outcome in ("survived", "untested"):
             mutant = verdict.mutant
             print(f"\n{verdict.outcome}: {mutant.module}:{mutant.line} ({mutant.operator})")
-            print("\n".join(difference(mutant)))
+            print("\n".join(changes[mutant]))
     print()
     print("\n".join(table(result)))
     if options.json:
