@@ -23,7 +23,7 @@ DURATIONS = ROOT / "tests" / "durations.json"
 # What costs less than this, in seconds, and starts nothing is not worth a line.
 _NOTEWORTHY = 0.1
 # What a test and a fixture may cost in `--quick`, in seconds of a processor; waiting may take five times as long.
-_QUICK_TEST, _QUICK_FIXTURE = 0.2, 2.0
+_QUICK_TEST, _QUICK_FIXTURE = 0.15, 1.5
 _EVENTS = {"subprocess.Popen": "process", "os.fork": "process", "os.posix_spawn": "process", "socket.bind": "socket"}
 
 
@@ -116,8 +116,11 @@ class Recorder:
                 self._pending.append({"fixture": f"{fixturedef.baseid}::{fixturedef.argname}", **cost})
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Iterator[Any]:
+    def pytest_runtest_makereport(self, item: Any) -> Iterator[Any]:
         report: Any = yield
+        # Also those that a fixture asked for by name while the test ran.
+        definitions = item._request._fixture_defs.values() if report.when == "call" else ()
+        report.tvmflow_used = [f"{definition.baseid}::{definition.argname}" for definition in definitions]
         cost = self._costs.pop(report.when, None)
         report.tvmflow_fixtures, self._pending = self._pending, []
         report.tvmflow_cost = cost
@@ -134,7 +137,7 @@ class Recorder:
         if not self.is_worker and getattr(report, "tvmflow_cost", None):
             worker = report.node.gateway.id if hasattr(report, "node") else "main"
             line = {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "worker": worker}
-            self.phases.append({**line, **report.tvmflow_cost, "own": report.tvmflow_own})
+            self.phases.append({**line, **report.tvmflow_cost, "own": report.tvmflow_own, "used": report.tvmflow_used})
             self.fixtures.extend(report.tvmflow_fixtures)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -173,9 +176,11 @@ def merge(records: Iterable[Path]) -> Record:
     seconds: dict[str, float] = defaultdict(float)
     for path in records:
         record = json.loads(path.read_text())
+        listening = {item["fixture"] for item in record["fixtures"] if "socket" in item["needs"]}
         cases: dict[str, list[Cost]] = defaultdict(list)
         for phase in record["phases"]:
-            cases[phase["test"]].append(phase["own"])
+            needs = ["socket"] if listening & set(phase.get("used", ())) else []
+            cases[phase["test"]].append(phase["own"] | {"needs": [*phase["own"]["needs"], *needs]})
             seconds[file_of(phase["test"])] += phase["seconds"]
         for case, phases in cases.items():
             tests[function_of(case)].append(_sum(phases))
