@@ -68,7 +68,7 @@ def test_a_session_keeps_its_variables_and_says_how_a_command_ended(tmp_path: Pa
     try:
         assert session.run("x=3; cd /tmp") == (0, "\n")
         assert session.run("echo $x $PWD; (exit $x)") == (3, "3 /tmp\n\n")
-        session.start("echo begin; echo ready; sleep 60", "ready")
-        assert session.run("kill %1")[0] == 0
+        session.start("X=1 sh -c 'trap \"exit 5\" TERM; echo ready; while :; do sleep 0.1; done'", "ready")
+        assert session.run("kill %1; wait %1")[0] == 5
     finally:
         session.close()

@@ -130,9 +130,10 @@ class Session:
         return int(code), text
 
     def start(self, command: str, text: str) -> None:
-        """Start a command in the background and wait until it has printed `text`. Raises TimeoutError."""
+        """Start a simple command in the background and wait until it has printed `text`. Raises TimeoutError."""
         begin = self._output.stat().st_size
-        self._send(f"{{ {command.rstrip()}\n}} </dev/null &\n")
+        # Without braces: `kill %1` then reaches the command itself, not a shell around it.
+        self._send(f"{command.rstrip()} </dev/null &\n")
         self._wait(begin, text, command)
 
     def close(self) -> None:
