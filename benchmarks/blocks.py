@@ -94,7 +94,7 @@ class Block:
         middle = Convolution(self.between, (3, 3), (self.stride, self.stride), (1, 1, 1, 1), depthwise=self.depthwise)
         if not self.depthwise:
             high, wide = middle.size(self.size, self.size)
-            size, *_ = winograd.ranked(high, wide, self.between, self.between, machine, self.stride)
+            size, *_ = winograd.rank_sizes(high, wide, self.between, self.between, machine, self.stride)
             middle = replace(middle, winograd=size)
         block = Block(self.size, self.size, self.inputs, first, middle, last)
         ranked, apart = plans(block, self.batch, machine)

@@ -260,7 +260,7 @@ def test_the_sizes_of_a_kernels_tiles_fit_the_registers(dot: Any) -> None:
             assert sum(kernel.heights) == rows
             assert max(kernel.heights) <= amx.ROWS
             assert len(kernel.heights) * kernel.vectors <= 4
-            assert amx.code(dot, kernel).count("call void") >= 8
+            assert amx.write_code(dot, kernel).count("call void") >= 8
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""AMX: a processor's unit that multiplies whole tiles of narrow numbers, 16 rows by 16 lanes, in eight tile registers.
+"""AMX kernels: matrix products by a processor unit that multiplies whole tiles, 16 rows by 16 lanes, of bf16 or int8.
 
-Source: Intel's architecture manual, volume 2, the instructions LDTILECFG, TILELOADD, TDPBF16PS and TDPBUSD. Their right
-operand has the layout of packed weights for dot products (`tvmflow.compiler.dotproduct`): groups of numbers, 16 lanes.
+The unit has eight tile registers. Source: Intel's architecture manual, volume 2, the instructions LDTILECFG, TILELOADD,
+TDPBF16PS and TDPBUSD. Their right operand has the layout of packed weights for dot products
+(`tvmflow.compiler.dotproduct`): groups of numbers, 16 lanes.
 """
 
 from dataclasses import astuple, dataclass
@@ -17,17 +18,17 @@ from tvmflow.compiler.dotproduct import DOTS, WIDE, Dot
 ROWS = LANES = 16
 # A product of fewer rows, or one whose depth is cut into steps of fewer groups, leaves its tiles too empty to pay.
 _FEWEST_ROWS, _FEWEST_GROUPS = 4, 8
-# How many tile registers hold results, and the first of the two that hold the left operand and the right operand.
+# The number of tile registers that hold results, then the first register of the left and of the right operand.
 _RESULTS, _LEFT, _RIGHT = 4, 4, 6
-# Cycles to load a tile of the left operand, from the first-level cache, and of the right one, from the second.
+# Cycles to load a tile: of the left operand from the first-level cache, of the right operand from the second-level one.
 _LOAD_LEFT, _LOAD_RIGHT = 8, 20
 # Cycles to set the registers up, to load the results and to store them.
 _START = 256
-# The cost of a product whose rows are copied, for they do not fill whole tiles, relative to one that needs no copy.
+# The relative cost of a product whose rows do not fill whole tiles, so that they are copied first.
 _COPYING = 1.1
 
 _NAMES = "tvmflow.amx."
-# The prefix of LLVM's intrinsics. A test replaces it by that of functions which do the same on any processor.
+# The prefix of LLVM's intrinsics. A test replaces it by the prefix of functions that do the same on any processor.
 INTRINSICS = "llvm.x86."
 _MULTIPLY = {"bf16": "tdpbf16ps", "int8": "tdpbusd"}
 
@@ -113,7 +114,7 @@ def choose_vectors(rows: int, vectors: int) -> int:
 
 
 def _step(depth: int) -> int:
-    """The groups of one tile of the depth: the most that divide it, so that all tiles are of one size."""
+    """The groups of one tile of the depth: the largest divisor that fits a tile, so that all tiles have one size."""
     return max(count for count in range(1, ROWS + 1) if depth % count == 0)
 
 
@@ -124,7 +125,7 @@ def use(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV) -> N
     """
     name = _NAMES + ".".join([dot.name, *map(str, astuple(kernel))])
     register(name)
-    sch.annotate(task, "pragma_import_llvm", code(dot, kernel))
+    sch.annotate(task, "pragma_import_llvm", write_code(dot, kernel))
     sch.tensorize(row, name)
 
 
@@ -142,7 +143,7 @@ def register(name: str) -> None:
 
 
 def _symbol(dot: Dot, kernel: Kernel) -> str:
-    """The kernel's function in the library."""
+    """The name of the kernel's function in the library."""
     return "_".join(["tvmflow_amx", dot.name, *map(str, astuple(kernel))])
 
 
@@ -194,11 +195,11 @@ def _words(dot: Dot, kernel: Kernel) -> dict[str, object]:
     }
 
 
-def code(dot: Dot, kernel: Kernel) -> str:
-    """The function of a kernel in LLVM's language, which adds the products to the results.
+def write_code(dot: Dot, kernel: Kernel) -> str:
+    """Write the function of a kernel in LLVM's language. The function adds the products to the results.
 
-    Its parameters are the results, the bytes from one row of results to the next, the left operand, the bytes from one
-    row of that operand to the next and from one line to the next, and the right operand.
+    Its parameters, in order: the results, the bytes from one row of results to the next, the left operand, the bytes
+    from one row of it to the next, the bytes from one of its lines to the next, and the right operand.
     """
     multiply, symbol = _MULTIPLY[dot.name], _symbol(dot, kernel)
     heights, step = kernel.heights, _step(kernel.depth)
@@ -210,7 +211,7 @@ def code(dot: Dot, kernel: Kernel) -> str:
         lines.append(f"  %v{len(lines)} = {text}")
         return f"%v{len(lines) - 1}"
 
-    def moved(base: str, offset: str) -> str:
+    def move_pointer(base: str, offset: str) -> str:
         return value(f"getelementptr i8, ptr {base}, i64 {offset}")
 
     def intrinsic(name: str, arguments: str) -> None:
@@ -218,10 +219,10 @@ def code(dot: Dot, kernel: Kernel) -> str:
 
     def results(name: str) -> None:
         for place, start in enumerate(starts):
-            row = moved("%c", value(f"mul i64 %c_row, {start}"))
+            row = move_pointer("%c", value(f"mul i64 %c_row, {start}"))
             for vector in range(kernel.vectors):
                 tile = place * kernel.vectors + vector
-                intrinsic(name, f"i8 {tile}, ptr {moved(row, str(4 * LANES * vector))}, i64 %c_row")
+                intrinsic(name, f"i8 {tile}, ptr {move_pointer(row, str(4 * LANES * vector))}, i64 %c_row")
 
     intrinsic("ldtilecfg", f"ptr @{symbol}_tiles")
     results("tileloadd64")
@@ -229,14 +230,14 @@ def code(dot: Dot, kernel: Kernel) -> str:
     lines += ["  br label %loop", "loop:", "  %t = phi i64 [0, %entry], [%next, %loop]"]
     line = value(f"mul i64 {value(f'udiv i64 %t, {steps}')}, {kernel.dilation}")
     within = value(f"mul i64 {value(f'urem i64 %t, {steps}')}, {4 * step}")
-    left = moved(moved("%a", value(f"mul i64 {line}, %a_line")), within)
-    right = moved("%b", value(f"mul i64 %t, {4 * LANES * step}"))
+    left = move_pointer(move_pointer("%a", value(f"mul i64 {line}, %a_line")), within)
+    right = move_pointer("%b", value(f"mul i64 %t, {4 * LANES * step}"))
     for place, offset in enumerate(below):
-        intrinsic("tileloadd64", f"i8 {_LEFT + place}, ptr {moved(left, offset)}, i64 %a_row")
+        intrinsic("tileloadd64", f"i8 {_LEFT + place}, ptr {move_pointer(left, offset)}, i64 %a_row")
     for vector in range(kernel.vectors):
         size = 4 * LANES * kernel.depth * max(1, kernel.taps_h)
         tile = _RIGHT + vector % 2
-        intrinsic("tileloadd64", f"i8 {tile}, ptr {moved(right, str(size * vector))}, i64 {4 * LANES}")
+        intrinsic("tileloadd64", f"i8 {tile}, ptr {move_pointer(right, str(size * vector))}, i64 {4 * LANES}")
         for place in range(len(heights)):
             intrinsic(multiply, f"i8 {place * kernel.vectors + vector}, i8 {_LEFT + place}, i8 {tile}")
     lines += [
@@ -266,7 +267,7 @@ def code(dot: Dot, kernel: Kernel) -> str:
 
 
 def _configuration(heights: list[int], vectors: int, step: int) -> bytes:
-    """The 64 bytes of LDTILECFG: palette 1, each register's bytes of a row from byte 16, its rows from byte 48."""
+    """The 64 bytes that LDTILECFG reads: palette 1, the bytes per row of each register (at 16), its rows (at 48)."""
     wide, high = [0] * 8, [0] * 8
     for place, height in enumerate(heights):
         for tile in (*range(place * vectors, (place + 1) * vectors), _LEFT + place):

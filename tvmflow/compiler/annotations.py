@@ -1,34 +1,34 @@
-"""The annotations by which the schedule rules know the stages of our operators.
+"""Names of the annotations by which schedule rules recognise the stages of this project's operators.
 
-They stand on the block that accumulates.
+An operator sets them on the block that accumulates.
 """
 
 # The kind of kernel.
 KERNEL = "tvmflow.kernel"
-# The rows of its register tile, and the lanes of its vectors.
+# The rows of the kernel's register tile, and the lanes of its vectors.
 TILE = "tvmflow.tile"
 LANES = "tvmflow.lanes"
-# The number of its leading batch dimensions, and whether these share the weights.
+# The number of the kernel's leading batch dimensions, and whether these share the weights.
 LEAD = "tvmflow.lead"
 SHARED = "tvmflow.shared"
 # The size of Winograd's output tiles.
 WINOGRAD = "tvmflow.winograd"
-# The dimensions of a product's result that are its rows, where they are not all that follow the batch.
+# The dimensions of a product's result that are its rows. Without it, all dimensions after the batch are.
 ROWS = "tvmflow.rows"
-# Of a block of convolutions: lines of the result per strip, and vectors of channels computed at a time.
+# For a block of convolutions: lines of the result per strip, and vectors of channels computed at a time.
 STRIP = "tvmflow.strip"
 CHUNK = "tvmflow.chunk"
 # The dot-product instruction of a product of narrow numbers.
 DOT = "tvmflow.dot"
-# Of a product for AMX: the geometry of its kernel (`tvmflow.compiler.amx.Kernel`).
+# For a product by AMX: the geometry of its kernel (`tvmflow.compiler.amx.Kernel`).
 AMX = "tvmflow.amx"
 # Vectors of a register tile in the first and the second product of attention.
 VECTORS = "tvmflow.vectors"
-# Of a transpose of a model's input: the order of its dimensions.
+# For a transpose of a model's input: the order of its dimensions.
 AXES = "tvmflow.axes"
-# Of a norm over groups of channels that are not the last dimension: the channels in a group.
+# For a norm over groups of channels, where the channels are not the last dimension: the channels in a group.
 GROUP = "tvmflow.group"
-# The channels of a convolution's groups, where these are narrower than a vector.
+# The channels of a convolution's groups, where the groups are narrower than a vector.
 CHANNELS = "tvmflow.channels"
 # The subject of the decisions about an operator (`tvmflow.compiler.choices`).
 SUBJECT = "tvmflow.subject"

@@ -20,7 +20,9 @@ def compile_module(
     exec_mode: str,
     cache: Path | None = None,
 ) -> Any:
-    """Run `pipeline`, which ends where code generation begins, on a scheduled module, and make its executable.
+    """Run `pipeline` on a scheduled module, generate its code, and return the executable.
+
+    The pipeline must end where code generation begins.
 
     `cache` is a folder of object files that several processes may share. A file's name is the SHA-256 of the functions
     of the library (without its weights), TVM's version, the target and the pass context. The exported library is the
@@ -28,7 +30,7 @@ def compile_module(
     """
     if cache is None:
         return relax.build(scheduled, target, relax_pipeline=pipeline, exec_mode=exec_mode)
-    # What relax.build does, whose code generator takes functions only.
+    # The steps of relax.build, repeated here because relax.build cannot take machine code from a cache.
     with target:
         mod = pipeline(scheduled)
     builder = relax.ExecBuilder()

@@ -1,6 +1,6 @@
-"""Dot-product instructions: several products of narrow numbers added to one wide number, in every lane of a vector.
+"""Dot-product instructions: in every lane of a vector they add several products of narrow numbers to one wide number.
 
-Their left operand is one group of neighbouring numbers, the same for all lanes; their right operand a group per lane.
+The left operand is one group of neighbouring numbers, the same for all lanes. The right operand is one group per lane.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from tvmflow.compiler import intrinsics
 
 @dataclass(frozen=True)
 class Dot:
-    """A dot product of `group` numbers of type `data` with as many of type `weight`, added to one of `accumulator`.
+    """A dot product: `group` numbers of type `data` times as many of type `weight`, added to a number of `accumulator`.
 
-    A bfloat16 is held as its bits, uint16: TVM would compute numbers of its own bfloat16 type in float32, and keep them
-    so in local buffers.
+    A bfloat16 is stored as its bits (uint16), because TVM converts numbers of its own bfloat16 type to float32 and
+    keeps them as float32 in local buffers.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Dot:
         return self.widen(data) * self.widen(weight)
 
     def widen(self, value: Any) -> Any:
-        """A narrow number as one of the accumulator's type."""
+        """Convert a narrow number to the accumulator's type."""
         if self is not BF16:
             return value.astype(self.accumulator)
         bits = tirx.shift_left(value.astype("uint32"), tirx.const(16, "uint32"))
@@ -46,7 +46,7 @@ INT8 = Dot("int8", "uint8", "int8", "int32", 4)
 DOTS = {dot.name: dot for dot in (BF16, INT8)}
 
 _NAMES = "tvmflow.dot."
-# The width in bits of a vector of so many 32-bit lanes.
+# By the number of 32-bit lanes: the width of the vector in bits.
 _BITS = {4: 128, 8: 256, 16: 512}
 
 # TVM has no operands of LLVM's type for bfloat16: the instruction stands in a function with operands of 32 bits.
@@ -78,7 +78,7 @@ _MEANING = """\
                 vi, vk = T.axis.remap("SR", [i, k])
                 C[vi] = C[vi] + {left_wide} * {right_wide}
 """
-# A narrow number as one of the accumulator's type, in the words of TVM's script.
+# The conversion of a narrow number to the accumulator's type, written in TVM's script.
 WIDE = {
     "bf16": 'T.reinterpret(T.shift_left(T.Cast("uint32", {value}), T.uint32(16)), dtype="float32")',
     "int8": 'T.Cast("int32", {value})',
@@ -94,12 +94,12 @@ _CALL = {
 
 
 def round_bf16(value: Any) -> Any:
-    """The bits of the bfloat16 that is nearest to a float32, the even one of two."""
+    """Round a float32 to the nearest bfloat16, ties to even, and return its bits as uint16. NaN stays NaN."""
     bits = tirx.reinterpret("uint32", value)
     half = tirx.const(16, "uint32")
     odd = tirx.shift_right(bits, half) & tirx.const(1, "uint32")
     rounded = tirx.shift_right(bits + odd + tirx.const(0x7FFF, "uint32"), half)
-    # Rounding could carry a NaN over into infinity or zero. TVM takes every number to equal itself.
+    # Rounding could turn a NaN into infinity or zero. The bits are compared, for TVM simplifies `x != x` to false.
     is_nan = (bits & tirx.const(0x7FFFFFFF, "uint32")) > tirx.const(0x7F800000, "uint32")
     return tirx.Select(is_nan, tirx.const(0x7FC0, "uint32"), rounded).astype("uint16")
 
@@ -121,8 +121,8 @@ class Widened:
 def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None:
     """Replace the loop `lane` over `lanes` lanes, with the loop over the group within it, by the instruction.
 
-    The code that the instruction needs is attached to `task`, a loop around `lane`. Raises ValueError for a number of
-    lanes that no such instruction has.
+    The code that the instruction needs is attached to `task`, a loop around `lane`. Raises ValueError where no such
+    instruction has that number of lanes.
     """
     if lanes not in _BITS:
         raise ValueError(f"no dot product has {lanes} lanes")

@@ -1,7 +1,7 @@
-"""Narrow groups: a vector of output channels that spans several groups of a convolution, each lane reading its own.
+"""Grouped convolutions whose groups are narrower than a vector: one vector of output channels spans several groups.
 
-The input channels of those groups are as many as the output channels. For the first channel of every group they are
-spread over the lanes by one shuffle, for the second by another, and so on.
+Those groups have as many input channels as output channels, so one vector holds their inputs. One shuffle of it brings
+the first input channel of its group to every lane, the next shuffle the second channel, and so on.
 """
 
 from functools import cache

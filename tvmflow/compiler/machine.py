@@ -1,4 +1,4 @@
-"""What the schedules need to know of the machine a target names: vectors, registers, caches, cores."""
+"""The properties of a target's CPU that schedules depend on: vectors, registers, caches, cores."""
 
 from dataclasses import dataclass, replace
 
@@ -11,11 +11,11 @@ class Machine:
 
     `lanes` are 32-bit numbers per vector, `registers` the number of vector registers. `second_cache` is a core's share
     of the second-level cache in bytes. Weights of up to `cache` bytes stay in a core's cache; larger ones are read once
-    per call. All cores share the `third_cache`, in bytes; `cold` says that a model's weights come from memory in every
-    run. `amx` names the dot products (`tvmflow.compiler.dotproduct`) that AMX computes.
+    per call. All cores share the `third_cache`, in bytes. `cold` is true where a model's weights come from memory in
+    every run. `amx` names the dot products (`tvmflow.compiler.dotproduct`) that AMX computes.
 
-    A parallel region costs more than it gains below `parallel_iterations` of a loop nest, and in a function of fewer
-    than `parallel_cycles`: a region takes two to four thousand cycles to start and to end.
+    A parallel region takes two to four thousand cycles to start and to end. It costs more than it gains in a loop nest
+    of fewer than `parallel_iterations`, and in a function of fewer than `parallel_cycles`.
     """
 
     lanes: int
@@ -30,7 +30,7 @@ class Machine:
     parallel_cycles: int = 8192
 
     def for_weights(self, size: int) -> "Machine":
-        """This machine for a model of `size` bytes of weights: `cold` where they fill half of the third-level cache."""
+        """This machine for a model of `size` bytes of weights: `cold` where they exceed half of `third_cache`."""
         return replace(self, cold=2 * size > self.third_cache)
 
 

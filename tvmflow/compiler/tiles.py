@@ -15,11 +15,11 @@ class Tile:
     vectors: int
 
 
-# A row count that is good for every register file, for products whose number of rows is known only at run time.
+# The rows of a tile where only the run knows how many rows a product has: good for every register file.
 _UNKNOWN_ROWS = 8
-# Rows a multiple of so many bytes apart are in one set of the first-level cache.
+# Rows whose distance is a multiple of this many bytes share one set of the first-level cache.
 CONFLICT = 4096
-# Heights of tiles that are worth measuring.
+# The most heights of tiles that tuning measures.
 _CHOICES = 4
 _LATENCY = 4  # cycles from one multiply-add to the next that needs its result
 _PORTS = 2  # multiply-adds and loads per cycle
@@ -28,21 +28,23 @@ _PORTS = 2  # multiply-adds and loads per cycle
 def choose(
     rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None, *, exact: bool = False
 ) -> Tile:
-    """The fastest register tile, as `ranked` counts."""
-    return ranked(rows, vectors, machine, row_bytes, exact=exact)[0]
+    """Choose the register tile that `rank` puts first; the arguments are the same."""
+    return rank(rows, vectors, machine, row_bytes, exact=exact)[0]
 
 
-def ranked(
+def rank(
     rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None, *, exact: bool = False
 ) -> list[Tile]:
-    """The register tiles for a product of `rows` rows (None: symbolic) and `vectors` of channels, the fastest first.
+    """Rank the register tiles for a product of `rows` rows (None: symbolic) and `vectors` vectors of channels.
+
+    The fastest tile comes first, and there is at least one.
 
     With `exact` the rows of every tile divide the product's. `row_bytes` is the distance in memory from one row of the
-    left operand to the next: rows a multiple of 4096 bytes apart share one set of the first-level cache, which holds
-    eight lines, so that more than seven rows would evict each other.
+    left operand to the next: rows at a multiple of 4096 bytes share one set of the first-level cache. A set holds eight
+    lines, so more than seven rows would evict each other.
 
     The rate counts cycles per step of the reduction: a tile of r rows by v vectors does r*v multiply-adds with r + v
-    loads, and needs r*v + v + 1 registers. The rows of a last tile that is not full are computed in vain.
+    loads, and needs r*v + v + 1 registers. Work on the missing rows of a last, partial tile is wasted.
     """
     most = 7 if row_bytes is not None and row_bytes % CONFLICT == 0 else machine.registers - 2 if exact else 28
     rated_tiles: list[tuple[tuple[float, int, int], Tile]] = []
@@ -63,12 +65,15 @@ def ranked(
             rate = height * count * useful / (cycles + copying)
             key = (round(rate, 2), min(height * count, 20), -abs(count - 2))
             rated_tiles.append((key, Tile(height, count)))
-    # Of equals the first.
+    # The sort is stable: of equal tiles the first one stays first.
     return [tile for _, tile in sorted(rated_tiles, key=lambda item: item[0], reverse=True)] or [Tile(1, 1)]
 
 
 def choose_rows(tiles: Sequence[Tile], decisions: Decisions) -> int:
-    """The rows of the tile for a product, given the fastest tiles first: a decision."""
+    """Decide how many rows the register tile of a product has.
+
+    `tiles` are the candidates, the fastest first; `decisions` choose among their heights.
+    """
     heights = list(dict.fromkeys(tile.rows for tile in tiles))[:_CHOICES]
     return decisions.choose("rows", {str(height): height for height in heights})
 

@@ -1,7 +1,7 @@
-"""Exponentials and their kin as polynomials, which vectorise: LLVM would call the C library lane by lane.
+"""Exponentials and related functions as polynomials, which vectorise. LLVM would call the C library for each lane.
 
-All are for float32 and within a few units in the last place. The ranges and coefficients are those of the Cephes
-library (exp) and of Eigen's rational approximations (tanh, erf).
+All functions take float32 and are accurate to within a few units in the last place. The ranges and coefficients are
+those of the Cephes library (exp) and of Eigen's rational approximations (tanh, erf).
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ _ERF_Q = (
 
 
 def _bound(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Bind the argument to a variable: each use would otherwise repeat the expression, and nesting multiplies that."""
+    """Bind the argument to a variable: otherwise each use repeats its whole expression, and nesting multiplies it."""
 
     @wraps(function)
     def apply(x: Any) -> Any:
@@ -64,7 +64,10 @@ def _clamp(x: Any, lowest: float, highest: float) -> Any:
 
 
 def _reduced(x: Any, lowest: float) -> tuple[Any, Any]:
-    """e to the x, for x of `lowest` to 89, as a number near one and the power of two that it is multiplied by."""
+    """Split e to the x into a number near one and the exponent of the power of two that scales it.
+
+    x is clamped to between `lowest` and 89.
+    """
     y = _clamp(x, lowest, 89.0)
     n = tirx.floor(y * 1.44269504088896341 + 0.5)
     r = y - n * 0.693359375 + n * 2.12194440e-4
@@ -72,7 +75,7 @@ def _reduced(x: Any, lowest: float) -> tuple[Any, Any]:
 
 
 def _power(n: Any) -> Any:
-    """Two to the n, for n of -126 to 128; the latter is infinite."""
+    """Two to the n, for n from -126 to 128. Two to the 128 is infinity."""
     return tirx.reinterpret("float32", (n + 127) << 23)
 
 
@@ -108,7 +111,7 @@ def erf(x: Any) -> Any:
 
 
 def _one_and_exp(x: Any) -> Any:
-    """1 + e to the -x, infinite from where that is nearly so."""
+    """1 + e to the -x; infinity where the sum comes near the largest float32."""
     p, n = _reduced(0.0 - x, -87.0)
     return p * _power(n) + 1.0
 
@@ -133,5 +136,5 @@ def gelu(x: Any) -> Any:
 
 @_bound
 def gelu_tanh(x: Any) -> Any:
-    """The Gaussian error linear unit in its approximation by the hyperbolic tangent."""
+    """The approximation of the Gaussian error linear unit by the hyperbolic tangent."""
     return 0.5 * x * (1.0 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))

@@ -1,9 +1,10 @@
-"""Winograd's convolution: 3x3 kernels with stride one or two by fewer multiplications, and when that pays.
+"""Winograd's convolution: its transforms, its cost and its error bound.
 
-The algorithm is that of Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2015): tiles of the input
-and the kernel are transformed, multiplied element by element as one matrix product per element of the tile, and
-transformed back. With stride two, the input's even elements meet two taps of the kernel, which is a convolution with
-stride one, and its odd elements meet the third tap, which is a multiplication.
+The algorithm computes convolutions with 3x3 kernels and stride one or two by fewer multiplications. Source: Lavin and
+Gray, "Fast Algorithms for Convolutional Neural Networks" (2015). Tiles of the input and of the kernel are transformed,
+multiplied element by element (one matrix product per element of the tile), and transformed back. With stride two, the
+input's even elements meet two taps of the kernel, which is a convolution with stride one, and its odd elements meet the
+third tap, which is a multiplication.
 """
 
 from collections.abc import Sequence
@@ -20,26 +21,27 @@ from tvmflow.compiler.machine import Machine
 
 _Matrix = npt.NDArray[np.float64]
 
-# By stride and size of the output tile: the points of the interpolation, besides infinity. For size 4 the usual points
-# 0, 1, -1, 2, -2 double the error. The coefficients of these points are exact in float32, too.
+# By stride and size of the output tile: the points of the interpolation; infinity is always one more. For size 4 the
+# usual points 0, 1, -1, 2, -2 would double the error, and the coefficients of the points below are exact in float32
+# too.
 _POINTS: dict[int, dict[int, tuple[float, ...]]] = {
     1: {2: (0.0, 1.0, -1.0), 4: (0.0, 0.75, -0.75, 1.5, -1.5)},
     2: {2: (0.0, -1.0), 3: (0.0, 1.0, -1.0), 4: (0.0, 0.75, -0.75, 1.5)},
 }
 
-# Fewest channels, in and out, whose products outweigh the transforms.
+# With fewer channels, in or out, the transforms cost more than the products save.
 _FEWEST_CHANNELS = 8
 # Cycles to start and store a vector of a product, and to transform one.
 _START, _TRANSFORM = 4, 4
-# Output tiles side by side that are worth a register tile of their own.
+# A line of at least so many output tiles fills register tiles by itself.
 _LONG_LINE = 7
-# Vectors of results in flight at once that keep a core from waiting for them.
+# With fewer vectors of results in flight, a core waits for them.
 _ENOUGH = 8
-# Bytes of weights that a core reads from beyond its own cache, in the time of a multiply-add of vectors.
+# Bytes of weights that a core reads from outside its own cache in the time of one vector multiply-add.
 _BYTES_PER_CYCLE = 5
 
 
-def ranked(
+def rank_sizes(
     height: int,
     width: int,
     channels: int,
@@ -48,10 +50,11 @@ def ranked(
     stride: int = 1,
     group: int = 1,
 ) -> list[int | None]:
-    """The sizes of output tiles for an output of `height` by `width`, the fastest first; None for the direct way.
+    """Rank the sizes of output tiles for an output of `height` by `width`, the fastest first.
 
-    Counts a core's cycles per image: of the products, of the transforms, and of reading weights that stay in no cache.
-    `group` is how many multiply-adds of narrow numbers an instruction does in a lane, where they are accurate enough.
+    None among them stands for the direct convolution. The rank counts a core's cycles per image: for the products, for
+    the transforms, and for reading weights that fit no cache. `group` is the number of multiply-adds of narrow numbers
+    that an instruction does in a lane, where narrow numbers are accurate enough.
     """
     if min(channels, out_channels) < _FEWEST_CHANNELS or min(height, width) < 2 or stride not in _POINTS:
         return [None]
@@ -70,14 +73,14 @@ def cost(
     stride: int = 1,
     group: int = 1,
 ) -> float:
-    """A core's cycles for one image, as `ranked` counts them: with output tiles of `size`, the direct way for None."""
+    """A core's cycles for one image with output tiles of `size`, or by direct convolution where `size` is None."""
     vectors = -(-out_channels // machine.lanes)
     if size is None:
         return _cost(height * width, 1, 9 * channels / group, vectors, machine)
     high, wide = -(-height // size), -(-width // size)
     taps = side_of(size, stride) ** 2
     depth = -(-channels // (group if takes_narrow(size, stride, channels) else 1))
-    tile = tile_of(high, wide, taps, depth, vectors, machine)
+    tile = choose_tile(high, wide, taps, depth, vectors, machine)
     # A tile of few rows and vectors waits for loads, and for its own results.
     stall = max(1.0, _ENOUGH / (tile.rows * tile.vectors))
     transforms = _TRANSFORM * taps * high * wide * (-(-channels // machine.lanes) + vectors)
@@ -87,35 +90,36 @@ def cost(
 def takes_narrow(size: int, stride: int, channels: int) -> bool:
     """Whether the transformed numbers may be rounded to bfloat16.
 
-    With tiles of two the error is 1.5 times that of rounding for the direct way, with tiles of four it is four times.
+    Relative to a direct convolution in bfloat16, the error is 1.5 times as large with tiles of two, and four times with
+    tiles of four.
     """
     return (size, stride, channels % BF16.group) == (2, 1, 0)
 
 
 def side_of(size: int, stride: int) -> int:
-    """The elements along an input tile, which are the products along an output tile of `size`."""
+    """The side of an input tile, in elements, for output tiles of `size`."""
     return stride * (size - 1) + 3
 
 
 def _cost(results: float, taps: int, depth: float, vectors: int, machine: Machine) -> float:
-    """Cycles for `results` vectors of sums of `depth` products, for each of `vectors` of output channels."""
+    """Cycles to compute `results` sums of `depth` products for each of the `vectors` vectors of output channels."""
     weight_bytes = 4 * taps * depth * vectors * machine.lanes
     reading = weight_bytes / _BYTES_PER_CYCLE if weight_bytes > machine.cache else 0.0
     return results * (depth + _START) * vectors + reading
 
 
-def tile_of(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> tiles.Tile:
-    """The register tile for images of `high` by `wide` output tiles.
+def choose_tile(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> tiles.Tile:
+    """Choose the register tile for images of `high` by `wide` output tiles.
 
-    Its rows are of one line of output tiles if that is long, or if the weights stay in the cache, where a line can go
-    through all stages at once; else of all lines.
+    Its rows divide one line of output tiles if the line is long, or if the weights stay in the cache, so that a line
+    can go through all stages at once. Otherwise they divide the output tiles of all lines together.
     """
-    return ranked_tiles(high, wide, taps, channels, vectors, machine)[0]
+    return rank_tiles(high, wide, taps, channels, vectors, machine)[0]
 
 
-def ranked_tiles(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> list[tiles.Tile]:
-    """The register tile of `tile_of`, then others that are worth measuring."""
-    line, lines = (tiles.ranked(rows, vectors, machine, 4 * channels, exact=True) for rows in (wide, high * wide))
+def rank_tiles(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> list[tiles.Tile]:
+    """Rank register tiles: first the one that `choose_tile` returns, then others that are worth measuring."""
+    line, lines = (tiles.rank(rows, vectors, machine, 4 * channels, exact=True) for rows in (wide, high * wide))
     in_cache = 4 * taps * channels * vectors * machine.lanes <= machine.cache
     in_lines = wide >= _LONG_LINE or (in_cache and line[0].rows * line[0].vectors >= _ENOUGH)
     first, second = (line, lines) if in_lines else (lines, line)
@@ -125,9 +129,9 @@ def ranked_tiles(high: int, wide: int, taps: int, channels: int, vectors: int, m
 
 @cache
 def transforms(size: int, stride: int = 1) -> tuple[_Matrix, _Matrix, _Matrix]:
-    """The matrices that transform tiles of the input, kernels and tiles of products.
+    """The three matrices that transform tiles of the input, kernels, and tiles of products.
 
-    With n = side_of(size, stride) they are n by n, n by 3 and size by n.
+    Their shapes are n by n, n by 3 and size by n, where n = side_of(size, stride).
     """
     points = _POINTS[stride][size]
     if stride == 1:
@@ -142,10 +146,10 @@ def transforms(size: int, stride: int = 1) -> tuple[_Matrix, _Matrix, _Matrix]:
 
 
 def error_bound(size: int, stride: int, channels: int) -> float:
-    """A bound of a convolution's rounding error in float32, before anything is computed.
+    """A bound on the rounding error of such a convolution in float32, known before anything runs.
 
-    It is relative to the largest output that the weights could make of inputs as large as the largest one: the largest
-    magnitude in the input times the sum of the weights' magnitudes for an output channel. Higham's analysis ("Accuracy
+    It is relative to the largest output that the weights can produce: the largest magnitude in the input times the sum
+    of the weights' magnitudes for an output channel. Higham's analysis ("Accuracy
     and Stability of Numerical Algorithms", 2002) of the three transforms gives the factor by which intermediate values
     outgrow the result, squared for two dimensions; each value is rounded once per term of the sums that make it.
     """

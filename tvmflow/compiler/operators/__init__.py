@@ -1,8 +1,8 @@
-"""Tensor operators as loops over packed weights, which the schedule rules recognise.
+"""Definitions of tensor operators as loops over packed weights, which the schedule rules recognise.
 
 Activations are NHWC. Weights are packed into `[CO/v][KH][KW][CI][v]` for vectors of v lanes, padded with zeros to whole
 vectors; a dense layer is the 1x1 case, `[N/v][K][v]`. Every product is computed into a buffer of whole tiles, so the
-inner loops have constant extents whatever the shape, and a last stage copies the result out of it. The stages carry
+inner loops have constant extents for every shape. A last stage copies the result out of that buffer. The stages carry
 the annotations of `tvmflow.compiler.annotations`.
 """
 
@@ -16,9 +16,9 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, elementwise, norms, pooling, products, reductions, rowwise
 from tvmflow.compiler.operators.common import Legalization, default
 
-_Own = Callable[[relax.BlockBuilder, relax.Call, Machine], relax.Expr | None]
+_Definition = Callable[[relax.BlockBuilder, relax.Call, Machine], relax.Expr | None]
 
-_OPERATORS: dict[str, _Own] = {
+_OPERATORS: dict[str, _Definition] = {
     **{f"relax.{name}": reductions.legalize for name in ("sum", "mean", "max", "min", "prod", "variance", "std")},
     "relax.nn.max_pool2d": partial(pooling.legalize, largest=True),
     "relax.nn.avg_pool2d": partial(pooling.legalize, largest=False),
@@ -33,24 +33,23 @@ _OPERATORS: dict[str, _Own] = {
 
 
 def legalizations(machine: Machine, choices: Choices, fast: bool = True) -> dict[str, Legalization]:
-    """Our definitions of operators for one machine, by the operator's name, as `LegalizeOps` takes them.
+    """Return this project's definitions of operators for one machine, by the operator's name, for `LegalizeOps`.
 
-    A definition leaves a call that it does not fit to TVM's own.
-
-    `choices` makes the decisions about them; `fast` allows Winograd's algorithm for convolutions.
+    A call that a definition does not fit gets TVM's own definition. `choices` makes the decisions about operators;
+    `fast` allows Winograd's algorithm for convolutions.
     """
-    operators: dict[str, _Own] = {
+    operators: dict[str, _Definition] = {
         **_OPERATORS,
         "relax.nn.conv2d": partial(convolution.legalize, choices=choices, fast=fast),
         "relax.permute_dims": partial(convolution.legalize_transpose, choices=choices),
         "relax.matmul": partial(products.legalize, choices=choices),
     }
 
-    def with_default(own: _Own) -> Legalization:
+    def add_default(definition: _Definition) -> Legalization:
         def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-            result = own(builder, call, machine)
+            result = definition(builder, call, machine)
             return default(builder, call) if result is None else result
 
         return legalize
 
-    return {name: with_default(own) for name, own in operators.items()}
+    return {name: add_default(definition) for name, definition in operators.items()}

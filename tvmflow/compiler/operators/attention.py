@@ -1,4 +1,4 @@
-"""Attention: the scores of a strip of queries, their softmax and the sum of values, without leaving the cache."""
+"""Attention by strips of queries: the scores of a strip, their softmax and the sum of values stay in the cache."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from tvmflow.compiler.operators.common import divides, round_up, static, vector
 # The element of a tensor by batch, position, head and channel.
 Element = Callable[[Any, Any, Any, Any], Any]
 
-# Rows of a strip where the number of queries is symbolic.
+# The rows of a strip where the number of queries is symbolic.
 _UNKNOWN_ROWS = 8
 # Cycles from one multiply-add to the next that needs its result, multiply-adds per cycle, and cycles to load a vector
 # from the second-level cache.
@@ -24,8 +24,8 @@ _LATENCY, _PORTS, _LOADING = 4, 2, 2
 def choose(queries: int | None, keys: int | None, channels: int, machine: Machine) -> tuple[int, int, int]:
     """Choose the rows of a strip of queries, and the vectors of keys and of channels of its two register tiles.
 
-    `queries` and `keys` are None where they are symbolic. The choice takes the fewest cycles of both products, counting
-    the rows, keys and channels that are computed in vain.
+    `queries` and `keys` are None where they are symbolic. The choice minimises the cycles of both products. It counts
+    the work on padding: rows, keys and channels that fill up the last tile.
     """
 
     def cost(rows: int, vectors: int, size: int) -> float:
@@ -60,11 +60,12 @@ def attention(
     scale: float,
     machine: Machine,
 ) -> te.Tensor:
-    """Scaled dot-product attention (Vaswani et al., 2017), `[batch, queries, heads, channels]` of that `shape`.
+    """Scaled dot-product attention (Vaswani et al., 2017): a result of the `shape` `[batch, queries, heads, channels]`.
 
-    `keys` is the number of keys and values; queries and keys have `channels` too, the mask, added to the scaled
-    scores, has the shape `[batch or 1, heads or 1, queries or 1, keys]`. Every strip of queries goes through all stages
-    at once, as in "FlashAttention" (Dao et al., 2022), but with whole rows of scores, which fit the cache.
+    `keys` is the number of keys and of values; each query and key has as many `channels` as the result. The mask is
+    added to the scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. Every strip of queries
+    goes through all stages at once, as in "FlashAttention" (Dao et al., 2022), but with whole rows of scores, which fit
+    the cache.
     """
     batch, queries, heads, channels = shape
     depth = int(channels)
@@ -139,9 +140,9 @@ def attention(
 def _masked(
     scores: te.Tensor, mask: te.Tensor | None, queries: Any | None, keys: Any, multiple: int
 ) -> Callable[[Sequence[Any]], Any]:
-    """The scores with the mask, and with minus infinity beyond the last key.
+    """Add the mask to the scores, and put minus infinity beyond the last key; returns the element at an index.
 
-    `queries` is their number where the rows of scores are more.
+    `queries` is the number of queries where the scores have more rows than that, else None.
     """
     lowest = tirx.const(-math.inf, "float32")
     whole = divides(multiple, keys)
@@ -174,7 +175,7 @@ def _reduced(
     name: str,
     lanes: int,
 ) -> te.Tensor:
-    """Reduce each row, of whole vectors: first the vectors into one, then its lanes."""
+    """Reduce each row, a number of whole vectors: first its vectors to one, then the lanes of that vector."""
     o = te.reduce_axis((0, topi.utils.simplify(size // lanes)), "o")
     partial_results = te.compute(
         (*rows, lanes),

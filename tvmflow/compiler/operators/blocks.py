@@ -1,8 +1,8 @@
 """Blocks of convolutions as one function: a strip of lines goes through all of them and stays in a core's cache.
 
-A block is a convolution, depthwise (as in an inverted residual) or not (as in a bottleneck), with the dense convolution
-before it, the pointwise one after it, or both. The values between them are computed per strip; lines that two strips
-share are computed twice.
+A block has a convolution in the middle, depthwise (as in an inverted residual) or dense (as in a bottleneck), and a
+dense convolution before it, a pointwise convolution after it, or both. Each strip computes the intermediate values that
+it needs; lines that two strips share are computed twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators import winograd as winograd_stages
 from tvmflow.compiler.operators.common import surrounded
 
-# Pixels of a strip of the depthwise convolution in registers.
+# The most pixels of a line that the depthwise convolution keeps in registers.
 _MOST_PIXELS = 14
 
 # The element-wise operations after a convolution: a function of a value, its channel, and the tensors by channel.
@@ -30,7 +30,8 @@ Epilogue = Callable[[Any, Any, Sequence[te.Tensor]], Any]
 class Convolution:
     """One convolution of a block: its kernel, and the element-wise operations that follow it.
 
-    `winograd` is the size of that algorithm's output tiles, None for the direct way.
+    `winograd` is the size of the output tiles of Winograd's algorithm, None for a direct convolution. `reads` is the
+    number of tensors that the epilogue reads.
     """
 
     channels: int
@@ -56,7 +57,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Block:
-    """The convolutions of a block on images of `height` by `width` by `depth`, `first` or `last` being None."""
+    """The convolutions of a block on images of `height` by `width` by `depth`; `first` or `last` may be None."""
 
     height: int
     width: int
@@ -77,8 +78,8 @@ class Block:
 class Plan:
     """How a block is computed: lines of the result per strip, register tiles of pixels by vectors, and its cost.
 
-    The rows of a tile of Winograd's algorithm are those of its product. `cycles` are those of the whole block on all
-    cores.
+    With Winograd's algorithm, the rows of the middle tile are rows of its matrix product. `cycles` estimates the time
+    of the whole block on all cores.
     """
 
     lines: int
@@ -89,7 +90,7 @@ class Plan:
 
 
 def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machine: Machine, subject: str) -> te.Tensor:
-    """A block on NHWC data; `tensors` are each convolution's packed weights followed by what its epilogue reads."""
+    """A block on NHWC data; `tensors`: per convolution its packed weights and the tensors that its epilogue reads."""
     remaining = list(tensors)
 
     def take(convolution: Convolution) -> tuple[te.Tensor, list[te.Tensor]]:
@@ -117,16 +118,17 @@ def _finish(convolution: Convolution, value: Any, channel: Any, reads: Sequence[
 
 
 def _padded(data: te.Tensor, block: Block) -> te.Tensor:
-    """The middle convolution's input with zeros around it."""
+    """Pad the middle convolution's input with zeros."""
     top, left, bottom, right = block.middle.padding
     high, wide, _ = block.inner
     return surrounded(data, top, left, high + top + bottom, wide + left + right, name="expanded")
 
 
 def _expanded(data: te.Tensor, block: Block, plan: Plan, weight: te.Tensor, reads: Sequence[te.Tensor]) -> te.Tensor:
-    """The first convolution with zeros around its result.
+    """Compute the first convolution and pad its result with zeros.
 
-    It is computed for the border as well, from zeros, so that its tiles need no bounds: its input is the small one.
+    The convolution is computed for the border too, from zeros, so that its tiles need no bounds checks. That is cheap,
+    for it pads its own input, which has the fewest channels.
     """
     first = block.first
     if first is None or plan.first is None:
@@ -233,33 +235,35 @@ def _project(
 
 # The share of a core's second-level cache that a strip may fill.
 _STRIP_SHARE = 0.75
-# Cycles of an epilogue and of the stores per vector of a result.
+# Cycles per vector of a result for the epilogue and the stores.
 _EPILOGUE = 6
-# Bytes that a core writes and reads in that time within its own cache, beyond it, and beyond it if others do so, too.
+# Bytes that a core writes and reads per cycle: in its own cache, outside it, and outside it while other cores do so
+# too.
 _NEAR, _FAR, _FAR_TOGETHER = (8, 8), (5, 12), (2, 5)
-# Cycles to start a parallel region and to copy, per vector, what a convolution pads.
+# Cycles to start a parallel region, and per vector to copy the input that a convolution pads.
 _REGION, _COPY = 4000, 3
 # The most options of a decision.
 _CHOICES = 4
-# Fewer accumulators than these wait for their own results.
+# A tile of fewer accumulators waits for its own results.
 _FEWEST_ACCUMULATORS = 8
 
 
 def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> tuple[list[Plan], float]:
-    """The ways to compute a block strip by strip, the fastest first, and the cycles of its parts one by one.
+    """List the plans to compute a block strip by strip, the fastest first, and the cycles of its separate functions.
 
-    There are none where it cannot be computed so. `strassen` allows that algorithm for the parts one by one.
+    The list is empty where the block cannot be computed in strips. `strassen` allows Strassen's algorithm for the
+    separate functions.
     """
     lanes, middle = machine.lanes, block.middle
     high, wide, depth = block.inner
     out_h, out_w = middle.size(high, wide)
     step = middle.winograd or 1
-    # Few channels, as those of a model's input, are not worth a strip of their own.
+    # Channels that do not fill vectors, such as a model's input, are not worth a block.
     whole_vectors = middle.channels % lanes == 0 and (depth % lanes == 0 or (middle.depthwise and block.first is None))
     if not whole_vectors or out_h % step or out_w % step:
         return [], 0.0
     (first_tile, *_), (middle_tile, *_), (last_tile, *_) = _tiles(block, machine)
-    # A depthwise convolution's sums are short: it waits less for them.
+    # A depthwise convolution has short sums, so it needs fewer of them in flight.
     fewest = _FEWEST_ACCUMULATORS // 2 if middle.depthwise else _FEWEST_ACCUMULATORS
     if middle_tile.rows * middle_tile.vectors < fewest:
         return [], 0.0
@@ -278,7 +282,7 @@ def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> 
 
 
 class _Costs:
-    """Counts the cycles of a block on all cores, in the time of a multiply-add of vectors."""
+    """Counts the cycles of a block on all cores. A cycle is the time of one vector multiply-add."""
 
     def __init__(self, block: Block, batch: int, machine: Machine, use_strassen: bool) -> None:
         self._block = block
@@ -290,7 +294,7 @@ class _Costs:
         self._wide = wide + middle.padding[1] + middle.padding[3]
         pixels = self._out_h * self._out_w
         self._vectors = -(-depth // lanes)
-        # Cycles per pixel of the middle convolution's input, and of its result by the three convolutions.
+        # `_first`: cycles per pixel of the middle convolution's input. `_middle`, `_last`: per pixel of its result.
         self._first: float = self._vectors * _COPY
         if first:
             self._first = self._vectors * (block.depth * first.kernel[0] * first.kernel[1] + _EPILOGUE)
@@ -316,21 +320,21 @@ class _Costs:
             )
 
     def _strassen(self, outer: Sequence[int], depth: int, units: int) -> float:
-        """The share of its usual time that a product takes as a function of its own."""
+        """The time of a separate product over that of the direct product: below 1 by Strassen's algorithm."""
         estimate = strassen.estimate(outer, depth, units, self._machine)
         return 1.0 if estimate is None else min(1.0, estimate[1])
 
     def _share(self, tasks: int) -> int:
-        """The most tasks of a core."""
+        """The number of tasks of the busiest core."""
         return -(-tasks // self._machine.cores)
 
     def whole(self, lines: int, first: tiles.Tile | None) -> float | None:
-        """The cycles of the block in strips of so many lines; None where a strip does not fit the cache."""
+        """The cycles of the block as one function, in strips of `lines`; None where a strip does not fit the cache."""
         block, machine = self._block, self._machine
         middle = block.middle
         needed = (lines - 1) * middle.strides[0] + middle.dilation[0] * (middle.kernel[0] - 1) + 1
         channels = machine.lanes * first.vectors if first and middle.depthwise else block.inner[2]
-        # Winograd's algorithm goes on with a line of output tiles at a time.
+        # Winograd's algorithm processes one line of output tiles at a time.
         step = middle.winograd or lines
         bytes_in_cache = 4 * (
             needed * self._wide * channels + (step * self._out_w * middle.channels if block.last else 0)
@@ -343,12 +347,12 @@ class _Costs:
         result = self._middle + self._last
         cycles = needed * self._wide * self._first + lines * self._out_w * result
         if self._weights + bytes_in_cache > machine.second_cache:
-            # Every strip reads the weights again.
+            # Each strip reads all weights again.
             cycles += self._weights / _far(machine)[1]
         return self._share(self._batch * self._out_h // lines) * cycles
 
     def apart(self) -> float:
-        """The cycles of the block's convolutions one by one."""
+        """The cycles of the block's convolutions as separate functions."""
         block, batch, cores = self._block, self._batch, self._machine.cores
         first, middle, last = block.first, block.middle, block.last
         high, wide, depth = block.inner
@@ -366,7 +370,7 @@ class _Costs:
 
 
 def decide(block: Block, ranked: Sequence[Plan], machine: Machine, decisions: Decisions) -> Plan:
-    """The plan that the `decisions` about the block choose: by default the first one with its own tiles."""
+    """Choose a plan by the `decisions` about the block; the default is the first of the `ranked` plans."""
     plan = decisions.choose("lines", {str(plan.lines): plan for plan in ranked[:_CHOICES]})
     first_tiles, _, last_tiles = _tiles(block, machine)
     first, last = (
@@ -379,14 +383,14 @@ def decide(block: Block, ranked: Sequence[Plan], machine: Machine, decisions: De
 def _tiles(
     block: Block, machine: Machine
 ) -> tuple[Sequence[tiles.Tile | None], Sequence[tiles.Tile], Sequence[tiles.Tile | None]]:
-    """The register tiles for the three convolutions, the fastest first; None for one that is not there."""
+    """Rank the register tiles of each of the three convolutions, the fastest first; None for a missing convolution."""
     first, middle, last = block.first, block.middle, block.last
     high, wide, depth = block.inner
     _, out_w = middle.size(high, wide)
     wide += middle.padding[1] + middle.padding[3]
 
-    def ranked(rows: int, channels: int) -> list[tiles.Tile]:
-        best, *others = tiles.ranked(rows, -(-channels // machine.lanes), machine, exact=True)
+    def rank(rows: int, channels: int) -> list[tiles.Tile]:
+        best, *others = tiles.rank(rows, -(-channels // machine.lanes), machine, exact=True)
         busy = [tile for tile in others if tile.rows * tile.vectors >= _FEWEST_ACCUMULATORS]
         return [best, *busy][:_CHOICES]
 
@@ -394,11 +398,11 @@ def _tiles(
         pixels = max(size for size in range(1, _MOST_PIXELS + 1) if out_w % size == 0)
         between = [tiles.Tile(pixels, 1)]
     else:
-        between = ranked(out_w // (middle.winograd or 1), middle.channels)
+        between = rank(out_w // (middle.winograd or 1), middle.channels)
     return (
-        ranked(wide, depth) if first else [None],
+        rank(wide, depth) if first else [None],
         between,
-        ranked(out_w, last.channels) if last else [None],
+        rank(out_w, last.channels) if last else [None],
     )
 
 
@@ -407,6 +411,6 @@ def _far(machine: Machine) -> tuple[int, int]:
 
 
 def _moving(size: int, machine: Machine) -> float:
-    """Cycles to write and read again what one core leaves for another function."""
+    """Cycles to write `size` bytes for the next function and to read them there."""
     write_rate, read_rate = _NEAR if size <= _STRIP_SHARE * machine.second_cache else _far(machine)
     return size / write_rate + size / read_rate

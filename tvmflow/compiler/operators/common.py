@@ -1,4 +1,4 @@
-"""What the operators share: shapes, padding, packed weights."""
+"""Helpers that the operators share: shapes, padding, packed weights."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,19 +13,19 @@ from tvmflow.compiler.machine import Machine
 
 Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
-# TVM's fusion kind of operators that element-wise ones are fused to. TVM cannot tell it from our stages.
+# TVM's fusion kind of operators that take element-wise operators after them. TVM cannot derive it from our stages.
 FUSABLE = {"op_pattern": 4}
-# Marks operators that are to be fused as element-wise ones. That kind is 0, which TVM would overwrite.
+# Marks operators that TVM shall fuse as element-wise ones. Their fusion kind is 0, and TVM would overwrite a 0.
 FOLLOWS = {"tvmflow.follows": 1}
 
 
 def default(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    """TVM's own definition of the operator."""
+    """Define an operator as TVM does."""
     return call.op.get_attr("FLegalize")(builder, call)
 
 
 def static(dim: Any) -> int | None:
-    """The number that a size is; None where it is symbolic."""
+    """Convert a size to an integer; None where it is symbolic."""
     return int(dim) if isinstance(dim, int | tirx.IntImm) else None
 
 
@@ -40,7 +40,7 @@ def vector(channels: int, machine: Machine) -> int:
 
 
 def constant(value: np.ndarray[Any, Any]) -> relax.Expr:
-    """An array as a constant of the program."""
+    """Make a constant of the program from an array."""
     return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
 
 
@@ -63,7 +63,7 @@ def divides(tile: int, size: Any) -> bool:
 def padded_input(
     data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None, value: int = 0
 ) -> te.Tensor:
-    """A convolution's input with `value` around it, `height` by `width`; the input itself where nothing is added."""
+    """Pad a convolution's input with `value` to `height` by `width`; the input itself where that is its size."""
     *_, in_w, in_c = data.shape
     wide = channels is not None and channels != int(in_c)
     if not any(padding) and not wide and static(in_w) is not None and static(width) == static(in_w):
@@ -81,9 +81,10 @@ def surrounded(
     value: int = 0,
     name: str = "pad",
 ) -> te.Tensor:
-    """NHWC data as part of images of `height` by `width`, and of `channels` if they are more, with `value` elsewhere.
+    """Place NHWC data into larger images of `height` by `width`, with `value` elsewhere.
 
-    Each image begins `top` lines and `left` columns before the data.
+    Each image begins `top` lines and `left` columns before the data. It has `channels` channels where that is more than
+    the data has.
     """
     batch, in_h, in_w, in_c = data.shape
 
@@ -100,7 +101,8 @@ def surrounded(
 class JoinedRows:
     """The leading dimensions of a dense layer's input as the rows of a matrix product over a batch.
 
-    The dimensions at the places `joined`, of the sizes `outer`, become rows; the others, `lead`, are the batch.
+    `outer` are the sizes of the leading dimensions. The dimensions at the places `joined` become rows; the others,
+    `lead`, are the batch.
     """
 
     outer: Sequence[Any]
@@ -123,7 +125,7 @@ class JoinedRows:
         return topi.utils.simplify(math.prod(others, start=first))
 
     def position(self, *index: Any) -> tuple[Any, ...]:
-        """Where the input holds the element of the product's index `[*batch, row, k]`."""
+        """The input's index of the element at the product's index `[*batch, row, k]`."""
         *batch, row, k = index
         position: list[Any] = [None] * len(self.outer)
         for place, value in zip(self.lead, batch, strict=True):
@@ -138,7 +140,7 @@ class JoinedRows:
         return (*position, k)
 
     def row(self, *index: Any) -> tuple[Any, ...]:
-        """The product's index `[*batch, row, unit]` of an index `[*outer, unit]`."""
+        """The product's index `[*batch, row, unit]` of the result's index `[*outer, unit]`."""
         row = index[self.joined[0]]
         for place in self.joined[1:]:
             row = row * self.outer[place] + index[place]

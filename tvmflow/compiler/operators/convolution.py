@@ -1,4 +1,4 @@
-"""Convolution of NHWC activations with packed weights, directly, as a matrix product, or by Winograd's algorithm."""
+"""Convolution of NHWC activations with packed weights: direct, as a matrix product, or by Winograd's algorithm."""
 
 import math
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _MOST_STEPS = 6
 def legalize(
     builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices, fast: bool = True
 ) -> relax.Expr | None:
-    """Compute a convolution in the fastest of our ways; None for other layouts and types, and kernels of unknown size.
+    """Define a convolution in the fastest way; None for other layouts and types, and for kernels of unknown size.
 
     `fast` allows Winograd's algorithm.
     """
@@ -99,7 +99,7 @@ def legalize(
 def multiply_fast(
     builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices
 ) -> relax.Expr | None:
-    """Compute a 1x1 convolution by Strassen's algorithm; None for others, and where the algorithm does not pay."""
+    """Define a 1x1 convolution by Strassen's algorithm; None for other kernels, and where the algorithm is slower."""
     data, weight = call.args
     if not _is_ours(call) or not _is_pointwise(call) or not isinstance(weight, tvm.ir.GenericConst):
         return None
@@ -128,7 +128,7 @@ def _is_pointwise(call: relax.Call) -> bool:
 def legalize_transpose(
     builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, choices: Choices
 ) -> relax.Expr | None:
-    """Mark a transpose that a convolution may absorb, of a model's input or of its result; None for others.
+    """Mark a transpose that a convolution may absorb, before its input or after its result; None for other transposes.
 
     Whether the convolution itself writes its result in the transposed order is a decision.
     """
@@ -147,7 +147,7 @@ def legalize_transpose(
 
 
 def _writer(builder: relax.BlockBuilder, result: relax.Var, steps: int = _MOST_STEPS) -> str | None:
-    """The subject of the direct convolution that a value is the result of, up to some element-wise operations."""
+    """The subject of the direct convolution before at most `steps` element-wise operations; None without one."""
     call = builder.lookup_binding(result)
     if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.call_tir" or steps == 0:
         return None
@@ -204,9 +204,9 @@ def winograd_size(
     decisions: Decisions | None = None,
     group: int = 1,
 ) -> int | None:
-    """The size of Winograd's output tiles where that algorithm applies and pays; None for the direct way.
+    """Choose the size of Winograd's output tiles; None for a direct convolution.
 
-    That is one of the `decisions` about the convolution, or the cost model's choice where there are none.
+    The `decisions` about the convolution choose among the sizes that apply. Without decisions the cost model chooses.
     """
     out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
     height, width = (static(dim) for dim in data.ty.shape.values[1:3])
@@ -217,13 +217,13 @@ def winograd_size(
         return None
     top, left, bottom, right = geometry["padding"]
     high, wide = ((size - 3) // stride + 1 for size in (height + top + bottom, width + left + right))
-    sizes = winograd.ranked(high, wide, channels, out_channels, machine, stride, group)
+    sizes = winograd.rank_sizes(high, wide, channels, out_channels, machine, stride, group)
     options = {"direct" if size is None else f"winograd {size}": size for size in sizes}
     return sizes[0] if decisions is None else decisions.choose("algorithm", options)
 
 
 def _edge(builder: relax.BlockBuilder, data: relax.Expr, decisions: Decisions) -> tuple[relax.Expr, list[int] | None]:
-    """The tensor that a convolution reads, and the axes of the transpose that it then absorbs (None: it absorbs none).
+    """Find the tensor that a convolution reads, and the axes of the transpose that it absorbs (None: no transpose).
 
     Whether the first convolution absorbs the transpose of the model's input is a decision.
     """
@@ -239,7 +239,7 @@ def _edge(builder: relax.BlockBuilder, data: relax.Expr, decisions: Decisions) -
 
 
 class _Transposed:
-    """A tensor that is read as if its dimensions stood in another order."""
+    """A view of a tensor with its dimensions in another order."""
 
     def __init__(self, tensor: te.Tensor, axes: Sequence[int]) -> None:
         self._tensor = tensor
@@ -291,7 +291,7 @@ def conv2d(
 ) -> te.Tensor:
     """Convolution of NHWC data with packed weights; groups must be whole vectors of output channels.
 
-    With `axes` the data is in another order, and its transpose by them is NHWC.
+    With `axes` the data has another layout, and its transpose by `axes` is NHWC.
     """
     if axes is not None:
         data = _Transposed(data, axes)
@@ -300,7 +300,7 @@ def conv2d(
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
     out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
     row_bytes = 4 * strides[1] * (static(data.shape[3]) or 1)
-    tile = tiles.choose_rows(tiles.ranked(static(out_w), vectors // groups, machine, row_bytes), decisions)
+    tile = tiles.choose_rows(tiles.rank(static(out_w), vectors // groups, machine, row_bytes), decisions)
     tiled_w = round_up(out_w, tile)
     height = in_h + padding[0] + padding[2]
     needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1

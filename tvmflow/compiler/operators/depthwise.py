@@ -1,4 +1,4 @@
-"""Depthwise convolution, every channel by itself, and convolution of groups that are narrower than a vector."""
+"""Depthwise convolution, and grouped convolution whose groups are narrower than a vector."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from tvmflow.compiler.operators.common import (
 
 
 def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
-    """Weights `[C][1][KH][KW]` as `[KH][KW][C]`, zeros after the last channel."""
+    """Pack weights `[C][1][KH][KW]` into `[KH][KW][C]`, with zeros after the last channel."""
     channels, _, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
     padded_channels = _padded_channels(channels, lanes)
     if isinstance(weight, tvm.ir.GenericConst):
@@ -38,7 +38,7 @@ def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.E
 
 
 def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
-    """Weights `[C][1][KH][KW]` as `[KH][KW][C]`, zeros after the last channel."""
+    """Pack an array `[C][1][KH][KW]` into `[KH][KW][C]`, with zeros after the last channel."""
     channels, _, kernel_h, kernel_w = weight.shape
     value = np.zeros((kernel_h, kernel_w, _padded_channels(channels, lanes)), "float32")
     value[:, :, :channels] = weight[:, 0].transpose(1, 2, 0)
@@ -46,12 +46,12 @@ def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]
 
 
 def is_narrow(out_channels: int, depth: int, groups: int, machine: Machine) -> bool:
-    """Whether a vector has room for several groups, with as many channels before as after."""
+    """Whether several groups fit one vector, and each has as many output channels as input channels."""
     return groups > 1 and out_channels == depth * groups and 1 < depth < machine.lanes and machine.lanes % depth == 0
 
 
 def pack_groups(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
-    """Weights `[C][G][KH][KW]` of groups of G channels as `[KH][KW][G][C]`, zeros after the last channel."""
+    """Pack weights `[C][G][KH][KW]` of groups of G channels into `[KH][KW][G][C]`, zeros after the last channel."""
     channels, size, kernel_h, kernel_w = weight.shape
     value = np.zeros((kernel_h, kernel_w, size, -(-channels // lanes) * lanes), "float32")
     value[..., :channels] = weight.transpose(2, 3, 1, 0)
@@ -59,7 +59,7 @@ def pack_groups(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any
 
 
 def _padded_channels(channels: int, lanes: int) -> int:
-    # Half a vector at the end is as good as a whole one; less is not.
+    # Half a vector at the end is as fast as a whole vector; a shorter rest is not.
     return channels if channels % max(lanes // 2, 4) == 0 else -(-channels // lanes) * lanes
 
 
@@ -73,7 +73,7 @@ def depthwise(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> te.Tensor:
-    """Convolution of NHWC data: by channel with weights `[KH][KW][C]`, in narrow groups with those of `pack_groups`."""
+    """Depthwise convolution of NHWC data; with weights from `pack_groups`, convolution in narrow groups."""
     batch, in_h, in_w, channels = data.shape
     kernel_h, kernel_w, *size, padded_channels = (int(dim) for dim in weight.shape)
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])

@@ -20,12 +20,12 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import JoinedRows, divides, output_size, padded_input, round_up, static, vector
 
 Array = np.ndarray[Any, Any]
-# Fewer lanes are no vector that has a dot product.
+# The narrowest vector with a dot-product instruction, in lanes.
 _NARROWEST = 4
 
 
 def lanes_of(channels: int, groups: int, machine: Machine) -> int:
-    """The lanes of the vectors for so many output channels; 0 where groups leave no room for a vector."""
+    """The lanes of the vectors for `channels` output channels; 0 where the groups are narrower than any vector."""
     if groups == 1:
         return vector(channels, machine)
     # A vector of output channels must read one group's input channels only.
@@ -34,7 +34,7 @@ def lanes_of(channels: int, groups: int, machine: Machine) -> int:
 
 
 def pack_conv2d(weight: Array, lanes: int, dot: Dot) -> Array:
-    """Weights `[CO][CI][KH][KW]`, float32 or int8, packed."""
+    """Pack weights `[CO][CI][KH][KW]`, float32 or int8, into the layout of this module."""
     channels, depth, kernel_h, kernel_w = weight.shape
     vectors, steps = -(-channels // lanes), -(-depth // dot.group)
     value = np.zeros((vectors * lanes, steps * dot.group, kernel_h, kernel_w), dot.weight)
@@ -43,7 +43,7 @@ def pack_conv2d(weight: Array, lanes: int, dot: Dot) -> Array:
 
 
 def pack_dense(weight: Array, lanes: int, dot: Dot) -> Array:
-    """Weights `[K][N]`, float32 or int8, packed."""
+    """Pack weights `[K][N]`, float32 or int8, into the layout of this module."""
     return pack_conv2d(weight.T[:, :, None, None], lanes, dot)[:, 0, 0]
 
 
@@ -64,7 +64,7 @@ def conv2d(
     dilation: Sequence[int],
     zero: int = 0,
 ) -> te.Tensor:
-    """Convolution with weights from `pack_conv2d`; `zero` is what stands around the image."""
+    """Convolution of NHWC data with weights from `pack_conv2d`; `zero` is the value of the padding."""
     batch, in_h, in_w, in_c = data.shape
     vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
@@ -86,7 +86,7 @@ def conv2d(
     y, ki = te.reduce_axis((0, kernel_h), "y"), te.reduce_axis((0, group), "ki")
     line, lines = (y, [y]) if kernel_h > 1 or not rows else (0, [])
     if rows:
-        # Neighbouring pixels lie side by side in memory, and so are one reduction.
+        # Neighbouring pixels are contiguous in memory, so one reduction covers them.
         k = te.reduce_axis((0, kernel_w * steps), "k")
         pixel, step, within = (k // steps, k % steps, [k]) if kernel_w > 1 else (0, k, [k])
     else:
@@ -144,9 +144,9 @@ def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, m
 def dense(
     data: te.Tensor, weight: te.Tensor, *, dot: Dot, units: int, rows: Sequence[int], machine: Machine
 ) -> te.Tensor:
-    """`data` of shape `[..., K]` times weights from `pack_dense`; `rows` are the leading dimensions that become rows.
+    """Multiply `data` of shape `[..., K]` by weights from `pack_dense`.
 
-    The others stay dimensions of a batch.
+    `rows` are the places of the leading dimensions that become rows; the others stay dimensions of a batch.
     """
     *outer, depth = data.shape
     vectors, _, lanes, _ = (int(dim) for dim in weight.shape)
@@ -169,7 +169,7 @@ def dense(
 
 
 def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:
-    """Matrix products of bfloat16 over equal leading dimensions; the depth must be known."""
+    """Multiply matrices of bfloat16 over equal leading dimensions; the depth must be known."""
     dot = BF16
     *batch, rows, depth = left.shape
     units = right.shape[-1]
@@ -180,7 +180,7 @@ def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.T
     def interleaved(*index: Any) -> Any:
         *lead, ko, c, ki = index
         k = ko * dot.group + ki
-        # Read in bounds also where the condition fails: a vector reads first and selects then.
+        # Clamp the index: vector code reads first and selects afterwards, so the read must be in bounds in any case.
         value = right[(*lead, tirx.min(k, size - 1), tirx.min(c, units - 1))]
         return tirx.if_then_else(tirx.all(k < size, c < units), value, tirx.const(0, dot.weight))
 
@@ -215,12 +215,12 @@ def _rows_product(
     joined: Sequence[int] | None = None,
     in_line: bool = False,
 ) -> te.Tensor:
-    """`[*batch, rows, channels]` of left `[*batch, row, k]` times right `[*batch, k / g, channel, k % g]`.
+    """Multiply left `[*batch, row, k]` by right `[*batch, k / g, channel, k % g]`: `[*batch, rows, channels]`.
 
-    `shared` says that the right operand is the same for the whole batch; `joined` which dimensions of the result are
-    its rows, if not all that follow the batch; `in_line` that the rows are one dimension of the left operand. Rows come
-    in whole tiles, the depth in whole groups; where they do not divide, the left operand is copied, with its last row
-    repeated and zeros after its depth.
+    `shared` is true where the whole batch has the same right operand. `joined` are the dimensions of the result that
+    are its rows, if not all that follow the batch. `in_line` is true where the rows are one dimension of the left
+    operand. Rows come in whole tiles and the depth in whole groups. Where they do not divide, the left operand is
+    copied, with its last row repeated and zeros after its depth.
     """
     columns = static(channels)
     group, steps = dot.group, -(-depth // dot.group)

@@ -1,4 +1,4 @@
-"""Element-wise functions in vectors, where TVM would call the C library lane by lane."""
+"""Element-wise functions that vectorise. TVM's own definitions call the C library for each lane."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "relax.exp": vectormath.exp,
     "relax.erf": vectormath.erf,
     "relax.tanh": vectormath.tanh,
-    # To even, as TVM's own definition, but in vectors.
+    # Rounds ties to even, as TVM's own definition does, but vectorises.
     "relax.round": tirx.round,
     "relax.sigmoid": vectormath.sigmoid,
     "relax.nn.silu": vectormath.silu,

@@ -1,4 +1,4 @@
-"""The largest and the smallest of floats, with infinity as the identity; TVM's own is the largest finite number."""
+"""Maximum and minimum of floats with infinity as the identity. TVM's own identity is the largest finite number."""
 
 import math
 from typing import Any
@@ -9,7 +9,10 @@ from tvmflow.compiler.machine import Machine
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, sign: int) -> relax.Expr | None:
-    """`sign` 1 for the largest, -1 for the smallest; infinite where all elements are, or where there are none."""
+    """Define a maximum (`sign` 1) or a minimum (`sign` -1) over axes; None for other types and for unknown shapes.
+
+    The result is infinite where all elements are infinite or where there are no elements.
+    """
     data = call.args[0]
     if not isinstance(data.ty.shape, relax.ShapeExpr) or not str(data.ty.dtype).startswith("float"):
         return None

@@ -14,7 +14,7 @@ from tvmflow.compiler.operators.common import is_float32, static
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """Compute instance and group norm; None for other axes, and where sizes other than the batch are unknown."""
+    """Define instance and group norm; None for other axes, and where a size other than the batch is unknown."""
     attrs = call.attrs
     if not is_float32(*call.args):
         return None
@@ -40,7 +40,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
 def _channels_first(
     data: te.Tensor, scale: te.Tensor, bias: te.Tensor, *, group: int, epsilon: float, machine: Machine
 ) -> te.Tensor:
-    """Over `[N, C, ...]`: a group of channels is a row."""
+    """Normalise `[N, C, ...]`; a group of channels is one row."""
     batch, channels, *image = data.shape
     pixels = math.prod(int(size) for size in image)
 
@@ -60,7 +60,7 @@ def _channels_first(
 def _channels_last(
     data: te.Tensor, scale: te.Tensor, bias: te.Tensor, *, group: int, epsilon: float, machine: Machine
 ) -> te.Tensor:
-    """Over `[N, ..., C]`: channels are reduced by themselves, in vectors, then those of each group."""
+    """Normalise `[N, ..., C]`: reduce each channel in vectors, then combine the channels of each group."""
     batch, *image, channels = data.shape
     groups = int(channels) // group
     view = reductions.View(list(data.shape), 1, len(image))

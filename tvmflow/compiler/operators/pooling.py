@@ -1,7 +1,7 @@
 """Pooling of NHWC activations: taps in registers, without a padded copy of the image.
 
-At the border a maximum reads the nearest element of the image again; an average skips what lies outside by a branch.
-(A `tirx.Select` would read what it skips: see `tvmflow.compiler.schedules.guards`.)
+At the border a maximum reads the nearest element of the image again, and an average branches around the padding. (A
+`tirx.Select` would read outside the image: see `tvmflow.compiler.schedules.guards`.)
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _LONGEST = 32
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, largest: bool) -> relax.Expr | None:
-    """Max or average pooling in NHWC; None for other layouts, dtypes and windows that may lie outside the image."""
+    """Define max or average pooling in NHWC; None for other layouts and types, and if a window may miss the image."""
     data, attrs = call.args[0], call.attrs
     if (attrs.layout, attrs.out_layout) != ("NHWC", "NHWC") or not is_float32(data):
         return None
@@ -34,14 +34,14 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, l
         if dilation[axis] != 1 or kernel[axis] > _LONGEST or not (inside or (not attrs.ceil_mode and inside is None)):
             return None
     windows = [_Window(*window) for window in zip(kernel, strides, padding[:2], padding[2:], strict=True)]
-    counted = bool(attrs.count_include_pad)
-    compute = partial(pool, size=(height, width), windows=windows, largest=largest, counted=counted)
+    count_padding = bool(attrs.count_include_pad)
+    compute = partial(pool, size=(height, width), windows=windows, largest=largest, count_padding=count_padding)
     hint = "max_pool2d" if largest else "avg_pool2d"
     return builder.call_te(compute, data, primfunc_name_hint=hint, primfunc_attrs=FUSABLE)
 
 
 def _windows_inside(size: Any, out: Any, kernel: int, stride: int, padding: Sequence[int]) -> bool | None:
-    """Whether every window reads an element of the image; None where that depends on sizes that are not known."""
+    """Whether every window reads an element of the image; None where that depends on unknown sizes."""
     before, after = padding
     if before >= kernel or after >= kernel:
         return False
@@ -52,9 +52,9 @@ def _windows_inside(size: Any, out: Any, kernel: int, stride: int, padding: Sequ
 
 
 class _Tap(NamedTuple):
-    """One tap of a window: its place, the place of the image nearest to it, and whether the two are the same.
+    """One tap of a window: its place, the nearest place in the image, and the condition that both are the same.
 
-    `is_inside` is None for a tap that is inside of every window.
+    `is_inside` is None for a tap that always lies in the image.
     """
 
     place: Any
@@ -63,7 +63,7 @@ class _Tap(NamedTuple):
 
 
 class _Window:
-    """A window along one dimension: its taps, the distance to the next one, the padding around the image."""
+    """A window along one dimension: its taps, the stride to the next window, the padding before and after the image."""
 
     def __init__(self, taps: int, stride: int, before: int, after: int) -> None:
         self.taps, self.stride, self.before, self.after = taps, stride, before, after
@@ -81,49 +81,49 @@ class _Window:
             taps.append(_Tap(place, nearest, tirx.all(*conditions) if conditions else None))
         return taps
 
-    def count(self, index: Any, size: Any, counted: bool) -> Any:
-        """How many of a window's taps an average counts."""
+    def count(self, index: Any, size: Any, count_padding: bool) -> Any:
+        """The number of taps that an average of the window at `index` divides by."""
         start = index * self.stride - self.before
-        if counted:
+        if count_padding:
             return tirx.min(start + self.taps, size + self.after) - start
         return tirx.min(start + self.taps, size) - tirx.max(start, 0)
 
 
 def pool(
-    data: te.Tensor, *, size: Sequence[Any], windows: Sequence[_Window], largest: bool, counted: bool
+    data: te.Tensor, *, size: Sequence[Any], windows: Sequence[_Window], largest: bool, count_padding: bool
 ) -> te.Tensor:
-    """Pooling of `[N, H, W, C]` to `size`; `counted` says that averages count the padding."""
+    """Pool `[N, H, W, C]` to height and width `size`; `count_padding`: averages count the padding."""
     batch, in_h, in_w, channels = data.shape
     down, across = windows
 
     def combine(a: Any, b: Any) -> Any:
         return tirx.max(a, b) if largest else a + b
 
-    def inside(condition: Any, value: Any) -> Any:
+    def read_inside(condition: Any, value: Any) -> Any:
         return value if condition is None else tirx.if_then_else(condition, value, tirx.const(0, "float32"))
 
     def window(element: Callable[[Any], Any], along: _Window, index: Any, length: Any) -> Any:
         # Repeating an element leaves a maximum as it is, but not a sum.
         if largest:
             return reduce(combine, [element(tap.nearest) for tap in along.taps_of(index, length)])
-        return reduce(combine, [inside(tap.is_inside, element(tap.place)) for tap in along.taps_of(index, length)])
+        return reduce(combine, [read_inside(tap.is_inside, element(tap.place)) for tap in along.taps_of(index, length)])
 
-    def scaled(value: Any, h: Any, w: Any) -> Any:
+    def divide(value: Any, h: Any, w: Any) -> Any:
         if largest:
             return value
-        count = down.count(h, in_h, counted) * across.count(w, in_w, counted)
+        count = down.count(h, in_h, count_padding) * across.count(w, in_w, count_padding)
         return value * (tirx.const(1, "float32") / tirx.Cast("float32", count))
 
     if down.taps * across.taps <= _MOST_TAPS:
         return te.compute(
             (batch, *size, channels),
-            lambda n, h, w, c: scaled(
+            lambda n, h, w, c: divide(
                 window(lambda y: window(lambda x: data[n, y, x, c], across, w, in_w), down, h, in_h), h, w
             ),
             name="pool",
             attrs={KERNEL: "pooling"},
         )
-    # Lines with their padding, so that the windows of a line read all of their elements.
+    # Pool columns first, with the padding of each line, so that the windows of a line need no condition.
     width = (size[1] - 1) * across.stride + across.taps
 
     def column(n: Any, h: Any, x: Any, c: Any) -> Any:
@@ -132,12 +132,12 @@ def pool(
             nearest = tirx.min(tirx.max(place, 0), in_w - 1)
             return window(lambda y: data[n, y, nearest, c], down, h, in_h)
         value = window(lambda y: data[n, y, place, c], down, h, in_h)
-        return inside(tirx.all(place >= 0, place < in_w), value)
+        return read_inside(tirx.all(place >= 0, place < in_w), value)
 
     columns = te.compute((batch, size[0], width, channels), column, name="columns")
     return te.compute(
         (batch, *size, channels),
-        lambda n, h, w, c: scaled(
+        lambda n, h, w, c: divide(
             reduce(combine, [columns[n, h, w * across.stride + tap, c] for tap in range(across.taps)]), h, w
         ),
         name="pool",

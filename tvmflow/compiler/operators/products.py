@@ -24,14 +24,14 @@ from tvmflow.compiler.operators.common import (
     vector,
 )
 
-# Fewer rows than these are no tile of their own.
+# The fewest rows that fill a tile of their own.
 _FEWEST_ROWS = 4
-# Vectors of columns that register tiles have.
+# The vectors of columns that a register tile may have.
 _TILES = (2, 3, 4)
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
-    """Compute a matrix product by register tiles; None for other types, and for two matrices of symbolic size."""
+    """Define a matrix product by register tiles; None for other types, and for two matrices of symbolic size."""
     if not _is_product(call):
         return None
     left, right = call.args
@@ -52,7 +52,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
 def multiply_fast(
     builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices
 ) -> relax.Expr | None:
-    """Compute a dense layer by Strassen's algorithm; None for other products, and where the algorithm does not pay."""
+    """Define a dense layer by Strassen's algorithm; None for other products, and where the algorithm is slower."""
     left, right = call.args
     if not _is_product(call) or not _is_dense(right) or not isinstance(right, tvm.ir.GenericConst):
         return None
@@ -87,10 +87,10 @@ def fast_product(
     decisions: Decisions,
     strides: Sequence[int] = (),
 ) -> relax.Expr | None:
-    """`data` of shape `[..., K]` times weights `[K][N]` by Strassen's algorithm; None where that does not pay.
+    """Multiply `data` of shape `[..., K]` by weights `[K][N]` by Strassen's algorithm; None where that is slower.
 
-    Whether it pays is one of the `decisions` about the product. `strides` are the steps along the dimensions between
-    the first and the last one, if not all of their elements are rows.
+    The `decisions` about the product choose the algorithm. `strides` are the steps along the dimensions between the
+    first and the last one, where not all of their elements are rows.
     """
     sizes = [static(size) for size in data.ty.shape.values]
     if None in sizes:
@@ -128,7 +128,7 @@ def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> 
 
 
 def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
-    """Weights `[K][N]` as `[N/v][K][v]`, zeros after the last column."""
+    """Pack weights `[K][N]` into `[N/v][K][v]`, with zeros after the last column."""
     depth, units = weight.shape
     vectors = -(-units // lanes)
     value = np.zeros((depth, vectors * lanes), "float32")
@@ -137,10 +137,10 @@ def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]
 
 
 def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, decisions: Decisions) -> te.Tensor:
-    """`data` of shape `[..., K]` times packed weights `[N/v][K][v]`; the leading dimensions are rows.
+    """Multiply `data` of shape `[..., K]` by packed weights `[N/v][K][v]`; the leading dimensions are rows.
 
-    The dimensions of known size become one dimension of rows. TVM cannot simplify divisions by symbols, so symbolic
-    dimensions stay dimensions of a batch.
+    Dimensions of known size become one dimension of rows. Symbolic dimensions stay dimensions of a batch, because TVM
+    cannot simplify divisions by symbols.
     """
     *outer, depth = data.shape
     vectors, _, lanes = (int(dim) for dim in weight.shape)
@@ -162,9 +162,9 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, d
 
 
 def row_dimensions(sizes: Sequence[Any]) -> list[int]:
-    """Which leading dimensions of a dense layer's input become rows.
+    """Choose the leading dimensions of a dense layer's input that become rows; returns their places.
 
-    All if all are known, else the known ones that fill a tile, else the last.
+    All of them if all sizes are known, else the known ones if they fill a tile, else the last one.
     """
     numbers = [static(size) for size in sizes]
     if None not in numbers:
@@ -173,13 +173,13 @@ def row_dimensions(sizes: Sequence[Any]) -> list[int]:
 
 
 def _broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
-    """Whether each of the leading dimensions is one or that of the batch, counted from the last."""
+    """Whether leading dimensions broadcast to the batch: counted from the last, each is one or equal to the batch's."""
     last = batch[len(batch) - len(sizes) :]
     return all(static(size) == 1 or _equal(size, whole) for size, whole in zip(sizes, last, strict=True))
 
 
 def _place(index: Sequence[Any], tensor: te.Tensor) -> tuple[Any, ...]:
-    """An index into the whole batch as one into a tensor that is broadcast over some of it."""
+    """Convert an index into the whole batch to an index into a tensor that is broadcast over it."""
     own = index[len(index) - len(tensor.shape) :]
     ones = [static(size) == 1 for size in tensor.shape[:-2]]
     return (*(0 if one else at for one, at in zip(ones, own, strict=False)), *own[-2:])
@@ -188,14 +188,14 @@ def _place(index: Sequence[Any], tensor: te.Tensor) -> tuple[Any, ...]:
 def batch_matmul(
     left: te.Tensor, right: te.Tensor, *, batch: Sequence[Any], machine: Machine, decisions: Decisions
 ) -> te.Tensor:
-    """Matrix products over the leading dimensions `batch`, which operands that lack some of them are broadcast over."""
+    """Multiply matrices over the leading dimensions `batch`; operands that lack some of these are broadcast."""
     rows, depth = left.shape[-2:]
     units = right.shape[-1]
     columns = static(units)
     lanes = machine.lanes if columns is None else vector(columns, machine)
     whole = right
     if columns is None or columns % lanes:
-        # Whole vectors at the end need room, and a number of them that makes register tiles.
+        # Pad the columns to whole vectors, and to a number of vectors that register tiles divide.
         room = round_up(units, lanes)
         if (
             columns is not None
@@ -237,16 +237,16 @@ def rows_product(
     shared: bool,
     joined: Sequence[int] | None = None,
 ) -> te.Tensor:
-    """`[*batch, rows, channels]` of left `[*batch, row, k]` times right `[*batch, k, channel]`, in whole vectors.
+    """Multiply left `[*batch, row, k]` by right `[*batch, k, channel]` in whole vectors: `[*batch, rows, channels]`.
 
-    `shared` says that the right operand is the same for the whole batch; `joined` which dimensions of the result are
-    its rows, if not all that follow the batch. Rows come in whole tiles; where they do not divide, the left operand is
-    copied with its last row repeated. How many rows a tile has is one of the `decisions`, and so is whether rows
-    that share a set of the first-level cache are packed first, those of a tile side by side.
+    `shared` is true where the whole batch has the same right operand. `joined` are the dimensions of the result that
+    are its rows, if not all that follow the batch. Rows come in whole tiles; where they do not divide, the left operand
+    is copied with its last row repeated. The `decisions` choose the rows of a tile. Where rows share a set of the
+    first-level cache, they also choose whether the rows of each tile are packed side by side first.
     """
     columns = static(channels)
     row_bytes = 4 * int(depth) if static(depth) else None
-    ranked = tiles.ranked(static(rows), columns // lanes if columns else 2, machine, row_bytes)
+    ranked = tiles.rank(static(rows), columns // lanes if columns else 2, machine, row_bytes)
     tile = tiles.choose_rows(ranked, decisions)
     source = left
     tiled_rows = rows

@@ -1,7 +1,8 @@
 """Sums, means, extremes and variances over neighbouring dimensions, and the norms made of them.
 
-A tensor is seen as `[..., reduced, inner]`: the dimensions that follow the reduced ones run along vectors; where there
-are none, vectors run along the reduced ones. A long reduction of few results is cut into parts for the cores.
+A tensor is viewed as `[..., reduced, inner]`. Vectors run along `inner`, the dimensions after the reduced ones; where
+there are none, vectors run along the reduced ones. A long reduction with few results is split into parts, so that every
+core has work.
 """
 
 import math
@@ -17,11 +18,11 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import extremes
 from tvmflow.compiler.operators.common import is_float32, static
 
-# TVM's fusion kind of reductions, which take element-wise operators before them.
+# TVM's fusion kind of reductions: TVM fuses the element-wise operators before them.
 REDUCTION = {"op_pattern": 3}
-# A core should have at least so many elements to reduce.
+# The fewest elements to reduce that are worth a core of their own.
 _PART = 8192
-# Vectors that accumulate side by side hide the latency of their additions.
+# The number of vectors that accumulate side by side, to hide the latency of their additions.
 _ACCUMULATORS = 4
 
 
@@ -78,12 +79,12 @@ class View:
 
     @property
     def depth(self) -> int:
-        """How many elements make one result."""
+        """The number of elements that are reduced to one result."""
         return math.prod(int(size) for size in self.shape[self.first : self.last + 1])
 
     @property
     def inner(self) -> int:
-        """How many results are side by side."""
+        """The number of results that are side by side in memory."""
         return math.prod(int(size) for size in self.shape[self.last + 1 :])
 
     def position(self, outer: Sequence[Any], r: Any, c: Any) -> list[Any]:
@@ -92,7 +93,7 @@ class View:
 
 
 def unravel(index: Any, sizes: Sequence[Any]) -> list[Any]:
-    """The index in each dimension of the element at a place in memory."""
+    """Convert a position in memory to the index in each dimension of `sizes`."""
     places: list[Any] = []
     for size in reversed(sizes[1:]):
         places.insert(0, index % int(size))
@@ -108,7 +109,7 @@ def _ravel(index: Sequence[Any], sizes: Sequence[Any]) -> Any:
 
 
 def _view(call: relax.Call, machine: Machine) -> View | None:
-    """The view of a reduction's operand; None where the reduced dimensions are apart or symbolic."""
+    """View a reduction's operand; None where the reduced dimensions are not neighbours or are symbolic."""
     shape = list(call.args[0].ty.shape.values)
     axes = call.attrs.axis
     reduced = sorted(range(len(shape)) if axes is None else {int(axis) % len(shape) for axis in axes})
@@ -124,7 +125,7 @@ def _view(call: relax.Call, machine: Machine) -> View | None:
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """Reductions of float32 over neighbouring dimensions of known sizes."""
+    """Define a reduction of float32 over neighbouring dimensions of known sizes; None for other reductions."""
     name = call.op.name.rpartition(".")[2]
     view = _view(call, machine) if is_float32(call.args[0]) and isinstance(call.ty.shape, relax.ShapeExpr) else None
     if view is None:
@@ -149,7 +150,7 @@ def _statistic(data: te.Tensor, *, view: View, shape: Sequence[Any], name: str, 
     after = view.shape[view.last + 1 :]
 
     def value(*index: Any) -> Any:
-        # Between them stand what is kept of the reduced dimensions, and any of size one among these.
+        # Between them are the reduced dimensions that the result keeps, with size one.
         total = result(index[:outer_rank], _ravel(index[len(index) - len(after) :], after))
         if name in ("mean", "variance", "std"):
             total = total * scale
@@ -163,7 +164,7 @@ def reduction(
 ) -> Callable[[Sequence[Any], Any], Any]:
     """Reduce `element(outer, r, c)` over r; returns the result as a function of outer and c.
 
-    The accumulating stage is annotated `reduction_inner` where vectors run along c, else there are two,
+    Where vectors run along c, one stage accumulates, annotated `reduction_inner`. Otherwise two stages do,
     `reduction_lanes` and `reduction_fold`.
     """
     outer, depth, inner = view.outer, view.depth, view.inner
@@ -193,7 +194,10 @@ def rows(
     name: str,
     machine: Machine,
 ) -> Callable[[Sequence[Any]], Any]:
-    """Reduce `element(row, k)` over k in vectors, several side by side, then these and what is left over."""
+    """Reduce `element(row, k)` over k: several vectors side by side, then their lanes, then the elements left over.
+
+    Returns the result as a function of the row.
+    """
     lanes = machine.lanes
     whole = size // lanes
     fold: te.Tensor | None = None
@@ -236,7 +240,7 @@ def _tree(kind: Kind, values: Sequence[Any]) -> Any:
 
 
 def _parts(outer: Sequence[Any], depth: int, inner: int, machine: Machine) -> int:
-    """In how many parts to cut a reduction so that every core has some."""
+    """The number of parts to split a reduction into so that every core has work."""
     results = reduce(lambda total, size: total * (static(size) or 1), outer, 1)
     vectors = -(-inner // machine.lanes) if inner > 1 else 1
     tasks = results * (-(-vectors // _ACCUMULATORS))

@@ -19,7 +19,7 @@ Row = Callable[[Sequence[Any]], Any]
 def legalize_softmax(
     builder: relax.BlockBuilder, call: relax.Call, machine: Machine, logarithm: bool = False
 ) -> relax.Expr | None:
-    """Softmax, or its logarithm, over the last dimension; None over another."""
+    """Define softmax, or its logarithm, over the last dimension; None for another dimension."""
     data = call.args[0]
     if not is_float32(data) or int(call.attrs.axis) not in (-1, len(data.ty.shape.values) - 1):
         return None
@@ -55,9 +55,10 @@ def log_softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
 
 
 def _exponentials(data: te.Tensor, machine: Machine) -> tuple[te.Tensor, Row, Row]:
-    """The exponentials of each row less its largest element, that element, and the exponentials' sum.
+    """The exponentials of each row minus its largest element, that element, and the sum of the exponentials.
 
-    Rows of a known size that are no whole vectors are copied into such, so that no exponential is computed by itself.
+    Rows of a known size that is no multiple of a vector are padded to whole vectors first, so that all exponentials are
+    computed in vectors.
     """
     rows, size = list(data.shape[:-1]), data.shape[-1]
     number = static(size)
@@ -79,7 +80,7 @@ def _exponentials(data: te.Tensor, machine: Machine) -> tuple[te.Tensor, Row, Ro
 
 
 def legalize_norm(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """Layer norm, or norm by the root of the mean square, over the last dimensions; None over others."""
+    """Define layer norm or root-mean-square norm over the last dimensions; None for other dimensions."""
     data, *parameters = call.args
     if not is_float32(data, *parameters):
         return None
@@ -101,7 +102,7 @@ def legalize_norm(builder: relax.BlockBuilder, call: relax.Call, machine: Machin
 def layer_norm(
     data: te.Tensor, scale: te.Tensor, bias: te.Tensor, *, lead: int, epsilon: float, machine: Machine
 ) -> te.Tensor:
-    """Normalisation over the dimensions from `lead` on; the variance is that of the centred values."""
+    """Normalise over the dimensions from `lead` on; the variance is computed from the centred values."""
     element, size = _row(data, lead)
     mean, scaling = moments(element, list(data.shape[:lead]), size, epsilon, machine)
     return te.compute(
@@ -115,7 +116,7 @@ def layer_norm(
 
 
 def rms_norm(data: te.Tensor, scale: te.Tensor, *, lead: int, epsilon: float, machine: Machine) -> te.Tensor:
-    """Division by the root of the mean square over the dimensions from `lead` on."""
+    """Divide by the root of the mean square over the dimensions from `lead` on."""
     element, size = _row(data, lead)
     rows = list(data.shape[:lead])
     squares = row_reduction(
@@ -151,7 +152,7 @@ def _inverse_root(squares: Any, size: Any, epsilon: float) -> Any:
 
 
 def _row(data: te.Tensor, lead: int) -> tuple[Callable[[Sequence[Any], Any], Any], Any]:
-    """The dimensions from `lead` on as one, and its size."""
+    """Join the dimensions from `lead` on to one; returns its element as a function of row and index, and its size."""
     sizes = list(data.shape[lead:])
     if len(sizes) == 1:
         return (lambda row, k: data[(*row, k)]), sizes[0]
@@ -166,7 +167,7 @@ def row_reduction(
     name: str,
     machine: Machine,
 ) -> Row:
-    """Reduce `element(row, k)` over k in whole vectors, their lanes, and what is left over.
+    """Reduce `element(row, k)` over k: whole vectors, then their lanes, then the elements left over.
 
     Returns the result as a function of the row.
     """

@@ -1,7 +1,7 @@
-"""Strassen's matrix product: seven products of half the size where eight are usual, and when that pays.
+"""Strassen's matrix product: seven products of half the size instead of eight. Its definition and its cost.
 
-The algorithm is Strassen's, "Gaussian elimination is not optimal" (1969), one level deep: both operands are cut into
-quarters, and sums of quarters are multiplied. Those of the weights are made at build time.
+Source: Strassen, "Gaussian elimination is not optimal" (1969). One level of the algorithm is applied: both operands are
+cut into quarters, and sums of quarters are multiplied. The sums of the weights' quarters are computed at build time.
 """
 
 import math
@@ -17,8 +17,8 @@ from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.winograd import combine
 
-# By product: the sums of the left operand's quarters 11, 12, 21, 22 and of the right one's; by quarter of the result:
-# the sum of the products.
+# `_LEFT` and `_RIGHT` have one row per product: the weights of the quarters 11, 12, 21, 22 of that operand. `_RESULT`
+# has one row per quarter of the result: the weights of the seven products.
 _LEFT = [
     [1, 0, 0, 1],
     [0, 0, 1, 1],
@@ -44,21 +44,22 @@ _RESULT = [
     [1, -1, 1, 0, 0, 1, 0],
 ]
 
-# Cycles per vector of a result: to start and store its sums, to combine seven of them into four, to finish it.
+# Cycles per vector of the result: to start and store a sum, to combine seven sums into four, to finish the vector.
 _START, _COMBINE, _FINISH = 3, 10, 4
-# Fewer accumulators than these wait for loads, and for their own results.
+# A tile of fewer accumulators waits for loads and for its own results.
 _FEWEST_ACCUMULATORS = 12
-# What all cores together read from memory in the time of a multiply-add of vectors.
+# Bytes that all cores together read from memory in the time of one vector multiply-add.
 _BYTES_PER_CYCLE = 8
-# What must be gained at least, for estimates are estimates and the error grows; more by a core that is alone with the
-# panels of all rows.
+# The algorithm is chosen below this share of the usual time: estimates are uncertain, and the rounding error grows. A
+# single core must gain more, because it sums the panels of all rows alone.
 _GAIN, _GAIN_ALONE = 0.97, 0.93
 
 
 def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decisions: Decisions) -> tiles.Tile | None:
-    """Choose Strassen's algorithm for the product of `[*outer, depth]` and `[depth, units]`: its register tile.
+    """Choose between Strassen's algorithm and the direct product of `[*outer, depth]` and `[depth, units]`.
 
-    Returns None for the usual way, where that is faster or the `decisions` about the product say so.
+    Returns the register tile for Strassen's algorithm; None where the direct product is faster or the `decisions` about
+    the product choose it.
     """
     tile_and_share = estimate(outer, depth, units, machine)
     if tile_and_share is None:
@@ -71,31 +72,31 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decis
 
 
 def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> tuple[tiles.Tile, float] | None:
-    """The register tile for such a product, and its time as a share of the usual way's; None where none fits.
+    """Estimate Strassen's algorithm: its register tile, and its time relative to the direct product.
 
-    Counts cycles of a core per vector of four quarters of the result: its sums and, where they come from memory, its
-    share of the weights, of which there are seven quarters.
+    Returns None where no register tile fits the shapes. Counts a core's cycles per vector of all four quarters of the
+    result: its sums and, where the weights come from memory, reading its share of their seven quarters.
     """
     half_rows, odd = divmod(math.prod(outer), 2)
     if odd or depth % 2 or units % (2 * machine.lanes):
         return None
-    # TVM must see which half an element is in: a line of the result may not be in both.
+    # TVM must be able to prove which half an element belongs to, so no line of the result may span both halves.
     lines = [math.prod(outer[place:]) for place in range(len(outer))]
     if any(half_rows % line and line % half_rows for line in lines):
         return None
     vectors = units // 2 // machine.lanes
-    ranked = tiles.ranked(half_rows, vectors, machine, 2 * depth, exact=True)
+    ranked = tiles.rank(half_rows, vectors, machine, 2 * depth, exact=True)
     busy = [tile for tile in ranked if tile.rows * tile.vectors >= _FEWEST_ACCUMULATORS]
     if not busy:
         return None
 
     def uneven(tile: tiles.Tile) -> float:
-        """What the slowest core takes over what all would with equal shares."""
+        """The time of the busiest core relative to equal shares for all cores."""
         together = goes_together(half_rows, tile.rows, depth // 2, units // 2, machine)
         tasks = half_rows // tile.rows if together else vectors // tile.vectors
         return -(-tasks // machine.cores) * machine.cores / tasks
 
-    # Of equals the first.
+    # `min` takes the first of equal tiles.
     tile = min(busy, key=uneven)
     quarter = depth * machine.lanes * 2 * machine.cores / half_rows / _BYTES_PER_CYCLE if machine.cold else 0.0
     usual = 4 * (depth + _START + _FINISH + quarter)
@@ -105,22 +106,22 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
 
 
 def goes_together(half_rows: int, rows: int, half_depth: int, half_units: int, machine: Machine) -> bool:
-    """Whether each core sums the panels of its own rows: the weights stay in its cache, and there are enough tiles."""
+    """Whether each core sums the panels of its own rows: the weights fit its cache, and there are enough tiles."""
     return 4 * 7 * half_depth * half_units <= machine.cache and half_rows // rows >= 2 * machine.cores
 
 
 def error_bound(depth: int) -> float:
-    """A bound of a product's rounding error in float32, before anything is computed.
+    """A bound on the rounding error of such a product in float32, known before anything runs.
 
-    It is relative to `depth` times the largest magnitude in the one operand times that in the other, which bounds any
-    result. Each of the four products in the longest sum has operands that are sums of two at most, and rounds once per
-    term (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, chapter 23).
+    It is relative to `depth` times the largest magnitude in the left operand times the largest in the right operand,
+    which bounds every result. The longest sum has four products. The operands of each are sums of at most two quarters,
+    and each product rounds once per term (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, chapter 23).
     """
     return 6 * (depth / 2 + 5) * float(np.finfo("float32").eps) / 2
 
 
 def pack(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
-    """The sums of quarters of weights `[K][N]` as `[7][N/2/v][K/2][v]`."""
+    """Sum the quarters of weights `[K][N]` and pack the sums into `[7][N/2/v][K/2][v]`."""
     depth, units = (size // 2 for size in weight.shape)
     quarters = weight.astype("float64").reshape(2, depth, 2, units).transpose(0, 2, 1, 3).reshape(4, depth, units)
     sums = np.einsum("iq,qkn->ikn", np.array(_RIGHT, "float64"), quarters).astype("float32")
@@ -131,9 +132,9 @@ def pack(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
 def multiply(
     data: te.Tensor, weight: te.Tensor, *, outer: Sequence[int], steps: Sequence[int], tile: tiles.Tile, subject: str
 ) -> te.Tensor:
-    """`data` of shape `[..., K]` times weights from `pack`.
+    """Multiply `data` of shape `[..., K]` by weights from `pack`.
 
-    The rows are every `steps`-th element of the leading dimensions, `outer` of them.
+    The rows are every `steps`-th element along the leading dimensions; `outer` are the numbers of rows along them.
     """
     _, vectors, half_depth, lanes = (int(size) for size in weight.shape)
     half_rows, half_units = math.prod(outer) // 2, vectors * lanes

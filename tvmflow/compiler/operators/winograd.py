@@ -1,4 +1,4 @@
-"""The stages of Winograd's convolution: both halves of the input's transform, the products, and the way back."""
+"""The stages of Winograd's convolution: the input transform in two halves, the products, the output transform."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,10 +27,10 @@ def conv2d(
 ) -> te.Tensor:
     """Convolution of NHWC data of known height and width with weights from `transform_kernel` or `narrow_kernel`.
 
-    The output tiles are the rows of a matrix product. `annotations` gives the product's annotations from the rows of
-    its register tile, its lanes and the size of output tiles. Given `rows` of a register tile, which must divide the
-    output tiles of a line, the product has the dimensions of the images. Else all output tiles are one dimension, and
-    the rows are the fastest ones, or those of the `decisions` about the convolution.
+    The output tiles are the rows of a matrix product. `annotations` makes the product's annotations from the rows of
+    its register tile, its lanes and the size of output tiles. With `rows`, the rows of the register tile, which must
+    divide the output tiles of a line, the product keeps the dimensions of the images. Without `rows` all output tiles
+    are one dimension, and the rows are the fastest ones or those that the `decisions` about the convolution choose.
     """
     batch, in_h, in_w, depth = data.shape
     taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
@@ -45,7 +45,7 @@ def conv2d(
     in_images = rows is not None
     if rows is None:
         dimensions = [topi.utils.simplify(batch * count)]
-        ranked = winograd.ranked_tiles(high, wide, taps, steps, vectors, machine)
+        ranked = winograd.rank_tiles(high, wide, taps, steps, vectors, machine)
         rows = ranked[0].rows
         if decisions is not None:
             rows = tiles.choose_rows(ranked, decisions.choices.about(f"winograd {size} of {decisions.subject}"))
@@ -53,7 +53,7 @@ def conv2d(
         dimensions = [batch, high, wide]
 
     def image(*place: Any) -> tuple[Any, Any, Any]:
-        """An output tile's image, line and column."""
+        """The image, line and column of an output tile."""
         if not in_images:
             (p,) = place
             return p // count, p % count // wide, p % wide
@@ -96,7 +96,7 @@ def conv2d(
         name="product",
         attrs=annotations(rows, lanes, size),
     )
-    # Tiles come first: were they where the product has them, MetaSchedule would take this stage for a copy of it.
+    # The dimensions of tiles come first. In the order of the product, MetaSchedule would take this stage for its copy.
     back = te.compute(
         (*dimensions, size, side, vectors * lanes),
         lambda *index: combine(outputs, index[-3], lambda i: product[(i, index[-2], *index[:-3], index[-1])]),
@@ -111,7 +111,7 @@ def conv2d(
 
 
 def combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:
-    """The sum of elements weighted by a row of a constant matrix; the schedule unrolls until the row is known."""
+    """The sum of elements weighted by a row of a constant matrix. The schedule unrolls until `row` is a constant."""
     sums = [_weighted_sum(weights, element) for weights in matrix]
     value = sums[-1]
     for index in reversed(range(len(sums) - 1)):
@@ -121,7 +121,7 @@ def combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int]
 
 def _weighted_sum(weights: Sequence[float], element: Callable[[int], Any]) -> Any:
     total = None
-    # A positive term first: the others are added to it or subtracted, without a negation.
+    # Start with a positive term, so that the others are added or subtracted without a negation.
     for index in sorted(range(len(weights)), key=lambda index: weights[index] <= 0):
         weight = weights[index]
         if weight == 0:

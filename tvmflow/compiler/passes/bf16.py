@@ -61,16 +61,16 @@ class _BFloat16:
         groups, channels = int(call.attrs.groups), int(weight.ty.shape.values[0])
         value = weight.value.numpy()
         if is_depthwise(call):
-            packed = constant(depthwise.pack_array(value, vector(groups, machine)))
+            packed_weight = constant(depthwise.pack_array(value, vector(groups, machine)))
             compute = _reading_bf16(depthwise.depthwise, machine=machine, **shape)
-            return _call(builder, compute, data, packed, "depthwise_conv2d")
+            return _call(builder, compute, data, packed_weight, "depthwise_conv2d")
         size = None
         if self._winograd and BF16.name not in machine.amx:
             size = convolution.winograd_size(call.args[0], weight, groups, shape, machine, group=BF16.group)
         if size is not None:
             stride, padding = shape["strides"][0], shape["padding"]
             narrow = winograd.takes_narrow(size, stride, int(weight.ty.shape.values[1]))
-            packed = (
+            packed_weight = (
                 winograd.narrow_kernel(value, size, machine.lanes)
                 if narrow
                 else winograd.transform_kernel(value, size, machine.lanes, stride)
@@ -83,10 +83,12 @@ class _BFloat16:
                 stride=stride,
                 machine=machine,
             )
-            return _call(builder, compute, data, constant(packed), "winograd_conv2d" + ("_bf16" if narrow else ""))
-        packed = constant(dot.pack_conv2d(value, dot.lanes_of(channels, groups, machine), BF16))
+            return _call(
+                builder, compute, data, constant(packed_weight), "winograd_conv2d" + ("_bf16" if narrow else "")
+            )
+        packed_weight = constant(dot.pack_conv2d(value, dot.lanes_of(channels, groups, machine), BF16))
         compute = partial(dot.conv2d, dot=BF16, channels=channels, groups=groups, machine=machine, **shape)
-        return _call(builder, compute, data, packed, "conv2d_bf16")
+        return _call(builder, compute, data, packed_weight, "conv2d_bf16")
 
     def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
         if len(operands) == 2:
@@ -94,10 +96,10 @@ class _BFloat16:
             return _call(builder, partial(dot.batch_matmul, machine=self._machine), left, right, "batch_matmul_bf16")
         (data,), weight = operands, call.args[1]
         units = int(weight.ty.shape.values[1])
-        packed = constant(dot.pack_dense(weight.value.numpy(), vector(units, self._machine), BF16))
+        packed_weight = constant(dot.pack_dense(weight.value.numpy(), vector(units, self._machine), BF16))
         rows = row_dimensions(data.ty.shape.values[:-1])
         compute = partial(dot.dense, dot=BF16, units=units, rows=rows, machine=self._machine)
-        return _call(builder, compute, data, packed, "dense_bf16")
+        return _call(builder, compute, data, packed_weight, "dense_bf16")
 
     def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
         def compute(x: te.Tensor) -> te.Tensor:

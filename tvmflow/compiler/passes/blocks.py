@@ -299,7 +299,7 @@ def _choose(candidate: _Candidate, steps: _Steps, machine: Machine, choices: Cho
     tensors: list[relax.Expr] = []
     for step, described in zip(steps, (block.first, block.middle, block.last), strict=True):
         if step is not None and described is not None:
-            tensors += [constant(_packed(step.call, described, machine)), *map(constant, _epilogue(step.after)[1])]
+            tensors += [constant(_pack(step.call, described, machine)), *map(constant, _epilogue(step.after)[1])]
     plan = blocks.decide(block, ranked, machine, decisions)
     return _FusedBlock(_data(steps), block, plan, tuple(tensors), decisions.subject)
 
@@ -326,7 +326,7 @@ def _convolution(step: _Step, winograd_size: int | None) -> blocks.Convolution:
     )
 
 
-def _packed(call: relax.Call, described: blocks.Convolution, machine: Machine) -> Array:
+def _pack(call: relax.Call, described: blocks.Convolution, machine: Machine) -> Array:
     weight = call.args[1].value.numpy()
     if described.depthwise:
         return depthwise.pack_array(weight, machine.lanes)

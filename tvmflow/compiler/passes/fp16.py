@@ -52,11 +52,13 @@ class _Float16:
         value, groups = weight.value.numpy(), int(call.attrs.groups)
         channels, _, *kernel = value.shape
         if is_depthwise(call):
-            packed = constant(depthwise.pack_array(value, vector(groups, self._machine)))
+            packed_weight = constant(depthwise.pack_array(value, vector(groups, self._machine)))
             filtered = partial(depthwise.depthwise, machine=self._machine, **shape)
             name, attrs = "depthwise_conv2d", FUSABLE
-            return builder.call_te(_reading(filtered), data, packed, primfunc_name_hint=name, primfunc_attrs=attrs)
-        packed = convolution.pack_array(value, dot.lanes_of(channels, groups, self._half))
+            return builder.call_te(
+                _reading(filtered), data, packed_weight, primfunc_name_hint=name, primfunc_attrs=attrs
+            )
+        packed_weight = convolution.pack_array(value, dot.lanes_of(channels, groups, self._half))
         decisions = self._choices.about(f"fp16 {convolution.subject_of(call)}")
         common = {"channels": channels, "machine": self._half, "decisions": decisions}
         pointwise = (kernel, groups, shape["strides"]) == ([1, 1], 1, [1, 1]) and not any(shape["padding"])
@@ -65,16 +67,16 @@ class _Float16:
             compute = partial(convolution.pointwise_conv2d, **common)
         else:
             compute = partial(convolution.conv2d, groups=groups, **common, **shape)
-        return self._call(builder, compute, data, packed, "conv2d_fp16")
+        return self._call(builder, compute, data, packed_weight, "conv2d_fp16")
 
     def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
         (data,), weight = operands, call.args[1].value.numpy()
         units = weight.shape[1]
-        packed = products.pack_array(weight, vector(units, self._half))
+        packed_weight = products.pack_array(weight, vector(units, self._half))
         subject = f"fp16 matmul {shape_text(data.ty.shape.values)} by {shape_text(weight.shape)}"
         decisions = self._choices.about(subject)
         compute = partial(products.dense, units=units, machine=self._half, decisions=decisions)
-        return self._call(builder, compute, data, packed, "dense_fp16")
+        return self._call(builder, compute, data, packed_weight, "dense_fp16")
 
     def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
         return builder.call_te(partial(_cast, dtype="float16"), value, primfunc_name_hint="round")
@@ -95,8 +97,8 @@ class _Float16:
         def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
             return _cast(operator(data, weight), "float32")
 
-        packed = constant(weight.astype("float16"))
-        return builder.call_te(compute, data, packed, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
+        packed_weight = constant(weight.astype("float16"))
+        return builder.call_te(compute, data, packed_weight, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
 
 
 def _cast(x: te.Tensor, dtype: str) -> te.Tensor:

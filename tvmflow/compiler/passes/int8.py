@@ -334,21 +334,23 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
             "dilation": [int(item) for item in attrs.dilation],
         }
         if weight.shape[1] == 1 and groups == out_channels > 1:
-            packed = depthwise.pack(self.builder_, constant(weight.astype("float32")), vector(groups, self._machine))
+            packed_weight = depthwise.pack(
+                self.builder_, constant(weight.astype("float32")), vector(groups, self._machine)
+            )
 
             def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
                 exact = depthwise.depthwise(_Centred(data, zero), weight, machine=self._machine, **geometry)
                 return te.compute(exact.shape, lambda *index: exact[index].astype("int32"), name="whole")
 
             hint = "depthwise_conv2d"
-            return self.builder_.call_te(compute, data, packed, primfunc_name_hint=hint, primfunc_attrs=FUSABLE)
+            return self.builder_.call_te(compute, data, packed_weight, primfunc_name_hint=hint, primfunc_attrs=FUSABLE)
         lanes = dot.lanes_of(out_channels, groups, self._machine)
-        packed = constant(dot.pack_conv2d(weight, lanes, INT8))
+        packed_weight = constant(dot.pack_conv2d(weight, lanes, INT8))
         compute_dot = partial(
             dot.conv2d, dot=INT8, channels=out_channels, groups=groups, machine=self._machine, zero=zero, **geometry
         )
         product = self.builder_.call_te(
-            compute_dot, data, packed, primfunc_name_hint="conv2d_int8", primfunc_attrs=FUSABLE
+            compute_dot, data, packed_weight, primfunc_name_hint="conv2d_int8", primfunc_attrs=FUSABLE
         )
         return self._subtract_zero_point(product, zero, weight.sum(axis=(1, 2, 3)))
 
@@ -357,10 +359,12 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         if not static(data.ty.shape.values[-1]):
             return call
         units = weight.shape[1]
-        packed = constant(dot.pack_dense(weight, vector(units, self._machine), INT8))
+        packed_weight = constant(dot.pack_dense(weight, vector(units, self._machine), INT8))
         rows = row_dimensions(data.ty.shape.values[:-1])
         compute = partial(dot.dense, dot=INT8, units=units, rows=rows, machine=self._machine)
-        product = self.builder_.call_te(compute, data, packed, primfunc_name_hint="dense_int8", primfunc_attrs=FUSABLE)
+        product = self.builder_.call_te(
+            compute, data, packed_weight, primfunc_name_hint="dense_int8", primfunc_attrs=FUSABLE
+        )
         return self._subtract_zero_point(product, zero, weight.sum(axis=0))
 
     def _subtract_zero_point(self, product: relax.Expr, zero: int, sums: Array) -> relax.Expr:

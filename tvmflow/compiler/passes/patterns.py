@@ -198,7 +198,7 @@ def _softplus(rewriter: Rewriter, expr: relax.Expr) -> relax.Expr | None:
 
 
 def _mish(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """tanh(softplus(x)) is n / (n + 2) with n = e^x (e^x + 2): one exponential instead of three functions."""
+    """Replace tanh(softplus(x)) by n / (n + 2) with n = e^x (e^x + 2): one exponential instead of three functions."""
     x = _softplus(rewriter, call.args[0]) if _is_float(call) else None
     if x is None:
         return None
@@ -223,7 +223,7 @@ def _reduction_axes(call: relax.Call) -> list[int] | None:
 
 
 def _mean_of_squares(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Expr, list[int]] | None:
-    """x and the axes where an expression is the mean of x squared."""
+    """Match the mean of x squared; return x and the axes, None for another expression."""
     mean = rewriter.call(expr, "mean")
     square = None if mean is None else rewriter.call(mean.args[0], "multiply")
     axes = None if mean is None else _reduction_axes(mean)
@@ -233,7 +233,7 @@ def _mean_of_squares(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Expr, 
 
 
 def _centred(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Expr, list[int]] | None:
-    """x and the axes where an expression is x less its mean."""
+    """Match x minus its mean; return x and the axes, None for another expression."""
     difference = rewriter.call(expr, "subtract")
     mean = None if difference is None else rewriter.call(difference.args[1], "mean")
     axes = None if mean is None else _reduction_axes(mean)
@@ -243,7 +243,7 @@ def _centred(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Expr, list[int
 
 
 def _root_of(rewriter: Rewriter, expr: relax.Expr, *names: str) -> tuple[relax.Expr, float] | None:
-    """y and epsilon where an expression is the root, by an operator of `names`, of y + epsilon."""
+    """Match the root of y + epsilon by an operator of `names`; return y and epsilon, None for another expression."""
     root = rewriter.call(expr, *names)
     total = None if root is None else rewriter.call(root.args[0], "add")
     if root is None or total is None:
@@ -263,7 +263,7 @@ def _one_over_root(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Expr, fl
 
 
 def _compose_norm(rewriter: Rewriter, data: relax.Expr, spread: relax.Expr, epsilon: float) -> relax.Expr | None:
-    """The norm that `data` over the root of `spread` + epsilon is; None if it is none."""
+    """Compose the norm that divides `data` by the root of `spread` + epsilon; None where these make no norm."""
     variance = rewriter.call(spread, "variance")
     centred = _centred(rewriter, data)
     squares = _mean_of_squares(rewriter, spread)
@@ -283,7 +283,7 @@ def _compose_norm(rewriter: Rewriter, data: relax.Expr, spread: relax.Expr, epsi
 
 
 def _layer_norm(rewriter: Rewriter, x: relax.Expr, axes: list[int], epsilon: float) -> relax.Expr | None:
-    """A norm over the last dimensions, over the channels of images, or over all pixels of each channel."""
+    """Normalise over the last dimensions, an image's channels, or all pixels of a channel; None for other axes."""
     dims = sizes(x)
     if dims is None or not _is_float(x):
         return None
@@ -327,7 +327,7 @@ def _norm_by_division(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
 
 
 def _norm_by_product(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """A norm as a product with one over the root, the scale among the factors or not."""
+    """Compose a norm from a product with one over the root; a scale may be one of the factors."""
     if not _is_float(call):
         return None
     scale, parts = factors(rewriter, call)
@@ -347,7 +347,7 @@ _AFFINE_NORMS = ("nn.layer_norm", "nn.rms_norm", "nn.instance_norm", "nn.group_n
 
 
 def _affine(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """A scale or a bias of its own after a norm as the norm's."""
+    """Move a scale or a bias that follows a norm into the norm's own scale and bias."""
     for a, b in ((0, 1), (1, 0)):
         norm, value = rewriter.call(call.args[a], *_AFFINE_NORMS), rewriter.constant(call.args[b])
         if norm is None or value is None or not rewriter.used_once(call.args[a]):
@@ -371,7 +371,7 @@ def _affine(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def _group_norm(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """A norm of each group's channels and pixels, made one dimension and split again."""
+    """Compose group norm from a layer norm over a group's channels and pixels, reshaped to one dimension and back."""
     norm = rewriter.call(call.args[0], "nn.layer_norm")
     flat = None if norm is None else rewriter.call(norm.args[0], "reshape")
     if norm is None or flat is None:
@@ -399,7 +399,7 @@ def _group_norm(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def compose_norms() -> tvm.transform.Pass:
-    """Finds layer, instance, group and root-mean-square norms, and gives them the scale and bias that follow."""
+    """Return the pass that composes layer, instance, group and RMS norms, with the scale and bias after them."""
     return rewriting(
         "ComposeNorms",
         {
@@ -412,7 +412,7 @@ def compose_norms() -> tvm.transform.Pass:
 
 
 def _softmax(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """e^x over its sum, of x less its largest element or of x itself."""
+    """Replace e^x over its sum by softmax. The largest element may have been subtracted from x first."""
     exponential, total = rewriter.call(call.args[0], "exp"), rewriter.call(call.args[1], "sum")
     if exponential is None or total is None or not rewriter.same(call.args[0], total.args[0]) or not _is_float(call):
         return None
@@ -423,11 +423,11 @@ def _softmax(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     shifted = rewriter.call(x, "subtract")
     largest = None if shifted is None else rewriter.call(shifted.args[1], "max")
     if shifted is not None and largest is not None and rewriter.same(shifted.args[0], largest.args[0]):
-        # Whatever is subtracted is the same along the axis, so that it makes no difference.
+        # Softmax does not change when one value is subtracted from all elements along the axis.
         x = shifted.args[0] if _reduction_axes(largest) == axes else x
     return relax.op.nn.softmax(x, axes[0])
 
 
 def compose_softmax() -> tvm.transform.Pass:
-    """Finds softmax."""
+    """Return the pass that composes softmax from exponentials and their sum."""
     return rewriting("ComposeSoftmax", {"divide": (_softmax,)})

@@ -1,4 +1,4 @@
-"""Computes matrix products by Strassen's algorithm where that is faster, in functions of one item."""
+"""The pass that computes matrix products by Strassen's algorithm where that is faster, in functions of one item."""
 
 import tvm
 from tvm import relax
@@ -14,11 +14,11 @@ from tvmflow.compiler.operators.common import static
 class StrassenProducts:
     """Replaces dense layers and 1x1 convolutions by Strassen's algorithm where the cost model says that it is faster.
 
-    The algorithm adds rows of its left operand to each other. A row that is not a number makes its partner so, too, and
-    a row of large numbers leaves its partner few correct digits. The rows of one product may belong to several items
-    of a batch, which a server joins from several clients, and one client's input must not reach another's answer.
-    Behind reshapes and transposes nothing says which row belongs to which item, so the pass leaves every function alone
-    that may take more than one item.
+    The algorithm adds pairs of rows of its left operand. A NaN in one row therefore makes the other row NaN, and large
+    numbers in one row leave the other few correct digits. The rows of one product may belong to several items of a
+    batch, which a server joins from several clients, and one client's input must not change another's answer. After
+    reshapes and transposes the compiler cannot tell which row belongs to which item. So the pass changes only
+    functions that take a single item.
     """
 
     def __init__(self, machine: Machine, choices: Choices) -> None:

@@ -1,4 +1,4 @@
-"""The schedule of every fused function: a rule by the kind of its loops, and a fallback that takes them all."""
+"""Schedules every fused function: by the rule for its kind of loops, or by a fallback that takes any function."""
 
 import math
 import warnings
@@ -32,19 +32,19 @@ from tvmflow.compiler.schedules import (
     winograd,
 )
 
-# A function of up to so many times `Machine.parallel_cycles` may still be faster on one core: tuning tries it.
+# Below this multiple of `Machine.parallel_cycles` a function may still be faster on one core, and tuning tries it.
 _CLOSE = 8
 
-# Kernels of several stages. A search that looks at each loop by itself would take their stages apart.
+# Kernels of several stages. A search that schedules each loop by itself would separate their stages.
 _OF_STAGES = {"block", "winograd", "dot_winograd", "strassen", "attention", "dot_conv2d", "dot_rows"}
 
-# Schedules a function in place, with the options that the choices name; False, and nothing changed, for a function
-# that is not of the rule's kind.
+# A rule schedules a function in place, with the options that the choices name. It returns False, and changes nothing,
+# for a function of another kind.
 Rule = Callable[[Schedule, Machine, Choices], bool]
 
 
 class ScheduleWarning(RuntimeWarning):
-    """A schedule rule failed on a function of its kind, which another rule then took: right, but slower."""
+    """A schedule rule failed on a function of its kind. Another rule scheduled it: results are right, but slower."""
 
 
 RULES: dict[str, Rule] = {
@@ -67,20 +67,21 @@ RULES: dict[str, Rule] = {
 def schedule(
     func: PrimFunc, machine: Machine, rules: Mapping[str, Rule] = MappingProxyType(RULES)
 ) -> tuple[PrimFunc, str]:
-    """Schedule a fused function for a machine; returns it with the name of the rule that took it.
+    """Schedule a fused function for a machine; returns it with the name of the rule that scheduled it.
 
-    A rule steps aside for a function that is not of its kind. A rule that fails is passed over with a
-    `ScheduleWarning`; the fallback takes what no rule took. A function that TVM wrote without blocks, such as sorting,
-    is returned as it is, by the name `none`.
+    The first rule of `rules` that fits the function schedules it, and `fallback` where none fits. A rule that raises is
+    skipped with a `ScheduleWarning`. A function that TVM wrote without blocks, such as sorting, is returned unchanged
+    with the name `none`.
     """
     scheduled, name = _scheduled(func, machine, rules, Choices(), _cycles(func, machine))
     return _finish(func if scheduled is None else scheduled.mod["main"], func), name
 
 
 def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule]:
-    """The ways in which the rule that takes a function may schedule it: its own choice, then the others.
+    """List the schedules that a function's rule can make: the default one first, then those with other options.
 
-    Those that differ in fewer choices come first; there are at most `most`, and none of a function without blocks.
+    Schedules with fewer options other than the default come first. The list has at most `most` entries, and none for a
+    function without blocks.
     """
     schedules: dict[int, Schedule] = {}
     queue: deque[dict[str, str]] = deque([{}])
@@ -89,7 +90,7 @@ def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule
         choices = Choices(queue.popleft())
         scheduled, _ = _scheduled(func, machine, RULES, choices, cycles)
         if scheduled is not None:
-            # Two choices may come to the same.
+            # Different options may lead to the same schedule.
             schedules.setdefault(tvm_ffi.structural_hash(scheduled.mod["main"]), scheduled)
         prefix = dict(choices.made)
         for key, site in choices.met.items():
@@ -101,14 +102,14 @@ def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule
 
 
 def is_of_stages(func: PrimFunc) -> bool:
-    """Whether a fused function's kernel has several stages, which its own rule alone schedules well."""
+    """Whether a fused function's kernel has several stages, so that only its own rule schedules it well."""
     sch = _with_blocks(func)
     kernels = [] if sch is None else [sch.get(block).annotations.get(KERNEL) for block in common.blocks(sch)]
     return any(kernel in _OF_STAGES for kernel in kernels)
 
 
 def _cycles(func: PrimFunc, machine: Machine) -> float:
-    """The cycles of a function on one core, infinite where the machine has one core only."""
+    """The cycles of a function on one core; infinite where the machine has only one core."""
     return common.cycles(func, machine) if machine.cores > 1 else math.inf
 
 
@@ -138,7 +139,7 @@ def _scheduled(
 
 
 def _with_blocks(func: PrimFunc) -> Schedule | None:
-    """A schedule of a function; None for one that TVM wrote without blocks, such as sorting."""
+    """Start a schedule of a function; None for a function that TVM wrote without blocks, such as sorting."""
     try:
         sch = Schedule(func)
         sch.get_sblock("root")
@@ -155,7 +156,7 @@ def subject(func: PrimFunc) -> str:
 
 
 def error_bounds(func: PrimFunc) -> dict[str, float]:
-    """The bounds of a fused function's rounding errors, by algorithm of fewer multiplications that it uses."""
+    """The bounds on a fused function's rounding errors, by the fast algorithm (`strassen`, `winograd`) that it uses."""
     sch = _with_blocks(func)
     if sch is None:
         return {}
@@ -164,7 +165,7 @@ def error_bounds(func: PrimFunc) -> dict[str, float]:
 
 
 def complete(scheduled: PrimFunc) -> PrimFunc:
-    """Add to a scheduled function what a schedule's primitives cannot write: prefetches, and guards of memory reads."""
+    """Add prefetches and guards of memory reads to a scheduled function. Schedule primitives cannot write them."""
     return guards.guard_reads(prefetch.expand(scheduled))
 
 

@@ -1,4 +1,4 @@
-"""The schedule for attention: both products in register tiles, and softmax between them, strip by strip of queries."""
+"""The schedule for attention: strip by strip of queries, both products in register tiles with softmax between them."""
 
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
@@ -12,15 +12,15 @@ _PACKED = ("keys", "values", "mask")
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
-    """Schedule functions made by `operators.attention`; False for others."""
-    scores = common.kernel(sch, "attention")
+    """Schedule a function that `operators.attention` defines; False for other functions."""
+    scores = common.find_kernel(sch, "attention")
     if scores is None:
         return False
     annotations = sch.get(scores).annotations
     rows, lanes = int(annotations[TILE]), int(annotations[LANES])
     key_vectors, value_vectors = (int(count) for count in annotations[VECTORS])
-    (mixed,) = common.named(sch, "mixed")
-    (logits,) = common.named(sch, "logits")
+    (mixed,) = common.find_blocks(sch, "mixed")
+    (logits,) = common.find_blocks(sch, "logits")
     out = common.inline_epilogue(sch, mixed)
 
     batch, position, head, channel = sch.get_loops(out)
@@ -32,29 +32,29 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     task = sch.fuse(batch, head, strip)
     common.parallel(sch, task, machine)
     sch.compute_at(mixed, outer, preserve_unit_loops=True)
-    registers.in_registers(sch, [near, pieces, lane])
+    registers.keep_in_registers(sch, [near, pieces, lane])
     _tile(sch, mixed, rows, value_vectors, value_lanes)
 
     for name in ("inverse", "sum_row", "exponential", "max_row"):
-        (block,) = common.named(sch, name)
+        (block,) = common.find_blocks(sch, name)
         sch.compute_at(block, task, preserve_unit_loops=True)
         if name == "exponential":
             common.vectorize_inner(sch, block, machine)
         elif name != "inverse":
-            (lanes_of,) = common.named(sch, name.replace("row", "lanes"))
+            (lanes_of,) = common.find_blocks(sch, name.replace("row", "lanes"))
             _reduce_row(sch, block, lanes_of)
     sch.compute_at(logits, task, preserve_unit_loops=True)
     near, wide = list(sch.get_loops(logits))[-2:]
     outer, pieces, lane = sch.split(wide, [None, key_vectors, lanes])
     sch.reorder(outer, near, pieces, lane)
     sch.compute_at(scores, outer, preserve_unit_loops=True)
-    registers.in_registers(sch, [near, pieces, lane])
+    registers.keep_in_registers(sch, [near, pieces, lane])
     _tile(sch, scores, rows, key_vectors, lanes)
-    for panel in common.named(sch, "panel"):
+    for panel in common.find_blocks(sch, "panel"):
         sch.compute_at(panel, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, panel, machine)
     for name in _PACKED:
-        for block in common.named(sch, name):
+        for block in common.find_blocks(sch, name):
             common.parallel_vectorized(sch, block, machine)
     return width > 0
 
@@ -67,7 +67,7 @@ def _tile(sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int)
 
 
 def _reduce_row(sch: Schedule, row: SBlockRV, in_lanes: SBlockRV) -> None:
-    """Reduce a row in vectors and then their lanes: row by row, or LLVM would gather the lanes of several rows."""
+    """Reduce row by row: its vectors, then their lanes. Otherwise LLVM would gather the lanes of several rows."""
     *_, near, lane = sch.get_loops(row)
     sch.compute_at(in_lanes, near, preserve_unit_loops=True)
     sch.decompose_reduction(row, lane)

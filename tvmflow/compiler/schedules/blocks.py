@@ -1,4 +1,4 @@
-"""The schedule for blocks of convolutions: strips of lines in parallel, all that a strip needs computed within it."""
+"""The schedule for blocks of convolutions: strips of lines in parallel, each of which computes all that it needs."""
 
 from collections.abc import Callable
 
@@ -15,18 +15,18 @@ _TAPS_UNROLLED = 9
 
 
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule blocks of convolutions; False for other functions.
+    """Schedule a block of convolutions; False for other functions.
 
-    For every strip, channels go in chunks through the first convolution and a depthwise one; any other in the middle,
-    and the last one, read all of them.
+    In each strip, a depthwise convolution in the middle takes channels in chunks, and so does the first convolution
+    before it. A dense convolution in the middle, and the last convolution, read all channels at once.
     """
-    middles = {kind: common.kernel(sch, f"block.{kind}") for kind in _MIDDLES}
+    middles = {kind: common.find_kernel(sch, f"block.{kind}") for kind in _MIDDLES}
     kind, middle = next(((kind, block) for kind, block in middles.items() if block is not None), ("", None))
     if middle is None:
         return False
     lines = _number(sch, middle, STRIP)
-    last = common.kernel(sch, "block.last")
-    result = common.named(sch, "output_vertical")[0] if kind == "winograd" else middle
+    last = common.find_kernel(sch, "block.last")
+    result = common.find_blocks(sch, "output_vertical")[0] if kind == "winograd" else middle
     if last is None:
         filtered = common.inline_epilogue(sch, result)
         n, h, _, _ = sch.get_loops(filtered)
@@ -34,11 +34,11 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
         task = sch.fuse(n, strip)
         common.parallel(sch, task, machine)
     else:
-        (filtered,) = common.named(sch, "filtered")
+        (filtered,) = common.find_blocks(sch, "filtered")
         if kind == "winograd":
             (element,) = sch.get_consumers(result)
             sch.compute_inline(element)
-        # Winograd's algorithm goes on with a line of output tiles at a time.
+        # Winograd's algorithm processes one line of output tiles at a time.
         step = _number(sch, middle, WINOGRAD) if kind == "winograd" else lines
         task, part = _last(sch, last, lines, step, machine, choices)
         sch.compute_at(filtered, part, preserve_unit_loops=True)
@@ -50,7 +50,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
 def _last(
     sch: Schedule, last: SBlockRV, lines: int, step: int, machine: Machine, choices: Choices
 ) -> tuple[LoopRV, LoopRV]:
-    """Tile the last convolution, and return the loop over strips and, in a strip, over `step` lines."""
+    """Tile the last convolution; return the loop over strips and, in a strip, the loop over parts of `step` lines."""
     rows, count, width = (_number(sch, last, name) for name in (TILE, CHUNK, LANES))
     n, h, w, c = sch.get_loops(common.inline_epilogue(sch, last))
     strip, part, line = sch.split(h, [None, lines // step, step])
@@ -61,15 +61,15 @@ def _last(
     common.parallel(sch, task, machine)
     sch.compute_at(last, outer, preserve_unit_loops=True)
     _product(sch, last, rows, count, width, choices, reduced=1)
-    registers.in_registers(sch, [near, pieces, lane])
+    registers.keep_in_registers(sch, [near, pieces, lane])
     return task, part
 
 
 def _depthwise(
     sch: Schedule, depthwise: SBlockRV, filtered: SBlockRV, _task: LoopRV, _machine: Machine, _choices: Choices
 ) -> LoopRV:
-    """Let channels go through a depthwise convolution in chunks, and return their loop."""
-    first = common.kernel(sch, "block.first")
+    """Tile a depthwise convolution by chunks of channels, and return the loop over chunks."""
+    first = common.find_kernel(sch, "block.first")
     pixels, lanes = (_number(sch, depthwise, name) for name in (TILE, LANES))
     vectors = 1 if first is None else _number(sch, first, CHUNK)
     *_, line, w, c = sch.get_loops(filtered)
@@ -78,14 +78,14 @@ def _depthwise(
     sch.reorder(chunk, piece, line, far, near, lane)
     sch.compute_at(depthwise, far, preserve_unit_loops=True)
     _taps(sch, depthwise)
-    registers.in_registers(sch, [near, lane])
+    registers.keep_in_registers(sch, [near, lane])
     return chunk
 
 
 def _dense(
     sch: Schedule, dense: SBlockRV, filtered: SBlockRV, task: LoopRV, _machine: Machine, choices: Choices
 ) -> LoopRV:
-    """Tile a dense convolution that reads all channels of its strip, and return the loop to compute these at."""
+    """Tile a dense convolution that reads all channels of its strip; return the loop at which its input is computed."""
     rows, count, lanes = (_number(sch, dense, name) for name in (TILE, CHUNK, LANES))
     *_, line, w, c = sch.get_loops(filtered)
     outer, piece, lane = sch.split(c, [None, count, lanes])
@@ -93,7 +93,7 @@ def _dense(
     sch.reorder(outer, line, far, near, piece, lane)
     sch.compute_at(dense, far, preserve_unit_loops=True)
     _product(sch, dense, rows, count, lanes, choices, reduced=3)
-    registers.in_registers(sch, [near, piece, lane])
+    registers.keep_in_registers(sch, [near, piece, lane])
     return task
 
 
@@ -103,7 +103,7 @@ def _winograd(
     """Let a strip go through the stages of Winograd's algorithm, and return the loop to compute its input at."""
     rows, count, lanes, size = (_number(sch, product, name) for name in (TILE, CHUNK, LANES, WINOGRAD))
     (vertical,), (transformed,), (back,) = (
-        common.named(sch, name) for name in ("input_vertical", "input", "output_vertical")
+        common.find_blocks(sch, name) for name in ("input_vertical", "input", "output_vertical")
     )
     result = sch.cache_write(product, 0, "global")
     *_, h, w, c = sch.get_loops(filtered)
@@ -118,7 +118,7 @@ def _winograd(
     outer, piece, lane = sch.split(c, [None, count, lanes])
     sch.reorder(a, b, outer, n, y, far, near, piece, lane)
     sch.compute_at(product, far, preserve_unit_loops=True)
-    registers.in_registers(sch, [near, piece, lane])
+    registers.keep_in_registers(sch, [near, piece, lane])
     _product(sch, product, rows, count, lanes, choices, reduced=1)
 
     sch.compute_at(transformed, high, preserve_unit_loops=True)
@@ -128,9 +128,9 @@ def _winograd(
 
 def _first(sch: Schedule, at: LoopRV, task: LoopRV, machine: Machine, choices: Choices) -> None:
     """Compute what the middle convolution reads, with zeros around it."""
-    (expanded,) = common.named(sch, "expanded")
+    (expanded,) = common.find_blocks(sch, "expanded")
     sch.compute_at(expanded, at, preserve_unit_loops=True)
-    first = common.kernel(sch, "block.first")
+    first = common.find_kernel(sch, "block.first")
     if first is None:
         common.vectorize_inner(sch, expanded, machine)
         return
@@ -141,15 +141,15 @@ def _first(sch: Schedule, at: LoopRV, task: LoopRV, machine: Machine, choices: C
     sch.reorder(chunk, line, far, near, piece, lane)
     sch.compute_at(first, far, preserve_unit_loops=True)
     _product(sch, first, rows, vectors, width, choices, reduced=3)
-    registers.in_registers(sch, [near, piece, lane])
-    (source,) = common.named(sch, "source")
+    registers.keep_in_registers(sch, [near, piece, lane])
+    (source,) = common.find_blocks(sch, "source")
     sch.compute_at(source, task, preserve_unit_loops=True)
     common.vectorize_inner(sch, source, machine)
 
 
 _Middle = Callable[[Schedule, SBlockRV, SBlockRV, LoopRV, Machine, Choices], LoopRV]
 
-# By kind of the convolution in the middle: its schedule, which returns the loop to compute its input at.
+# By kind of the middle convolution: the function that schedules it and returns the loop at which to compute its input.
 _MIDDLES: dict[str, _Middle] = {"depthwise": _depthwise, "dense": _dense, "winograd": _winograd}
 
 
@@ -160,11 +160,11 @@ def _number(sch: Schedule, block: SBlockRV, name: str) -> int:
 def _product(
     sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int, choices: Choices, *, reduced: int
 ) -> None:
-    """Keep a product's tile in registers while its `reduced` innermost loops, its reductions, accumulate."""
+    """Keep a product's tile in registers while its reductions, the `reduced` innermost loops, accumulate."""
     loops = list(sch.get_loops(product))
     (near, channel), reductions = loops[-reduced - 2 : -reduced], loops[-reduced:]
     tile = registers.split_tile(sch, near, channel, rows, vectors, lanes)
-    steps = registers.in_steps(sch, reductions[-1], choices, sch.get(product).name_hint)
+    steps = registers.split_steps(sch, reductions[-1], choices, sch.get(product).name_hint)
     registers.accumulate(sch, product, tile.loops, [*reductions[:-1], *steps])
 
 

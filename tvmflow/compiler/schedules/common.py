@@ -1,4 +1,4 @@
-"""What the schedule rules share: looking at blocks and loops, inlining, vectorising."""
+"""Helpers that the schedule rules share: to find blocks and loops, to inline, to vectorise."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,21 +12,21 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvmflow.compiler.annotations import KERNEL, SUBJECT
 from tvmflow.compiler.machine import Machine
 
-# Dimensions of a batch of images.
+# The number of dimensions of a batch of images.
 _IMAGE = 4
-# Lanes of the narrowest vector that is better than a loop in two parts.
+# The lanes of the narrowest vector that is faster than a loop in two parts.
 _NARROWEST = 4
-# Makes TVM split a loop in two: the iterations that need no bounds check, which vectorise, and the rest.
+# Makes TVM split a loop in two parts: the iterations without bounds checks, which vectorise, and the rest.
 PARTITION = "pragma_loop_partition_hint"
 
 
 def blocks(sch: Schedule) -> list[SBlockRV]:
-    """All blocks below the root, in the order they run."""
+    """List all blocks below the root, in the order in which they run."""
     return list(sch.get_child_blocks(sch.get_sblock("root")))
 
 
 def extent(sch: Schedule, loop: LoopRV) -> int | None:
-    """A loop's extent, None where it is symbolic."""
+    """A loop's extent; None where it is symbolic."""
     value = sch.get(loop).extent
     return int(value) if isinstance(value, tirx.IntImm) else None
 
@@ -37,12 +37,12 @@ def iterations(sch: Schedule, loops: Iterable[LoopRV], machine: Machine) -> int:
 
 
 def is_reduction(sch: Schedule, block: SBlockRV) -> bool:
-    """Whether the block accumulates."""
+    """Whether the block is a reduction."""
     return any(variable.iter_type == tirx.IterVar.CommReduce for variable in sch.get(block).iter_vars)
 
 
 def inline_elementwise(sch: Schedule) -> None:
-    """Inline every block that only computes values for its readers; what TVM refuses to inline stays."""
+    """Inline every element-wise block into its readers; a block that TVM refuses to inline stays."""
     for block in blocks(sch):
         if not is_reduction(sch, block) and sch.get_consumers(block):
             with suppress(Exception):
@@ -81,7 +81,7 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         partitioned = not whole and tasks >= machine.cores and (size is None or is_static(sch))
         if whole or partitioned:
             rest, vector = sch.split(inner, [None, lanes if whole else machine.lanes])
-            # Further in, the loop would find its place anew for each vector.
+            # Inside the reduction, this loop would compute its addresses again for each vector.
             (spatial if whole and tasks < machine.cores else serial).append(rest)
             if partitioned:
                 sch.annotate(rest, PARTITION, 1)
@@ -96,19 +96,19 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         sch.decompose_reduction(block, reduced[0])
 
 
-def kernel(sch: Schedule, kind: str) -> SBlockRV | None:
-    """The one block that was annotated as a kernel of this kind, None if there is none."""
+def find_kernel(sch: Schedule, kind: str) -> SBlockRV | None:
+    """Find the block that is annotated as a kernel of this kind; None unless there is exactly one."""
     kernels = [block for block in blocks(sch) if sch.get(block).annotations.get(KERNEL) == kind]
     return kernels[0] if len(kernels) == 1 else None
 
 
-def named(sch: Schedule, name: str) -> list[SBlockRV]:
-    """The blocks of that name, whatever number fusion appended to it."""
+def find_blocks(sch: Schedule, name: str) -> list[SBlockRV]:
+    """List the blocks of a name, regardless of the number that fusion appends to it."""
     return [block for block in blocks(sch) if sch.get(block).name_hint.rstrip("0123456789_") == name]
 
 
 def inline_epilogue(sch: Schedule, block: SBlockRV) -> SBlockRV:
-    """Inline the blocks that read a block, and their readers, into the one block that nothing reads; returns it."""
+    """Inline all direct and indirect readers of a block into the last one, and return that block."""
     while True:
         readers = list(sch.get_consumers(block))
         between = [reader for reader in readers if sch.get_consumers(reader)]
@@ -118,30 +118,30 @@ def inline_epilogue(sch: Schedule, block: SBlockRV) -> SBlockRV:
         sch.compute_inline(between[0])
 
 
-def channels_last(sch: Schedule, out: SBlockRV, product: SBlockRV) -> None:
-    """Reorder a block that writes an image channels first, so that its loops run as its product's: channels last."""
-    block, written = sch.get(out), sch.get(product).writes[0].source
+def put_channels_last(sch: Schedule, out: SBlockRV, product: SBlockRV) -> None:
+    """Put the channels last in the loops of a block that writes them first, as they are in its product's loops."""
+    block, result = sch.get(out), sch.get(product).writes[0].source
     variables = [variable.var for variable in block.iter_vars]
-    channel = next(region.region[-1].min for region in block.reads if region.source.same_as(written))
+    channel = next(region.region[-1].min for region in block.reads if region.source.same_as(result))
     if len(variables) == _IMAGE and variables[1].same_as(channel):
         sch.transform_block_layout(out, lambda n, c, h, w: [n, h, w, c])
 
 
 def parallel(sch: Schedule, loop: LoopRV, machine: Machine) -> None:
-    """Spread a loop over the cores, where there are several."""
+    """Spread a loop over the cores; does nothing where the machine has one core."""
     if machine.cores > 1:
         sch.parallel(loop)
 
 
 def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
-    """Fuse any number of loops, also one."""
+    """Fuse loops into one; a single loop stays as it is."""
     return sch.fuse(*loops) if len(loops) > 1 else loops[0]
 
 
 def join_dimensions(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> None:
-    """Make one loop of a block's loops at `places`, before the last loop and after all others.
+    """Join a block's loops at `places` to one loop, which comes after all other loops but the last.
 
-    The block's own dimensions are joined rather than its loops, so that TVM sees one index instead of a quotient and a
+    The block's dimensions are joined instead of its loops, so that TVM sees one index rather than a quotient and a
     remainder.
     """
     sizes = [variable.dom.extent for variable in sch.get(block).iter_vars]
@@ -170,20 +170,20 @@ def is_static(sch: Schedule) -> bool:
 
 
 def cycles(func: tirx.PrimFunc, machine: Machine) -> float:
-    """About how many cycles an unscheduled function takes one core; infinite where shapes are symbolic.
+    """Estimate the cycles of an unscheduled function on one core; infinite where shapes are symbolic.
 
-    Counts one for each operation on a vector and each number of the arguments.
+    Counts one cycle for each operation on a vector, and one for each number in the arguments.
     """
     try:
         operations = float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": func})))
         numbers = sum(math.prod(int(size) for size in parameter.shape) for parameter in func.params)
-    except Exception:  # TVM cannot count what it does not know, and says so in many ways.
+    except Exception:  # TVM raises many types for operations that it cannot count.
         return math.inf
     return operations / machine.lanes + numbers
 
 
 def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Vectorise a block's innermost loop, whose memory must be contiguous; what is left over runs lane by lane."""
+    """Vectorise a block's innermost loop, whose memory must be contiguous; a remainder runs lane by lane."""
     inner = sch.get_loops(block)[-1]
     size = extent(sch, inner)
     if size is not None and size <= machine.lanes:
@@ -191,7 +191,7 @@ def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
             sch.vectorize(inner)
         return
     if size is not None and size % machine.lanes and not is_static(sch):
-        # TVM mixes widths of integers when it partitions a loop of known extent among symbolic ones.
+        # TVM mixes integer widths when it partitions a loop of known extent between symbolic ones.
         return
     outer, lane = sch.split(inner, [None, machine.lanes])
     sch.vectorize(lane)
@@ -200,9 +200,9 @@ def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 
 
 def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Vectorise a block's innermost loop, with a loop of its own for what is left over.
+    """Vectorise a block's innermost loop, with a separate loop for the remainder.
 
-    To be done last: no other block can be computed at the loops of the block after it.
+    Call it last: afterwards no other block can be computed at the block's loops.
     """
     inner = sch.get_loops(block)[-1]
     size = extent(sch, inner)
@@ -215,7 +215,7 @@ def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 
 
 def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:
-    """Split output channels into tiles, pieces and lanes, so that no store needs a mask within its lanes."""
+    """Split output channels into tiles, vectors and lanes, so that no store needs a mask for its lanes."""
     channels = extent(sch, channel)
     store = lanes if channels is None else math.gcd(channels, lanes)
     outer, pieces, lane = sch.split(channel, [None, count * lanes // store, store])

@@ -1,6 +1,6 @@
 """The schedule for depthwise convolution: a strip of pixels by a vector of channels in registers, taps unrolled.
 
-Convolutions in narrow groups take the same tile, with shuffles of a vector for the channels of a group.
+Convolutions in groups narrower than a vector use the same tile, and shuffle a vector for each channel of a group.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, registers
 
-# The most taps of a kernel that are all unrolled, and the most whose rows are.
+# The most taps of a kernel of which all are unrolled, and the most of which the rows are unrolled.
 _TAPS_UNROLLED, _ROWS_UNROLLED = 9, 49
 
 
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     """Schedule depthwise convolutions and those in narrow groups; False for other functions.
 
-    Padding is made per strip, so that it stays in the cache.
+    The padded input is computed per strip, so that it stays in the cache.
     """
-    product = common.kernel(sch, "depthwise")
+    product = common.find_kernel(sch, "depthwise")
     if product is None:
         return False
     annotations = sch.get(product).annotations
@@ -32,12 +32,12 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     n, h, w, c = sch.get_loops(out)
     far, near = sch.split(w, [None, pixels])
     outer, pieces, lane = common.split_channels(sch, c, 1, lanes)
-    strip_of, line = sch.split(h, [None, choices.choose("lines", "", _lines(common.extent(sch, h), machine))])
+    strip_of, line = sch.split(h, [None, choices.choose("lines", "", _rank_lines(common.extent(sch, h), machine))])
     sch.reorder(n, strip_of, line, far, outer, near, pieces, lane)
     task = sch.fuse(n, strip_of)
     common.parallel(sch, task, machine)
     sch.compute_at(product, outer, preserve_unit_loops=True)
-    for pad in common.named(sch, "pad"):
+    for pad in common.find_blocks(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, pad, machine)
     size = int(annotations[CHANNELS])
@@ -46,31 +46,33 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     if [common.extent(sch, loop) for loop in (strip, vector)] != [pixels, lanes]:
         raise ValueError("the strip's extents are not constant")
     if size > 1:
-        return _in_groups(sch, product, size, around[-5:], list(sch.get_loops(out))[-3:])
+        return _schedule_groups(sch, product, size, around[-5:], list(sch.get_loops(out))[-3:])
     taps = (common.extent(sch, y) or 0) * (common.extent(sch, x) or 0)
     unrolled = [*([y] if taps <= _TAPS_UNROLLED else []), *([x] if taps <= _ROWS_UNROLLED else [])]
     registers.accumulate(sch, product, [strip, vector], [y, x], unrolled=unrolled)
-    registers.in_registers(sch, [near, pieces, lane])
+    registers.keep_in_registers(sch, [near, pieces, lane])
     return True
 
 
-def _in_groups(sch: Schedule, product: SBlockRV, size: int, loops: Sequence[LoopRV], written: Sequence[LoopRV]) -> bool:
-    """Schedule a product in narrow groups: its loops over strip, vector, both taps and the channels of a group."""
+def _schedule_groups(
+    sch: Schedule, product: SBlockRV, size: int, loops: Sequence[LoopRV], result_loops: Sequence[LoopRV]
+) -> bool:
+    """Schedule a product in narrow groups; `loops` run over strip, vector, both taps and the channels of a group."""
     strip, vector, y, x, channel = loops
     lanes = common.extent(sch, vector) or 1
-    # Taps of neighbouring pixels read the same vectors, which are shuffled once where they are unrolled together.
+    # Neighbouring pixels read the same vectors. Taps that are unrolled together share the shuffles of these vectors.
     sch.reorder(y, strip, x, channel, vector)
     sch.unroll(strip)
     sch.unroll(x)
     start = sch.decompose_reduction(product, y)
-    registers.in_registers(sch, list(sch.get_loops(start))[-2:])
+    registers.keep_in_registers(sch, list(sch.get_loops(start))[-2:])
     groups.use(sch, size, lanes, channel)
-    registers.in_registers(sch, list(written))
+    registers.keep_in_registers(sch, list(result_loops))
     return True
 
 
-def _lines(height: int | None, machine: Machine) -> dict[str, int]:
-    """The lines of output per task, the best first: more lines share padded input, but each core needs a few tasks."""
+def _rank_lines(height: int | None, machine: Machine) -> dict[str, int]:
+    """Rank the lines of output per task. More lines share more padded input, but each core needs several tasks."""
     divisors = [lines for lines in range(1, 17) if height is not None and height % lines == 0] or [1]
     best = max(lines for lines in divisors if lines == 1 or (lines <= 8 and (height or 0) >= 3 * machine.cores * lines))
     return {str(lines): lines for lines in (best, *(lines for lines in divisors if lines != best))}

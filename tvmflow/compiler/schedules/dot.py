@@ -1,4 +1,4 @@
-"""Schedules for products of narrow numbers: the register tile of `products`, filled by dot-product instructions."""
+"""Schedules for products of narrow numbers: the register tile of `products`, computed by dot-product instructions."""
 
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
@@ -22,7 +22,7 @@ def apply_conv2d(sch: Schedule, machine: Machine, choices: Choices) -> bool:
 
 
 def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool:
-    product = common.kernel(sch, kind)
+    product = common.find_kernel(sch, kind)
     if product is None:
         return False
     annotations = sch.get(product).annotations
@@ -31,13 +31,13 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     dot, lanes = DOTS[str(annotations[DOT])], int(annotations[LANES])
     rows = kind == "dot_rows"
     reduced = 2 if rows else 4
-    tiling = products.tiled(sch, machine, choices, kind, lead_dimensions=rows, reduced=reduced, grouped=1)
+    tiling = products.tile_product(sch, machine, choices, kind, lead_dimensions=rows, reduced=reduced, grouped=1)
     if tiling is None:
         return False
     *steps, group = tiling.reductions
     registers.accumulate(sch, product, tiling.tile.loops, steps, [group])
     use(sch, dot, lanes, tiling.task, tiling.tile.lane)
-    registers.in_registers(sch, tiling.written.loops)
+    registers.keep_in_registers(sch, tiling.result_tile.loops)
     return True
 
 
@@ -45,7 +45,7 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
     """Schedule a product for AMX: one call multiplies the whole depth of one or a few of its tiles."""
     annotations = sch.get(product).annotations
     rows = kind == "dot_rows"
-    tiling = products.tiled(
+    tiling = products.tile_product(
         sch,
         machine,
         choices,
@@ -61,8 +61,8 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
     vectors = common.extent(sch, vector) or 1
     kernel = amx.Kernel(int(annotations[TILE]), vectors, *(int(item) for item in annotations[AMX]))
     start = sch.decompose_reduction(product, row)
-    registers.in_registers(sch, list(sch.get_loops(start))[-2:])
+    registers.keep_in_registers(sch, list(sch.get_loops(start))[-2:])
     sch.fuse(vector, lane)
     amx.use(sch, DOTS[str(annotations[DOT])], kernel, tiling.task, row)
-    registers.in_registers(sch, tiling.written.loops[1:])
+    registers.keep_in_registers(sch, tiling.result_tile.loops[1:])
     return True

@@ -1,4 +1,4 @@
-"""The schedule for any function: blocks are inlined where TVM allows it, the others are parallel and vectorised."""
+"""The schedule for any function: inlines the blocks that TVM allows, parallelises and vectorises the others."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, registers
 
-# The edge of a transpose's tile that is better than none.
+# The edge of a square tile of a transpose.
 _NARROWEST = 4
-# Into no more pieces is a dimension cut, of no fewer elements each.
+# The most pieces that a dimension is cut into, and the fewest elements of a piece.
 _MOST_PIECES = 8
 _SMALLEST_PIECE = 4
 
@@ -25,21 +25,27 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     """Schedule every block by itself; takes every function."""
     common.inline_elementwise(sch)
     for block in common.blocks(sch):
-        # What TVM refuses for a block leaves it correct, only less fast.
+        # A block that TVM refuses to schedule further stays correct, but slower.
         with suppress(Exception):
-            if not any(rule(sch, block, machine) for rule in (_transposed, _interleaved, _in_pieces, _ragged)):
+            if not any(
+                rule(sch, block, machine)
+                for rule in (_schedule_transpose, _schedule_interleaving, _schedule_pieces, _schedule_ragged)
+            ):
                 common.parallel_vectorized(sch, block, machine)
     return True
 
 
-def _parallel(sch: Schedule, loops: Sequence[LoopRV], work: int, machine: Machine) -> None:
-    """Spread loops over the cores where the iterations in all, `work` in each, are worth it."""
+def _spread(sch: Schedule, loops: Sequence[LoopRV], work: int, machine: Machine) -> None:
+    """Spread loops over the cores where their iterations, times `work` in each, are worth a parallel region."""
     if loops and work * common.iterations(sch, loops, machine) >= machine.parallel_iterations:
         common.parallel(sch, common.fuse(sch, loops), machine)
 
 
-def _transposed(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
-    """Blocks that read along one dimension and write along another, in square tiles that stay in the cache."""
+def _schedule_transpose(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    """Schedule a block that reads along one dimension and writes along another: square tiles that stay in the cache.
+
+    Returns False for other blocks.
+    """
     variables = list(sch.get(block).iter_vars)
     if common.is_reduction(sch, block) or len(variables) < 2:
         return False
@@ -66,17 +72,17 @@ def _transposed(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     )
     tasks = [loop for place, loop in enumerate(loops[:-1]) if place != across[0]]
     sch.reorder(*tasks, far, outer, near, lane)
-    registers.in_registers(sch, [near, lane])
-    _parallel(sch, [*tasks, far, outer], math.prod(edges), machine)
+    registers.keep_in_registers(sch, [near, lane])
+    _spread(sch, [*tasks, far, outer], math.prod(edges), machine)
     return True
 
 
-def _interleaved(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
-    """Blocks that take neighbouring elements from a few places in turn, one place at a time."""
+def _schedule_interleaving(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    """Schedule a block whose neighbouring elements come from a few places in turn: one place at a time; else False."""
     size = _extent_of_last(sch, block)
     steps = [
         int(node.b)
-        for node in _last_in(sch, block, tirx.FloorMod, tirx.FloorDiv, tirx.Div)
+        for node in _list_uses_of_last(sch, block, tirx.FloorMod, tirx.FloorDiv, tirx.Div)
         if isinstance(node.b, tirx.IntImm)
     ]
     steps = [step for step in steps if 1 < step <= _MOST_PIECES and size is not None and size % step == 0]
@@ -85,12 +91,12 @@ def _interleaved(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     *outer, last = sch.get_loops(block)
     _, turn = sch.split(last, [None, max(steps)])
     sch.unroll(turn)
-    _parallel(sch, outer, size or 1, machine)
+    _spread(sch, outer, size or 1, machine)
     return True
 
 
-def _in_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
-    """Blocks that choose by the last dimension what they read, as concatenation does: a loop for each choice."""
+def _schedule_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    """Schedule a block whose source depends on the last dimension (concatenation): a loop per source; else False."""
     size = _extent_of_last(sch, block)
     if size is None or not common.is_static(sch):
         return False
@@ -98,8 +104,8 @@ def _in_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     cuts = sorted(
         {
             cut
-            for node in _last_in(sch, block, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
-            if (cut := _cut(node, variable)) is not None and 0 < cut < size
+            for node in _list_uses_of_last(sch, block, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
+            if (cut := _find_cut(node, variable)) is not None and 0 < cut < size
         }
     )
     sizes = [after - before for before, after in zip([0, *cuts], [*cuts, size], strict=True)]
@@ -111,14 +117,14 @@ def _in_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
         last, lane = sch.split(last, [None, edge])
         sch.vectorize(lane)
         sizes = [length // edge for length in sizes]
-    # What has no common vector is left to LLVM, which makes vectors of plain loops.
+    # Pieces without a common vector width stay plain loops, which LLVM vectorises.
     sch.loop_partition(last, sizes[:-1])
-    _parallel(sch, outer, size, machine)
+    _spread(sch, outer, size, machine)
     return True
 
 
-def _ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
-    """Blocks whose last dimension is no whole number of vectors, where there are rows enough for the cores."""
+def _schedule_ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    """Schedule a block whose last dimension is no multiple of a vector, with rows enough for the cores; else False."""
     size = _extent_of_last(sch, block)
     if (
         size is None
@@ -131,12 +137,12 @@ def _ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     if math.prod(common.extent(sch, loop) or 1 for loop in outer) < machine.cores:
         return False
     common.vectorize_last(sch, block, machine)
-    _parallel(sch, outer, size, machine)
+    _spread(sch, outer, size, machine)
     return True
 
 
-def _cut(node: Any, variable: tirx.Var) -> int | None:
-    """Where along the last dimension a comparison changes."""
+def _find_cut(node: Any, variable: tirx.Var) -> int | None:
+    """The index of the last dimension at which a comparison changes its value; None where it cannot be told."""
     analyzer = tvm.sym.Analyzer()
     difference = analyzer.simplify(node.a - node.b - variable)
     sign = 1
@@ -144,7 +150,7 @@ def _cut(node: Any, variable: tirx.Var) -> int | None:
         difference, sign = analyzer.simplify(node.a - node.b + variable), -1
     if not isinstance(difference, tirx.IntImm):
         return None
-    # variable + d compared with zero, or d - variable.
+    # The comparison is of `variable + d` or `d - variable` with zero.
     place = -int(difference) * sign
     strict = isinstance(node, tirx.LT | tirx.GE)
     return place if strict == (sign > 0) else place + 1
@@ -157,26 +163,26 @@ def _extent_of_last(sch: Schedule, block: SBlockRV) -> int | None:
     return common.extent(sch, loops[-1])
 
 
-def _last_in(sch: Schedule, block: SBlockRV, *kinds: type) -> list[Any]:
-    """The expressions of these kinds that the innermost dimension is in."""
+def _list_uses_of_last(sch: Schedule, block: SBlockRV, *kinds: type) -> list[Any]:
+    """The expressions of these kinds in which the innermost dimension occurs."""
     variables, body = list(sch.get(block).iter_vars), sch.get(block).body
     if not variables or not isinstance(body, tirx.BufferStore):
         return []
     analyzer = tvm.sym.Analyzer()
     for variable in variables:
         analyzer.bind(variable.var, variable.dom)
-    # Reshapes leave quotients that are always nought.
+    # Reshapes leave quotients that are always zero.
     return [
         node
-        for node in _parts(analyzer.simplify(body.value))
-        if isinstance(node, kinds) and any(part.same_as(variables[-1].var) for part in _parts(node))
+        for node in _walk(analyzer.simplify(body.value))
+        if isinstance(node, kinds) and any(part.same_as(variables[-1].var) for part in _walk(node))
     ]
 
 
-def _parts(expr: Any) -> Iterator[Any]:
-    """An expression and all within it."""
+def _walk(expr: Any) -> Iterator[Any]:
+    """Yield an expression and all of its subexpressions."""
     yield expr
     fields = [getattr(expr, name, None) for name in ("a", "b", "condition", "true_value", "false_value", "value")]
     for part in (*fields, *getattr(expr, "args", ()), *getattr(expr, "indices", ())):
         if isinstance(part, tvm.ir.Expr):
-            yield from _parts(part)
+            yield from _walk(part)

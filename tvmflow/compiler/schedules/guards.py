@@ -1,8 +1,8 @@
-"""Guards of memory reads: no `Select` of a scheduled function reads a place that only its condition keeps in bounds.
+"""Guards of memory reads: replaces each `Select` that may read out of bounds by a branch.
 
-`Select` computes both of its values and then takes one. TVM's simplifier does not know that: it drops a clamp such as
-`max(y - 1, 0)` where the condition says `y >= 1`, and the read of the value that is not taken leaves the buffer. TVM
-itself turns such a `Select` into a branch, but not within a vectorised loop, where the condition has become a vector.
+`Select` computes both of its values and then takes one. TVM's simplifier ignores that: it drops a clamp such as
+`max(y - 1, 0)` where the condition says `y >= 1`, so the value that is not taken is read from outside the buffer. TVM
+itself turns such a `Select` into a branch, but not in a vectorised loop, where the condition is a vector.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from tvm.tirx import For, PrimFunc, Select
 
 
 def guard_reads(func: PrimFunc) -> PrimFunc:
-    """The function with a branch (`if_then_else`) for every `Select` one of whose values may read out of bounds.
+    """Replace every `Select` that may read out of bounds by a branch (`if_then_else`).
 
-    A value may do so where the ranges of the loops alone, without the condition, do not prove that each of its indices
-    lies within its buffer. A function without such a `Select` is returned as it is.
+    A value may read out of bounds where the ranges of the loops alone, without the condition, do not prove that each of
+    its indices lies within its buffer. A function without such a `Select` is returned unchanged.
     """
     bounds = _Bounds(func)
 
@@ -32,7 +32,7 @@ def guard_reads(func: PrimFunc) -> PrimFunc:
 
 
 class _Bounds:
-    """What the loops of a function prove of the indices that it reads."""
+    """The ranges of a function's loops, which prove that an index lies within its buffer."""
 
     def __init__(self, func: PrimFunc) -> None:
         self._analyzer = sym.Analyzer()
@@ -47,7 +47,7 @@ class _Bounds:
             self._analyzer.bind(variable.var, variable.dom)
 
     def hold_in(self, value: Any) -> bool:
-        """Whether every read within a value is of a place within its buffer."""
+        """Whether every read in a value is proven to be within its buffer."""
         return tvm_ffi.structural_walk(value, (TensorLoad, self._check)) is None
 
     def _check(self, load: TensorLoad) -> Any:

@@ -10,12 +10,12 @@ from tvmflow.compiler.schedules import common
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     """Schedule pooling with the element-wise operations after it; False for other functions.
 
-    The columns of wide windows are pooled per line.
+    With large windows, the columns are pooled first, per line.
     """
-    last = common.kernel(sch, "pooling")
+    last = common.find_kernel(sch, "pooling")
     if last is None:
         return False
-    columns = common.named(sch, "columns")
+    columns = common.find_blocks(sch, "columns")
     if sch.get_consumers(last):
         pool, last = last, common.inline_epilogue(sch, last)
         sch.compute_inline(pool)

@@ -1,7 +1,7 @@
-"""Software prefetch: while a tile works through one chunk of its weights, the next one is fetched into the cache.
+"""Software prefetch: while a tile works through one chunk of its weights, the next chunk is fetched into the cache.
 
-A schedule says where, by an annotation; `expand` writes the instructions. They stand outside the loops over a chunk:
-within them LLVM would keep the tile's numbers in memory rather than in registers.
+A schedule marks the loop by an annotation, and `expand` writes the instructions. They stand outside the loops over a
+chunk: inside these, LLVM would keep the tile in memory rather than in registers.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.schedules import common
 
-# On a loop over the chunks of a reduction: fetch what the next chunk reads of the block's last operand.
+# The annotation of a loop over chunks of a reduction: fetch the part of the last operand that the next chunk reads.
 PREFETCH = "tvmflow.prefetch"
-# Steps of a reduction that are a chunk, and so how far ahead is fetched.
+# The steps of a reduction in one chunk, which is also the distance of the prefetch.
 _CHUNKS = (64, 16)
-# To read, into the second-level cache, data.
+# The arguments of the prefetch intrinsic: for reading, into the second-level cache, data.
 _HOW = (0, 2, 1)
 
 
-def in_chunks(sch: Schedule, reduction: LoopRV, choices: Choices) -> list[LoopRV]:
-    """The loops of a reduction whose weights are too large for the cache; how far ahead to fetch them is a choice."""
+def split_chunks(sch: Schedule, reduction: LoopRV, choices: Choices) -> list[LoopRV]:
+    """Split a reduction with weights larger than the cache into chunks to prefetch; the choices set their size."""
     size = common.extent(sch, reduction)
     counts = [count for count in _CHUNKS if size is not None and size > count and size % count == 0]
     count = choices.choose("prefetch", "", {"none": 0} | {str(count): count for count in counts})
@@ -36,20 +36,20 @@ def in_chunks(sch: Schedule, reduction: LoopRV, choices: Choices) -> list[LoopRV
 
 
 def expand(func: PrimFunc) -> PrimFunc:
-    """Write the prefetches that a schedule's annotations ask for; without any the function is returned as it is."""
-    body = _expanded(func.body)
+    """Write the prefetches that a schedule's annotations ask for. A function without annotations stays unchanged."""
+    body = _add_prefetches(func.body)
     return func if body.same_as(func.body) else func.with_body(body)
 
 
-def _expanded(stmt: Any) -> Any:
-    """A statement with its prefetches, itself where it has none."""
+def _add_prefetches(stmt: Any) -> Any:
+    """Add its prefetches to a statement; one without prefetches is returned unchanged."""
     if isinstance(stmt, SeqStmt):
-        parts = [_expanded(part) for part in stmt.seq]
+        parts = [_add_prefetches(part) for part in stmt.seq]
         same = all(new.same_as(old) for new, old in zip(parts, stmt.seq, strict=True))
         return stmt if same else SeqStmt(parts)
     if isinstance(stmt, SBlockRealize):
         block = stmt.block
-        body = _expanded(block.body)
+        body = _add_prefetches(block.body)
         if body.same_as(block.body):
             return stmt
         changed = SBlock(
@@ -66,7 +66,7 @@ def _expanded(stmt: Any) -> Any:
         return SBlockRealize(stmt.iter_values, stmt.predicate, changed)
     if not isinstance(stmt, For):
         return stmt
-    body, annotations = _expanded(stmt.body), dict(stmt.annotations)
+    body, annotations = _add_prefetches(stmt.body), dict(stmt.annotations)
     if annotations.pop(PREFETCH, None) is not None:
         body = SeqStmt([_fetch_next(stmt), body])
     elif body.same_as(stmt.body):
@@ -75,7 +75,7 @@ def _expanded(stmt: Any) -> Any:
 
 
 def _fetch_next(chunks: For) -> Any:
-    """Fetch what the iteration after this one of a loop reads of the last operand of the block within."""
+    """Prefetch the part of the last operand of the block in a loop that the next iteration reads."""
     loops, stmt = [], chunks.body
     while isinstance(stmt, For):
         loops.append(stmt)
@@ -84,33 +84,33 @@ def _fetch_next(chunks: For) -> Any:
         raise TypeError("there is more than one block within the loop")
     operand = stmt.block.reads[-1]
     values = dict(zip((item.var for item in stmt.block.iter_vars), stmt.iter_values, strict=True))
-    index = [_replaced(item.min, values) for item in operand.region]
-    # In two steps: what replaces a loop's variable must not have it.
+    index = [_replace(item.min, values) for item in operand.region]
+    # Replace in two steps, because the expression that replaces a loop variable must not contain it.
     after = tirx.Var("after", chunks.loop_var.ty)
     replaced: dict[Any, Any] = {chunks.loop_var: after}
     fetching: list[tuple[Any, For]] = []
     for loop in loops:
         replaced[loop.loop_var] = loop.min
-        moves = not _same(index, [_replaced(item, {loop.loop_var: loop.min}) for item in index])
+        moves = not _is_same(index, [_replace(item, {loop.loop_var: loop.min}) for item in index])
         if moves and loop.kind != ForKind.VECTORIZED:
             variable = replaced[loop.loop_var] = tirx.Var(f"{loop.loop_var.name}_next", loop.loop_var.ty)
             fetching.append((variable, loop))
-    index = [_replaced(item, replaced) for item in index]
+    index = [_replace(item, replaced) for item in index]
     following = {after: tirx.min(chunks.loop_var + 1, chunks.extent - 1)}
-    place = tirx.BufferLoad(operand.source, [_replaced(item, following) for item in index])
+    place = tirx.BufferLoad(operand.source, [_replace(item, following) for item in index])
     fetch: Any = tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", tirx.address_of(place), *_HOW))
     for variable, loop in reversed(fetching):
         fetch = For(variable, loop.min, loop.extent, ForKind.SERIAL, fetch)
     return fetch
 
 
-def _replaced(expr: Any, values: dict[Any, Any]) -> Any:
+def _replace(expr: Any, values: dict[Any, Any]) -> Any:
     analyzer = sym.Analyzer()
     for variable, value in values.items():
         analyzer.bind(variable, value)
     return analyzer.simplify(expr)
 
 
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     analyzer = sym.Analyzer()
     return all(analyzer.can_prove_equal(left, right) for left, right in zip(one, other, strict=True))

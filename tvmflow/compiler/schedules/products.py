@@ -27,14 +27,14 @@ def apply_conv2d(sch: Schedule, machine: Machine, choices: Choices) -> bool:
 
 def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool:
     reduced = 1 if kind == "rows" else 3
-    product = tiled(sch, machine, choices, kind, lead_dimensions=kind == "rows", reduced=reduced, grouped=0)
+    product = tile_product(sch, machine, choices, kind, lead_dimensions=kind == "rows", reduced=reduced, grouped=0)
     if product is None:
         return False
     *outer, last = product.reductions
-    *chunks, last = prefetch.in_chunks(sch, last, choices) if product.streams else [last]
-    steps = [*outer, *chunks, *registers.in_steps(sch, last, choices)]
+    *chunks, last = prefetch.split_chunks(sch, last, choices) if product.streams else [last]
+    steps = [*outer, *chunks, *registers.split_steps(sch, last, choices)]
     registers.accumulate(sch, product.block, product.tile.loops, steps)
-    registers.in_registers(sch, product.written.loops)
+    registers.keep_in_registers(sch, product.result_tile.loops)
     return True
 
 
@@ -42,20 +42,20 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
 class TiledProduct:
     """A product scheduled down to its register tile.
 
-    `task` is the loop that runs in parallel, `tile` the register tile in the product's `block`, still around its
-    `reductions`, and `written` the same tile where its results are written. `streams` says that the weights are too
-    large for the cache.
+    `task` is the loop that runs in parallel. `tile` is the register tile in the product's `block`, still around its
+    `reductions`; `result_tile` is the same tile in the block that writes the result. `streams` is true where the
+    weights are too large for the cache.
     """
 
     block: SBlockRV
     task: LoopRV
     tile: RegisterTile
     reductions: tuple[LoopRV, ...]
-    written: RegisterTile
+    result_tile: RegisterTile
     streams: bool
 
 
-def tiled(
+def tile_product(
     sch: Schedule,
     machine: Machine,
     choices: Choices,
@@ -66,14 +66,14 @@ def tiled(
     grouped: int,
     choose_vectors: Callable[[int, int], int] | None = None,
 ) -> TiledProduct | None:
-    """Tile the product of a kind, and compute it and its operands within the parallel loop over the result's tiles.
+    """Tile the product of a kind. The product and its operands are computed in the parallel loop over result tiles.
 
     The product has `reduced` reductions, the last `grouped` of which run within one 32-bit element of the weights. With
-    `lead_dimensions` the result is `[*batch, rows, channels]`, else an image. `choose_vectors` gives the vectors of a
-    tile from its rows and the result's vectors of channels; without it a tile has as many as the registers hold.
-    Returns None for a function without such a product.
+    `lead_dimensions` the result is `[*batch, rows, channels]`, else an image. `choose_vectors` takes the
+    rows of a tile and the result's vectors of channels and returns the vectors of a tile; by default a tile has as many
+    as the registers hold. Returns None for a function without such a product.
     """
-    product = common.kernel(sch, kind)
+    product = common.find_kernel(sch, kind)
     if product is None:
         return None
     annotations = sch.get(product).annotations
@@ -82,7 +82,7 @@ def tiled(
     channels = _static(sizes[-reduced - 1])
     vectors = None if channels is None else channels // lanes
     out = common.inline_epilogue(sch, product)
-    common.channels_last(sch, out, product)
+    common.put_channels_last(sch, out, product)
     if lead_dimensions:
         last = len(sch.get_loops(out)) - 1
         common.join_dimensions(sch, out, [int(place) for place in annotations.get(ROWS, range(lead_count, last))])
@@ -97,7 +97,7 @@ def tiled(
     tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions else (loops[:-2], [far])
     weights = [_static(size) or 1 for size in sizes[-reduced : len(sizes) - grouped]]
     by_weights = [outer, *tiles_outer] if annotations[SHARED] else [*lead, outer, *tiles_outer[lead_count:]]
-    # Small weights stay in the cache while each core works through rows it wrote itself; large ones are read once.
+    # Small weights stay in the cache while each core works through its rows; large weights are read by one core once.
     orders = {"rows": [*tiles_outer, outer], "weights": by_weights}
     streams = 4 * lanes * (vectors or 1) * math.prod(weights) > machine.cache
     if streams:
@@ -108,10 +108,10 @@ def tiled(
     common.parallel(sch, task, machine)
     sch.compute_at(product, at_inner[0] if at_inner else task, preserve_unit_loops=True)
     for name in ("pad", "panel", "pack"):
-        for block in common.named(sch, name):
+        for block in common.find_blocks(sch, name):
             sch.compute_at(block, task, preserve_unit_loops=True)
             common.vectorize_inner(sch, block, machine)
-    for block in common.named(sch, "packed_rows"):
+    for block in common.find_blocks(sch, "packed_rows"):
         _pack_rows(sch, block, machine)
     inner = list(sch.get_loops(product))
     (row, column), reductions = inner[-reduced - 2 : -reduced], inner[-reduced:]
@@ -120,7 +120,7 @@ def tiled(
 
 
 def _pack_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Write the rows of a tile side by side, all tiles before the first product."""
+    """Write the rows of each tile side by side, for all tiles before the first product."""
     *outer, k, row = sch.get_loops(block)
     sch.unroll(row)
     common.parallel(sch, common.fuse(sch, [*outer, k]), machine)

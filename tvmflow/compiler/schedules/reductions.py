@@ -1,4 +1,4 @@
-"""The schedule for reductions: accumulators in registers, parts of the work on all cores."""
+"""The schedule for reductions: accumulators in registers, the work split among all cores."""
 
 from contextlib import suppress
 
@@ -15,7 +15,7 @@ _VECTORS = 4
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
-    """Schedule sums, means, extremes and variances as `operators.reductions` defines them; False for others."""
+    """Schedule the sums, means, extremes and variances that `operators.reductions` defines; False for others."""
     if not any(_kind(sch, block) == "reduction" for block in common.blocks(sch)):
         return False
     inline_around(sch)
@@ -34,7 +34,7 @@ def _kind(sch: Schedule, block: SBlockRV) -> str:
 
 
 def inline_around(sch: Schedule) -> None:
-    """Inline what is element-wise, but no result of a reduction, which would be computed for every reader."""
+    """Inline element-wise blocks, but no result of a reduction, which every reader would compute again."""
     for block in common.blocks(sch):
         if common.is_reduction(sch, block) or not sch.get_consumers(block):
             continue
@@ -55,7 +55,7 @@ def _is_worth_threads(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
 
 
 def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Vectors of neighbouring results, each core with its own part of the reduction or of the results."""
+    """Vectorise along neighbouring results; each core has its part of the reduction or of the results."""
     parallel = _is_worth_threads(sch, block, machine)
     *outer, c, r = sch.get_loops(block)
     size = common.extent(sch, c) or 1
@@ -74,13 +74,13 @@ def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     if inner:
         registers.accumulate(sch, block, inner, [r])
     else:
-        # Left to LLVM, which makes vectors of plain loops and of what is left over.
+        # LLVM vectorises such plain loops, and their remainder.
         sch.reorder(r, c)
         sch.decompose_reduction(block, r)
 
 
 def _after_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
-    """Compute the accumulators of each row where its result is taken from them."""
+    """Compute the accumulators of each row in the loop that combines them to its result."""
     folds = [producer for producer in sch.get_producers(block) if _kind(sch, producer) == "reduction_fold"]
     loops = list(sch.get_loops(block))
     if not folds or not loops:

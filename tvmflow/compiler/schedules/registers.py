@@ -1,4 +1,4 @@
-"""The register tile, which every kernel shares: results stay in vector registers while a reduction runs over them."""
+"""The register tile that every kernel uses: results stay in vector registers while a reduction runs over them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
 
-# Steps of a reduction that may be unrolled: rarely better, and worse where registers are short. A reduction of at most
-# `_SHORT` steps may be unrolled whole.
+# The numbers of steps of a reduction that may be unrolled. Unrolling rarely helps, and costs registers. A reduction of
+# at most `_SHORT` steps may be unrolled whole.
 _UNROLLED = (2, 4)
 _SHORT = 8
 
@@ -31,10 +31,10 @@ class RegisterTile:
 
 
 def split_tile(sch: Schedule, row: LoopRV, channel: LoopRV, rows: int, vectors: int, lanes: int) -> RegisterTile:
-    """Make a register tile of the loops over its rows and channels.
+    """Split the loops over a tile's rows and channels into a register tile.
 
-    Raises ValueError where their extents are not constants equal to `rows` and `vectors * lanes`: such a tile would
-    not stay in registers.
+    Raises ValueError where the loops' extents are not constants equal to `rows` and `vectors * lanes`, because such a
+    tile would not stay in registers.
     """
     extents = [common.extent(sch, loop) for loop in (row, channel)]
     if extents != [rows, vectors * lanes]:
@@ -53,9 +53,9 @@ def accumulate(
 ) -> None:
     """Keep the results of a block's loops `tile` in registers while its `reductions` run around them.
 
-    The innermost loop of the tile becomes a vector, the others and those of the reductions in `unrolled` are unrolled.
-    `group` are reductions within a lane: there an instruction takes the innermost loop, which stays as it is. The
-    results are set to their identities by a loop nest of its own before the first reduction.
+    The innermost loop of the tile is vectorised. Its other loops are unrolled, and so are the reductions in `unrolled`.
+    `group` are reductions within a lane: with them the innermost loop stays as it is, for an instruction replaces it. A
+    separate loop nest before the first reduction sets the results to their identities.
     """
     sch.reorder(*reductions, *tile, *group)
     for loop in (*unrolled, *tile[:-1]):
@@ -63,19 +63,19 @@ def accumulate(
     if not group:
         sch.vectorize(tile[-1])
     start = sch.decompose_reduction(block, reductions[0])
-    in_registers(sch, list(sch.get_loops(start))[-len(tile) :])
+    keep_in_registers(sch, list(sch.get_loops(start))[-len(tile) :])
 
 
-def in_registers(sch: Schedule, loops: Sequence[LoopRV]) -> None:
-    """Unroll a tile's loops and make the innermost one a vector."""
+def keep_in_registers(sch: Schedule, loops: Sequence[LoopRV]) -> None:
+    """Unroll a tile's loops and vectorise the innermost one."""
     *unrolled, lane = loops
     sch.vectorize(lane)
     for loop in unrolled:
         sch.unroll(loop)
 
 
-def in_steps(sch: Schedule, reduction: LoopRV, choices: Choices, subject: str = "") -> list[LoopRV]:
-    """The loops of a reduction around a register tile: how many of its steps are unrolled is a choice."""
+def split_steps(sch: Schedule, reduction: LoopRV, choices: Choices, subject: str = "") -> list[LoopRV]:
+    """Split a reduction around a register tile; returns its loops. The choices set how many steps are unrolled."""
     size = common.extent(sch, reduction)
     counts = [count for count in _UNROLLED if size is not None and size > count and size % count == 0]
     if size is not None and 1 < size <= _SHORT:
@@ -89,9 +89,10 @@ def in_steps(sch: Schedule, reduction: LoopRV, choices: Choices, subject: str = 
 
 
 def choose_vectors(rows: int, vectors: int | None, machine: Machine, choices: Choices) -> int:
-    """The vectors of a register tile of so many rows: the most that the registers hold, or one of an unknown number.
+    """Choose the vectors of a register tile of `rows` rows: by default the most that the registers hold.
 
-    `vectors` is their number in the whole result. Whether fewer are better is a choice.
+    `vectors` is the number of vectors in the whole result; where it is unknown (None) the tile has one vector. The
+    choices may name fewer than the default.
     """
     if vectors is None:
         return 1

@@ -10,8 +10,8 @@ from tvmflow.compiler.schedules import common, reductions, registers
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
-    """Schedule functions that need several passes over each row of the last dimensions; False for others."""
-    last = common.kernel(sch, "rowwise")
+    """Schedule a function that passes several times over each row of its last dimensions; False for others."""
+    last = common.find_kernel(sch, "rowwise")
     if last is None:
         return False
     annotations = sch.get(last).annotations
@@ -29,17 +29,17 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     for block in reversed(stages):
         sch.compute_at(block, task, preserve_unit_loops=True)
     for block in stages:
-        _in_vectors(sch, block, lead, machine)
+        _vectorize(sch, block, lead, machine)
     common.vectorize_last(sch, last, machine)
     return True
 
 
-def _in_vectors(sch: Schedule, block: SBlockRV, rows: int, machine: Machine) -> None:
+def _vectorize(sch: Schedule, block: SBlockRV, rows: int, machine: Machine) -> None:
     inner = list(sch.get_loops(block))[1 + rows :]
     if not inner:
         return
     if sch.get(block).name_hint.startswith("padded"):
-        # The last vector is what the row ends in.
+        # The last vector holds the end of the row, so it has a loop of its own.
         vectors, lane = sch.split(inner[-1], [None, machine.lanes])
         whole = (common.extent(sch, vectors) or 1) - 1
         sch.vectorize(lane)
@@ -50,11 +50,11 @@ def _in_vectors(sch: Schedule, block: SBlockRV, rows: int, machine: Machine) -> 
     elif KERNEL in sch.get(block).annotations:
         reductions.accumulate(sch, block)
     else:
-        _accumulate_unknown(sch, block, len(inner) == 2)
+        _accumulate_symbolic(sch, block, len(inner) == 2)
 
 
-def _accumulate_unknown(sch: Schedule, block: SBlockRV, vector: bool) -> None:
-    """Rows of a size known at run time only: one vector, or what is left over."""
+def _accumulate_symbolic(sch: Schedule, block: SBlockRV, vector: bool) -> None:
+    """Accumulate rows of symbolic size: with `vector` their whole vectors, else the elements left over."""
     *_, lane, reduced = sch.get_loops(block)
     if vector:
         registers.accumulate(sch, block, [lane], [reduced])

@@ -15,51 +15,51 @@ from tvmflow.compiler.winograd import error_bound
 
 
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule 3x3 convolutions that the compiler chose Winograd's algorithm for; False for other functions.
+    """Schedule a 3x3 convolution by Winograd's algorithm; False for other functions.
 
     Where the transformed weights fit a core's cache, a line of tiles goes through all stages at once and stays there
-    too; else every stage is a parallel loop of its own, so that each weight is read by one core once.
+    too. Otherwise every stage is a parallel loop of its own, so that one core reads each weight once.
     """
     return _apply(sch, machine, choices, "winograd")
 
 
 def apply_dot(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule the same with products of bfloat16; False for other functions."""
+    """Schedule a 3x3 convolution by Winograd's algorithm with products of bfloat16; False for other functions."""
     return _apply(sch, machine, choices, "dot_winograd")
 
 
-def transform_back(sch: Schedule, back: SBlockRV, outer: LoopRV, written: Sequence[LoopRV]) -> None:
-    """Compute a tile of the output in registers where it is written, from the products in its place.
+def transform_back(sch: Schedule, back: SBlockRV, outer: LoopRV, inner: Sequence[LoopRV]) -> None:
+    """Transform a tile of products to a tile of the output in registers, in the block that writes the output.
 
-    `back` is the first half of the transform; `outer` is the loop over tiles and vectors of channels around the loops
-    `written`, over the elements of a tile and the lanes of a vector.
+    `back` is the first half of the transform. `outer` is the loop over tiles and vectors of channels, and `inner` are
+    the loops within it, over the elements of a tile and the lanes of a vector.
     """
-    registers.in_registers(sch, written)
+    registers.keep_in_registers(sch, inner)
     sch.compute_at(back, outer, preserve_unit_loops=True)
-    registers.in_registers(sch, _own_loops(sch, back))
+    registers.keep_in_registers(sch, _own_loops(sch, back))
 
 
 def transform_input(sch: Schedule, vertical: SBlockRV, transformed: SBlockRV, machine: Machine) -> list[LoopRV]:
-    """Transform a tile of the input in registers, and return the loops over tiles, which are outermost now.
+    """Transform a tile of the input in registers; returns the loops over tiles, which become the outermost ones.
 
-    `vertical` is the first half of the transform, `transformed` the second one.
+    `vertical` is the block of the first half of the transform, `transformed` of the second half.
     """
     a, b, *places, c = _own_loops(sch, transformed)
     outer, lane = sch.split(c, [None, math.gcd(common.extent(sch, c) or 1, machine.lanes)])
     sch.reorder(*places, outer, a, b, lane)
-    registers.in_registers(sch, [a, b, lane])
+    registers.keep_in_registers(sch, [a, b, lane])
     sch.compute_at(vertical, outer, preserve_unit_loops=True)
-    registers.in_registers(sch, _own_loops(sch, vertical))
+    registers.keep_in_registers(sch, _own_loops(sch, vertical))
     return places
 
 
 def _own_loops(sch: Schedule, block: SBlockRV) -> list[LoopRV]:
-    """The loops of a block of one per dimension, without those that it is computed at."""
+    """The loops of a block itself, one per dimension, without the loops at which it is computed."""
     return list(sch.get_loops(block))[-len(sch.get(block).iter_vars) :]
 
 
 def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool:
-    product = common.kernel(sch, kind)
+    product = common.find_kernel(sch, kind)
     if product is None:
         return False
     annotations = sch.get(product).annotations
@@ -67,7 +67,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
     side, channels, steps = int(sizes[0]), int(sizes[3]), int(sizes[4])
     (vertical,), (transformed,), (back,) = (
-        common.named(sch, name) for name in ("input_vertical", "input", "output_vertical")
+        common.find_blocks(sch, name) for name in ("input_vertical", "input", "output_vertical")
     )
     out = common.inline_epilogue(sch, back)
     wide = -(-int(sch.get(out).iter_vars[2].dom.extent) // size)
@@ -92,7 +92,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     line, near = sch.split(p, [None, rows])
     outer, pieces, lane = sch.split(c, [None, count, lanes])
     at = line
-    # Each weight is read by one core once, or each core goes on with the lines of tiles that it has transformed.
+    # Either one core reads each weight once, or each core continues with the lines of tiles that it transformed.
     if whole or choices.choose("order", "", {"weights": True, "rows": False}):
         sch.reorder(a, b, outer, line, near, pieces, lane)
         if not whole:
@@ -102,14 +102,14 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         common.parallel(sch, line, machine)
         at = outer
     sch.compute_at(product, at, preserve_unit_loops=True)
-    registers.in_registers(sch, [near, pieces, lane])
+    registers.keep_in_registers(sch, [near, pieces, lane])
     *around, row, channel, k = list(sch.get_loops(product))[: 5 - len(sizes) or None]
     group = list(sch.get_loops(product))[len(around) + 3 :]
     tile = registers.split_tile(sch, row, channel, rows, count, lanes)
     reductions = [k]
     if kind == "winograd":
-        *chunks, k = [k] if whole else prefetch.in_chunks(sch, k, choices)
-        reductions = [*chunks, *registers.in_steps(sch, k, choices)]
+        *chunks, k = [k] if whole else prefetch.split_chunks(sch, k, choices)
+        reductions = [*chunks, *registers.split_steps(sch, k, choices)]
     registers.accumulate(sch, product, tile.loops, reductions, group)
 
     if whole:
@@ -118,18 +118,18 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     if not whole:
         task, _ = sch.split(place, [None, wide])
         common.parallel(sch, task, machine)
-    for pad in common.named(sch, "pad"):
+    for pad in common.find_blocks(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, pad, machine)
     if kind == "dot_winograd":
-        # Last: no stage can be moved to a block that stands for an instruction.
+        # This comes last, because no stage can be moved to a block that an instruction has replaced.
         use(sch, BF16, lanes, around[0], tile.lane)
     return True
 
 
 def bound(sch: Schedule) -> float | None:
-    """The error bound of a function that uses the algorithm in float32, None for others."""
-    product = common.kernel(sch, "winograd") or common.kernel(sch, "block.winograd")
+    """The error bound of a function that uses Winograd's algorithm in float32; None for others."""
+    product = common.find_kernel(sch, "winograd") or common.find_kernel(sch, "block.winograd")
     if product is None:
         return None
     block = sch.get(product)
