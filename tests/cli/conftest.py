@@ -99,7 +99,7 @@ def bundle(models: Path, executable: str, environment: dict[str, str]) -> Path:
     """The small model, compiled by the command itself."""
     path = models / "small.tar.gz"
     arguments = [executable, "compile", str(models / "small.onnx"), "-o", str(path)]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "largest difference from ONNX Runtime" in done.stdout
+    process = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert "largest difference from ONNX Runtime" in process.stdout
     return path

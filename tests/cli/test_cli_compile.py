@@ -316,12 +316,12 @@ def test_fast_algorithms_can_be_forbidden(tvmflow: Command, convolution: Path) -
 
 
 def test_a_model_may_keep_its_layout(tvmflow: Command, convolution: Path) -> None:
-    ours = _compiled(tvmflow, convolution, "--desired-layout", "NHWC", "--dump-code", "relax")
+    nhwc = _compiled(tvmflow, convolution, "--desired-layout", "NHWC", "--dump-code", "relax")
     assert "transpose" in Path("conv.relax").read_text()
-    kept = _compiled(tvmflow, convolution, "--desired-layout", "NCHW", "--dump-code", "relax")
+    nchw = _compiled(tvmflow, convolution, "--desired-layout", "NCHW", "--dump-code", "relax")
     assert "transpose" not in Path("conv.relax").read_text()
-    assert kept["schedules"] == {"fallback": 1}
-    assert ours["schedules"] != kept["schedules"]
+    assert nchw["schedules"] == {"fallback": 1}
+    assert nhwc["schedules"] != nchw["schedules"]
 
 
 def test_another_compiler_links_the_library_with_its_options(tvmflow: Command, models: Path, tmp_path: Path) -> None:

@@ -28,18 +28,18 @@ print({name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
 
 
 def test_help_lists_the_commands(executable: str, environment: dict[str, str]) -> None:
-    done = subprocess.run([executable, "--help"], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0
-    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+    process = subprocess.run([executable, "--help"], env=environment, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0
+    assert all(f"\n  {name} " in process.stdout for name in COMMANDS)
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
 def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
     arguments = [sys.executable, "-c", LIST_MODULES, *command]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
-    assert "Usage: tvmflow" in done.stdout
+    process = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    assert "Usage: tvmflow" in process.stdout
     heavy = ("tvm", "torch", "prefect", "mlflow", "onnx", "boto3", "pydantic", "numpy", "rich")
-    assert not [name for name in heavy if repr(name) in done.stderr]
+    assert not [name for name in heavy if repr(name) in process.stderr]
 
 
 def test_the_version_is_told(tvmflow: Command) -> None:
@@ -103,13 +103,13 @@ def test_a_reader_that_goes_away_is_no_error_to_tell(
 ) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    words = [str(bundle) if word == "BUNDLE" else word for word in arguments.split()]
-    done = subprocess.run(
-        [executable, *words], env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60
+    options = [str(bundle) if word == "BUNDLE" else word for word in arguments.split()]
+    process = subprocess.run(
+        [executable, *options], env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60
     )
     os.close(writing)
-    assert done.returncode == 1
-    assert done.stderr in ("", "tvmflow: there is no bundle 'absent'\n")
+    assert process.returncode == 1
+    assert process.stderr in ("", "tvmflow: there is no bundle 'absent'\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -118,17 +118,17 @@ def test_an_interrupt_ends_the_steps_and_says_so(
 ) -> None:
     arguments = [executable, "compile", str(models / "small.onnx"), "-o", str(tmp_path / "b.tar.gz")]
     settings = {**environment, "TVMFLOW_HOME": str(tmp_path / "state"), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(arguments, env=settings, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stderr is not None
-        assert "export" in running.stderr.readline()
-        children = psutil.Process(running.pid).children(recursive=True)
-        running.send_signal(number)
-        said = running.stderr.read()
-        assert running.wait(60) == 130
-    (line,) = [line for line in said.splitlines() if line.startswith("tvmflow: ")]
+    with subprocess.Popen(arguments, env=settings, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "export" in process.stderr.readline()
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        output = process.stderr.read()
+        assert process.wait(60) == 130
+    (line,) = [line for line in output.splitlines() if line.startswith("tvmflow: ")]
     assert line.startswith("tvmflow: interrupted; ")
     assert "the same command continues" in line
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     assert not psutil.wait_procs(children, timeout=30)[1]
     assert not (tmp_path / "b.tar.gz").exists()
 

@@ -75,9 +75,9 @@ def test_workloads_are_listed_with_their_keys(records: Command, recorded: tuple[
 def test_a_workload_is_shown_with_its_history_and_its_best_schedule(
     records: Command, recorded: tuple[RecordStore, str]
 ) -> None:
-    shown = records("show", recorded[1][:6])
-    assert "T.max(" in shown.out
-    assert "sch.split(" in shown.out
+    report = records("show", recorded[1][:6])
+    assert "T.max(" in report.out
+    assert "sch.split(" in report.out
     document = json.loads(records("show", recorded[1], "--json").out)
     assert [record["seconds"] for record in document["history"]] == [3e-6, 1e-6, 2e-6]
 

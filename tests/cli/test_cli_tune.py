@@ -17,7 +17,7 @@ def release_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "setting"),
     [
         ((), "--until"),
         (("--minutes", "1", "--trials", "4"), "--trials"),
@@ -26,22 +26,22 @@ def release_file(tmp_path: Path) -> Path:
     ],
 )
 def test_a_tuning_without_one_budget_or_place_is_refused(
-    tvmflow: Command, release_file: Path, options: tuple[str, ...], named: str
+    tvmflow: Command, release_file: Path, options: tuple[str, ...], setting: str
 ) -> None:
     ended = tvmflow("tune", release_file, *options)
     assert ended.code == 2
-    assert named in ended.err
+    assert setting in ended.err
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "setting"),
     [
         (("--tracker", "10.0.0.5:9190", "--port", "9190"), "--port"),
         (("--tracker", "10.0.0.5:9190"), "--host"),
         (("--key", "two words"), "key"),
     ],
 )
-def test_devices_that_nobody_could_reach_are_refused(tvmflow: Command, options: tuple[str, ...], named: str) -> None:
+def test_devices_that_nobody_could_reach_are_refused(tvmflow: Command, options: tuple[str, ...], setting: str) -> None:
     ended = tvmflow("devices", "up", *options)
     assert ended.code == 2
-    assert named in ended.err
+    assert setting in ended.err

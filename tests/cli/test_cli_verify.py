@@ -81,12 +81,14 @@ def test_compile_signs_with_the_key_of_the_settings_and_gives_the_same_bytes(
 def test_a_bundle_is_built_again_from_its_onnx_file_in_another_state_folder(
     executable: str, environment: dict[str, str], bundle: Path, models: Path, tmp_path: Path
 ) -> None:
-    elsewhere = {**environment, "TVMFLOW_HOME": str(tmp_path / "elsewhere"), "PYTHONHASHSEED": "7"}
+    environment_elsewhere = {**environment, "TVMFLOW_HOME": str(tmp_path / "elsewhere"), "PYTHONHASHSEED": "7"}
     arguments = [executable, "verify", str(bundle), "--rebuild", str(models / "small.onnx"), "--json"]
-    done = subprocess.run(arguments, env=elsewhere, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    made = ["ONNX file", "Relax module", "weights", "samples", "mod.json", "mod.so", "sample.npz", "manifest"]
-    assert json.loads(done.stdout)["rebuilt"] == made
+    process = subprocess.run(
+        arguments, env=environment_elsewhere, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    parts = ["ONNX file", "Relax module", "weights", "samples", "mod.json", "mod.so", "sample.npz", "manifest"]
+    assert json.loads(process.stdout)["rebuilt"] == parts
 
 
 def test_another_model_is_told_by_what_differs_first(tvmflow: Command, bundle: Path, models: Path) -> None:

@@ -140,8 +140,8 @@ def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: boo
         actual = [item.numpy() for item in ([result] if hasattr(result, "numpy") else result)]
         if len(actual) != len(expected):
             return f"{len(actual)} results, {len(expected)} expected"
-        for ours, theirs in zip(actual, expected, strict=True):
-            message = _difference(ours, np.asarray(theirs), case.rtol, case.atol)
+        for array, expected_array in zip(actual, expected, strict=True):
+            message = _difference(array, np.asarray(expected_array), case.rtol, case.atol)
             if message:
                 return message
     return ""
@@ -151,20 +151,22 @@ def _array(value: Any) -> Any:
     return numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else value
 
 
-def _difference(ours: Any, theirs: Any, rtol: float, atol: float) -> str:
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        return f"{ours.dtype}{list(ours.shape)}, expected {theirs.dtype}{list(theirs.shape)}"
-    if ours.dtype.kind in "biu":
-        bad = ours != theirs
+def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str:
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return f"{actual.dtype}{list(actual.shape)}, expected {expected.dtype}{list(expected.shape)}"
+    if actual.dtype.kind in "biu":
+        bad = actual != expected
     else:
         # Sums of half precision differ by units in the last place with the order of summation.
-        rtol = max(rtol, {"float16": 2.0**-8, "bfloat16": 2.0**-5}.get(str(ours.dtype), 0.0))
-        one, other = (array.astype("complex128" if array.dtype.kind == "c" else "float64") for array in (ours, theirs))
+        rtol = max(rtol, {"float16": 2.0**-8, "bfloat16": 2.0**-5}.get(str(actual.dtype), 0.0))
+        one, other = (
+            array.astype("complex128" if array.dtype.kind == "c" else "float64") for array in (actual, expected)
+        )
         bad = ~np.isclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
     if not bad.any():
         return ""
     place = tuple(int(axis[0]) for axis in np.nonzero(bad))
-    return f"{int(bad.sum())} of {bad.size} differ, at {list(place)}: {ours[place]}, expected {theirs[place]}"
+    return f"{int(bad.sum())} of {bad.size} differ, at {list(place)}: {actual[place]}, expected {expected[place]}"
 
 
 def _work(connection: Connection) -> None:

@@ -225,8 +225,8 @@ def test_every_schedule_of_a_kernel_is_replayed_with_it(
     make_model: MakeModel, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = _convolution(_CONVOLUTIONS[0], make_model, normal(64, 64, 3, 3), normal(64), "model.onnx")
-    found = workloads(lower(import_onnx(path), target, BuildOptions(precision="bf16")))
-    (func,) = (normalize(item.func) for item in found if "conv2d" in item.name)
+    items = workloads(lower(import_onnx(path), target, BuildOptions(precision="bf16")))
+    (func,) = (normalize(item.func) for item in items if "conv2d" in item.name)
     for schedule in variants(func, machine(target)):
         assert "tvmflow_amx_bf16" in replay(trace_of(schedule), func).script()
 
@@ -243,8 +243,8 @@ def test_products_are_amx_instructions(precision: Precision, instruction: str, m
     built = build(import_onnx(path), resolve("x86-64-v4-amx"), BuildOptions(precision=precision))
     assembly = str(built.executable.mod.imports[0].inspect_source("asm"))
     # Two tiles of pixels by vectors of three, which do not fit beside them two by two.
-    for wanted in (instruction, "ldtilecfg", "tileloadd", "tilestored", "tilerelease"):
-        assert re.search(rf"\t{wanted}", assembly), wanted
+    for name in (instruction, "ldtilecfg", "tileloadd", "tilestored", "tilerelease"):
+        assert re.search(rf"\t{name}", assembly), name
 
 
 def test_without_narrow_numbers_nothing_of_it_is_used(make_model: MakeModel) -> None:

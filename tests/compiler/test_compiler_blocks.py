@@ -64,9 +64,9 @@ class _Graph:
     def normal(self, *shape: int) -> Array:
         return self.rng.standard_normal(shape).astype("float32")
 
-    def then(self, x: str, operator: str, *others: str) -> str:
+    def then(self, x: str, operator: str, *operands: str) -> str:
         name = f"t{len(self.nodes)}"
-        self.nodes.append(helper.make_node(operator, [x, *others], [name]))
+        self.nodes.append(helper.make_node(operator, [x, *operands], [name]))
         return name
 
 

@@ -112,9 +112,9 @@ def test_another_process_finds_what_one_kept(make: Any, native: Target, tmp_path
     model, cache = make(0), tmp_path / "cache"
     build(import_onnx(model), native, cache=cache)
     (entry,) = cache.iterdir()
-    written = entry.stat().st_mtime_ns
+    modified_ns = entry.stat().st_mtime_ns
     subprocess.run([sys.executable, "-c", _BUILD, str(model), str(cache)], check=True, timeout=300)
-    assert [item.stat().st_mtime_ns for item in cache.iterdir()] == [written]
+    assert [item.stat().st_mtime_ns for item in cache.iterdir()] == [modified_ns]
 
 
 def test_a_model_without_functions_needs_no_code(make_model: Any, native: Target, tmp_path: Path) -> None:

@@ -52,10 +52,10 @@ def _run(built: Any, run_built: Any) -> np.ndarray[Any, Any]:
 
 
 def test_every_decision_made_otherwise_gives_the_same_results(model: Path, target: Target, run_built: Any) -> None:
-    imported, met = import_onnx(model), Choices()
-    usual = build(imported, target, choices=met)
+    imported, choices = import_onnx(model), Choices()
+    usual = build(imported, target, choices=choices)
     expected = _run(usual, run_built)
-    open_sites = [site for site in met.met.values() if len(site.options) > 1]
+    open_sites = [site for site in choices.met.values() if len(site.options) > 1]
     assert {site.kind for site in open_sites} >= {"algorithm", "block", "lines", "last", "rows"}
     for place in (1, 2):
         other = Choices({site.key: site.options[min(place, len(site.options) - 1)] for site in open_sites})
@@ -70,15 +70,15 @@ def test_every_schedule_that_the_rules_can_make_of_a_function_gives_the_same_res
     inputs = np.random.default_rng(2)
     for workload in workloads(lower(import_onnx(model), target)):
         func = normalize(workload.func)
-        usual, *others = variants(func, machine(target))
+        usual, *alternatives = variants(func, machine(target))
         assert tvm_ffi.structural_equal(usual.mod["main"].body, schedule(func, machine(target))[0].body)
         arrays = [inputs.standard_normal([int(size) for size in item.shape]).astype(item.dtype) for item in func.params]
         expected = _called(usual.mod["main"], target, arrays)
-        for other in others:
+        for other in alternatives:
             assert not tvm_ffi.structural_equal(other.mod["main"].body, usual.mod["main"].body)
             replayed = replay(trace_of(other), func)
             assert tvm_ffi.structural_equal(replayed.body, other.mod["main"].body)
-        for other in (others[0], others[-1]) if others else ():
+        for other in (alternatives[0], alternatives[-1]) if alternatives else ():
             np.testing.assert_allclose(_called(other.mod["main"], target, arrays), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -105,16 +105,16 @@ def test_a_decision_is_met_under_the_same_name_in_every_build(model: Path, targe
 
 
 def test_the_first_option_is_what_is_built_without_choices(model: Path, target: Target) -> None:
-    imported, met = import_onnx(model), Choices()
-    usual = build(imported, target, choices=met)
-    named = Choices({site.key: site.options[0] for site in met.met.values()})
-    assert build(imported, target, choices=named).ir_text == usual.ir_text
+    imported, choices = import_onnx(model), Choices()
+    usual = build(imported, target, choices=choices)
+    first_options = Choices({site.key: site.options[0] for site in choices.met.values()})
+    assert build(imported, target, choices=first_options).ir_text == usual.ir_text
 
 
 def test_an_option_that_is_none_of_the_decision_is_passed_over(model: Path, target: Target) -> None:
-    imported, met = import_onnx(model), Choices()
-    usual = build(imported, target, choices=met)
-    unknown = Choices(dict.fromkeys(met.met, "no such option"))
+    imported, choices = import_onnx(model), Choices()
+    usual = build(imported, target, choices=choices)
+    unknown = Choices(dict.fromkeys(choices.met, "no such option"))
     assert build(imported, target, choices=unknown).ir_text == usual.ir_text
 
 
@@ -127,8 +127,8 @@ def test_prefetching_weights_that_the_cache_cannot_hold_is_a_choice_with_the_sam
     (func,) = (normalize(item.func) for item in workloads(lower(import_onnx(model), target)) if "conv" in item.name)
     small = replace(machine(target), cache=4 * weight.size - 1)
     assert not any("prefetch" in str(item.trace) for item in variants(func, replace(small, cache=4 * weight.size)))
-    usual, *others = variants(func, small)
-    fetching = [replay(trace_of(other), func) for other in others if "prefetch" in str(other.trace)]
+    usual, *alternatives = variants(func, small)
+    fetching = [replay(trace_of(other), func) for other in alternatives if "prefetch" in str(other.trace)]
     assert fetching
     inputs = np.random.default_rng(4)
     arrays = [inputs.standard_normal([int(size) for size in item.shape]).astype("float32") for item in func.params]
@@ -146,9 +146,9 @@ def test_rows_that_share_a_set_of_the_cache_may_be_packed_first(
     weight = (rng.standard_normal((40, 1024, 1, 1)) / 32).astype("float32")
     nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Relu", ["c"], ["y"])]
     imported = import_onnx(make_model(nodes, [("x", [batch, 1024, 7, 6])], ["y"], {"w": weight}))
-    met = Choices()
-    usual = build(imported, target, choices=met)
-    (panel,) = (site for site in met.met.values() if site.kind == "panel")
+    choices = Choices()
+    usual = build(imported, target, choices=choices)
+    (panel,) = (site for site in choices.met.values() if site.kind == "panel")
     other = build(imported, target, choices=Choices({panel.key: panel.options[1]}))
     assert panel.options == ("in place", "packed")
     assert "packed_rows" in other.ir_text
@@ -174,9 +174,9 @@ def test_the_last_convolution_may_write_the_output_as_it_leaves(
         helper.make_node("Sigmoid", ["c"], ["y"]),
     ]
     imported = import_onnx(make_model(nodes, [("x", [2, 3, 39, 35])], ["y"], weights))
-    met = Choices()
-    usual = build(imported, target, choices=met)
-    (output,) = (site for site in met.met.values() if site.kind == "output")
+    choices = Choices()
+    usual = build(imported, target, choices=choices)
+    (output,) = (site for site in choices.met.values() if site.kind == "output")
     other = build(imported, target, choices=Choices({output.key: output.options[1]}))
     assert len(usual.schedules) - len(other.schedules) == 1
     assert "fallback" not in dict(other.schedules)["fused_conv2d1_add_sigmoid_transpose1"]
@@ -188,9 +188,9 @@ def test_the_first_convolution_may_read_the_input_as_it_comes(make_model: Any, t
     weight = np.random.default_rng(5).standard_normal((24, 3, 5, 5)).astype("float32")
     nodes = [helper.make_node("Conv", ["x", "w"], ["c"], pads=[2] * 4), helper.make_node("Relu", ["c"], ["y"])]
     imported = import_onnx(make_model(nodes, [("x", [1, 3, 17, 19])], ["y"], {"w": weight}))
-    met = Choices()
-    usual = build(imported, target, choices=met)
-    (edge,) = (site for site in met.met.values() if site.kind == "edge")
+    choices = Choices()
+    usual = build(imported, target, choices=choices)
+    (edge,) = (site for site in choices.met.values() if site.kind == "edge")
     other = build(imported, target, choices=Choices({edge.key: edge.options[1]}))
     assert [name for name, _ in usual.schedules if name not in dict(other.schedules)] == ["transpose"]
     x = np.random.default_rng(6).standard_normal((1, 3, 17, 19)).astype("float32")

@@ -125,9 +125,9 @@ def _strassen(model: Drawn) -> None:
 def _blocks(model: Drawn) -> None:
     channels, between, out = model.integer(8, 24), 16 * model.integer(1, 3), model.integer(8, 40)
     is_depthwise, stride = model.choice(True, False), model.choice(1, 2)
-    high, wide = 4 * model.integer(2, 5), 4 * model.integer(2, 7)
+    height, width = 4 * model.integer(2, 5), 4 * model.integer(2, 7)
     model.decisions = {"block": "whole"}
-    x = model.conv(model.input(model.integer(1, 2), channels, high, wide), channels, between)
+    x = model.conv(model.input(model.integer(1, 2), channels, height, width), channels, between)
     x = model.conv(x, between, between, 3, group=between if is_depthwise else 1, strides=[stride] * 2)
     model.conv(x, between, out)
 
@@ -228,11 +228,13 @@ def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.Pri
     """The scheduled functions of a model, by a name that says what they compute; what is not decided is drawn."""
     path = folder / "model.onnx"
     onnx.save(model.proto(), path)
-    imported, options, met = import_onnx(path), BuildOptions(precision=model.precision), Choices()
-    lower(imported, target, options, met)
-    made = {site.key: model.decisions.get(site.kind) or model.choice(*site.options) for site in met.met.values()}
+    imported, options, choices = import_onnx(path), BuildOptions(precision=model.precision), Choices()
+    lower(imported, target, options, choices)
+    options_by_key = {
+        site.key: model.decisions.get(site.kind) or model.choice(*site.options) for site in choices.met.values()
+    }
     functions = {}
-    for workload in workloads(lower(imported, target, options, Choices(made))):
+    for workload in workloads(lower(imported, target, options, Choices(options_by_key))):
         drawn = variants(workload.func, _always_parallel(target), _SCHEDULES)
         scheduled = (
             complete(model.choice(*drawn).mod["main"])
@@ -258,14 +260,14 @@ def test_kernels_stay_within_their_buffers(kind: str, tmp_path: Path) -> None:
     assert_within_buffers(functions, target)
 
 
-@pytest.mark.parametrize("counted", [0, 1])
+@pytest.mark.parametrize("count_include_pad", [0, 1])
 @pytest.mark.parametrize("size", scale.choose(normal=[35], long=[5, 14, 35, 71, 113]))
 def test_padded_average_pooling_between_convolutions_stays_within_its_buffers(
-    size: int, counted: int, tmp_path: Path
+    size: int, count_include_pad: int, tmp_path: Path
 ) -> None:
     model = Drawn(np.random.default_rng(0))
     x = model.conv(model.input(1, 32, size, size), 32, 192)
-    x = model.node("AveragePool", x, kernel_shape=[3, 3], pads=[1] * 4, count_include_pad=counted)
+    x = model.node("AveragePool", x, kernel_shape=[3, 3], pads=[1] * 4, count_include_pad=count_include_pad)
     model.conv(x, 192, 32)
     functions = _functions(model, _target("fp32"), tmp_path)
     assert_within_buffers({name: func for name, func in functions.items() if "pool" in name}, _target("fp32"))

@@ -147,9 +147,9 @@ def test_only_the_branch_that_a_known_condition_takes_is_imported(
     make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:
     result = [helper.make_tensor_value_info("r", TensorProto.FLOAT, [1, 4])]
-    taken = helper.make_graph([helper.make_node("Relu", ["x"], ["r"])], "taken", [], result)
-    other = helper.make_graph([helper.make_node("Neg", ["x"], ["r"])], "other", [], result)
-    node = helper.make_node("If", ["known"], ["y"], then_branch=taken, else_branch=other)
+    then_branch = helper.make_graph([helper.make_node("Relu", ["x"], ["r"])], "taken", [], result)
+    else_branch = helper.make_graph([helper.make_node("Neg", ["x"], ["r"])], "other", [], result)
+    node = helper.make_node("If", ["known"], ["y"], then_branch=then_branch, else_branch=else_branch)
     path = make_model([node], [("x", [1, 4])], ["y"], {"known": np.array(True)})
     built = assert_same_as_onnxruntime(path, {"x": np.array([[-1, 0, 1, 2]], "float32")})
     assert "negative" not in built.ir_text

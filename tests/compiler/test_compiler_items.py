@@ -137,8 +137,8 @@ def _assert_items_apart(built: Built, function: str, shape: Sequence[int], items
         poisoned = x.copy()
         poisoned[place] = poison
         actual = machine[function](tvm.runtime.tensor(poisoned)).numpy()
-        others = [item for item in range(items) if item != place]
-        changed = [item for item in others if actual[item].tobytes() != expected[item].tobytes()]
+        other_items = [item for item in range(items) if item != place]
+        changed = [item for item in other_items if actual[item].tobytes() != expected[item].tobytes()]
         assert not changed, f"{poison} in item {place} changes items {changed} of {function}"
 
 
@@ -158,10 +158,10 @@ def test_items_of_any_batch_and_of_a_variant_are_apart(model: str, tmp_path: Pat
 def test_items_of_a_fixed_batch_are_apart_whatever_is_decided(
     seed: int, model: str, tmp_path: Path, target: Target
 ) -> None:
-    parts, met = MODELS[model](), Choices()
+    parts, choices = MODELS[model](), Choices()
     imported, rng = _import(parts, _ITEMS, tmp_path), np.random.default_rng(seed)
-    usual = build(imported, target, choices=met)
-    drawn = {site.key: site.options[int(rng.integers(len(site.options)))] for site in met.met.values()}
+    usual = build(imported, target, choices=choices)
+    drawn = {site.key: site.options[int(rng.integers(len(site.options)))] for site in choices.met.values()}
     for built in (usual, *([build(imported, target, choices=Choices(drawn))] if seed else [])):
         _assert_items_apart(built, "main", parts[1])
 
@@ -181,7 +181,7 @@ def test_items_are_apart_in_other_precisions(
     precision: Precision, parts: Callable[[], Parts], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     target: Target = request.getfixturevalue(precision)
-    made = parts()
-    built = build(_import(made, _ITEMS, tmp_path), target, BuildOptions(precision=precision))
+    model = parts()
+    built = build(_import(model, _ITEMS, tmp_path), target, BuildOptions(precision=precision))
     assert rule_counts(built).keys() & {"dot_conv2d", "dot_rows", "dot_winograd"}
-    _assert_items_apart(built, "main", made[1])
+    _assert_items_apart(built, "main", model[1])

@@ -92,20 +92,20 @@ def test_depth_to_space_and_back_equal_onnx_runtime(
 _RESIZES = [("nearest", "asymmetric"), ("linear", "half_pixel"), ("linear", "align_corners")]
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["channels last", "channels first"])
-def test_resizing_equals_onnx_runtime(inside: bool, assert_all_same: Check) -> None:
+@pytest.mark.parametrize("is_channels_last", [True, False], ids=["channels last", "channels first"])
+def test_resizing_equals_onnx_runtime(is_channels_last: bool, assert_all_same: Check) -> None:
     cases = []
     for scale in ((2.0, 2.0), (3.0, 1.5)):
         for mode, transformation in _RESIZES:
             resize = helper.make_node(
                 "Resize",
-                ["a" if inside else "x", "", "scale"],
-                ["b" if inside else "y"],
+                ["a" if is_channels_last else "x", "", "scale"],
+                ["b" if is_channels_last else "y"],
                 mode=mode,
                 coordinate_transformation_mode=transformation,
                 **({"nearest_mode": "floor"} if mode == "nearest" else {}),
             )
-            nodes, weights = _between([resize], 20) if inside else ([resize], {})
+            nodes, weights = _between([resize], 20) if is_channels_last else ([resize], {})
             weights = {**weights, "scale": np.array([1, 1, *scale], "float32")}
             cases.append(((nodes, [("x", [2, 3, 8, 6])], ["y"], weights), {"x": normal(2, 3, 8, 6)}))
     assert_all_same(cases)

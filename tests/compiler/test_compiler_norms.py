@@ -58,7 +58,7 @@ def test_reductions_of_symbolic_shapes_equal_onnx_runtime(
         helper.make_node("ReduceMax", ["c", "axes"], ["y"]),
     ]
     path = make_model(nodes, [("x", shape)], ["y"], {"axes": np.array([2, 3])})
-    sizes = [[size if isinstance(size, int) else known for size in shape] for known in (1, 3)]
+    sizes = [[size if isinstance(size, int) else value for size in shape] for value in (1, 3)]
     assert_same_as_onnxruntime(path, *({"x": normal(*size)} for size in sizes))
 
 
@@ -79,15 +79,15 @@ def test_group_norm_equals_onnx_runtime(make_model: Any, assert_same_as_onnxrunt
     for channels, groups in sizes:
         for where in ("last", "first"):
             name = f"{where}{channels}"
-            inside = where == "last"  # Behind a convolution the channels are last.
-            if inside:
+            is_channels_last = where == "last"  # Behind a convolution the channels are last.
+            if is_channels_last:
                 nodes.append(helper.make_node("Conv", [f"x{name}", f"w{name}"], [f"a{name}"]))
                 weights[f"w{name}"] = normal(channels, 3, 1, 1)
-            operands = [f"{'a' if inside else 'x'}{name}", f"s{name}", f"b{name}"]
+            operands = [f"{'a' if is_channels_last else 'x'}{name}", f"s{name}", f"b{name}"]
             nodes.append(helper.make_node("GroupNormalization", operands, [f"c{name}"], num_groups=groups))
             nodes.append(helper.make_node("Relu", [f"c{name}"], [f"y{name}"]))
             weights |= {f"s{name}": normal(channels), f"b{name}": normal(channels)}
-            inputs.append((f"x{name}", [2, 3 if inside else channels, 9, 7]))
+            inputs.append((f"x{name}", [2, 3 if is_channels_last else channels, 9, 7]))
             outputs.append(f"y{name}")
     path = make_model(nodes, inputs, outputs, weights, opset=21)
     built = assert_same_as_onnxruntime(path, {name: normal(*shape) + 3 for name, shape in inputs})
@@ -95,13 +95,13 @@ def test_group_norm_equals_onnx_runtime(make_model: Any, assert_same_as_onnxrunt
     assert (rules["reduction"], rules["rowwise"]) == (len(sizes), len(sizes))
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["channels last", "channels first"])
+@pytest.mark.parametrize("is_channels_last", [True, False], ids=["channels last", "channels first"])
 def test_instance_norm_of_a_symbolic_batch_equals_onnx_runtime(
-    inside: bool, make_model: Any, assert_same_as_onnxruntime: Check
+    is_channels_last: bool, make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
-    first = [helper.make_node("Conv", ["x", "w"], ["a"])] if inside else []
-    nodes = [*first, helper.make_node("InstanceNormalization", ["a" if inside else "x", "s", "b"], ["y"])]
-    weights = {"s": normal(24), "b": normal(24), **({"w": normal(24, 24, 1, 1)} if inside else {})}
+    first = [helper.make_node("Conv", ["x", "w"], ["a"])] if is_channels_last else []
+    nodes = [*first, helper.make_node("InstanceNormalization", ["a" if is_channels_last else "x", "s", "b"], ["y"])]
+    weights = {"s": normal(24), "b": normal(24), **({"w": normal(24, 24, 1, 1)} if is_channels_last else {})}
     path = make_model(nodes, [("x", ["batch", 24, 11, 5])], ["y"], weights)
     assert_same_as_onnxruntime(path, *({"x": 5 * normal(batch, 24, 11, 5) + 30} for batch in (1, 3)))
 

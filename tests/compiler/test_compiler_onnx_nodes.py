@@ -45,9 +45,9 @@ def test_no_operator_gives_wrong_results_or_crashes(results: list[Any]) -> None:
 
 def test_most_cases_that_are_not_refused_for_a_reason_pass(nodes: ModuleType, results: list[Any]) -> None:
     reasons = nodes.explanations()
-    others = [result for result in results if nodes.reason_of(result.name, reasons) is None]
-    passed = [result for result in others if result.outcome == "passed"]
-    assert len(passed) == len(others) > scale.choose(normal=140, long=1400)
+    unexplained_results = [result for result in results if nodes.reason_of(result.name, reasons) is None]
+    passed = [result for result in unexplained_results if result.outcome == "passed"]
+    assert len(passed) == len(unexplained_results) > scale.choose(normal=140, long=1400)
 
 
 def test_every_refused_node_test_has_a_reason(nodes: ModuleType, results: list[Any]) -> None:

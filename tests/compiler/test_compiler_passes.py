@@ -738,10 +738,10 @@ def test_the_attention_operator_of_onnx_is_found(make_model: Any, assert_same_as
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "int8"])
 def test_every_pass_of_ours_has_a_name_by_which_it_can_be_disabled(precision: Any) -> None:
     passes = lower_passes(resolve("x86-64-v4-amx"), Choices(), precision)
-    ours = {str(item.info.name) for item in passes if type(item).__module__.startswith("tvmflow.")}
+    names = {str(item.info.name) for item in passes if type(item).__module__.startswith("tvmflow.")}
     rewriters = {case.rewriter for case in CASES}
-    assert ours
-    assert ours | rewriters <= set(pass_names()) <= set(list_passes())
+    assert names
+    assert names | rewriters <= set(pass_names()) <= set(list_passes())
 
 
 def _layers() -> tuple[str, dict[str, Array]]:

@@ -24,10 +24,10 @@ _WINDOWS = [
 
 @pytest.mark.parametrize("kind", ["MaxPool", "AveragePool", "AveragePool with padding"])
 def test_pooling_between_convolutions_equals_onnx_runtime(kind: str, assert_all_same: Check) -> None:
-    counted = {"count_include_pad": 1} if "with" in kind else {}
+    attributes = {"count_include_pad": 1} if "with" in kind else {}
     cases = []
     for channels, kernel, strides, pads, ceil, height, width in _WINDOWS:
-        window = {"kernel_shape": kernel, "strides": strides, "pads": pads, "ceil_mode": ceil, **counted}
+        window = {"kernel_shape": kernel, "strides": strides, "pads": pads, "ceil_mode": ceil, **attributes}
         nodes = [
             helper.make_node("Conv", ["x", "w"], ["a"]),
             helper.make_node(kind.split()[0], ["a"], ["b"], **window),

@@ -34,7 +34,7 @@ MakeModel = Callable[..., Path]
 
 
 @pytest.fixture(params=["bf16", "int8"])
-def narrow(request: pytest.FixtureRequest) -> tuple[Precision, Target]:
+def reduced_precision(request: pytest.FixtureRequest) -> tuple[Precision, Target]:
     """A reduced precision, and the target that has its dot products."""
     return request.param, request.getfixturevalue(request.param)
 
@@ -245,9 +245,9 @@ def test_a_network_in_bfloat16_is_within_its_bound(
 
 
 def test_equal_models_give_equal_libraries(
-    narrow: tuple[Precision, Target], make_model: MakeModel, tmp_path: Path
+    reduced_precision: tuple[Precision, Target], make_model: MakeModel, tmp_path: Path
 ) -> None:
-    precision, target = narrow
+    precision, target = reduced_precision
     path = _small_network(make_model)
     if precision == "int8":
         path = _quantise(path, tmp_path / "quantised.onnx")
@@ -452,9 +452,9 @@ def test_values_read_by_products_and_returned_are_right(
     a = conv(x[:, :8], weights["w"])
     padded = np.pad(conv(x, weights["v"]), ((0, 0), (0, 0), (1, 1), (1, 1)))
     expected = (a, conv(_rounded(a), weights["w"]), np.concatenate([a, x[:, 8:]], 1), conv(x, weights["v"]), padded)
-    for ours, theirs in zip(run_built(built, x), expected, strict=True):
+    for actual, reference in zip(run_built(built, x), expected, strict=True):
         # Values that products read are rounded for the others too; a last bit of the sum may tip the rounding.
-        np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=0.05)
+        np.testing.assert_allclose(actual, reference, rtol=2**-8, atol=0.05)
 
 
 def _candidate(path: Path, target: Target, precision: Precision) -> tuple[tvm.tirx.PrimFunc, Candidate]:
@@ -466,9 +466,9 @@ def _candidate(path: Path, target: Target, precision: Precision) -> tuple[tvm.ti
 
 
 def test_other_schedules_of_dot_products_are_built_in_other_processes_and_right(
-    narrow: tuple[Precision, Target], make_model: MakeModel, tmp_path: Path
+    reduced_precision: tuple[Precision, Target], make_model: MakeModel, tmp_path: Path
 ) -> None:
-    precision, target = narrow
+    precision, target = reduced_precision
     nodes, weights = [_conv(1, 3, 1, 1, 1)], {"w": normal(64, 32, 3, 3), "b": normal(64)}
     path = make_model(nodes, [("x", [1, 32, 9, 9])], ["c"], weights)
     if precision == "int8":

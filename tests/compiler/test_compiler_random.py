@@ -323,9 +323,9 @@ def _normalise(model: Model, x: str) -> str:
     if kind in ("Softmax", "LogSoftmax"):
         return model.node(kind, x, axis=axis)
     if kind == "LayerNormalization" or len(shape) < 3:
-        rest = shape[axis % len(shape) :]
-        more = [model.weight(*rest)] if model.flag() else []
-        return model.node("LayerNormalization", x, model.weight(*rest), *more, axis=axis, epsilon=1e-3)
+        trailing_shape = shape[axis % len(shape) :]
+        more = [model.weight(*trailing_shape)] if model.flag() else []
+        return model.node("LayerNormalization", x, model.weight(*trailing_shape), *more, axis=axis, epsilon=1e-3)
     channels = shape[1]
     if kind == "InstanceNormalization":
         return model.node(kind, x, model.weight(channels), model.weight(channels), epsilon=1e-3)
@@ -550,17 +550,17 @@ def _onnxruntime(path: Path, feed: dict[str, Array]) -> list[Array]:
 
 
 def _first_difference(model: Model, actual: list[Array], expected: list[Array]) -> str:
-    for ours, theirs in zip(actual, expected, strict=True):
-        if ours.shape != theirs.shape:
-            return f"shape {ours.shape}, expected {theirs.shape}"
-        finite = np.isfinite(theirs)
-        scale = float(np.abs(theirs[finite]).max(initial=0.0)) or 1.0
+    for output, reference in zip(actual, expected, strict=True):
+        if output.shape != reference.shape:
+            return f"shape {output.shape}, expected {reference.shape}"
+        finite = np.isfinite(reference)
+        scale = float(np.abs(reference[finite]).max(initial=0.0)) or 1.0
         # Rounding grows with the square root of what is summed up, a nonlinearity or two magnify it.
         tolerance = 2e-5 * max(1.0, model.depth**0.5 / 8)
-        bad = ~np.isclose(ours, theirs, rtol=tolerance * 10, atol=tolerance * scale, equal_nan=True)
+        bad = ~np.isclose(output, reference, rtol=tolerance * 10, atol=tolerance * scale, equal_nan=True)
         if bad.any():
             at = tuple(int(index[0]) for index in np.nonzero(bad))
-            return f"{int(bad.sum())} of {bad.size} differ, at {at}: {ours[at]}, expected {theirs[at]}"
+            return f"{int(bad.sum())} of {bad.size} differ, at {at}: {output[at]}, expected {reference[at]}"
     return ""
 
 

@@ -88,16 +88,16 @@ def test_odd_sizes_short_depths_and_few_rows_are_multiplied_as_usual(rows: int, 
     assert strassen.choose([rows], depth, units, AVX512, "") is None
 
 
-@pytest.mark.parametrize(("others", "expected"), [(1 << 10, "strassen"), (1 << 23, "rows")])
+@pytest.mark.parametrize(("table_size", "expected"), [(1 << 10, "strassen"), (1 << 23, "rows")])
 def test_weights_that_come_from_memory_are_not_made_larger(
-    others: int, expected: str, make_model: Any, assert_same_as_onnxruntime: Check
+    table_size: int, expected: str, make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a"]),
         helper.make_node("Gather", ["table", "row"], ["r"]),
         helper.make_node("Add", ["a", "r"], ["y"]),
     ]
-    weights = {"w": normal(384, 384), "table": normal(others // 384, 384)}
+    weights = {"w": normal(384, 384), "table": normal(table_size // 384, 384)}
     path = make_model(nodes, [("x", [1, 128, 384]), ("row", [1], TensorProto.INT64)], ["y"], weights)
     feed = {"x": normal(1, 128, 384, seed=1), "row": np.array([1])}
     assert rule_counts(assert_same_as_onnxruntime(path, feed))[expected] == 1
@@ -105,7 +105,7 @@ def test_weights_that_come_from_memory_are_not_made_larger(
 
 def test_the_sums_of_weights_are_exact_for_whole_numbers() -> None:
     weight = np.arange(8 * 32, dtype="float32").reshape(8, 32)
-    packed = strassen.pack(weight, 16)
-    assert packed.shape == (7, 1, 4, 16)
-    np.testing.assert_array_equal(packed[0, 0], weight[:4, :16] + weight[4:, 16:])
-    np.testing.assert_array_equal(packed[2, 0], weight[:4, 16:] - weight[4:, 16:])
+    panels = strassen.pack(weight, 16)
+    assert panels.shape == (7, 1, 4, 16)
+    np.testing.assert_array_equal(panels[0, 0], weight[:4, :16] + weight[4:, 16:])
+    np.testing.assert_array_equal(panels[2, 0], weight[:4, 16:] - weight[4:, 16:])

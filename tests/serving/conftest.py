@@ -71,18 +71,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def bundles(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> dict[str, Path]:
     """The bundles of versions 1 and 2, built by the real steps, and of 3, whose golden sample is another model's."""
     state = tmp_path_factory.mktemp("state")
-    found = {}
+    paths = {}
     for version, model in models.items():
         document = {"name": NAME, "model": {"onnx": str(model)}, "dimensions": {"batch": {"min": 1, "max": 64}}}
-        found[version] = compile_by_steps(document, model.parent, state)
+        paths[version] = compile_by_steps(document, model.parent, state)
 
     first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
-    manifest = extract(found["1"], first)
-    extract(found["2"], second)
+    manifest = extract(paths["1"], first)
+    extract(paths["2"], second)
     members = {path.name: path for path in first.iterdir()}
-    found["3"] = tmp_path_factory.mktemp("wrong") / "wrong.tar.gz"
-    pack(found["3"], manifest, {**members, "sample.npz": second / "sample.npz"})
-    return found
+    paths["3"] = tmp_path_factory.mktemp("wrong") / "wrong.tar.gz"
+    pack(paths["3"], manifest, {**members, "sample.npz": second / "sample.npz"})
+    return paths
 
 
 @pytest.fixture(scope="session")

@@ -165,8 +165,8 @@ def test_binary_data_of_any_size_is_answered_or_refused(
 @given(
     some.text(max_size=8), some.sampled_from(["/infer", "", "/ready", "/versions/1/infer", "/versions/\ud800/infer"])
 )
-def test_a_path_of_any_form_is_answered_or_refused(ask: Ask, name: str, rest: str) -> None:
-    path = f"/v2/models/{name}{rest}".encode(errors="replace").decode()
+def test_a_path_of_any_form_is_answered_or_refused(ask: Ask, name: str, suffix: str) -> None:
+    path = f"/v2/models/{name}{suffix}".encode(errors="replace").decode()
     try:
         response = ask(json.dumps(GOOD).encode(), path=path)
     except httpx.InvalidURL:

@@ -47,7 +47,7 @@ def _outputs(document: dict[str, Any]) -> dict[str, Any]:
     return {item["name"]: np.array(item["data"]).reshape(item["shape"]) for item in document["outputs"]}
 
 
-def _said(response: httpx.Response) -> str:
+def _error(response: httpx.Response) -> str:
     document = response.json()
     assert document.keys() == {"error"}
     return str(document["error"])
@@ -124,9 +124,9 @@ def test_inference_gives_the_original_models_numbers(
         assert response.status_code == 200
         assert (document["model_name"], document["model_version"], document["id"]) == ("small", version, "seven")
         assert [item["datatype"] for item in document["outputs"]] == ["FP32", "INT64"]
-        found, expected = _outputs(document), reference("1", arrays)
-        np.testing.assert_allclose(found["sum"], expected["sum"], rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(found["doubled"], expected["doubled"])
+        actual, expected = _outputs(document), reference("1", arrays)
+        np.testing.assert_allclose(actual["sum"], expected["sum"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(actual["doubled"], expected["doubled"])
 
 
 def test_tensors_go_both_ways_as_bytes(server: Running, inputs: MakeInputs, reference: Reference) -> None:
@@ -148,19 +148,19 @@ def test_tensors_go_both_ways_as_bytes(server: Running, inputs: MakeInputs, refe
     )
     assert response.status_code == 200
     length = int(response.headers["Inference-Header-Content-Length"])
-    document, rest = json.loads(response.content[:length]), response.content[length:]
+    document, tail = json.loads(response.content[:length]), response.content[length:]
     assert [item["parameters"]["binary_data_size"] for item in document["outputs"]] == [3 * 4 * 4, 3 * 8]
     expected = reference("1", arrays)
-    np.testing.assert_allclose(np.frombuffer(rest[:48], "<f4").reshape(3, 4), expected["sum"], rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(np.frombuffer(rest[48:], "<i8"), expected["doubled"])
+    np.testing.assert_allclose(np.frombuffer(tail[:48], "<f4").reshape(3, 4), expected["sum"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(np.frombuffer(tail[48:], "<i8"), expected["doubled"])
 
 
 def test_another_model_or_version_is_not_found(server: Running) -> None:
-    assert "served is 'small'" in _said(server.client.get("/v2/models/large"))
+    assert "served is 'small'" in _error(server.client.get("/v2/models/large"))
     for path in ("/v2/models/large/ready", "/v2/models/small/versions/9", "/v2/models/small/versions/9/ready", "/v3"):
         response = server.client.get(path)
         assert response.status_code == 404
-        assert _said(response)
+        assert _error(response)
     response = server.client.post("/v2/models/small/versions/9/infer", json={})
     assert response.status_code == 404
     assert server.client.get("/v2/models/small/infer").status_code == 405
@@ -185,13 +185,13 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 def test_a_wrong_request_is_told_why(server: Running, inputs: MakeInputs, make: Any, complaint: str) -> None:
     response = server.client.post("/v2/models/small/infer", json=make(inputs(3)))
     assert response.status_code == 400
-    assert complaint in _said(response)
+    assert complaint in _error(response)
 
 
 def test_a_batch_beyond_the_models_range_is_refused(server: Running, inputs: MakeInputs) -> None:
     response = server.client.post("/v2/models/small/infer", json=_body(inputs(65)))
     assert response.status_code == 400
-    assert "dimension 'batch' is 65, expected 1 to 64" in _said(response)
+    assert "dimension 'batch' is 65, expected 1 to 64" in _error(response)
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["told", "chunked"])
@@ -199,7 +199,7 @@ def test_a_body_that_is_too_large_is_refused_and_the_server_goes_on(server: Runn
     content: Any = b"x" * (2**20 + 1)
     response = server.client.post("/v2/models/small/infer", content=iter([content]) if chunked else content)
     assert response.status_code == 413
-    assert "larger than 1048576 bytes" in _said(response)
+    assert "larger than 1048576 bytes" in _error(response)
     assert server.client.get("/v2/health/ready").status_code == 200
 
 
@@ -223,14 +223,16 @@ def test_requests_at_a_time_run_as_one_batch_with_the_same_numbers(
         serve(bundle, "--max-batch", clients, "--max-delay-ms", 60_000, "--threads", 1) as running,
         ThreadPoolExecutor(clients) as pool,
     ):
-        asked = [inputs(1, seed) for seed in range(clients)]
+        requests = [inputs(1, seed) for seed in range(clients)]
         url = f"{running.address}/v2/models/small/infer"
-        answers = list(pool.map(lambda arrays: httpx.post(url, json=_body(arrays), timeout=60, trust_env=False), asked))
-        for arrays, answer in zip(asked, answers, strict=True):
+        answers = list(
+            pool.map(lambda arrays: httpx.post(url, json=_body(arrays), timeout=60, trust_env=False), requests)
+        )
+        for arrays, answer in zip(requests, answers, strict=True):
             assert answer.status_code == 200
-            found, expected = _outputs(answer.json()), reference("1", arrays)
-            np.testing.assert_allclose(found["sum"], expected["sum"], rtol=1e-5, atol=1e-6)
-            np.testing.assert_array_equal(found["doubled"], expected["doubled"])
+            actual, expected = _outputs(answer.json()), reference("1", arrays)
+            np.testing.assert_allclose(actual["sum"], expected["sum"], rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(actual["doubled"], expected["doubled"])
         assert running.metric("tvmflow_batch_rows_count") == 1
         assert running.metric("tvmflow_batch_rows_sum") == clients
 
@@ -271,11 +273,11 @@ def _sentence(process: "subprocess.Popen[str]") -> str:
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(command: Start, bundle: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        said = _sentence(command(bundle, "--port", port))
-    assert f"port {port} of 127.0.0.1 cannot be taken" in said
-    assert "choose another with --port" in said
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        message = _sentence(command(bundle, "--port", port))
+    assert f"port {port} of 127.0.0.1 cannot be taken" in message
+    assert "choose another with --port" in message
 
 
 @pytest.mark.parametrize(
@@ -313,7 +315,7 @@ def test_a_failure_of_the_model_is_told_and_counted(bundle: Path, inputs: MakeIn
     response = asyncio.run(ask())
     batcher.close()
     assert response.status_code == 500
-    assert "could not be run" in _said(response)
+    assert "could not be run" in _error(response)
     assert metrics.registry.get_sample_value("tvmflow_requests_total", {"code": "500"}) == 1
 
 

@@ -40,7 +40,7 @@ def test_a_channel_that_moves_under_load_loses_no_request(
     serve: Serve, point: Point, inputs: Any, reference: Any
 ) -> None:
     point("live", "1")
-    begun, moved = threading.Barrier(CLIENTS + 1), threading.Event()
+    start, move = threading.Barrier(CLIENTS + 1), threading.Event()
 
     def ask(client_number: int, url: str) -> list[str]:
         """Ask on and on, and check every answer; returns the versions that answered."""
@@ -54,26 +54,26 @@ def test_a_channel_that_moves_under_load_loses_no_request(
                 assert response.status_code == 200, response.text
                 document = response.json()
                 version = document["model_version"]
-                found = np.array(document["outputs"][0]["data"]).reshape(-1, 4)
-                np.testing.assert_allclose(found, expected[version], rtol=1e-5, atol=1e-6)
+                actual = np.array(document["outputs"][0]["data"]).reshape(-1, 4)
+                np.testing.assert_allclose(actual, expected[version], rtol=1e-5, atol=1e-6)
                 versions.append(version)
                 if len(versions) == 1:
-                    begun.wait(60)
-        assert moved.is_set()
+                    start.wait(60)
+        assert move.is_set()
         return versions
 
     with serve("small@live", "--poll", 0.1) as running, ThreadPoolExecutor(CLIENTS) as pool:
         url = f"{running.address}/v2/models/small/infer"
-        asking = [pool.submit(ask, number, url) for number in range(CLIENTS)]
-        begun.wait(60)
-        moved.set()
+        clients = [pool.submit(ask, number, url) for number in range(CLIENTS)]
+        start.wait(60)
+        move.set()
         point("live", "2")
-        seen = [each.result(180) for each in asking]
-        assert all(versions == sorted(versions) for versions in seen)
-        assert all({"1", "2"} == set(versions) for versions in seen)
+        histories = [each.result(180) for each in clients]
+        assert all(versions == sorted(versions) for versions in histories)
+        assert all({"1", "2"} == set(versions) for versions in histories)
         assert running.metric("tvmflow_swaps_total") == 1
         assert running.metric("tvmflow_failed_swaps_total") == 0
-        assert running.metric("tvmflow_inference_seconds_count") == sum(map(len, seen))
+        assert running.metric("tvmflow_inference_seconds_count") == sum(map(len, histories))
         assert 'tvmflow_model_info{name="small",version="2"} 1.0' in running.client.get("/metrics").text
         assert 'version="1"' not in running.client.get("/metrics").text
         assert running.client.get("/v2/models/small").json()["versions"] == ["2"]
@@ -94,8 +94,8 @@ def test_a_release_that_fails_verification_does_not_take_over(
         assert "differs from the original's" in ready.json()["problem"]
         document = running.client.post("/v2/models/small/infer", json=_body(arrays)).json()
         assert document["model_version"] == "1"
-        found = np.array(document["outputs"][0]["data"]).reshape(-1, 4)
-        np.testing.assert_allclose(found, reference("1", arrays)["sum"], rtol=1e-5, atol=1e-6)
+        actual = np.array(document["outputs"][0]["data"]).reshape(-1, 4)
+        np.testing.assert_allclose(actual, reference("1", arrays)["sum"], rtol=1e-5, atol=1e-6)
         # It is not tried again and again, and the next good version takes over.
         point("canary", "2")
         _until(lambda: running.client.get("/v2/models/small").json()["versions"] == ["2"])

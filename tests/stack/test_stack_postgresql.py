@@ -21,9 +21,9 @@ def test_prefect_and_mlflow_keep_their_state_in_postgresql(machine: Any, postgre
     }
     assert not (stack.state / "prefect" / "prefect.db").exists()
     assert not (stack.state / "mlflow" / "mlflow.db").exists()
-    shown = [" ".join(process.cmdline()) for process in stack.processes()]
-    shown += [path.read_text(errors="replace") for path in (stack.state / "stack").iterdir()]
-    assert not [text for text in shown if "hush-hush" in text]
+    texts = [" ".join(process.cmdline()) for process in stack.processes()]
+    texts += [path.read_text(errors="replace") for path in (stack.state / "stack").iterdir()]
+    assert not [text for text in texts if "hush-hush" in text]
 
     from mlflow import MlflowClient
 
@@ -46,16 +46,16 @@ def test_prefect_and_mlflow_keep_their_state_in_postgresql(machine: Any, postgre
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "message"),
     [
         ("mysql://u:hush-hush@127.0.0.1/x", "setting database_url is not the address of a PostgreSQL server"),
         ("postgresql://u:hush-hush@127.0.0.1:1/x", "PostgreSQL at 127.0.0.1:1 cannot be used ("),
     ],
 )
-def test_a_wrong_address_is_one_sentence_without_its_password(machine: Any, url: str, told: str) -> None:
+def test_a_wrong_address_is_one_sentence_without_its_password(machine: Any, url: str, message: str) -> None:
     ended = replace(machine, settings={"TVMFLOW_DATABASE_URL": url}).up()
     assert ended.code == 2
-    assert ended.sentence.startswith(told)
+    assert ended.sentence.startswith(message)
     assert "hush-hush" not in ended.out + ended.err
     assert machine.processes() == []
 

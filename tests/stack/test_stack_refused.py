@@ -26,9 +26,9 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def test_a_port_that_somebody_else_has_is_named_with_its_user(machine: Any) -> None:
-    with socket.create_server(("127.0.0.1", machine.ports["mlflow"])) as taken:
+    with socket.create_server(("127.0.0.1", machine.ports["mlflow"])) as listener:
         ended = machine.up()
-        port = taken.getsockname()[1]
+        port = listener.getsockname()[1]
     assert ended.code == 2
     user = f"process {psutil.Process().pid} ({psutil.Process().name()})"
     for part in (f"port {port} of MLflow", user, "--mlflow-port"):
@@ -53,9 +53,9 @@ def test_a_mistake_in_a_release_file_is_said_before_anything_starts(machine: Any
 
 
 def test_without_a_stack_there_is_nothing_to_show_or_to_end(machine: Any) -> None:
-    shown = machine.run("up", "--status")
-    assert shown.code == 1
-    assert "`tvmflow up`" in shown.out
+    status = machine.run("up", "--status")
+    assert status.code == 1
+    assert "`tvmflow up`" in status.out
     assert machine.run("down", "--json").document == {"ended": []}
 
 

@@ -40,11 +40,11 @@ def test_secrets_are_in_a_file_of_the_users_own_and_on_no_command_line(stack: An
     place = stack.state / "stack"
     secrets = json.loads((place / "secrets.json").read_text())
     assert stat.S_IMODE((place / "secrets.json").stat().st_mode) == 0o600
-    shown = [" ".join(process.cmdline()) for process in stack.processes()]
-    shown += [path.read_text(errors="replace") for path in place.glob("*.log")]
-    shown += [(place / "stack.json").read_text(), stack.run("up", "--status").out]
+    texts = [" ".join(process.cmdline()) for process in stack.processes()]
+    texts += [path.read_text(errors="replace") for path in place.glob("*.log")]
+    texts += [(place / "stack.json").read_text(), stack.run("up", "--status").out]
     assert len(secrets) == 4
-    assert not [name for name, secret in secrets.items() for text in shown if secret in text]
+    assert not [name for name, secret in secrets.items() for text in texts if secret in text]
 
 
 def test_a_release_goes_to_the_stack_without_any_setting(stack: Any) -> None:
@@ -106,7 +106,7 @@ def test_a_port_that_moves_while_its_server_runs_is_refused(stack: Any) -> None:
 def test_after_down_nothing_runs_and_after_up_everything_is_there_again(stack: Any, monkeypatch: Any) -> None:
     assert stack.run("release", stack.folder / "tiny.yaml", "--json").code == 0
     run = stack.start_endless_run()
-    before = _kept(stack)
+    before = _persistent_state(stack)
 
     ended = stack.run("down", "--json")
     assert ended.code == 0
@@ -120,11 +120,11 @@ def test_after_down_nothing_runs_and_after_up_everything_is_there_again(stack: A
     again = stack.run("up", "--json")
     assert again.code == 0, again.err
     assert {server["state"] for server in again.document} == {"healthy"}
-    assert _kept(stack) == before
+    assert _persistent_state(stack) == before
     assert stack.state_of(run) == "CRASHED"
 
 
-def _kept(stack: Any) -> dict[str, Any]:
+def _persistent_state(stack: Any) -> dict[str, Any]:
     """What survives a restart: secrets, ports, deployments, releases and model versions."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith(("TVMFLOW_", "MLFLOW_", "PREFECT_"))]:
