@@ -19,7 +19,7 @@ Import = Callable[[str], ModuleType]
 
 @pytest.fixture(scope="session")
 def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where what the benchmarks make is kept, for all tests."""
+    """The state folder that the benchmarks of all tests share."""
     return tmp_path_factory.mktemp("state")
 
 
@@ -32,7 +32,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Import:
 
 @pytest.fixture(scope="session")
 def command(state: Path) -> Command:
-    """Run `python benchmarks/NAME.py` with arguments; its state is that of the session."""
+    """Run `python benchmarks/NAME.py` with arguments and the session's state folder."""
 
     def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""`benchmarks/devices.py`: what is lost when devices are killed."""
+"""`benchmarks/devices.py`: killed devices lose no records and leave no processes."""
 
 import json
 import subprocess

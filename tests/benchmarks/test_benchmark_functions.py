@@ -1,4 +1,4 @@
-"""`benchmarks/functions.py`: where the time of a build goes."""
+"""`benchmarks/functions.py`: the time of each function of a model."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def test_every_function_of_an_onnx_file_is_timed_with_its_rule(command: Command,
 
 
 @pytest.mark.parametrize("name", ["resnet81", "nowhere.onnx"])
-def test_what_is_no_model_is_one_sentence(command: Command, name: str) -> None:
+def test_a_name_that_is_no_model_is_one_sentence(command: Command, name: str) -> None:
     process = command("functions", name)
     assert process.returncode == 1
     assert process.stderr.startswith("error: there is no ")

@@ -1,4 +1,4 @@
-"""The architectures are those that were published, and their weights are seeded."""
+"""The benchmarks' models have the published architectures and seeded weights."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""`benchmarks/mutants.py`: which mutants a module has, and what becomes of one."""
+"""`benchmarks/mutants.py`: the mutants of a module, and whether its tests kill them."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`benchmarks/operators.py`: the models of one operator, the peaks, and what is written of them."""
+"""`benchmarks/operators.py`: the models of one operator, the machine's peaks, and the report."""
 
 import json
 import math

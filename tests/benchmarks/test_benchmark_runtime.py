@@ -1,4 +1,4 @@
-"""`benchmarks/runtime.py`: what the runtime costs beside ONNX Runtime."""
+"""`benchmarks/runtime.py`: start, calls and memory of the runtime, compared with ONNX Runtime."""
 
 import json
 import subprocess

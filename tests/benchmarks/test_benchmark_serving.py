@@ -1,4 +1,4 @@
-"""`benchmarks/serving.py`: our server beside others."""
+"""`benchmarks/serving.py`: our server compared with others."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a person sees while steps run."""
+"""The display of steps that run, as a terminal shows it."""
 
 from io import StringIO
 

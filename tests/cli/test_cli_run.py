@@ -25,7 +25,7 @@ Repack = Callable[..., Path]
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> dict[str, Any]:
+def input_arrays(tmp_path: Path) -> dict[str, Any]:
     """Inputs for a batch of three, also written to in.npz."""
     generator = np.random.default_rng(1)
     arrays = {
@@ -56,7 +56,7 @@ def repack(bundle: Path, tmp_path: Path) -> Repack:
 
 
 def test_outputs_are_written_by_name_and_by_number(
-    tvmflow: Command, bundle: Path, models: Path, given: dict[str, Any]
+    tvmflow: Command, bundle: Path, models: Path, input_arrays: dict[str, Any]
 ) -> None:
     import onnxruntime
 
@@ -64,12 +64,14 @@ def test_outputs_are_written_by_name_and_by_number(
     assert ended.code == 0
     assert "written to out.npz" in ended.out
     session = onnxruntime.InferenceSession(str(models / "small.onnx"), providers=["CPUExecutionProvider"])
-    written = npz.read(Path("out.npz"))
-    assert set(written) == {"sum", "positive", "above", "output_0", "output_1", "output_2"}
-    for index, (name, expected) in enumerate(zip(("sum", "positive", "above"), session.run(None, given), strict=True)):
-        assert written[name].dtype == expected.dtype
-        np.testing.assert_allclose(written[name], expected, rtol=1e-5, atol=1e-6)
-        assert (written[name] == written[f"output_{index}"]).all()
+    outputs = npz.read(Path("out.npz"))
+    assert set(outputs) == {"sum", "positive", "above", "output_0", "output_1", "output_2"}
+    for index, (name, expected) in enumerate(
+        zip(("sum", "positive", "above"), session.run(None, input_arrays), strict=True)
+    ):
+        assert outputs[name].dtype == expected.dtype
+        np.testing.assert_allclose(outputs[name], expected, rtol=1e-5, atol=1e-6)
+        assert (outputs[name] == outputs[f"output_{index}"]).all()
 
 
 def test_without_inputs_the_golden_sample_is_run(tvmflow: Command, bundle: Path) -> None:
@@ -82,13 +84,13 @@ def test_it_can_be_run_several_times(tvmflow: Command, bundle: Path) -> None:
 
 
 def test_a_bundle_with_its_weights_apart_is_timed(tvmflow: Command) -> None:
-    kept = Path(__file__).parent.parent / "bundle" / "files" / "format-1-apart.tar.gz"
-    ended = tvmflow("run", kept, "--print-time", "--repeat", "2")
+    archive = Path(__file__).parent.parent / "bundle" / "files" / "format-1-apart.tar.gz"
+    ended = tvmflow("run", archive, "--print-time", "--repeat", "2")
     assert (ended.code, ended.err) == (0, "")
     assert "2 runs, in ms:" in ended.out
 
 
-def test_json_describes_the_outputs_and_the_times(tvmflow: Command, bundle: Path, given: dict[str, Any]) -> None:
+def test_json_describes_the_outputs_and_the_times(tvmflow: Command, bundle: Path, input_arrays: dict[str, Any]) -> None:
     ended = tvmflow("run", bundle, "--inputs", "in.npz", "--repeat", "2", "--json")
     document = json.loads(ended.out)
     assert document["outputs"]["above"] == {"shape": [3, 4], "dtype": "bool"}
@@ -101,10 +103,10 @@ def test_the_installed_command_runs_with_tvms_runtime_alone(
     executable: str, environment: dict[str, str], bundle: Path
 ) -> None:
     for command in ("run", "verify"):
-        done = subprocess.run(
+        process = subprocess.run(
             [executable, command, str(bundle)], env=environment, capture_output=True, text=True, timeout=60
         )
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (process.returncode, process.stderr) == (0, "")
 
 
 BAD_INPUTS: list[tuple[dict[str, Any], str]] = [
@@ -116,15 +118,15 @@ BAD_INPUTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), BAD_INPUTS)
+@pytest.mark.parametrize(("change", "message"), BAD_INPUTS)
 def test_inputs_that_do_not_fit_are_one_sentence(
-    tvmflow: Command, bundle: Path, given: dict[str, Any], change: dict[str, Any], said: str
+    tvmflow: Command, bundle: Path, input_arrays: dict[str, Any], change: dict[str, Any], message: str
 ) -> None:
-    arrays = {name: array for name, array in {**given, **change}.items() if array is not None}
-    npz.write(Path("bad.npz"), arrays)
+    bad_arrays = {name: array for name, array in {**input_arrays, **change}.items() if array is not None}
+    npz.write(Path("bad.npz"), bad_arrays)
     ended = tvmflow("run", bundle, "--inputs", "bad.npz", "--output", "out.npz")
     assert ended.code == 1
-    assert said in ended.sentence
+    assert message in ended.sentence
     assert not Path("out.npz").exists()
 
 
@@ -143,7 +145,7 @@ def _flipped(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [_cut, _flipped, lambda data: b"", lambda data: b"no arrays", lambda data: data[4:]])
 def test_a_damaged_inputs_file_is_one_sentence(
-    tvmflow: Command, bundle: Path, given: dict[str, Any], damage: Callable[[bytes], bytes]
+    tvmflow: Command, bundle: Path, input_arrays: dict[str, Any], damage: Callable[[bytes], bytes]
 ) -> None:
     Path("in.npz").write_bytes(damage(Path("in.npz").read_bytes()))
     ended = tvmflow("run", bundle, "--inputs", "in.npz")
@@ -237,11 +239,11 @@ def test_random_inputs_are_the_same_each_time_and_within_the_golden_samples_rang
 
     with load(bundle) as model:
         one, two = (fill_inputs(model, "random", {"batch": 500}) for _ in range(2))
-        for name, known in model.sample[0].items():
+        for name, golden in model.sample[0].items():
             assert (one[name] == two[name]).all()
-            assert one[name].dtype == known.dtype
-            assert known.min() <= one[name].min() < one[name].max() <= known.max()
-            assert np.ptp(one[name]) > 0.9 * np.ptp(known)
+            assert one[name].dtype == golden.dtype
+            assert golden.min() <= one[name].min() < one[name].max() <= golden.max()
+            assert np.ptp(one[name]) > 0.9 * np.ptp(golden)
 
 
 def test_random_indices_stay_where_the_golden_sample_has_them() -> None:
@@ -283,11 +285,11 @@ WRONG_RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), WRONG_RUNS)
-def test_a_wrong_option_exits_with_two(tvmflow: Command, bundle: Path, options: tuple[str, ...], said: str) -> None:
+@pytest.mark.parametrize(("options", "message"), WRONG_RUNS)
+def test_a_wrong_option_exits_with_two(tvmflow: Command, bundle: Path, options: tuple[str, ...], message: str) -> None:
     ended = tvmflow("run", bundle, *options)
     assert ended.code == 2
-    assert said in ended.err
+    assert message in ended.err
     assert ended.out == ""
 
 
@@ -301,11 +303,11 @@ def test_the_runs_are_as_many_as_asked_for(tvmflow: Command, bundle: Path, monke
     calls = []
     call = CompiledModel.__call__
 
-    def counted(model: CompiledModel, /, *args: Any, **kwargs: Any) -> Any:
+    def count_call(model: CompiledModel, /, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         return call(model, *args, **kwargs)
 
-    monkeypatch.setattr(CompiledModel, "__call__", counted)
+    monkeypatch.setattr(CompiledModel, "__call__", count_call)
     numbers = ("--repeat", "2", "--number", "4", "--warmup", "3")
     assert json.loads(tvmflow("run", bundle, *numbers, "--end-to-end", "--json").out)["runs"] == 8
     assert len(calls) == 1 + 3 + 2 * 4  # the first gives the outputs
@@ -350,10 +352,10 @@ def test_the_profile_says_which_rule_made_each_function(tvmflow: Command, bundle
 
 
 def test_a_profile_leaves_the_outputs_as_they_are(
-    tvmflow: Command, bundle: Path, given: dict[str, Any], models: Path
+    tvmflow: Command, bundle: Path, input_arrays: dict[str, Any], models: Path
 ) -> None:
     assert tvmflow("run", bundle, "--inputs", "in.npz", "--profile", "-o", "out.npz").code == 0
-    np.testing.assert_allclose(_sum(), given["x"] @ _weights(models) + given["y"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(_sum(), input_arrays["x"] @ _weights(models) + input_arrays["y"], rtol=1e-4, atol=1e-5)
 
 
 _RPC = """
@@ -370,7 +372,7 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 def tracker(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Iterator[str]:
     """A tracker of TVM's RPC on loopback, with one server of key `board`; its address."""
     folder = tmp_path_factory.mktemp("rpc")
-    started = []
+    processes = []
 
     def start(module: str, *arguments: str) -> Path:
         log = folder / f"{module}.log"
@@ -385,7 +387,7 @@ def tracker(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str
             *arguments,
         ]
         with log.open("wb") as output:
-            started.append(
+            processes.append(
                 subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
             )
         return log
@@ -396,25 +398,25 @@ def tracker(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str
     try:
         log = start("rpc_tracker", "--port", "9190", "--port-end", "9990")
         bound = re.compile(r"bind to (127\.0\.0\.1:\d+)\n")
-        address = wait_until(lambda: bound.search(log.read_text()), message=logs, process=started[-1])[1]
+        address = wait_until(lambda: bound.search(log.read_text()), message=logs, process=processes[-1])[1]
         start("rpc_server", "--port", "9090", "--port-end", "9990", "--tracker", address, "--key", "board")
         from tvm import rpc
 
         host, port = address.split(":")
         session = rpc.connect_tracker(host, int(port))
         wait_until(
-            lambda: session.summary()["queue_info"].get("board", {}).get("free"), message=logs, process=started[-1]
+            lambda: session.summary()["queue_info"].get("board", {}).get("free"), message=logs, process=processes[-1]
         )
         session.close()
         yield address
     finally:
-        for process in started:
+        for process in processes:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def test_a_bundle_is_sent_to_a_server_and_run_there(
-    tvmflow: Command, bundle: Path, given: dict[str, Any], models: Path, tracker: str
+    tvmflow: Command, bundle: Path, input_arrays: dict[str, Any], models: Path, tracker: str
 ) -> None:
     there = ("--rpc-tracker", tracker, "--rpc-key", "board", "--rpc-timeout", "60", "--json")
     ended = tvmflow("run", bundle, "--inputs", "in.npz", "-o", "there.npz", "--repeat", "2", "--number", "3", *there)
@@ -446,9 +448,9 @@ def test_a_key_that_no_server_has_is_told_with_those_there_are(tvmflow: Command,
 
 
 def test_a_tracker_that_is_not_there_is_one_sentence(tvmflow: Command, bundle: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
-        port = taken.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # and nobody listens
+        port = probe.getsockname()[1]
         ended = tvmflow("run", bundle, "--rpc-tracker", f"127.0.0.1:{port}", "--rpc-key", "board")
     assert ended.code == 1
     assert f"there is no RPC tracker at 127.0.0.1:{port} ([Errno 111] Connection refused)" in ended.sentence
@@ -461,17 +463,19 @@ def test_a_silent_or_busy_server_is_given_up_after_the_time_allowed(
 
     def run(address: str) -> str:
         options = ["--rpc-tracker", address, "--rpc-key", "board", "--rpc-timeout", "2"]
-        done = subprocess.run(
+        process = subprocess.run(
             [executable, "run", str(bundle), *options], env=environment, capture_output=True, text=True, timeout=60
         )
-        assert done.returncode == 1
-        return done.stderr
+        assert process.returncode == 1
+        return process.stderr
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert f"of tracker {address} gave no answer in 2 s; it is busy or hangs" in run(address)
     host, port = tracker.split(":")
     session = rpc.connect_tracker(host, int(port)).request("board")
-    said = f"tvmflow: the RPC server with key 'board' of tracker {tracker} gave no answer in 2 s; it is busy or hangs"
-    assert run(tracker).startswith(said)
+    message = (
+        f"tvmflow: the RPC server with key 'board' of tracker {tracker} gave no answer in 2 s; it is busy or hangs"
+    )
+    assert run(tracker).startswith(message)
     del session

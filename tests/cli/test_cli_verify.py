@@ -1,4 +1,4 @@
-"""`tvmflow verify`, `keygen` and `sign`: what is said, and how a bundle is built again."""
+"""`tvmflow verify`, `keygen` and `sign`: their output, and how `--rebuild` builds a bundle again."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Small ONNX models, and the comparison of what we build with ONNX Runtime."""
+"""Small ONNX models, and comparisons of built models with ONNX Runtime."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ RunBuilt = Callable[..., list[Array]]
 
 @pytest.fixture(scope="session")
 def native() -> Target:
-    """Whatever this machine is: for tests that hold for every target."""
+    """The target of this machine, for tests that hold for every target."""
     return resolve("native")
 
 

@@ -35,7 +35,7 @@ _TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Result:
-    """How a case ended.
+    """The outcome of a case.
 
     `outcome` is `passed`, `refused` (an error of ours, one sentence), `wrong` (other numbers, shapes or types) or
     `crashed` (any other exception, a signal or no answer in time). `constants` is True when the case passed
@@ -171,7 +171,7 @@ def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str:
 
 def _work(connection: Connection) -> None:
     node_tests = cases()
-    # What TVM and LLVM print is no part of the answer.
+    # The output of TVM and LLVM must not mix with the answer.
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)

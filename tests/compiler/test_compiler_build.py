@@ -81,7 +81,7 @@ def test_functions_of_symbolic_shapes_may_keep_sums_in_registers(make_model: Any
     weights = {"w": np.ones((256, 512), "float32")}
     path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", ["rows", 256])], ["y"], weights)
     code = str(build(import_onnx(path), native).executable.mod.imports[0].inspect_source("ll"))
-    # What LLVM is not told to lie apart, it reads and writes anew at every step.
+    # LLVM reloads buffers that may overlap at every step.
     (parameters,) = re.findall(r"^define .* @dense_compute_\((.*?)\)", code, re.MULTILINE)
     assert parameters.count("ptr noalias") == 3
 
@@ -139,7 +139,7 @@ def test_pass_timings_name_the_passes_that_ran(model: Path, native: Target) -> N
     timings = dict(build(import_onnx(model), native).pass_timings)
     elapsed = time.perf_counter() - started
     assert timings.keys() >= {"FuseOps", "ChannelsLast", "tirx.UnrollLoop"}
-    # The seconds of a pass that another runs are counted once.
+    # The seconds of a nested pass are counted once.
     assert 0 < sum(timings.values()) <= elapsed
 
 

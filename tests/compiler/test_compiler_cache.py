@@ -1,4 +1,4 @@
-"""Generated code is kept and taken again for the same functions."""
+"""The cache of generated code: equal functions are compiled once."""
 
 import subprocess
 import sys
@@ -108,7 +108,7 @@ build(import_onnx(Path(sys.argv[1])), resolve("native"), cache=Path(sys.argv[2])
 """
 
 
-def test_another_process_finds_what_one_kept(make: Any, native: Target, tmp_path: Path) -> None:
+def test_another_process_uses_the_entry_of_the_first(make: Any, native: Target, tmp_path: Path) -> None:
     model, cache = make(0), tmp_path / "cache"
     build(import_onnx(model), native, cache=cache)
     (entry,) = cache.iterdir()

@@ -1,4 +1,4 @@
-"""Decisions of the cost model, made otherwise: other functions, the same results."""
+"""Every option of the cost model's decisions gives other functions with the same results."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_every_schedule_that_the_rules_can_make_of_a_function_gives_the_same_res
 
 
 def _called(func: Any, target: Target, arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """What a scheduled function, whose last parameter is its result, makes of arrays."""
+    """Call a scheduled function, whose last parameter is its result, with arrays; return the result."""
     marked = func.with_attr("global_symbol", "main").with_attr("tirx.is_scheduled", True)
     library = tvm.compile(tvm.IRModule({"main": marked}), tvm.target.Target(target.tvm))
     tensors = [tvm.runtime.tensor(array) for array in arrays]
@@ -111,7 +111,7 @@ def test_the_first_option_is_what_is_built_without_choices(model: Path, target: 
     assert build(imported, target, choices=first_options).ir_text == usual.ir_text
 
 
-def test_an_option_that_is_none_of_the_decision_is_passed_over(model: Path, target: Target) -> None:
+def test_an_option_that_the_decision_lacks_is_ignored(model: Path, target: Target) -> None:
     imported, choices = import_onnx(model), Choices()
     usual = build(imported, target, choices=choices)
     unknown = Choices(dict.fromkeys(choices.met, "no such option"))

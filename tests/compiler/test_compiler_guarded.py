@@ -1,4 +1,4 @@
-"""Every kind of kernel stays within its buffers, on the parallel way, whatever its size and however it is scheduled."""
+"""Every kind of kernel stays within its buffers, run in parallel, for every size and schedule drawn."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from tvmflow.compiler.schedules import complete, guards, schedule, variants
 from tvmflow.target import Precision, Target, missing_features, resolve
 
 Array = np.ndarray[Any, Any]
-# Of the schedules that the rules can make of a function, one of so many is drawn.
+# So many schedules of a function are computed at most, and one of them is drawn.
 _SCHEDULES = scale.count(normal=4, long=32)
 
 
@@ -35,7 +35,7 @@ class Drawn:
     nodes: list[NodeProto] = field(default_factory=list)
     inputs: list[tuple[str, list[Any]]] = field(default_factory=list)
     weights: dict[str, Array] = field(default_factory=dict)
-    # How a decision is to be made, by its kind; others are drawn.
+    # The option of each decision that is fixed, by the decision's kind; other decisions are drawn.
     decisions: dict[str, str] = field(default_factory=dict)
     precision: Precision = "fp32"
 
@@ -225,7 +225,7 @@ def _always_parallel(target: Target) -> Machine:
 
 
 def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.PrimFunc]:
-    """The scheduled functions of a model, by a name that says what they compute; what is not decided is drawn."""
+    """The scheduled functions of a model by descriptive names; decisions that the model leaves open are drawn."""
     path = folder / "model.onnx"
     onnx.save(model.proto(), path)
     imported, options, choices = import_onnx(path), BuildOptions(precision=model.precision), Choices()

@@ -1,4 +1,4 @@
-"""The schedules of functions by themselves."""
+"""Schedules of single functions."""
 
 from pathlib import Path
 from typing import Any

@@ -128,7 +128,7 @@ def test_a_changed_document_is_read_or_refused_by_the_name_of_what_is_wrong(
         parent[place[-1]] = value
     spec = read(document, folder)
     if isinstance(spec, Spec):
-        # What is read can be changed, and sent to another process.
+        # A specification can be copied with a change, and pickled for another process.
         assert amend(spec, {"tune.trials": 3}).tune.trials == 3
         json.dumps(to_document(spec))
     else:

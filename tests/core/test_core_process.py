@@ -1,4 +1,4 @@
-"""The child processes of steps: whatever becomes of a child, the parent gets a result or an error of one sentence."""
+"""Child processes of steps: however a child ends, the parent gets a result or an error of one sentence."""
 
 import os
 import selectors
@@ -137,7 +137,7 @@ def refusal(call: Call, function: str, kind: type[TvmflowError] = StepError, **o
 
 @contextmanager
 def ends(pid: int) -> Iterator[None]:
-    """Hold that a process, of whatever parent, has ended soon after the body."""
+    """Assert that a process, whichever parent started it, ends soon after the body."""
     descriptor = os.pidfd_open(pid)
     try:
         yield

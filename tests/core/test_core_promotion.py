@@ -48,25 +48,25 @@ def moto() -> Iterator[StoreConfig]:
 
 @pytest.fixture
 def services(request: pytest.FixtureRequest, registry: Registry) -> Services:
-    """A store on a server that honours conditional writes, unless a test names another, and a registry."""
+    """A registry, and a store on a server with conditional writes unless the test names another server."""
     server = getattr(request, "param", "moto")
     return Services(ReleaseStore(request.getfixturevalue(server)), registry)
 
 
 on_both_servers = pytest.mark.parametrize("services", ["rclone", "moto"], indirect=True)
-# Where only claims arbitrate; with `--long` on the server that honours conditional writes as well.
+# Servers whose writes are arbitrated by claims alone; `--long` adds the server with conditional writes.
 on_the_weaker_server = pytest.mark.parametrize("services", choose(["rclone"], ["rclone", "moto"]), indirect=True)
 
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A name for releases of the test's own, so that all share the servers."""
+    """A name of releases that only this test uses, so that all tests can share the servers."""
     return f"{'-'.join(request.node.name.replace('[', '-').replace(']', '').split('_'))}"
 
 
 @pytest.fixture
 def release(services: Services, name: str) -> Callable[..., None]:
-    """Makes releases of these versions, and the versions of the registered model that they are."""
+    """Publishes a release of each version and registers the model version that belongs to it."""
 
     def make(*versions: str, **sections: Any) -> None:
         from mlflow import MlflowClient
@@ -112,7 +112,7 @@ def test_alias_and_pointer_move_together(services: Services, name: str, release:
 
 
 @on_both_servers
-def test_a_mover_who_saw_something_else_touches_neither(
+def test_a_move_from_an_outdated_version_changes_neither(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1", "2", "3")
@@ -339,7 +339,7 @@ def test_a_channel_whose_model_is_not_named_is_read_by_its_releases(
     release("1")
     other = f"{name}-tvm"
     services.store.publish(name, "2", {"name": name, "version": "2", "model": f"models:/{other}/1"}, [])
-    # Of the latest release while the channel holds none.
+    # While the channel holds no release, the latest release decides.
     assert promotion.read_state(services, name, "production").model == other
     _move(services, name, "1", None)
     state = promotion.read_state(services, name, "production")

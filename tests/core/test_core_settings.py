@@ -1,4 +1,4 @@
-"""Settings: the environment over the file over the defaults, and secrets kept."""
+"""Settings: the environment overrides the file, the file overrides the defaults, and secrets stay hidden."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from tvmflow.errors import SettingsError
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty folder and an environment that says nothing."""
+    """An empty folder, and an environment without settings."""
     monkeypatch.chdir(tmp_path)
     for name in [*os.environ]:
         if name.startswith(("TVMFLOW_", "MLFLOW_", "PREFECT_")):

@@ -1,4 +1,4 @@
-"""The release file: every rule, what is said when one is broken, and the template."""
+"""The release file: every rule, the message when one is broken, and the template."""
 
 import copy
 import json
@@ -339,7 +339,7 @@ _COMMENTED = re.compile(r"^(?P<indent> *)# (?P<line> *[a-z0-9_]+:.*)$")
 
 
 def uncommented(text: str, is_included: Callable[[str], bool]) -> str:
-    """The template with the commented-out lines of the wanted sections taken in."""
+    """Uncomment the lines of the sections of a template for which `is_included` holds."""
     lines, section = [], ""
     for line in text.splitlines():
         match = _COMMENTED.match(line)
@@ -387,7 +387,7 @@ def test_tuning_ends_at_a_part_that_is_written_in_per_cent_or_as_a_number(files:
     assert not parse({**document, "tune": {"until": "2%", "trials": 0}}, files).tune.has_budget
 
 
-def test_what_is_commented_out_shows_the_defaults(files: Path) -> None:
+def test_commented_out_sections_show_the_defaults(files: Path) -> None:
     sections = ("export", "build", "tune", "validate", "benchmark", "outputs", "store", "registry")
     spec = parse(yaml.safe_load(uncommented(template("m"), lambda name: name in sections)), files)
     defaults = parse(yaml.safe_load(template("m")), files)
@@ -688,7 +688,7 @@ def test_a_value_that_no_step_could_be_given_is_refused(tmp_path: Path, value: s
         load(path)
 
 
-def test_what_is_no_text_for_a_sentence_is_escaped(change: Change, tmp_path: Path) -> None:
+def test_control_characters_in_a_message_are_escaped(change: Change, tmp_path: Path) -> None:
     message = refusal(change("channels", {"\x1b[2J\n": []}), tmp_path)
     assert message.isprintable()
     assert r"\x1b[2J\n" in message

@@ -1,4 +1,4 @@
-"""Child processes under supervision: messages, deadlines, ends, and what is left of them."""
+"""Supervised child processes: messages, deadlines, exits, and the processes that an exit leaves behind."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Targets: presets, TVM's own forms, and what is refused with a hint."""
+"""Targets: presets, TVM's own forms, and wrong targets, which are refused with a hint."""
 
 import json
 import re

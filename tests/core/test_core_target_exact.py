@@ -1,4 +1,4 @@
-"""Targets, exactly: tuning records and caches are keyed by them, so that none may change unseen."""
+"""The exact text of every target: it is the key of tuning records and caches, so a change must be noticed."""
 
 import json
 import re
@@ -32,7 +32,7 @@ Become = Callable[..., None]
 
 @pytest.fixture
 def become(monkeypatch: pytest.MonkeyPatch) -> Become:
-    """Let this machine be another one."""
+    """Pretend that this machine is another one."""
 
     def replace(arch: str, features: set[str] = frozenset(), cores: int = 6) -> None:  # type: ignore[assignment]
         machine = Host(arch, frozenset(features), cores)

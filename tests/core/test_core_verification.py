@@ -79,7 +79,7 @@ def test_a_library_that_ends_its_process_is_refused_with_the_cause(bundle_of: Bu
 
 def test_a_library_that_hangs_is_given_up(bundle_of: Bundle, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    # The child of a child, too, is ended.
+    # The child's own child is ended as well.
     code = f'if (!fork()) {{ execl("/bin/sh", "sh", "-c", "echo $$ > {pid}; exec sleep 600", 0); }} for (;;) pause();'
     with pytest.raises(BundleError, match=r"within 4 seconds"):
         verify(bundle_of(code), trusted=(), timeout=4)

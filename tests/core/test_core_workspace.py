@@ -1,4 +1,4 @@
-"""The workspace: what was done is found again, and whatever went wrong in between is done again."""
+"""The workspace: a step that ran is cached, and a step whose record or artifact is damaged runs again."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 @pytest.fixture
 def run(workspace: Workspace) -> Run:
-    """Run a step that keeps a library of the given content and weights beside it."""
+    """Run a step that keeps a library with the given content, and its weights."""
 
     def once(
         reads: dict[str, object] | None = None,

@@ -1,4 +1,4 @@
-"""The runner for 64-bit ARM, emulated, computes from a bundle for ARM what this machine computes."""
+"""The emulated runner for 64-bit ARM computes the same outputs from a bundle for ARM as this machine."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""The reader of bundles in C++ takes exactly the bundles that the reader in Python takes.
+"""The C++ reader of bundles accepts exactly the bundles that the Python reader accepts.
 
 A failure names its mutant: `mutant(mutator, seed)` of tests/support/mutants.py writes it again.
 """
@@ -35,7 +35,7 @@ from tvmflow.errors import BundleError
 
 
 def is_intact_for_python(path: Path, folder: Path) -> bool:
-    """Whether the reader in Python takes a bundle."""
+    """Whether the Python reader accepts a bundle."""
     folder.mkdir()
     try:
         extract(path, folder, trusted=())
@@ -45,7 +45,7 @@ def is_intact_for_python(path: Path, folder: Path) -> bool:
 
 
 def verdicts(program: Runner, paths: Iterable[Path]) -> list[str]:
-    """What the reader in C++ says of each bundle; it must survive all of them."""
+    """The C++ reader's answer for each bundle; it must not crash on any."""
     process = program("verify", text="".join(f"{path}\n" for path in paths))
     assert process.returncode == 0, process.stderr[-4000:]
     return process.stdout.splitlines()

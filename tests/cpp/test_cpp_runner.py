@@ -1,4 +1,4 @@
-"""The C++ runner computes what the runtime in Python computes, from the same bundle."""
+"""The C++ runner and the Python runtime compute the same outputs from the same bundle."""
 
 import dataclasses
 import json

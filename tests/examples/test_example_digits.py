@@ -77,5 +77,5 @@ def test_noise_draws_that_share_of_the_labels_anew(example: dict[str, ModuleType
     split = example["data"].splits()[0]
     labels = [example["data"].with_noise(split, share, 0).labels for share in (0.0, 0.5)]
     assert np.array_equal(labels[0], split.labels)
-    # Of what is drawn anew a tenth is what it was.
+    # One redrawn label in ten stays what it was.
     assert 0.35 < np.mean(labels[1] != split.labels) < 0.55

@@ -1,4 +1,4 @@
-"""The examples' release files say what the schema knows."""
+"""The examples' release files fit the schema."""
 
 from pathlib import Path
 

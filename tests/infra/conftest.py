@@ -1,4 +1,4 @@
-"""Containers as compose.yaml and the Kubernetes manifests describe them, and the settings that programs know."""
+"""Containers as compose.yaml and the Kubernetes manifests describe them, and the variables that programs read."""
 
 import re
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "infra/kubernetes"
-# Of programs that cannot be asked: PostgreSQL's image and libpq, boto3 and SeaweedFS, the shell, Python, uv, GitPython.
+# Variables of programs that do not list theirs: PostgreSQL, libpq, boto3, SeaweedFS, the shell, Python, uv, GitPython.
 ELSEWHERE = {
     *("POSTGRES_USER", "POSTGRES_DB", "POSTGRES_PASSWORD", "PGHOST", "PGUSER", "PGDATABASE", "PGPASSWORD"),
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"),
     *("PATH", "HOME", "VIRTUAL_ENV", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "GIT_PYTHON_REFRESH"),
     *("UV_COMPILE_BYTECODE", "UV_NO_CACHE", "UV_PYTHON_DOWNLOADS"),
-    # Settings of prefect-kubernetes, which the image `worker` has and this environment has not.
+    # Settings of prefect-kubernetes, which is installed in the image `worker` but not here.
     *("PREFECT_INTEGRATIONS_KUBERNETES_OBSERVER_NAMESPACES", "PREFECT_INTEGRATIONS_KUBERNETES_CLUSTER_UID"),
 }
 
@@ -57,7 +57,7 @@ def manifests() -> tuple[tuple[str, dict[str, Any]], ...]:
 
 @pytest.fixture(scope="session")
 def pods() -> dict[str, dict[str, Any]]:
-    """The pods of the manifests by name, and that of the jobs which run flows, as `job-template.json` has it."""
+    """The pods of the manifests by name, with the pod of the jobs that run flows, from `job-template.json`."""
     documents = {
         document["metadata"]["name"]: document["spec"]["template"]
         for _, document in _manifests()
@@ -104,7 +104,7 @@ def secret_keys(name: str) -> set[str]:
 
 @pytest.fixture(scope="session")
 def known_variables() -> set[str]:
-    """The environment variables that tvmflow, Prefect and MLflow read, asked of themselves, and those of ELSEWHERE."""
+    """The environment variables that tvmflow, Prefect and MLflow say they read, and the variables of ELSEWHERE."""
     import mlflow.environment_variables
     from mlflow.cli import cli
     from prefect.settings import Settings as Prefect

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "infra/compose.yaml"
-# Containers that end when their work is done.
+# Containers that do one job and exit.
 JOBS = {"databases", "deploy"}
 
 
@@ -19,7 +19,7 @@ def _schema(path: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_file_is_what_the_compose_specification_allows() -> None:
+def test_the_file_fits_the_schema_of_compose() -> None:
     process = _schema(FILE)
 
     assert process.returncode == 0, process.stdout
@@ -74,7 +74,7 @@ def test_the_example_makes_every_variable_that_is_needed_and_no_other() -> None:
     assert names == referenced
 
 
-def test_the_values_of_the_example_are_what_the_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_accept_the_values_of_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
     from tvmflow import settings
 
     example = (ROOT / "infra/compose.env.example").read_text()

@@ -1,4 +1,4 @@
-"""What holds for every container, whether compose.yaml or Kubernetes runs it."""
+"""Rules for every container, whether compose.yaml or Kubernetes runs it."""
 
 import re
 import subprocess
@@ -71,8 +71,8 @@ def test_the_commands_of_prefect_exist(containers: list[Any], words: tuple[str, 
                 assert option.replace("--no-create-pool-if-not-found", "--create-pool-if-not-found") in usage, option
 
 
-def test_clients_agree_with_their_servers(containers: list[Any]) -> None:
-    """Names and ports in addresses are those of the services."""
+def test_addresses_have_the_names_and_ports_of_services(containers: list[Any]) -> None:
+    """An address in a container's settings has the name and the port of a service."""
     ports = {"prefect": "4200", "mlflow": "5000", "receiver": "8085", "s3": "8333", "postgres": "5432"}
     hosts = set()
     for container in containers:

@@ -1,4 +1,4 @@
-"""The Dockerfile: hadolint finds nothing, users have no rights, and the build sees no more than it copies."""
+"""The Dockerfile: hadolint reports nothing, images run without rights, the build context has only copied files."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ IMAGES = ("runtime", "serve", "mlflow", "worker")
 
 
 def _stages() -> dict[str, str]:
-    """The text of each stage by its name, behind that of the stage it starts from."""
+    """The text of each stage by its name, preceded by the text of the stage that it starts from."""
     stages: dict[str, str] = {}
     for part in re.split(r"^(?=FROM )", FILE.read_text(), flags=re.MULTILINE)[1:]:
         header = re.match(r"FROM (\S+) AS (\S+)\n", part)
@@ -51,7 +51,7 @@ def test_an_image_runs_as_a_user_without_rights(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_starts_its_program_itself_and_tells_what_it_is(image: str) -> None:
+def test_an_image_starts_its_program_without_a_shell_and_has_labels(image: str) -> None:
     """Exec form: the program gets the signals."""
     text = _stages()[image]
 

@@ -1,4 +1,4 @@
-"""infra/kubernetes: valid for the cluster's API, without rights, with limits and probes, and whole."""
+"""infra/kubernetes: the manifests fit the cluster's API, pods run without rights and have limits and probes."""
 
 import json
 import re
@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 FOLDER = Path(__file__).parents[2] / "infra/kubernetes"
-# The oldest release that is still looked after, and the newest known here.
+# The oldest Kubernetes release that is still maintained, and the newest whose schema is at hand.
 VERSIONS = ("1.34", "1.37")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_manifests_are_what_the_api_allows(manifests: Any, version: str) -> None:
+def test_manifests_fit_the_schema_of_the_api(manifests: Any, version: str) -> None:
     for name, document in manifests:
         try:
             kubernetes_validate.validate(document, version, strict=True)
@@ -33,7 +33,7 @@ def test_the_schema_refuses_a_misspelt_key(manifests: Any) -> None:
 
 
 def test_the_template_of_the_work_pool_makes_a_valid_job() -> None:
-    """With Prefect's own way of filling in the variables' defaults."""
+    """Prefect's own code fills in the variables' defaults."""
     from prefect.utilities.templating import apply_values
 
     template = json.loads((FOLDER / "job-template.json").read_text())

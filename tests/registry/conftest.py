@@ -56,7 +56,7 @@ def registry(request: pytest.FixtureRequest) -> Registry:
 
 @pytest.fixture
 def client(registry: Registry) -> Any:
-    """MLflow's own client of the same registry, to look at what was written."""
+    """MLflow's own client of the same registry, to inspect the registry's entries."""
     from mlflow import MlflowClient
 
     return MlflowClient(registry.config.tracking_uri, registry_uri=registry.config.tracking_uri)

@@ -1,4 +1,4 @@
-"""Models that others registered, as what a release starts from."""
+"""Models that others registered, as the source of a release."""
 
 import os
 import subprocess

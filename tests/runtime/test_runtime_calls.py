@@ -28,7 +28,7 @@ def assert_same(actual: Arrays, expected: Arrays) -> None:
 
 @pytest.fixture(params=[1 << 20, 0], ids=["small", "large"])
 def model(bundle: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledModel]:
-    """The model twice: its inputs are small ones, which are copied, or large ones, which are not where they suit."""
+    """The model, first with inputs small enough to be copied, then with large ones, copied only if necessary."""
     monkeypatch.setattr("tvmflow.runtime.model._LARGEST_COPY", request.param)
     with runtime.load(bundle) as loaded:
         yield loaded

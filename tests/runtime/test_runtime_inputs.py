@@ -132,7 +132,7 @@ def test_a_tensor_of_another_dtype_is_refused(model: CompiledModel, inputs: Make
 
 def test_memory_of_a_device_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
     class OnDevice:
-        """What any library's tensor on the first NVIDIA GPU says of itself."""
+        """A tensor that says, as any library's does, that it lies on the first NVIDIA GPU."""
 
         def __dlpack_device__(self) -> tuple[int, int]:
             return 2, 0

@@ -1,4 +1,4 @@
-"""Loading: what is imported, what is refused before anything of a bundle runs, and what is left on disk."""
+"""Loading a bundle: the modules that it imports, the bundles that it refuses to run, and the files that it leaves."""
 
 import json
 import os

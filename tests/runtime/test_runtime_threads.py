@@ -105,7 +105,7 @@ def test_numbers_that_make_no_sense_are_refused(bundle: Path, name: str, value: 
         runtime.load(bundle, **{name: value})
 
 
-def test_a_number_in_the_environment_that_is_none_is_refused(bundle: Path) -> None:
+def test_a_variable_that_is_no_number_is_refused(bundle: Path) -> None:
     code = """
 from tvmflow.errors import InputError
 try:

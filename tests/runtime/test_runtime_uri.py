@@ -1,4 +1,4 @@
-"""Bundles by address: files, objects on S3, and releases, of which the bundle for this machine is taken and kept."""
+"""Bundles by address: a file, an object on S3, or a release, whose bundle for this machine is fetched and cached."""
 
 import os
 import subprocess
@@ -69,7 +69,7 @@ def publish(store: ReleaseStore, request: pytest.FixtureRequest) -> Publish:
 
 
 def runs(place: str) -> str:
-    """Load, run the golden sample, and say which target it was."""
+    """Load a bundle, run its golden sample and return its target."""
     with runtime.load(place) as model:
         inputs, expected = model.sample
         outputs = model(**inputs)
@@ -125,7 +125,7 @@ def test_of_a_release_the_bundle_that_asks_most_of_this_machine_is_taken(
     }
     publish("1", bundles)
     assert runs(f"release://{request.node.name}/1") == "better"
-    # The others were not even fetched.
+    # The other bundles were not fetched.
     assert [path.name for path in (tmp_path / "home" / "bundles").iterdir()] == [f"{sha256_file(better)}.tar.gz"]
 
 
@@ -154,7 +154,7 @@ def test_a_kept_bundle_that_was_damaged_is_fetched_again(
     assert cached_bundle.read_bytes() == bundle.read_bytes()
 
 
-def test_what_cannot_be_found_is_one_sentence(
+def test_a_missing_release_or_channel_is_one_sentence(
     publish: Publish, bundle: Path, repack: Repack, request: pytest.FixtureRequest
 ) -> None:
     name = request.node.name

@@ -130,13 +130,13 @@ def test_a_hurried_batcher_waits_for_nobody(model: CompiledModel, inputs: MakeIn
     gate.batcher.close()
 
 
-def test_closing_runs_what_waits(model: CompiledModel, inputs: MakeInputs) -> None:
+def test_closing_runs_the_requests_that_wait(model: CompiledModel, inputs: MakeInputs) -> None:
     gate = _Gate()
     answer = gate.batcher.submit(model, model.check_inputs(inputs(1)))
     assert not answer.done()
     gate.release.set()
     gate.batcher.close()
-    # The thread has ended: what it left undone would never be answered.
+    # The thread has ended: a request that it skipped would never be answered.
     assert answer.result(0)["sum"].shape == (1, 4)
 
 
@@ -147,7 +147,7 @@ def test_an_error_reaches_its_requests_and_the_thread_goes_on(model: CompiledMod
         raise BundleError("no")
 
     failed = gate.batcher.call(fail)
-    # Past the checks, as no request can come: the library itself refuses it.
+    # The checks would refuse these inputs; without them the library itself does.
     wrong = gate.batcher.submit(model, {name: array[:, None] for name, array in inputs(2).items()})
     right = gate.batcher.submit(model, model.check_inputs(inputs(1)))
     gate.release.set()

@@ -29,8 +29,8 @@ def test_every_dtype_comes_through_as_it_was(dtype: str, binary: bool) -> None:
     array = (bits % 2).astype(bool) if dtype == "bool" else np.nan_to_num(bits.view(dtype)).reshape(-1)
     array = array[:6].reshape(2, 3)
     spec = TensorSpec("x", (2, 3), dtype)
-    asked = protocol.InferRequest(None, {}, (protocol.OutputRequest("x", binary),))
-    answer = protocol.render(asked, "m", "1", {"x": array})
+    request = protocol.InferRequest(None, {}, (protocol.OutputRequest("x", binary),))
+    answer = protocol.render(request, "m", "1", {"x": array})
     length = answer.headers.get(protocol.HEADER_LENGTH)
     document = json.loads(answer.body[: int(length)] if length else answer.body)
     tail = answer.body[int(length) :] if length else b""
@@ -41,8 +41,8 @@ def test_every_dtype_comes_through_as_it_was(dtype: str, binary: bool) -> None:
 
 def test_data_may_be_nested_or_flat() -> None:
     for data in ([1, 2, 3, 4, 5, 6], [[1, 2, 3], [4, 5, 6]]):
-        found = _parse(_tensor("FP32", [2, 3], data)).inputs["x"]
-        np.testing.assert_array_equal(found, np.arange(1, 7, dtype=np.float32).reshape(2, 3))
+        array = _parse(_tensor("FP32", [2, 3], data)).inputs["x"]
+        np.testing.assert_array_equal(array, np.arange(1, 7, dtype=np.float32).reshape(2, 3))
 
 
 def test_a_scalar_and_an_empty_tensor_have_their_shapes() -> None:
@@ -61,17 +61,17 @@ def test_several_binary_inputs_follow_each_other() -> None:
         }
         for name, datatype, array in (("x", "INT16", first), ("y", "FP64", second))
     ]
-    found = _parse({"inputs": entries}, first.tobytes() + second.tobytes()).inputs
-    np.testing.assert_array_equal(found["x"], first)
-    np.testing.assert_array_equal(found["y"], second)
+    arrays = _parse({"inputs": entries}, first.tobytes() + second.tobytes()).inputs
+    np.testing.assert_array_equal(arrays["x"], first)
+    np.testing.assert_array_equal(arrays["y"], second)
 
 
 def test_all_outputs_are_given_unless_some_are_asked_for() -> None:
     assert _parse({"inputs": []}).outputs == (protocol.OutputRequest("a", False), protocol.OutputRequest("b", False))
-    asked = {"inputs": [], "outputs": [{"name": "b", "parameters": {"binary_data": True}}]}
-    assert _parse(asked).outputs == (protocol.OutputRequest("b", True),)
-    asked = {"inputs": [], "parameters": {"binary_data_output": True}}
-    assert _parse(asked).outputs == (protocol.OutputRequest("a", True), protocol.OutputRequest("b", True))
+    request = {"inputs": [], "outputs": [{"name": "b", "parameters": {"binary_data": True}}]}
+    assert _parse(request).outputs == (protocol.OutputRequest("b", True),)
+    request = {"inputs": [], "parameters": {"binary_data_output": True}}
+    assert _parse(request).outputs == (protocol.OutputRequest("a", True), protocol.OutputRequest("b", True))
 
 
 def test_metadata_names_symbolic_sizes_minus_one() -> None:

@@ -182,7 +182,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize(("make", "complaint"), WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_request_is_told_why(server: Running, inputs: MakeInputs, make: Any, complaint: str) -> None:
+def test_a_wrong_request_is_refused_with_a_reason(
+    server: Running, inputs: MakeInputs, make: Any, complaint: str
+) -> None:
     response = server.client.post("/v2/models/small/infer", json=make(inputs(3)))
     assert response.status_code == 400
     assert complaint in _error(response)
@@ -238,7 +240,7 @@ def test_requests_at_a_time_run_as_one_batch_with_the_same_numbers(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_was_accepted_is_answered_after_a_signal(
+def test_accepted_requests_are_answered_after_a_signal(
     serve: Serve, bundle: Path, inputs: MakeInputs, number: int
 ) -> None:
     with (
@@ -272,7 +274,7 @@ def _sentence(process: "subprocess.Popen[str]") -> str:
     return err
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(command: Start, bundle: Path) -> None:
+def test_a_port_in_use_is_refused_before_anything_is_loaded(command: Start, bundle: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         message = _sentence(command(bundle, "--port", port))
@@ -292,16 +294,16 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(command: Start, 
         ("a/b/c", "give NAME@CHANNEL, NAME/VERSION or a bundle's path"),
     ],
 )
-def test_what_cannot_be_served_is_one_sentence(command: Start, model: str, complaint: str) -> None:
+def test_a_model_that_cannot_be_served_is_one_sentence(command: Start, model: str, complaint: str) -> None:
     assert complaint in _sentence(command(model, "--port", 0))
 
 
-def test_an_address_that_is_none_is_one_sentence(command: Start, bundle: Path) -> None:
+def test_an_impossible_address_is_one_sentence(command: Start, bundle: Path) -> None:
     assert "correct --host" in _sentence(command(bundle, "--host", "256.0.0.1"))
 
 
 def test_a_failure_of_the_model_is_told_and_counted(bundle: Path, inputs: MakeInputs) -> None:
-    """In this process, for no request can make a sound model fail: its library is closed."""
+    """The server runs in this process and the model's library is closed, since no request makes a sound model fail."""
     model, metrics = runtime.load(bundle), Metrics()
     batcher = Batcher(max_batch=1, max_delay=0, on_batch=metrics.batch_rows.observe)
     app = application(Service(Served("small", "1", model), batcher, metrics, 2**20))

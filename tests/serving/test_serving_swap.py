@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 
 CLIENTS = 8
-# Answers of the new version that each client waits for.
+# Each client ends after so many answers of the new version.
 ENOUGH = 5
 Serve = Callable[..., Any]
 Point = Callable[[str, str], None]
@@ -43,7 +43,7 @@ def test_a_channel_that_moves_under_load_loses_no_request(
     start, move = threading.Barrier(CLIENTS + 1), threading.Event()
 
     def ask(client_number: int, url: str) -> list[str]:
-        """Ask on and on, and check every answer; returns the versions that answered."""
+        """Send requests and check every answer until the new version is answering; return the versions."""
         versions: list[str] = []
         arrays = inputs(1 + client_number % 3, client_number)
         expected = {version: reference(version, arrays)["sum"] for version in ("1", "2")}
@@ -96,7 +96,7 @@ def test_a_release_that_fails_verification_does_not_take_over(
         assert document["model_version"] == "1"
         actual = np.array(document["outputs"][0]["data"]).reshape(-1, 4)
         np.testing.assert_allclose(actual, reference("1", arrays)["sum"], rtol=1e-5, atol=1e-6)
-        # It is not tried again and again, and the next good version takes over.
+        # The refused version is not retried, and the next good version takes over.
         point("canary", "2")
         _until(lambda: running.client.get("/v2/models/small").json()["versions"] == ["2"])
         assert running.metric("tvmflow_failed_swaps_total") == 1

@@ -40,8 +40,8 @@ class Ended:
     def sentence(self) -> str:
         """The one sentence of a failed command."""
         assert "Traceback" not in self.err, self.err
-        (said,) = [line for line in self.err.splitlines() if line.startswith("tvmflow: ")]
-        return said.removeprefix("tvmflow: ")
+        (line,) = [line for line in self.err.splitlines() if line.startswith("tvmflow: ")]
+        return line.removeprefix("tvmflow: ")
 
 
 @dataclass(frozen=True)
@@ -95,22 +95,22 @@ class Machine:
 
     def processes(self) -> list[psutil.Process]:
         """All processes, of whatever server, that have this machine's state folder or ports in their environment."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             try:
                 words = " ".join([*process.cmdline(), *process.environ().values()])
                 if str(self.folder) in words and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    processes.append(process)
             except psutil.Error:
                 continue
-        return found
+        return processes
 
     def prefect(self, path: str, body: Document | None = None) -> Any:
         """What the API of the stack's Prefect answers."""
         data = None if body is None else json.dumps(body).encode()
         address = f"http://127.0.0.1:{self.ports['prefect']}/api/{path}"
-        asked = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=30) as answer:  # noqa: S310
+        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
             return json.load(answer)
 
     def state_of(self, run: str) -> str:
@@ -128,8 +128,8 @@ class Machine:
             "path": str(self.folder),
             "entrypoint": "endless.py:endless",
         }
-        found = self.prefect("deployments/", deployment)["id"]
-        run = self.prefect(f"deployments/{found}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
+        deployment_id = self.prefect("deployments/", deployment)["id"]
+        run = self.prefect(f"deployments/{deployment_id}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
         wait_until(lambda: self.state_of(run) == "RUNNING", message=lambda: f"the run is {self.state_of(run)}")
         return str(run)
 

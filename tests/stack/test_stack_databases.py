@@ -47,7 +47,7 @@ def test_the_databases_are_created_with_the_password(guarded: str) -> None:
         plain = address.replace("postgresql+asyncpg", "postgresql").replace("postgresql+psycopg", "postgresql")
         with psycopg.connect(plain) as connection:
             assert connection.execute("SELECT current_user").fetchone() == ("guarded",)
-    # A second start finds them there.
+    # A second start uses the databases that exist.
     assert databases(url) == (prefect, mlflow, place)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 
 def test_prefect_and_mlflow_keep_their_state_in_postgresql(machine: Any, postgres: Callable[[str], str]) -> None:
-    # A password, for which this server does not ask, is to be seen nowhere.
+    # This server does not ask for the password; it must appear nowhere.
     url = postgres("stack").replace("tvmflow@", "tvmflow:hush-hush@")
     stack = replace(machine, settings={"TVMFLOW_DATABASE_URL": url})
     started = stack.up()
@@ -33,7 +33,7 @@ def test_prefect_and_mlflow_keep_their_state_in_postgresql(machine: Any, postgre
 
     assert stack.run("down").code == 0
     assert stack.processes() == []
-    # Without the setting the stack would begin anew, and nobody would see why.
+    # Without the setting the stack would start with empty databases, and nobody would see why.
     forgetful = machine.up()
     assert forgetful.code == 2
     place = url.rpartition("@")[2].rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""What the local stack refuses, and that nothing is left of one that does not come up."""
+"""The local stack refuses to start where it cannot, and a start that fails leaves no process."""
 
 import json
 import signal
@@ -34,7 +34,7 @@ def test_a_port_that_somebody_else_has_is_named_with_its_user(machine: Any) -> N
     for part in (f"port {port} of MLflow", user, "--mlflow-port"):
         assert part in ended.sentence
     assert machine.processes() == []
-    # Nor is it remembered.
+    # No stack is recorded.
     assert record.read(machine.state) == Record()
 
 

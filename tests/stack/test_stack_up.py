@@ -1,4 +1,4 @@
-"""The local stack: what runs, that commands use it, that it mends, ends and keeps its state."""
+"""The local stack: its servers run, commands use it, dead servers are restarted, and its state survives a restart."""
 
 import json
 import os
@@ -125,7 +125,7 @@ def test_after_down_nothing_runs_and_after_up_everything_is_there_again(stack: A
 
 
 def _persistent_state(stack: Any) -> dict[str, Any]:
-    """What survives a restart: secrets, ports, deployments, releases and model versions."""
+    """Everything that survives a restart: secrets, ports, deployments, releases and model versions."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith(("TVMFLOW_", "MLFLOW_", "PREFECT_"))]:
             patch.delenv(name)

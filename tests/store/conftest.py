@@ -46,7 +46,7 @@ def rclone(rclone_server: StoreConfig, request: pytest.FixtureRequest) -> StoreC
 
 @pytest.fixture
 def rclone_folder(rclone: StoreConfig, rclone_data: Path) -> Path:
-    """Where rclone keeps the objects of this test's store."""
+    """The folder in which rclone keeps the objects of this test's store."""
     return rclone_data / rclone.bucket / rclone.prefix
 
 

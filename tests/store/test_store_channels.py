@@ -202,7 +202,7 @@ class _Body:
 
 
 def test_a_move_that_passes_the_claims_by_is_stopped_by_the_condition(moto_server: StoreConfig) -> None:
-    """Another program overwrites the pointer between our look and our write: the server's If-Match decides."""
+    """Another program overwrites the pointer between our read and our write: the server's If-Match decides."""
     store = ReleaseStore(StoreConfig(**{**vars(moto_server), "prefix": "channels-conditional"}))
     _publish(store, "1", "2", "3")
     before = _move(store, "1", None)
@@ -228,7 +228,7 @@ def test_a_move_that_passes_the_claims_by_is_stopped_by_the_condition(moto_serve
 
 
 def _leave_claim(folder: Path, age_seconds: float) -> None:
-    """What a mover leaves that is killed before it moves."""
+    """Leave the claim of a process that was killed before it moved the pointer."""
     claim = folder / "claims" / "resnet" / "@production" / "0123456789abcdef"
     claim.parent.mkdir(parents=True)
     claim.write_bytes(b"carl\n")

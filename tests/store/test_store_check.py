@@ -1,4 +1,4 @@
-"""What a store says about a server that is down, refuses, or is none."""
+"""The check of a store whose server is down, refuses, or does not speak S3."""
 
 import contextlib
 import datetime
@@ -157,7 +157,7 @@ def _somewhere(endpoint: str) -> StoreConfig:
 
 @contextlib.contextmanager
 def _answering(answers: dict[str, tuple[int, str]], promised: int | None = None) -> Iterator[str]:
-    """The address of a server that gives one fixed answer per method, and says that it has `promised` bytes."""
+    """The address of a server with one fixed answer per method, whose header announces `promised` bytes."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def _answer(self) -> None:

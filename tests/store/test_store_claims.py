@@ -1,4 +1,4 @@
-"""Claims: when one is void, whose process has ended, and that a claim that cannot be withdrawn harms nobody."""
+"""Claims: a claim expires, is void once its process has ended, and harms nobody if it cannot be withdrawn."""
 
 import datetime
 import os

@@ -1,4 +1,4 @@
-"""Documents in the store that anybody may have damaged: a reader takes them or names them in a StoreError.
+"""Damaged documents in the store: a reader reads each, or names it in a StoreError.
 
 A failing case prints its seed; `_case(SEED)` makes the same document again.
 """

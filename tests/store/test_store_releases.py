@@ -116,7 +116,7 @@ def test_racing_publishers_of_the_same_content_all_succeed(store: ReleaseStore) 
 
 
 def _leave_claim(folder: Path, age_seconds: float) -> None:
-    """What a publisher of another document leaves that is killed before it writes release.json."""
+    """Leave the claim of a publisher of another document that was killed before it wrote release.json."""
     claim = folder / "claims" / "resnet" / "1" / f"{'f' * 64}-0123456789abcdef"
     claim.parent.mkdir(parents=True)
     claim.write_bytes(b"")

@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def _publish_and_read(config: StoreConfig, write_file: WriteFile, tmp_path: Path) -> list[str]:
-    """Do everything that a release does; the header and host of each request as it was sent."""
+    """Publish and read a release; return the address and headers of each request that was sent."""
     store = ReleaseStore(config)
     requests: list[str] = []
     hooks: Any = store.objects.s3.meta.events

@@ -1,4 +1,4 @@
-"""What an alias that is set in MLflow asks for, as the release files of the catalogue say."""
+"""The catalogue: which flow run an alias set in MLflow starts, by the release files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_two_files_that_claim_the_same_are_refused_by_name(write: Write, second:
     assert str(other) in str(refused.value)
 
 
-def test_what_one_file_releases_is_no_source_of_another(write: Write) -> None:
+def test_a_model_that_one_file_releases_is_no_source_of_another(write: Write) -> None:
     with pytest.raises(SettingsError, match="whose versions are the releases of"):
         load([write("digits"), write("b", "models:/digits@production")])
 

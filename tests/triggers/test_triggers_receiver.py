@@ -47,7 +47,7 @@ def headers(body: bytes, *, secret: str = SECRET, age: float = 0, delivery: str 
 
 @dataclass
 class Started:
-    """What the receiver started; fails while Prefect is away."""
+    """Records the runs that the receiver starts; fails while Prefect is away."""
 
     runs: dict[str, RunRequest] = field(default_factory=dict)
     away: bool = False
@@ -70,7 +70,7 @@ def client(write: Callable[..., Path], started: Started) -> TestClient:
     return TestClient(application(SECRET, lambda: load([file]), started))
 
 
-def test_what_mlflow_signs_starts_the_run(client: TestClient, started: Started) -> None:
+def test_a_delivery_signed_by_mlflow_starts_the_run(client: TestClient, started: Started) -> None:
     body, timestamp = event(), str(int(time.time()))
     signature = _generate_hmac_signature(SECRET, "one", timestamp, body.decode())
     signed = {DELIVERY_HEADER: "one", TIMESTAMP_HEADER: timestamp, SIGNATURE_HEADER: signature}
@@ -118,14 +118,14 @@ def test_deliveries_from_another_time_are_refused(client: TestClient, started: S
     assert not started.runs
 
 
-def test_what_is_too_large_is_refused_unread(client: TestClient, started: Started) -> None:
+def test_a_body_that_is_too_large_is_refused_unread(client: TestClient, started: Started) -> None:
     body = event(padding="x" * MAX_BODY)
     assert client.post(PATH, content=body, headers=headers(body)).status_code == 413
     assert not started.runs
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", event(version=2), event(version="latest"), event(name="")])
-def test_what_mlflow_does_not_send_is_refused(client: TestClient, started: Started, body: bytes) -> None:
+def test_a_body_that_is_no_event_of_mlflow_is_refused(client: TestClient, started: Started, body: bytes) -> None:
     answer = client.post(PATH, content=body, headers=headers(body))
     assert answer.status_code == 422
     assert answer.json()["reason"]
@@ -135,7 +135,7 @@ def test_what_mlflow_does_not_send_is_refused(client: TestClient, started: Start
 @pytest.mark.parametrize(
     "body", [event("unknown"), event(alias="other"), event(action="deleted"), event(entity="prompt")]
 )
-def test_what_is_nothing_of_ours_is_ignored(client: TestClient, started: Started, body: bytes) -> None:
+def test_unmanaged_events_are_ignored(client: TestClient, started: Started, body: bytes) -> None:
     answer = client.post(PATH, content=body, headers=headers(body))
     assert answer.status_code == 200
     assert answer.json()["ignored"]
