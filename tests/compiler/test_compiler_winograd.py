@@ -56,7 +56,7 @@ def test_winograd_equals_onnx_runtime(assert_all_same: Check) -> None:
 def test_every_tile_size_serves_every_batch(
     stride: int, size: int, assert_all_same: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
+    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [size])
     shapes = [(7, 7), (8, 13), (29, 5)]
     cases = [_case((3, 21, *shape, 1, 1, 0, 1), [1, 2, 5], stride) for shape in shapes]
     assert rule_counts(assert_all_same(cases))["winograd"] == len(cases)
@@ -68,7 +68,7 @@ def test_every_tile_size_serves_every_batch(
 def test_the_error_stays_within_the_algorithms_bound(
     stride: int, size: int, bound: float, make_model: Any, target: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
+    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [size])
     case = (128, 128, 16, 16, 0, 0, 0, 0)
     x, weight, bias = normal(1, 128, 16, 16), normal(128, 128, 3, 3), normal(128)
     (actual,) = run_built(build(import_onnx(_convolution(make_model, case, stride=stride)), target), x)
@@ -158,7 +158,7 @@ def test_a_build_says_what_is_computed_by_winograd_and_its_bound(make_model: Any
 def test_errors_are_below_the_bound_that_is_known_before(
     size: int, stride: int, make_model: Any, target: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(winograd, "ranked", lambda *_: [size])
+    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [size])
     x, weight = normal(1, 40, 12, 12), normal(24, 40, 3, 3)
     nodes = [helper.make_node("Conv", ["x", "w"], ["y"], strides=[stride, stride])]
     built = build(import_onnx(make_model(nodes, [("x", x.shape)], ["y"], {"w": weight})), target)
