@@ -136,6 +136,7 @@ def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, m
         machine,
         dot,
         shared=True,
+        pointwise=True,
     )
     shape = (batch, height, width, channels)
     return te.compute(shape, lambda n, h, w, c: product[n, h * width + w, c], name="unpack")
@@ -214,18 +215,21 @@ def _rows_product(
     shared: bool,
     joined: Sequence[int] | None = None,
     in_line: bool = False,
+    pointwise: bool = False,
 ) -> te.Tensor:
     """Multiply left `[*batch, row, k]` by right `[*batch, k / g, channel, k % g]`: `[*batch, rows, channels]`.
 
     `shared` is true where the whole batch has the same right operand. `joined` are the dimensions of the result that
     are its rows, if not all that follow the batch. `in_line` is true where the rows are one dimension of the left
-    operand. Rows come in whole tiles and the depth in whole groups. Where they do not divide, the left operand is
-    copied, with its last row repeated and zeros after its depth.
+    operand. `pointwise` is true where the right operand is packed as the weights of a 1x1 convolution. Rows come in
+    whole tiles and the depth in whole groups. Where they do not divide, the left operand is copied, with its last row
+    repeated and zeros after its depth.
     """
     columns = static(channels)
     group, steps = dot.group, -(-depth // dot.group)
     tile = amx.choose_rows(static(rows), steps) if shared and dot.name in machine.amx and lanes == amx.LANES else 0
-    by_tiles: dict[str, Any] = {AMX: [steps]} if tile else {}
+    # Packed weights of a convolution have dimensions for taps, which the description of AMX's kernel must have too.
+    by_tiles: dict[str, Any] = {AMX: [steps, *([1, 1, 1, 1] if pointwise else [])]} if tile else {}
     tile = tile or tiles.choose(static(rows), columns // lanes if columns else 2, machine, 4 // group * depth).rows
     source = left
     tiled_rows = rows
