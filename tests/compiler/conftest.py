@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")
+# Idle threads of the pool would spin, and take the time of the compiler.
+os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
 
 import numpy as np
 import onnx

@@ -14,7 +14,9 @@ import onnx
 import pytest
 from onnx import helper
 
-from support.arrays import normal
+from support.arrays import normal, onnxruntime_outputs
+from support.builds import rule_counts
+from support.models import join_models, joined_name
 from tvmflow.compiler import BuildOptions, Built, amx, build, import_onnx, lower, workloads
 from tvmflow.compiler.dotproduct import BF16, DOTS
 from tvmflow.compiler.machine import machine
@@ -98,19 +100,28 @@ def _convolution(case: tuple[int, ...], make_model: MakeModel, weight: Array, bi
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("case", [*_CONVOLUTIONS, *_OTHERS], ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("by_tiles", [True, False], ids=["tiles", "dot products"])
 def test_convolutions_equal_those_of_rounded_operands(
-    case: tuple[int, ...], make_model: MakeModel, run_built: RunBuilt, target: Target
+    by_tiles: bool, make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
 ) -> None:
-    channels, out, kernel, *_, height, width = case
-    weight, bias, x = normal(out, channels, kernel, kernel), normal(out), normal(2, channels, height, width)
-    built = build(
-        import_onnx(_convolution(case, make_model, weight, bias, "model.onnx")), target, BuildOptions(precision="bf16")
-    )
-    expected = _onnxruntime(_convolution(case, make_model, _rounded(weight), bias, "rounded.onnx"), _rounded(x))
-    assert bool(_kernels(built)) is (case in _CONVOLUTIONS)
-    (actual,) = run_built(built, x)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
+    models, rounded, inputs = [], [], []
+    for place, case in enumerate(_CONVOLUTIONS if by_tiles else _OTHERS):
+        channels, out, kernel, *_, height, width = case
+        weight, bias = normal(out, channels, kernel, kernel), normal(out)
+        inputs.append(normal(2, channels, height, width))
+        models.append(onnx.load(_convolution(case, make_model, weight, bias, f"model{place}.onnx")))
+        rounded.append(onnx.load(_convolution(case, make_model, _rounded(weight), bias, f"rounded{place}.onnx")))
+    for name, several in (("models", models), ("rounded", rounded)):
+        onnx.save(join_models(several), tmp_path / f"{name}.onnx")
+    built = build(import_onnx(tmp_path / "models.onnx"), target, BuildOptions(precision="bf16"))
+    feed = {joined_name(place, "x"): _rounded(x) for place, x in enumerate(inputs)}
+    expected = onnxruntime_outputs(tmp_path / "rounded.onnx", feed)
+    assert bool(_kernels(built)) is by_tiles
+    for actual, (name, value) in zip(run_built(built, *inputs), expected.items(), strict=True):
+        atol = 2e-6 * float(np.abs(value).max())
+        np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
+    rules = rule_counts(built)
+    assert rules["dot_conv2d"] + rules["dot_rows"] == len(inputs)
 
 
 @pytest.mark.usefixtures("emulated")

@@ -473,19 +473,19 @@ class Kind:
     """
 
     draw: Callable[[np.random.Generator], Drawn]
-    count: int = 8
+    count: int = 6
     symbolic: bool = False
 
 
 _MORE = 2
 KINDS = {
-    "convolutions": Kind(partial(_image, steps=(_conv,)), 12),
+    "convolutions": Kind(partial(_image, steps=(_conv,)), 8),
     "spatial": Kind(_image),
     "products": Kind(partial(_tensor, steps=(_matmul, _matmul, _activation, _binary), most=2, least_rank=2)),
     "attention": Kind(partial(_tensor, steps=(_attention,), most=1, least_rank=2)),
     "norms": Kind(partial(_tensor, steps=(_normalise, _reduce))),
     "elements": Kind(partial(_tensor, steps=(_activation, _binary, _move), most=5)),
-    "graphs": Kind(_graph, 12),
+    "graphs": Kind(_graph, 5),
     "convolutions of any batch": Kind(partial(_image, steps=(_conv,)), 5, symbolic=True),
     "products of any rows": Kind(partial(_tensor, steps=(_dense, _activation), least_rank=2), 5, symbolic=True),
 }

@@ -8,8 +8,9 @@ import pytest
 import tvm
 from onnx import helper
 
+from support.machines import AVX512
 from tvmflow.compiler.machine import machine
-from tvmflow.compiler.schedules import schedule
+from tvmflow.compiler.schedules import ScheduleWarning, schedule
 from tvmflow.target import Target
 
 
@@ -51,3 +52,13 @@ def test_a_chain_of_tiny_layers_computes_the_same(make_model: Any, assert_same_a
     path: Path = make_model(nodes, [("x", [1, 1, 8, 8])], ["y"], weights)
     built = assert_same_as_onnxruntime(path, {"x": rng.standard_normal((1, 1, 8, 8), "float32")})
     assert {rule for _, rule in built.schedules} >= {"conv2d", "depthwise", "rows", "rowwise"}
+
+
+def test_a_rule_that_fails_is_named_and_another_one_takes_the_function() -> None:
+    def broken(_sch: Any, _machine: Any, _choices: Any) -> bool:
+        raise ValueError("no such loop")
+
+    with pytest.warns(ScheduleWarning, match=r"'broken' .*8x256.*no such loop"):
+        scheduled, rule = schedule(relu(8, 256), AVX512, {"broken": broken})
+    assert rule == "fallback"
+    assert "T.vectorized" in scheduled.script()
