@@ -86,7 +86,7 @@ class CppRunner:
         self._command, self._bundle, self._job, self._repeat = command, bundle, job, _FEWEST_RUNS
 
     def __call__(self) -> Figures:
-        """One turn: as many runs as fill its seconds by what the turn before took; the first turn is a short one.
+        """Measure one turn. The time of the turn before sets the number of runs; the first turn is a short one.
 
         Raises Unavailable with the runner's own sentence.
         """
@@ -135,20 +135,20 @@ def build_runner(folder: Path, *options: str) -> Path:
 
 
 def gpu() -> Target:
-    """The target of this machine's GPU. Raises Unavailable where there is none that a preset is for."""
+    """The target of this machine's GPU. Raises Unavailable without an NVIDIA GPU."""
     query = shutil.which("nvidia-smi")
     if query is None:
         raise Unavailable("this machine shows no NVIDIA GPU")
     arguments = [query, "--query-gpu=compute_cap", "--format=csv,noheader"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
-    capabilities = done.stdout.splitlines()
-    if done.returncode != 0 or not capabilities:
+    process = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    capabilities = process.stdout.splitlines()
+    if process.returncode != 0 or not capabilities:
         raise Unavailable("this machine shows no NVIDIA GPU")
     return resolve(f"cuda-sm{capabilities[0].replace('.', '')}")
 
 
 def emulated(state: Path) -> tuple[str, ...]:
-    """The command of the runner for ARM, emulated. Raises Unavailable without what that takes."""
+    """Build the runner for emulated ARM; returns its command. Raises Unavailable where a tool is missing."""
     missing = [name for name in ("aarch64-linux-gnu-g++", _EMULATOR[0]) if shutil.which(name) is None]
     if missing:
         raise Unavailable(f"{' and '.join(missing)} not installed")

@@ -37,7 +37,7 @@ _PAUSE_SECONDS, _LIFE_SECONDS = 0.5, 2.0
 
 @dataclass
 class Outcome:
-    """The numbers of processes killed, of trials and records, and of records and processes that should not be so."""
+    """Counts of the processes that were killed, of trials and records, and of lost records and leaked processes."""
 
     servers_killed: int = 0
     sessions_killed: int = 0
@@ -67,7 +67,7 @@ def convolution() -> "PrimFunc":
 
 
 class Killer(threading.Thread):
-    """Kills `kills` servers while they measure; every fifth time a session, every tenth the tracker instead as well."""
+    """Kills `kills` servers while they measure; also a session for every fifth server, the tracker for every tenth."""
 
     def __init__(self, state: Path, kills: int, seed: int, outcome: Outcome) -> None:
         super().__init__(daemon=True)
@@ -80,7 +80,7 @@ class Killer(threading.Thread):
         self._since: dict[int, float] = {}
 
     def run(self) -> None:
-        """Kill one after another until enough are killed."""
+        """Kill one process after another until `kills` servers are dead."""
         while self._outcome.servers_killed < self._kills and not self.over.wait(_LOOK_SECONDS):
             status = devices.status(self._state)
             if status is None:
@@ -180,8 +180,8 @@ def run(state: Path, kills: int, count: int, threads: int, seed: int) -> Outcome
         if (status_at_end := devices.status(state)) is not None:
             killer.look(status_at_end)
         devices.down(state)
-    kept = {(record.key, record.trace) for record in RecordStore(store.folder).records(target)}
-    outcome.records_reported, outcome.records_lost = len(reported), len(reported - kept)
+    stored = {(record.key, record.trace) for record in RecordStore(store.folder).records(target)}
+    outcome.records_reported, outcome.records_lost = len(reported), len(reported - stored)
     outcome.processes_left = sum(map(_is_alive, killer.processes.values()))
     outcome.seconds = time.monotonic() - start
     return outcome
@@ -192,7 +192,7 @@ def main() -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--kills", type=positive, default=20, help="servers to kill (20)")
     parser.add_argument("--devices", type=positive, default=2, help="servers to start (2)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is killed and proposed (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of victims and of the schedules (0)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.getLogger("tvmflow").setLevel(logging.ERROR)

@@ -291,7 +291,7 @@ class OperatorJob(Record):
 
 
 class OperatorTime(Turn):
-    """The smallest microseconds of all functions but those that only change the layout, and the rules of the former."""
+    """The least time of all functions that do more than change the layout, and the rules that scheduled them."""
 
     microseconds: float
     rules: tuple[str, ...]

@@ -89,7 +89,7 @@ _ROWS = {
 
 
 class Cost(Record):
-    """What a process took: seconds, and bytes of memory."""
+    """The cost of one process: seconds, and bytes of memory."""
 
     imported: float
     load: float
@@ -109,9 +109,9 @@ class Document(Record):
 
 
 def measure(name: Name, path: Path, sample: Path, threads: int, calls: int) -> Cost:
-    """One process of its own. Raises StepError with the end of what it said when it fails."""
+    """Measure in a new process. Raises StepError with the last line of its error output when it fails."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _PROGRAM.format(**_PARTS[name]), str(path), str(sample), str(threads), str(calls)],
         env={**environment, "TVM_USE_RUNTIME_LIB": "1"},
         capture_output=True,
@@ -119,10 +119,10 @@ def measure(name: Name, path: Path, sample: Path, threads: int, calls: int) -> C
         timeout=_TIMEOUT,
         check=False,
     )
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    if process.returncode:
+        reason = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         raise StepError(f"the process that measures {name} failed: {reason}")
-    return Cost.model_validate(json.loads(done.stdout.splitlines()[-1]))
+    return Cost.model_validate(json.loads(process.stdout.splitlines()[-1]))
 
 
 def summary(model: str, threads: int, rounds: dict[Name, list[Cost]]) -> Document:

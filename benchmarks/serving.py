@@ -133,7 +133,7 @@ def row(model: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], path: str, document: Any, threads: int, port: int = 0) -> Iterator[Server]:
-    """Start a server and wait for its first answer; without a port it tells its address in JSON."""
+    """Start a server and wait for its first answer. Without `port` it prints its address as JSON first."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     process = subprocess.Popen(
         command,
@@ -198,7 +198,7 @@ def peer(model: Path, threads: int) -> None:
 
 
 def saved_by_mlflow(model: Path, state: Path) -> Path:
-    """The model in MLflow's ONNX flavor."""
+    """Save the model in MLflow's ONNX flavor and return its folder."""
     import shutil
 
     import mlflow.onnx
@@ -211,7 +211,7 @@ def saved_by_mlflow(model: Path, state: Path) -> Path:
 
 
 def compare(arguments: argparse.Namespace, state: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Run every server in turn; the ratios by peer and number of clients."""
+    """Run every server in turn; return the ratios by peer and number of clients."""
     from tvmflow.serving import protocol
 
     model = arguments.model or small_cnn(state / "serving.onnx")

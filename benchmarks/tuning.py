@@ -1,10 +1,10 @@
 """Tunes the example models and measures what that gains: `python benchmarks/tuning.py --minutes 10`.
 
-Each model is tuned in a state folder of its own that knows nothing yet, built with and without what was found, and what
-a release would ship of that is measured beside the untuned bundle, in turn, every pair of rounds in a new process; as a
-control the untuned bundle is measured beside itself. Then the model is tuned again with the trials that it took as its
-budget, as after a retraining: nothing is to be measured any more. Exit code 1 when that is not so, or when what a
-release would ship is the slower one.
+Each model is tuned in an empty state folder of its own and built with and without its records. The build that a release
+would ship is compared with the untuned bundle: they take turns, every pair of rounds in a new process. As a control the
+untuned bundle is compared with itself. Then the model is tuned again with the number of trials of the first run as its
+budget, as after a retraining. The second run must measure nothing. Exit code 1 when it measures something, or when a
+release would ship the slower build.
 """
 
 import argparse
@@ -49,11 +49,12 @@ _TIMEOUT = 900.0
 
 @dataclass(frozen=True)
 class Row:
-    """One model: the trials and minutes that it took, and the tuned build's latency over the untuned one's.
+    """One model: the trials and minutes of its tuning, and the tuned build's latency relative to the untuned build's.
 
-    `ratio` is the median over pairs of rounds, `low` and `high` their quartiles, `control` the untuned build's over its
-    own; `tuned` counts the workloads tried. The tuned build is the one that a release would ship, or that with all that
-    was found if it would ship the untuned one. `again` are the trials and seconds of the second run.
+    `ratio` is the median over pairs of rounds, `low` and `high` are the quartiles, and `control` is the ratio of the
+    untuned build to itself. `tuned` counts the workloads tried. The tuned build is the one that a release would ship;
+    if a release would ship the untuned one, it is the build with all records and decisions. `again_trials` and
+    `again_seconds` belong to the second run.
     """
 
     model: str
@@ -169,30 +170,31 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def main() -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="to tune each model (10)")
     parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; all of them by default")
     parser.add_argument("--pairs", type=positive, default=25, help="of rounds in turn (25)")
     parser.add_argument("--tuner", choices=("xgb", "ga", "random", "grid"), default="xgb")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = []
     with RichReporter(Console(stderr=True)).live():
-        for name in given.model or MODELS:
+        for name in options.model or MODELS:
             with tempfile.TemporaryDirectory(prefix="tuning-") as state:
-                rows.append(measure(name, Tune(minutes=given.minutes, tuner=given.tuner), given.pairs, Path(state)))
-            # An interrupt loses no model that is done.
+                budget = Tune(minutes=options.minutes, tuner=options.tuner)
+                rows.append(measure(name, budget, options.pairs, Path(state)))
+            # Rows are written one by one, so that an interrupt loses no finished model.
             show(rows[-1:])
-            if given.json:
-                given.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+            if options.json:
+                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if len(rows) > 1:
         show(rows)
     slower = [row.model for row in rows if row.shipped.startswith("tuned") and row.ratio > 1]
     measured = [row.model for row in rows if row.again_trials]
-    for told, names in (("the slower build would ship", slower), ("the second run measured again", measured)):
+    for message, names in (("the slower build would ship", slower), ("the second run measured again", measured)):
         if names:
-            print(f"{told}: {', '.join(names)}", file=sys.stderr)
+            print(f"{message}: {', '.join(names)}", file=sys.stderr)
     return 1 if slower or measured else 0
 
 

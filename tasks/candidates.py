@@ -33,7 +33,7 @@ Build = tuple[TuneResult, Outcome[BuildResult]]
 
 
 def tunings_to_build(workspace: Workspace, tuned: TuneResult) -> tuple[TuneResult, ...]:
-    """The tunings to build with: the given one, then the one without records; the latter alone where both are equal."""
+    """The tunings to build with: the given one, then the untuned one; only the untuned one where both are equal."""
     nothing = untuned(workspace)
     return (nothing,) if tuned.records.sha256 == nothing.records.sha256 else (tuned, nothing)
 

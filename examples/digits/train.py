@@ -44,13 +44,13 @@ def _fit(epochs: int, seed: int, batch: int, learning_rate: float, label_noise: 
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
         for epoch in range(1, epochs + 1):
             total = 0.0
-            for chosen in torch.split(torch.randperm(len(labels)), batch):
-                loss = nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
+            for indices in torch.split(torch.randperm(len(labels)), batch):
+                loss = nn.functional.cross_entropy(model(images[indices]), labels[indices])
                 optimizer.zero_grad()
                 torch.autograd.backward(loss)
                 optimizer.step()
                 schedule.step()
-                total += loss.item() * len(chosen)
+                total += loss.item() * len(indices)
             print(f"epoch {epoch}/{epochs} loss {total / len(labels):.3f}", flush=True)
     return model.eval()
 

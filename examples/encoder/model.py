@@ -63,12 +63,12 @@ class Encoder(nn.Module):
 
         `mask` [batch, sequence] is 1 for a token and 0 for padding.
         """
-        kept = mask.to(torch.float32)
-        bias = ((1.0 - kept) * MASKED)[:, None, None, :]
+        token_weights = mask.to(torch.float32)
+        bias = ((1.0 - token_weights) * MASKED)[:, None, None, :]
         x = self.norm(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
         for layer in self.layers:
             x = layer(x, bias)
-        weights = kept[:, :, None]
+        weights = token_weights[:, :, None]
         pooled = (x * weights).sum(1) / weights.sum(1).clamp(min=1.0)
         return pooled, x
 

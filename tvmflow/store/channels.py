@@ -20,7 +20,7 @@ from tvmflow.store.keys import channel_key, require_name
 from tvmflow.store.objects import SETTLE_SECONDS, InterruptedReadError
 from tvmflow.store.releases import ReleaseStore
 
-# Raised whenever a reader of the former number could misread a pointer of the new one.
+# Raised whenever a reader of the previous number could misread a pointer of the new number.
 FORMAT = 1
 # An embedded server on a folder that another one writes may for some milliseconds give the new content in the old
 # length, or say that there is nothing; a busy one overlooks for up to a second what was just written.

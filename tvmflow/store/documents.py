@@ -9,7 +9,7 @@ from tvmflow.errors import StoreError
 from tvmflow.store.keys import require_sha256
 
 RELEASE_FORMAT = 1
-"""Raised whenever a reader of the former number could misread a document of the new one."""
+"""Raised whenever a reader of the previous number could misread a document of the new number."""
 _BLOB_ADDRESS = re.compile(r"(?:^|/)blobs/sha256/([0-9a-f]{64})$")
 
 
