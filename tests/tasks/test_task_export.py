@@ -205,3 +205,23 @@ def test_unnamed_dimensions_of_two_inputs_get_two_names_that_no_other_dimension_
     onnx.save(helper.make_model(graph), tmp_path / "model.onnx")
     inputs = described_by(read_onnx(tmp_path / "model.onnx"))
     assert [item.shape[0] for item in inputs] == ["x_0_2", "y_0", "x_0"]
+
+
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_an_export_says_whether_its_factory_gives_the_same_weights_twice(
+    export_spec: Callable[[Spec], ExportResult], tmp_path: Path, user_code: Callable[[str], str], is_seeded: bool
+) -> None:
+    name = user_code(_SEEDED if is_seeded else _SEEDED.replace("torch.manual_seed(0)", "pass"))
+    spec = parse({"name": "repeated", "model": {"factory": f"{name}:create"}, "inputs": [_X]}, tmp_path)
+    assert export_spec(spec).is_repeatable == is_seeded
+
+
+def test_weights_from_a_file_are_repeatable(
+    export_spec: Callable[[Spec], ExportResult], tmp_path: Path, user_code: Callable[[str], str]
+) -> None:
+    import torch
+
+    name = user_code(_SEEDED.replace("torch.manual_seed(0)", "pass"))
+    torch.save({"0.weight": torch.zeros(3, 4), "0.bias": torch.zeros(3)}, tmp_path / "weights.pt")
+    model = {"factory": f"{name}:create", "weights": "weights.pt"}
+    assert export_spec(parse({"name": "repeated", "model": model, "inputs": [_X]}, tmp_path)).is_repeatable
