@@ -21,9 +21,11 @@ def list_waiting() -> list[dict[str, Any]]:
 
 
 def answer(run: str, *, approve: bool, who: str, why: str) -> dict[str, Any]:
-    """Answer the promotion that waits in the flow run `run`, an id or its beginning; return it as `list_waiting` does.
+    """Approve or reject the promotion that waits in the flow run `run`, an id or the beginning of one.
 
-    The run goes on: it moves the channel, or keeps the refusal. Raises PrefectError when none or several runs match.
+    The run goes on: it moves the channel, or records that `who` rejected the release and `why`. Returns the promotion
+    with the keys that `list_waiting` describes. Raises PrefectError when none or several runs match, or the run no
+    longer waits.
     """
     with connect("answer the promotion") as client:
         runs = _suspended_runs(client)

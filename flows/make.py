@@ -65,7 +65,7 @@ class MakeJob(Job):
         return self.target
 
     def artifacts(self) -> Iterator[Artifact]:
-        """The artifacts that the worker needs."""
+        """The artifacts that the worker fetches: files of the release file's folder, results of steps, weights."""
         yield from self.files.values()
         for result in (self.exported, self.imported, self.reference):
             if result is not None:

@@ -104,9 +104,12 @@ def promote_release(
     while_wanted: bool = False,
     flow_run_id: str | None = None,
 ) -> PromotionSummary:
-    """Promote a release to a channel, within a flow; the arguments and errors are those of the flow `promote`.
+    """Promote a release to a channel when it is complete and keeps the channel's gates; call this within a flow.
 
-    `flow_run_id` is the id of a deployment's run, which can be suspended for approval; None for other runs.
+    `who` promotes and `why` are kept in the channel's history. `approved` says that `who` approves. `flow_run_id` is
+    the id of a deployment's run, which is suspended where the channel requires approval; None for other runs. With
+    `while_wanted`, nothing happens when the channel's alias in MLflow names another version by now. Raises VerdictError
+    when the release is refused or lacks an approval, StoreError or RegistryError when a server fails.
     """
     job = GateJob.of(services.store, name, version, channel)
     before = job.current_version

@@ -51,7 +51,11 @@ class PackageJob(Job):
         target: Target,
         signer: str | None,
     ) -> "PackageJob":
-        """The job of one target of a release file's model."""
+        """Make the job of one target from the results of the steps before.
+
+        The golden sample comes from the samples of `exported`. `signer` is the public key, in hexadecimal digits, that
+        belongs to the signing key; None for a bundle without a signature.
+        """
         names = sorted({dim for item in imported.inputs for dim in item.shape if isinstance(dim, str)})
         manifest = Manifest(
             name=spec.name,

@@ -94,9 +94,10 @@ class RegisterResult(StepResult):
 
 
 def save_work(job: RegisterJob, emit: Emit) -> Saved:
-    """Save the model in MLflow's PyTorch flavor, in a child process. Raises ExportError when it cannot be traced.
+    """Save the model in the folder `job.destination`, in MLflow's PyTorch flavor; runs in a child process.
 
-    It is saved as a traced program, which is loaded without the user's own code and without executing any.
+    It is saved as a traced program, which is loaded without the user's own code and without executing any. Raises
+    ExportError when the model cannot be traced.
     """
     import mlflow.pytorch
 

@@ -48,7 +48,7 @@ class TargetResult(StepResult):
 
     @property
     def bundle(self) -> Artifact:
-        """The bundle."""
+        """The bundle that is released for this target, a `.tar.gz`."""
         return self.packaged.bundle
 
     @property

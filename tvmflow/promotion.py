@@ -207,10 +207,11 @@ def restore_alias(services: Services, release: Mapping[str, Any], channel: str, 
 def roll_back(
     services: Services, name: str, channel: str, *, who: str, why: str, to: str | None = None
 ) -> tuple[Pointer, Pointer]:
-    """Move a channel back to the release before, or to the earlier one `to`; return the old pointer and the new.
+    """Move a channel back to the release before, or to the version `to`; return the old pointer and the new.
 
-    Every digest of that release is checked. No gates run: the release has passed them. Raises StoreError when the
-    channel has held no such release, or the release is not whole.
+    `who` moves it and `why` are kept in the channel's history. Every digest of that release is checked. No gates run,
+    because the release has passed them. Raises StoreError when the channel has never held such a version, when a file
+    of the release is missing or damaged, or when somebody else moves the channel meanwhile.
     """
     before = channels.read(services.store, name, channel)
     if to is None:

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 from support.arrays import normal
 from support.builds import rule_counts
 from support.machines import AVX512
-from tvmflow.compiler import BuildOptions, Built
+from tvmflow.compiler import BuildOptions, Built, Choices
 from tvmflow.compiler.operators import strassen
 
 Check = Callable[..., Built]
@@ -85,7 +85,7 @@ def test_the_error_is_a_few_times_that_of_the_usual_product(
     [(49, 512, 2048), (196, 32, 256), (196, 255, 256), (196, 256, 80), (2, 512, 512), (118, 512, 512)],
 )
 def test_odd_sizes_short_depths_and_few_rows_are_multiplied_as_usual(rows: int, depth: int, units: int) -> None:
-    assert strassen.choose([rows], depth, units, AVX512, "") is None
+    assert strassen.choose([rows], depth, units, AVX512, Choices().about("")) is None
 
 
 @pytest.mark.parametrize(("table_size", "expected"), [(1 << 10, "strassen"), (1 << 23, "rows")])

@@ -90,7 +90,7 @@ def _ask(settings: "Settings", name: str, version: str, channel: str, why: str) 
 
 
 def show(summary: dict[str, Any]) -> None:
-    """Print the checks and the outcome of a promotion."""
+    """Print the checks and the outcome of a promotion; `summary` is a PromotionSummary as JSON."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

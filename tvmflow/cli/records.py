@@ -87,7 +87,10 @@ def list_records(target: str | None, workloads: bool, as_json: bool) -> None:
 @_TARGET
 @_JSON
 def show_record(key: str, target: str | None, as_json: bool) -> None:
-    """Show the workload KEY, which may be the beginning of a key: its function, history, and best schedule."""
+    """Show the workload KEY, which may be the beginning of a key: its function, history, and best schedule.
+
+    Without --target, records of all targets count. No match, or several, is an error that lists them.
+    """
     from tvmflow.errors import InputError
     from tvmflow.tuning.records import Decision, Effort, Record, context_of
 

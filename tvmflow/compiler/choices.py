@@ -58,8 +58,8 @@ class Choices:
         """The decisions about one subject."""
         return Decisions(self, subject)
 
-    def otherwise(self, key: str) -> bool:
-        """Whether a decision was met and made otherwise than the cost model would."""
+    def overrides_cost_model(self, key: str) -> bool:
+        """Whether the build met the decision `key` and took another option than the cost model's."""
         site, name = self.met.get(key), self.made.get(key)
         return site is not None and name in site.options[1:]
 

@@ -20,9 +20,10 @@ def compile_module(
     exec_mode: str,
     cache: Path | None = None,
 ) -> Any:
-    """Run `pipeline` on a scheduled module, generate its code, and return the executable.
+    """Run `pipeline` on a scheduled module, generate its code, and return TVM's executable for the virtual machine.
 
-    The pipeline must end where code generation begins.
+    The pipeline holds all passes after scheduling and generates no code itself. `exec_mode` is `bytecode` (interpreted)
+    or `compiled`. Raises TVM's own errors.
 
     `cache` is a folder of object files that several processes may share. A file's name is the SHA-256 of the functions
     of the library (without its weights), TVM's version, the target and the pass context. The exported library is the

@@ -437,7 +437,10 @@ class CompiledModel:
 
     @property
     def machine(self) -> Any:
-        """This thread's virtual machine, of TVM's own class, for its instruments; needs TVM's Python package."""
+        """The calling thread's `tvm.runtime.vm.VirtualMachine`, for TVM's own instruments.
+
+        Raises ImportError without TVM's Python package, ValueError when the model is closed.
+        """
         if self._local.machine is None:
             if self._library is None:
                 raise ValueError(f"model {self.manifest.name!r} is closed")

@@ -57,9 +57,10 @@ def measure_functions(
 
 
 def schedule_rules(path_or_uri: Path | str, manifest: Manifest) -> dict[str, str]:
-    """Return the compiled functions of a bundle, each with the name of the rule that scheduled it, or "".
+    """Return the name of the schedule rule of each compiled function of a bundle, by function; "" where none is known.
 
-    `manifest` tells which of a release's bundles is meant. Needs all of TVM, not its runtime alone.
+    A release at `path_or_uri` has several bundles: the one with this `manifest` is read. Needs all of TVM, not its
+    runtime alone. Raises BundleError for a damaged bundle, StoreError when a release cannot be fetched.
     """
     import tvm
 

@@ -40,8 +40,10 @@ are_mixed = False
 def reserve(requested: int | None, built_for: int, spin: int | None) -> int:
     """Return the number of workers for a model that is being loaded, and set the environment of pools that start later.
 
-    The number is `requested`, else the user's TVM_NUM_THREADS, else `built_for` but at most the number of cores. Warns
-    if the process has workers already and so ignores `spin`. Raises InputError for a number that is too small.
+    The number is `requested`, else the user's TVM_NUM_THREADS, else `built_for` but at most the number of cores. `spin`
+    is how many times a worker looks for work before it sleeps; None leaves TVM's default. Warns if the process has
+    workers already and so ignores `spin`. Raises InputError for `requested` below 1, for `spin` below 0, and for a
+    TVM_NUM_THREADS that is no positive integer.
     """
     global _user_count, _own_count, are_mixed
     for name, value, least in (("threads", requested, 1), ("spin", spin, 0)):

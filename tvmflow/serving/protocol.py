@@ -58,7 +58,10 @@ class InferResponse:
 
 
 def describe(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-    """Return inputs or outputs as they stand in a model's metadata; a symbolic dimension is -1."""
+    """Return inputs or outputs as the Open Inference Protocol's model metadata lists them.
+
+    Each has `name`, `datatype` (such as FP32) and `shape`, where -1 stands for a symbolic dimension.
+    """
     return [
         {
             "name": spec.name,

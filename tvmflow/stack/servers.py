@@ -220,7 +220,10 @@ def tvmflow_command(*arguments: str) -> list[str]:
 
 
 def is_deployed(plan: Plan) -> bool:
-    """Whether Prefect has the deployment `reconcile/all`, which every registration makes."""
+    """Whether deployments are registered on the stack's Prefect server: `tvmflow deploy` always makes `reconcile/all`.
+
+    False as well when the server does not answer.
+    """
     return _get(f"{plan.prefect_api}/deployments/name/reconcile/all") is not None
 
 

@@ -89,7 +89,10 @@ def find(store: ReleaseStore, name: str, channel: str) -> Pointer | None:
 
 
 def list_all(store: ReleaseStore, name: str) -> list[Pointer]:
-    """Read the pointers of all channels of a name, sorted by channel. Raises as `find` does."""
+    """Read the pointers of all channels of a release name, sorted by channel; an empty list for an unknown name.
+
+    Raises StoreError for a damaged pointer or when the server fails.
+    """
     return [read(store, name, channel) for channel in _list_channels(store, name)]
 
 

@@ -63,7 +63,11 @@ def describe_process(pid: int) -> str:
 
 
 def is_abandoned(claim: bytes) -> bool:
-    """Whether a claim's last line describes a process of this machine that has ended."""
+    """Whether the process that wrote a claim ran on this machine and has ended.
+
+    A claim is the object that one writer at a time creates to move a channel; its last line describes the process. An
+    empty or malformed claim, and one of another machine, is not abandoned.
+    """
     _, _, claimant = claim.decode(errors="replace").strip().rpartition("\n")
     words, own_words = claimant.split(), describe_process(os.getpid()).split()
     if len(words) != 4 or words[:2] != own_words[:2]:

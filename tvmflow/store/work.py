@@ -45,7 +45,10 @@ class WorkStore:
         return self.objects.get(_record_key(step, key))
 
     def write_record(self, step: str, key: str, record: bytes) -> None:
-        """Write the record of a step and read it back."""
+        """Write the record of a step, over one that is there, and check that the server returns it.
+
+        Raises StoreError when the record is missing right after it was written.
+        """
         place = _record_key(step, key)
         self.objects.put(place, record, f"sharing the record of step {step}")
         if self.objects.get(place, just_written=True) is None:

@@ -92,7 +92,11 @@ def best_digest(store: RecordStore, target: Target, keys: Sequence[str]) -> str:
 
 
 def store_digest(store: RecordStore, target: Target) -> str:
-    """Return the SHA-256 of all records, efforts and decisions for a target, whichever files hold them."""
+    """Return the SHA-256 of all that tuning knows about a target; it does not depend on how files hold it.
+
+    That is: the measured schedules (records), the trials spent on each workload (efforts) and the choices of algorithms
+    and blocks (decisions).
+    """
     entries: list[dict[str, Any]] = [
         *map(asdict, store.records(target)),
         *map(asdict, store.efforts(target)),

@@ -85,7 +85,10 @@ class Status:
 
 
 def device_folder(state: Path) -> Path:
-    """Return where the devices of a state folder have their status and their logs."""
+    """Return the folder, below the state folder `state`, for the status and the logs of all devices.
+
+    The folder may not exist yet.
+    """
     return state / "devices"
 
 

@@ -110,7 +110,7 @@ def tune_model(
         device=device,
     )
     records = [record for item in tasks if (record := store.best(item.func, target)) is not None]
-    decisions = [item for key, item in store.decisions(target).items() if choices.otherwise(key)]
+    decisions = [item for key, item in store.decisions(target).items() if choices.overrides_cost_model(key)]
     # Functions that another option has removed have no times, but the decision knows what it saved.
     saved = {item.key: 1e3 * (item.default_seconds - item.seconds) for item in decisions}
     curve = [(count.trials + trial, 1e3 * seconds) for trial, seconds in report.curve]

@@ -108,7 +108,11 @@ def find_blocks(sch: Schedule, name: str) -> list[SBlockRV]:
 
 
 def inline_epilogue(sch: Schedule, block: SBlockRV) -> SBlockRV:
-    """Inline all direct and indirect readers of a block into the last one, and return that block."""
+    """Inline the chain of blocks that read `block`, directly or through others, into its last block; return the last.
+
+    `block` must have readers that end in a single block. Raises ValueError if they do not, and TVM's ScheduleError
+    for a reader that cannot be inlined.
+    """
     while True:
         readers = list(sch.get_consumers(block))
         between = [reader for reader in readers if sch.get_consumers(reader)]

@@ -17,8 +17,9 @@ from tvmflow.compiler.winograd import error_bound
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     """Schedule a 3x3 convolution by Winograd's algorithm; False for other functions.
 
-    Where the transformed weights fit a core's cache, a line of tiles goes through all stages at once and stays there
-    too. Otherwise every stage is a parallel loop of its own, so that one core reads each weight once.
+    Where the transformed weights fit a core's cache, one core takes a line of tiles through all stages, and the line
+    stays in its cache. Otherwise every stage is a parallel loop of its own, so that one core reads each weight once.
+    `choices` may name another option than the cost model's.
     """
     return _apply(sch, machine, choices, "winograd")
 
