@@ -208,7 +208,7 @@ def make_onnx(
     from support import models
 
     if nodes is None:
-        return models.save_dense(folder / name)
+        return models.save_dense(folder / name, batch=shape[0])
     return models.save_model(folder / name, nodes, [("x", list(shape))], ["y"], weights)
 
 

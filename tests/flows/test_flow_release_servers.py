@@ -1,5 +1,6 @@
 """A release to real servers that settings name, and a store that dies in the middle of it."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ def test_a_release_goes_to_the_servers_that_settings_name(
     served: Any, moto: ReleaseStore, tmp_path: Path, make: Any, prefect_server: str
 ) -> None:
     make.onnx(tmp_path)
+    shutil.rmtree(served.home / "mlflow")
     ended = served.release(make.file(tmp_path))
     assert ended.code == 0, ended.stderr
     assert ended.document["release_uri"] == "s3://shipped/models/releases/tiny/1/release.json"

@@ -59,11 +59,14 @@ def save_text(path: Path, text: str) -> Path:
     return path
 
 
-def save_dense(path: Path, *, seed: int = 0) -> Path:
-    """Write y[batch, 3] = softmax(x[batch, 4] @ w), the smallest model that a release can have."""
+def save_dense(path: Path, *, seed: int = 0, batch: int | str = "batch") -> Path:
+    """Write y[batch, 3] = softmax(x[batch, 4] @ w), the smallest model that a release can have.
+
+    A `batch` of -1 is a free dimension without a name.
+    """
     weights = {"w": np.random.default_rng(seed).normal(size=(4, 3)).astype(np.float32)}
     nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node("Softmax", ["z"], ["y"])]
-    return save_model(path, nodes, [("x", ["batch", 4])], ["y"], weights)
+    return save_model(path, nodes, [("x", [batch, 4])], ["y"], weights)
 
 
 def join_models(models: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
