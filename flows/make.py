@@ -3,7 +3,6 @@
 Releases start it and wait for it; `flows.remote` is their side.
 """
 
-import json
 import logging
 import shutil
 import threading
@@ -162,7 +161,7 @@ def _error_artifact() -> Iterator[None]:
         yield
     except TvmflowError as error:
         try:
-            RunArtifact(type=ERROR_ARTIFACT, data=json.dumps(errors.to_data(error))).create()
+            RunArtifact(type=ERROR_ARTIFACT, data=dict(errors.to_data(error))).create()  # written as JSON
         except Exception as problem:  # The flow run's own state names the error as well.
             _log.warning("the error could not be written to Prefect: %s", problem)
         raise

@@ -255,6 +255,8 @@ def test_what_a_worker_says_arrives(cluster: Cluster, make: Any, tmp_path: Path)
     file = make.file(tmp_path, name="refused", targets=["aarch64-generic"])
     ended = cluster.releasing({"aarch64-generic": "first"}).release(file)
     assert ended.code == 1
+    # The run's error comes back as it was raised on the worker, and names the pool.
+    assert ended.document["error"]["type"] == "TargetError"
     assert ended.sentence.startswith("target 'aarch64-generic' is aarch64, this machine is x86_64: not verified")
     assert ended.sentence.endswith("(on a worker of pool 'first')")
 
