@@ -24,8 +24,8 @@ def answer(run: str, *, approve: bool, who: str, why: str) -> dict[str, Any]:
     """Approve or reject the promotion that waits in the flow run `run`, an id or the beginning of one.
 
     The run goes on: it moves the channel, or records that `who` rejected the release and `why`. Returns the promotion
-    with the keys that `list_waiting` describes. Raises PrefectError when none or several runs match, or the run no
-    longer waits.
+    at once, without waiting for the run, with the keys that `list_waiting` describes. Raises PrefectError when none
+    or several runs match, or the run no longer waits.
     """
     with connect("answer the promotion") as client:
         runs = _suspended_runs(client)

@@ -108,8 +108,9 @@ def promote_release(
 
     `who` promotes and `why` are kept in the channel's history. `approved` says that `who` approves. `flow_run_id` is
     the id of a deployment's run, which is suspended where the channel requires approval; None for other runs. With
-    `while_wanted`, nothing happens when the channel's alias in MLflow names another version by now. Raises VerdictError
-    when the release is refused or lacks an approval, StoreError or RegistryError when a server fails.
+    `while_wanted`, the channel stays (status `left`) when the channel's alias in MLflow names another version by now.
+    Raises VerdictError when the release is refused or lacks an approval, StoreError or RegistryError when a server
+    fails.
     """
     job = GateJob.of(services.store, name, version, channel)
     before = job.current_version

@@ -94,7 +94,9 @@ class RegisterResult(StepResult):
 
 
 def save_work(job: RegisterJob, emit: Emit) -> Saved:
-    """Save the model in the folder `job.destination`, in MLflow's PyTorch flavor; runs in a child process.
+    """Save the model in the folder `job.destination`, in MLflow's PyTorch flavor; the result `Saved` holds no values.
+
+    A child process runs this, and `emit` reports its progress.
 
     It is saved as a traced program, which is loaded without the user's own code and without executing any. Raises
     ExportError when the model cannot be traced.

@@ -220,9 +220,9 @@ def tvmflow_command(*arguments: str) -> list[str]:
 
 
 def is_deployed(plan: Plan) -> bool:
-    """Whether deployments are registered on the stack's Prefect server: `tvmflow deploy` always makes `reconcile/all`.
+    """Whether the stack's Prefect server has the deployment `reconcile/all`, which `tvmflow deploy` always makes.
 
-    False as well when the server does not answer.
+    No other deployment counts. False as well when the server does not answer.
     """
     return _get(f"{plan.prefect_api}/deployments/name/reconcile/all") is not None
 

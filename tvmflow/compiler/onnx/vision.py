@@ -36,10 +36,10 @@ def convert_conv_transpose(node: Node) -> relax.Expr | None:
 
 
 def convert_non_max_suppression(node: Node) -> relax.Expr | None:
-    """Prepare NonMaxSuppression for TVM's converter, and return None so that it converts the node.
+    """Change the threshold of NonMaxSuppression in the node, and return None so that TVM's converter takes the node.
 
     TVM suppresses a box at the overlap threshold itself, ONNX only above it: the threshold becomes the next larger
-    number. Raises UnsupportedFormError where the number of boxes or a threshold is not constant.
+    number. Raises UnsupportedFormError where max_output_boxes_per_class or a threshold is not constant.
     """
     if any(node.input(position) is not None and node.constant(position) is None for position in (2, 3, 4)):
         raise UnsupportedFormError("a limit or threshold that is computed")

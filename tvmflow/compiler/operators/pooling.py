@@ -23,8 +23,8 @@ _LONGEST = 32
 def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, largest: bool) -> relax.Expr | None:
     """Define the loops of pooling in NHWC and float32: of maxima where `largest`, else of averages.
 
-    Returns None, which leaves the call to TVM, for other layouts and dtypes and where a window may lie outside the
-    image.
+    Returns None, which leaves the call to TVM, for other layouts and dtypes and where a window may read padding
+    alone.
     """
     data, attrs = call.args[0], call.attrs
     if (attrs.layout, attrs.out_layout) != ("NHWC", "NHWC") or not is_float32(data):

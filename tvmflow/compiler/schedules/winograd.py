@@ -19,7 +19,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
 
     Where the transformed weights fit a core's cache, one core takes a line of tiles through all stages, and the line
     stays in its cache. Otherwise every stage is a parallel loop of its own, so that one core reads each weight once.
-    `choices` may name another option than the cost model's.
+    `choices` may name the other of these two orders; whether the algorithm is used was decided before.
     """
     return _apply(sch, machine, choices, "winograd")
 
