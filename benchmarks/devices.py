@@ -194,8 +194,6 @@ def main() -> int:
     parser.add_argument("--devices", type=positive, default=2, help="servers to start (2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of victims and of the schedules (0)")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    logging.getLogger("tvmflow").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="devices-", dir=state_folder(options)) as folder:
         outcome = run(Path(folder), options.kills, options.devices, options.threads, options.seed)
     print(
@@ -209,4 +207,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # These are settings of the whole process: whoever calls `main` from another program keeps its own.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    logging.getLogger("tvmflow").setLevel(logging.ERROR)
     run_main(main)

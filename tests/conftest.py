@@ -1,6 +1,5 @@
 """How the tests run: their scale, their order on several processes, and the servers that folders share."""
 
-import logging
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
@@ -128,12 +127,3 @@ def postgres() -> Iterator[Callable[[str], str]]:
     """A PostgreSQL server on 127.0.0.1: a function that creates an empty database and returns its address."""
     with servers.postgres_server() as create_database:
         yield create_database
-
-
-@pytest.fixture(autouse=True)
-def _enable_loggers() -> None:
-    """Enable the project's loggers: migrating a database in this process disables all that exist (Alembic does)."""
-    for name, logger in logging.root.manager.loggerDict.items():
-        if isinstance(logger, logging.Logger) and name.partition(".")[0] in ("tvmflow", "tasks", "flows"):
-            logger.disabled = False
-            logger.propagate = True

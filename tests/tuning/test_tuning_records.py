@@ -168,7 +168,7 @@ def test_a_record_that_does_not_replay_is_skipped_with_a_warning(
     matmul: PrimFunc, native: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
     trace = '[[["GetSBlock", [], ["no such block", "main"], ["b0"]]], []]'
-    with caplog.at_level(logging.WARNING, logger="tvmflow.tuning.traces"):
+    with caplog.at_level(logging.WARNING):
         assert apply(replace(make_record(workload_key(matmul), native), trace=trace), matmul) is None
     assert "does not replay" in caplog.text
 
