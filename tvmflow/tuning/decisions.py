@@ -9,14 +9,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from tvmflow.target import Target, host
+from tvmflow.target import Target
 from tvmflow.tuning.cache_state import weight_bytes
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
-from tvmflow.tuning.measure import MeasurePool, Measurer
+from tvmflow.tuning.measure import Measurer, use_measurer
 from tvmflow.tuning.record_store import RecordStore
 from tvmflow.tuning.records import Decision, Effort, current_context, decisions_key, now
 from tvmflow.tuning.traces import normalize, workload_key
@@ -129,18 +128,8 @@ def decide(
     def record(decision: MeasuredDecision) -> None:
         store.append(Decision(**asdict(decision), **asdict(current_context(target)), created_at=now()))
 
-    with (
-        nullcontext(measurer)
-        if measurer is not None
-        else MeasurePool(
-            target.canonical,
-            builders=host().cores,
-            threads=threads,
-            timeout=timeout,
-            deadline=deadline,
-            weights=weight_bytes([(arguments_of(item.func) or (), item.calls) for item in functions]),
-        ) as pool
-    ):
+    weights = weight_bytes([(arguments_of(item.func) or (), item.calls) for item in functions])
+    with use_measurer(measurer, target, threads=threads, timeout=timeout, deadline=deadline, weights=weights) as pool:
         decider = Decider(lower, pool, deadline=deadline, trials=None if trials is None else trials - earlier)
         try:
             decider.decide({name: item.option for name, item in store.decisions(target).items()}, record, on_progress)

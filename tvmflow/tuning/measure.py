@@ -7,12 +7,13 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from tvmflow.target import Target, host
 from tvmflow.tuning.cache_state import bytes_to_move, make_reader
 from tvmflow.tuning.candidates import Argument, Candidate, Library
 from tvmflow.tuning.runner import Device, DeviceRunner, Devices, LocalRunner, Runner
@@ -44,6 +45,34 @@ class Measurer(Protocol):
 
     def check(self, library: Library, reference: Library) -> None:
         """Raise TrialError unless `library` computes what `reference` does, from the same arguments."""
+
+
+def use_measurer(
+    measurer: Measurer | None,
+    target: Target,
+    *,
+    threads: int,
+    timeout: float,
+    deadline: float,
+    weights: int,
+    device: Device | None = None,
+) -> AbstractContextManager[Measurer]:
+    """Use `measurer` while a body runs, or without one a MeasurePool for the target, which ends with the body.
+
+    The pool has a builder for each core of this machine; the other arguments are those of MeasurePool.
+    """
+    if measurer is not None:
+        return nullcontext(measurer)
+    return MeasurePool(
+        target.canonical,
+        builders=host().cores,
+        threads=threads,
+        timeout=timeout,
+        deadline=deadline,
+        device=device,
+        cross_compiler=target.cross_compiler,
+        weights=weights,
+    )
 
 
 class MeasurePool:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from tvmflow.errors import TuneError
@@ -13,7 +13,7 @@ from tvmflow.tuning.cache_state import weight_bytes
 from tvmflow.tuning.candidates import arguments_of
 from tvmflow.tuning.contest import Contest, SearchOptions, make_warm_cost_model, open_contest
 from tvmflow.tuning.forecast import ROUND, mean_trial_seconds, saving_of_next_minute
-from tvmflow.tuning.measure import MeasurePool, Measurer
+from tvmflow.tuning.measure import Measurer, use_measurer
 from tvmflow.tuning.record_store import RecordStore
 from tvmflow.tuning.records import SPACE_VERSION, Effort, now, tvm_version
 from tvmflow.tuning.report import Progress, TuneReport
@@ -83,20 +83,10 @@ def tune(
     run = _Run(load_workloads(tasks, target, store, budget, reason), options, budget, start_time, on_progress)
     workloads = run.open_workloads()
     if workloads and run.total_trials != 0 and not run.is_enough(workloads):
-        with (
-            nullcontext(measurer)
-            if measurer is not None
-            else MeasurePool(
-                target.canonical,
-                builders=host().cores,
-                threads=threads,
-                timeout=timeout,
-                deadline=run.deadline,
-                device=device,
-                cross_compiler=target.cross_compiler,
-                weights=run.weight_bytes(),
-            ) as pool
-        ):
+        weights, deadline = run.weight_bytes(), run.deadline
+        with use_measurer(
+            measurer, target, threads=threads, timeout=timeout, deadline=deadline, weights=weights, device=device
+        ) as pool:
             run.spend(pool, workloads)
     return run.report()
 
