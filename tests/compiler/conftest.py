@@ -14,10 +14,10 @@ import onnx
 import pytest
 
 from support import builds
-from support.machines import best_target, on_two_cores
+from support.machines import best_target, on_two_cores, require_level
 from support.models import save_model
-from tvmflow.compiler import BuildOptions, Built
-from tvmflow.target import Target, host, missing_features, resolve
+from tvmflow.compiler import BuildOptions, Built, Choices
+from tvmflow.target import Target, host, resolve
 
 Array = np.ndarray[Any, Any]
 MakeModel = Callable[..., Path]
@@ -51,10 +51,8 @@ def int8() -> Target:
 
 
 def _or_skip(name: str) -> Target:
-    target = on_two_cores(name)
-    if missing_features(target.features):
-        pytest.skip(f"this CPU does not run {name}")
-    return target
+    require_level(name)
+    return on_two_cores(name)
 
 
 @pytest.fixture
@@ -101,10 +99,12 @@ def assert_all_same(tmp_path: Path, target: Target) -> Callable[..., Built]:
     A case is the arguments of `save_model` that follow the path, and the feeds to run the model on.
     """
 
-    def check(cases: Iterable[tuple[Any, ...]], options: BuildOptions | None = None) -> Built:
+    def check(
+        cases: Iterable[tuple[Any, ...]], options: BuildOptions | None = None, choices: Choices | None = None
+    ) -> Built:
         saved = []
         for place, (arguments, *feeds) in enumerate(cases):
             saved.append((save_model(tmp_path / f"case{place}.onnx", *arguments), feeds))
-        return builds.assert_all_same_as_onnxruntime(saved, target, options)
+        return builds.assert_all_same_as_onnxruntime(saved, target, options, choices)
 
     return check

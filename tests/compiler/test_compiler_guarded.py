@@ -14,13 +14,13 @@ from tvm import te, tirx
 
 from support import scale
 from support.guarded import assert_within_buffers
-from support.machines import runnable_levels
+from support.machines import require_level, runnable_levels
 from support.models import make_model
 from tvmflow.compiler import BuildOptions, import_onnx, lower, workloads
 from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.machine import Machine, machine
 from tvmflow.compiler.schedules import complete, guards, schedule, variants
-from tvmflow.target import Precision, Target, missing_features, resolve
+from tvmflow.target import Precision, Target, resolve
 
 Array = np.ndarray[Any, Any]
 # So many schedules of a function are computed at most, and one of them is drawn.
@@ -215,8 +215,8 @@ _AT_THE_ENDS = ("transpose", "round", "widen")
 def _target(precision: Precision) -> Target:
     """The best level of x86-64 that this machine runs, or this machine."""
     level = "x86-64-v4-bf16" if precision == "bf16" else "".join(runnable_levels()[-1:])
-    if level and missing_features(resolve(level).features):
-        pytest.skip(f"this CPU does not run {level}")
+    if level:
+        require_level(level)
     return resolve(level or "native")
 
 

@@ -8,46 +8,38 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.arrays import normal
-from support.builds import rule_counts
-from support.machines import AVX512
-from tvmflow.compiler import BuildOptions, Built, Choices
+from support.builds import Preferring, rule_counts
+from support.machines import AVX512, on_two_cores
+from tvmflow.compiler import BuildOptions, Built, Choices, build, import_onnx, lower
 from tvmflow.compiler.operators import strassen
+from tvmflow.target import Target
 
 Check = Callable[..., Built]
 
 
-@pytest.mark.parametrize(
-    ("shape", "units"),
-    [((1, 56, 256), 128), ((1, 2, 14, 128), 512), ((1, 14, 8, 258), 64), ((1, 28, 1024), 1536)],
-    ids=str,
-)
-def test_dense_layers_by_strassen_equal_onnx_runtime(
-    shape: tuple[int, ...], units: int, make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
+# The shape of a dense layer's input, and its units.
+_DENSE: list[tuple[tuple[int, ...], int]] = [
+    ((1, 56, 256), 128),
+    ((1, 2, 14, 128), 512),
+    ((1, 14, 8, 258), 64),
+    ((1, 28, 512), 768),
+]
+# Channels in and out, height, width, stride of a convolution.
+_CONVOLUTIONS = [(256, 64, 14, 14, 1), (128, 256, 28, 28, 1), (192, 96, 28, 20, 1), (256, 128, 28, 28, 2)]
+
+
+def _dense_layer(shape: tuple[int, ...], units: int) -> tuple[Any, ...]:
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a"]),
         helper.make_node("Add", ["a", "b"], ["c"]),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
     weights = {"w": normal(shape[-1], units), "b": normal(units)}
-    path = make_model(nodes, [("x", list(shape))], ["y"], weights)
-    assert rule_counts(assert_same_as_onnxruntime(path, {"x": normal(*shape, seed=1)})) == {"strassen": 1}
+    return (nodes, [("x", list(shape))], ["y"], weights), {"x": normal(*shape, seed=1)}
 
 
-# batch, channels in and out, height, width, stride
-_CONVOLUTIONS = [
-    (1, 256, 64, 14, 14, 1),
-    (1, 128, 512, 28, 28, 1),
-    (1, 192, 96, 28, 20, 1),
-    (1, 256, 128, 28, 28, 2),
-]
-
-
-@pytest.mark.parametrize("case", _CONVOLUTIONS, ids=lambda case: "-".join(map(str, case)))
-def test_pointwise_convolutions_with_residuals_equal_onnx_runtime(
-    case: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    batch, channels, out, height, width, stride = case
+def _convolution(channels: int, out: int, height: int, width: int, stride: int) -> tuple[Any, ...]:
+    """A pointwise convolution with a residual."""
     nodes = [
         helper.make_node("Conv", ["x", "w", "b"], ["a"], strides=[stride, stride]),
         helper.make_node("Add", ["a", "r"], ["c"]),
@@ -55,24 +47,28 @@ def test_pointwise_convolutions_with_residuals_equal_onnx_runtime(
     ]
     weights = {"w": normal(out, channels, 1, 1), "b": normal(out)}
     feed = {
-        "x": normal(batch, channels, height, width, seed=1),
-        "r": normal(batch, out, height // stride, width // stride, seed=2),
+        "x": normal(1, channels, height, width, seed=1),
+        "r": normal(1, out, height // stride, width // stride, seed=2),
     }
-    path = make_model(nodes, [(name, list(value.shape)) for name, value in feed.items()], ["y"], weights)
-    assert rule_counts(assert_same_as_onnxruntime(path, feed))["strassen"] == 1
+    return (nodes, [(name, list(value.shape)) for name, value in feed.items()], ["y"], weights), feed
+
+
+def test_strassens_products_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = [*(_dense_layer(*case) for case in _DENSE), *(_convolution(*case) for case in _CONVOLUTIONS)]
+    built = assert_all_same(cases, choices=Preferring(option="strassen"))
+    assert rule_counts(built)["strassen"] == len(cases)
 
 
 def test_the_error_is_a_few_times_that_of_the_usual_product(
-    make_model: Any, target: Any, run_built: Callable[..., list[np.ndarray[Any, Any]]]
+    make_model: Any, target: Target, run_built: Callable[..., list[np.ndarray[Any, Any]]]
 ) -> None:
-    from tvmflow.compiler import build, import_onnx
-
     x, weight = normal(1, 56, 512), normal(512, 128, seed=1)
     path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", [1, 56, 512])], ["y"], {"w": weight})
     exact = x.astype("float64") @ weight
     errors = []
     for allowed in (True, False):
-        built = build(import_onnx(path), target, BuildOptions(fast_algorithms=allowed))
+        options = BuildOptions(fast_algorithms=allowed)
+        built = build(import_onnx(path), target, options, choices=Preferring(option="strassen"))
         assert (rule_counts(built)["strassen"] == 1) is allowed
         (actual,) = run_built(built, x)
         errors.append(np.abs(actual - exact).max() / np.abs(exact).max())
@@ -88,19 +84,21 @@ def test_odd_sizes_short_depths_and_few_rows_are_multiplied_as_usual(rows: int, 
     assert strassen.choose([rows], depth, units, AVX512, Choices().about("")) is None
 
 
-@pytest.mark.parametrize(("table_size", "expected"), [(1 << 10, "strassen"), (1 << 23, "rows")])
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
+@pytest.mark.parametrize(("table_rows", "option"), [(4, "strassen"), (1 << 14, "direct")])
 def test_weights_that_come_from_memory_are_not_made_larger(
-    table_size: int, expected: str, make_model: Any, assert_same_as_onnxruntime: Check
+    table_rows: int, option: str, level: str, make_model: Any
 ) -> None:
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a"]),
         helper.make_node("Gather", ["table", "row"], ["r"]),
         helper.make_node("Add", ["a", "r"], ["y"]),
     ]
-    weights = {"w": normal(384, 384), "table": normal(table_size // 384, 384)}
-    path = make_model(nodes, [("x", [1, 128, 384]), ("row", [1], TensorProto.INT64)], ["y"], weights)
-    feed = {"x": normal(1, 128, 384, seed=1), "row": np.array([1])}
-    assert rule_counts(assert_same_as_onnxruntime(path, feed))[expected] == 1
+    weights = {"w": normal(384, 384), "table": np.zeros((table_rows, 384), "float32")}
+    path = make_model(nodes, [("x", [1, 56, 384]), ("row", [1], TensorProto.INT64)], ["y"], weights)
+    choices = Choices()
+    lower(import_onnx(path), on_two_cores(level), choices=choices)
+    assert [site.options[0] for site in choices.met.values() if site.kind == "algorithm"] == [option]
 
 
 def test_the_sums_of_weights_are_exact_for_whole_numbers() -> None:

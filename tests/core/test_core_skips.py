@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from support.skips import packages_to_install, refuse_skip
+from support.machines import require_level
+from support.skips import is_permitted, packages_to_install, refuse_skip
+from tvmflow.target import Host
 
 
 def _skip(reason: str) -> Any:
@@ -24,6 +26,13 @@ def test_a_skip_for_the_want_of_an_instruction_stays_a_skip() -> None:
     report = _skip("this CPU has no avx512_bf16")
     refuse_skip(report)
     assert report.outcome == "skipped"
+
+
+def test_a_level_that_this_machine_lacks_is_a_permitted_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tvmflow.target.host", lambda: Host("x86_64", frozenset(), 2))
+    with pytest.raises(pytest.skip.Exception) as skip:
+        require_level("x86-64-v4-bf16")
+    assert is_permitted(str(skip.value))
 
 
 def test_the_packages_that_skipped_tests_lack_are_listed_once() -> None:

@@ -2,17 +2,31 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
 
 from support.models import join_models, joined_name
-from tvmflow.compiler import BuildOptions, Built, build, import_onnx
+from tvmflow.compiler import BuildOptions, Built, Choices, build, import_onnx
 from tvmflow.target import Target
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+
+
+@dataclass
+class Preferring(Choices):
+    """Choices that take an option wherever it is one, and the cost model's elsewhere."""
+
+    option: str = ""
+
+    def choose(self, kind: str, subject: str, options: Mapping[str, T], parts: tuple[str, ...] = ()) -> T:
+        """The value of `option`, or else of the cost model's first."""
+        first = super().choose(kind, subject, options, parts)
+        return options.get(self.option, first)
 
 
 def rule_counts(built: Built) -> Counter[str]:
@@ -36,6 +50,7 @@ def assert_same_as_onnxruntime(
     target: Target,
     options: BuildOptions | None = None,
     rtol: float = 1e-4,
+    choices: Choices | None = None,
 ) -> Built:
     """Build an ONNX file and compare its outputs with those of ONNX Runtime for each of `feeds`, inputs by name.
 
@@ -44,7 +59,7 @@ def assert_same_as_onnxruntime(
     import onnxruntime
 
     imported = import_onnx(path)
-    built = build(imported, target, options)
+    built = build(imported, target, options, choices=choices)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     outputs = run_in_memory(built, [[feed[item.name] for item in imported.inputs] for feed in feeds])
     for feed, actual in zip(feeds, outputs, strict=True):
@@ -57,7 +72,10 @@ def assert_same_as_onnxruntime(
 
 
 def assert_all_same_as_onnxruntime(
-    cases: Sequence[tuple[Path, Sequence[Mapping[str, Array]]]], target: Target, options: BuildOptions | None = None
+    cases: Sequence[tuple[Path, Sequence[Mapping[str, Array]]]],
+    target: Target,
+    options: BuildOptions | None = None,
+    choices: Choices | None = None,
 ) -> Built:
     """Build several ONNX files as one model, and compare as `assert_same_as_onnxruntime` does.
 
@@ -73,4 +91,4 @@ def assert_all_same_as_onnxruntime(
         }
         for turn in range(max(len(feeds) for _, feeds in cases))
     ]
-    return assert_same_as_onnxruntime(path, feeds, target, options)
+    return assert_same_as_onnxruntime(path, feeds, target, options, choices=choices)

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from tvmflow.compiler.machine import Machine
 from tvmflow.target import Target, host, missing_features, resolve
 
@@ -21,6 +23,12 @@ def runnable_levels() -> list[str]:
     highest = os.environ.get("TVMFLOW_TEST_LEVEL", _LEVELS[-1])
     levels = _LEVELS[: _LEVELS.index(highest) + 1]
     return [level for level in levels if not missing_features(resolve(level).features)]
+
+
+def require_level(name: str) -> None:
+    """Skip the test that runs unless this machine has the instructions of a target, by the target's name."""
+    if missing_features(resolve(name).features):
+        pytest.skip(f"this CPU cannot run {name}")
 
 
 def on_two_cores(name: str) -> Target:
