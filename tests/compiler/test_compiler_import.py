@@ -7,6 +7,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from tvmflow.compiler import import_onnx, load_module, load_params, save_module, save_params
+from tvmflow.compiler.importer import survey_onnx
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 
 
@@ -45,6 +46,33 @@ def test_every_unsupported_operator_is_named_at_once(make_model: Any) -> None:
     )
     with pytest.raises(UnsupportedOperatorError, match=r"GRU.*org\.example\.Foo"):
         import_onnx(path)
+
+
+def test_the_import_goes_on_after_a_refused_node(make_model: Any) -> None:
+    nodes = [
+        helper.make_node("Foo", ["x"], ["f"], name="a_foo", domain="org.example"),
+        helper.make_node("Relu", ["f"], ["r"]),
+        helper.make_node("RoiAlign", ["x", "rois", "places"], ["a"], name="an_align", mode="max"),
+        helper.make_node("Relu", ["x"], ["z"]),
+    ]
+    inputs = [("x", [1, 1, 4, 4]), ("rois", [1, 4]), ("places", [1], TensorProto.INT64)]
+    path = make_model(nodes, inputs, [("r", [1, 1, 4, 4]), "a", "z"])
+    survey = survey_onnx(path)
+    assert [(refusal.operator, refusal.node) for refusal in survey.refusals] == [
+        ("org.example.Foo", "a_foo"),
+        ("RoiAlign", "an_align"),
+    ]
+    assert [record.status for record in survey.nodes] == ["refused", "converted", "refused", "converted"]
+    with pytest.raises(UnsupportedOperatorError, match=r"model\.onnx.*a_foo.*an_align.*mode 'max'"):
+        import_onnx(path)
+
+
+def test_equal_refusals_of_many_nodes_are_named_once(make_model: Any) -> None:
+    nodes = [helper.make_node("Foo", ["x"], [f"y{i}"], name=f"foo{i}", domain="org.example") for i in range(9)]
+    path = make_model(nodes, [("x", [1])], [(f"y{i}", [1]) for i in range(9)])
+    with pytest.raises(UnsupportedOperatorError, match="node 'foo0' and 8 more") as refused:
+        import_onnx(path)
+    assert "foo1" not in str(refused.value)
 
 
 def test_an_unknown_input_name_is_answered_with_the_known_ones(make_model: Any) -> None:

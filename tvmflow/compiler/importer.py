@@ -4,11 +4,11 @@ import contextlib
 import io
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -60,6 +60,62 @@ class Imported:
     outputs: tuple[TensorSpec, ...]
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a model cannot be imported.
+
+    `operator` and `node` name the node in the way, and are empty where the file as a whole is. `reason` and `advice`
+    are clauses without a full stop.
+    """
+
+    operator: str
+    node: str
+    reason: str
+    advice: str
+
+    @property
+    def where(self) -> str:
+        """The operator and the node, in words; empty where the file as a whole is in the way."""
+        return f"operator {self.operator}, node {self.node!r}" if self.operator else ""
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """How one node of the graph was imported.
+
+    `inputs` are its operands in Relax, by name. A `folded` node has a result that is known at import, so no code is
+    generated for it. A node that fails because it reads what a refused node would compute is `unexamined`.
+    """
+
+    node: onnx.NodeProto
+    inputs: Mapping[str, relax.Expr]
+    status: Literal["converted", "folded", "refused", "unexamined"]
+    refusal: Refusal | None = None
+
+
+@dataclass
+class Survey:
+    """An import that goes on after a node that it refuses: all refusals at once, and how every node was imported.
+
+    `free` are the free dimensions, each with the inputs and axes that have it. `imported` is the model, None where
+    something is refused. `convert` converts nodes again: it takes a block builder, a node and its operands, and returns
+    the results by name.
+    """
+
+    label: str
+    refusals: tuple[Refusal, ...]
+    nodes: tuple[NodeRecord, ...]
+    free: Mapping[str, tuple[tuple[str, int], ...]]
+    opset: int
+    imported: Imported | None
+    inputs: tuple[relax.Var, ...]
+    params: Mapping[str, tuple[relax.Var, Any]]
+    convert: Callable[[relax.BlockBuilder, onnx.NodeProto, Mapping[str, relax.Expr]], dict[str, relax.Expr]] = field(
+        repr=False
+    )
+    is_operator_error: bool
+
+
 def import_onnx(
     path: Path, shapes: Mapping[str, Sequence[int | str]] | None = None, label: str | None = None
 ) -> Imported:
@@ -70,34 +126,62 @@ def import_onnx(
     call the file `label`, by default its path.
 
     Raises UnsupportedOperatorError for an operator without a converter, ModelImportError for a file that is damaged,
-    for shapes that contradict the model, and for anything else that TVM's importer refuses.
+    for shapes that contradict the model, and for anything else that TVM's importer refuses. The message names all that
+    is refused.
+    """
+    survey = survey_onnx(path, shapes, label)
+    if survey.imported is None:
+        kind = UnsupportedOperatorError if survey.is_operator_error else ModelImportError
+        raise kind(f"{survey.label}: {describe_refusals(survey.refusals)}")
+    return survey.imported
+
+
+def survey_onnx(
+    path: Path, shapes: Mapping[str, Sequence[int | str]] | None = None, label: str | None = None
+) -> Survey:
+    """Import an ONNX file as `import_onnx` does, and go on after what is refused.
+
+    Raises ModelImportError for a file that is damaged and for shapes that contradict the model.
     """
     label = label or str(path)
     model = _expand_functions(label, _load(Path(path), label))
     graph = model.graph
     inputs = graph_inputs(graph)
     sizes = _apply_shapes(label, graph, inputs, shapes or {})
-    _check_operators(label, graph)
-    _check_types(label, graph)
     opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=1)
-    importer = _Importer(graph, sizes)
+    importer = _Importer(model, sizes, _advice(inputs))
+    importer.refusals.extend(_type_refusals(graph))
     output = io.StringIO()
+    mod: tvm.IRModule | None = None
     try:
         _constants_to_initializers(graph)
         with warnings.catch_warnings(), contextlib.redirect_stdout(output):
             warnings.simplefilter("ignore")
             mod = importer.from_onnx(graph, opset)
-    except UnsupportedFormError as error:
-        raise UnsupportedOperatorError(
-            f"{label}: {importer.current_node} is not supported in this form ({error}); export the model without it"
-        ) from error
-    except tvm.error.OpNotImplemented as error:
-        raise UnsupportedOperatorError(f"{label}: {shorten(error)}; export the model without it") from error
-    except Exception as error:  # TVM's converters raise every kind of exception for graphs they do not expect.
-        where = f" at {importer.current_node}" if importer.current_node else ""
-        raise ModelImportError(
-            f"{label}: TVM cannot import the model{where}: {shorten(error)}; {_advice(inputs)}"
-        ) from error
+    except Exception as error:  # TVM raises every kind of exception for graphs that it does not expect.
+        if not importer.refusals:
+            importer.refusals.append(Refusal("", "", f"TVM cannot import the model: {shorten(error)}", _advice(inputs)))
+    free: dict[str, list[tuple[str, int]]] = {}
+    for value in inputs:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.dim_param:
+                free.setdefault(dim.dim_param, []).append((value.name, axis))
+    return Survey(
+        label=label,
+        refusals=tuple(importer.refusals),
+        nodes=tuple(importer.records),
+        free={name: tuple(places) for name, places in free.items()},
+        opset=opset,
+        imported=None if importer.refusals or mod is None else _imported(mod, graph, inputs),
+        inputs=importer.input_variables(),
+        params=importer.params(),
+        convert=importer.convert_alone,
+        is_operator_error=importer.is_operator_error,
+    )
+
+
+def _imported(mod: tvm.IRModule, graph: onnx.GraphProto, inputs: Sequence[onnx.ValueInfoProto]) -> Imported:
+    """The module that TVM's importer made, with its weights apart."""
     if any(node.op_type == "If" for node in graph.node):
         # TVM's importer makes no dataflow block of a graph with branches, and FuseOps fuses within such blocks alone.
         mod = relax.transform.ConvertToDataflow()(mod)
@@ -113,6 +197,29 @@ def import_onnx(
         tuple(_spec(value.name, ty) for value, ty in zip(inputs, input_types, strict=True)),
         tuple(_spec(value.name, ty) for value, ty in zip(graph.output, output_types, strict=True)),
     )
+
+
+# The most kinds of refusals that one sentence lists.
+_MOST_LISTED = 6
+
+
+def describe_refusals(refusals: Sequence[Refusal]) -> str:
+    """Say in one sentence what is refused, where, why, and what to do; equal refusals of several nodes are one."""
+    groups: dict[tuple[str, str, str], list[Refusal]] = {}
+    for refusal in refusals:
+        groups.setdefault((refusal.operator, refusal.reason, refusal.advice), []).append(refusal)
+    if len(groups) == 1:
+        (group,) = groups.values()
+        return f"{_describe_group(group)}; {group[0].advice}"
+    listed = [_describe_group(group) for group in groups.values()]
+    more = f", and {len(listed) - _MOST_LISTED} more kinds" if len(listed) > _MOST_LISTED else ""
+    return f"{', '.join(listed[:_MOST_LISTED])}{more}; `tvmflow doctor` says for each what to do"
+
+
+def _describe_group(group: Sequence[Refusal]) -> str:
+    first = group[0]
+    more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    return f"{first.where}{more}: {first.reason}" if first.operator else first.reason
 
 
 def _advice(inputs: Sequence[onnx.ValueInfoProto]) -> str:
@@ -201,10 +308,15 @@ def _apply_shapes(
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """The nodes of a graph and of the graphs in their attributes."""
     for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _nodes(attribute.g)
+        yield from _with_inner(node)
+
+
+def _with_inner(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """A node and the nodes of the graphs in its attributes."""
+    yield node
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield from _nodes(attribute.g)
 
 
 def _expand_functions(label: str, model: onnx.ModelProto) -> onnx.ModelProto:
@@ -250,50 +362,73 @@ def _has_converter(node: onnx.NodeProto) -> bool:
     return node.domain == "com.microsoft" and node.op_type in CONTRIBUTED
 
 
-def _check_operators(label: str, graph: onnx.GraphProto) -> None:
-    """Raise UnsupportedOperatorError that names every operator without a converter, and its first node."""
-    first_nodes: dict[str, str] = {}
-    for node in _nodes(graph):
-        if not _has_converter(node):
-            name = f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
-            first_nodes.setdefault(name, node.name or (node.output[0] if node.output else "unnamed"))
-    if first_nodes:
-        listed = ", ".join(f"{operator} (node {node!r})" for operator, node in first_nodes.items())
-        noun = "operator" if len(first_nodes) == 1 else "operators"
-        raise UnsupportedOperatorError(
-            f"{label}: {noun} {listed} cannot be imported by TVM {tvm.__version__}; export the model without"
-        )
+def _operator_name(node: onnx.NodeProto) -> str:
+    """The operator's name, with its domain unless it is of the standard."""
+    return f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else str(node.op_type)
 
 
-def _check_types(label: str, graph: onnx.GraphProto) -> None:
-    """Raise ModelImportError for outputs that are no tensors, for strings, and for types that TVM computes wrongly."""
-    for output in graph.output:
-        if not output.type.HasField("tensor_type"):
-            raise ModelImportError(f"{label}: output {output.name!r} is no tensor; only tensor outputs are supported")
-    for value in (*graph.input, *graph.output):
-        if value.type.tensor_type.elem_type == onnx.TensorProto.STRING:
-            raise ModelImportError(f"{label}: {value.name!r} holds strings; only tensors of numbers are supported")
+def _node_name(node: onnx.NodeProto) -> str:
+    """The node's name; its first output's where it has none."""
+    return str(node.name or next(iter(node.output), "unnamed"))
+
+
+def _missing_converter(node: onnx.NodeProto) -> Refusal:
+    """The refusal of a node whose operator has no converter."""
+    advice = "export the model without it"
+    if node.domain.startswith("com.microsoft"):
+        advice = "export the model anew, without the optimizer of ONNX Runtime, which writes this operator"
+    reason = f"cannot be imported by TVM {tvm.__version__}"
+    return Refusal(_operator_name(node), _node_name(node), reason, advice)
+
+
+def _type_refusals(graph: onnx.GraphProto) -> list[Refusal]:
+    """Refusals of values that are no tensors, of strings, and of types that TVM computes wrongly."""
+    refusals = [
+        Refusal("", "", f"output {output.name!r} is no tensor", "only tensor outputs are supported")
+        for output in graph.output
+        if not output.type.HasField("tensor_type")
+    ]
+    refusals += [
+        Refusal("", "", f"{value.name!r} holds strings", "only tensors of numbers are supported")
+        for value in (*graph.input, *graph.output)
+        if value.type.tensor_type.elem_type == onnx.TensorProto.STRING
+    ]
     types = {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
     types |= {tensor.data_type for tensor in graph.initializer}
     for node in _nodes(graph):
         types |= {attribute.i for attribute in node.attribute if attribute.name in ("to", "output_dtype")}
     small = sorted(onnx.TensorProto.DataType.Name(item) for item in types & _SMALL_TYPES)
     if small:
-        raise ModelImportError(
-            f"{label}: tensors of {' and '.join(small)} are not supported; export the model with wider types"
-        )
+        reason = f"tensors of {' and '.join(small)} are not supported"
+        refusals.append(Refusal("", "", reason, "export the model with wider types"))
+    return refusals
+
+
+class _RefusedNodes(Exception):
+    """A node, or nodes in the graphs of its attributes, have operators without a converter."""
+
+    def __init__(self, refusals: list[Refusal]) -> None:
+        super().__init__(refusals)
+        self.refusals = refusals
 
 
 class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     """TVM's importer with our converters; weights become parameters, and constant operands are evaluated.
 
-    `sizes` are the new sizes or names of symbols that the shapes recorded in the graph still mention.
+    `sizes` are the new sizes or names of symbols that the shapes recorded in the graph still mention. A node that
+    cannot be imported is a refusal with `advice`, and the import goes on with placeholders for its results.
     """
 
-    def __init__(self, graph: onnx.GraphProto, sizes: Mapping[str, int | str]) -> None:
+    def __init__(self, model: onnx.ModelProto, sizes: Mapping[str, int | str], advice: str) -> None:
         super().__init__({}, None, keep_params_in_input=True)
-        self.current_node = ""
-        self._graph = graph
+        self.refusals: list[Refusal] = []
+        self.records: list[NodeRecord] = []
+        self.is_operator_error = False
+        self._advice = advice
+        self._unexamined: set[str] = set()
+        self._inferred: dict[str, onnx.TypeProto.Tensor] | None = None
+        self._model = model
+        graph = self._graph = model.graph
         self._sizes = sizes
         # The shapes that the exporter recorded, by node, for values whose shape TVM's inference loses.
         recorded = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output)}
@@ -315,19 +450,52 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self._params[tensor.name] = (variable, tvm.runtime.tensor(np.asarray(array, order="C")))
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
-        """Do nothing: `_check_operators` has checked the graph."""
+        """Do nothing: `_construct_nodes` checks each node."""
+
+    def input_variables(self) -> tuple[relax.Var, ...]:
+        """The graph's inputs, without its weights."""
+        weights = {tensor.name for tensor in self._graph.initializer}
+        return tuple(value for name, value in self._inputs.items() if name not in weights)
+
+    def params(self) -> Mapping[str, tuple[relax.Var, Any]]:
+        """The weights: the variable and the value of each, by name."""
+        return dict(self._params)
+
+    def convert_alone(
+        self, builder: relax.BlockBuilder, node: onnx.NodeProto, operands: Mapping[str, relax.Expr]
+    ) -> dict[str, relax.Expr]:
+        """Convert a node again, with these operands and into this builder; return its results by name."""
+        self.bb, self._nodes = builder, dict(operands)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            self._construct_node(node)
+        return {name: self._nodes[name] for name in node.output if name}
 
     def _construct_nodes(self, graph: onnx.GraphProto) -> None:
         for node in graph.node:
-            self.current_node = f"operator {node.op_type}, node {node.name or (*node.output, '')[0]!r}"
-            if self._fold(node) or self._take_branch(node):
-                continue
-            if node.op_type not in _TAKE_SHAPES:
-                for name in node.input:
-                    if isinstance(self._nodes.get(name), relax.ShapeExpr):
-                        self._nodes[name] = self.bb.emit(relax.op.shape_to_tensor(self._nodes[name]))
-            super()._construct_nodes(onnx.GraphProto(node=[node]))
-        self.current_node = ""
+            operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
+            reads = {name for inner in _with_inner(node) for name in inner.input}
+            depends = bool(reads & self._unexamined)
+            refusals: list[Refusal] = []
+            status: Literal["converted", "folded", "refused", "unexamined"] = "converted"
+            try:
+                is_folded = self._construct_node(node)
+                status = "folded" if is_folded or self._is_known(node) else "converted"
+            except _RefusedNodes as error:
+                refusals, status = error.refusals, "refused"
+                self.is_operator_error = True
+            except Exception as error:  # TVM's converters raise every kind of exception for graphs they do not expect.
+                if depends:
+                    status = "unexamined"
+                else:
+                    refusals, status = [self._refusal(node, error)], "refused"
+            if depends or status == "refused":
+                self._unexamined.update(node.output)
+            if status in ("refused", "unexamined"):
+                for name in node.output:
+                    self._nodes[name] = self._placeholder(name)
+            self.refusals.extend(refusals)
+            self.records.append(NodeRecord(node, operands, status, refusals[0] if refusals else None))
         if graph is self._graph:
             for output in graph.output:
                 value = self._nodes[output.name]
@@ -336,6 +504,74 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
                     self._nodes[output.name] = self.bb.emit(relax.op.squeeze(value, [0]))
                 elif isinstance(value, relax.ShapeExpr):
                     self._nodes[output.name] = self.bb.emit(relax.op.shape_to_tensor(value))
+
+    def _construct_node(self, node: onnx.NodeProto) -> bool:
+        """Import one node; return whether its results are known, so that nothing is left to compute."""
+        if self._fold(node) or self._take_branch(node):
+            return True
+        missing = [inner for inner in _with_inner(node) if not _has_converter(inner)]
+        if missing:
+            raise _RefusedNodes([_missing_converter(inner) for inner in missing])
+        if node.op_type not in _TAKE_SHAPES:
+            for name in node.input:
+                if isinstance(self._nodes.get(name), relax.ShapeExpr):
+                    self._nodes[name] = self.bb.emit(relax.op.shape_to_tensor(self._nodes[name]))
+        super()._construct_nodes(onnx.GraphProto(node=[node]))
+        return False
+
+    def _is_known(self, node: onnx.NodeProto) -> bool:
+        """Whether all results of a node are constants or shapes."""
+        values = [self._nodes.get(name) for name in node.output if name]
+        known = (tvm.ir.GenericConst, relax.ShapeExpr)
+        return all(isinstance(value, known) or tvm.ir.is_prim_expr(value) for value in values if value is not None)
+
+    def _refusal(self, node: onnx.NodeProto, error: Exception) -> Refusal:
+        """The refusal that an error of a converter means."""
+        if isinstance(error, UnsupportedFormError):
+            self.is_operator_error = True
+            reason, advice = f"not supported in this form ({error})", "export the model without it"
+            if "computed" in str(error) or "symbolic" in str(error) or "unknown" in str(error):
+                advice = self._advice
+        elif isinstance(error, tvm.error.OpNotImplemented):
+            self.is_operator_error = True
+            reason, advice = shorten(error), "export the model without it"
+        else:
+            reason, advice = f"TVM cannot import it: {shorten(error)}", self._advice
+        return Refusal(_operator_name(node), _node_name(node), reason, advice)
+
+    def _placeholder(self, name: str) -> relax.Var:
+        """A variable for a result that cannot be computed, of the type that ONNX infers."""
+        if self._inferred is None:
+            try:
+                inferred = onnx.shape_inference.infer_shapes(self._model).graph
+                values = (*inferred.value_info, *inferred.output)
+                self._inferred = {value.name: value.type.tensor_type for value in values}
+            except Exception:  # The inference refuses graphs that runtimes take, and files beyond 2 GB.
+                self._inferred = {}
+        tensor = self._inferred.get(name)
+        if tensor is None or not tensor.elem_type:
+            return relax.Var("refused", relax.TensorType(ndim=-1, dtype="float32"))
+        dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        if not tensor.HasField("shape"):
+            return relax.Var("refused", relax.TensorType(ndim=-1, dtype=dtype))
+        symbols = self._symbols()
+        shape = []
+        for dim in tensor.shape.dim:
+            size = dim.dim_value if dim.HasField("dim_value") else self._sizes.get(dim.dim_param, dim.dim_param)
+            if isinstance(size, str):
+                size = symbols.get(size) or tvm.tirx.Var(size or "refused", "int64")
+            shape.append(size)
+        return relax.Var("refused", relax.TensorType(shape, dtype))
+
+    def _symbols(self) -> dict[str, tvm.tirx.Var]:
+        """The symbolic dimensions of the inputs, by name."""
+        return {
+            dim.name: dim
+            for variable in self._inputs.values()
+            if isinstance(variable.ty.shape, relax.ShapeExpr)
+            for dim in variable.ty.shape.values
+            if isinstance(dim, tvm.tirx.Var)
+        }
 
     def _value_at_import(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
         """The value of a constant expression other than a weight; None for others."""
@@ -424,13 +660,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         recorded = self._recorded.get(node)
         if recorded is None or not recorded.HasField("shape") or value.ty.dtype is None:
             return value
-        symbols = {
-            dim.name: dim
-            for variable in self._inputs.values()
-            if isinstance(variable.ty.shape, relax.ShapeExpr)
-            for dim in variable.ty.shape.values
-            if isinstance(dim, tvm.tirx.Var)
-        }
+        symbols = self._symbols()
         shape = []
         for dim in recorded.shape.dim:
             size = dim.dim_value if dim.HasField("dim_value") else self._sizes.get(dim.dim_param, dim.dim_param)
