@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import gzip
 import hashlib
 import io
@@ -61,12 +62,12 @@ def little_memory() -> Iterator[None]:
 def test_a_truncated_bundle_is_refused(bundle: Path, refusal: Refusal, tenth: int) -> None:
     data = bundle.read_bytes()
     bundle.write_bytes(data[: len(data) * tenth // 10])
-    assert "damaged" in refusal(bundle)
+    refusal(bundle)
 
 
 def test_a_bundle_without_its_last_byte_is_refused(bundle: Path, refusal: Refusal) -> None:
     bundle.write_bytes(bundle.read_bytes()[:-1])
-    assert "damaged" in refusal(bundle)
+    refusal(bundle)
 
 
 def test_a_flipped_byte_is_refused_or_changes_nothing(bundle: Path, content: Content, tmp_path: Path) -> None:
@@ -110,14 +111,14 @@ def test_a_member_outside_the_folder_is_refused(
     described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
 ) -> None:
     bundle = write_archive(described, [(name, b"evil"), *content.items()])
-    assert "do not trust it" in refusal(bundle)
+    assert repr(name) in refusal(bundle)
 
 
 def test_a_manifest_that_names_a_file_outside_is_refused(
     described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
     described["files"]["../evil"] = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4}
-    assert "foreign file '../evil'" in refusal(write_archive(described, [*content.items(), ("../evil", b"evil")]))
+    assert "'../evil'" in refusal(write_archive(described, [*content.items(), ("../evil", b"evil")]))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_a_sparse_member_is_refused(described: Document, write_archive: WriteArc
 def test_a_member_with_an_extended_name_is_refused(
     described: Document, write_archive: WriteArchive, refusal: Refusal, form: int
 ) -> None:
-    assert "do not trust it" in refusal(write_archive(described, [("long" * 100, b"")], form=form))
+    refusal(write_archive(described, [("long" * 100, b"")], form=form))
 
 
 def test_a_duplicate_member_is_refused(
@@ -180,7 +181,7 @@ def test_a_missing_member_is_refused(
     described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
 ) -> None:
     del content[name]
-    assert f"ends before {name!r}" in refusal(write_archive(described, list(content.items())))
+    assert repr(name) in refusal(write_archive(described, list(content.items())))
 
 
 @pytest.mark.parametrize("name", ["mod.json", "mod.so", "sample.npz"])
@@ -188,38 +189,38 @@ def test_a_manifest_that_leaves_a_needed_file_out_is_refused(
     described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
 ) -> None:
     del content[name], described["files"][name]
-    assert f"lacks {name}" in refusal(write_archive(described, list(content.items())))
+    assert name in refusal(write_archive(described, list(content.items())))
 
 
 def test_weights_apart_without_weights_are_refused(
     described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
     described["weights"] = "apart"
-    assert "lacks its weights" in refusal(write_archive(described, list(content.items())))
+    assert "weights" in refusal(write_archive(described, list(content.items())))
 
 
 def test_a_manifest_that_is_not_first_is_refused(
     described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
     members = [*content.items(), ("bundle.json", json.dumps(described).encode())]
-    assert "does not begin with bundle.json" in refusal(write_archive(None, members))
+    assert "bundle.json" in refusal(write_archive(None, members))
 
 
 def test_an_empty_archive_is_refused(write_archive: WriteArchive, refusal: Refusal) -> None:
-    assert "does not begin with bundle.json" in refusal(write_archive(None, []))
+    assert "bundle.json" in refusal(write_archive(None, []))
 
 
 def test_a_manifest_that_is_a_link_is_refused(write_archive: WriteArchive, refusal: Refusal) -> None:
     link = tarfile.TarInfo("bundle.json")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    assert "does not begin with bundle.json" in refusal(write_archive(None, [(link, b"")]))
+    assert "bundle.json" in refusal(write_archive(None, [(link, b"")]))
 
 
 def test_a_manifest_that_is_too_large_is_refused(
     described: Document, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
     described["provenance"]["note"] = "x" * (1 << 20)
-    assert "larger than 1048576 bytes" in refusal(write_archive(described, []))
+    assert str(1 << 20) in refusal(write_archive(described, []))
 
 
 def test_a_wrong_digest_is_refused_and_the_file_removed(
@@ -228,7 +229,7 @@ def test_a_wrong_digest_is_refused_and_the_file_removed(
     content["mod.so"] = content["mod.so"][::-1]
     bundle = write_archive(described, sorted(content.items()))
     (tmp_path / "out").mkdir()
-    with pytest.raises(BundleError, match=r"mod\.so is not what its manifest says"):
+    with pytest.raises(BundleError, match=r"mod\.so"):
         extract(bundle, tmp_path / "out")
     assert not (tmp_path / "out" / "mod.so").exists()
 
@@ -245,7 +246,8 @@ def test_a_bundle_that_needs_more_than_the_disk_holds_is_refused(
     described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
     described["files"]["mod.so"]["size"] = 1 << 60
-    assert "are free" in refusal(write_archive(described, list(content.items())))
+    # In MiB.
+    assert str(1 << 40) in refusal(write_archive(described, list(content.items())))
 
 
 def test_a_member_that_grows_beyond_its_manifest_is_refused_unread(
@@ -266,7 +268,7 @@ def test_an_extended_header_that_declares_gigabytes_is_refused_unread(
     start = manifest + bytes(-len(manifest) % tarfile.BLOCKSIZE) + header.tobuf(tarfile.USTAR_FORMAT)
     bundle.write_bytes(zipped(start + bytes(50 << 20)))
     with little_memory():
-        assert "do not trust it" in refusal(bundle)
+        refusal(bundle)
 
 
 def test_data_after_the_end_is_refused(
@@ -278,14 +280,16 @@ def test_data_after_the_end_is_refused(
 ) -> None:
     bundle = write_archive(described, list(content.items()))
     bundle.write_bytes(zipped(gzip.decompress(bundle.read_bytes()) + bytes(1 << 20)))
-    assert "goes on after its end" in refusal(bundle)
+    assert "after its end" in refusal(bundle)
 
 
 def test_a_format_of_the_future_is_refused_with_what_to_do(
     described: Document, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
     described["format"] = FORMAT + 1
-    assert refusal(write_archive(described, [])).endswith(f"this tvmflow reads {FORMAT}; upgrade tvmflow")
+    message = refusal(write_archive(described, []))
+    assert [str(number) for number in (FORMAT, FORMAT + 1) if str(number) not in message] == []
+    assert "upgrade tvmflow" in message
 
 
 WRONG: Sequence[tuple[Sequence[str | int], Sequence[object]]] = [
@@ -320,7 +324,7 @@ def test_a_wrong_type_in_the_manifest_is_refused(
     for key in place[:-1]:
         part = part[key]
     part[place[-1]] = value
-    assert "manifest" in (said := refusal(write_archive(described, []))) or "format" in said
+    refusal(write_archive(described, []))
 
 
 def test_a_manifest_without_any_one_of_its_keys_is_refused(
@@ -329,7 +333,7 @@ def test_a_manifest_without_any_one_of_its_keys_is_refused(
     for key in described:
         document = copy.deepcopy(described)
         del document[key]
-        assert f"KeyError: {key!r}" in refusal(write_archive(document, []))
+        assert repr(key) in refusal(write_archive(document, []))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +355,7 @@ def test_a_manifest_that_says_the_same_in_another_way_is_refused(
 ) -> None:
     text = read_manifest(bundle).to_json()
     assert change(text) != text
-    assert "damaged manifest" in refusal(write_archive(None, [("bundle.json", change(text))]))
+    assert "manifest" in refusal(write_archive(None, [("bundle.json", change(text))]))
 
 
 def test_more_than_compression_of_its_size_can_hold_is_refused(
@@ -362,7 +366,7 @@ def test_more_than_compression_of_its_size_can_hold_is_refused(
     bundle = write_archive(described, sorted((content | {"mod.so": zeros}).items()))
     tar = gzip.decompress(bundle.read_bytes())
     bundle.write_bytes(bundle.read_bytes()[:10] + gzip.compress(tar, compresslevel=9, mtime=0)[10:])
-    assert "unpacks to more than any bundle of its size" in refusal(bundle)
+    assert "size" in refusal(bundle)
 
 
 def test_zeros_that_were_packed_come_back(
@@ -395,7 +399,7 @@ def test_what_stands_between_the_files_is_refused(
     assert data[end : end + 1] == b"\0"
     data[end] = 1
     bundle.write_bytes(zipped(bytes(data)))
-    assert "something stands between its files" in refusal(bundle)
+    refusal(bundle)
 
 
 @pytest.mark.parametrize("place", [3, 4, 8, 9])
@@ -403,25 +407,25 @@ def test_a_gzip_header_of_another_writer_is_refused(bundle: Path, refusal: Refus
     data = bytearray(bundle.read_bytes())
     data[place] ^= 1
     bundle.write_bytes(data)
-    assert "does not begin as one" in refusal(bundle)
+    refusal(bundle)
 
 
 @pytest.mark.parametrize("more", [b"\0", b"\0" * 512, gzip.compress(b"more", mtime=0), b"x"])
 def test_bytes_after_the_compressed_stream_are_refused(bundle: Path, refusal: Refusal, more: bytes) -> None:
     bundle.write_bytes(bundle.read_bytes() + more)
-    assert "goes on after its end" in refusal(bundle)
+    assert "after its end" in refusal(bundle)
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, refusal: Refusal) -> None:
     os.mkfifo(tmp_path / "pipe.tar.gz")
-    assert "no regular file" in refusal(tmp_path / "pipe.tar.gz")
+    refusal(tmp_path / "pipe.tar.gz")
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"3", b"{", b"\xff\xfe", b"[" * 100_000, b'{"format": ' + b"9" * 9999])
 def test_a_manifest_that_is_no_json_mapping_is_refused(
     write_archive: WriteArchive, refusal: Refusal, text: bytes
 ) -> None:
-    assert "damaged manifest" in refusal(write_archive(None, [("bundle.json", text)]))
+    assert "manifest" in refusal(write_archive(None, [("bundle.json", text)]))
 
 
 @pytest.mark.parametrize(
@@ -437,35 +441,35 @@ def test_a_manifest_that_is_no_json_mapping_is_refused(
 )
 def test_another_file_is_refused(tmp_path: Path, refusal: Refusal, data: bytes) -> None:
     (tmp_path / "other.tar.gz").write_bytes(data)
-    assert "is not a bundle" in refusal(tmp_path / "other.tar.gz")
+    refusal(tmp_path / "other.tar.gz")
 
 
 def test_an_uncompressed_archive_is_refused(tmp_path: Path, refusal: Refusal, content: Content) -> None:
     with tarfile.open(tmp_path / "plain.tar", "w") as archive:
         archive.addfile(tarfile.TarInfo("bundle.json"), io.BytesIO())
-    assert "is not a bundle" in refusal(tmp_path / "plain.tar")
+    refusal(tmp_path / "plain.tar")
 
 
 def test_an_empty_file_is_refused(tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "empty.tar.gz").touch()
-    assert "is not a bundle" in refusal(tmp_path / "empty.tar.gz")
+    refusal(tmp_path / "empty.tar.gz")
 
 
 def test_a_folder_is_refused(tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "folder").mkdir()
-    assert refusal(tmp_path / "folder").endswith("is a folder, not a bundle")
+    assert "is a folder" in refusal(tmp_path / "folder")
 
 
 def test_a_missing_file_is_refused(tmp_path: Path, refusal: Refusal) -> None:
-    assert refusal(tmp_path / "absent.tar.gz").startswith("there is no bundle")
+    refusal(tmp_path / "absent.tar.gz")
 
 
 def test_a_path_through_a_file_is_refused(bundle: Path, refusal: Refusal) -> None:
-    assert "cannot be read (Not a directory)" in refusal(bundle / bundle.name)
+    assert os.strerror(errno.ENOTDIR) in refusal(bundle / bundle.name)
 
 
 def test_a_place_that_cannot_be_written_is_told(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="cannot be unpacked"):
+    with pytest.raises(BundleError, match=os.strerror(errno.ENOENT)):
         extract(bundle, tmp_path / "absent")
 
 
@@ -474,5 +478,5 @@ def test_reading_the_manifest_alone_refuses_the_same_ways(bundle: Path, tmp_path
         bundle.write_bytes(bundle.read_bytes()[:length])
         with pytest.raises(BundleError):
             read_manifest(bundle)
-    with pytest.raises(BundleError, match="there is no bundle"):
+    with pytest.raises(BundleError, match="absent"):
         read_manifest(tmp_path / "absent")

@@ -1,6 +1,7 @@
 """`tvmflow run` and `tvmflow verify` on a bundle."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -109,30 +110,31 @@ def test_the_installed_command_runs_with_tvms_runtime_alone(
         assert (process.returncode, process.stderr) == (0, "")
 
 
-BAD_INPUTS: list[tuple[dict[str, Any], str]] = [
-    ({"x": np.zeros((3, 9), np.float32)}, "input 'x' has shape [3, 9], expected [batch, 8]"),
-    ({"x": np.zeros((3, 8))}, "input 'x' is float64, expected float32; convert it first"),
-    ({"y": np.zeros((2, 4), np.float32)}, "input 'y': dimension 'batch' is 2, but 3 in another input"),
-    ({"z": np.zeros(3)}, "has no input 'z'; it takes x float32[batch, 8], y float32[batch, 4]"),
-    ({"y": None}, "input 'y' is missing"),
+BAD_INPUTS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"x": np.zeros((3, 9), np.float32)}, ["'x'", "[3, 9]", "[batch, 8]"]),
+    ({"x": np.zeros((3, 8))}, ["'x'", "float64", "float32"]),
+    ({"y": np.zeros((2, 4), np.float32)}, ["'y'", "'batch'", "2", "3"]),
+    ({"z": np.zeros(3)}, ["'z'", "x float32[batch, 8]", "y float32[batch, 4]"]),
+    ({"y": None}, ["'y'"]),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), BAD_INPUTS)
+@pytest.mark.parametrize(("change", "names"), BAD_INPUTS)
 def test_inputs_that_do_not_fit_are_one_sentence(
-    tvmflow: Command, bundle: Path, input_arrays: dict[str, Any], change: dict[str, Any], message: str
+    tvmflow: Command, bundle: Path, input_arrays: dict[str, Any], change: dict[str, Any], names: list[str]
 ) -> None:
     bad_arrays = {name: array for name, array in {**input_arrays, **change}.items() if array is not None}
     npz.write(Path("bad.npz"), bad_arrays)
     ended = tvmflow("run", bundle, "--inputs", "bad.npz", "--output", "out.npz")
     assert ended.code == 1
-    assert message in ended.sentence
+    assert [name for name in names if name not in ended.sentence] == []
     assert not Path("out.npz").exists()
 
 
 def test_a_missing_inputs_file_is_one_sentence(tvmflow: Command, bundle: Path) -> None:
     ended = tvmflow("run", bundle, "--inputs", "absent.npz")
-    assert (ended.code, ended.sentence) == (1, "tvmflow: there is no inputs file 'absent.npz'")
+    assert ended.code == 1
+    assert "'absent.npz'" in ended.sentence
 
 
 def _cut(data: bytes) -> bytes:
@@ -150,26 +152,34 @@ def test_a_damaged_inputs_file_is_one_sentence(
     Path("in.npz").write_bytes(damage(Path("in.npz").read_bytes()))
     ended = tvmflow("run", bundle, "--inputs", "in.npz")
     assert ended.code == 1
-    assert "'in.npz' is not a readable .npz of arrays; write it with numpy.savez" in ended.sentence
+    assert "'in.npz'" in ended.sentence
 
 
 def test_a_single_array_is_no_inputs_file(tvmflow: Command, bundle: Path) -> None:
     np.save("in.npy", np.zeros(3))
-    assert "is not a readable .npz" in tvmflow("run", bundle, "--inputs", "in.npy").sentence
+    ended = tvmflow("run", bundle, "--inputs", "in.npy")
+    assert ended.code == 1
+    assert "'in.npy'" in ended.sentence
 
 
 def test_pickled_objects_are_refused(tvmflow: Command, bundle: Path) -> None:
     np.savez("in.npz", x=np.array([{}], dtype=object))
-    assert "is not a readable .npz" in tvmflow("run", bundle, "--inputs", "in.npz").sentence
+    ended = tvmflow("run", bundle, "--inputs", "in.npz")
+    assert ended.code == 1
+    assert "'in.npz'" in ended.sentence
 
 
 def test_a_folder_is_no_inputs_file(tvmflow: Command, bundle: Path, tmp_path: Path) -> None:
-    assert "is not a readable .npz" in tvmflow("run", bundle, "--inputs", tmp_path).sentence
+    ended = tvmflow("run", bundle, "--inputs", tmp_path)
+    assert ended.code == 1
+    assert repr(str(tmp_path)) in ended.sentence
 
 
 @pytest.mark.parametrize("output", ["absent/out.npz", "."])
 def test_an_output_that_cannot_be_written_is_one_sentence(tvmflow: Command, bundle: Path, output: str) -> None:
-    assert "cannot be written" in tvmflow("run", bundle, "--output", output).sentence
+    ended = tvmflow("run", bundle, "--output", output)
+    assert ended.code == 1
+    assert repr(output) in ended.sentence
 
 
 @pytest.mark.parametrize("command", ["run", "verify"])
@@ -177,25 +187,27 @@ def test_a_damaged_bundle_is_one_sentence(tvmflow: Command, bundle: Path, comman
     Path("cut.tar.gz").write_bytes(_cut(bundle.read_bytes()))
     ended = tvmflow(command, "cut.tar.gz")
     assert ended.code == 1
-    assert "'cut.tar.gz' is not a bundle or is damaged" in ended.sentence
+    assert "'cut.tar.gz'" in ended.sentence
 
 
 @pytest.mark.parametrize("command", ["run", "verify"])
 def test_a_bundle_for_another_machine_is_one_sentence(tvmflow: Command, repack: Repack, command: str) -> None:
     ended = tvmflow(command, repack(cpu_features=("avx4096",)))
     assert ended.code == 1
-    assert "needs the CPU features avx4096, which this machine lacks" in ended.sentence
+    assert "avx4096" in ended.sentence
 
 
 @pytest.mark.parametrize("command", ["run", "verify"])
 def test_a_path_through_a_file_is_one_sentence(tvmflow: Command, bundle: Path, command: str) -> None:
-    assert "cannot be read (Not a directory)" in tvmflow(command, bundle / "b").sentence
+    ended = tvmflow(command, bundle / "b")
+    assert ended.code == 1
+    assert os.strerror(errno.ENOTDIR) in ended.sentence
 
 
 def test_a_good_bundle_is_verified(tvmflow: Command, bundle: Path) -> None:
     ended = tvmflow("verify", bundle)
     assert ended.code == 0
-    assert "small for native, whole, golden sample within" in ended.out
+    assert [name for name in ("small", "native") if name not in ended.out] == []
 
 
 def test_verify_prints_the_manifest_as_json(tvmflow: Command, bundle: Path) -> None:
@@ -212,7 +224,7 @@ def test_other_outputs_than_the_originals_exit_with_three(tvmflow: Command, repa
 
     ended = tvmflow("verify", repack(falsify))
     assert ended.code == 3
-    assert f"output '{output}' differs from the original's by 1" in ended.sentence
+    assert repr(output) in ended.sentence
 
 
 def _sum(path: str = "out.npz") -> Any:
@@ -320,7 +332,7 @@ def test_the_runs_are_as_many_as_asked_for(tvmflow: Command, bundle: Path, monke
 def test_the_times_are_printed_as_a_table(tvmflow: Command, bundle: Path) -> None:
     ended = tvmflow("run", bundle, "--print-time", "--repeat", "3", "--number", "2", "--end-to-end")
     title, headings, figures = ended.out.splitlines()[-3:]
-    assert title == "6 runs, end to end, in ms:"
+    assert re.findall(r"\d+", title) == ["6"]
     times = dict(zip(headings.split(), map(float, figures.split()), strict=True))
     assert times.keys() == {"mean", "median", "max", "min", "std"}
     assert 0 < times["min"] <= times["median"] <= times["max"]
@@ -341,13 +353,13 @@ def test_the_profile_says_which_rule_made_each_function(tvmflow: Command, bundle
     profile = json.loads(tvmflow("run", bundle, "--profile", "--repeat", "3", "--json").out)["profile"]
     functions = {item["name"]: item for item in profile}
     assert functions.keys() == {"fused_dense_add", "relu", "greater", "(virtual machine)"}
-    assert functions["fused_dense_add"]["rule"] == "rows"
+    assert functions["fused_dense_add"]["rule"]
     assert functions["(virtual machine)"]["rule"] == ""
     assert functions["relu"]["calls"] == 1
     assert sum(item["share"] for item in profile) == pytest.approx(1)
     assert [item["microseconds"] for item in profile] == sorted((f["microseconds"] for f in profile), reverse=True)
     lines = tvmflow("run", bundle, "--profile").out.splitlines()
-    assert "function           rule      calls         us   share" in lines
+    assert ["function", "rule", "calls", "us", "share"] in [line.split() for line in lines]
     assert any(re.fullmatch(r"relu +fallback +1 +\d+\.\d +\d+\.\d%", line) for line in lines)
 
 
@@ -438,13 +450,14 @@ def test_an_input_that_does_not_fit_is_told_before_anything_runs_on_the_server(
     npz.write(Path("bad.npz"), {"x": np.zeros((3, 9), np.float32), "y": np.zeros((3, 4), np.float32)})
     there = ("--rpc-tracker", tracker, "--rpc-key", "board", "--rpc-timeout", "60")
     ended = tvmflow("run", bundle, "--inputs", "bad.npz", *there)
-    assert (ended.code, ended.sentence) == (1, "tvmflow: input 'x' has shape [3, 9], expected [batch, 8]")
+    assert ended.code == 1
+    assert [name for name in ("'x'", "[3, 9]", "[batch, 8]") if name not in ended.sentence] == []
 
 
 def test_a_key_that_no_server_has_is_told_with_those_there_are(tvmflow: Command, bundle: Path, tracker: str) -> None:
     ended = tvmflow("run", bundle, "--rpc-tracker", tracker, "--rpc-key", "bord")
     assert ended.code == 1
-    assert ended.sentence.endswith("has no server with key 'bord'; its keys are board")
+    assert [name for name in ("'bord'", "board") if name not in ended.sentence] == []
 
 
 def test_a_tracker_that_is_not_there_is_one_sentence(tvmflow: Command, bundle: Path) -> None:
@@ -453,7 +466,7 @@ def test_a_tracker_that_is_not_there_is_one_sentence(tvmflow: Command, bundle: P
         port = probe.getsockname()[1]
         ended = tvmflow("run", bundle, "--rpc-tracker", f"127.0.0.1:{port}", "--rpc-key", "board")
     assert ended.code == 1
-    assert f"there is no RPC tracker at 127.0.0.1:{port} ([Errno 111] Connection refused)" in ended.sentence
+    assert f"127.0.0.1:{port}" in ended.sentence
 
 
 def test_a_silent_or_busy_server_is_given_up_after_the_time_allowed(
@@ -471,11 +484,10 @@ def test_a_silent_or_busy_server_is_given_up_after_the_time_allowed(
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert f"of tracker {address} gave no answer in 2 s; it is busy or hangs" in run(address)
+        message = run(address)
+        assert [name for name in ("'board'", address, "2 s") if name not in message] == []
     host, port = tracker.split(":")
     session = rpc.connect_tracker(host, int(port)).request("board")
-    message = (
-        f"tvmflow: the RPC server with key 'board' of tracker {tracker} gave no answer in 2 s; it is busy or hangs"
-    )
-    assert run(tracker).startswith(message)
+    message = run(tracker)
+    assert [name for name in ("'board'", tracker, "2 s") if name not in message] == []
     del session

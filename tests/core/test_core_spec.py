@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tvmflow.errors import SpecError
-from tvmflow.spec import Dimension, Spec, amend, load, parse, template, to_document
+from tvmflow.spec import Dimension, Gates, Spec, amend, load, parse, template, to_document
 
 Document = dict[str, Any]
 Change = Callable[..., Document]
@@ -92,105 +92,113 @@ UNKNOWN = [
 def test_an_unknown_key_names_the_likely_one(
     change: Change, tmp_path: Path, path: str, where: str, suggestion: str
 ) -> None:
-    assert f"unknown key {where!r}; did you mean {suggestion!r}?" in refusal(change(path, 1), tmp_path)
+    message = refusal(change(path, 1), tmp_path)
+    assert [repr(name) for name in (where, suggestion) if repr(name) not in message] == []
 
 
 def test_an_unknown_key_like_no_other_lists_the_known_ones(change: Change, tmp_path: Path) -> None:
     message = refusal(change("gates.xyzzy", 1), tmp_path)
-    assert "known here are max_bundle_mb, max_latency_ms, max_ratio_onnxruntime" in message
+    assert [name for name in Gates.model_fields if name not in message] == []
 
 
-RULES: list[tuple[str, object, str]] = [
-    ("name", None, "name: is required"),
-    ("name", "two words", "'two words' must consist of letters, digits, dots, dashes and underscores"),
-    ("name", "digits\n", "must consist of letters"),
-    ("name", 3, "name: Input should be a valid string"),
-    ("model", None, "model: is required"),
-    ("model", {}, "exactly one of factory, pt2, onnx and mlflow says where the model is; none is given"),
-    ("model.onnx", "m.onnx", "factory and onnx are given"),
-    ("model.factory", "create", "'create' is not of the form package.module:function"),
-    ("model.factory", "model:create()", "is not of the form package.module:function"),
-    ("model", {"onnx": "m.onnx", "weights": "w.pt"}, "arguments and weights go with factory only"),
-    ("model", {"pt2": "m.pt2", "arguments": {"a": 1}}, "arguments and weights go with factory only"),
-    ("model", {"mlflow": "digits@production"}, "is not of the form models:/NAME@ALIAS or models:/NAME/VERSION"),
-    ("inputs", None, "inputs are needed"),
-    ("inputs", {"name": "x"}, "inputs: Input should be a valid list"),
-    ("inputs", [{"name": "x", "shape": [1]}] * 2, "input 'x' is given twice"),
-    ("inputs.0.name", None, "inputs.0.name: is required"),
-    ("inputs.0.shape", None, "inputs.0.shape: is required"),
-    ("inputs.0.shape", "batch", "inputs.0.shape: Input should be a valid list"),
-    ("inputs.0.shape", ["batch", 0], "dimension 0 is neither a positive number nor a name"),
-    ("inputs.0.shape", ["batch", -1], "dimension -1 is neither a positive number nor a name"),
-    ("inputs.0.shape", ["batch size"], "dimension 'batch size' is neither a positive number nor a name"),
-    ("inputs.0.shape", ["batch", 1.5], "Input should be a valid integer"),
-    ("inputs.0.dtype", "float", "inputs.0.dtype: Input should be 'float32', 'float64'"),
-    ("inputs.0.dtype", "int64", "input 'input' is int64: say its samples, e.g. kind integers, low and high"),
-    ("inputs.0.samples", {"kind": "gaussian"}, "inputs.0.samples.kind: Input should be 'ones', 'uniform'"),
-    ("inputs.0.samples", {"kind": "npz"}, "samples of kind npz need file"),
-    ("inputs.0.samples", {"kind": "function"}, "samples of kind function need function"),
-    ("inputs.0.samples", {"kind": "function", "function": "f"}, "'f' is not of the form"),
-    ("inputs.0.samples", {"kind": "integers", "low": 0}, "samples of kind integers need low and high"),
-    ("inputs.0.samples", {"kind": "integers", "low": 3, "high": 3}, "low (3) must be below high (3)"),
-    ("inputs.0.samples", {"kind": "integers", "low": 0.2, "high": 0.7}, "must be whole numbers"),
-    ("inputs.0.samples", {"kind": "uniform", "low": 2, "high": 1}, "low (2) must be below high (1)"),
-    ("inputs.0.samples", {"kind": "uniform", "low": 2}, "low (2) must be below high (1)"),
-    ("inputs.0.samples", {"kind": "uniform", "high": -1}, "low (0) must be below high (-1)"),
-    ("inputs.0.samples", {"kind": "normal", "std": 0}, "inputs.0.samples.std: Input should be greater than 0"),
-    ("dimensions", [], "dimensions: Input should be a valid mapping"),
-    ("dimensions.batches", {}, "dimension 'batches' stands in no input's shape; did you mean 'batch'?"),
-    ("dimensions.batch.min", 0, "dimensions.batch.min: Input should be greater than or equal to 1"),
-    ("dimensions.batch.min", 9, "8 is outside the range 9 to 8"),
-    ("dimensions.batch.tune", 9, "9 is outside the range 1 to 8"),
-    ("dimensions.batch.measure", [1, 9], "9 is outside the range 1 to 8"),
-    ("outputs", ["a", "a"], "output 'a' is given twice"),
-    ("export.opset", 17, "export.opset: Input should be greater than or equal to 18"),
-    ("targets", [], "targets must name at least one"),
-    ("targets", "native", "targets: Input should be a valid list"),
-    ("targets", ["nativ"], "targets: target 'nativ' is unknown; did you mean 'native'?"),
-    ("targets", [{"kind": "metal"}], "kind 'metal' is not built here"),
-    ("build.exec_mode", "jit", "build.exec_mode: Input should be 'bytecode' or 'compiled'"),
-    ("build.fast_algorithms", "never", "build.fast_algorithms: Input should be 'allow' or 'forbid'"),
-    ("build.weights", "outside", "build.weights: Input should be 'inside' or 'apart'"),
-    ("build.opt_level", 5, "build.opt_level: Input should be less than or equal to 4"),
-    ("tune", {"trials": 1, "minutes": 1}, "give the budget in trials or in minutes, not both"),
-    ("tune.until", "200%", "tune.until: Input should be less than 1"),
-    ("tune.until", "much", "tune.until: Input should be a valid number"),
-    ("tune.early_stopping", 0, "tune.early_stopping: Input should be greater than or equal to 1"),
-    ("tune.trials", -1, "tune.trials: Input should be greater than or equal to 0"),
-    ("tune.tuner", "annealing", "tune.tuner: Input should be 'xgb', 'ga', 'random' or 'grid'"),
-    ("validate.samples", 0, "validate.samples: Input should be greater than or equal to 1"),
-    ("validate.top1_agreement", 1.5, "validate.top1_agreement: Input should be less than or equal to 1"),
-    ("validate.task", {"dataset": "data"}, "validate.task.dataset: 'data' is not of the form"),
-    ("validate.task", {"dataset": "a:b", "metric": "f1"}, "validate.task.metric: 'f1' is not of the form"),
-    ("benchmark.peers", ["tensorrt"], "benchmark.peers.0: Input should be 'onnxruntime' or 'pytorch'"),
-    ("gates.max_latency_ms", 0, "gates.max_latency_ms: Input should be greater than 0"),
-    ("gates.unverified_targets", "skip", "Input should be 'refuse' or 'allow'"),
-    ("train", {"function": "train"}, "train.function: 'train' is not of the form"),
-    ("channels", {"two words": {}}, "channel 'two words' must consist of letters"),
-    ("channels", {"latest": {}}, "channel 'latest' has a name that MLflow keeps for itself"),
-    ("channels", {"v2": {}}, "channel 'v2' has a name that MLflow keeps for itself"),
-    ("channels", {"a": {"after": "b"}}, "channels.a.after: 'b' is no other channel of this file"),
-    ("channels", {"a": {"after": "a"}}, "channels.a.after: 'a' is no other channel of this file"),
-    ("channels", {"a": {"after": "b"}, "b": {"after": "a"}}, "a release would have to reach 'a' before itself"),
-    ("channels.a.approval", "maybe", "channels.a.approval: Input should be 'none' or 'required'"),
-    ("channels.a.gates", {"max_ratio_current": 0}, "channels.a.gates.max_ratio_current: Input should be greater"),
-    ("retrain", {}, "retrain needs train, which makes the weights, and validate.task, which judges them"),
+RULES: list[tuple[str, object, str, list[str]]] = [
+    ("name", None, "name", []),
+    ("name", "two words", "name", ["'two words'"]),
+    ("name", "digits\n", "name", [r"'digits\n'"]),
+    ("name", 3, "name", ["string"]),
+    ("model", None, "model", []),
+    ("model", {}, "model", ["factory", "pt2", "onnx", "mlflow"]),
+    ("model.onnx", "m.onnx", "model", ["factory and onnx"]),
+    ("model.factory", "create", "model", ["'create'"]),
+    ("model.factory", "model:create()", "model", ["'model:create()'"]),
+    ("model", {"onnx": "m.onnx", "weights": "w.pt"}, "model", ["weights", "factory"]),
+    ("model", {"pt2": "m.pt2", "arguments": {"a": 1}}, "model", ["arguments", "factory"]),
+    ("model", {"mlflow": "digits@production"}, "model", ["'digits@production'", "models:/"]),
+    ("inputs", None, "inputs", ["name", "shape", "dtype"]),
+    ("inputs", {"name": "x"}, "inputs", ["list"]),
+    ("inputs", [{"name": "x", "shape": [1]}] * 2, "input 'x'", []),
+    ("inputs.0.name", None, "inputs.0.name", []),
+    ("inputs.0.shape", None, "inputs.0.shape", []),
+    ("inputs.0.shape", "batch", "inputs.0.shape", ["list"]),
+    ("inputs.0.shape", ["batch", 0], "inputs.0.shape", ["dimension 0"]),
+    ("inputs.0.shape", ["batch", -1], "inputs.0.shape", ["dimension -1"]),
+    ("inputs.0.shape", ["batch size"], "inputs.0.shape", ["dimension 'batch size'"]),
+    ("inputs.0.shape", ["batch", 1.5], "inputs.0.shape.1.int", ["integer"]),
+    ("inputs.0.dtype", "float", "inputs.0.dtype", ["'float32'", "'float64'"]),
+    ("inputs.0.dtype", "int64", "inputs.0", ["'input'", "int64", "samples"]),
+    ("inputs.0.samples", {"kind": "gaussian"}, "inputs.0.samples.kind", ["'ones'", "'uniform'"]),
+    ("inputs.0.samples", {"kind": "npz"}, "inputs.0.samples", ["npz", "file"]),
+    ("inputs.0.samples", {"kind": "function"}, "inputs.0.samples", ["need function"]),
+    ("inputs.0.samples", {"kind": "function", "function": "f"}, "inputs.0.samples", ["'f'"]),
+    ("inputs.0.samples", {"kind": "integers", "low": 0}, "inputs.0.samples", ["integers", "low", "high"]),
+    ("inputs.0.samples", {"kind": "integers", "low": 3, "high": 3}, "inputs.0.samples", ["low (3)", "high (3)"]),
+    ("inputs.0.samples", {"kind": "integers", "low": 0.2, "high": 0.7}, "inputs.0.samples", ["(0.2)", "(0.7)"]),
+    ("inputs.0.samples", {"kind": "uniform", "low": 2, "high": 1}, "inputs.0.samples", ["low (2)", "high (1)"]),
+    ("inputs.0.samples", {"kind": "uniform", "low": 2}, "inputs.0.samples", ["low (2)", "high (1)"]),
+    ("inputs.0.samples", {"kind": "uniform", "high": -1}, "inputs.0.samples", ["low (0)", "high (-1)"]),
+    ("inputs.0.samples", {"kind": "normal", "std": 0}, "inputs.0.samples.std", ["0"]),
+    ("dimensions", [], "dimensions", ["mapping"]),
+    ("dimensions.batches", {}, "dimension 'batches'", ["'batch'?"]),
+    ("dimensions.batch.min", 0, "dimensions.batch.min", ["1"]),
+    ("dimensions.batch.min", 9, "dimensions.batch", ["8", "9"]),
+    ("dimensions.batch.tune", 9, "dimensions.batch", ["9", "1 to 8"]),
+    ("dimensions.batch.measure", [1, 9], "dimensions.batch", ["9", "1 to 8"]),
+    ("outputs", ["a", "a"], "output 'a'", []),
+    ("export.opset", 17, "export.opset", ["18"]),
+    ("targets", [], "targets", []),
+    ("targets", "native", "targets", ["list"]),
+    ("targets", ["nativ"], "targets", ["'nativ'", "'native'?"]),
+    ("targets", [{"kind": "metal"}], "targets", ["'metal'", "'llvm'", "'cuda'"]),
+    ("build.exec_mode", "jit", "build.exec_mode", ["'bytecode'", "'compiled'"]),
+    ("build.fast_algorithms", "never", "build.fast_algorithms", ["'allow'", "'forbid'"]),
+    ("build.weights", "outside", "build.weights", ["'inside'", "'apart'"]),
+    ("build.opt_level", 5, "build.opt_level", ["4"]),
+    ("tune", {"trials": 1, "minutes": 1}, "tune", ["trials", "minutes"]),
+    ("tune.until", "200%", "tune.until", ["1"]),
+    ("tune.until", "much", "tune.until", ["number"]),
+    ("tune.early_stopping", 0, "tune.early_stopping", ["1"]),
+    ("tune.trials", -1, "tune.trials", ["0"]),
+    ("tune.tuner", "annealing", "tune.tuner", ["'xgb'", "'ga'", "'random'", "'grid'"]),
+    ("validate.samples", 0, "validate.samples", ["1"]),
+    ("validate.top1_agreement", 1.5, "validate.top1_agreement", ["1"]),
+    ("validate.task", {"dataset": "data"}, "validate.task.dataset", ["'data'"]),
+    ("validate.task", {"dataset": "a:b", "metric": "f1"}, "validate.task.metric", ["'f1'"]),
+    ("benchmark.peers", ["tensorrt"], "benchmark.peers.0", ["'onnxruntime'", "'pytorch'"]),
+    ("gates.max_latency_ms", 0, "gates.max_latency_ms", ["0"]),
+    ("gates.unverified_targets", "skip", "gates.unverified_targets", ["'refuse'", "'allow'"]),
+    ("train", {"function": "train"}, "train.function", ["'train'"]),
+    ("channels", {"two words": {}}, "channel 'two words'", []),
+    ("channels", {"latest": {}}, "channel 'latest'", ["MLflow"]),
+    ("channels", {"v2": {}}, "channel 'v2'", ["MLflow"]),
+    ("channels", {"a": {"after": "b"}}, "channels.a.after", ["'b'"]),
+    ("channels", {"a": {"after": "a"}}, "channels.a.after", ["'a'"]),
+    ("channels", {"a": {"after": "b"}, "b": {"after": "a"}}, "channels.a.after", ["'a'"]),
+    ("channels.a.approval", "maybe", "channels.a.approval", ["'none'", "'required'"]),
+    ("channels.a.gates", {"max_ratio_current": 0}, "channels.a.gates.max_ratio_current", ["0"]),
+    ("retrain", {}, "retrain", ["train,", "validate.task"]),
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "message"), RULES)
-def test_a_broken_rule_is_named(change: Change, tmp_path: Path, path: str, value: object, message: str) -> None:
-    assert message in refusal(change(path, value), tmp_path)
+@pytest.mark.parametrize(("path", "value", "place", "names"), RULES)
+def test_a_refusal_says_where_the_rule_is_broken_and_names_the_values(
+    change: Change, tmp_path: Path, path: str, value: object, place: str, names: list[str]
+) -> None:
+    message = refusal(change(path, value), tmp_path)
+    assert message.startswith((f"release.yaml: {place}: ", f"release.yaml: {place} "))
+    assert [name for name in names if name not in message] == []
 
 
 def test_more_problems_than_one_are_counted(tmp_path: Path) -> None:
-    assert refusal({**GOOD, "name": 3, "build": {"opt_level": 9}}, tmp_path).endswith("(and 1 more)")
+    assert "1 more" in refusal({**GOOD, "name": 3, "build": {"opt_level": 9}}, tmp_path)
+    assert "more" not in refusal({**GOOD, "name": 3}, tmp_path)
 
 
 @pytest.mark.parametrize("model", [{"onnx": "m.onnx"}, {"factory": "a:b", "weights": "w.pt"}])
 def test_training_goes_with_a_factory_without_weights(tmp_path: Path, model: Document) -> None:
     document = {**GOOD, "model": model, "train": {"function": "train:train"}}
-    assert "train makes the weights of a factory's model" in refusal(document, tmp_path)
+    message = refusal(document, tmp_path)
+    assert [name for name in ("train", "factory") if name not in message] == []
+    assert parse({**document, "model": GOOD["model"]}, tmp_path).train
 
 
 def test_an_onnx_model_needs_no_inputs(tmp_path: Path) -> None:
@@ -200,7 +208,8 @@ def test_an_onnx_model_needs_no_inputs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("document", [None, [], "text", 3])
 def test_a_document_that_is_no_mapping_is_refused(tmp_path: Path, document: object) -> None:
-    assert "must be a mapping with name, model and inputs; `tvmflow init` writes one" in refusal(document, tmp_path)
+    message = refusal(document, tmp_path)
+    assert [word for word in ("name", "model", "inputs", "`tvmflow init`") if word not in message] == []
 
 
 MISSING: list[tuple[str, Document]] = [
@@ -230,7 +239,7 @@ def test_an_amended_specification_is_validated_like_the_file(tmp_path: Path) -> 
     assert spec.tune.trials is None
     assert amend(spec, {}) == spec
     for wrong, where in (
-        ({"tune.trials": 7}, "in trials or in minutes"),
+        ({"tune.trials": 7}, "minutes"),
         ({"tune.trails": 7}, "'tune.trails'"),
         ({"targets": ["nativ"]}, "'nativ'"),
         ({"model": {"onnx": "absent.onnx"}}, "absent.onnx"),
@@ -255,12 +264,14 @@ def test_a_document_of_a_specification_is_read_back_and_says_no_more_than_the_fi
 
 @pytest.mark.parametrize(("key", "part"), MISSING)
 def test_a_missing_file_is_named(tmp_path: Path, key: str, part: Document) -> None:
-    assert f"{key}: there is no file '{tmp_path / 'absent.bin'}'" in refusal({**GOOD, **part}, tmp_path)
+    message = refusal({**GOOD, **part}, tmp_path)
+    assert message.startswith(f"release.yaml: {key}: ")
+    assert f"'{tmp_path / 'absent.bin'}'" in message
 
 
 def test_a_folder_is_no_model_file(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").mkdir()
-    assert "there is no file" in refusal({**GOOD, "model": {"onnx": "m.onnx"}}, tmp_path)
+    assert f"'{tmp_path / 'm.onnx'}'" in refusal({**GOOD, "model": {"onnx": "m.onnx"}}, tmp_path)
 
 
 def test_the_same_target_twice_is_built_once(tmp_path: Path) -> None:
@@ -280,15 +291,15 @@ def test_relative_paths_are_looked_up_beside_the_file(tmp_path: Path, monkeypatc
 
 
 BROKEN = [
-    ("name: [", "at line 1"),
-    ("name: m\nmodel: a: b\n", "at line 2"),
-    ("name: m\n\tmodel: x", "at line 2"),
-    ("name: m\nmodel: {}\nname: n\n", "at line 3: 'name' is given twice"),
-    ("tune:\n  trials: 1\n  trials: 2\n", "at line 3: 'trials' is given twice"),
-    ("name: 2024-13-45", "month must be in 1..12"),
-    ("name: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-    ("\0", "not valid YAML"),
-    ("[" * 5000, "not valid YAML"),
+    ("name: [", "line 1"),
+    ("name: m\nmodel: a: b\n", "line 2"),
+    ("name: m\n\tmodel: x", "line 2"),
+    ("name: m\nmodel: {}\nname: n\n", "line 3: 'name'"),
+    ("tune:\n  trials: 1\n  trials: 2\n", "line 3: 'trials'"),
+    ("name: 2024-13-45", "month"),
+    ("name: !!python/object/apply:os.getcwd []", "os.getcwd"),
+    ("\0", "YAML"),
+    ("[" * 5000, "YAML"),
 ]
 
 
@@ -308,14 +319,15 @@ def test_merged_yaml_may_override_a_key(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "release.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(SpecError, match="is not UTF-8 text"):
+    with pytest.raises(SpecError, match="UTF-8"):
         load(tmp_path / "release.yaml")
 
 
 @pytest.mark.parametrize("name", ["absent.yaml", "."])
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(SpecError, match=r"cannot be read .*`tvmflow init` writes one"):
+    with pytest.raises(SpecError, match="`tvmflow init`") as caught:
         load(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
 
 
 def test_the_template_is_a_release_file(tmp_path: Path) -> None:
@@ -331,8 +343,9 @@ def test_a_name_that_yaml_would_read_otherwise_is_quoted(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("name", ["two words", "a: b", "", "-x", "a\n"])
 def test_a_template_is_not_made_for_a_name_that_would_be_refused(name: str) -> None:
-    with pytest.raises(SpecError, match="must consist of letters"):
+    with pytest.raises(SpecError) as caught:
         template(name)
+    assert repr(name) in str(caught.value)
 
 
 _COMMENTED = re.compile(r"^(?P<indent> *)# (?P<line> *[a-z0-9_]+:.*)$")
@@ -407,7 +420,8 @@ def test_retraining_can_be_taken_in_with_what_it_needs(files: Path) -> None:
 
 def test_a_channel_of_retraining_must_be_among_the_channels(files: Path) -> None:
     document = yaml.safe_load(uncommented(template("m"), lambda name: name in ("train", "validate", "retrain")))
-    assert "retrain.channel: 'production' is not among channels" in refusal({**document, "channels": {"a": {}}}, files)
+    message = refusal({**document, "channels": {"a": {}}}, files)
+    assert [name for name in ("retrain.channel", "'production'") if name not in message] == []
 
 
 def test_automatic_channels_come_in_the_files_order_after_those_they_follow(tmp_path: Path) -> None:
@@ -454,19 +468,20 @@ def _models(annotation: Any) -> list[type[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "extra", "message"),
+    ("model", "extra", "name"),
     [
-        ({"factory": "a:b"}, {"benchmark": {"peers": ["pytorch"]}}, "needs onnxruntime among benchmark.peers"),
-        ({"onnx": "m.onnx"}, {}, "cannot be checked for an ONNX file"),
+        ({"factory": "a:b"}, {"benchmark": {"peers": ["pytorch"]}}, "benchmark.peers"),
+        ({"onnx": "m.onnx"}, {}, "ONNX"),
     ],
 )
 def test_a_ratio_gate_without_its_peer_is_refused(
-    model: dict[str, str], extra: dict[str, object], message: str, tmp_path: Path
+    model: dict[str, str], extra: dict[str, object], name: str, tmp_path: Path
 ) -> None:
     gate = "max_ratio_onnxruntime" if "factory" in model else "max_ratio_pytorch"
     document = {"name": "x", "model": model, "inputs": [{"name": "a", "shape": [1]}], "gates": {gate: 1.0}, **extra}
-    with pytest.raises(SpecError, match=message):
+    with pytest.raises(SpecError, match=name) as caught:
         parse(document, tmp_path)
+    assert gate in str(caught.value)
 
 
 DEFAULTS: Document = {
@@ -668,7 +683,7 @@ def test_a_retrained_model_is_released_from_its_source(tmp_path: Path) -> None:
     for lacking in ("train", "validate"):
         document = {**GOOD, **more, **retraining}
         del document[lacking]
-        assert "retrain needs" in refusal(document, tmp_path)
+        assert lacking in refusal(document, tmp_path)
 
 
 def test_a_precision_that_a_target_lacks_is_refused(tmp_path: Path) -> None:
@@ -693,4 +708,4 @@ def test_control_characters_in_a_message_are_escaped(change: Change, tmp_path: P
     assert message.isprintable()
     assert r"\x1b[2J\n" in message
     long = {"onnx": "x" * 5000}
-    assert "model.onnx: there is no file" in refusal({**GOOD, "model": long}, tmp_path)
+    assert refusal({**GOOD, "model": long}, tmp_path).startswith("release.yaml: model.onnx: ")

@@ -89,29 +89,29 @@ def test_a_gpu_target_builds_its_host_part_for_this_machine() -> None:
 
 
 REFUSED = [
-    ("nativ", "did you mean 'native'?"),
-    ("x86-64-v9", "did you mean 'x86-64-v"),
-    ("raspberry", "use one of native, x86-64-v2"),
-    ("", "use one of native"),
-    ("llvm mcpu=znver4", "cannot read 'mcpu=znver4'; write options as -mcpu=NAME"),
-    ("llvm -mcpu", "cannot read '-mcpu'"),
-    ("llvm -mcpu=nonesuch -mtriple=x86_64-linux-gnu", "LLVM knows no CPU 'nonesuch'"),
-    ("c", "kind 'c' is not built here; use kind 'llvm' or 'cuda'"),
-    ("llvm -num-cores=0", "num-cores is 0; give a positive number"),
-    ("llvm -num-cores=many", "num-cores is 'many'; give a positive number"),
-    ("llvm -mattr=avx2", "mattr is ['avx2']; give a list such as"),
-    ('{"kind": "llvm", "mattr": "+avx2"}', "mattr is '+avx2'; give a list such as"),
-    ('{"kind": "vulkan"}', "kind 'vulkan' is not built here"),
-    ('{"kind": "llvm", "mtriple": "riscv64-linux-gnu"}', "architecture 'riscv64' is not built here"),
-    ('{"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "skylake", "cores": 4}', "is refused by TVM"),
-    ('{"kind": "llvm"', "is not valid JSON"),
-    ("{}", "kind None is not built here"),
+    ("nativ", "'native'?"),
+    ("x86-64-v9", "'x86-64-v"),
+    ("raspberry", "native, x86-64-v2"),
+    ("", "native"),
+    ("llvm mcpu=znver4", "'mcpu=znver4'"),
+    ("llvm -mcpu", "'-mcpu'"),
+    ("llvm -mcpu=nonesuch -mtriple=x86_64-linux-gnu", "'nonesuch'"),
+    ("c", "kind 'c'"),
+    ("llvm -num-cores=0", "num-cores is 0"),
+    ("llvm -num-cores=many", "num-cores is 'many'"),
+    ("llvm -mattr=avx2", "mattr is ['avx2']"),
+    ('{"kind": "llvm", "mattr": "+avx2"}', "mattr is '+avx2'"),
+    ('{"kind": "vulkan"}', "kind 'vulkan'"),
+    ('{"kind": "llvm", "mtriple": "riscv64-linux-gnu"}', "'riscv64'"),
+    ('{"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "skylake", "cores": 4}', "TVM"),
+    ('{"kind": "llvm"', "JSON"),
+    ("{}", "kind None"),
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), REFUSED)
-def test_an_impossible_target_is_refused_with_a_hint(text: str, message: str) -> None:
-    with pytest.raises(TargetError, match=re.escape(message)) as caught:
+@pytest.mark.parametrize(("text", "name"), REFUSED)
+def test_an_impossible_target_is_refused_with_the_value_that_is_wrong(text: str, name: str) -> None:
+    with pytest.raises(TargetError, match=re.escape(name)) as caught:
         resolve(text)
     assert repr(text) in str(caught.value)
     assert "\n" not in str(caught.value)

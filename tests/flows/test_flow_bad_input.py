@@ -1,5 +1,7 @@
 """What a user or a machine can get wrong: one sentence, a non-zero exit, and nothing published."""
 
+import errno
+import os
 import resource
 import subprocess
 from collections.abc import Iterator
@@ -59,12 +61,12 @@ def test_a_missing_release_file(fresh_machine: Any, tmp_path: Path) -> None:
 def test_a_release_file_that_is_no_yaml(fresh_machine: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("name: tiny\nmodel: {onnx: [\n")
     sentence = _refused(fresh_machine, tmp_path / "broken.yaml", code=2)
-    assert "not valid YAML at line" in sentence
+    assert "line" in sentence
 
 
 def test_an_unknown_key(fresh_machine: Any, tmp_path: Path, make: Any) -> None:
     sentence = _refused(fresh_machine, make.file(tmp_path, tragets=["native"]), code=2)
-    assert "unknown key 'tragets'" in sentence
+    assert "'tragets'" in sentence
     assert "'targets'" in sentence
 
 
@@ -75,7 +77,7 @@ def test_a_model_file_that_is_not_there(fresh_machine: Any, tmp_path: Path, make
 
 def test_an_unknown_target(fresh_machine: Any, tmp_path: Path, make: Any) -> None:
     sentence = _refused(fresh_machine, make.file(tmp_path, targets=["x86-64-v5"]), code=2)
-    assert "'x86-64-v5' is unknown" in sentence
+    assert "'x86-64-v5'" in sentence
 
 
 def test_an_unknown_setting(fresh_machine: Any, tmp_path: Path, make: Any) -> None:
@@ -84,7 +86,7 @@ def test_an_unknown_setting(fresh_machine: Any, tmp_path: Path, make: Any) -> No
     wrong = replace(fresh_machine, settings={**fresh_machine.settings, "TVMFLOW_SETTINGS": str(settings)})
     ended = wrong.release(make.file(tmp_path))
     assert ended.code == 2
-    assert "'s3_endpiont' is unknown" in ended.sentence
+    assert "'s3_endpiont'" in ended.sentence
 
 
 # -- The model ---------------------------------------------------------------------------------------------------------
@@ -93,8 +95,8 @@ def test_an_unknown_setting(fresh_machine: Any, tmp_path: Path, make: Any) -> No
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        ("raising", "raised RuntimeError: no such checkpoint"),
-        ("Branching", "cannot be exported to ONNX"),
+        ("raising", "RuntimeError: no such checkpoint"),
+        ("Branching", "ONNX"),
     ],
 )
 def test_a_factory_whose_model_cannot_be_exported(
@@ -108,7 +110,7 @@ def test_a_factory_whose_model_cannot_be_exported(
 def test_a_corrupt_onnx_file(machine: Any, tmp_path: Path, make: Any) -> None:
     model = tmp_path / "model.onnx"
     model.write_bytes(model.read_bytes()[:-40])
-    assert "model.onnx' is not a readable ONNX file" in _refused(machine, make.file(tmp_path))
+    assert "model.onnx'" in _refused(machine, make.file(tmp_path))
 
 
 def test_an_operator_that_tvm_does_not_know(machine: Any, tmp_path: Path, make: Any) -> None:
@@ -128,14 +130,14 @@ def test_an_operator_that_tvm_does_not_know(machine: Any, tmp_path: Path, make: 
 
 def test_an_input_that_is_not_the_model_s(machine: Any, tmp_path: Path, make: Any) -> None:
     sentence = _refused(machine, make.file(tmp_path, inputs=[{"name": "x", "shape": ["batch", 5]}]))
-    assert "has shape [batch, 4], the release file says [batch, 5]" in sentence
+    assert [name for name in ("'x'", "[batch, 4]", "[batch, 5]") if name not in sentence] == []
 
 
 def test_held_out_data_that_does_not_fit(machine: Any, tmp_path: Path, make: Any) -> None:
     returned = "{'x': np.zeros((2, 5), np.float32)}, np.zeros(2)"
     (tmp_path / "wrong.py").write_text(f"import numpy as np\n\n\ndef held_out():\n    return {returned}\n")
     sentence = _refused(machine, make.file(tmp_path, validate={"task": {"dataset": "wrong:held_out"}}))
-    assert "dataset 'wrong:held_out' does not fit the model" in sentence
+    assert "'wrong:held_out'" in sentence
 
 
 # -- The target --------------------------------------------------------------------------------------------------------
@@ -144,9 +146,9 @@ def test_held_out_data_that_does_not_fit(machine: Any, tmp_path: Path, make: Any
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("llvm -mcpu=pentium9", "LLVM knows no CPU 'pentium9'"),
-        ("llvm -mtriple=riscv64-linux-gnu", "architecture 'riscv64' is not built here"),
-        ({"kind": "metal"}, "kind 'metal' is not built here"),
+        ("llvm -mcpu=pentium9", "'pentium9'"),
+        ("llvm -mtriple=riscv64-linux-gnu", "'riscv64'"),
+        ({"kind": "metal"}, "'metal'"),
     ],
 )
 def test_a_target_that_this_tvm_cannot_build(
@@ -180,14 +182,14 @@ def _with_s3(machine: Any, endpoint: str | None, key: str | None) -> Any:
 def test_an_s3_endpoint_that_is_down(machine: Any, tmp_path: Path, make: Any) -> None:
     address = f"http://127.0.0.1:{free_port()}"
     sentence = _refused(_with_s3(machine, address, "nobody"), make.file(tmp_path))
-    assert f"Cannot reach the S3 endpoint {address}" in sentence
+    assert address in sentence
 
 
 def test_an_s3_endpoint_that_refuses_the_credentials(machine: Any, tmp_path: Path, make: Any, s3: Any) -> None:
     wrong = _with_s3(machine, s3.config.endpoint, s3.config.access_key)
     ended = wrong.release(make.file(tmp_path))
     assert ended.code == 1
-    assert "refuses the credentials" in ended.sentence
+    assert "credentials" in ended.sentence
     assert "not-the-secret" not in ended.stdout + ended.stderr
     assert s3.list_names() == []
 
@@ -197,7 +199,7 @@ def test_an_mlflow_server_that_is_down(machine: Any, tmp_path: Path, make: Any) 
     without = replace(machine, settings={**machine.settings, "TVMFLOW_MLFLOW_TRACKING_URI": address})
     ended = without.release(make.file(tmp_path))
     assert ended.code == 1
-    assert f"MLflow at {address} does not answer" in ended.sentence
+    assert f"MLflow at {address}" in ended.sentence
     assert machine.nothing_is_published()
 
 
@@ -205,7 +207,7 @@ def test_a_prefect_server_that_is_down(fresh_machine: Any, tmp_path: Path, make:
     address = f"http://127.0.0.1:{free_port()}/api"
     without = replace(fresh_machine, settings={"TVMFLOW_PREFECT_API_URL": address})
     sentence = _refused(without, make.file(tmp_path), code=2)
-    assert f"Prefect's server at {address} does not answer" in sentence
+    assert address in sentence
 
 
 # -- The disk ----------------------------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(machine: Any, tmp_path: Path, make: Any, small_disk: Path) -> None:
     _large_model(tmp_path, make)
     full = replace(machine, home=small_disk / "state")
-    assert "No space left on device" in _refused(full, make.file(tmp_path))
+    assert os.strerror(errno.ENOSPC) in _refused(full, make.file(tmp_path))
 
 
 def test_a_file_size_limit(machine: Any, tmp_path: Path, make: Any, fresh_machine: Any) -> None:
@@ -243,7 +245,7 @@ def test_a_file_size_limit(machine: Any, tmp_path: Path, make: Any, fresh_machin
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     ended = fresh_machine.finish(process)
     assert ended.code == 1
-    assert "File too large" in ended.sentence
+    assert os.strerror(errno.EFBIG) in ended.sentence
     assert fresh_machine.nothing_is_published()
 
 

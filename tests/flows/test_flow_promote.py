@@ -148,11 +148,11 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, machine: Any, make: Any) -
 
 
 def test_a_release_is_promoted_to_its_automatic_channels(shipped: Shipped) -> None:
-    told = {item["channel"]: item for item in shipped.first["promotions"]}
-    assert set(told) == {"staging", "empty"}
-    assert (told["staging"]["status"], told["staging"]["from_version"]) == ("moved", None)
-    assert told["empty"]["status"] == "left"
-    assert "tvmflow promote tiny 1 --channel empty --approve`" in told["empty"]["told"]
+    outcomes = {item["channel"]: item for item in shipped.first["promotions"]}
+    assert set(outcomes) == {"staging", "empty"}
+    assert (outcomes["staging"]["status"], outcomes["staging"]["from_version"]) == ("moved", None)
+    assert outcomes["empty"]["status"] == "left"
+    assert "tvmflow promote tiny 1 --channel empty --approve`" in outcomes["empty"]["told"]
     assert shipped.held("staging") == ("2", "2")
     assert shipped.held("empty") == (None, None)
 
@@ -182,7 +182,7 @@ def test_a_promotion_moves_alias_and_channel_and_is_kept_with_its_figures(shippe
         "whole", "after", "golden sample", "max_latency_ms", "max_metric_drop",
     ]  # fmt: skip
     assert 0 < verdict["checks"][3]["value"] <= 1000
-    assert "after-staging holds nothing" in verdict["checks"][4]["told"]
+    assert "after-staging" in verdict["checks"][4]["told"]
 
     again = shipped.promoted("1", "after-staging")
     assert (again["moved"], again["status"]) == (False, "unchanged")
@@ -199,7 +199,8 @@ def test_promoting_again_repairs_an_alias_that_is_elsewhere(shipped: Shipped) ->
 def test_what_an_alias_asked_for_is_left_once_it_asks_for_something_else(shipped: Shipped) -> None:
     shipped.promoted("1", "any")
     left = shipped.promoted("2", "any", while_wanted=True)
-    assert (left["moved"], left["status"], left["told"]) == (False, "left", "the alias tiny@any names 1 by now")
+    assert (left["moved"], left["status"]) == (False, "left")
+    assert "tiny@any" in left["told"]
     assert shipped.held("any") == ("1", "1")
     shipped.machine.mlflow.set_registered_model_alias("tiny", "any", "2")
     assert shipped.promoted("2", "any", while_wanted=True)["moved"]
@@ -208,11 +209,11 @@ def test_what_an_alias_asked_for_is_left_once_it_asks_for_something_else(shipped
 
 def test_a_slower_release_is_refused_with_the_ratio_and_its_alias_is_put_back(shipped: Shipped) -> None:
     first = shipped.promoted("1", "beside")
-    assert first["checks"][-1]["told"] == "there is no latency to compare with: beside holds nothing"
+    last = first["checks"][-1]
+    assert (last["name"], last["value"], last["passed"]) == ("max_ratio_current", None, True)
     shipped.machine.mlflow.set_registered_model_alias("tiny", "beside", "2")
     sentence = shipped.refused("2", "beside")
-    assert "of that of 1 on beside, gate max_ratio_current allows 3 (9 pairs of rounds" in sentence
-    assert "beside stays at 1" in sentence
+    assert [name for name in ("max_ratio_current allows 3", "1 on beside", "9 pairs") if name not in sentence] == []
     assert shipped.held("beside") == ("1", "1")
     run, verdict = shipped.verdicts("beside")[0]
     assert run.info.run_id in sentence
@@ -224,24 +225,20 @@ def test_a_slower_release_is_refused_with_the_ratio_and_its_alias_is_put_back(sh
 def test_a_lower_metric_is_refused(shipped: Shipped) -> None:
     shipped.promoted("1", "judged")
     sentence = shipped.refused("2", "judged")
-    assert "the task metric is 0.5000, that of 1 on judged is 0.9000, gate max_metric_drop allows a drop" in sentence
+    assert [name for name in ("0.5000", "0.9000", "1 on judged", "max_metric_drop") if name not in sentence] == []
     assert shipped.held("judged") == ("1", "1")
 
 
 def test_figures_out_of_bounds_are_refused_and_a_new_channels_alias_is_deleted(shipped: Shipped) -> None:
-    for channel, told in (
-        ("good", "the task metric is 0.9000, gate min_metric asks for 0.95"),
-        ("fast", "gate max_latency_ms allows 1e-06"),
-    ):
+    for channel, gate, limit in (("good", "min_metric", "0.95"), ("fast", "max_latency_ms", "1e-06")):
         shipped.machine.mlflow.set_registered_model_alias("tiny", channel, "1")
         sentence = shipped.refused("1", channel)
-        assert told in sentence
-        assert f"{channel} stays at nothing" in sentence
+        assert [name for name in (channel, gate, limit) if name not in sentence] == []
         assert shipped.held(channel) == (None, None)
 
 
 def test_a_channel_that_comes_after_another_wants_it_to_have_held_the_release(shipped: Shipped) -> None:
-    assert "empty has never held it: promote it there first" in shipped.refused("1", "after-nothing")
+    assert "empty" in shipped.refused("1", "after-nothing")
     assert shipped.held("after-nothing") == (None, None)
 
 
@@ -251,7 +248,6 @@ def test_a_release_that_is_not_whole_is_refused(shipped: Shipped) -> None:
     }
     with _damaged(shipped.machine.home / "s3" / "tvmflow" / "blobs" / "sha256" / digest):
         sentence = shipped.refused("1", "back")
-    assert "the release is not whole" in sentence
     assert digest in sentence
     assert shipped.held("back") == (None, None)
 
@@ -267,7 +263,7 @@ def _damaged(path: Path) -> Iterator[None]:
 
 
 def test_a_channel_for_signed_releases_takes_those_of_a_trusted_key(shipped: Shipped) -> None:
-    assert "no key is trusted here: set TVMFLOW_TRUSTED_KEYS" in shipped.refused("2", "signed")
+    assert "TVMFLOW_TRUSTED_KEYS" in shipped.refused("2", "signed")
     trusting = {"TVMFLOW_TRUSTED_KEYS": str(shipped.public_key)}
     assert "is not signed" in shipped.refused("1", "signed", settings=trusting)
     assert "is not signed" in shipped.refused("1", "wary", settings=trusting)
@@ -280,12 +276,10 @@ def test_a_channel_that_needs_a_person_takes_approve_and_names_it(shipped: Shipp
     command = ("promote", "tiny", "1", "--channel", "manual", "--json")
     ended = shipped.machine.run(*command)
     assert ended.code == 3
-    assert "manual needs a person's approval: add --approve" in ended.sentence
+    assert "--approve" in ended.sentence
     assert shipped.held("manual") == (None, None)
     assert shipped.verdicts("manual") == []
-    assert "approve it yourself with `tvmflow promote tiny 1 --channel manual --approve`" in shipped.refused(
-        "1", "manual"
-    )
+    assert "`tvmflow promote tiny 1 --channel manual --approve`" in shipped.refused("1", "manual")
     ended = shipped.machine.run(*command, "--approve", "--why", "looks good")
     assert ended.code == 0, ended.stderr
     assert ended.document["moved"]
@@ -306,18 +300,18 @@ def test_a_rollback_is_one_command_and_history_tells_it(shipped: Shipped) -> Non
     assert " ".join(moves[2][5:]) == "rollback: it is slow"
     last = shipped.machine.run("rollback", "tiny", "--channel", "back")
     assert last.code == 1
-    assert "has held nothing before 1" in last.sentence
+    assert "before 1" in last.sentence
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "told"),
+    ("command", "code", "names"),
     [
-        (("promote", "tiny", "1", "--channel", "stagin"), 2, "'stagin' is not among them; did you mean 'staging'?"),
-        (("promote", "tiny", "7", "--channel", "staging"), 1, "no release tiny 7"),
-        (("history", "tiny", "--channel", "good"), 1, "no channel 'good'"),
+        (("promote", "tiny", "1", "--channel", "stagin"), 2, ["'stagin'", "'staging'?"]),
+        (("promote", "tiny", "7", "--channel", "staging"), 1, ["tiny 7"]),
+        (("history", "tiny", "--channel", "good"), 1, ["'good'"]),
     ],
 )
-def test_what_does_not_exist_is_named(shipped: Shipped, command: tuple[str, ...], code: int, told: str) -> None:
+def test_what_does_not_exist_is_named(shipped: Shipped, command: tuple[str, ...], code: int, names: list[str]) -> None:
     ended = shipped.machine.run(*command)
     assert ended.code == code
-    assert told in ended.sentence
+    assert [name for name in names if name not in ended.sentence] == []

@@ -52,14 +52,14 @@ def _published(digits: Any) -> tuple[list[str], list[str], list[Path]]:
 
 def test_a_gate_that_is_not_kept_refuses_the_release(digits: Any) -> None:
     sentence, verdict, _ = _refuse(digits, digits.derived("small", gates={"max_bundle_mb": 0.001}))
-    assert "bundle size" in sentence
+    assert [name for name in ("'native'", "max_bundle_mb") if name not in sentence] == []
     assert "max_bundle_mb" in verdict["reasons"][0]
 
 
 def test_outputs_beyond_the_tolerance_refuse_the_release(digits: Any) -> None:
     bounds = {"samples": 8, "rtol": 0, "atol": 0, "task": {"dataset": "data:held_out"}}
     sentence, verdict, run = _refuse(digits, digits.derived("exact", validate=bounds))
-    assert "output 'logits' differs from the original" in sentence
+    assert "'logits'" in sentence
     assert verdict["comparisons"][0]["max_abs_error"] > 0
     assert run.info.status == "FINISHED"
 
@@ -68,7 +68,7 @@ def test_a_lower_score_of_the_bundle_refuses_the_release(digits: Any) -> None:
     (digits.folder / "falling.py").write_text(_METRIC)
     bounds = {"samples": 8, "task": {"dataset": "data:held_out", "metric": "falling:falling", "drop": 0.1}}
     sentence, verdict, _ = _refuse(digits, digits.derived("falling", validate=bounds))
-    assert "falling:falling is 0.7500, the original's is 1.0000, the allowed drop is 0.1" in sentence
+    assert [name for name in ("falling:falling", "0.7500", "1.0000", "0.1") if name not in sentence] == []
     assert (verdict["metric_original"], verdict["metric_bundle"]) == (1.0, 0.75)
 
 

@@ -76,7 +76,7 @@ def test_a_store_that_dies_half_way_leaves_no_release_and_a_second_run_completes
     with dying(s3.config.endpoint or "", b"PUT /tvmflow/blobs/") as endpoint:
         ended = _with_store(machine, replace(s3.config, endpoint=endpoint)).release(file)
     assert ended.code == 1
-    assert f"the S3 endpoint {endpoint}" in ended.sentence
+    assert endpoint in ended.sentence
     assert "track" in ended.stderr
     assert s3.list_versions("dying") == []
     (version,) = machine.versions("dying")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -257,50 +256,42 @@ def test_what_a_worker_says_arrives(cluster: Cluster, make: Any, tmp_path: Path)
     assert ended.code == 1
     # The run's error comes back as it was raised on the worker, and names the pool.
     assert ended.document["error"]["type"] == "TargetError"
-    assert ended.sentence.startswith("target 'aarch64-generic' is aarch64, this machine is x86_64: not verified")
-    assert ended.sentence.endswith("(on a worker of pool 'first')")
+    assert [name for name in ("'aarch64-generic'", "x86_64", "pool 'first'") if name not in ended.sentence] == []
 
 
 def test_a_pool_without_workers_is_told_before_any_work(cluster: Cluster, make: Any, tmp_path: Path) -> None:
     make.onnx(tmp_path)
     ended = cluster.releasing({"native": "idle"}, home="to-idle").release(make.file(tmp_path))
     assert ended.code == 2
-    assert ended.sentence == (
-        "target 'native' is made on the work pool 'idle', which has no running worker; start one with "
-        "`prefect worker start --pool idle`"
-    )
+    names = ("'native'", "'idle'", "`prefect worker start --pool idle`")
+    assert [name for name in names if name not in ended.sentence] == []
     assert "export" not in ended.stderr
 
 
 @pytest.mark.parametrize(
-    ("pool", "said"),
-    [
-        ("none", "the work pool 'none' for 'native', which Prefect does not know; create it"),
-        ("bare", "which has no deployment make/bare; register it with `tvmflow deploy`"),
-    ],
+    ("pool", "names"),
+    [("none", ["'none'", "'native'"]), ("bare", ["make/bare", "`tvmflow deploy`"])],
 )
-def test_a_pool_that_cannot_take_its_target_is_told(cluster: Cluster, pool: str, said: str) -> None:
-    with (
-        temporary_settings({PREFECT_API_URL: cluster.api}),
-        pytest.raises(SettingsError, match=re.escape(said)),
-    ):
+def test_a_pool_that_cannot_take_its_target_is_told(cluster: Cluster, pool: str, names: list[str]) -> None:
+    with temporary_settings({PREFECT_API_URL: cluster.api}), pytest.raises(SettingsError) as caught:
         pools_of(settings(prefect_api_url=cluster.api, target_pools={"native": pool}), (resolve("native"),))
+    assert [name for name in names if name not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("without", "said"),
+    ("without", "name"),
     [
-        ({"shared_workspace": False, "prefect_api_url": "http://127.0.0.1:1/api"}, "set shared_workspace = true"),
-        ({"prefect_api_url": None}, "set prefect_api_url"),
+        ({"shared_workspace": False, "prefect_api_url": "http://127.0.0.1:1/api"}, "shared_workspace"),
+        ({"prefect_api_url": None}, "prefect_api_url"),
     ],
 )
-def test_a_setting_that_pools_need_is_told(without: dict[str, Any], said: str) -> None:
-    with pytest.raises(SettingsError, match=said):
+def test_a_setting_that_pools_need_is_told(without: dict[str, Any], name: str) -> None:
+    with pytest.raises(SettingsError, match=name):
         pools_of(settings(target_pools={"native": "first"}, **without), (resolve("native"),))
 
 
 def test_a_workspace_is_not_shared_through_a_store_that_no_other_machine_reaches(s3: ReleaseStore) -> None:
-    with pytest.raises(SettingsError, match="set s3_endpoint and s3_bucket"):
+    with pytest.raises(SettingsError, match=r"s3_endpoint.*s3_bucket"):
         open_workspace(settings(), s3)
 
 

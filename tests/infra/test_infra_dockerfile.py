@@ -2,10 +2,13 @@
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "Dockerfile"
@@ -36,18 +39,25 @@ def test_hadolint_finds_nothing() -> None:
 
 def test_hadolint_finds_an_unpinned_base_image(tmp_path: Path) -> None:
     wrong = tmp_path / "Dockerfile"
-    wrong.write_text(FILE.read_text().replace("FROM ${PYTHON_IMAGE} AS base", "FROM python:latest AS base"))
+    wrong.write_text(re.sub(r"^FROM \S+", "FROM python:latest", FILE.read_text(), count=1, flags=re.MULTILINE))
 
     assert "DL3007" in _lint(wrong).stdout
 
 
-def test_the_base_image_is_pinned_to_a_patch_release_of_the_tested_python() -> None:
-    assert re.search(r"^ARG PYTHON_IMAGE=python:3\.11\.\d+-slim-bookworm$", FILE.read_text(), re.MULTILINE)
+def test_the_base_image_is_pinned_to_a_patch_release_of_a_python_that_the_package_supports() -> None:
+    versions = re.findall(r"\bpython:([\w.]+)", FILE.read_text())
+
+    assert len(versions) == 1
+    assert re.fullmatch(r"\d+\.\d+\.\d+", versions[0])
+    assert versions[0] in SpecifierSet(_project()["requires-python"])
 
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_runs_as_a_user_without_rights(image: str) -> None:
-    assert re.findall(r"^USER (\S+)$", _stages()[image], re.MULTILINE) == ["10001:10001"]
+    (user,) = re.findall(r"^USER (\S+)$", _stages()[image], re.MULTILINE)
+
+    # Kubernetes' `runAsNonRoot` reads numbers only.
+    assert all(int(number) >= 1000 for number in user.split(":")), user
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -70,7 +80,7 @@ def test_servers_have_health_checks() -> None:
 def test_the_runtime_has_neither_compiler_nor_training() -> None:
     text = _stages()["install-runtime"] + _stages()["runtime"]
 
-    assert "rm -r /opt/tvmflow/lib/python3*/site-packages/tvm/lib/libtvm_compiler.so" in text
+    assert re.search(r"\brm [^&]*\blibtvm_compiler\.so\b", text)
     assert "pipeline" not in text
     assert "apt-get" not in text
 
@@ -100,10 +110,12 @@ def test_the_build_sees_exactly_what_it_copies() -> None:
 
 
 def test_extras_are_those_of_the_package() -> None:
-    import tomllib
-
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-
     names = set(re.findall(r"--extra (\w+)", FILE.read_text()))
+
     assert names
-    assert names <= set(extras)
+    assert names <= set(_project()["optional-dependencies"])
+
+
+def _project() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project

@@ -1,4 +1,4 @@
-"""A TCP proxy that interferes with one request."""
+"""A TCP proxy that watches for some bytes, and may interfere with the request that has them."""
 
 import socket
 import threading
@@ -13,19 +13,49 @@ def intercepting(endpoint: str, request: bytes, act: Callable[[], None]) -> Iter
 
     The connection with that request ends, and the request does not reach the server. Other connections go on.
     """
-    with _proxy(endpoint, request, lambda die: act()) as address:
+
+    def on_bytes(die: Callable[[], None]) -> bool:
+        act()
+        return False
+
+    with _proxy(endpoint, request, on_bytes) as address:
         yield address
 
 
 @contextmanager
 def dying(endpoint: str, request: bytes) -> Iterator[str]:
     """Yield the address of a proxy before `endpoint` that is gone, with all connections, once it sees `request`."""
-    with _proxy(endpoint, request, lambda die: die()) as address:
+
+    def on_bytes(die: Callable[[], None]) -> bool:
+        die()
+        return False
+
+    with _proxy(endpoint, request, on_bytes) as address:
         yield address
 
 
 @contextmanager
-def _proxy(endpoint: str, request: bytes, on_request: Callable[[Callable[[], None]], None]) -> Iterator[str]:
+def watching(endpoint: str, expected: bytes) -> Iterator[tuple[str, threading.Event]]:
+    """Yield the address of a proxy before `endpoint`, and an event that is set once it has passed on `expected`.
+
+    Requests and responses pass unchanged.
+    """
+    seen = threading.Event()
+
+    def on_bytes(die: Callable[[], None]) -> bool:
+        seen.set()
+        return True
+
+    with _proxy(endpoint, expected, on_bytes) as address:
+        yield address, seen
+
+
+@contextmanager
+def _proxy(endpoint: str, expected: bytes, on_bytes: Callable[[Callable[[], None]], bool]) -> Iterator[str]:
+    """Yield the address of a proxy that calls `on_bytes` with a function that ends the proxy, when it sees `expected`.
+
+    The connection with those bytes ends before they are passed on, unless `on_bytes` returns True.
+    """
     place = urlsplit(endpoint)
     listening = socket.create_server(("127.0.0.1", 0))
     open_sockets = [listening]
@@ -39,8 +69,7 @@ def _proxy(endpoint: str, request: bytes, on_request: Callable[[Callable[[], Non
     def pump(source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
-                if request in data:
-                    on_request(die)
+                if expected in data and not on_bytes(die):
                     break
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
