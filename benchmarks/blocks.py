@@ -131,7 +131,7 @@ class BlockTime(Record):
 
     apart: float
     whole: float | None
-    built: str
+    arrangement: str
 
 
 def work(job: BlockJob, emit: Emit) -> BlockTime:
@@ -155,8 +155,8 @@ def work(job: BlockJob, emit: Emit) -> BlockTime:
     # From here on blocks that are too slow for a tuner count too, and those that come up only while others are apart.
     blocks.CLOSE = math.inf
     block_sites: dict[str, Site] = {}
-    while (met := sites(dict.fromkeys(block_sites, "apart"))).keys() - block_sites.keys():
-        block_sites |= met
+    while (new_sites := sites(dict.fromkeys(block_sites, "apart"))).keys() - block_sites.keys():
+        block_sites |= new_sites
     apart = dict.fromkeys(block_sites, "apart")
     ways = {"apart": apart}
     complete = [key for key, site in block_sites.items() if len(site.parts) == _CONVOLUTIONS]
@@ -166,16 +166,16 @@ def work(job: BlockJob, emit: Emit) -> BlockTime:
     data = tvm.runtime.tensor(np.random.default_rng(0).standard_normal(shape).astype("float32"))
     machines = {}
     for way, options in ways.items():
-        built = compiler.build(imported, job.target, choices=Choices(options))
-        machines[way] = relax.VirtualMachine(built.executable.jit(), tvm.cpu()), dict(built.schedules)
+        arrangement = compiler.build(imported, job.target, choices=Choices(options))
+        machines[way] = relax.VirtualMachine(arrangement.executable.jit(), tvm.cpu()), dict(arrangement.schedules)
     best = dict.fromkeys(ways, math.inf)
     for _ in range(job.rounds):
         for way, (machine, rules) in machines.items():
             times = measure_functions(machine, partial(machine["main"], data), rules, job.repeats)
             own = (item for item in times if item.name in rules and not item.name.startswith("transpose"))
             best[way] = min(best[way], 1e6 * sum(item.seconds for item in own))
-    built = "apart" if not usual else "whole" if len(usual[0].parts) == _CONVOLUTIONS else "in part"
-    return BlockTime(apart=best["apart"], whole=best.get("whole"), built=built)
+    arrangement = "apart" if not usual else "whole" if len(usual[0].parts) == _CONVOLUTIONS else "in part"
+    return BlockTime(apart=best["apart"], whole=best.get("whole"), arrangement=arrangement)
 
 
 Result = tuple[Block, tuple[int, float] | None, BlockTime]
@@ -195,7 +195,7 @@ def show(results: Sequence[Result]) -> Table:
             "" if time.whole is None else f"{time.whole:.0f}",
             "" if plan is None else f"{plan[1]:.2f}",
             "" if time.whole is None else f"{time.whole / time.apart:.2f}",
-            time.built,
+            time.arrangement,
         )
     return table
 

@@ -196,8 +196,8 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, report: Ca
         return CppRunner([str(build_runner(state / "cpp"))], native, job)
 
     def on_gpu() -> CppRunner:
-        built = bundle(gpu())
-        return CppRunner([str(build_runner(state / "cpp"))], built, job)
+        path = bundle(gpu())
+        return CppRunner([str(build_runner(state / "cpp"))], path, job)
 
     def on_arm() -> CppRunner:
         if host().arch != "aarch64":
@@ -308,8 +308,8 @@ def main() -> int:
     print(f"batch {document.batch}, threads {document.threads}, {document.rounds} rounds")
     if arguments.json is not None:
         arguments.json.write_text(document.model_dump_json(indent=1))
-    needed: tuple[Way, ...] = (*_PYTHON, "cpp")
-    return int(any(document.rows[way].p50 is None for way in needed))
+    ways: tuple[Way, ...] = (*_PYTHON, "cpp")
+    return int(any(document.rows[way].p50 is None for way in ways))
 
 
 if __name__ == "__main__":

@@ -180,8 +180,8 @@ def run(state: Path, kills: int, count: int, threads: int, seed: int) -> Outcome
         if (status_at_end := devices.status(state)) is not None:
             killer.look(status_at_end)
         devices.down(state)
-    stored = {(record.key, record.trace) for record in RecordStore(store.folder).records(target)}
-    outcome.records_reported, outcome.records_lost = len(reported), len(reported - stored)
+    present = {(record.key, record.trace) for record in RecordStore(store.folder).records(target)}
+    outcome.records_reported, outcome.records_lost = len(reported), len(reported - present)
     outcome.processes_left = sum(map(_is_alive, killer.processes.values()))
     outcome.seconds = time.monotonic() - start
     return outcome

@@ -26,7 +26,7 @@ from tvmflow.target import Target
 from tvmflow.workspace import Record
 
 if TYPE_CHECKING:
-    from tvmflow.compiler import Built
+    from tvmflow.compiler import CompiledModel
 
 _SCRIPT = Path(__file__)
 
@@ -67,23 +67,23 @@ def work(job: ProfileJob, emit: Emit) -> Profile:
     os.environ["TVM_NUM_THREADS"] = str(job.target.threads)
     from tvmflow import compiler
 
-    built = compiler.build(compiler.import_onnx(job.onnx), job.target)
-    return time_functions(built, job.sample, job.repeats)
+    model = compiler.build(compiler.import_onnx(job.onnx), job.target)
+    return time_functions(model, job.sample, job.repeats)
 
 
-def time_functions(built: "Built", sample: Path, repeats: int) -> Profile:
+def time_functions(model: "CompiledModel", sample: Path, repeats: int) -> Profile:
     """Run a built model `repeats` times on the inputs of an `.npz`, and return the times of its functions."""
     import tvm
     from tvm import relax
 
-    lowered = tvm.ir.load_json(built.ir_json)
+    lowered = tvm.ir.load_json(model.ir_json)
     flops = {var.name_hint: _flops(func) for var, func in lowered.functions_items() if var.name_hint != "main"}
-    machine = relax.VirtualMachine(built.executable.jit(), tvm.cpu())
+    machine = relax.VirtualMachine(model.executable.jit(), tvm.cpu())
     with np.load(sample) as archive:
         inputs = [tvm.runtime.tensor(archive[name]) for name in archive.files]
     main = machine["main"]
     whole = min(_timed(main, inputs) for _ in range(max(3, repeats)))
-    rules = dict(built.schedules)
+    rules = dict(model.schedules)
     functions = tuple(
         Function(
             name=item.name,

@@ -199,8 +199,8 @@ class ShuffleUnit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, inputs, height, width] to [batch, outputs, height / stride, width / stride]."""
-        passed, taken = x.chunk(2, 1) if self.stride == 1 else (x, x)
-        joined = torch.cat([self.passed(passed), self.computed(taken)], 1)
+        kept_half, input_half = x.chunk(2, 1) if self.stride == 1 else (x, x)
+        joined = torch.cat([self.passed(kept_half), self.computed(input_half)], 1)
         batch, channels, height, width = joined.shape
         return joined.view(batch, 2, channels // 2, height, width).transpose(1, 2).reshape(joined.shape)
 

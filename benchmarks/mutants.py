@@ -245,8 +245,8 @@ def _forked(work: Any, timeout: float) -> int | None:
     deadline = time.monotonic() + timeout
     status = None
     while status is None and time.monotonic() < deadline:
-        ended, value = os.waitpid(pid, os.WNOHANG)
-        if ended:
+        ended_pid, value = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
             status = os.waitstatus_to_exitcode(value)
         else:
             time.sleep(0.02)
@@ -285,14 +285,14 @@ def judge(root: Path, mutant: Mutant, cases: Sequence[Case]) -> Verdict:
         return Verdict(mutant, "untested", 0.0)
     file, start = root / mutant.module, time.monotonic()
     original = file.read_text()
-    named = root / "killer.txt"
-    named.unlink(missing_ok=True)
+    killer_file = root / "killer.txt"
+    killer_file.unlink(missing_ok=True)
 
     def work() -> int:
         _enter(root, root / "mutant.log")
         killer = _Killer()
         code = _pytest(root, ["-x", *(case.address for case in chosen)], [killer])
-        named.write_text(killer.name)
+        killer_file.write_text(killer.name)
         return code
 
     file.write_text(mutated(mutant, root) or original)
@@ -301,7 +301,7 @@ def judge(root: Path, mutant: Mutant, cases: Sequence[Case]) -> Verdict:
     finally:
         file.write_text(original)
     outcome = "timeout" if code is None else "survived" if code == 0 else "killed"
-    killer = named.read_text() if named.exists() else ""
+    killer = killer_file.read_text() if killer_file.exists() else ""
     return Verdict(mutant, outcome, time.monotonic() - start, killer)
 
 
@@ -424,8 +424,8 @@ def main() -> int:
 
 
 def _judge_all(suites: dict[str, list[str]], mutants: Sequence[Mutant], jobs: Any, verdicts: Any) -> list[Verdict]:
-    needed = {mutant.module for mutant in mutants}
-    observed = {suite: modules for suite, modules in suites.items() if needed & set(modules)}
+    modules = {mutant.module for mutant in mutants}
+    observed = {suite: modules for suite, modules in suites.items() if modules & set(modules)}
     for suite, modules in observed.items():
         jobs.put(("observe", suite, modules, SUITES[suite]))
     cases = dict(verdicts.get() for _ in observed)

@@ -54,7 +54,7 @@ class Case:
     weights: Mapping[str, Shape] = field(default_factory=dict)
     tables: Mapping[str, Any] = field(default_factory=dict)
     flops: float = 0.0
-    moved: int = 0
+    bytes_moved: int = 0
 
     def model(self) -> onnx.ModelProto:
         """Return the ONNX model with its weights."""
@@ -78,8 +78,8 @@ class Case:
 
     def bytes(self, model: onnx.ModelProto) -> int:
         """Return the bytes that the operator reads and writes, each number once."""
-        if self.moved:
-            return self.moved
+        if self.bytes_moved:
+            return self.bytes_moved
         output = [dim.dim_value for dim in model.graph.output[0].type.tensor_type.shape.dim]
         return 4 * sum(int(math.prod(shape)) for shape in (*self.inputs.values(), *self.weights.values(), output))
 
@@ -277,7 +277,7 @@ CASES: tuple[Case, ...] = (
         (_node("Gather", "x ids"),),
         {"x": (8000, 384)},
         tables={"ids": np.random.default_rng(0).integers(0, 8000, 128)},
-        moved=2 * 4 * 128 * 384,
+        bytes_moved=2 * 4 * 128 * 384,
     ),
 )
 KINDS = tuple(dict.fromkeys(case.kind for case in CASES))
@@ -330,8 +330,8 @@ class Document(Record):
 def work(job: OperatorJob, emit: Emit) -> OperatorTime:
     """Build one operator and time it, in a process of its own."""
     os.environ["TVM_NUM_THREADS"] = str(job.build.target.threads)
-    built = prepare.build_bundle(job.build)
-    functions = time_functions(built, job.build.sample, job.repeats).functions
+    bundle = prepare.build_bundle(job.build)
+    functions = time_functions(bundle, job.build.sample, job.repeats).functions
     kernels = [function for function in functions if function.rule]
     # An operator without other functions is a transpose itself.
     kernels = [function for function in kernels if not function.name.startswith("transpose")] or kernels
@@ -373,18 +373,18 @@ def measure(
         seconds=arguments.seconds,
         clock=runners.clock(arguments.cpu_time, arguments.threads),
     )
-    moved = case.bytes(model)
+    bytes_moved = case.bytes(model)
     try:
         time = builder.call(OperatorJob(build=build, repeats=arguments.repeats), OperatorTime)
         figures = contest.measure(job, ("onnxruntime", "tvmflow"), arguments.rounds, lambda step: None)
     except TvmflowError as error:
-        return Result(kind=case.kind, label=case.label, flops=case.flops, bytes=moved, failure=str(error))
+        return Result(kind=case.kind, label=case.label, flops=case.flops, bytes=bytes_moved, failure=str(error))
     finally:
         for path in (onnx_file, sample, bundle):
             path.unlink(missing_ok=True)
     ours, peer = figures["tvmflow"], figures["onnxruntime"]
-    level = machine.level(moved)
-    compute, memory = case.flops / machine.gflops * 1e-3, moved / machine.bandwidth[level] * 1e-3
+    level = machine.level(bytes_moved)
+    compute, memory = case.flops / machine.gflops * 1e-3, bytes_moved / machine.bandwidth[level] * 1e-3
     has_figures = ours.p50 and ours.min and peer.p50 and peer.min
     return Result(
         kind=case.kind,
@@ -393,7 +393,7 @@ def measure(
         microseconds=time.microseconds,
         whole=None if ours.min is None else ours.min * 1e3,
         flops=case.flops,
-        bytes=moved,
+        bytes=bytes_moved,
         bound="compute" if compute > memory else level,
         fraction=max(compute, memory) / time.microseconds,
         ratio=(ours.p50 / peer.p50, ours.min / peer.min) if has_figures else None,  # type: ignore[operator]

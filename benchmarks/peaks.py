@@ -42,9 +42,9 @@ class Peaks(Turn):
     bandwidth: dict[str, float]
     capacity: dict[str, int]
 
-    def level(self, moved: int) -> str:
+    def level(self, bytes_moved: int) -> str:
         """Return the first level that holds this many bytes."""
-        return next((name for name, size in self.capacity.items() if moved <= size), "memory")
+        return next((name for name, size in self.capacity.items() if bytes_moved <= size), "memory")
 
 
 def measure(target: Target, state: Path) -> Peaks:

@@ -25,7 +25,7 @@ from tvmflow.target import Precision, Target, resolve
 from tvmflow.workspace import Record, code_digest
 
 if TYPE_CHECKING:
-    from tvmflow.compiler import Built
+    from tvmflow.compiler import CompiledModel
 
 HERE = Path(__file__).parent
 OPSET = 18
@@ -159,7 +159,7 @@ def build_work(job: BuildJob, emit: Emit) -> Completion:
     return Completion()
 
 
-def build_bundle(job: BuildJob) -> "Built":
+def build_bundle(job: BuildJob) -> "CompiledModel":
     """Tune for the trials of the job, build, and pack the bundle; return the build."""
     from tvm_ffi import get_global_func
 
@@ -167,7 +167,7 @@ def build_bundle(job: BuildJob) -> "Built":
 
     imported = compiler.import_onnx(job.onnx)
     tuned = _tuned(imported, job) if job.trials else None
-    built = compiler.build(imported, job.target, compiler.BuildOptions(precision=job.precision), tuned)
+    model = compiler.build(imported, job.target, compiler.BuildOptions(precision=job.precision), tuned)
     manifest = Manifest(
         name=job.name,
         target=job.target.name,
@@ -183,11 +183,11 @@ def build_bundle(job: BuildJob) -> "Built":
     )
     with tempfile.TemporaryDirectory(dir=job.output.parent) as folder:
         files = {name: Path(folder) / name for name in ("mod.so", "mod.json", "sample.npz")}
-        built.export(files["mod.so"])
-        files["mod.json"].write_text(built.ir_json)
+        model.export(files["mod.so"])
+        files["mod.json"].write_text(model.ir_json)
         shutil.copyfile(job.sample, files["sample.npz"])
         pack(job.output, manifest, files)
-    return built
+    return model
 
 
 def _tuned(imported: Any, job: BuildJob) -> Callable[[Any], Any]:

@@ -25,8 +25,8 @@ from tvmflow.workspace import Record
 Runner = Literal["tvmflow", "onnxruntime", "openvino", "openvino_default", "pytorch"]
 # Wall time, or the CPU time of the process: with one thread, other work on the machine hardly shows in CPU time.
 Clock = Literal["wall", "cpu"]
-Named = Mapping[str, npt.NDArray[Any]]
-Run = Callable[[Named], Named]
+NamedArrays = Mapping[str, npt.NDArray[Any]]
+Run = Callable[[NamedArrays], NamedArrays]
 T = TypeVar("T", bound="Turn")
 
 # ONNX Runtime goes first: the outputs of the others are compared with its outputs.
@@ -197,7 +197,7 @@ def work(job: RunnerJob, emit: Emit) -> Round:
     )
 
 
-def _timed(run: Run, inputs: Named, seconds: float, clock: Callable[[], float]) -> list[float]:
+def _timed(run: Run, inputs: NamedArrays, seconds: float, clock: Callable[[], float]) -> list[float]:
     times: list[float] = []
     while sum(times) < seconds or len(times) < _FEWEST_RUNS:
         start = clock()
@@ -206,7 +206,7 @@ def _timed(run: Run, inputs: Named, seconds: float, clock: Callable[[], float]) 
     return times
 
 
-def _error(outputs: Named, job: RunnerJob) -> float:
+def _error(outputs: NamedArrays, job: RunnerJob) -> float:
     """The largest difference from ONNX Runtime's outputs, in order, over their largest value."""
     if job.runner == "onnxruntime":
         with job.expected.open("wb") as stream:
@@ -254,7 +254,7 @@ def _openvino(job: RunnerJob, precision: str | None) -> tuple[Run, str]:
     compiled = openvino.Core().compile_model(str(job.onnx), "CPU", options)
     request = compiled.create_infer_request()
 
-    def run(inputs: Named) -> Named:
+    def run(inputs: NamedArrays) -> NamedArrays:
         # Inputs and outputs are shared, so that OpenVINO copies as little as it can.
         outputs = request.infer(dict(inputs), share_inputs=True, share_outputs=True)
         return {str(index): value for index, value in enumerate(outputs.values())}

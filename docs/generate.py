@@ -116,9 +116,9 @@ def release_file() -> str:
     return "\n".join([_RELEASE_FILE, *_section("", Spec, set())])
 
 
-def _section(path: str, model: type[BaseModel], written: set[type[BaseModel]]) -> Iterator[str]:
+def _section(path: str, model: type[BaseModel], earlier: set[type[BaseModel]]) -> Iterator[str]:
     """The lines on a section and, after it, on the sections below it; `written` are those that have been written."""
-    written.add(model)
+    earlier.add(model)
     yield from (f"## `{path}`" if path else "## The file", "", _prose(model.__doc__), "")
     yield from ("| key | type | default | meaning |", "|---|---|---|---|")
     keys = {field.alias or name: (name, field) for name, field in model.model_fields.items()}
@@ -127,8 +127,8 @@ def _section(path: str, model: type[BaseModel], written: set[type[BaseModel]]) -
     yield ""
     for key, (_, field) in keys.items():
         for below in _models(field.annotation):
-            if below not in written:
-                yield from _section(f"{path}.{key}".lstrip(".") + _suffix(field.annotation), below, written)
+            if below not in earlier:
+                yield from _section(f"{path}.{key}".lstrip(".") + _suffix(field.annotation), below, earlier)
 
 
 def settings() -> str:
@@ -241,7 +241,7 @@ def main() -> int:
             if not check:
                 path.write_text(text, encoding="utf-8")
     for page in outdated:
-        print(f"docs/reference/{page} {'differs from the code: run `make reference`' if check else 'is written anew'}")
+        print(f"docs/reference/{page} {'differs from the code: run `make reference`' if check else 'is earlier anew'}")
     return 1 if check and outdated else 0
 
 

@@ -18,7 +18,7 @@ from tvmflow import samples
 from tvmflow.bundle import read_manifest
 from tvmflow.errors import VerdictError
 from tvmflow.process import Child, Emit
-from tvmflow.samples import Named
+from tvmflow.samples import NamedArrays
 from tvmflow.source import load_module, open_session, run_session
 from tvmflow.spec import Benchmark, Gates, Input, Samples, Spec
 from tvmflow.target import Target, host
@@ -162,7 +162,7 @@ class BenchmarkResult(StepResult):
 
 
 # The models that a runner's process has loaded, and the seconds that took.
-_loaded: dict[str, tuple[Callable[[Named], object], float]] = {}
+_loaded: dict[str, tuple[Callable[[NamedArrays], object], float]] = {}
 
 
 def round_work(job: RoundJob, emit: Emit) -> Round:
@@ -281,25 +281,25 @@ def gate_failures(gates: Gates, result: BenchmarkResult, bundle: Artifact, targe
     return failures
 
 
-def _bundle(job: RoundJob) -> Callable[[Named], object]:
+def _bundle(job: RoundJob) -> Callable[[NamedArrays], object]:
     from tvmflow import runtime
 
     model = runtime.load(job.workspace.path(job.bundle), threads=job.bundle_threads)
     return lambda inputs: model(**inputs)
 
 
-def _onnxruntime(job: RoundJob) -> Callable[[Named], object]:
+def _onnxruntime(job: RoundJob) -> Callable[[NamedArrays], object]:
     session = open_session(job.workspace.path(job.onnx), job.threads)
     return lambda inputs: run_session(session, inputs)
 
 
-def _pytorch(job: RoundJob) -> Callable[[Named], object]:
+def _pytorch(job: RoundJob) -> Callable[[NamedArrays], object]:
     import torch
 
     torch.set_num_threads(job.threads)
     module = load_module(job.original.source)
 
-    def run(inputs: Named) -> object:
+    def run(inputs: NamedArrays) -> object:
         with torch.inference_mode():
             return module(*(torch.from_numpy(array) for array in inputs.values()))
 

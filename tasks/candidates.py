@@ -67,7 +67,7 @@ class TargetBuilder:
 
     def candidates(self, tunings: Sequence[TuneResult]) -> tuple[Candidate, ...]:
         """Build, package and validate with each of the tunings, where that gives other code than the last."""
-        return tuple(self._candidate(*item) for item in distinct_builds([self._built(tuned) for tuned in tunings]))
+        return tuple(self._candidate(*item) for item in distinct_builds([self._build(tuned) for tuned in tunings]))
 
     def best(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Outcome[Choice] | None]:
         """The candidate to ship, and the choice; a single candidate needs none, and is shipped.
@@ -95,7 +95,7 @@ class TargetBuilder:
             if tuning.records in (plain.tuned.records, tuned.tuned.records):
                 continue
             plain_build = Outcome(plain.built, "cached", 0.0)
-            partly, *others = distinct_builds([self._built(tuning), (plain.tuned, plain_build)])
+            partly, *others = distinct_builds([self._build(tuning), (plain.tuned, plain_build)])
             if others:
                 candidate = self._candidate(*partly)
                 choice = self._choose(candidate, plain, part)
@@ -111,7 +111,7 @@ class TargetBuilder:
         while threads > 1:
             threads //= 2
             tuning = with_threads(self.runner.workspace, best.tuned, threads)
-            packaged = self._packaged(tuning, best.built).result
+            packaged = self._package(tuning, best.built).result
             narrow = best.model_copy(update={"tuned": tuning, "packaged": packaged})
             fields = comparison_fields(self.spec, self.exported, narrow, best, self.target)
             fewer = fewer_threads(self.runner, ThreadsJob(**fields, threads=threads))
@@ -126,10 +126,10 @@ class TargetBuilder:
             best, choice = candidate, replace(before, result=result, seconds=before.seconds + fewer.seconds)
         return best, choice
 
-    def _built(self, tuned: TuneResult) -> Build:
+    def _build(self, tuned: TuneResult) -> Build:
         return tuned, build(self.runner, BuildJob.of(self.spec, self.imported, tuned, self.target, self.inspect))
 
-    def _packaged(self, tuned: TuneResult, built: BuildResult) -> Outcome[PackageResult]:
+    def _package(self, tuned: TuneResult, built: BuildResult) -> Outcome[PackageResult]:
         job = PackageJob.of(
             self.spec,
             self.runner.workspace,
@@ -143,7 +143,7 @@ class TargetBuilder:
         return package(self.runner, job, self.signing_key)
 
     def _candidate(self, tuned: TuneResult, built: Outcome[BuildResult]) -> Candidate:
-        packaged = self._packaged(tuned, built.result)
+        packaged = self._package(tuned, built.result)
         job = ValidateJob.of(self.spec, self.exported, packaged.result, self.reference, self.target)
         verdict = validate(self.runner, job)
         return Candidate(

@@ -17,7 +17,7 @@ from tasks.step import Job, Step, StepRunner
 from tasks.tune import NOTHING_TUNED, TuneResult
 from tasks.validate import Verdict, why_not_here
 from tvmflow import samples
-from tvmflow.samples import Named
+from tvmflow.samples import NamedArrays
 from tvmflow.spec import Spec
 from tvmflow.target import Target
 from tvmflow.tuning.best_records import Part
@@ -198,7 +198,7 @@ choose = Step("choose", Choice, choose_work)
 fewer_threads = Step("threads", FewerThreads, threads_work)
 
 
-def tuned_sample(workspace: Workspace, exported: ExportResult, sizes: tuple[dict[str, int], ...]) -> Named | None:
+def tuned_sample(workspace: Workspace, exported: ExportResult, sizes: tuple[dict[str, int], ...]) -> NamedArrays | None:
     """The inputs of the first sample with one of these sizes of symbolic dimensions; None where there is none."""
     for size in sizes:
         for inputs, _ in samples.load(workspace.path(exported.samples)):

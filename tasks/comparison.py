@@ -11,7 +11,7 @@ from tasks.step import Job
 from tvmflow import npz
 from tvmflow.bundle import extract, read_manifest
 from tvmflow.process import Child, Emit
-from tvmflow.samples import Named
+from tvmflow.samples import NamedArrays
 from tvmflow.target import host
 from tvmflow.workspace import Record, StepResult, Workspace
 
@@ -93,7 +93,7 @@ def compare_latency(
     progress: Callable[[int, int], None],
     pairs: int = _PAIRS,
     gain: float | None = None,
-    inputs: Named | None = None,
+    inputs: NamedArrays | None = None,
 ) -> LatencyComparison:
     """Measure two bundles in turn, each with the threads that it would use here.
 

@@ -15,7 +15,7 @@ from tvmflow import samples
 from tvmflow.errors import BundleError, InputError
 from tvmflow.process import Emit
 from tvmflow.registry import Registry
-from tvmflow.samples import Array, Named
+from tvmflow.samples import Array, NamedArrays
 from tvmflow.spec import Retrain, Spec, TaskMetric
 from tvmflow.store import ReleaseStore, channels, resolve
 from tvmflow.usercode import imported_sources
@@ -178,7 +178,7 @@ def _judge(
     return not reference.metric < champion + rule.min_gain - _ROUNDING, reason
 
 
-def _run(bundle: Path, inputs: Named, count: int, batch: int, emit: Emit) -> list[Named]:
+def _run(bundle: Path, inputs: NamedArrays, count: int, batch: int, emit: Emit) -> list[NamedArrays]:
     """Run a bundle on the held-out data, in chunks of as many samples as it takes; return the outputs of each chunk."""
     from tvmflow import runtime
 
@@ -189,14 +189,14 @@ def _run(bundle: Path, inputs: Named, count: int, batch: int, emit: Emit) -> lis
         largest = None if isinstance(first, int) else model.manifest.dimensions.get(first, (1, None))[1]
         size = first if isinstance(first, int) else min(batch, largest or batch)
         chunks = split(inputs, count, size, fixed=is_fixed)
-        outputs: list[Named] = []
+        outputs: list[NamedArrays] = []
         for index, chunk in enumerate(chunks):
             emit(index, len(chunks), "the champion on held-out data")
             outputs.append(model(**chunk))
         return outputs
 
 
-def _digest(inputs: Named, labels: Array) -> str:
+def _digest(inputs: NamedArrays, labels: Array) -> str:
     digest = hashlib.sha256()
     for name, array in (*sorted(inputs.items()), ("labels", labels)):
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode() + np.ascontiguousarray(array).tobytes())

@@ -16,7 +16,7 @@ from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
 from tvmflow.process import Emit
-from tvmflow.samples import Named
+from tvmflow.samples import NamedArrays
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
 from tvmflow.spec import Dimension, Dtype, Export, Input, Spec
 from tvmflow.usercode import describe
@@ -346,7 +346,7 @@ def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
 
 def _compare(
     path: Path, module: "torch.nn.Module | None", inputs: tuple[Input, ...], job: ExportJob
-) -> tuple[list[tuple[Named, Named]], float | None]:
+) -> tuple[list[tuple[NamedArrays, NamedArrays]], float | None]:
     """The samples with the original's outputs, and ONNX Runtime's largest error on them."""
     session = open_session(path)
     names = tuple(output.name for output in session.get_outputs())
@@ -371,7 +371,7 @@ def _compare(
     return pairs, None if module is None else worst
 
 
-def _largest_error(expected: Named, outputs: Named, index: int, bounds: Export) -> float:
+def _largest_error(expected: NamedArrays, outputs: NamedArrays, index: int, bounds: Export) -> float:
     worst = 0.0
     for name, array in expected.items():
         other = outputs[name]

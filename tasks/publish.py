@@ -70,12 +70,12 @@ def work(job: PublishJob, runner: StepRunner, store: ReleaseStore, registry: Reg
     """
     artifacts = {item.sha256: item for target in job.targets for item in blobs_of(target).values()}
     total = sum(item.size for item in artifacts.values())
-    sent = 0
+    sent_bytes = 0
 
     def progressed(count: int) -> None:
-        nonlocal sent
-        sent += count
-        runner.emit(min(sent, total), total, "sending")
+        nonlocal sent_bytes
+        sent_bytes += count
+        runner.emit(min(sent_bytes, total), total, "sending")
 
     blobs = [(runner.workspace.path(item), digest) for digest, item in artifacts.items()]
     uri = store.publish(job.name, job.version, job.document, blobs, progressed)

@@ -68,9 +68,9 @@ def rebuild(bundle: Path, source: Path, trusted: Sequence[Path] | None = None) -
                 _compare(bundle, label, first.provenance.get(name, "unknown"), digests[name])
         target = _target(first)
         tuned = _tuned(bundle, first, runner.workspace, workspace)
-        built = build(runner, BuildJob.of(spec, imported, tuned, target)).result
+        build_result = build(runner, BuildJob.of(spec, imported, tuned, target)).result
         # A signature is over the manifest, which is compared: the second bundle needs none.
-        job = PackageJob.of(spec, runner.workspace, exported, imported, tuned, built, target, signer=None)
+        job = PackageJob.of(spec, runner.workspace, exported, imported, tuned, build_result, target, signer=None)
         packaged = package(runner, job, None).result.bundle
         second = extract(runner.workspace.path(packaged), scratch / "second", trusted=())
     files = [name for name in _FILES if name in first.files and name not in skipped]

@@ -17,7 +17,7 @@ from tasks.step import ChildStep, Job, Step, StepRunner
 from tvmflow import samples, usercode
 from tvmflow.errors import ExportError
 from tvmflow.process import Emit
-from tvmflow.samples import Array, Named
+from tvmflow.samples import Array, NamedArrays
 from tvmflow.source import load_module, open_session, run_module, run_session
 from tvmflow.spec import Spec, TaskMetric, Validate
 from tvmflow.target import Precision, Target, host, missing_features, needed_features
@@ -145,14 +145,14 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
     Raises ExportError when the dataset fails or does not fit the model.
     """
     workspace = job.workspace
-    returned = usercode.call(job.task.dataset, "dataset", ExportError, **job.task.arguments)
-    inputs, labels = _dataset(returned, job.task.dataset, job.inputs)
+    value = usercode.call(job.task.dataset, "dataset", ExportError, **job.task.arguments)
+    inputs, labels = _dataset(value, job.task.dataset, job.inputs)
     count = len(labels)
     chunks = split(inputs, count, job.batch or job.task.batch, fixed=job.batch is not None)
     session = open_session(workspace.path(job.onnx))
     module = load_module(job.original.source) if job.needs_torch else None
-    original: list[tuple[Named, Named]] = []
-    onnxruntime: list[tuple[Named, Named]] = []
+    original: list[tuple[NamedArrays, NamedArrays]] = []
+    onnxruntime: list[tuple[NamedArrays, NamedArrays]] = []
     for index, chunk in enumerate(chunks):
         emit(index, len(chunks), "held-out data")
         try:
@@ -187,7 +187,7 @@ def device_work(job: DeviceJob, emit: Emit) -> DeviceResult:
 
         def run(artifact: Artifact, name: str) -> Artifact:
             pairs = samples.load(workspace.path(artifact))
-            outputs: list[tuple[Named, Named]] = []
+            outputs: list[tuple[NamedArrays, NamedArrays]] = []
             for index, (inputs, _) in enumerate(pairs):
                 emit(index, len(pairs), name)
                 outputs.append(({}, model(**inputs)))
@@ -205,7 +205,7 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
     workspace, bounds, reference = job.workspace, job.bounds, job.reference
     task = bounds.task
 
-    def outputs_of(artifact: Artifact) -> list[Named]:
+    def outputs_of(artifact: Artifact) -> list[NamedArrays]:
         return [outputs for _, outputs in samples.load(workspace.path(artifact))]
 
     originals = samples.load(workspace.path(job.exported.samples))
@@ -346,7 +346,7 @@ def why_not_here(target: Target, precision: Precision) -> str | None:
     )
 
 
-def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named, Named]]) -> Comparison:
+def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[NamedArrays, NamedArrays]]) -> Comparison:
     absolute, relative, cosine = 0.0, 0.0, 1.0
     agreements = comparisons = 0
     for expected, outputs in pairs:
@@ -398,7 +398,7 @@ def _cosine(reference: Array, actual: Array) -> float:
     return min(1.0, float(np.vdot(reference, actual)) / norms)
 
 
-def _reasons(bounds: Validate, comparison: Comparison, pairs: list[tuple[Named, Named]]) -> list[str]:
+def _reasons(bounds: Validate, comparison: Comparison, pairs: list[tuple[NamedArrays, NamedArrays]]) -> list[str]:
     """Why the outputs are out of bounds; empty when they are within."""
     reasons = []
     if bounds.max_relative_error is not None:
@@ -433,14 +433,14 @@ def _disagreement(bounds: Validate, comparison: Comparison) -> list[str]:
     return []
 
 
-def _dataset(returned: object, name: str, names: tuple[str, ...]) -> tuple[Named, Array]:
-    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], dict):
-        raise ExportError(f"dataset {name!r} must return (inputs by name, labels), not a {type(returned).__name__}")
-    if set(returned[0]) != set(names):
+def _dataset(value: object, name: str, names: tuple[str, ...]) -> tuple[NamedArrays, Array]:
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], dict):
+        raise ExportError(f"dataset {name!r} must return (inputs by name, labels), not a {type(value).__name__}")
+    if set(value[0]) != set(names):
         raise ExportError(
-            f"dataset {name!r} gives the inputs {', '.join(returned[0])}; the model takes {', '.join(names)}"
+            f"dataset {name!r} gives the inputs {', '.join(value[0])}; the model takes {', '.join(names)}"
         )
-    inputs, labels = {key: np.asarray(returned[0][key]) for key in names}, np.asarray(returned[1])
+    inputs, labels = {key: np.asarray(value[0][key]) for key in names}, np.asarray(value[1])
     for key, array in (*inputs.items(), ("labels", labels)):
         if not array.shape:
             raise ExportError(f"dataset {name!r}: {key!r} is a single number; the first axis must be the sample")
@@ -454,7 +454,7 @@ def _dataset(returned: object, name: str, names: tuple[str, ...]) -> tuple[Named
     return inputs, labels
 
 
-def split(inputs: Named, count: int, size: int, *, fixed: bool) -> list[Named]:
+def split(inputs: NamedArrays, count: int, size: int, *, fixed: bool) -> list[NamedArrays]:
     """Arrays of `count` samples in chunks of `size`; with `fixed` the last chunk repeats its last sample to be full."""
     chunks = []
     for start in range(0, count, size):
@@ -466,12 +466,12 @@ def split(inputs: Named, count: int, size: int, *, fixed: bool) -> list[Named]:
     return chunks
 
 
-def join(outputs: list[Named], count: int) -> Named:
+def join(outputs: list[NamedArrays], count: int) -> NamedArrays:
     """The first `count` outputs of all chunks by name: those that only fill the last chunk up are left out."""
     return {name: np.concatenate([item[name] for item in outputs])[:count] for name in outputs[0]}
 
 
-def score(task: TaskMetric, outputs: Named, labels: Array) -> float:
+def score(task: TaskMetric, outputs: NamedArrays, labels: Array) -> float:
     """Score outputs on the held-out data by the task metric. Raises ExportError when the user's own metric fails."""
     if task.metric == "accuracy":
         return float((next(iter(outputs.values())).argmax(-1) == labels).mean())

@@ -18,10 +18,10 @@ def read(path: Path) -> dict[str, Array]:
     """
     with path.open("rb") as stream:
         try:
-            loaded = np.load(stream, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
+            archive = np.load(stream, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
                 raise ValueError("it holds one array without a name")
-            return {name: np.asarray(loaded[name]) for name in loaded.files}
+            return {name: np.asarray(archive[name]) for name in archive.files}
         except Exception as error:  # zipfile, zlib and NumPy's header reader share no base class
             raise ValueError(str(error) or type(error).__name__) from error
 

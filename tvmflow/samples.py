@@ -12,7 +12,7 @@ from tvmflow.errors import SpecError
 from tvmflow.spec import Dimension, Input
 
 Array = npt.NDArray[Any]
-Named = dict[str, Array]
+NamedArrays = dict[str, Array]
 
 
 def measured_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension]) -> list[dict[str, int]]:
@@ -60,7 +60,9 @@ def choose_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], i
     return sizes
 
 
-def make(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int, seed: int, folder: Path) -> Named:
+def make(
+    inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int, seed: int, folder: Path
+) -> NamedArrays:
     """Return sample `index`: one array per input by name; equal seeds give equal samples. Raises SpecError.
 
     `folder` is the folder of the release file, where files and modules of samples are looked up.
@@ -79,7 +81,7 @@ def make(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: in
     return arrays
 
 
-def make_at_sizes(inputs: Sequence[Input], sizes: Mapping[str, int], seed: int, folder: Path) -> Named:
+def make_at_sizes(inputs: Sequence[Input], sizes: Mapping[str, int], seed: int, folder: Path) -> NamedArrays:
     """Return a sample whose symbolic dimensions have these sizes. Raises SpecError."""
     dimensions = {name: Dimension(min=size, max=size) for name, size in sizes.items()}
     return make(inputs, dimensions, 0, seed, folder)
@@ -122,7 +124,7 @@ def _from_npz(item: Input, folder: Path) -> Array:
     return arrays[key]
 
 
-def save(path: Path, pairs: Sequence[tuple[Named, Named]]) -> None:
+def save(path: Path, pairs: Sequence[tuple[NamedArrays, NamedArrays]]) -> None:
     """Write samples to a file: the inputs and the original's outputs of each, by name."""
     arrays = {}
     for index, (inputs, outputs) in enumerate(pairs):
@@ -132,9 +134,9 @@ def save(path: Path, pairs: Sequence[tuple[Named, Named]]) -> None:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
 
 
-def load(path: Path) -> list[tuple[Named, Named]]:
+def load(path: Path) -> list[tuple[NamedArrays, NamedArrays]]:
     """Read the samples that `save` wrote: the inputs and the outputs of each, by name."""
-    pairs: list[tuple[Named, Named]] = []
+    pairs: list[tuple[NamedArrays, NamedArrays]] = []
     with np.load(path, allow_pickle=False) as archive:
         for name in archive.files:
             index, _, rest = name.partition("/")

@@ -7,7 +7,7 @@ import numpy as np
 
 from tvmflow import usercode
 from tvmflow.errors import ExportError
-from tvmflow.samples import Named
+from tvmflow.samples import NamedArrays
 from tvmflow.spec import Model
 from tvmflow.usercode import describe
 from tvmflow.workspace import Record
@@ -66,18 +66,20 @@ def load_module(source: Source) -> "torch.nn.Module":
 def _load_weights(module: "torch.nn.Module", path: Path, model: Model) -> None:
     import torch
 
-    shown = str(model.weights or "trained weights")
+    weights_name = str(model.weights or "trained weights")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ExportError(f"weights {shown!r} are not a readable state dict ({describe(error)})") from error
+        raise ExportError(f"weights {weights_name!r} are not a readable state dict ({describe(error)})") from error
     try:
         module.load_state_dict(state)
     except Exception as error:
-        raise ExportError(f"weights {shown!r} do not fit the model of {model.factory!r} ({describe(error)})") from error
+        raise ExportError(
+            f"weights {weights_name!r} do not fit the model of {model.factory!r} ({describe(error)})"
+        ) from error
 
 
-def run_module(module: "torch.nn.Module", inputs: Named, names: tuple[str, ...] = ()) -> Named:
+def run_module(module: "torch.nn.Module", inputs: NamedArrays, names: tuple[str, ...] = ()) -> NamedArrays:
     """Return the module's outputs by name; the arrays are its arguments in order, and nested outputs are flattened.
 
     Without `names` the outputs are output_0, output_1, ... Raises ExportError for another number of outputs than names.
@@ -86,8 +88,8 @@ def run_module(module: "torch.nn.Module", inputs: Named, names: tuple[str, ...] 
     from torch.utils._pytree import tree_leaves
 
     with torch.inference_mode():
-        returned = module(*(torch.from_numpy(np.ascontiguousarray(array)) for array in inputs.values()))
-    leaves = [leaf.numpy() for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+        output = module(*(torch.from_numpy(np.ascontiguousarray(array)) for array in inputs.values()))
+    leaves = [leaf.numpy() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     names = names or tuple(f"output_{index}" for index in range(len(leaves)))
     if len(leaves) != len(names):
         raise ExportError(f"the model returns {len(leaves)} outputs, but outputs names {len(names)}")
@@ -110,7 +112,7 @@ def open_session(path: Path, threads: int | None = None) -> "onnxruntime.Inferen
         raise ExportError(f"ONNX Runtime cannot load the model ({cause})") from error
 
 
-def run_session(session: "onnxruntime.InferenceSession", inputs: Named) -> Named:
+def run_session(session: "onnxruntime.InferenceSession", inputs: NamedArrays) -> NamedArrays:
     """Return ONNX Runtime's outputs by name. Raises ExportError when it cannot run the model on these inputs."""
     names = [output.name for output in session.get_outputs()]
     try:

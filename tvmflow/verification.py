@@ -100,7 +100,7 @@ def _run_sample(bundle: Path) -> dict[str, Any]:
 
     with runtime.load(bundle) as model:
         inputs, expected = model.sample
-        computed = model(**inputs)
+        outputs = model(**inputs)
         manifest = model.manifest
     if set(expected) != {item.name for item in manifest.outputs}:
         raise BundleError(
@@ -109,7 +109,7 @@ def _run_sample(bundle: Path) -> dict[str, Any]:
     reduced = _precision(manifest) != "fp32"
     worst = 0.0
     for name, array in expected.items():
-        reference, output = array.astype(np.float64), computed[name].astype(np.float64)
+        reference, output = array.astype(np.float64), outputs[name].astype(np.float64)
         if reference.shape != output.shape:
             raise VerdictError(
                 f"bundle {str(bundle)!r}: output {name!r} has shape {output.shape}, not {reference.shape}"

@@ -209,17 +209,17 @@ class Workspace:
     def share(self, artifacts: Iterable[Artifact], progress: Progress | None = None) -> None:
         """Send artifacts to the shared workspace. Raises StoreError."""
         by_digest = {artifact.sha256: artifact for artifact in artifacts}
-        total, sent = sum(artifact.size for artifact in by_digest.values()), 0
+        total, sent_bytes = sum(artifact.size for artifact in by_digest.values()), 0
 
-        def moved(count: int) -> None:
-            nonlocal sent
-            sent += count
+        def count_sent(count: int) -> None:
+            nonlocal sent_bytes
+            sent_bytes += count
             if progress is not None:
-                progress(min(sent, total), total, "sharing")
+                progress(min(sent_bytes, total), total, "sharing")
 
         if self.shared is not None:
             for artifact in by_digest.values():
-                self.shared.send(self.path(artifact), artifact.sha256, moved)
+                self.shared.send(self.path(artifact), artifact.sha256, count_sent)
 
     def fetch(self, artifacts: Iterable[Artifact], progress: Progress | None = None) -> bool:
         """Fetch the artifacts that this workspace lacks; False when one is missing or damaged in the shared one too."""
@@ -307,12 +307,12 @@ def run_step(
     """
     start = time.perf_counter()
     key = step_key(step, inputs)
-    started = False
+    has_started = False
 
     def report(done: float, total: float, message: str) -> None:
-        nonlocal started
-        if not started:
-            started = True
+        nonlocal has_started
+        if not has_started:
+            has_started = True
             reporter().started(step, target)
         reporter().progressed(step, target, done, total, message)
 
@@ -322,8 +322,8 @@ def run_step(
             seconds = time.perf_counter() - start
             reporter().ended(step, target, "cached", seconds)
             return Outcome(cached, "cached", seconds)
-        if not started:
-            started = True
+        if not has_started:
+            has_started = True
             reporter().started(step, target)
         result = work()
         workspace.remember(step, key, result, time.perf_counter() - start, report)

@@ -29,8 +29,8 @@ def splits(seed: int = 0) -> tuple[Split, Split]:
 def with_noise(split: Split, share: float, seed: int) -> Split:
     """The split with a share of its labels, 0 to 1, drawn anew at random."""
     generator = np.random.default_rng(seed)
-    drawn = generator.integers(0, 10, len(split.labels))
-    return Split(split.images, np.where(generator.random(len(split.labels)) < share, drawn, split.labels))
+    labels = generator.integers(0, 10, len(split.labels))
+    return Split(split.images, np.where(generator.random(len(split.labels)) < share, labels, split.labels))
 
 
 def held_out() -> tuple[dict[str, NDArray[np.float32]], NDArray[np.int64]]:

@@ -25,18 +25,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("bundle", type=Path, help="a bundle of mobilenet_v2, resnet18 or resnet50")
     parser.add_argument("image", type=Path, help="a picture in any format that Pillow reads")
     parser.add_argument("--labels", type=Path, help="a text file, line i being the name of class i")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        names = given.labels.read_text(encoding="utf-8").splitlines() if given.labels else []
-        with Image.open(given.image) as image:
+        names = options.labels.read_text(encoding="utf-8").splitlines() if options.labels else []
+        with Image.open(options.image) as image:
             pixels = preprocess(image)
-        with load(given.bundle) as model:
+        with load(options.bundle) as model:
             (logits,) = model(**{model.inputs[0].name: pixels}).values()
     except (OSError, TvmflowError) as error:
         raise SystemExit(f"error: {error}") from error
     classes = logits.shape[-1]
     if names and len(names) != classes:
-        raise SystemExit(f"error: {given.labels} has {len(names)} lines, but the model tells {classes} classes apart")
+        raise SystemExit(f"error: {options.labels} has {len(names)} lines, but the model tells {classes} classes apart")
     for rank, (index, probability) in enumerate(top_classes(logits[0]), start=1):
         print(f"{rank}. {names[index] if names else f'class {index}'}  {probability:.1%}")
 

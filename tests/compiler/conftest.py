@@ -16,7 +16,7 @@ import pytest
 from support import builds
 from support.machines import best_target, on_two_cores, require_level
 from support.models import save_model
-from tvmflow.compiler import BuildOptions, Built, Choices
+from tvmflow.compiler import BuildOptions, Choices, CompiledModel
 from tvmflow.target import Target, host, resolve
 
 Array = np.ndarray[Any, Any]
@@ -76,24 +76,26 @@ def make_model(tmp_path: Path) -> MakeModel:
 def run_built() -> RunBuilt:
     """Run a built model on arrays."""
 
-    def run(built: Built, *arrays: Array) -> list[Array]:
+    def run(built: CompiledModel, *arrays: Array) -> list[Array]:
         return builds.run_in_memory(built, [arrays])[0]
 
     return run
 
 
 @pytest.fixture
-def assert_same_as_onnxruntime(target: Target) -> Callable[..., Built]:
+def assert_same_as_onnxruntime(target: Target) -> Callable[..., CompiledModel]:
     """Build the model for `target`, run it and ONNX Runtime on the same inputs, and compare."""
 
-    def check(path: Path, *feeds: dict[str, Array], options: BuildOptions | None = None, rtol: float = 1e-4) -> Built:
+    def check(
+        path: Path, *feeds: dict[str, Array], options: BuildOptions | None = None, rtol: float = 1e-4
+    ) -> CompiledModel:
         return builds.assert_same_as_onnxruntime(path, feeds, target, options, rtol)
 
     return check
 
 
 @pytest.fixture
-def assert_all_same(tmp_path: Path, target: Target) -> Callable[..., Built]:
+def assert_all_same(tmp_path: Path, target: Target) -> Callable[..., CompiledModel]:
     """Build several models for `target` as one, run them and ONNX Runtime on the same inputs, and compare.
 
     A case is the arguments of `save_model` that follow the path, and the feeds to run the model on.
@@ -101,7 +103,7 @@ def assert_all_same(tmp_path: Path, target: Target) -> Callable[..., Built]:
 
     def check(
         cases: Iterable[tuple[Any, ...]], options: BuildOptions | None = None, choices: Choices | None = None
-    ) -> Built:
+    ) -> CompiledModel:
         saved = []
         for place, (arguments, *feeds) in enumerate(cases):
             saved.append((save_model(tmp_path / f"case{place}.onnx", *arguments), feeds))

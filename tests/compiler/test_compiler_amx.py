@@ -17,7 +17,7 @@ from onnx import helper
 from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
 from support.models import join_models, joined_name
-from tvmflow.compiler import BuildOptions, Built, amx, build, import_onnx, lower, workloads
+from tvmflow.compiler import BuildOptions, CompiledModel, amx, build, import_onnx, lower, workloads
 from tvmflow.compiler.dotproduct import BF16, DOTS
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import variants
@@ -67,7 +67,7 @@ def _onnxruntime(path: Path, x: Array) -> Array:
     return np.asarray(session.run(None, {"x": x})[0])
 
 
-def _kernels(built: Built) -> list[str]:
+def _kernels(built: CompiledModel) -> list[str]:
     """The kernels that a model calls."""
     assembly = str(built.executable.mod.imports[0].inspect_source("asm"))
     return re.findall(r"^(tvmflow_amx_\w+):", assembly, re.MULTILINE)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from support import scale
-from tvmflow.compiler import Built
+from tvmflow.compiler import CompiledModel
 
 _TEXT = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 99}
 
@@ -156,7 +156,7 @@ class _FirstResult(torch.nn.Module):
 
 @pytest.mark.parametrize("name", scale.choose(normal=["regnet"], long=list(_ARCHITECTURES)))
 def test_architectures_equal_onnx_runtime(
-    name: str, tmp_path: Path, assert_same_as_onnxruntime: Callable[..., Built]
+    name: str, tmp_path: Path, assert_same_as_onnxruntime: Callable[..., CompiledModel]
 ) -> None:
     make, example, keyword = _ARCHITECTURES[name]
     torch.manual_seed(0)

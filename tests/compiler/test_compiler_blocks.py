@@ -9,10 +9,10 @@ from onnx import helper
 
 from support import scale
 from support.builds import rule_counts
-from tvmflow.compiler import BuildOptions, Built
+from tvmflow.compiler import BuildOptions, CompiledModel
 from tvmflow.compiler.operators import blocks
 
-Check = Callable[..., Built]
+Check = Callable[..., CompiledModel]
 Array = np.ndarray[Any, Any]
 
 

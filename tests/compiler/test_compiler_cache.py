@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from tvmflow.compiler import BuildOptions, Built, build, import_onnx
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx
 from tvmflow.target import Target
 
 
@@ -35,7 +35,7 @@ def make(make_model: Any) -> Any:
     return model
 
 
-def exported(built: Built, folder: Path) -> bytes:
+def exported(built: CompiledModel, folder: Path) -> bytes:
     built.export(folder / "exported.so")
     return (folder / "exported.so").read_bytes()
 

@@ -14,7 +14,7 @@ from support import scale
 from support.arrays import normal
 from support.builds import rule_counts
 from support.models import save_model
-from tvmflow.compiler import BuildOptions, Built, build, import_onnx
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx
 from tvmflow.compiler.choices import Choices
 from tvmflow.target import Precision, Target
 
@@ -128,7 +128,7 @@ def _import(parts: Parts, batch: int | str, folder: Path) -> Any:
     return import_onnx(save_model(folder / "model.onnx", nodes, [("x", [batch, *shape])], ["y"], weights, opset=20))
 
 
-def _assert_items_apart(built: Built, function: str, shape: Sequence[int], items: int = _ITEMS) -> None:
+def _assert_items_apart(built: CompiledModel, function: str, shape: Sequence[int], items: int = _ITEMS) -> None:
     """Run a batch with each kind of poison in one of its items, and compare the others bit by bit."""
     machine = relax.VirtualMachine(built.executable, tvm.cpu())
     x = normal(items, *shape)

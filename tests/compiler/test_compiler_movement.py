@@ -6,12 +6,12 @@ import pytest
 from onnx import NodeProto, helper
 
 from support.arrays import normal
-from tvmflow.compiler import Built
+from tvmflow.compiler import CompiledModel
 
-Check = Callable[..., Built]
+Check = Callable[..., CompiledModel]
 
 
-def _transposes(built: Built) -> int:
+def _transposes(built: CompiledModel) -> int:
     """The functions that do nothing but change the order of dimensions."""
     return sum(name.rstrip("0123456789") == "transpose" for name, _ in built.schedules)
 

@@ -7,10 +7,10 @@ from onnx import TensorProto, helper
 
 from support.arrays import normal
 from support.builds import rule_counts
-from tvmflow.compiler import Built, build, import_onnx
+from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.target import Target
 
-Check = Callable[..., Built]
+Check = Callable[..., CompiledModel]
 
 
 _REDUCTIONS = ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2"]

@@ -10,9 +10,9 @@ from support.arrays import normal
 from support.builds import assert_all_same_as_onnxruntime, rule_counts
 from support.machines import on_two_cores, runnable_levels
 from support.models import save_model
-from tvmflow.compiler import BuildOptions, Built
+from tvmflow.compiler import BuildOptions, CompiledModel
 
-Check = Callable[..., Built]
+Check = Callable[..., CompiledModel]
 
 
 def _rng() -> np.random.Generator:

@@ -16,12 +16,12 @@ from tvm import relax
 from support import scale
 from support.arrays import normal
 from support.builds import rule_counts
-from tvmflow.compiler import BuildOptions, Built, Choices, build, import_onnx, list_passes
+from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx, list_passes
 from tvmflow.compiler.passes import canonicalize, lower_passes, pass_names
 from tvmflow.target import resolve
 
 Array = np.ndarray[Any, Any]
-Check = Callable[..., Built]
+Check = Callable[..., CompiledModel]
 
 
 def _number(value: float) -> Array:

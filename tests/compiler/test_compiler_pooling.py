@@ -6,9 +6,9 @@ from onnx import helper
 
 from support.arrays import normal
 from support.builds import rule_counts
-from tvmflow.compiler import Built
+from tvmflow.compiler import CompiledModel
 
-Check = Callable[..., Built]
+Check = Callable[..., CompiledModel]
 
 
 # channels, kernel, stride, padding, ceil, height, width

@@ -10,11 +10,11 @@ from onnx import TensorProto, helper
 from support.arrays import normal
 from support.builds import Preferring, rule_counts
 from support.machines import AVX512, on_two_cores
-from tvmflow.compiler import BuildOptions, Built, Choices, build, import_onnx, lower
+from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx, lower
 from tvmflow.compiler.operators import strassen
 from tvmflow.target import Target
 
-Check = Callable[..., Built]
+Check = Callable[..., CompiledModel]
 
 
 # The shape of a dense layer's input, and its units.

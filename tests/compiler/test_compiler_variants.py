@@ -8,7 +8,7 @@ import tvm
 from onnx import helper
 from tvm import relax
 
-from tvmflow.compiler import BuildOptions, Built, build, import_onnx, lower, workloads
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
 from tvmflow.compiler.importer import Imported
 from tvmflow.target import Target
 
@@ -22,7 +22,7 @@ def imported(make_model) -> Imported:  # type: ignore[no-untyped-def]
     return import_onnx(model)
 
 
-def run(built: Built, function: str, x: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def run(built: CompiledModel, function: str, x: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
     machine = relax.VirtualMachine(built.executable, tvm.cpu())
     result: np.ndarray = machine[function](  # type: ignore[type-arg]
         tvm.runtime.tensor(x), *(tvm.runtime.tensor(value) for value in built.params.values())

@@ -10,11 +10,11 @@ from onnx import helper
 from support.arrays import normal
 from support.builds import rule_counts
 from support.machines import AVX2, AVX512
-from tvmflow.compiler import BuildOptions, Built, build, import_onnx, lower, winograd, workloads
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.machine import Machine
 from tvmflow.target import resolve
 
-Check = Callable[..., Built]
+Check = Callable[..., CompiledModel]
 
 
 def _convolution(make_model: Any, case: tuple[int, ...], stride: int = 1) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 
 from support.models import join_models, joined_name
-from tvmflow.compiler import BuildOptions, Built, Choices, build, import_onnx
+from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx
 from tvmflow.target import Target
 
 Array = np.ndarray[Any, Any]
@@ -29,12 +29,12 @@ class Preferring(Choices):
         return options.get(self.option, first)
 
 
-def rule_counts(built: Built) -> Counter[str]:
+def rule_counts(built: CompiledModel) -> Counter[str]:
     """How many functions of a built model each schedule rule scheduled, by the rule's name."""
     return Counter(rule for _, rule in built.schedules)
 
 
-def run_in_memory(built: Built, feeds: Sequence[Sequence[Array]]) -> list[list[Array]]:
+def run_in_memory(built: CompiledModel, feeds: Sequence[Sequence[Array]]) -> list[list[Array]]:
     """Return the outputs for each of `feeds`, the inputs in order, of a library that is neither linked nor exported."""
     import tvm
     from tvm import relax
@@ -51,7 +51,7 @@ def assert_same_as_onnxruntime(
     options: BuildOptions | None = None,
     rtol: float = 1e-4,
     choices: Choices | None = None,
-) -> Built:
+) -> CompiledModel:
     """Build an ONNX file and compare its outputs with those of ONNX Runtime for each of `feeds`, inputs by name.
 
     The tolerance is `rtol` of an element, or 1e-5 of the output's largest.
@@ -76,7 +76,7 @@ def assert_all_same_as_onnxruntime(
     target: Target,
     options: BuildOptions | None = None,
     choices: Choices | None = None,
-) -> Built:
+) -> CompiledModel:
     """Build several ONNX files as one model, and compare as `assert_same_as_onnxruntime` does.
 
     Each case is a file and the feeds to run it on. A failure names the output: `m3_y` is output y of the fourth case.

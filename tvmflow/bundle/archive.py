@@ -104,13 +104,13 @@ def pack(
 
 def read_manifest(bundle: Path) -> Manifest:
     """Read a bundle's manifest; its signature and its other files are not checked. Raises BundleError."""
-    with _opened(bundle) as stream:
+    with _open_bundle(bundle) as stream:
         return Manifest.from_json(_read_manifest(_members(stream), bundle), str(bundle))
 
 
 def missing_weights(bundle: Path) -> FileEntry | None:
     """Return digest and size of the weights that a bundle lacks; None for a bundle that needs no file beside it."""
-    with _opened(bundle) as stream:
+    with _open_bundle(bundle) as stream:
         members = _members(stream)
         entry = Manifest.from_json(_read_manifest(members, bundle), str(bundle)).files.get(WEIGHTS)
         if entry is None:
@@ -128,7 +128,7 @@ def read_signer(bundle: Path) -> str | None:
 
     The signature itself is not checked: `extract` does so, for a key among the trusted ones.
     """
-    with _opened(bundle) as stream:
+    with _open_bundle(bundle) as stream:
         members = _members(stream)
         _read_manifest(members, bundle)
         signature_line, _ = _read_signature(members, bundle)
@@ -153,7 +153,7 @@ def extract(bundle: Path, destination: Path, *, trusted: Sequence[Path] | None =
     not use the folder then.
     """
     trusted = signature.trusted_keys() if trusted is None else trusted
-    with _opened(bundle) as stream:
+    with _open_bundle(bundle) as stream:
         members = _members(stream)
         data = _read_manifest(members, bundle)
         signature_line, following = _read_signature(members, bundle)
@@ -191,11 +191,11 @@ def _check_files(manifest: Manifest, bundle: Path, destination: Path) -> None:
     foreign = set(manifest.files) - set(MEMBERS)
     if foreign:
         raise BundleError(f"bundle {str(bundle)!r} names the foreign file {sorted(foreign)[0]!r}; do not trust it")
-    needed = sum(entry.size for entry in manifest.files.values())
+    size = sum(entry.size for entry in manifest.files.values())
     free = shutil.disk_usage(destination).free
-    if needed > free:
+    if size > free:
         raise BundleError(
-            f"bundle {str(bundle)!r} needs {needed >> 20} MiB in {str(destination)!r}, {free >> 20} MiB are free"
+            f"bundle {str(bundle)!r} needs {size >> 20} MiB in {str(destination)!r}, {free >> 20} MiB are free"
         )
 
 
@@ -207,7 +207,7 @@ def _member(name: str, size: int) -> tarfile.TarInfo:
 
 
 @contextlib.contextmanager
-def _opened(bundle: Path) -> "Iterator[_Unzipped]":
+def _open_bundle(bundle: Path) -> "Iterator[_Unzipped]":
     """Open a bundle as a stream of tar's bytes. Whatever is broken or unreadable raises BundleError."""
     try:
         status = bundle.stat()

@@ -87,11 +87,11 @@ def down_command(as_json: bool) -> None:
     from tvmflow import settings as machine
     from tvmflow.tuning import devices
 
-    ended = devices.down(machine.load().state)
+    was_running = devices.down(machine.load().state)
     if as_json:
-        click.echo(json.dumps({"ended": ended}))
+        click.echo(json.dumps({"ended": was_running}))
     else:
-        click.echo("the devices are ended" if ended else "no devices were running")
+        click.echo("the devices are ended" if was_running else "no devices were running")
 
 
 @devices_command.command("list")

@@ -202,14 +202,14 @@ def prune(keep: int, as_json: bool) -> None:
         # Records that could not be fetched must not be removed.
         is_fetched = _fetch(sharing)
         counts = store.prune(keep)
-        removed = 0
+        removals = 0
         if sharing is not None and is_fetched and _attempt(sharing.send) is not None:
-            removed = _attempt(sharing.clear) or 0
+            removals = _attempt(sharing.clear) or 0
     if as_json:
-        document = {"before": counts.before, "after": counts.after, "files": counts.files, "objects": removed}
+        document = {"before": counts.before, "after": counts.after, "files": counts.files, "objects": removals}
         click.echo(json.dumps(document))
     else:
-        shared_files = f" and {removed} in the release store" if removed else ""
+        shared_files = f" and {removals} in the release store" if removals else ""
         click.echo(f"{counts.after} of {counts.before} entries kept, {counts.files} files{shared_files} removed")
 
 

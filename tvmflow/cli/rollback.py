@@ -24,12 +24,12 @@ def rollback_command(name: str, channel: str, to: str | None, why: str, as_json:
 
     with open_services(machine.load(), Store(), RegistrySection()) as services:
         before, after = promotion.roll_back(services, name, channel, who=promotion.identify_user(), why=why, to=to)
-    moved = before != after
+    has_moved = before != after
     if as_json:
         last = dataclasses.asdict(after.last_move)
         document = {"name": name, "channel": channel, "version": after.version, "from_version": before.version}
-        click.echo(json.dumps({**document, "moved": moved, "move": last}))
-    elif moved:
+        click.echo(json.dumps({**document, "moved": has_moved, "move": last}))
+    elif has_moved:
         click.echo(f"{name}: {channel} moved back from {before.version} to {after.version}")
     else:
         click.echo(f"{name}: {channel} holds {after.version} already")

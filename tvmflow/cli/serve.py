@@ -14,7 +14,7 @@ from tvmflow.errors import SettingsError
 
 if TYPE_CHECKING:
     from tvmflow.serving import Source
-    from tvmflow.serving.source import Served
+    from tvmflow.serving.source import ServedModel
 
 _RELEASE = re.compile(r"([^/@]+)(?:@([^/@]+)|/([^/@]+))")
 
@@ -74,11 +74,11 @@ def serve_command(
             raise
         raise SettingsError(f"serving needs {error.name!r}; install it with `pip install tvmflow[serve]`") from error
 
-    def announce(address: str, served: "Served") -> None:
+    def announce(address: str, model: "ServedModel") -> None:
         if as_json:
-            click.echo(json.dumps({"address": address, "name": served.name, "version": served.version}))
+            click.echo(json.dumps({"address": address, "name": model.name, "version": model.version}))
         else:
-            click.echo(f"serving {served.name} {served.version} at {address}")
+            click.echo(f"serving {model.name} {model.version} at {address}")
 
     logging.basicConfig(level=logging.WARNING, format="tvmflow: %(message)s")
     logging.getLogger("tvmflow.serving").setLevel(logging.INFO)

@@ -1,6 +1,6 @@
 """Compiles ONNX models to libraries: import into Relax, lowering, CPU schedules, build."""
 
-from tvmflow.compiler.build import BuildOptions, Built, build, can_build, list_passes, lower
+from tvmflow.compiler.build import BuildOptions, CompiledModel, build, can_build, list_passes, lower
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.graph import Workload, workloads
 from tvmflow.compiler.importer import Imported, import_onnx
@@ -9,8 +9,8 @@ from tvmflow.compiler.serialise import ir_text, load_module, load_params, save_m
 
 __all__ = [
     "BuildOptions",
-    "Built",
     "Choices",
+    "CompiledModel",
     "Imported",
     "Inspected",
     "Inspection",

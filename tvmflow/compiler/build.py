@@ -66,7 +66,7 @@ class Algorithm:
 
 
 @dataclass(frozen=True)
-class Built:
+class CompiledModel:
     """A compiled model.
 
     `ir_text` and `ir_json` are the lowered, unscheduled module without its weights; each function has the name of the
@@ -182,7 +182,7 @@ def build(
     cache: Path | None = None,
     inspect: Inspection | None = None,
     choices: Choices | None = None,
-) -> Built:
+) -> CompiledModel:
     """Build a model for a target.
 
     `tuned` may return a scheduled replacement, with the same parameters, for an unscheduled fused function; where it
@@ -219,7 +219,7 @@ def build(
             executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache)
         bare = _with_rules(bare, schedules)
         inspected.code.update(code_of(inspect.code, bare, scheduled, executable))
-    return Built(
+    return CompiledModel(
         executable=executable,
         ir_text=ir_text(bare),
         ir_json=str(tvm.ir.save_json(bare)),

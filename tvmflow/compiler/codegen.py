@@ -72,10 +72,10 @@ def _key(functions: dict[str, PrimFunc], target: tvm.target.Target) -> str:
 def _read(place: Path) -> bytes | None:
     """An object file of the cache; None if there is none, or it is damaged."""
     try:
-        stored = place.read_bytes()
+        content = place.read_bytes()
     except FileNotFoundError:
         return None
-    digest, content = stored[:_DIGEST_SIZE], stored[_DIGEST_SIZE:]
+    digest, content = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
     return content if hashlib.sha256(content).digest() == digest else None
 
 

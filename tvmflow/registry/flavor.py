@@ -235,7 +235,7 @@ def _save_environment(
     else:
         defaults = get_default_pip_requirements() if pip_requirements is None else None
         conda, requirements, constraints = _process_pip_requirements(
-            defaults, _listed(pip_requirements), _listed(extra_pip_requirements)
+            defaults, _as_list(pip_requirements), _as_list(extra_pip_requirements)
         )
     (folder / _CONDA_ENV_FILE_NAME).write_text(yaml.safe_dump(conda, default_flow_style=False))
     (folder / _REQUIREMENTS_FILE_NAME).write_text("\n".join(requirements))
@@ -244,7 +244,7 @@ def _save_environment(
     _PythonEnv.current().to_yaml(str(folder / _PYTHON_ENV_FILE_NAME))
 
 
-def _listed(requirements: Sequence[str] | str | None) -> list[str] | str | None:
+def _as_list(requirements: Sequence[str] | str | None) -> list[str] | str | None:
     """Requirements as MLflow takes them: a list, or the path of a requirements file."""
     return requirements if requirements is None or isinstance(requirements, str) else list(requirements)
 

@@ -104,8 +104,8 @@ class _Recorder:
             if self._position == len(self.sites):
                 tensors = [value for value in args if hasattr(value, "shape") and hasattr(value, "dtype")]
                 shapes = tuple(tuple(int(dim) for dim in value.shape) for value in tensors)
-                moved = sum(int(np.prod(value.shape)) * np.dtype(str(value.dtype)).itemsize for value in tensors)
-                self.sites.append(_Site(str(name), shapes, moved))
+                moved_bytes = sum(int(np.prod(value.shape)) * np.dtype(str(value.dtype)).itemsize for value in tensors)
+                self.sites.append(_Site(str(name), shapes, moved_bytes))
             self._start = time.perf_counter()
             return 0
         self._synchronize()

@@ -18,7 +18,7 @@ from tvmflow.errors import InputError
 from tvmflow.serving import protocol
 from tvmflow.serving.batching import Batcher, OverloadedError
 from tvmflow.serving.metrics import Metrics
-from tvmflow.serving.source import Served
+from tvmflow.serving.source import ServedModel
 
 
 class Service:
@@ -28,19 +28,19 @@ class Service:
     for it. A request of more than `body_limit` bytes is refused.
     """
 
-    def __init__(self, served: Served, batcher: Batcher, metrics: Metrics, body_limit: int) -> None:
-        self.served = served
+    def __init__(self, model: ServedModel, batcher: Batcher, metrics: Metrics, body_limit: int) -> None:
+        self.model = model
         self.batcher = batcher
         self.metrics = metrics
         self.body_limit = body_limit
         self.is_draining = False
         self.problem: str | None = None
         """Why the server does not serve the version that its source names; None while it does."""
-        metrics.model.labels(served.name, served.version).set(1)
+        metrics.model.labels(model.name, model.version).set(1)
 
-    def swap(self, following: Served) -> None:
+    def swap(self, following: ServedModel) -> None:
         """Serve another version, which is loaded and warm, from the next request on; close the one before."""
-        previous, self.served, self.problem = self.served, following, None
+        previous, self.model, self.problem = self.model, following, None
         self.metrics.model.remove(previous.name, previous.version)
         self.metrics.model.labels(following.name, following.version).set(1)
         self.metrics.swaps.inc()
@@ -84,18 +84,18 @@ class _Endpoints:
         return self._readiness({})
 
     async def model_ready(self, request: Request) -> Response:
-        served = self._served_model(request)
-        return self._readiness({"name": served.name, "version": served.version})
+        model = self._served_model(request)
+        return self._readiness({"name": model.name, "version": model.version})
 
     async def metadata(self, request: Request) -> Response:
-        served = self._served_model(request)
+        model = self._served_model(request)
         return JSONResponse(
             {
-                "name": served.name,
-                "versions": [served.version],
+                "name": model.name,
+                "versions": [model.version],
                 "platform": "tvm",
-                "inputs": protocol.describe(served.model.inputs),
-                "outputs": protocol.describe(served.model.outputs),
+                "inputs": protocol.describe(model.model.inputs),
+                "outputs": protocol.describe(model.model.outputs),
             }
         )
 
@@ -114,12 +114,12 @@ class _Endpoints:
     async def _infer(self, request: Request) -> Response:
         body = await self._body(request)
         # Read again after the body: from here to the queue the event loop cannot swap the version.
-        served = self._served_model(request)
+        model = self._served_model(request)
         try:
-            inference = protocol.parse(body, request.headers.get(protocol.HEADER_LENGTH), served.model.outputs)
-            future = self._service.batcher.submit(served.model, served.model.check_inputs(inference.inputs))
+            inference = protocol.parse(body, request.headers.get(protocol.HEADER_LENGTH), model.model.outputs)
+            future = self._service.batcher.submit(model.model, model.model.check_inputs(inference.inputs))
             results = await asyncio.wrap_future(future)
-            answer = protocol.render(inference, served.name, served.version, results)
+            answer = protocol.render(inference, model.name, model.version, results)
         except InputError as error:
             raise HTTPException(400, str(error)) from error
         except OverloadedError as error:
@@ -136,15 +136,15 @@ class _Endpoints:
             chunks.append(chunk)
         return b"".join(chunks)
 
-    def _served_model(self, request: Request) -> Served:
+    def _served_model(self, request: Request) -> ServedModel:
         """The served version. Raises HTTPException, status 404, when the path names another model or version."""
-        served = self._service.served
-        name, version = request.path_params["name"], request.path_params.get("version", served.version)
-        if name != served.name:
-            raise HTTPException(404, f"there is no model {name!r} here; served is {served.name!r}")
-        if version != served.version:
-            raise HTTPException(404, f"version {version!r} of {name!r} is not served; served is {served.version!r}")
-        return served
+        model = self._service.model
+        name, version = request.path_params["name"], request.path_params.get("version", model.version)
+        if name != model.name:
+            raise HTTPException(404, f"there is no model {name!r} here; served is {model.name!r}")
+        if version != model.version:
+            raise HTTPException(404, f"version {version!r} of {name!r} is not served; served is {model.version!r}")
+        return model
 
     def _readiness(self, document: dict[str, Any]) -> Response:
         is_ready = not self._service.is_draining

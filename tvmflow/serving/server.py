@@ -15,7 +15,7 @@ from tvmflow.errors import SettingsError, StoreError, TvmflowError
 from tvmflow.serving.app import Service, application
 from tvmflow.serving.batching import Batcher
 from tvmflow.serving.metrics import Metrics
-from tvmflow.serving.source import Served, Source, load
+from tvmflow.serving.source import ServedModel, Source, load
 
 _LOG = logging.getLogger("tvmflow.serving")
 # The time that requests accepted before SIGTERM have to be answered.
@@ -38,7 +38,7 @@ class Options:
     """Seconds between two polls of the channel."""
 
 
-def serve(source: Source, options: Options, announce: Callable[[str, Served], object]) -> None:
+def serve(source: Source, options: Options, announce: Callable[[str, ServedModel], object]) -> None:
     """Serve until SIGTERM or SIGINT; must be called by the main thread.
 
     Calls `announce` with the address and the served version as soon as it listens. Raises SettingsError when it cannot
@@ -46,11 +46,11 @@ def serve(source: Source, options: Options, announce: Callable[[str, Served], ob
     """
     metrics = Metrics()
     with _bound(options.host, options.port) as listener:
-        served = load(source, source.desired_version(), options.threads)
+        model = load(source, source.desired_version(), options.threads)
         batcher = Batcher(max_batch=options.max_batch, max_delay=options.max_delay, on_batch=metrics.batch_rows.observe)
         try:
-            _warm(batcher, served)
-            service = Service(served, batcher, metrics, options.max_body)
+            _warm(batcher, model)
+            service = Service(model, batcher, metrics, options.max_body)
             asyncio.run(_serve(service, source, options, listener, announce))
         finally:
             batcher.close()
@@ -61,7 +61,7 @@ async def _serve(
     source: Source,
     options: Options,
     listener: socket.socket,
-    announce: Callable[[str, Served], object],
+    announce: Callable[[str, ServedModel], object],
 ) -> None:
     loop, is_over = asyncio.get_running_loop(), threading.Event()
     config = uvicorn.Config(
@@ -72,7 +72,7 @@ async def _serve(
         server_header=False,
         timeout_graceful_shutdown=_DRAIN_SECONDS,
     )
-    server = _Server(config, on_startup=lambda: announce(_address(listener), service.served))
+    server = _Server(config, on_startup=lambda: announce(_address(listener), service.model))
 
     def drain() -> None:
         service.is_draining = True
@@ -120,7 +120,7 @@ class Watcher:
             self._service.metrics.failed_polls.inc()
             self._report(f"the channel cannot be read: {error}")
             return
-        if version == self._service.served.version:
+        if version == self._service.model.version:
             self._refused_version = None
             self._report(None)
             return
@@ -140,7 +140,7 @@ class Watcher:
             self._report(f"version {version} is refused: {error}")
             return
         self._refused_version = None
-        _LOG.info("version %s takes over from %s", version, self._service.served.version)
+        _LOG.info("version %s takes over from %s", version, self._service.model.version)
         swapped = threading.Event()
 
         def swap() -> None:
@@ -153,7 +153,7 @@ class Watcher:
     def _report(self, problem: str | None) -> None:
         """Log a new problem, and let the readiness endpoints show it; None when there is none any more."""
         if problem is not None and problem != self._service.problem:
-            _LOG.warning("%s; still serving %s", problem, self._service.served.version)
+            _LOG.warning("%s; still serving %s", problem, self._service.model.version)
         self._service.problem = problem
 
 
@@ -173,9 +173,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _warm(batcher: Batcher, served: Served) -> None:
+def _warm(batcher: Batcher, model: ServedModel) -> None:
     """Run the golden sample in the batcher's thread: the first call creates that thread's virtual machine."""
-    batcher.call(lambda: served.model(**served.model.sample[0])).result()
+    batcher.call(lambda: model.model(**model.model.sample[0])).result()
 
 
 @contextlib.contextmanager

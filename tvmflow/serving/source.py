@@ -27,7 +27,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A loaded version of a model."""
 
     name: str
@@ -57,7 +57,7 @@ def channel_source(store: ReleaseStore, name: str, channel: str, cache: Path) ->
     )
 
 
-def load(source: Source, version: str, threads: int | None) -> Served:
+def load(source: Source, version: str, threads: int | None) -> ServedModel:
     """Fetch, verify and load a version; `threads` is the number of TVM's workers, None for the bundle's own.
 
     A bundle's golden sample runs in another process before its library is loaded in this one. Raises StoreError when
@@ -72,7 +72,7 @@ def load(source: Source, version: str, threads: int | None) -> Served:
             if dtypes:
                 raise BundleError(f"{', '.join(sorted(dtypes))} cannot be served; build it with another dtype")
             # Idle workers that look for work would take the cores from reading and writing requests.
-            return Served(source.name, version, runtime.load(path, threads=threads, spin=0))
+            return ServedModel(source.name, version, runtime.load(path, threads=threads, spin=0))
         except BundleError as error:
             refusals.append(str(error))
     raise BundleError(f"{source.name} {version} cannot be served: {'; '.join(refusals)}")

@@ -97,8 +97,8 @@ def write(state: Path, record: Record) -> None:
 def make_secrets(state: Path) -> Secrets:
     """Read the secrets of this state folder, made up and kept if there are none yet. Raises SettingsError."""
     path = folder(state) / _SECRETS
-    if (stored := _read_secrets(path)) is not None:
-        return stored
+    if (earlier := _read_secrets(path)) is not None:
+        return earlier
     fresh = Secrets(
         s3_access_key=secrets.token_hex(10),
         s3_secret_key=secrets.token_hex(20),
@@ -114,14 +114,14 @@ def settings(state: Path) -> dict[str, Any]:
     record = read(state)
     if not record.is_running:
         return {}
-    stored = _read_secrets(folder(state) / _SECRETS)
-    if stored is None:
+    own_secrets = _read_secrets(folder(state) / _SECRETS)
+    if own_secrets is None:
         return {}
     return {
         **record.settings,
-        "s3_access_key": stored.s3_access_key,
-        "s3_secret_key": stored.s3_secret_key,
-        "webhook_secret": stored.webhook_secret,
+        "s3_access_key": own_secrets.s3_access_key,
+        "s3_secret_key": own_secrets.s3_secret_key,
+        "webhook_secret": own_secrets.webhook_secret,
     }
 
 

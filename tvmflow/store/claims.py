@@ -32,10 +32,10 @@ def leave_claim(objects: ObjectStore, claim: str, content: bytes, action: str) -
 
 def list_claims(objects: ObjectStore, prefix: str) -> list[str]:
     """The keys of the claims below a prefix that are not void."""
-    claims = {entry.key: entry.written for entry in objects.list_objects(prefix)}
+    claims = {entry.key: entry.last_modified for entry in objects.list_objects(prefix)}
     # The age is the difference of two of the server's times, so that this machine's clock does not matter.
     newest = max(claims.values(), default=datetime.datetime.max)
-    return [claim for claim, written in claims.items() if newest - written < LIFETIME]
+    return [claim for claim, last_modified in claims.items() if newest - last_modified < LIFETIME]
 
 
 def withdraw_claims(objects: ObjectStore, claims: Collection[str]) -> None:

@@ -30,7 +30,7 @@ class ObjectEntry:
 
     key: str
     size: int
-    written: datetime.datetime
+    last_modified: datetime.datetime
 
 
 class ObjectStore:
@@ -182,14 +182,14 @@ class ObjectStore:
         with explained(self.config, action):
             upload = self.s3.create_multipart_upload(Bucket=bucket, Key=full_key)["UploadId"]
             try:
-                sent: list[Any] = []
+                uploaded_parts: list[Any] = []
                 for number, part in enumerate(parts, start=1):
                     answer = self.s3.upload_part(
                         Bucket=bucket, Key=full_key, UploadId=upload, PartNumber=number, Body=part
                     )
-                    sent.append({"PartNumber": number, "ETag": answer["ETag"]})
+                    uploaded_parts.append({"PartNumber": number, "ETag": answer["ETag"]})
                 self.s3.complete_multipart_upload(
-                    Bucket=bucket, Key=full_key, UploadId=upload, MultipartUpload={"Parts": sent}
+                    Bucket=bucket, Key=full_key, UploadId=upload, MultipartUpload={"Parts": uploaded_parts}
                 )
             except BaseException:
                 # The first error is the one to raise; the server expires what cannot be withdrawn now.

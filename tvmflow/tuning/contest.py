@@ -27,7 +27,7 @@ _HOPELESS = 2.0
 # A candidate counts as faster below this part of the best's time; differences beyond are noise of measuring in turn.
 _MARGIN = 0.98
 # The store keeps the first trials of a workload and later ones among its fastest, for cost models to learn from.
-_KEPT, _KEPT_FASTEST = 48, 32
+_POPULATION, _KEPT_FASTEST = 48, 32
 # The most schedules of earlier runs that a search starts from, the fastest first.
 _PARENTS = 64
 
@@ -117,7 +117,7 @@ class Contest:
             self._search.tell(proposals, seconds)
 
     def judge(
-        self, proposal: Proposal, built: Library | TrialError, measured: float | TrialError, trial: int
+        self, proposal: Proposal, library: Library | TrialError, measured: float | TrialError, trial: int
     ) -> float | None:
         """Decide about a candidate and return its seconds, None if it failed or computes something wrong.
 
@@ -126,14 +126,16 @@ class Contest:
         name = self.workload.task.name
         seconds: float | None = None
         is_best = False
-        if isinstance(built, TrialError) or isinstance(measured, TrialError):
-            logger.debug("%s: trial %d failed: %s", name, trial, built if isinstance(built, TrialError) else measured)
+        if isinstance(library, TrialError) or isinstance(measured, TrialError):
+            logger.debug(
+                "%s: trial %d failed: %s", name, trial, library if isinstance(library, TrialError) else measured
+            )
         else:
             seconds = measured
             try:
-                is_best = measured < self.best_seconds and self._challenge(proposal, built, trial)
+                is_best = measured < self.best_seconds and self._challenge(proposal, library, trial)
                 if not is_best:
-                    built.path.unlink(missing_ok=True)
+                    library.path.unlink(missing_ok=True)
             except TrialError as error:
                 logger.debug("%s: trial %d failed: %s", name, trial, error)
                 seconds = None
@@ -196,7 +198,7 @@ class Contest:
     def _keep(self, proposal: Proposal, seconds: float | None) -> None:
         """Store a measurement that is no record, unless the store has enough of the workload that are faster."""
         order = _or_infinite(seconds)
-        if len(self._kept_seconds) >= _KEPT and order >= self._kept_seconds[_KEPT_FASTEST - 1]:
+        if len(self._kept_seconds) >= _POPULATION and order >= self._kept_seconds[_KEPT_FASTEST - 1]:
             return
         insort(self._kept_seconds, order)
         self._options.store.append(
@@ -216,8 +218,8 @@ class Contest:
     def _make_search(self, batch: int, cost_model: object) -> Search:
         options, workload = self._options, self.workload
         # With the number of earlier trials in the seed, a run does not repeat the proposals of the run before it.
-        spent = sum(effort.trials for effort in workload.efforts)
-        digest = hashlib.sha256(f"{options.seed}:{workload.key}:{spent}".encode()).digest()
+        trials = sum(effort.trials for effort in workload.efforts)
+        digest = hashlib.sha256(f"{options.seed}:{workload.key}:{trials}".encode()).digest()
         func = normalize(workload.task.func)
         search = make_search(
             func,
@@ -270,7 +272,7 @@ def open_contest(
     if workload.record is not None:
         candidates.append(replace(unscheduled, trace=workload.record.trace))
     workload.baseline_seconds = workload.best_seconds = None
-    starts = [_measure(workload, measurer, built) for built in measurer.build(candidates)]
+    starts = [_measure(workload, measurer, library) for library in measurer.build(candidates)]
     baseline = starts[0] if analytic is not None else None
     if workload.record is not None and starts[-1] is None and not is_over():
         workload.record = None
@@ -310,12 +312,12 @@ def make_warm_cost_model(options: SearchOptions) -> object:
     return cost_model
 
 
-def _measure(workload: Workload, measurer: Measurer, built: Library | TrialError) -> tuple[Library, float] | None:
+def _measure(workload: Workload, measurer: Measurer, library: Library | TrialError) -> tuple[Library, float] | None:
     """A library that candidates must beat with its seconds; None, with the workload's reason set, where it fails."""
     try:
-        if isinstance(built, TrialError):
-            raise built
-        return built, measurer.time(built)
+        if isinstance(library, TrialError):
+            raise library
+        return library, measurer.time(library)
     except TrialError as error:
         logger.warning("%s: the schedule to start from cannot be measured: %s", workload.task.name, error)
         workload.reason = f"the schedule to start from cannot be measured: {error}"

@@ -285,8 +285,8 @@ class Decider:
     def _measure(self, functions: Sequence[Function]) -> None:
         unique = {workload_key(function.scheduled): function for function in functions}
         keys = list(unique)[: None if math.isinf(self._trials_left) else int(self._trials_left)]
-        built = self._measurer.build([_candidate(unique[key].scheduled) for key in keys])
-        for key, library in zip(keys, built, strict=True):
+        libraries = self._measurer.build([_candidate(unique[key].scheduled) for key in keys])
+        for key, library in zip(keys, libraries, strict=True):
             if self._is_over():
                 return
             self.trials += 1

@@ -250,14 +250,14 @@ class _Supervisor:
 
     def _ask_tracker(self, address: Address) -> None:
         try:
-            listed = Tracker(address).summary(_ASK_TIMEOUT).servers
+            servers = Tracker(address).summary(_ASK_TIMEOUT).servers
         except RemoteError:
             self._answers_since = None
             return
         if self._tracker is not None:
             self._tracker.note_listed()
         self._answers_since = self._answers_since or time.monotonic()
-        ports = {place.port for key, place in listed if key == self._config.key}
+        ports = {place.port for key, place in servers if key == self._config.key}
         for server in self._servers:
             if server.server.port in ports:
                 server.note_listed()

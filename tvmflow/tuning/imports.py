@@ -67,9 +67,9 @@ def import_records(store: RecordStore, path: Path) -> ImportCounts:
     entries = list(RecordStore(path).entries())
     if not entries:
         raise InputError(f"{str(path)!r} holds no tuning record; name a file or folder that tuning has written")
-    stored = set(store.entries())
-    new = [entry for entry in dict.fromkeys(entries) if entry not in stored and not isinstance(entry, Effort)]
-    efforts = list(_additional_efforts(entries, stored))
+    present = set(store.entries())
+    new = [entry for entry in dict.fromkeys(entries) if entry not in present and not isinstance(entry, Effort)]
+    efforts = list(_additional_efforts(entries, present))
     for entry in (*new, *efforts):
         store.append(entry)
     number = sum(not isinstance(entry, Effort) for entry in entries)
@@ -105,7 +105,7 @@ def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -
     refused: Counter[str] = Counter()
     workloads = _workloads(folder / WORKLOADS)
     lines = list(_lines(folder / RECORDS))
-    stored = {(entry.key, entry.trace, entry.target) for entry in store.entries() if isinstance(entry, Record | Trial)}
+    present = {(entry.key, entry.trace, entry.target) for entry in store.entries() if isinstance(entry, Record | Trial)}
     # A record is as old as the file: the database has no times.
     file_time = datetime.fromtimestamp((folder / RECORDS).stat().st_mtime, UTC).isoformat(timespec="seconds")
     groups: dict[tuple[str, str], list[Record]] = {}
@@ -139,12 +139,12 @@ def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -
             trial=0,
             created_at=file_time,
         )
-        if (key, record.trace, record.target) in stored:
+        if (key, record.trace, record.target) in present:
             refused["already in the store"] += 1
         elif not _replays(record, func):
             refused["its trace does not replay on its workload, or changes the function's arguments"] += 1
         else:
-            stored.add((key, record.trace, record.target))
+            present.add((key, record.trace, record.target))
             groups.setdefault((record.target, key), []).append(record)
     added = 0
     with _Checker() as checker:
@@ -162,9 +162,9 @@ def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -
     return ImportCounts(len(lines), added, dict(refused))
 
 
-def _additional_efforts(entries: Sequence[Entry], stored: set[Entry]) -> Iterator[Effort]:
+def _additional_efforts(entries: Sequence[Entry], present: set[Entry]) -> Iterator[Effort]:
     """Yield for each workload an effort with as many trials as `entries` have more than `stored`."""
-    stored_efforts = _efforts(stored)
+    stored_efforts = _efforts(present)
     for workload, efforts in _efforts(entries).items():
         effort = merge_efforts(efforts)
         trials = merge_efforts(stored_efforts[workload]).trials if workload in stored_efforts else -1

@@ -221,8 +221,8 @@ def _decide(
         # Trials of earlier runs on functions count as well.
         lowered, _ = model.lower({key: item.option for key, item in store.decisions(target).items()})
         keys = {workload_key(item.func) for item in compiler.workloads(lowered)}
-        spent = sum(effort.trials for effort in store.efforts(target) if effort.key in keys)
-        trials = min(round(_DECISIONS_SHARE * trials), max(1, trials - spent))
+        trials = sum(effort.trials for effort in store.efforts(target) if effort.key in keys)
+        trials = min(round(_DECISIONS_SHARE * trials), max(1, trials - trials))
     seconds = None if budget.minutes is None else 60 * _DECISIONS_SHARE * budget.minutes
     start_time = time.monotonic()
     return decide(
@@ -240,8 +240,8 @@ def _coverage(
     report: TuneReport, keys: Mapping[str, str], store: RecordStore, target: Target
 ) -> tuple[int, float | None, int]:
     """The number of tuned workloads, their share of the model's time, and the number of workloads without a time."""
-    tried = {effort.key for effort in store.efforts(target) if effort.trials}
-    tuned = [item for item in report.tasks if item.status in ("tuned", "record") or keys[item.name] in tried]
+    searched_keys = {effort.key for effort in store.efforts(target) if effort.trials}
+    tuned = [item for item in report.tasks if item.status in ("tuned", "record") or keys[item.name] in searched_keys]
     seconds = {
         item.name: item.weight * best
         for item in report.tasks

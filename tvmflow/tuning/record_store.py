@@ -178,8 +178,8 @@ class RecordStore:
                     continue
                 replaces = {name: size for name, size in sizes.items() if context_digest(name) == digest}
                 write_entries(self.folder / f"{digest}-{self._run}-{next(self._numbers)}.jsonl", survivors, replaces)
-            removed = sum(_remove(path, sizes.get(name, -1)) for name, path in paths.items())
-            return Pruned(sum(map(len, groups.values())), after, removed)
+            removals = sum(_remove(path, sizes.get(name, -1)) for name, path in paths.items())
+            return Pruned(sum(map(len, groups.values())), after, removals)
 
     def _load(self, digest: str | None) -> dict[str, _Parsed]:
         """The content of the files that may hold entries of a context, by name."""
@@ -264,9 +264,9 @@ def write_entries(path: Path, entries: Iterable[Entry], replaces: Mapping[str, i
     with partial.open("wb") as file:
         if replaces:
             file.write(_line({"kind": "replaces", "files": dict(replaces)}))
-        written: set[str] = set()
+        workload_keys: set[str] = set()
         for entry in entries:
-            file.write(_lines(entry, written))
+            file.write(_lines(entry, workload_keys))
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -296,14 +296,14 @@ def _line(obj: Mapping[str, Any]) -> bytes:
     return json.dumps(obj, sort_keys=True).encode() + b"\n"
 
 
-def _lines(entry: Entry, written: set[str]) -> bytes:
+def _lines(entry: Entry, workload_keys: set[str]) -> bytes:
     """The line of an entry, after a line with its workload unless the file has that already."""
     kind = next(kind for kind, entry_type in KINDS.items() if isinstance(entry, entry_type))
     obj = {"kind": kind, **asdict(entry)}
     workload_line = b""
-    if (workload := obj.pop("workload", None)) and entry.key not in written:
+    if (workload := obj.pop("workload", None)) and entry.key not in workload_keys:
         workload_line = _line({"kind": "workload", "key": entry.key, "workload": workload})
-        written.add(entry.key)
+        workload_keys.add(entry.key)
     return workload_line + _line(obj)
 
 

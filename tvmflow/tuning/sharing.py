@@ -114,10 +114,10 @@ def sharing(store: RecordStore, shared: SharedRecords | None, context: str, *, i
             failures.append(str(error))
 
     attempt(lambda: both.fetch(context))
-    ended = threading.Event()
+    end = threading.Event()
 
     def send_regularly() -> None:
-        while not ended.wait(interval):
+        while not end.wait(interval):
             attempt(both.send)
 
     sender = threading.Thread(target=send_regularly, name="tvmflow-records", daemon=True)
@@ -125,6 +125,6 @@ def sharing(store: RecordStore, shared: SharedRecords | None, context: str, *, i
     try:
         yield
     finally:
-        ended.set()
+        end.set()
         sender.join()
         attempt(both.send)

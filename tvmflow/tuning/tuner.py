@@ -231,10 +231,10 @@ class _Run:
         if self._budget.trials is None:
             return None
         workloads = [workload for workload in self._workloads if workload.reason is None]
-        spent = sum(effort.trials for workload in workloads for effort in workload.efforts)
+        trials = sum(effort.trials for workload in workloads for effort in workload.efforts)
         untried = sum(not workload.efforts for workload in workloads)
         share = math.ceil(self._budget.trials / max(1, len(workloads)))
-        return min(self._budget.trials, max(self._budget.trials - spent, untried * share))
+        return min(self._budget.trials, max(self._budget.trials - trials, untried * share))
 
     def _is_over(self) -> bool:
         is_spent = self.total_trials is not None and self._trials >= self.total_trials

@@ -54,8 +54,8 @@ class _Operations:
             prim_func = replay(trace, prim_func)
         prim_func = prim_func.with_attr("global_symbol", "main").with_attr("tirx.is_scheduled", True)
         module = tvm.IRModule({"main": prim_func})
-        built = tvm.compile(module, tvm.target.Target(json.loads(target)))
-        built.export_library(library, **({"fcompile": _linker(cross_compiler)} if cross_compiler else {}))
+        executable = tvm.compile(module, tvm.target.Target(json.loads(target)))
+        executable.export_library(library, **({"fcompile": _linker(cross_compiler)} if cross_compiler else {}))
 
     def connect(self, host: str, port: int, match_key: str, seconds: float, threads: int) -> None:
         """Open a session on the device's server, which ends it after `seconds`; calls use at most `threads` threads."""

@@ -150,9 +150,9 @@ def _masked(
         return lambda index: (
             scores[tuple(index)] if whole else tirx.Select(index[-1] < keys, scores[tuple(index)], lowest)
         )
-    added = mask
+    sum_with_mask = mask
     if not whole:
-        added = te.compute(
+        sum_with_mask = te.compute(
             (*mask.shape[:-1], scores.shape[-1]),
             lambda *index: tirx.if_then_else(index[-1] < keys, mask[index], lowest),
             name="mask",
@@ -162,7 +162,9 @@ def _masked(
     def element(index: Sequence[Any]) -> Any:
         b, h, s, t = index
         place = [b, h, s if queries is None else tirx.min(s, queries - 1)]
-        return scores[b, h, s, t] + added[(*(0 if one else at for one, at in zip(single, place, strict=False)), t)]
+        return (
+            scores[b, h, s, t] + sum_with_mask[(*(0 if one else at for one, at in zip(single, place, strict=False)), t)]
+        )
 
     return element
 

@@ -332,12 +332,12 @@ class _Costs:
         """The cycles of the block as one function, in strips of `lines`; None where a strip does not fit the cache."""
         block, machine = self._block, self._machine
         middle = block.middle
-        needed = (lines - 1) * middle.strides[0] + middle.dilation[0] * (middle.kernel[0] - 1) + 1
+        required_lines = (lines - 1) * middle.strides[0] + middle.dilation[0] * (middle.kernel[0] - 1) + 1
         channels = machine.lanes * first.vectors if first and middle.depthwise else block.inner[2]
         # Winograd's algorithm processes one line of output tiles at a time.
         step = middle.winograd or lines
         bytes_in_cache = 4 * (
-            needed * self._wide * channels + (step * self._out_w * middle.channels if block.last else 0)
+            required_lines * self._wide * channels + (step * self._out_w * middle.channels if block.last else 0)
         )
         if middle.winograd:
             taps = winograd.side_of(middle.winograd, middle.strides[0]) ** 2
@@ -345,7 +345,7 @@ class _Costs:
         if bytes_in_cache > _STRIP_SHARE * machine.second_cache and lines > (middle.winograd or 1):
             return None
         result = self._middle + self._last
-        cycles = needed * self._wide * self._first + lines * self._out_w * result
+        cycles = required_lines * self._wide * self._first + lines * self._out_w * result
         if self._weights + bytes_in_cache > machine.second_cache:
             # Each strip reads all weights again.
             cycles += self._weights / _far(machine)[1]

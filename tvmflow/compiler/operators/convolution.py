@@ -303,9 +303,9 @@ def conv2d(
     tile = tiles.choose_rows(tiles.rank(static(out_w), vectors // groups, machine, row_bytes), decisions)
     tiled_w = round_up(out_w, tile)
     height = in_h + padding[0] + padding[2]
-    needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
+    required_width = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
     whole = divides(tile, out_w)
-    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(needed)
+    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
     source = padded_input(data, padding, height, width)
     y = te.reduce_axis((0, kernel_h), "y")
     x = te.reduce_axis((0, kernel_w), "x")

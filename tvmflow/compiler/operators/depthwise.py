@@ -83,8 +83,8 @@ def depthwise(
     tiled_w = round_up(out_w, tile)
     height = in_h + padding[0] + padding[2]
     whole = divides(tile, out_w)
-    needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
-    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(needed)
+    required_width = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
+    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
     source = padded_input(data, padding, height, width, padded_channels)
     y = te.reduce_axis((0, kernel_h), "y")
     x = te.reduce_axis((0, kernel_w), "x")

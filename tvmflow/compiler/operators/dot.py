@@ -79,8 +79,8 @@ def conv2d(
     tiled_w = round_up(out_w, tile)
     height = in_h + padding[0] + padding[2]
     whole = divides(tile, out_w)
-    needed = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
-    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(needed)
+    required_width = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
+    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
     whole_groups = round_up(int(in_c), group) if groups == 1 else int(in_c)
     source = padded_input(data, padding, height, width, whole_groups, zero)
     y, ki = te.reduce_axis((0, kernel_h), "y"), te.reduce_axis((0, group), "ki")

@@ -65,10 +65,10 @@ def conv2d(
         return (n, y, x) if in_images else (n * count + y * wide + x,)
 
     inputs, _, outputs = (matrix.tolist() for matrix in winograd.transforms(size, stride))
-    needed = (step * (high - 1) + side, step * (wide - 1) + side)
+    required_size = (step * (high - 1) + side, step * (wide - 1) + side)
     source = data
-    if any(padding) or int(in_h) < needed[0] or int(in_w) < needed[1]:
-        source = surrounded(data, top, left, *needed)
+    if any(padding) or int(in_h) < required_size[0] or int(in_w) < required_size[1]:
+        source = surrounded(data, top, left, *required_size)
 
     def column(a: Any, j: Any, *index: Any) -> Any:
         n, y, x = image(*index[:-1])

@@ -297,9 +297,9 @@ def _choose(candidate: _Candidate, steps: _Steps, machine: Machine, choices: Cho
     if not decisions.choose("block", options, parts):
         return None
     tensors: list[relax.Expr] = []
-    for step, described in zip(steps, (block.first, block.middle, block.last), strict=True):
-        if step is not None and described is not None:
-            tensors += [constant(_pack(step.call, described, machine)), *map(constant, _epilogue(step.after)[1])]
+    for step, plan_of_step in zip(steps, (block.first, block.middle, block.last), strict=True):
+        if step is not None and plan_of_step is not None:
+            tensors += [constant(_pack(step.call, plan_of_step, machine)), *map(constant, _epilogue(step.after)[1])]
     plan = blocks.decide(block, ranked, machine, decisions)
     return _FusedBlock(_data(steps), block, plan, tuple(tensors), decisions.subject)
 
@@ -326,12 +326,12 @@ def _convolution(step: _Step, winograd_size: int | None) -> blocks.Convolution:
     )
 
 
-def _pack(call: relax.Call, described: blocks.Convolution, machine: Machine) -> Array:
+def _pack(call: relax.Call, step: blocks.Convolution, machine: Machine) -> Array:
     weight = call.args[1].value.numpy()
-    if described.depthwise:
+    if step.depthwise:
         return depthwise.pack_array(weight, machine.lanes)
-    if described.winograd is not None:
-        return winograd.transform_kernel(weight, described.winograd, machine.lanes, described.strides[0])
+    if step.winograd is not None:
+        return winograd.transform_kernel(weight, step.winograd, machine.lanes, step.strides[0])
     return convolution.pack_array(weight, vector(weight.shape[0], machine))
 
 

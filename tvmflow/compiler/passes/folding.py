@@ -214,7 +214,7 @@ _FIELDS = {
 }
 
 
-def _changed(attrs: Any, kind: str, changes: Mapping[str, Any]) -> Any:
+def _with_changes(attrs: Any, kind: str, changes: Mapping[str, Any]) -> Any:
     fields = {name: getattr(attrs, name) for name in _FIELDS[kind[:4]]}
     return tvm.ir.make_node(f"relax.attrs.{kind}", **{**fields, **changes})
 
@@ -240,7 +240,7 @@ def _padding(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         return None
     changes: dict[str, Any] = {"padding": _sum(old, new), **({"count_include_pad": True} if pools else {})}
     kind = _POOLS[name] if pools else _CONVOLUTIONS[name]
-    return relax.Call(call.op, [pad.args[0], *call.args[1:]], _changed(attrs, kind, changes))
+    return relax.Call(call.op, [pad.args[0], *call.args[1:]], _with_changes(attrs, kind, changes))
 
 
 def _sum(a: Sequence[int], b: Sequence[int]) -> list[int]:

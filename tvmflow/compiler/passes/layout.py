@@ -138,7 +138,7 @@ def _is_one(size: Any) -> bool:
     return isinstance(size, tvm.tirx.IntImm) and int(size) == 1
 
 
-def _changed(attrs: Any, changes: Mapping[str, Any]) -> Any:
+def _with_changes(attrs: Any, changes: Mapping[str, Any]) -> Any:
     """A copy of an operator's attributes with some changed."""
     info = type(attrs).__tvm_ffi_type_info__
     fields = {field.name: getattr(attrs, field.name) for field in info.fields}
@@ -149,7 +149,7 @@ def _call(
     layout: _Layout, call: relax.Call, args: Sequence[relax.Expr], changes: Mapping[str, Any] | None = None
 ) -> relax.Var:
     """The same operator on other operands, with some attributes changed."""
-    attrs = _changed(call.attrs, changes) if changes else call.attrs
+    attrs = _with_changes(call.attrs, changes) if changes else call.attrs
     return layout.emit(relax.Call(call.op, list(args), attrs))
 
 
@@ -407,12 +407,12 @@ def _reshape(layout: _Layout, call: relax.Call) -> _Permuted | None:
         return None
     sizes = value.sizes
     ones = [place for place, size in enumerate(sizes) if _is_one(size)]
-    stored = [place for place in _inverse(value.axes) if place not in ones]
-    memory = stored
+    stored_axes = [place for place in _inverse(value.axes) if place not in ones]
+    memory = stored_axes
     for before, _ in groups:
         memory = _together(memory, before, sizes)
     base = value.base
-    if memory != stored:
+    if memory != stored_axes:
         base = layout.emit(relax.op.permute_dims(base, [value.axes[place] for place in (*ones, *memory)]))
     becomes = {before[0]: after for before, after in groups}
     order = [place for first in memory for place in becomes.get(first, [])]

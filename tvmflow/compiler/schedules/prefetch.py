@@ -52,7 +52,7 @@ def _add_prefetches(stmt: Any) -> Any:
         body = _add_prefetches(block.body)
         if body.same_as(block.body):
             return stmt
-        changed = SBlock(
+        new_block = SBlock(
             block.iter_vars,
             block.reads,
             block.writes,
@@ -63,7 +63,7 @@ def _add_prefetches(stmt: Any) -> Any:
             block.match_buffers,
             block.annotations,
         )
-        return SBlockRealize(stmt.iter_values, stmt.predicate, changed)
+        return SBlockRealize(stmt.iter_values, stmt.predicate, new_block)
     if not isinstance(stmt, For):
         return stmt
     body, annotations = _add_prefetches(stmt.body), dict(stmt.annotations)
