@@ -11,7 +11,9 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from support import durations, scale, servers, skips
+from support.command_server import CommandServer, command_server
 from support.databases import Databases
+from support.processes import clean_environment
 
 # A shell starts what runs in the background with SIGINT ignored, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -102,6 +104,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 def databases(tmp_path_factory: pytest.TempPathFactory) -> Databases:
     """Empty databases of MLflow and Prefect, to start state folders and servers from."""
     return Databases(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[CommandServer]:
+    """What runs commands that need not start cold."""
+    with command_server(clean_environment()) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,8 @@
-"""Releases as a user makes them: the command in a process of its own, a state folder each, real servers."""
+"""Releases as a user makes them: the command in a process of its own, a state folder each, real servers.
+
+A machine with embedded servers starts that process as a shell does, and so does every `start`; the others fork it from
+one that has imported what commands import.
+"""
 
 import json
 import os
@@ -14,6 +18,7 @@ import psutil
 import pytest
 import yaml
 
+from support.command_server import CommandServer
 from support.databases import Databases
 from support.processes import TVMFLOW, clean_environment, is_foreign
 from tvmflow.services import open_registry, open_store
@@ -63,6 +68,7 @@ class Machine:
 
     home: Path
     settings: Mapping[str, str] = field(default_factory=dict)
+    commands: CommandServer | None = None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -94,6 +100,10 @@ class Machine:
 
     def run(self, *arguments: str | Path) -> Ended:
         """Run `tvmflow` with these arguments to its end."""
+        if self.commands is not None:
+            words = list(map(str, arguments))
+            done = self.commands.run(words, self.environment, self.home.parent, LIMIT_SECONDS)
+            return Ended(done.returncode, done.stdout, done.stderr)
         with self.start(*arguments) as process:
             return self.finish(process)
 
@@ -139,17 +149,19 @@ class Machine:
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory, prefect_server: str, databases: Databases) -> Machine:
+def machine(
+    tmp_path_factory: pytest.TempPathFactory, prefect_server: str, databases: Databases, commands: CommandServer
+) -> Machine:
     """A machine whose settings name the Prefect server, so that its commands start in a second; the rest embedded."""
     home = tmp_path_factory.mktemp("machine") / "state"
     databases.mlflow(home / "mlflow" / "mlflow.db")
-    return Machine(home, {"TVMFLOW_PREFECT_API_URL": prefect_server})
+    return Machine(home, {"TVMFLOW_PREFECT_API_URL": prefect_server}, commands)
 
 
 @pytest.fixture
-def fresh_machine(tmp_path: Path, prefect_server: str) -> Machine:
+def fresh_machine(tmp_path: Path, prefect_server: str, commands: CommandServer) -> Machine:
     """The same with nothing in it yet."""
-    return Machine(tmp_path / "state", {"TVMFLOW_PREFECT_API_URL": prefect_server})
+    return Machine(tmp_path / "state", {"TVMFLOW_PREFECT_API_URL": prefect_server}, commands)
 
 
 @dataclass(frozen=True)
@@ -182,7 +194,7 @@ class Digits:
 
 
 @pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Digits:
+def digits(tmp_path_factory: pytest.TempPathFactory, prefect_server: str, commands: CommandServer) -> Digits:
     folder = tmp_path_factory.mktemp("digits")
     example = Path(
         shutil.copytree(EXAMPLES / "digits", folder / "example", ignore=shutil.ignore_patterns("__pycache__"))
@@ -194,7 +206,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Dig
     embedded = Machine(folder / "state")
     first = embedded.release(example / "release.yaml")
     assert first.code == 0, first.stderr
-    return Digits(Machine(embedded.home, {"TVMFLOW_PREFECT_API_URL": prefect_server}), example, first)
+    return Digits(Machine(embedded.home, {"TVMFLOW_PREFECT_API_URL": prefect_server}, commands), example, first)
 
 
 def make_onnx(

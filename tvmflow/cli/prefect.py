@@ -27,6 +27,12 @@ _ENVIRONMENT = {
 }
 
 
+def prepare_environment() -> None:
+    """Set the variables that Prefect reads at its import, except those that the user has set."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 def point_at_server(settings: "Settings") -> None:
     """Point Prefect at the server that settings name, whether it is up or not; call this before Prefect is imported.
 
@@ -37,8 +43,7 @@ def point_at_server(settings: "Settings") -> None:
             "this command needs a Prefect server that stays; start one with `tvmflow up`, or set prefect_api_url "
             "(TVMFLOW_PREFECT_API_URL, an address that ends in /api)"
         )
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    prepare_environment()
     os.environ["PREFECT_API_URL"] = settings.prefect_api_url
 
 
@@ -50,8 +55,7 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
     while an embedded server starts. Raises SettingsError when the server that settings name does not answer; the
     function raises StepError when the embedded server does not start.
     """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    prepare_environment()
     if settings.prefect_api_url is not None:
         os.environ["PREFECT_API_URL"] = settings.prefect_api_url
         if not answers(settings.prefect_api_url, 10.0):
