@@ -156,6 +156,22 @@ def _unary(kind: str, label: str, shape: Shape, *nodes: onnx.NodeProto, **tables
     return Case(kind, f"{label} {'x'.join(map(str, shape))}".strip(), nodes, {"x": shape}, tables=tables)
 
 
+def _recurrent(operator: str, steps: int, batch: int, inputs: int, units: int, direction: str = "forward") -> Case:
+    """A recurrent network over `steps` steps of `batch` sequences."""
+    gates, directions = {"LSTM": 4, "GRU": 3, "RNN": 1}[operator], 1 + (direction == "bidirectional")
+    more = {"linear_before_reset": 1} if operator == "GRU" else {}
+    node = _node(operator, "x w r b", hidden_size=units, direction=direction, **more)
+    rows = directions, gates * units
+    return Case(
+        "recurrent",
+        f"{operator} {steps} steps of {batch}x{inputs} to {units}{', both ways' * (directions - 1)}",
+        (node,),
+        {"x": (steps, batch, inputs)},
+        {"w": (*rows, inputs), "r": (*rows, units), "b": (directions, 2 * gates * units)},
+        flops=2.0 * steps * batch * directions * gates * units * (inputs + units),
+    )
+
+
 def _layer_norm(shape: Shape) -> Case:
     label, width = "x".join(map(str, shape)), (shape[-1],)
     node = _node("LayerNormalization", "x s b", axis=-1)
@@ -251,6 +267,12 @@ CASES: tuple[Case, ...] = (
         one=np.float32(1),
         half=np.float32(0.5),
     ),
+    _recurrent("LSTM", 1, 1, 128, 128),
+    _recurrent("LSTM", 100, 1, 128, 128),
+    _recurrent("LSTM", 100, 1, 256, 512),
+    _recurrent("LSTM", 50, 16, 256, 256),
+    _recurrent("LSTM", 80, 1, 96, 48, "bidirectional"),
+    _recurrent("GRU", 100, 1, 256, 256, "bidirectional"),
     _resize("nearest"),
     _resize("linear"),
     Case(

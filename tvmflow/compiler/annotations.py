@@ -1,6 +1,6 @@
 """Names of the annotations by which schedule rules recognise the stages of this project's operators.
 
-An operator sets them on the block that accumulates.
+An operator sets them on the block that accumulates. A function that needs no schedule has `KERNEL` itself.
 """
 
 # The kind of kernel.

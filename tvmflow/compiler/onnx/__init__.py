@@ -5,7 +5,7 @@
 
 from tvm import relax
 
-from tvmflow.compiler.onnx import elementwise, indexing, norms, quantised, resize, vision
+from tvmflow.compiler.onnx import elementwise, indexing, norms, quantised, recurrence, resize, vision
 from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError, const, is_static
 
 __all__ = [
@@ -29,8 +29,10 @@ CONVERTERS: dict[str, Converter] = {
     "Elu": elementwise.convert_elu,
     "EyeLike": indexing.convert_eye_like,
     "Gather": indexing.convert_gather,
+    "GRU": recurrence.convert_recurrence("GRU"),
     "IsInf": elementwise.convert_is_inf,
     "LayerNormalization": norms.convert_layer_norm,
+    "LSTM": recurrence.convert_recurrence("LSTM"),
     "LpNormalization": norms.convert_lp_normalization,
     "Max": elementwise.convert_by_pairs(relax.op.maximum),
     "Mean": elementwise.convert_mean,
@@ -44,6 +46,7 @@ CONVERTERS: dict[str, Converter] = {
     "QLinearMatMul": quantised.convert_qlinear_matmul,
     "Range": indexing.convert_range,
     "Resize": resize.convert_resize,
+    "RNN": recurrence.convert_recurrence("RNN"),
     "RMSNormalization": norms.convert_rms_norm,
     "RoiAlign": vision.convert_roi_align,
     "Selu": elementwise.convert_selu,

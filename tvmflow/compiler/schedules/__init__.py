@@ -70,8 +70,8 @@ def schedule(
     """Schedule a fused function for a machine; returns it with the name of the rule that scheduled it.
 
     The first rule of `rules` that fits the function schedules it, and `fallback` where none fits. A rule that raises is
-    skipped with a `ScheduleWarning`. A function that TVM wrote without blocks, such as sorting, is returned unchanged
-    with the name `none`.
+    skipped with a `ScheduleWarning`. A function without blocks is returned unchanged: with the name of its kernel where
+    it is ours, with the name `none` where TVM wrote it, as sorting.
     """
     scheduled, name = _scheduled(func, machine, rules, Choices(), _cycles(func, machine))
     return _finish(func if scheduled is None else scheduled.mod["main"], func), name
@@ -117,7 +117,7 @@ def _scheduled(
     func: PrimFunc, machine: Machine, rules: Mapping[str, Rule], choices: Choices, cycles: float
 ) -> tuple[Schedule | None, str]:
     if _with_blocks(func) is None:
-        return None, "none"
+        return None, str((func.attrs or {}).get(KERNEL, "none"))
     threads = {"all": machine}
     if cycles < _CLOSE * machine.parallel_cycles:
         threads["one"] = replace(machine, cores=1)

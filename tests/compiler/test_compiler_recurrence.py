@@ -1,0 +1,199 @@
+"""LSTM, GRU and RNN: every form beside ONNX Runtime, and on protected pages."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+
+from support import builds
+from support.arrays import normal
+from support.guarded import assert_within_buffers
+from support.machines import AVX2, AVX512, runnable_levels
+from support.models import save_model
+from tvmflow.compiler import Built, build, import_onnx
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.operators.recurrence import ACTIVATIONS, Cell, Recurrence, tiles
+from tvmflow.compiler.schedules import complete
+from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.target import Target, resolve
+
+Array = np.ndarray[Any, Any]
+Check = Callable[..., Built]
+Case = tuple[tuple[Any, ...], dict[str, Array]]
+
+_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+
+
+def _recurrent(operator: str, units: int, *present: str, steps: int = 4, batch: int = 1, **attributes: Any) -> Case:
+    """A model of one recurrent operator, and inputs for it.
+
+    `present` names optional operands: `bias`, `lengths`, `h`, `c`, `peepholes`; with `free` steps and batch are
+    symbolic.
+    """
+    gates, directions = _GATES[operator], 1 + (attributes.get("direction") == "bidirectional")
+    dims: list[Any] = ["steps", "batch"] if "free" in present else [steps, batch]
+    inputs: list[tuple[Any, ...]] = [("x", [*dims, 3])]
+    weights = {
+        "w": normal(directions, gates * units, 3, seed=1) / 2,
+        "r": normal(directions, gates * units, units, seed=2) / np.float32(np.sqrt(units)),
+    }
+    feeds = {"x": normal(steps, batch, 3)}
+    if "bias" in present:
+        weights["bias"] = normal(directions, 2 * gates * units, seed=3)
+    if "peepholes" in present:
+        weights["peepholes"] = normal(directions, 3 * units, seed=4)
+    if "lengths" in present:
+        inputs.append(("lengths", dims[1:], TensorProto.INT32))
+        feeds["lengths"] = np.random.default_rng(5).integers(1, steps + 1, batch).astype("int32")
+    for name in ("h", "c"):
+        if name in present:
+            inputs.append((name, [directions, *dims[1:], units]))
+            feeds[name] = normal(directions, batch, units, seed=ord(name))
+    names = ["x", "w", "r", *(name if name in present else "" for name in ("bias", "lengths", "h", "c", "peepholes"))]
+    outputs = ["y", "last_h", *["last_c"] * (operator == "LSTM")]
+    node = helper.make_node(operator, names[: 8 if operator == "LSTM" else 6], outputs, hidden_size=units, **attributes)
+    return ([node], inputs, outputs, weights), feeds
+
+
+CASES = {
+    "LSTM": [
+        _recurrent("LSTM", 16),
+        _recurrent("LSTM", 20, "bias", "lengths", "h", "c", "peepholes", batch=5, direction="bidirectional"),
+        _recurrent("LSTM", 5, "bias", "peepholes", batch=4, direction="reverse", clip=0.3, input_forget=1),
+        _recurrent("LSTM", 40, "free", "bias", "lengths", "h", "c", batch=3, steps=6, direction="reverse"),
+    ],
+    "GRU": [
+        _recurrent("GRU", 16, "bias"),
+        _recurrent("GRU", 21, "bias", "lengths", "h", batch=5, direction="bidirectional", clip=0.5),
+        _recurrent("GRU", 21, "bias", "h", batch=7, direction="bidirectional", linear_before_reset=1),
+        _recurrent("GRU", 24, "free", "lengths", "h", batch=2, direction="reverse", linear_before_reset=1, clip=0.7),
+    ],
+    "RNN": [
+        _recurrent("RNN", 3),
+        _recurrent("RNN", 72, "bias", "lengths", "h", batch=9, direction="bidirectional"),
+        _recurrent("RNN", 12, "free", "bias", batch=2, direction="reverse", activations=["Relu"], clip=0.8),
+    ],
+}
+
+
+@pytest.mark.parametrize("operator", CASES)
+def test_recurrent_networks_equal_onnx_runtime(operator: str, assert_all_same: Check) -> None:
+    built = assert_all_same(CASES[operator])
+    assert builds.rule_counts(built)["recurrence"] == len(CASES[operator])
+
+
+def test_every_activation_equals_onnx_runtime(assert_all_same: Check) -> None:
+    names = list(ACTIVATIONS)
+    pairs = list(zip(names, [*names[1:], names[0]], strict=True))[::2]
+    assert {name for pair in pairs for name in pair} == set(names)
+    cases = []
+    for pair in pairs:
+        counts = [ACTIVATIONS[name].parameters for name in pair]
+        parameters = {
+            f"activation_{name}": [0.3 + 0.2 * place for place in range(sum(count > least for count in counts))]
+            for least, name in enumerate(("alpha", "beta"))
+        }
+        parameters = {name: values for name, values in parameters.items() if values}
+        cases.append(
+            _recurrent("RNN", 8, "bias", steps=2, direction="bidirectional", activations=list(pair), **parameters)
+        )
+    cases.append(_recurrent("LSTM", 8, "bias", steps=2, activations=["HardSigmoid", "Softsign", "Relu"]))
+    assert_all_same(cases)
+
+
+def test_cores_that_share_the_units_of_each_step_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = [
+        _recurrent("LSTM", 200, "bias", "h", "c", steps=3),
+        _recurrent("GRU", 250, "bias", "lengths", steps=3),
+        _recurrent("LSTM", 200, "free", "bias", steps=3, batch=3),
+    ]
+    more = _recurrent("LSTM", 200, "free", "bias", steps=5, batch=1)[1]
+    arguments, feeds = cases[2]
+    assert_all_same([*cases[:2], (arguments, feeds, more)])
+
+
+def test_sequences_before_steps_equal_those_after(tmp_path: Path, target: Target) -> None:
+    for place, case in enumerate(
+        [
+            _recurrent("LSTM", 9, "bias", "h", "c", batch=2, direction="bidirectional"),
+            _recurrent("GRU", 9, "bias", "h", batch=2, direction="reverse"),
+        ]
+    ):
+        (nodes, inputs, outputs, weights), feeds = case
+        steps_first = save_model(tmp_path / f"steps{place}.onnx", nodes, inputs, outputs, weights)
+        expected = onnxruntime.InferenceSession(steps_first, providers=["CPUExecutionProvider"]).run(None, feeds)
+        nodes[0].attribute.append(helper.make_attribute("layout", 1))
+        swapped = [(name, [shape[1], shape[0], shape[2]]) for name, shape, *_ in inputs]
+        path = save_model(tmp_path / f"batch{place}.onnx", nodes, swapped, outputs, weights)
+        arrays = [np.ascontiguousarray(array.swapaxes(0, 1)) for array in feeds.values()]
+        actual = builds.run_in_memory(build(import_onnx(path), target), [arrays])[0]
+        orders = [(2, 0, 1, 3), (1, 0, 2), (1, 0, 2)]
+        for ours, theirs, order in zip(actual, expected, orders, strict=False):
+            np.testing.assert_allclose(ours, theirs.transpose(order), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "form"),
+    [({"activations": ["Sine", "Tanh", "Tanh"]}, "'Sine'"), ({"activations": ["Affine", "Tanh", "Tanh"]}, "alpha")],
+    ids=["activation", "parameter"],
+)
+def test_an_unknown_form_is_refused(attributes: dict[str, Any], form: str, tmp_path: Path) -> None:
+    arguments, _ = _recurrent("LSTM", 4, **attributes)
+    with pytest.raises(UnsupportedOperatorError, match=form):
+        import_onnx(save_model(tmp_path / "model.onnx", *arguments))
+
+
+def test_half_precision_is_refused(tmp_path: Path) -> None:
+    (nodes, _, outputs, weights), _ = _recurrent("GRU", 4)
+    weights = {name: value.astype("float16") for name, value in weights.items()}
+    inputs = [("x", [4, 1, 3], onnx.TensorProto.FLOAT16)]
+    with pytest.raises(UnsupportedOperatorError, match="float16"):
+        import_onnx(save_model(tmp_path / "model.onnx", nodes, inputs, [(name, None, 10) for name in outputs], weights))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 7, 16])
+@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
+def test_the_sums_of_a_tile_fit_into_the_registers(kind: str, batch: int) -> None:
+    cell = Cell(kind, "forward", (), 0.0, False, True)
+    for computer in (AVX2, AVX512):
+        for units in (4, 20, 128, 200, 1024):
+            tile = tiles(cell, units, batch, computer)
+            assert tile.rows * tile.blocks * cell.gates + tile.rows + 1 <= computer.registers
+            assert units <= tile.units < 1.2 * units + computer.lanes
+
+
+_TANH, _SIGMOID = ("Tanh", 0.0, 0.0), ("Sigmoid", 0.0, 0.0)
+
+
+def test_recurrences_stay_within_their_buffers() -> None:
+    target = resolve("".join(runnable_levels()[-1:]) or "native")
+    functions = {}
+    for shares_units in (False, True):
+        cycles = 0 if shares_units else 1 << 62
+        computer = replace(machine(target), cores=2, parallel_cycles=cycles)
+        for kind, direction, linear in (
+            ("lstm", "bidirectional", False),
+            ("lstm", "reverse", False),
+            ("gru", "forward", False),
+            ("gru", "reverse", True),
+            ("rnn", "forward", False),
+        ):
+            activations = (
+                [_SIGMOID, _TANH, _TANH] if kind == "lstm" else [_SIGMOID, _TANH] if kind == "gru" else [_TANH]
+            )
+            cell = Cell(kind, direction, activations * (1 + (direction == "bidirectional")), 0.0, False, linear)
+            for batch, units in ((1, 21), (5, 16)):
+                extra = ["split_bias"] * linear + [
+                    "lengths",
+                    "initial_h",
+                    *["initial_c", "peepholes"] * (kind == "lstm"),
+                ]
+                function = Recurrence(cell, 3, batch, units, extra, computer).function()
+                functions[f"{kind}_{direction}_{batch}_{units}_{shares_units}"] = complete(function)
+    assert_within_buffers(functions, target)

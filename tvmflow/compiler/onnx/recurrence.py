@@ -1,0 +1,93 @@
+"""Recurrent networks: LSTM, GRU and RNN."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from tvm import relax
+
+from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError, dims_of, dtype_of, is_static
+from tvmflow.compiler.operators.recurrence import ACTIVATIONS, GATES, recurrence
+
+_DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
+# The operands that an operator has after its input and its two matrices.
+_OPTIONAL = ("bias", "lengths", "initial_h", "initial_c", "peepholes")
+# Activations whose parameters have the defaults of the ONNX operators of their names.
+_PARAMETERS = {"Elu": (1.0,), "HardSigmoid": (0.2, 0.5), "LeakyRelu": (0.01,), "ThresholdedRelu": (1.0,)}
+
+
+def convert_recurrence(operator: str) -> Converter:
+    """Return the converter of LSTM, GRU or RNN: it calls the operator `tvmflow.recurrence`."""
+
+    def convert(node: Node) -> relax.Expr:
+        operands = {name: node.input(place) for place, name in enumerate(("x", "w", "r", *_OPTIONAL))}
+        present = {name: expr for name, expr in operands.items() if expr is not None}
+        _check(operator, present)
+        direction = node.text("direction", "forward")
+        if direction not in ("forward", "reverse", "bidirectional"):
+            raise UnsupportedFormError(f"direction {direction!r}")
+        is_batch_first = bool(node.attrs.get("layout", 0))
+        if is_batch_first:
+            for name in ("x", "initial_h", "initial_c"):
+                if name in present:
+                    present[name] = node.emit(relax.op.permute_dims(present[name], [1, 0, 2]))
+        directions = 2 if direction == "bidirectional" else 1
+        activations = list(_activations(node, _DEFAULTS[operator], directions))
+        result = node.emit(
+            recurrence(
+                present,
+                kind=operator.lower(),
+                direction=direction,
+                activations=[name for name, _, _ in activations],
+                alphas=[alpha for _, alpha, _ in activations],
+                betas=[beta for _, _, beta in activations],
+                clip=float(node.attrs.get("clip", 0.0)),
+                input_forget=int(node.attrs.get("input_forget", 0)),
+                linear_before_reset=int(node.attrs.get("linear_before_reset", 0)),
+            )
+        )
+        outputs = [node.emit(relax.TupleGetItem(result, place)) for place in range(3 if operator == "LSTM" else 2)]
+        if is_batch_first:
+            axes = [[2, 0, 1, 3], [1, 0, 2], [1, 0, 2]]
+            pairs = zip(outputs, axes, strict=False)
+            outputs = [node.emit(relax.op.permute_dims(output, order)) for output, order in pairs]
+        return relax.Tuple(outputs)
+
+    return convert
+
+
+def _check(operator: str, operands: dict[str, relax.Expr]) -> None:
+    """Refuse element types other than float32 and matrices of unknown sizes."""
+    for name, expr in operands.items():
+        if dtype_of(expr) != ("int32" if name == "lengths" else "float32"):
+            raise UnsupportedFormError(f"operands of {dtype_of(expr)}: only float32 is supported")
+        dims = dims_of(expr)
+        if dims is None or (name in ("w", "r") and not all(is_static(dim) for dim in dims)):
+            raise UnsupportedFormError("operands of unknown shape")
+    hidden = dims_of(operands["r"])[-1]  # type: ignore[index]
+    if dims_of(operands["r"])[1] != GATES[operator.lower()] * hidden:  # type: ignore[index]
+        raise UnsupportedFormError("a recurrence matrix whose sizes contradict each other")
+
+
+def _activations(node: Node, defaults: tuple[str, ...], directions: int) -> Iterator[tuple[str, float, float]]:
+    """Yield each activation, by direction, with its parameters alpha and beta."""
+    names = [_decode(value) for value in node.attrs.get("activations", defaults * directions)]
+    if len(names) != len(defaults) * directions:
+        raise UnsupportedFormError(f"{len(names)} activations, expected {len(defaults) * directions}")
+    given = [iter(node.attrs.get(f"activation_{parameter}", ())) for parameter in ("alpha", "beta")]
+    canonical = {name.lower(): name for name in ACTIVATIONS}
+    for word in names:
+        name = canonical.get(word.lower())
+        if name is None:
+            raise UnsupportedFormError(f"activation {word!r}")
+        parameters = [0.0, 0.0]
+        for place in range(ACTIVATIONS[name].parameters):
+            default = dict(enumerate(_PARAMETERS.get(name, ()))).get(place)
+            value = next(given[place], default)
+            if value is None:
+                raise UnsupportedFormError(f"activation {name} without {('alpha', 'beta')[place]}")
+            parameters[place] = float(value)
+        yield name, parameters[0], parameters[1]
+
+
+def _decode(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

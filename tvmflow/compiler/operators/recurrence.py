@@ -1,0 +1,577 @@
+"""LSTM, GRU and RNN: the recurrence over the steps of sequences as one function.
+
+The products of the inputs do not depend on the recurrence and are computed before, by a dense layer over all steps. The
+function reads the recurrent weights once per step, from packed tiles of whole vectors of units, and keeps the sums of a
+tile in registers. Either each core computes whole sequences, or all cores share the units of each step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tvm import relax, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from tvmflow.compiler import extensions, vectormath
+from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import static, vector
+
+GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+# Independent sums that keep the multiply-add units busy: their latency times their number.
+_CHAINS = 10
+# The most units that padding may add to a tile of several vectors, as a fraction of all.
+_MOST_PADDING = 1 / 8
+
+
+def _zero() -> Any:
+    return tirx.const(0.0, "float32")
+
+
+def _elu(x: Any, alpha: float, _beta: float) -> Any:
+    return tirx.Select(x >= _zero(), x, alpha * (vectormath.exp(x) - 1.0))
+
+
+def _softplus(x: Any, _alpha: float, _beta: float) -> Any:
+    return tirx.Select(x > _zero(), x, _zero()) + tirx.log(vectormath.exp(_zero() - tirx.abs(x)) + 1.0)
+
+
+def _hard_sigmoid(x: Any, alpha: float, beta: float) -> Any:
+    return tirx.max(_zero(), tirx.min(tirx.const(1.0, "float32"), alpha * x + beta))
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation function of x, alpha and beta, of which it has the first `parameters`."""
+
+    parameters: int
+    function: Callable[[Any, float, float], Any]
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "Affine": Activation(2, lambda x, alpha, beta: alpha * x + beta),
+    "Elu": Activation(1, _elu),
+    "HardSigmoid": Activation(2, _hard_sigmoid),
+    "LeakyRelu": Activation(1, lambda x, alpha, _: tirx.Select(x >= _zero(), x, alpha * x)),
+    "Relu": Activation(0, lambda x, *_: tirx.Select(x > _zero(), x, _zero())),
+    "ScaledTanh": Activation(2, lambda x, alpha, beta: alpha * vectormath.tanh(beta * x)),
+    "Sigmoid": Activation(0, lambda x, *_: vectormath.sigmoid(x)),
+    "Softplus": Activation(0, _softplus),
+    "Softsign": Activation(0, lambda x, *_: x / (1.0 + tirx.abs(x))),
+    "Tanh": Activation(0, lambda x, *_: vectormath.tanh(x)),
+    "ThresholdedRelu": Activation(1, lambda x, alpha, _: tirx.Select(x > alpha, x, _zero())),
+}
+
+
+def recurrence(operands: Mapping[str, relax.Expr], **attrs: Any) -> relax.Call:
+    """Return the call of a recurrent network.
+
+    `operands` are ONNX's, without those that are absent: `x` [steps, batch, inputs], `w` [directions, gates * units,
+    inputs], `r` [directions, gates * units, units], `bias`, `lengths`, `initial_h`, `initial_c`, `peepholes`. `attrs`
+    are the fields of `Cell`. The result is a tuple: all outputs [steps, directions, batch, units], the last ones
+    [directions, batch, units] and, of an LSTM, the last cell state.
+    """
+    return extensions.call("recurrence", list(operands.values()), operands=list(operands), **attrs)
+
+
+def _infer(call: relax.Call) -> relax.TupleType:
+    operands = dict(zip((str(name) for name in call.attrs["operands"]), call.args, strict=True))
+    steps, batch, _ = operands["x"].ty.shape.values
+    directions, _, units = operands["r"].ty.shape.values
+    state = relax.TensorType([directions, batch, units], "float32")
+    count = 2 if str(call.attrs["kind"]) == "lstm" else 1
+    return relax.TupleType([relax.TensorType([steps, directions, batch, units], "float32"), *[state] * count])
+
+
+extensions.register("recurrence", _infer)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one step computes, as ONNX defines it: `kind` is lstm, gru or rnn.
+
+    `activations` are (name, alpha, beta) of the first direction, then of the second. `clip` bounds the operands of
+    activations, 0 where nothing does.
+    """
+
+    kind: str
+    direction: str
+    activations: tuple[tuple[str, float, float], ...]
+    clip: float
+    input_forget: bool
+    linear_before_reset: bool
+
+    @classmethod
+    def of(cls, attrs: Any) -> "Cell":
+        """Return the cell of a call's attributes."""
+        names, alphas, betas = (list(attrs[key]) for key in ("activations", "alphas", "betas"))
+        return cls(
+            kind=str(attrs["kind"]),
+            direction=str(attrs["direction"]),
+            activations=tuple(
+                (str(name), float(alpha), float(beta)) for name, alpha, beta in zip(names, alphas, betas, strict=True)
+            ),
+            clip=float(attrs["clip"]),
+            input_forget=bool(int(attrs["input_forget"])),
+            linear_before_reset=bool(int(attrs["linear_before_reset"])),
+        )
+
+    @property
+    def directions(self) -> int:
+        """The number of directions."""
+        return 2 if self.direction == "bidirectional" else 1
+
+    @property
+    def gates(self) -> int:
+        """The number of gates."""
+        return GATES[self.kind]
+
+    @property
+    def phases(self) -> tuple[tuple[int, ...], ...]:
+        """The gates whose products need no other gate of the same step, then those that need them."""
+        if self.kind == "gru" and not self.linear_before_reset:
+            return ((0, 1), (2,))
+        return (tuple(range(self.gates)),)
+
+    @property
+    def splits_bias(self) -> bool:
+        """Whether the recurrent bias of the last gate cannot be added to the products of the inputs."""
+        return self.kind == "gru" and self.linear_before_reset
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How units and sequences are cut: `count` tiles of `blocks` vectors of `lanes` units, for `rows` sequences."""
+
+    lanes: int
+    blocks: int
+    count: int
+    rows: int
+
+    @property
+    def units(self) -> int:
+        """The number of units with those that padding adds."""
+        return self.count * self.blocks * self.lanes
+
+
+def tiles(cell: Cell, units: int, batch: int | None, machine: Machine) -> Tiles:
+    """Choose the tiles: their sums fit into the registers, and keep the multiply-add units busy.
+
+    `batch` is None where it is symbolic.
+    """
+    lanes = vector(units, machine)
+    gates = max(map(len, cell.phases))
+    rows = max(1, (machine.registers - 1) // (gates + 1))
+    if batch is not None:
+        batch = _rows_per_task(cell, batch, machine)
+        # Each group of sequences reads the weights once, and a sequence left over is a group by itself.
+        rows = min(range(1, min(rows, batch) + 1), key=lambda count: (batch // count + batch % count, count))
+    vectors = -(-units // lanes)
+    most = min((machine.registers - 1 - rows) // (gates * rows), -(-_CHAINS // (gates * rows)), vectors)
+    for blocks in range(max(1, most), 0, -1):
+        count = -(-vectors // blocks)
+        if blocks == 1 or count * blocks <= vectors * (1 + _MOST_PADDING):
+            return Tiles(lanes, blocks, count, rows)
+    raise AssertionError("one vector always fits")
+
+
+def _rows_per_task(cell: Cell, batch: int, machine: Machine) -> int:
+    return -(-batch // _parts(cell, machine))
+
+
+def _parts(cell: Cell, machine: Machine) -> int:
+    """The number of parts of a batch, so that there is a task for each core."""
+    return -(-machine.cores // cell.directions)
+
+
+class Recurrence:
+    """Builds the function of a recurrence.
+
+    Its parameters are the products of the inputs [steps, batch, directions * gates * padded units] with their bias, in
+    the order of `columns`, the packed weights of each phase, then those of `extra` that are present, then the results.
+    """
+
+    def __init__(self, cell: Cell, steps: Any, batch: Any, units: int, extra: Sequence[str], machine: Machine) -> None:
+        self.cell = cell
+        self.units = units
+        self.tiles = tiles(cell, units, static(batch), machine)
+        self._machine = machine
+        self._extra = extra
+        self._steps = _size(steps, "steps")
+        self._batch = _size(batch, "batch")
+        tile = self.tiles
+        shapes = {
+            "split_bias": (cell.directions, tile.count, tile.blocks, tile.lanes),
+            "lengths": (self._batch,),
+            "initial_h": (cell.directions, self._batch, units),
+            "initial_c": (cell.directions, self._batch, units),
+            "peepholes": (cell.directions, tile.count, tile.blocks, 3, tile.lanes),
+        }
+        columns = cell.directions * cell.gates * tile.units
+        self._x = self._buffer("x", (self._steps, self._batch, columns))
+        self._weights = [
+            self._buffer(f"r{place}", (cell.directions, tile.count, units, tile.blocks, len(gates), tile.lanes))
+            for place, gates in enumerate(cell.phases)
+        ]
+        self._optional = {
+            name: self._buffer(name, shapes[name], "int32" if name == "lengths" else "float32") for name in extra
+        }
+        self._y = self._buffer("y", (self._steps, cell.directions, self._batch, units))
+        state = (cell.directions, self._batch, units)
+        self._last = [self._buffer(f"last_{name}", state) for name in ("h", "c")[: 2 if cell.kind == "lstm" else 1]]
+
+    @staticmethod
+    def _buffer(name: str, shape: Sequence[Any], dtype: str = "float32") -> Any:
+        return tirx.decl_buffer(shape, dtype, name, layout=None)
+
+    def function(self) -> tirx.PrimFunc:
+        """Return the function."""
+        with IRBuilder() as builder, T.seq_scope():
+            self._allocate()
+            if not self._shares_units:
+                self._by_sequence()
+            elif static(self._batch) is None:
+                many = self._batch * self.cell.directions >= self._machine.cores
+                with T.If(many):
+                    with T.Then():
+                        self._by_sequence()
+                    with T.Else():
+                        self._by_units()
+            else:
+                self._by_units()
+        parameters = [self._x, *self._weights, *self._optional.values(), self._y, *self._last]
+        # The builder marks the sequence of statements by an attribute.
+        return tirx.PrimFunc(parameters, builder.get().body).with_attr(KERNEL, "recurrence")
+
+    @cached_property
+    def _shares_units(self) -> bool:
+        """Whether the cores share the units of each step, at least for a batch smaller than the number of cores."""
+        machine, batch = self._machine, static(self._batch)
+        products = self.cell.gates * self.units * self.units
+        cycles = self.cell.directions * (batch or 1) * products // self.tiles.lanes
+        if machine.cores == 1 or cycles < machine.parallel_cycles:
+            return False
+        fills_cores = self.cell.directions * (batch or 1) >= machine.cores
+        # Weights that fit into a core's cache are best read by one core for all steps.
+        return self.cell.directions < machine.cores and (not fills_cores or 4 * products > machine.second_cache)
+
+    def _allocate(self) -> None:
+        shape = (self.cell.directions, self._batch, self.tiles.units)
+        self._h = T.alloc_buffer((2, *shape), "float32", scope="global", layout=None)
+        names = {"lstm": ["c"], "gru": ["update", "reset"] if len(self.cell.phases) > 1 else [], "rnn": []}
+        self._state = {
+            name: T.alloc_buffer(shape, "float32", scope="global", layout=None) for name in names[self.cell.kind]
+        }
+
+    # -- Which core computes what --------------------------------------------------------------------------------------
+
+    def _by_sequence(self) -> None:
+        """Compute whole sequences: a task for each direction and part of the batch."""
+        parts = _parts(self.cell, self._machine)
+        batch = static(self._batch)
+        parts = parts if batch is None else min(parts, batch)
+        rows = tirx.floordiv(self._batch + parts - 1, parts) if batch is None else -(-batch // parts)
+        loop = T.parallel if self._machine.cores > 1 and parts * self.cell.directions > 1 else T.serial
+        with loop(0, parts * self.cell.directions) as task:
+            direction, part = task // parts, task % parts
+            begin = part * rows
+            end = tirx.min(begin + rows, self._batch)
+            if parts == 1:
+                begin, end = tirx.const(0, "int64"), self._batch
+            self._start(direction, begin, end)
+            with T.serial(0, self._steps) as step:
+                for phase in range(len(self.cell.phases)):
+                    with T.serial(0, self.tiles.count) as tile:
+                        self._tile(phase, direction, tile, step, begin, end)
+            self._finish(direction, begin, end)
+
+    def _by_units(self) -> None:
+        """Share the tiles of each step among the cores."""
+        count, none = self.tiles.count, tirx.const(0, "int64")
+        with T.serial(0, self.cell.directions) as direction:
+            self._start(direction, none, self._batch)
+        with T.serial(0, self._steps) as step:
+            for phase in range(len(self.cell.phases)):
+                with T.parallel(0, self.cell.directions * count) as task:
+                    self._tile(phase, task // count, task % count, step, none, self._batch)
+        with T.serial(0, self.cell.directions) as direction:
+            self._finish(direction, none, self._batch)
+
+    def _start(self, direction: Any, begin: Any, end: Any) -> None:
+        """Set the states before the first step, zeros in the units that padding adds."""
+        targets = {"initial_h": self._h, "initial_c": self._state.get("c")}
+        with T.serial(0, end - begin) as row:
+            for name, target in targets.items():
+                if target is None:
+                    continue
+                place = (direction, begin + row) if name == "initial_c" else (0, direction, begin + row)
+                with T.serial(0, self.tiles.units) as unit:
+                    T.buffer_store(target, _zero(), [*place, unit])
+                if name in self._optional:
+                    with T.serial(0, self.units) as unit:
+                        value = self._optional[name][direction, begin + row, unit]
+                        T.buffer_store(target, value, [*place, unit])
+
+    def _finish(self, direction: Any, begin: Any, end: Any) -> None:
+        """Copy the last states to the results."""
+        with T.serial(0, end - begin) as row:
+            sources: list[tuple[Any, tuple[Any, ...]]] = [(self._h, (self._steps % 2, direction, begin + row))]
+            if "c" in self._state:
+                sources.append((self._state["c"], (direction, begin + row)))
+            for target, (source, place) in zip(self._last, sources, strict=True):
+                with T.serial(0, self.units) as unit:
+                    T.buffer_store(target, source[(*place, unit)], [direction, begin + row, unit])
+
+    # -- One step of a tile of units -----------------------------------------------------------------------------------
+
+    def _tile(self, phase: int, direction: Any, tile: Any, step: Any, begin: Any, end: Any) -> None:
+        """Compute a tile's units of one step for the sequences from `begin` to `end`."""
+        rows, batch = self.tiles.rows, static(self._batch)
+        if batch == rows and isinstance(begin, tirx.IntImm):
+            self._rows(phase, direction, tile, step, begin, rows)
+            return
+        with T.serial(0, tirx.floordiv(end - begin, rows)) as group:
+            self._rows(phase, direction, tile, step, begin + group * rows, rows)
+        if rows > 1:
+            with T.serial(0, tirx.floormod(end - begin, rows)) as row:
+                self._rows(phase, direction, tile, step, end - 1 - row, 1)
+
+    def _rows(self, phase: int, direction: Any, tile: Any, step: Any, first: Any, rows: int) -> None:
+        """Compute a tile's units of one step for `rows` sequences: their products, then what follows them."""
+        gates, blocks, lanes = self.cell.phases[phase], self.tiles.blocks, self.tiles.lanes
+        weights = self._weights[phase]
+        sums = T.alloc_buffer((rows, blocks, len(gates), lanes), "float32", scope="local", layout=None)
+        places = [(row, block, gate) for row in range(rows) for block in range(blocks) for gate in range(len(gates))]
+        for row, block, gate in places:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(sums, self._initial(gates[gate], direction, tile, block, lane), [row, block, gate, lane])
+        source = self._h if phase == 0 else self._state["reset"]
+        place = (step % 2, direction) if phase == 0 else (direction,)
+        with T.serial(0, self.units) as k:
+            for row, block, gate in places:
+                with T.vectorized(0, lanes) as lane:
+                    product = source[(*place, first + row, k)] * weights[direction, tile, k, block, gate, lane]
+                    index = [row, block, gate, lane]
+                    T.buffer_store(sums, sums[tuple(index)] + product, index)
+        follow = {"lstm": self._lstm, "gru": self._gru, "rnn": self._rnn}[self.cell.kind]
+        for which in self._directions(direction):
+            with which as number:
+                for row in range(rows):
+                    unit = _Units(self, direction, number, tile, step, first + row, row, sums)
+                    for block in range(blocks):
+                        follow(unit, phase, block)
+
+    def _initial(self, gate: int, direction: Any, tile: Any, block: int, lane: Any) -> Any:
+        if self.cell.splits_bias and gate == 2:
+            bias = self._optional.get("split_bias")
+            return _zero() if bias is None else bias[direction, tile, block, lane]
+        return _zero()
+
+    def _directions(self, direction: Any) -> Iterator[Any]:
+        """Yield contexts that give the number of the direction whose activations apply: one where both have equal."""
+        count = len(self.cell.activations) // self.cell.directions
+        if self.cell.directions == 1 or self.cell.activations[:count] == self.cell.activations[count:]:
+            yield _always(0)
+            return
+        for number in range(2):
+            yield _when(direction == number, number)
+
+    # -- What follows the products -------------------------------------------------------------------------------------
+
+    def _lstm(self, unit: "_Units", _phase: int, block: int) -> None:
+        cells, forget_by_input = self._state["c"], self.cell.input_forget
+        with T.vectorized(0, self.tiles.lanes) as lane:
+            before = cells[tuple(unit.state(block, lane))]
+            update = unit.gate(block, 0, lane, 0, unit.peephole(block, 0, before, lane))
+            hidden = unit.gate(block, 3, lane, 1)
+            if forget_by_input:
+                value = before + update * (hidden - before)
+            else:
+                value = unit.gate(block, 2, lane, 0, unit.peephole(block, 2, before, lane)) * before + update * hidden
+            T.buffer_store(cells, unit.kept(value, before), unit.state(block, lane))
+        with T.vectorized(0, self.tiles.lanes) as lane:
+            cell = cells[tuple(unit.state(block, lane))]
+            output = unit.gate(block, 1, lane, 0, unit.peephole(block, 1, cell, lane))
+            unit.store(
+                block, lane, unit.kept(output * unit.activation(2, unit.clipped(cell)), unit.before(block, lane))
+            )
+        unit.write(block)
+
+    def _gru(self, unit: "_Units", phase: int, block: int) -> None:
+        if self.cell.linear_before_reset:
+            with T.vectorized(0, self.tiles.lanes) as lane:
+                reset = unit.gate(block, 1, lane, 0)
+                unit.store(block, lane, reset * unit.sums[unit.row, block, 2, lane])
+            with T.vectorized(0, self.tiles.lanes) as lane:
+                hidden = unit.input(block, 2, lane) + unit.after(block, lane)
+                unit.store(block, lane, unit.activation(1, unit.clipped(hidden)))
+            with T.vectorized(0, self.tiles.lanes) as lane:
+                unit.blend(block, lane, unit.gate(block, 0, lane, 0))
+            unit.write(block)
+            return
+        if phase == 0:
+            with T.vectorized(0, self.tiles.lanes) as lane:
+                place = unit.state(block, lane)
+                T.buffer_store(self._state["update"], unit.gate(block, 0, lane, 0), place)
+                T.buffer_store(self._state["reset"], unit.gate(block, 1, lane, 0) * unit.before(block, lane), place)
+            return
+        with T.vectorized(0, self.tiles.lanes) as lane:
+            hidden = unit.input(block, 2, lane) + unit.sums[unit.row, block, 0, lane]
+            unit.store(block, lane, unit.activation(1, unit.clipped(hidden)))
+        with T.vectorized(0, self.tiles.lanes) as lane:
+            unit.blend(block, lane, self._state["update"][tuple(unit.state(block, lane))])
+        unit.write(block)
+
+    def _rnn(self, unit: "_Units", _phase: int, block: int) -> None:
+        with T.vectorized(0, self.tiles.lanes) as lane:
+            unit.store(block, lane, unit.kept(unit.gate(block, 0, lane, 0), unit.before(block, lane)))
+        unit.write(block)
+
+
+@dataclass(frozen=True)
+class _Units:
+    """A tile's units of one step of the sequence `sequence`, whose sums are the row `row` of `sums`."""
+
+    owner: Recurrence
+    direction: Any
+    number: int
+    tile: Any
+    step: Any
+    sequence: Any
+    row: int
+    sums: Any
+
+    @cached_property
+    def length(self) -> Any:
+        """The number of the sequence's steps."""
+        lengths, steps = self.owner._optional.get("lengths"), self.owner._steps
+        if lengths is None:
+            return steps
+        return tirx.max(tirx.min(tirx.Cast("int64", lengths[self.sequence]), steps), tirx.const(0, "int64"))
+
+    @cached_property
+    def is_within(self) -> Any | None:
+        """Whether the step is one of the sequence's; None where all are."""
+        return None if "lengths" not in self.owner._optional else self.step < self.length
+
+    @cached_property
+    def position(self) -> Any:
+        """The place of the step in the sequence: the last comes first where it is read in reverse."""
+        direction = self.owner.cell.direction
+        if direction == "forward":
+            return self.step
+        mirrored = self.length - 1 - self.step
+        if self.is_within is not None:
+            mirrored = tirx.Select(self.is_within, mirrored, self.step)
+        if direction == "bidirectional":
+            mirrored = tirx.Select(self.direction == 1, mirrored, self.step)
+        return mirrored
+
+    def state(self, block: int, lane: Any) -> list[Any]:
+        """Return the place of a unit in the states."""
+        tile = self.owner.tiles
+        return [self.direction, self.sequence, (self.tile * tile.blocks + block) * tile.lanes + lane]
+
+    def before(self, block: int, lane: Any) -> Any:
+        """Return a unit's output of the step before."""
+        return self.owner._h[(self.step % 2, *self.state(block, lane))]
+
+    def after(self, block: int, lane: Any) -> Any:
+        """Return a unit's output as it is stored."""
+        return self.owner._h[((self.step + 1) % 2, *self.state(block, lane))]
+
+    def input(self, block: int, gate: int, lane: Any) -> Any:
+        """Return the product of the input."""
+        tile, gates = self.owner.tiles, self.owner.cell.gates
+        column = ((self.direction * tile.count + self.tile) * tile.blocks + block) * gates + gate
+        return self.owner._x[self.position, self.sequence, column * tile.lanes + lane]
+
+    def gate(self, block: int, gate: int, lane: Any, function: int, more: Any = None) -> Any:
+        """Return a gate: the activation `function` of its products and of `more`."""
+        value = self.input(block, gate, lane) + self.sums[self.row, block, gate, lane]
+        return self.activation(function, self.clipped(value if more is None else value + more))
+
+    def peephole(self, block: int, gate: int, cell: Any, lane: Any) -> Any:
+        """Return what the cell state adds to a gate; None without peepholes."""
+        weights = self.owner._optional.get("peepholes")
+        return None if weights is None else cell * weights[self.direction, self.tile, block, gate, lane]
+
+    def clipped(self, value: Any) -> Any:
+        """Return the operand of an activation, within its bounds."""
+        clip = self.owner.cell.clip
+        if not clip:
+            return value
+        low, high = tirx.const(-clip, "float32"), tirx.const(clip, "float32")
+        return tirx.max(low, tirx.min(high, value))
+
+    def activation(self, function: int, value: Any) -> Any:
+        """Return an activation of a value."""
+        count = len(self.owner.cell.activations) // self.owner.cell.directions
+        name, alpha, beta = self.owner.cell.activations[self.number * count + function]
+        # Bound to a variable, the value is computed once, and no condition of the activation guards its reads.
+        x = tirx.Var("x", "float32")
+        return tirx.Let(x, value, ACTIVATIONS[name].function(x, alpha, beta))
+
+    def kept(self, value: Any, before: Any) -> Any:
+        """Return the new state, or the one before where the sequence has ended."""
+        return value if self.is_within is None else tirx.Select(self.is_within, value, before)
+
+    def blend(self, block: int, lane: Any, update: Any) -> None:
+        """Blend the output before with the one that is stored, as a GRU does."""
+        before, hidden = self.before(block, lane), self.after(block, lane)
+        self.store(block, lane, self.kept(hidden + update * (before - hidden), before))
+
+    def store(self, block: int, lane: Any, value: Any) -> None:
+        """Store a unit's output."""
+        T.buffer_store(self.owner._h, value, [(self.step + 1) % 2, *self.state(block, lane)])
+
+    def write(self, block: int) -> None:
+        """Copy a block's outputs to the result, zeros where the sequence has ended."""
+        owner, tile = self.owner, self.owner.tiles
+        first = self.state(block, 0)[-1]
+
+        def copy(lane: Any) -> None:
+            value = owner._h[((self.step + 1) % 2, self.direction, self.sequence, first + lane)]
+            value = value if self.is_within is None else tirx.Select(self.is_within, value, _zero())
+            T.buffer_store(owner._y, value, [self.position, self.direction, self.sequence, first + lane])
+
+        if tile.units == owner.units:
+            with T.vectorized(0, tile.lanes) as lane:
+                copy(lane)
+            return
+        with T.If(first + tile.lanes <= owner.units):
+            with T.Then(), T.vectorized(0, tile.lanes) as lane:
+                copy(lane)
+            with T.Else(), T.serial(0, tirx.max(0, owner.units - first)) as lane:
+                copy(lane)
+
+
+def _size(size: Any, name: str) -> Any:
+    """A size of the function's buffers: a number, or a variable where it is symbolic."""
+    number = static(size)
+    return tirx.Var(name, "int64") if number is None else tirx.IntImm("int64", number)
+
+
+@contextmanager
+def _always(number: int) -> Iterator[int]:
+    yield number
+
+
+@contextmanager
+def _when(condition: Any, number: int) -> Iterator[int]:
+    with T.If(condition), T.Then():
+        yield number
+
+
+def pack_units(value: relax.Expr, gates: int, tile: Tiles, emit: Callable[[relax.Expr], relax.Expr]) -> relax.Expr:
+    """Pack rows [directions, gates * units, n] into tiles [directions, tiles, blocks, gates, lanes, n]."""
+    directions, rows, columns = (int(size) for size in value.ty.shape.values)
+    units = rows // gates
+    packed = emit(relax.op.reshape(value, [directions, gates, units, columns]))
+    if units != tile.units:
+        packed = emit(relax.op.nn.pad(packed, [0, 0, 0, 0, 0, tile.units - units, 0, 0]))
+    packed = emit(relax.op.reshape(packed, [directions, gates, tile.count, tile.blocks, tile.lanes, columns]))
+    return emit(relax.op.permute_dims(packed, [0, 2, 3, 1, 4, 5]))

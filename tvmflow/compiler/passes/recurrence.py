@@ -1,0 +1,71 @@
+"""Lowers recurrent networks: a dense layer for the inputs of all steps, and one function for the recurrence."""
+
+from collections.abc import Callable
+
+import tvm
+from tvm import relax
+
+from tvmflow.compiler import extensions
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.recurrence import Cell, Recurrence, pack_units
+from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
+
+
+def lower_recurrence(machine: Machine) -> tvm.transform.Pass:
+    """Return the pass that lowers recurrent networks for a machine."""
+
+    def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr:
+        return _lowered(rewriter, call, machine)
+
+    return rewriting("LowerRecurrence", {"tvmflow.recurrence": (lower,)})
+
+
+def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Expr:
+    operands = dict(zip((str(name) for name in call.attrs["operands"]), call.args, strict=True))
+    cell = Cell.of(call.attrs)
+    x, bias = operands["x"], operands.get("bias")
+    steps, batch, _ = x.ty.shape.values
+    units = int(operands["r"].ty.shape.values[-1])
+    emit = rewriter.emit
+    split_bias = cell.splits_bias and bias is not None
+    names = ["split_bias"] if split_bias else []
+    names += [name for name in ("lengths", "initial_h", "initial_c", "peepholes") if name in operands]
+    kernel = Recurrence(cell, steps, batch, units, names, machine)
+    tile, gates = kernel.tiles, cell.gates
+
+    weights = pack_units(operands["w"], gates, tile, emit)
+    columns = cell.directions * gates * tile.units
+    weights = emit(relax.op.permute_dims(weights, [5, 0, 1, 2, 3, 4]))
+    weights = emit(relax.op.reshape(weights, [x.ty.shape.values[-1], columns]))
+    products = emit(relax.op.matmul(x, weights))
+    extra = {name: operands[name] for name in names if name in operands}
+    if bias is not None:
+        of_inputs, of_states = _halves(emit, bias, gates * units)
+        if split_bias:
+            most = emit(relax.op.strided_slice(of_states, [1], [0], [2 * units]))
+            last = emit(relax.op.strided_slice(of_states, [1], [2 * units], [3 * units]))
+            of_states = emit(relax.op.nn.pad(most, [0, 0, 0, units]))
+            last = pack_units(emit(relax.op.expand_dims(last, 2)), 1, tile, emit)
+            extra["split_bias"] = emit(relax.op.reshape(last, [cell.directions, tile.count, tile.blocks, tile.lanes]))
+        total = emit(relax.op.expand_dims(emit(relax.op.add(of_inputs, of_states)), 2))
+        total = emit(relax.op.reshape(pack_units(total, gates, tile, emit), [columns]))
+        products = emit(relax.op.add(products, total))
+    if "peepholes" in extra:
+        peepholes = pack_units(emit(relax.op.expand_dims(extra["peepholes"], 2)), 3, tile, emit)
+        shape = [cell.directions, tile.count, tile.blocks, 3, tile.lanes]
+        extra["peepholes"] = emit(relax.op.reshape(peepholes, shape))
+    packed = []
+    for phase in cell.phases:
+        begin, end = phase[0] * units, (phase[-1] + 1) * units
+        rows = operands["r"]
+        if len(cell.phases) > 1:
+            rows = emit(relax.op.strided_slice(rows, [1], [begin], [end]))
+        rows = pack_units(rows, len(phase), tile, emit)
+        packed.append(emit(relax.op.permute_dims(rows, [0, 1, 5, 2, 3, 4])))
+    function = extensions.emit_function(rewriter.builder_, kernel.function(), cell.kind)
+    arguments = [products, *packed, *(extra[name] for name in names)]
+    return relax.call_tir(function, arguments, list(call.ty.fields))
+
+
+def _halves(emit: Callable[[relax.Expr], relax.Expr], value: relax.Expr, size: int) -> list[relax.Expr]:
+    return [emit(relax.op.strided_slice(value, [1], [place * size], [(place + 1) * size])) for place in range(2)]
