@@ -16,7 +16,7 @@ from support.arrays import normal
 from support.guarded import assert_within_buffers
 from support.machines import AVX2, AVX512, runnable_levels
 from support.models import save_model
-from tvmflow.compiler import Built, build, import_onnx
+from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.recurrence import ACTIVATIONS, Cell, Recurrence, tiles
 from tvmflow.compiler.schedules import complete
@@ -24,7 +24,7 @@ from tvmflow.errors import UnsupportedOperatorError
 from tvmflow.target import Target, resolve
 
 Array = np.ndarray[Any, Any]
-Check = Callable[..., Built]
+Check = Callable[..., CompiledModel]
 Case = tuple[tuple[Any, ...], dict[str, Array]]
 
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
