@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _ACTIVE_STATES = ("RUNNING", "PENDING", "PAUSED", "CANCELLING", "SCHEDULED")
 _FINAL_STATES = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+LOGIN_REFUSED = "its server refuses the login; set PREFECT_API_AUTH_STRING to USER:PASSWORD"
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ def connect(action: str) -> "Iterator[SyncPrefectClient]":
         with get_client(sync_client=True) as client:
             yield client
     except PrefectHTTPStatusError as error:
+        if is_login_refused(error):
+            raise PrefectError(f"Prefect could not {action}: {LOGIN_REFUSED}") from error
         reason = " ".join(error.response.text.split())[:300]
         raise PrefectError(
             f"Prefect could not {action}: it answers {error.response.status_code} ({reason}); correct what it names."
@@ -127,6 +130,13 @@ def connect(action: str) -> "Iterator[SyncPrefectClient]":
             f"Prefect could not {action}: its server does not answer ({str(error) or type(error).__name__}); "
             "start it, or correct the setting prefect_api_url."
         ) from error
+
+
+def is_login_refused(error: Exception) -> bool:
+    """Whether an error of Prefect's client says that the server wants a login, or refuses the one it was given."""
+    import httpx
+
+    return isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403)
 
 
 def _read_runs(

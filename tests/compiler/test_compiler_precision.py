@@ -17,6 +17,7 @@ from onnx import helper
 from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
 from support.models import join_models, joined_name
+from support.quantised import quantise
 from tvmflow.compiler import BuildOptions, build, import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import variants
@@ -250,7 +251,7 @@ def test_equal_models_give_equal_libraries(
     precision, target = reduced_precision
     path = _small_network(make_model)
     if precision == "int8":
-        path = _quantise(path, tmp_path / "quantised.onnx")
+        path = quantise(path, tmp_path / "quantised.onnx")
     libraries = []
     for name in ("one.so", "two.so"):
         build(import_onnx(path), target, BuildOptions(precision=precision)).export(tmp_path / name)
@@ -270,30 +271,6 @@ def _small_network(make_model: MakeModel) -> Path:
     ]
     weights = {"w0": normal(24, 3, 3, 3) / 5, "w1": normal(24, 1, 3, 3) / 3, "w2": normal(24, 10) / 5}
     return make_model(nodes, [("x", [1, 3, 12, 12])], ["y"], weights)
-
-
-def _quantise(path: Path, output: Path, *, signed: bool = False, per_channel: bool = True) -> Path:
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-
-    shape = [dim.dim_value for dim in onnx.load(path).graph.input[0].type.tensor_type.shape.dim]
-
-    class Reader(CalibrationDataReader):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.left = [{"x": normal(*shape, seed=seed)} for seed in range(3)]
-
-        def get_next(self) -> dict[str, Array] | None:
-            return self.left.pop() if self.left else None
-
-    quantize_static(
-        path,
-        output,
-        Reader(),
-        quant_format=QuantFormat.QDQ,
-        per_channel=per_channel,
-        activation_type=QuantType.QInt8 if signed else QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-    )
-    return output
 
 
 def _step(quantised: Path, tensor: str) -> float:
@@ -325,7 +302,7 @@ def test_quantised_convolutions_equal_onnx_runtime(
         nodes = [_conv(groups, kernel, stride, pad, dilation), activation]
         path = make_model(nodes, [("x", inputs[-1].shape)], ["y"], weights)
         quantised = tmp_path / f"quantised{place}.onnx"
-        paths.append(_quantise(path, quantised, signed=signed, per_channel=groups != 3))
+        paths.append(quantise(path, quantised, signed=signed, per_channel=groups != 3))
     joined = _joined(paths, "joined.onnx")
     built = build(import_onnx(joined), int8, BuildOptions(precision="int8"))
     expected = onnxruntime_outputs(joined, {joined_name(place, "x"): x for place, x in enumerate(inputs)})
@@ -356,7 +333,7 @@ def test_quantised_dense_layers_equal_onnx_runtime(
     weights = {"w": normal(units, depth), "b": normal(units)}
     nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["y"], transB=1)]
     path = make_model(nodes, [("x", [rows, depth])], ["y"], weights)
-    quantised = _quantise(path, tmp_path / "quantised.onnx", signed=signed)
+    quantised = quantise(path, tmp_path / "quantised.onnx", signed=signed)
     built = build(import_onnx(quantised), int8, BuildOptions(precision="int8"))
     x = normal(rows, depth, seed=9)
     _assert_steps(run_built(built, x)[0], _onnxruntime(quantised, x=x), _step(quantised, "y"))
@@ -367,7 +344,7 @@ def test_quantised_dense_layers_equal_onnx_runtime(
 def test_a_quantised_network_stays_in_integers(
     signed: bool, make_model: MakeModel, run_built: RunBuilt, int8: Target, tmp_path: Path
 ) -> None:
-    quantised = _quantise(_residual_network(make_model), tmp_path / "quantised.onnx", signed=signed)
+    quantised = quantise(_residual_network(make_model), tmp_path / "quantised.onnx", signed=signed)
     built = build(import_onnx(quantised), int8, BuildOptions(precision="int8"))
     x = normal(1, 3, 32, 32, seed=9)
     expected = _onnxruntime(quantised, x=x)
@@ -422,7 +399,7 @@ def test_products_are_instructions_on_narrow_numbers(
 ) -> None:
     path = _small_network(make_model)
     if precision == "int8":
-        path = _quantise(path, tmp_path / "quantised.onnx")
+        path = quantise(path, tmp_path / "quantised.onnx")
     built = build(import_onnx(path), resolve(target), BuildOptions(precision=precision))
     assembly = str(built.executable.mod.imports[0].inspect_source("asm"))
     assert re.search(instruction, assembly)
@@ -472,7 +449,7 @@ def test_other_schedules_of_dot_products_are_built_in_other_processes_and_right(
     nodes, weights = [_conv(1, 3, 1, 1, 1)], {"w": normal(64, 32, 3, 3), "b": normal(64)}
     path = make_model(nodes, [("x", [1, 32, 9, 9])], ["c"], weights)
     if precision == "int8":
-        path = _quantise(path, tmp_path / "quantised.onnx")
+        path = quantise(path, tmp_path / "quantised.onnx")
     func, unscheduled = _candidate(path, target, precision)
     schedules = variants(func, machine(target))
     assert all("Tensorize" in {step.kind.name for step in item.trace.insts} for item in schedules)

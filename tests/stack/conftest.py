@@ -105,13 +105,14 @@ class Machine:
                 continue
         return processes
 
-    def prefect(self, path: str, body: Document | None = None) -> Any:
-        """What the API of the stack's Prefect answers."""
+    def prefect(self, path: str, body: Document | None = None, method: str | None = None) -> Any:
+        """What the API of the stack's Prefect answers; None for an empty answer."""
         data = None if body is None else json.dumps(body).encode()
         address = f"http://127.0.0.1:{self.ports['prefect']}/api/{path}"
-        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(address, data, {"Content-Type": "application/json"}, method=method)
         with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
-            return json.load(answer)
+            content = answer.read()
+            return json.loads(content) if content else None
 
     def state_of(self, run: str) -> str:
         """The state of a flow run, e.g. `RUNNING`."""

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
+from support.waits import wait_until
 from tvmflow.settings import Settings
 
 Document = dict[str, Any]
@@ -73,6 +74,30 @@ def test_the_deployments_of_the_release_file_and_mlflows_webhook_are_registered(
     address = f"http://127.0.0.1:{stack.ports['mlflow']}"
     (webhook,) = MlflowClient(address, registry_uri=address).list_webhooks()
     assert webhook.url == f"http://127.0.0.1:{stack.ports['receiver']}/webhooks/mlflow"
+
+
+def test_a_schedule_creates_a_run_and_the_worker_does_it(stack: Any) -> None:
+    deployment = stack.prefect("deployments/name/reconcile/all")
+    (schedule,) = deployment["schedules"]
+    place = f"deployments/{deployment['id']}/schedules/{schedule['id']}"
+    query = {
+        "deployments": {"id": {"any_": [deployment["id"]]}},
+        "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}},
+    }
+
+    def scheduled_runs() -> list[Document]:
+        return [run for run in stack.prefect("flow_runs/filter", query) if run["auto_scheduled"]]
+
+    before = len(scheduled_runs())
+    # The sixth field is that of seconds. Of a frequent schedule, one run at a time is planned.
+    often = {"schedule": {"cron": "* * * * * */10", "timezone": "UTC"}, "max_scheduled_runs": 1}
+    stack.prefect(place, often, "PATCH")
+    try:
+        runs = wait_until(lambda: scheduled_runs()[before:], message="the worker completes a run of the schedule")
+    finally:
+        stack.prefect(place, {"schedule": schedule["schedule"]}, "PATCH")
+    assert {run["created_by"]["type"] for run in runs} == {"SCHEDULE"}
+    assert {run["work_pool_name"] for run in runs} == {"tvmflow"}
 
 
 def test_what_died_is_started_again_and_what_runs_is_left_alone(stack: Any) -> None:

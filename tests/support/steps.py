@@ -1,6 +1,7 @@
-"""A bundle by the real steps of a release: export, import, tune, build, package."""
+"""The real steps of a release without their processes, and a bundle by these steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,14 +31,21 @@ def compile_by_steps(document: Mapping[str, Any], folder: Path, state: Path) -> 
     spec, workspace = parse(dict(document), folder), Workspace(state)
     runner = StepRunner.of(spec, Settings(), workspace)
     (target,) = spec.resolve_targets()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tvmflow.process.call", _call_here)
+    with steps_in_this_process():
         exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
         imported = relax_import(runner, ImportJob.of(spec, exported)).result
         tuned = tune(runner, TuneJob.of(spec, imported, target)).result
         built = build(runner, BuildJob.of(spec, imported, tuned, target)).result
         job = PackageJob.of(spec, workspace, exported, imported, tuned, built, target, signer=None)
         return workspace.path(package(runner, job, None).result.bundle)
+
+
+@contextmanager
+def steps_in_this_process() -> Iterator[None]:
+    """Let steps do their work in this process while the body runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tvmflow.process.call", _call_here)
+        yield
 
 
 def _call_here(function: str, job: Any, result: Callable[..., T], **_options: Any) -> T:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tvmflow.errors import SettingsError, StepError
+from tvmflow.errors import PrefectError, SettingsError, StepError, TvmflowError
 from tvmflow.launch import die_with_parent
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
 
     Yields a function that waits until the server answers; the body calls it before it runs a flow, and imports modules
     while an embedded server starts. Raises SettingsError when the server that settings name does not answer; the
-    function raises StepError when the embedded server does not start.
+    function raises StepError when the embedded server does not start. Raises PrefectError when the server refuses the
+    login of the body's requests.
     """
     prepare_environment()
     if settings.prefect_api_url is not None:
@@ -63,11 +64,27 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
                 f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
                 "prefect_api_url (an address that ends in /api)"
             )
-        yield lambda: None
+        with _one_sentence_for_a_refused_login(settings.prefect_api_url):
+            yield lambda: None
         return
     with _embedded(settings.state / "prefect") as (address, await_start):
         os.environ["PREFECT_API_URL"] = address
         yield await_start
+
+
+@contextmanager
+def _one_sentence_for_a_refused_login(address: str) -> Iterator[None]:
+    """Raise PrefectError where the body ends because the server at `address` refuses its login."""
+    try:
+        yield
+    except TvmflowError:
+        raise
+    except Exception as error:
+        from flows.runs import LOGIN_REFUSED, is_login_refused
+
+        if is_login_refused(error):
+            raise PrefectError(f"Prefect at {address} takes no flow runs: {LOGIN_REFUSED}") from error
+        raise
 
 
 @contextmanager

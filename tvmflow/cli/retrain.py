@@ -90,6 +90,7 @@ def _emit(name: str, payload: dict[str, Any]) -> str:
     from prefect.events import Event
     from prefect.events.clients import get_events_client
 
+    from flows.runs import LOGIN_REFUSED, is_login_refused
     from tvmflow.errors import PrefectError
     from tvmflow.usercode import describe
 
@@ -102,7 +103,8 @@ def _emit(name: str, payload: dict[str, Any]) -> str:
     try:
         asyncio.run(send())
     except Exception as error:  # Whatever a websocket or Prefect raises: the event is not there.
-        raise PrefectError(f"Prefect did not take the event ({describe(error)}); look at its server's log") from error
+        reason = LOGIN_REFUSED if is_login_refused(error) else f"{describe(error)}; look at its server's log"
+        raise PrefectError(f"Prefect did not take the event: {reason}") from error
     return str(event.id)
 
 

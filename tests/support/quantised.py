@@ -1,0 +1,37 @@
+"""Quantised models, as ONNX Runtime's tools make them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from support.arrays import normal
+
+
+def quantise(path: Path, output: Path, *, signed: bool = False, per_channel: bool = True) -> Path:
+    """Write the quantised form of a float32 model with one input `x` of fixed shape to `output`, and return that.
+
+    Weights are int8; activations are uint8, or int8 with `signed`. Normal samples calibrate the ranges.
+    """
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    shape = [dim.dim_value for dim in onnx.load(path).graph.input[0].type.tensor_type.shape.dim]
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.left = [{"x": normal(*shape, seed=seed)} for seed in range(3)]
+
+        def get_next(self) -> dict[str, np.ndarray[Any, Any]] | None:
+            return self.left.pop() if self.left else None
+
+    quantize_static(
+        path,
+        output,
+        Reader(),
+        quant_format=QuantFormat.QDQ,
+        per_channel=per_channel,
+        activation_type=QuantType.QInt8 if signed else QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+    )
+    return output
