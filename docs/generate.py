@@ -33,6 +33,7 @@ With `--json`, standard output holds one JSON document, for an error as well.
 | 1 | a file, a server or the compiler failed |
 | 2 | the command line, the release file or a setting is wrong |
 | 3 | a measurement refused the model: its outputs differ, or it fails a gate |
+| 4 | `tvmflow doctor`: something in the model cannot be compiled |
 | 130 | the command was interrupted; run it again to continue |
 """
 

@@ -14,6 +14,7 @@ from tvmflow.cli.approve import approve_command
 from tvmflow.cli.compile import compile_command
 from tvmflow.cli.deploy import deploy_command
 from tvmflow.cli.devices import devices_command
+from tvmflow.cli.doctor import doctor_command
 from tvmflow.cli.down import down_command
 from tvmflow.cli.history import history_command
 from tvmflow.cli.init import init_command
@@ -64,6 +65,7 @@ for command in (
     release_command,
     tune_command,
     devices_command,
+    doctor_command,
     compile_command,
     run_command,
     verify_command,

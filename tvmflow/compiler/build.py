@@ -278,6 +278,11 @@ def _schedule(
     return mod, schedules
 
 
+def rules_of(lowered: tvm.IRModule, target: Target) -> dict[str, str]:
+    """Return the name of the rule that schedules each fused function of a lowered module."""
+    return dict(_schedule(lowered, target, None)[1])
+
+
 def _replace_refused(
     scheduled: tvm.IRModule, lowered: tvm.IRModule, schedules: list[tuple[str, str]], target: Target
 ) -> list[tuple[str, str]] | None:

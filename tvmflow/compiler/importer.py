@@ -362,12 +362,12 @@ def _has_converter(node: onnx.NodeProto) -> bool:
     return node.domain == "com.microsoft" and node.op_type in CONTRIBUTED
 
 
-def _operator_name(node: onnx.NodeProto) -> str:
+def operator_name(node: onnx.NodeProto) -> str:
     """The operator's name, with its domain unless it is of the standard."""
     return f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else str(node.op_type)
 
 
-def _node_name(node: onnx.NodeProto) -> str:
+def node_name(node: onnx.NodeProto) -> str:
     """The node's name; its first output's where it has none."""
     return str(node.name or next(iter(node.output), "unnamed"))
 
@@ -378,7 +378,7 @@ def _missing_converter(node: onnx.NodeProto) -> Refusal:
     if node.domain.startswith("com.microsoft"):
         advice = "export the model anew, without the optimizer of ONNX Runtime, which writes this operator"
     reason = f"cannot be imported by TVM {tvm.__version__}"
-    return Refusal(_operator_name(node), _node_name(node), reason, advice)
+    return Refusal(operator_name(node), node_name(node), reason, advice)
 
 
 def _type_refusals(graph: onnx.GraphProto) -> list[Refusal]:
@@ -537,7 +537,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             reason, advice = shorten(error), "export the model without it"
         else:
             reason, advice = f"TVM cannot import it: {shorten(error)}", self._advice
-        return Refusal(_operator_name(node), _node_name(node), reason, advice)
+        return Refusal(operator_name(node), node_name(node), reason, advice)
 
     def _placeholder(self, name: str) -> relax.Var:
         """A variable for a result that cannot be computed, of the type that ONNX infers."""

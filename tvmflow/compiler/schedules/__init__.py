@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import tvm_ffi
 from tvm.s_tir import Schedule, ScheduleError
@@ -103,9 +104,33 @@ def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule
 
 def is_of_stages(func: PrimFunc) -> bool:
     """Whether a fused function's kernel has several stages, so that only its own rule schedules it well."""
+    return any(kernel in _OF_STAGES for kernel in kernels_of(func))
+
+
+def kernels_of(func: PrimFunc) -> list[str]:
+    """List the kinds of the kernels in a fused function."""
     sch = _with_blocks(func)
     kernels = [] if sch is None else [sch.get(block).annotations.get(KERNEL) for block in common.blocks(sch)]
-    return any(kernel in _OF_STAGES for kernel in kernels)
+    return [str(kernel) for kernel in kernels if kernel is not None]
+
+
+def iterations_of(func: PrimFunc) -> list[tuple[list[Any], Any]]:
+    """List, for each block of a fused function, the extents of its loops and the value that an iteration stores.
+
+    Empty for a function without blocks.
+    """
+    sch = _with_blocks(func)
+    blocks_of_func = [] if sch is None else [sch.get(block) for block in common.blocks(sch)]
+    return [
+        ([variable.dom.extent for variable in block.iter_vars], getattr(block.body, "value", None))
+        for block in blocks_of_func
+    ]
+
+
+def is_elementwise(func: PrimFunc) -> bool:
+    """Whether a fused function computes each element of its result from the elements at the same place."""
+    sch = _with_blocks(func)
+    return sch is not None and all(common.is_elementwise(sch, block) for block in common.blocks(sch))
 
 
 def _cycles(func: PrimFunc, machine: Machine) -> float:

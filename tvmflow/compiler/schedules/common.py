@@ -41,6 +41,28 @@ def is_reduction(sch: Schedule, block: SBlockRV) -> bool:
     return any(variable.iter_type == tirx.IterVar.CommReduce for variable in sch.get(block).iter_vars)
 
 
+def is_elementwise(sch: Schedule, block: SBlockRV) -> bool:
+    """Whether a block reads, for each element that it writes, only elements at the same place.
+
+    An operand with fewer dimensions, or with one element along a dimension, is repeated.
+    """
+    if is_reduction(sch, block):
+        return False
+    order = [variable.var for variable in sch.get(block).iter_vars]
+    for region in sch.get(block).reads:
+        places = []
+        for span in region.region:
+            if isinstance(span.min, tirx.IntImm):
+                continue
+            place = next((place for place, variable in enumerate(order) if variable.same_as(span.min)), None)
+            if place is None:
+                return False
+            places.append(place)
+        if places != sorted(places):
+            return False
+    return True
+
+
 def inline_elementwise(sch: Schedule) -> None:
     """Inline every element-wise block into its readers; a block that TVM refuses to inline stays."""
     for block in blocks(sch):

@@ -1,0 +1,50 @@
+import json
+from pathlib import Path
+
+from onnx import helper
+
+from support.models import save_dense, save_model
+
+from .conftest import Command
+
+
+def test_a_model_that_compiles_is_no_error(tvmflow: Command, tmp_path: Path) -> None:
+    ended = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"))
+    assert ended.code == 0, ended.err
+    assert "nothing is refused" in ended.out
+    for words in ("MatMul", "Softmax", "free dimension batch: axis 0 of 'x'", "dense.onnx"):
+        assert words in ended.out
+
+
+def test_a_refused_model_has_its_own_exit_code_and_names_file_node_and_operator(
+    tvmflow: Command, tmp_path: Path
+) -> None:
+    node = helper.make_node("Foo", ["x"], ["y"], name="a_foo", domain="org.example")
+    path = save_model(tmp_path / "model.onnx", [node], [("x", [1])], [("y", [1])])
+    ended = tvmflow("doctor", path)
+    assert ended.code == 4
+    for words in ("model.onnx", "org.example.Foo", "a_foo", "refused"):
+        assert words in ended.out
+
+
+def test_the_document_holds_every_operator_and_refusal(tvmflow: Command, tmp_path: Path) -> None:
+    node = helper.make_node("Foo", ["x"], ["y"], name="a_foo", domain="org.example")
+    path = save_model(tmp_path / "model.onnx", [node], [("x", [1])], [("y", [1])])
+    ended = tvmflow("doctor", path, "--json")
+    assert ended.code == 4
+    document = json.loads(ended.out)
+    assert document["refused"] is True
+    assert document["refusals"][0]["node"] == "a_foo"
+    assert [item["verdict"] for item in document["operators"]] == ["refused"]
+
+
+def test_given_shapes_leave_no_free_dimension(tvmflow: Command, tmp_path: Path) -> None:
+    ended = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"), "--input-shapes", "x:[8,4]", "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["free"] == {}
+
+
+def test_an_unknown_target_is_one_sentence(tvmflow: Command, tmp_path: Path) -> None:
+    ended = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"), "--target", "no-such-machine")
+    assert ended.code == 1
+    assert "no-such-machine" in ended.sentence

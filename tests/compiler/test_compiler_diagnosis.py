@@ -1,0 +1,153 @@
+"""What `diagnose` says of models, beside what the compiler does with them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from support.machines import on_two_cores
+from tvmflow.compiler import import_onnx
+from tvmflow.compiler.diagnosis import Diagnosis, OperatorDiagnosis, diagnose
+from tvmflow.errors import ModelImportError, UnsupportedOperatorError
+from tvmflow.target import Target
+
+
+def _rows(diagnosis: Diagnosis) -> dict[str, list[OperatorDiagnosis]]:
+    rows: dict[str, list[OperatorDiagnosis]] = {}
+    for item in diagnosis.operators:
+        rows.setdefault(item.operator, []).append(item)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def picture_network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network of two equal convolutions, with all verdicts but "refused"."""
+    from support.models import save_model
+
+    weight = np.random.default_rng(0).normal(size=(32, 32, 3, 3)).astype("float32")
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], name="first", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "w"], ["c"], pads=[1, 1, 1, 1]),
+        helper.make_node("Shape", ["w"], ["s"]),
+        helper.make_node("TopK", ["c", "k"], ["d", "i"], axis=1),
+    ]
+    path = tmp_path_factory.mktemp("diagnosis") / "model.onnx"
+    weights = {"w": weight, "k": np.array([4], "int64")}
+    return save_model(path, nodes, [("x", ["batch", 32, 28, 28])], ["d", "s"], weights)
+
+
+@pytest.fixture(scope="module")
+def diagnosis(picture_network: Path) -> Diagnosis:
+    return diagnose(picture_network, on_two_cores("x86-64-v3"))
+
+
+def test_equal_nodes_are_one_row_with_the_rule_that_takes_them(diagnosis: Diagnosis) -> None:
+    (convolution,) = _rows(diagnosis)["Conv"]
+    assert (convolution.verdict, convolution.nodes, convolution.node) == ("fast", 2, "first")
+    assert convolution.rule in ("winograd", "conv2d")
+
+
+def test_an_elementwise_operator_is_fused(diagnosis: Diagnosis) -> None:
+    (relu,) = _rows(diagnosis)["Relu"]
+    assert (relu.verdict, relu.rule) == ("fast", "fused")
+
+
+def test_an_operator_without_a_rule_is_a_fallback_with_a_reason(diagnosis: Diagnosis) -> None:
+    (top_k,) = _rows(diagnosis)["TopK"]
+    assert top_k.verdict == "fallback"
+    assert top_k.reason
+
+
+def test_what_is_known_at_import_is_folded(diagnosis: Diagnosis) -> None:
+    (shape,) = _rows(diagnosis)["Shape"]
+    assert (shape.verdict, shape.share) == ("folded", None)
+
+
+def test_shares_sum_to_one_and_convolutions_take_most(diagnosis: Diagnosis) -> None:
+    shares = {item.operator: item.share for item in diagnosis.operators if item.share is not None}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert max(shares, key=lambda name: shares[name]) == "Conv"
+
+
+def test_free_dimensions_are_named_with_their_places(diagnosis: Diagnosis) -> None:
+    assert diagnosis.free == {"batch": (("x", 0),)}
+
+
+def test_a_diagnosis_takes_sizes_for_free_dimensions(picture_network: Path) -> None:
+    target = on_two_cores("x86-64-v3")
+    small, large = (diagnose(picture_network, target, sizes={"batch": size}) for size in (1, 64))
+    assert small.sizes == {"batch": 1}
+    assert large.sizes == {"batch": 64}
+    shares = [_rows(item)["Conv"][0].share for item in (small, large)]
+    assert shares[0] is not None
+    assert shares[1] is not None
+    # The weights are read once, however large the batch.
+    assert shares[0] != shares[1]
+
+
+def test_bf16_covers_products_where_the_processor_has_the_instructions(make_model: Any) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Softmax", ["y"], ["z"])]
+    path = make_model(nodes, [("x", [64, 256])], ["z"], {"w": np.ones((256, 256), "float32")})
+    coverage = {item.precision: item for item in diagnose(path, on_two_cores("x86-64-v4-bf16")).coverage}
+    assert coverage["bf16"].share is not None
+    assert 0.5 < coverage["bf16"].share < 1
+
+
+def test_a_processor_without_the_instructions_covers_nothing(diagnosis: Diagnosis) -> None:
+    coverage = {item.precision: item for item in diagnosis.coverage}
+    assert coverage["bf16"].share is None
+    assert "bf16" in coverage["bf16"].reason
+
+
+def test_all_refusals_come_at_once_and_the_import_says_the_same(make_model: Any, target: Target) -> None:
+    nodes = [
+        helper.make_node("Foo", ["x"], ["f"], name="a_foo", domain="org.example"),
+        helper.make_node("RoiAlign", ["x", "rois", "places"], ["a"], name="an_align", mode="max"),
+        helper.make_node("Relu", ["x"], ["z"]),
+    ]
+    inputs = [("x", [1, 1, 4, 4]), ("rois", [1, 4]), ("places", [1], TensorProto.INT64)]
+    path = make_model(nodes, inputs, [("f", [1]), "a", "z"])
+    diagnosis = diagnose(path, target)
+    rows = _rows(diagnosis)
+    assert [rows[name][0].verdict for name in ("org.example.Foo", "RoiAlign", "Relu")] == ["refused", "refused", "fast"]
+    with pytest.raises(UnsupportedOperatorError) as refused:
+        import_onnx(path)
+    for refusal in diagnosis.refusals:
+        assert refusal.node in str(refused.value)
+        assert refusal.reason in str(refused.value)
+
+
+def test_nodes_after_a_refused_one_are_judged_where_their_shapes_are_known(make_model: Any, target: Target) -> None:
+    nodes = [
+        helper.make_node("RoiAlign", ["x", "rois", "places"], ["a"], mode="max", output_height=2, output_width=2),
+        helper.make_node("Softmax", ["a"], ["z"]),
+    ]
+    inputs = [("x", [1, 1, 4, 4]), ("rois", [3, 4]), ("places", [3], TensorProto.INT64)]
+    rows = _rows(diagnose(make_model(nodes, inputs, ["z"]), target))
+    assert rows["Softmax"][0].verdict == "fast"
+
+
+def test_nodes_inside_of_a_branch_are_listed(make_model: Any, target: Target) -> None:
+    branches = {
+        f"{name}_branch": helper.make_graph(
+            [helper.make_node(operator, ["x"], [name])],
+            name,
+            [],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4])],
+        )
+        for name, operator in (("then", "Relu"), ("else", "Neg"))
+    }
+    node = helper.make_node("If", ["c"], ["y"], **branches)
+    path = make_model([node], [("c", [], TensorProto.BOOL), ("x", [4])], [("y", [4])])
+    rows = _rows(diagnose(path, target))
+    assert {"If", "Relu", "Neg"} <= rows.keys()
+
+
+def test_a_damaged_file_is_an_error_rather_than_a_diagnosis(tmp_path: Path, target: Target) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"no model")
+    with pytest.raises(ModelImportError, match=r"model\.onnx"):
+        diagnose(path, target)

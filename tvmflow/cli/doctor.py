@@ -1,0 +1,96 @@
+"""`tvmflow doctor`: what compiling an ONNX file will do, before any build."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tvmflow.cli.compile import parse_shapes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tvmflow.compiler.diagnosis import Diagnosis
+
+_REFUSED = 4
+
+
+@click.command("doctor")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--target", default="native", show_default=True, help="A preset, or a TVM target such as 'llvm -mcpu=znver4'."
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16", "int8"]),
+    default="fp32",
+    show_default=True,
+    help="The precision to compile for.",
+)
+@click.option(
+    "--input-shapes",
+    help='Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]"; what is not given stays free.',
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def doctor_command(model: Path, target: str, precision: str, input_shapes: str | None, as_json: bool) -> None:
+    """Say of every operator of the ONNX file MODEL how it will be compiled, or why not and what to do instead.
+
+    Nothing is built. Each kind of node is lowered by itself, and "rule" is the schedule rule that takes it. "fast" is
+    what a rule was written for, or what is fused into a neighbour; "fallback" is what only the general schedule takes;
+    "folded" is computed at import. "time" is the expected share of the run time, from operations and bytes.
+    Exit code 4: something is refused.
+    """
+    from rich.console import Console
+
+    from tvmflow.compiler.diagnosis import diagnose
+    from tvmflow.target import resolve
+
+    shapes = parse_shapes(input_shapes or "")
+    with Console(stderr=True).status(f"reading {model}"):
+        diagnosis = diagnose(model, resolve(target), precision, shapes)  # type: ignore[arg-type]
+    if as_json:
+        click.echo(json.dumps({**dataclasses.asdict(diagnosis), "refused": bool(diagnosis.refusals)}))
+    else:
+        _show(diagnosis, Console(width=None if sys.stdout.isatty() else 160))
+    if diagnosis.refusals:
+        sys.exit(_REFUSED)
+
+
+def _show(diagnosis: "Diagnosis", console: "Console") -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    def line(text: str) -> None:
+        console.print(escape(text), highlight=False, soft_wrap=True)
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("operator", "nodes", "verdict", "rule", "time", "first node"):
+        table.add_column(column, justify="right" if column in ("nodes", "time") else "left")
+    notes: dict[str, list[str]] = {}
+    for item in diagnosis.operators:
+        share = "-" if item.share is None or item.verdict == "folded" else f"{item.share:.1%}"
+        cells = (item.operator, str(item.nodes), item.verdict, item.rule or "-", share, item.node)
+        table.add_row(*map(escape, cells))
+        if item.verdict in ("fallback", "unexamined"):
+            note = f"{item.reason}{'; ' if item.advice else ''}{item.advice}"
+            notes.setdefault(f"{item.verdict}: {note}", []).append(item.operator)
+    console.print(table)
+    for note, operators in notes.items():
+        line(f"{', '.join(dict.fromkeys(operators))}: {note}")
+    for name, places in diagnosis.free.items():
+        where = ", ".join(f"axis {axis} of {value!r}" for value, axis in places)
+        line(f"free dimension {name}: {where}; any size of at least 1 (times are for {diagnosis.sizes[name]})")
+    for coverage in diagnosis.coverage:
+        share = "" if coverage.share is None else f"{coverage.share:.0%} of the expected time"
+        line(f"{coverage.precision}: {'; '.join(filter(None, (share, coverage.reason)))}")
+    for refusal in diagnosis.refusals:
+        where = f"{refusal.where}: " if refusal.operator else ""
+        line(f"refused: {where}{refusal.reason}; {refusal.advice}")
+    total = sum(item.nodes for item in diagnosis.operators)
+    count = len(diagnosis.refusals)
+    verdict = f"{count} {'refusal' if count == 1 else 'refusals'}" if count else "nothing is refused"
+    line(f"{diagnosis.model} for {diagnosis.target} in {diagnosis.precision}: {total} nodes, {verdict}")

@@ -1,0 +1,534 @@
+"""Says of every operator of an ONNX model, before any build, which schedule rule takes it or why it is refused."""
+
+import hashlib
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+import tvm
+from tvm import relax, tirx
+from tvm.tirx import PrimFunc
+
+from tvmflow.bundle import TensorSpec
+from tvmflow.compiler.build import BuildOptions, lower, rules_of
+from tvmflow.compiler.graph import workloads
+from tvmflow.compiler.importer import Imported, NodeRecord, Refusal, Survey, node_name, operator_name, survey_onnx
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.messages import shorten
+from tvmflow.compiler.schedules import RULES, is_elementwise, iterations_of, kernels_of
+from tvmflow.errors import BuildError
+from tvmflow.target import Precision, Target, explain_missing_unit
+
+Verdict = Literal["fast", "fallback", "folded", "refused", "unexamined"]
+# The verdicts, the worst first.
+VERDICTS: tuple[Verdict, ...] = ("refused", "unexamined", "fallback", "fast", "folded")
+
+_NO_RULE = "no schedule rule is for its loops: they are only vectorised and spread over the cores"
+_NO_BLOCKS = "TVM computes it in one serial loop nest that no rule can schedule"
+_FUSED = "element-wise: it is computed together with the operator before or after it"
+_INSIDE = "it is within a control-flow operator, and is not judged by itself"
+_NO_SHAPE = "the shapes of its operands are not known at import"
+_NOT_ALONE = "it cannot be compiled by itself"
+_MOVES = "it moves data: its loops are vectorised and spread over the cores, without a rule of their own"
+_CONTROL = "the virtual machine runs its graphs"
+
+
+@dataclass(frozen=True)
+class OperatorDiagnosis:
+    """What happens to the nodes of one operator that are treated alike.
+
+    `rule` is the schedule rule that takes the operator when it stands alone; fusion may put it into another function.
+    `share` is the part of the model's time that the nodes are expected to take, by their operations and bytes; None
+    where something is refused or nothing can be counted. `nodes` counts them, `node` names the first.
+    """
+
+    operator: str
+    verdict: Verdict
+    rule: str
+    nodes: int
+    node: str
+    share: float | None
+    reason: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The part of the model's expected time that a precision computes by its dot products, or why it computes none."""
+
+    precision: Precision
+    share: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What compiling a model will do.
+
+    `refusals` are all reasons for which the model cannot be compiled. `free` are the free dimensions, each with the
+    inputs and axes that have it, and `sizes` the sizes for which times were estimated.
+    """
+
+    model: str
+    target: str
+    precision: Precision
+    operators: tuple[OperatorDiagnosis, ...]
+    refusals: tuple[Refusal, ...]
+    free: Mapping[str, tuple[tuple[str, int], ...]]
+    sizes: Mapping[str, int]
+    coverage: tuple[Coverage, ...]
+
+
+def diagnose(
+    path: Path,
+    target: Target,
+    precision: Precision = "fp32",
+    shapes: Mapping[str, Sequence[int | str]] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    label: str | None = None,
+) -> Diagnosis:
+    """Import an ONNX file, lower each kind of node by itself, and report the rule that each gets.
+
+    `shapes` fixes or renames dimensions as in `import_onnx`; `sizes` are sizes of free dimensions to estimate times
+    with, by default 1. Raises ModelImportError for a file that is damaged and for shapes that contradict the model,
+    TargetError for a precision that the target's processor has no instructions for.
+    """
+    survey = survey_onnx(path, shapes, label)
+    sizes = {name: (sizes or {}).get(name, 1) for name in survey.free}
+    kinds = _kinds(survey)
+    options = BuildOptions(precision=precision)
+    costs = _costs_of_all(survey, kinds, target, options, sizes)
+    total = sum(cost.cycles * len(kind.records) for kind, cost in zip(kinds, costs, strict=True))
+    rows = [
+        _Row(
+            operator_name(kind.node), cost.verdict, cost.rule, cost.reason, cost.advice, len(kind.records),
+            node_name(kind.node), cost.cycles * len(kind.records) / total if total else None,
+        )
+        for kind, cost in zip(kinds, costs, strict=True)
+    ]  # fmt: skip
+    rows += _rows_without_code(survey)
+    return Diagnosis(
+        model=survey.label,
+        target=target.name,
+        precision=precision,
+        operators=tuple(_merge(rows)),
+        refusals=survey.refusals,
+        free=survey.free,
+        sizes=sizes,
+        coverage=tuple(_coverage(survey, kinds, costs, target, total, precision)),
+    )
+
+
+# -- Kinds of nodes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Nodes of one operator with equal attributes and operands of equal types, which compile to equal functions.
+
+    Kinds of the same `form` differ in the sizes of their operands alone.
+    """
+
+    form: tuple[Any, ...]
+    records: list[NodeRecord]
+
+    @property
+    def node(self) -> onnx.NodeProto:
+        return self.records[0].node
+
+
+def _kinds(survey: Survey) -> list[_Kind]:
+    kinds: dict[tuple[Any, ...], _Kind] = {}
+    for record in survey.nodes:
+        if _is_judged_alone(record):
+            node = _without_names(record.node)
+            operands = [record.inputs[name] for name in record.node.input if name in record.inputs]
+            form = (node, *(_operand_form(survey, operand) for operand in operands))
+            key = (form, *(_operand_text(survey, operand) for operand in operands))
+            kinds.setdefault(key, _Kind(form, [])).records.append(record)
+    return list(kinds.values())
+
+
+def _is_judged_alone(record: NodeRecord) -> bool:
+    """Whether a node can be compiled by itself: it has no graphs, and the shapes of its operands are known."""
+    types = [expr.ty for expr in record.inputs.values() if isinstance(getattr(expr, "ty", None), relax.TensorType)]
+    has_shapes = all(isinstance(ty.shape, relax.ShapeExpr) for ty in types)
+    return record.status == "converted" and has_shapes and not _has_graphs(record.node)
+
+
+def _has_graphs(node: onnx.NodeProto) -> bool:
+    return any(attribute.HasField("g") for attribute in node.attribute)
+
+
+def _without_names(original: onnx.NodeProto) -> bytes:
+    """A node without the names of its own, its operands and its results."""
+    node = onnx.NodeProto()
+    node.CopyFrom(original)
+    node.ClearField("name")
+    node.ClearField("doc_string")
+    for names in (node.input, node.output):
+        present = ["x" if name else "" for name in names]
+        del names[:]
+        names.extend(present)
+    return bytes(node.SerializeToString(deterministic=True))
+
+
+def _operand_form(survey: Survey, expr: relax.Expr) -> tuple[Any, ...]:
+    is_constant = isinstance(expr, tvm.ir.GenericConst) or (isinstance(expr, relax.Var) and expr.name in survey.params)
+    if not isinstance(expr.ty, relax.TensorType):
+        return (is_constant, str(expr.ty))
+    return is_constant, str(expr.ty.dtype), int(expr.ty.ndim)
+
+
+def _operand_text(survey: Survey, expr: relax.Expr) -> str:
+    if isinstance(expr, tvm.ir.GenericConst):
+        value = np.ascontiguousarray(expr.value.numpy())
+        return f"constant {value.dtype} {value.shape} {hashlib.blake2b(value.tobytes()).hexdigest()}"
+    if isinstance(expr, relax.Var) and expr.name in survey.params:
+        return f"weight {expr.ty}"
+    return str(expr.ty) if isinstance(expr.ty, relax.TensorType) else str(expr)
+
+
+def _rows_without_code(survey: Survey) -> "Iterator[_Row]":
+    """Rows for nodes that compile to nothing, to control flow, or not at all."""
+    for record in survey.nodes:
+        node, name = record.node, node_name(record.node)
+        if record.status == "folded":
+            yield _Row(operator_name(node), "folded", "", "known at import: nothing is computed", "", 1, name, None)
+        elif record.status == "unexamined":
+            reason = "it reads what a refused node would compute"
+            yield _Row(operator_name(node), "unexamined", "", reason, "", 1, name, None)
+        elif record.status == "converted" and _has_graphs(node):
+            yield _Row(operator_name(node), "fallback", "control flow", _CONTROL, "", 1, name, None)
+            for inner in _inner_nodes(node):
+                yield _Row(operator_name(inner), "unexamined", "", _INSIDE, "", 1, node_name(inner), None)
+        elif record.status == "converted" and not _is_judged_alone(record):
+            yield _Row(operator_name(node), "unexamined", "", _NO_SHAPE, "", 1, name, None)
+    for refusal in survey.refusals:
+        if refusal.operator:
+            yield _Row(refusal.operator, "refused", "", refusal.reason, refusal.advice, 1, refusal.node, None)
+
+
+def _inner_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            for inner in attribute.g.node:
+                yield inner
+                yield from _inner_nodes(inner)
+
+
+# -- Lowering one node of each kind ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """The rule of the costliest function of a kind of nodes, and the cycles of all of its functions on one core."""
+
+    verdict: Verdict
+    rule: str
+    reason: str
+    advice: str
+    cycles: float
+    functions: tuple[PrimFunc, ...]
+
+
+def _costs_of_all(
+    survey: Survey, kinds: Sequence[_Kind], target: Target, options: BuildOptions, sizes: Mapping[str, int]
+) -> list[_Cost]:
+    """The cost of each kind, in two lowerings.
+
+    The first has one kind of each operator, attributes and ranks. Others that differ from an element-wise one in their
+    sizes alone cost as much for each element; the rest are in the second.
+    """
+    first: dict[tuple[Any, ...], int] = {}
+    for place, kind in enumerate(kinds):
+        first.setdefault(kind.form, place)
+    places = list(first.values())
+    costs = dict(zip(places, _costs(survey, [kinds[place] for place in places], target, options, sizes), strict=True))
+    rest = []
+    for place, kind in enumerate(kinds):
+        like = first[kind.form]
+        if place in costs:
+            continue
+        if costs[like].rule == "fused":
+            elements, other = _elements(kind, sizes), _elements(kinds[like], sizes)
+            costs[place] = replace(costs[like], cycles=costs[like].cycles * elements / max(other, 1))
+        else:
+            rest.append(place)
+    if rest:
+        others = _costs(survey, [kinds[place] for place in rest], target, options, sizes)
+        costs.update(zip(rest, others, strict=True))
+    return [costs[place] for place in range(len(kinds))]
+
+
+def _elements(kind: _Kind, sizes: Mapping[str, int]) -> int:
+    """The elements of the largest operand of a kind."""
+    shapes = [expr.ty.shape.values for expr in kind.records[0].inputs.values() if isinstance(expr.ty, relax.TensorType)]
+    counts = [
+        math.prod(int(dim) if isinstance(dim, tirx.IntImm) else sizes.get(str(dim), 1) for dim in shape)
+        for shape in shapes
+    ]
+    return max(counts, default=1)
+
+
+def _costs(
+    survey: Survey, kinds: Sequence[_Kind], target: Target, options: BuildOptions, sizes: Mapping[str, int]
+) -> list[_Cost]:
+    """The cost of each kind. One module holds a node of each; where it cannot be lowered, each has its own."""
+    try:
+        return _costs_together(survey, kinds, target, options, sizes)
+    except BuildError as error:
+        if len(kinds) == 1:
+            return [_Cost("unexamined", "", f"{_NOT_ALONE}: {shorten(error)}", "", 0.0, ())]
+    middle = len(kinds) // 2
+    return [cost for part in (kinds[:middle], kinds[middle:]) for cost in _costs(survey, part, target, options, sizes)]
+
+
+def _costs_together(
+    survey: Survey, kinds: Sequence[_Kind], target: Target, options: BuildOptions, sizes: Mapping[str, int]
+) -> list[_Cost]:
+    lowered, places = _lower_apart(survey, kinds, target, options)
+    functions = {variable.name_hint: func for variable, func in lowered.functions_items() if isinstance(func, PrimFunc)}
+    elementwise = {name for name, func in functions.items() if is_elementwise(func)}
+    # The general schedule is all that an element-wise function needs, and it is fused to another one in a whole model.
+    others = tvm.IRModule({var: func for var, func in lowered.functions_items() if var.name_hint not in elementwise})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rules = rules_of(others, target) | dict.fromkeys(elementwise, "fused")
+    costs = []
+    for outputs in places:
+        if outputs is None:
+            costs.append(_Cost("unexamined", "", _NOT_ALONE, "", 0.0, ()))
+            continue
+        names = list(_functions_of(lowered, outputs))
+        cycles = {name: _cycles(functions[name], target, sizes) for name in names}
+        if not names:
+            costs.append(_Cost("folded", "", "it moves nothing: nothing is computed", "", 0.0, ()))
+            continue
+        rule = rules[max(names, key=lambda name: (rules[name] in RULES, rules[name] != "fused", cycles[name]))]
+        costs.append(_cost(rule, tuple(functions[name] for name in names), sum(cycles.values())))
+    return costs
+
+
+def _cost(rule: str, functions: tuple[PrimFunc, ...], cycles: float) -> _Cost:
+    if rule in RULES:
+        return _Cost("fast", rule, "", "", cycles, functions)
+    if rule == "fused":
+        return _Cost("fast", "fused", _FUSED, "", cycles, functions)
+    if rule == "dlight":
+        return _Cost("fallback", rule, "TVM's default schedules for GPUs take it", "", cycles, functions)
+    is_arithmetic = any(_operations(value) for func in functions for _, value in iterations_of(func))
+    reason = _NO_BLOCKS if rule == "none" else _NO_RULE if is_arithmetic else _MOVES
+    advice = "where its share is large, tune it: `tvmflow compile --trials 200`" if is_arithmetic else ""
+    return _Cost("fallback", rule, reason, advice, cycles, functions)
+
+
+def _lower_apart(
+    survey: Survey, kinds: Sequence[_Kind], target: Target, options: BuildOptions
+) -> tuple[tvm.IRModule, list[list[int] | None]]:
+    """Lower a module with one node of each kind, none of which reads another's result.
+
+    Returns the module, and the places of each kind's results among its outputs, None for a kind that cannot be
+    converted by itself. Raises BuildError.
+    """
+    builder = relax.BlockBuilder()
+    fresh: list[relax.Var] = []
+    operands: list[dict[str, relax.Expr]] = []
+    defined = {symbol for variable in survey.inputs for symbol in _symbols_of(variable)}
+    for kind in kinds:
+        record, own = kind.records[0], {}
+        for name, expr in record.inputs.items():
+            is_weight = isinstance(expr, relax.Var) and expr.name in survey.params
+            if is_weight or isinstance(expr, tvm.ir.GenericConst) or not isinstance(expr.ty, relax.TensorType):
+                own[name] = expr
+                continue
+            own[name] = relax.Var(f"operand_{len(fresh)}", _with_defined_symbols(expr.ty, defined))
+            fresh.append(own[name])
+        operands.append(own)
+    weights = {name: (variable, value) for name, (variable, value) in survey.params.items()}
+    places: list[list[int] | None] = []
+    outputs: list[relax.Expr] = []
+    parameters = [*survey.inputs, *fresh, *(variable for variable, _ in weights.values())]
+    try:
+        with builder.function("main", params=parameters):
+            with builder.dataflow():
+                for kind, own in zip(kinds, operands, strict=True):
+                    try:
+                        results = survey.convert(builder, kind.node, own).values()
+                    except Exception:  # A converter may want more of its operands than their types.
+                        places.append(None)
+                        continue
+                    tensors = [item for item in results if isinstance(getattr(item, "ty", None), relax.TensorType)]
+                    places.append(list(range(len(outputs), len(outputs) + len(tensors))))
+                    outputs += tensors
+                output = builder.emit_output(relax.Tuple(outputs))
+            builder.emit_func_output(output)
+        mod = builder.get()
+    except Exception as error:
+        raise BuildError(f"a module of single nodes cannot be made: {shorten(error)}") from error
+    specs = tuple(TensorSpec(variable.name, (), str(variable.ty.dtype)) for variable in (*survey.inputs, *fresh))
+    params = {name: value.numpy() for name, (_, value) in weights.items()}
+    return lower(Imported(mod, params, specs, ()), target, options), places
+
+
+def _symbols_of(variable: relax.Var) -> list[tirx.Var]:
+    shape = getattr(variable.ty, "shape", None)
+    return [dim for dim in shape.values if isinstance(dim, tirx.Var)] if isinstance(shape, relax.ShapeExpr) else []
+
+
+def _with_defined_symbols(ty: relax.TensorType, defined: set[tirx.Var]) -> relax.TensorType:
+    """The type, with a symbol of its own for each expression of symbols that no input of the model has."""
+    if not isinstance(ty.shape, relax.ShapeExpr):
+        return ty
+    dims = []
+    for place, dim in enumerate(ty.shape.values):
+        symbols = tvm.tirx.analysis.undefined_vars(dim, []) if isinstance(dim, tvm.ir.Expr) else []
+        is_defined = isinstance(dim, tirx.Var) or all(any(item.same_as(own) for own in defined) for item in symbols)
+        dims.append(dim if is_defined else tirx.Var(f"size_{place}", "int64"))
+    return relax.TensorType(dims, ty.dtype)
+
+
+def _functions_of(lowered: tvm.IRModule, outputs: Iterable[int]) -> Iterator[str]:
+    """The names of the functions that compute these outputs of `main`."""
+    body = lowered["main"].body
+    values = {binding.var: binding.value for block in body.blocks for binding in block.bindings}
+    results: relax.Expr = body.body
+    while results in values:
+        results = values[results]
+    waiting = [results.fields[place] for place in outputs] if isinstance(results, relax.Tuple) else [results]
+    visited: set[relax.Var] = set()
+    while waiting:
+        expr = waiting.pop()
+        if isinstance(expr, relax.Var):
+            if expr in visited or expr not in values:
+                continue
+            visited.add(expr)
+            expr = values[expr]
+        callees: list[tvm.ir.GlobalVar] = []
+
+        def visit(node: Any, callees: list[tvm.ir.GlobalVar] = callees) -> None:
+            if isinstance(node, tvm.ir.GlobalVar):
+                callees.append(node)
+            elif isinstance(node, relax.Var):
+                waiting.append(node)
+
+        relax.analysis.post_order_visit(expr, visit)
+        yield from (callee.name_hint for callee in callees if isinstance(lowered[callee], PrimFunc))
+
+
+def _cycles(func: PrimFunc, target: Target, sizes: Mapping[str, int]) -> float:
+    """The expected cycles of a function on one core, at these sizes of its symbolic dimensions.
+
+    A vector of results is one cycle for each operation, a number of the arguments one cycle. The arguments of
+    element-wise functions are not counted, because these are fused to others. An unknown size counts as one.
+    """
+    lanes = machine(target).lanes if target.arch != "cuda" else 1
+    symbols = {dim for parameter in func.params for dim in getattr(parameter, "shape", ()) if isinstance(dim, tirx.Var)}
+    analyzer = tvm.sym.Analyzer()
+    for symbol in symbols:
+        analyzer.bind(symbol, tirx.IntImm(str(symbol.ty), sizes.get(symbol.name, 1)))
+
+    def count(dims: Iterable[Any]) -> int:
+        known = [analyzer.simplify(dim) for dim in dims]
+        return math.prod(int(dim) if isinstance(dim, int | tirx.IntImm) else 1 for dim in known)
+
+    operations = sum(count(extents) * _operations(value) for extents, value in iterations_of(func))
+    numbers = 0 if is_elementwise(func) else sum(count(getattr(item, "shape", ())) for item in func.params)
+    return operations / lanes + numbers
+
+
+def _operations(expr: Any) -> int:
+    """The arithmetic operations of an expression, without those that compute indices or choose an operand."""
+    if hasattr(expr, "indices") or not isinstance(expr, tvm.ir.Expr):
+        return 0
+    arguments = list(getattr(expr, "args", ()))
+    is_choice = str(getattr(getattr(expr, "op", None), "name", "")).endswith("if_then_else")
+    fields = [getattr(expr, name, None) for name in ("a", "b", "true_value", "false_value", "value")]
+    below = sum(map(_operations, [*fields, *(arguments[1:] if is_choice else arguments)]))
+    is_counted = (hasattr(expr, "a") or arguments) and not is_choice
+    return below + (1 if is_counted else 0)
+
+
+# -- Rows --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    operator: str
+    verdict: Verdict
+    rule: str
+    reason: str
+    advice: str
+    nodes: int
+    node: str
+    share: float | None
+
+
+def _merge(rows: Iterable[_Row]) -> Iterator[OperatorDiagnosis]:
+    """Join rows that differ in their nodes alone; the worst verdict first, then the largest share."""
+    groups: dict[tuple[Any, ...], list[_Row]] = {}
+    for row in rows:
+        groups.setdefault((row.operator, row.verdict, row.rule, row.reason, row.advice), []).append(row)
+    merged = []
+    for (operator, verdict, rule, reason, advice), group in groups.items():
+        shares = [row.share for row in group if row.share is not None]
+        nodes = sum(row.nodes for row in group)
+        share = sum(shares) if shares else None
+        merged.append(OperatorDiagnosis(operator, verdict, rule, nodes, group[0].node, share, reason, advice))
+    yield from sorted(merged, key=lambda item: (VERDICTS.index(item.verdict), -(item.share or 0.0), item.operator))
+
+
+# -- Narrow precisions -------------------------------------------------------------------------------------------------
+
+
+def _coverage(
+    survey: Survey, kinds: Sequence[_Kind], costs: Sequence[_Cost], target: Target, total: float, precision: Precision
+) -> Iterator[Coverage]:
+    for narrow in ("bf16", "int8"):
+        missing = explain_missing_unit(target, narrow)
+        if missing is not None:
+            yield Coverage(narrow, None, missing)
+        elif narrow == "int8" and not _is_quantised(survey):
+            yield Coverage(narrow, 0.0, "the model holds no 8-bit integers; quantise it first")
+        elif survey.imported is None:
+            yield Coverage(narrow, None, "nothing can be said while nodes are refused")
+        elif narrow == "int8":
+            yield Coverage(narrow, _share_of_dots(survey.imported, target, narrow), "")
+        else:
+            narrowed = (
+                costs
+                if precision == narrow
+                else _costs_of_all(survey, kinds, target, BuildOptions(precision=narrow), {})
+            )
+            covered = sum(
+                cost.cycles * len(kind.records)
+                for kind, cost, other in zip(kinds, costs, narrowed, strict=True)
+                if any(map(_is_dot, other.functions))
+            )
+            yield Coverage(narrow, covered / total if total else None, "")
+
+
+def _is_quantised(survey: Survey) -> bool:
+    operands = [expr for record in survey.nodes for expr in record.inputs.values()]
+    return any(isinstance(expr.ty, relax.TensorType) and str(expr.ty.dtype) in ("int8", "uint8") for expr in operands)
+
+
+def _is_dot(func: PrimFunc) -> bool:
+    """Whether a function's kernel computes by the dot products of a narrow precision."""
+    return any(kernel.startswith("dot_") for kernel in kernels_of(func))
+
+
+def _share_of_dots(imported: Imported, target: Target, precision: Precision) -> float | None:
+    """The part of a whole model's expected time within functions of dot products."""
+    try:
+        lowered = lower(imported, target, BuildOptions(precision=precision))
+    except BuildError:
+        return None
+    cycles = [(item, _cycles(item.func, target, {}) * item.calls) for item in workloads(lowered)]
+    total = sum(cost for _, cost in cycles)
+    return sum(cost for item, cost in cycles if _is_dot(item.func)) / total if total else None
