@@ -25,6 +25,7 @@ from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.bundle import public_key
 from tvmflow.errors import SettingsError, StoreError, TvmflowError
+from tvmflow.process import shared_imports
 from tvmflow.progress import Reporter, Status, reporter, reporting_to
 from tvmflow.services import Services, open_registry, open_store, open_workspace
 from tvmflow.settings import Settings
@@ -86,7 +87,7 @@ def make(name: str, target: str, store: dict[str, Any], key: str, job: dict[str,
 
 def _make(key: str, artifact: Artifact, section: Store) -> None:
     settings = machine.load().model_copy(update={"shared_workspace": True})
-    with open_store(settings, section) as releases:
+    with open_store(settings, section) as releases, shared_imports():
         releases.check()
         workspace = open_workspace(settings, releases, section)
         _fetch(workspace, [artifact], releases.config.uri)

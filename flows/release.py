@@ -28,6 +28,7 @@ from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow import supervisor
 from tvmflow.errors import VerdictError
+from tvmflow.process import shared_imports
 from tvmflow.services import open_services, open_workspace
 from tvmflow.spec import Spec
 from tvmflow.target import Target, host
@@ -90,7 +91,11 @@ def release(
     """
     spec = override(release_file.load(Path(file)), targets, trials, runs, source)
     settings = machine.load()
-    with one_at_a_time(spec.name), open_services(settings, spec.store, spec.registry) as services:
+    with (
+        one_at_a_time(spec.name),
+        open_services(settings, spec.store, spec.registry) as services,
+        shared_imports(),
+    ):
         workspace = open_workspace(settings, services.store, spec.store)
         context = RunContext(spec, settings, workspace, services)
         return release_model(context).model_dump(mode="json")

@@ -19,6 +19,7 @@ from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
+from tvmflow.process import shared_imports
 from tvmflow.services import open_services, open_workspace
 from tvmflow.spec import Retrain, Spec
 from tvmflow.workspace import Record
@@ -48,7 +49,11 @@ def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", w
     """
     spec = with_arguments(release_file.load(Path(file)), arguments or {}, file)
     settings = machine.load()
-    with one_at_a_time(spec.name), open_services(settings, spec.store, spec.registry) as services:
+    with (
+        one_at_a_time(spec.name),
+        open_services(settings, spec.store, spec.registry) as services,
+        shared_imports(),
+    ):
         workspace = open_workspace(settings, services.store, spec.store)
         return _retrain(RunContext(spec, settings, workspace, services), why, who).model_dump(mode="json")
 

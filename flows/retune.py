@@ -22,6 +22,7 @@ from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.errors import StoreError, TargetError, TuneError
 from tvmflow.fetch import cache_folder
+from tvmflow.process import shared_imports
 from tvmflow.registry import Registry
 from tvmflow.services import open_services, open_workspace
 from tvmflow.store import channels
@@ -69,7 +70,11 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
         raise TuneError(f"a budget of {minutes:g} minutes was given; give more than 0")
     spec = override(release_file.load(Path(file)), None, 0, None)
     settings = machine.load()
-    with one_at_a_time(spec.name), open_services(settings, spec.store, spec.registry) as services:
+    with (
+        one_at_a_time(spec.name),
+        open_services(settings, spec.store, spec.registry) as services,
+        shared_imports(),
+    ):
         pointer = channels.find(services.store, spec.name, channel)
         if pointer is None:
             raise StoreError(

@@ -37,6 +37,11 @@ class BuildJob(Job):
         """The target's name."""
         return self.target.name
 
+    @property
+    def needs_compiler(self) -> bool:
+        """Always."""
+        return True
+
     @classmethod
     def of(
         cls, spec: Spec, imported: ImportResult, tuned: TuneResult, target: Target, inspect: Inspect | None = None

@@ -23,6 +23,11 @@ class ImportJob(Job):
     onnx: Artifact
     shapes: dict[str, tuple[int | str, ...]]
 
+    @property
+    def needs_compiler(self) -> bool:
+        """Always."""
+        return True
+
     @classmethod
     def of(cls, spec: Spec, exported: ExportResult) -> "ImportJob":
         """The job of a release file's exported model."""

@@ -19,6 +19,10 @@ from tvmflow.settings import Settings
 from tvmflow.spec import Spec
 from tvmflow.workspace import Outcome, Record, StepResult, Workspace, run_step, step_key
 
+# What the steps with the compiler, and those with PyTorch, import.
+_COMPILER = ("tvmflow.compiler", "tvmflow.tuning.model", "tasks.relax_import", "tasks.tune", "tasks.build")
+_TORCH = ("torch", "tasks.train", "tasks.export", "tasks.validate")
+
 
 class Job(Record):
     """What one run of a step is given: all that its result depends on.
@@ -42,6 +46,11 @@ class Job(Record):
     def label(self) -> str | None:
         """What of a release the step is run for, as people see it: a target's name; None for the whole release."""
         return None
+
+    @property
+    def needs_compiler(self) -> bool:
+        """Whether a child process of the step uses TVM's compiler."""
+        return False
 
     @property
     def needs_torch(self) -> bool:
@@ -115,6 +124,7 @@ class StepRunner:
             paths=(self.folder,),
             environment=environment,
             torch=job.needs_torch,
+            imports=_COMPILER if job.needs_compiler else _TORCH if job.needs_torch else (),
         )
 
 

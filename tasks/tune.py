@@ -56,6 +56,11 @@ class TuneJob(Job):
         """The target's name."""
         return self.target.name
 
+    @property
+    def needs_compiler(self) -> bool:
+        """Always."""
+        return True
+
     def cache_key(self) -> dict[str, Any]:
         """All that the result depends on; it does not matter where candidates are measured."""
         from tvmflow import tuning

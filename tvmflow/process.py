@@ -1,23 +1,32 @@
 """The steps of a run as child processes: heavy libraries and a user's code run there, and can be ended at any time.
 
-A child takes jobs as JSON from this process and sends back its progress and, for each job, a result or an error.
+A child takes jobs as JSON from this process and sends back its progress and, for each job, a result or an error. It is
+a new interpreter or, within `shared_imports`, a fork of one that has imported what the job needs.
 """
 
+import contextlib
+import gc
 import importlib
 import os
+import signal
 import sys
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from tvmflow.errors import StepError, TvmflowError, from_data, to_data
+from tvmflow.launch import die_with_parent
 from tvmflow.supervisor import Channel, ChildProcess, forbid_torch
 
 CHILD_VARIABLE = "TVMFLOW_CHILD"
+_FORK = "--fork"
 
 T = TypeVar("T", bound=BaseModel)
 Emit = Callable[[float, float, str], None]
@@ -70,27 +79,7 @@ class Child:
         Raises the TvmflowError that the child raised. Raises StepError when the child crashed or took longer than
         `timeout` seconds; it is gone then.
         """
-        deadline = time.monotonic() + timeout
-        try:
-            self._process.send({"job": job.model_dump_json()}, deadline)
-            while True:
-                message = self._process.receive(deadline)
-                if "progress" in message:
-                    emit(*message["progress"])
-                elif "error" in message:
-                    raise from_data(message["error"])
-                else:
-                    return result.model_validate(message["result"])
-        except TimeoutError as error:
-            self.close()
-            raise StepError(
-                f"{self.step} took longer than {timeout / 60:.3g} minutes and was ended; "
-                f"set TVMFLOW_STEP_TIMEOUT_MINUTES for more, its log is {self.log}"
-            ) from error
-        except EOFError as error:
-            end = self._process.describe_end()
-            self.close()
-            raise StepError(f"the process of {self.step} {end}; its log is {self.log}") from error
+        return _exchange(self._process, self.step, {"job": job.model_dump_json()}, result, timeout, emit)
 
     def close(self) -> None:
         """End the child and all that it started."""
@@ -114,10 +103,130 @@ def call(
     paths: Sequence[Path] = (),
     environment: Mapping[str, str] | None = None,
     torch: bool = False,
+    imports: Sequence[str] = (),
 ) -> T:
-    """Run one job in a child process of its own; the arguments are those of `Child` and of its `call`."""
+    """Run one job in a child process of its own; the arguments are those of `Child` and of its `call`.
+
+    Within `shared_imports` the child is a fork of a process that has imported the modules `imports`, if any are named.
+    """
+    servers = _fork_servers.get()
+    if imports and servers is not None:
+        server = servers.find(imports, log, paths, torch)
+        return server.call(function, job, result, log=log, timeout=timeout, emit=emit, environment=environment or {})
     with Child(function, log=log, paths=paths, environment=environment, torch=torch) as child:
         return child.call(job, result, timeout=timeout, emit=emit)
+
+
+@contextlib.contextmanager
+def shared_imports() -> Iterator[None]:
+    """Let the calls in the body that name the same imports share a process that imports them, and forks for each job.
+
+    A job still has a process, an environment and a log of its own. A fork that crashes or is killed takes the process
+    that it was forked from with it; the next call starts another.
+    """
+    servers = _ForkServers()
+    token = _fork_servers.set(servers)
+    try:
+        yield
+    finally:
+        _fork_servers.reset(token)
+        servers.close()
+
+
+class _ForkServer:
+    """A process without threads of its own that imports modules, and forks for each job."""
+
+    def __init__(self, imports: Sequence[str], log: Path, paths: Sequence[Path], torch: bool) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._process = ChildProcess(
+            "tvmflow.process",
+            _FORK,
+            *imports,
+            environment=_environment(paths, {}, torch),
+            log=log,
+            pipes=True,
+            from_working_folder=True,
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.exit_code() is None
+
+    def call(
+        self,
+        function: str,
+        job: BaseModel,
+        result: type[T],
+        *,
+        log: Path,
+        timeout: float,
+        emit: Emit,
+        environment: Mapping[str, str],
+    ) -> T:
+        """Run `function` on a job in a fork; raises as `Child.call` does."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._process.log = log
+        message = {
+            "function": function,
+            "job": job.model_dump_json(),
+            "log": str(log.absolute()),
+            "environment": dict(environment),
+        }
+        return _exchange(self._process, _step_name(function), message, result, timeout, emit)
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class _ForkServers:
+    """The fork servers of a `shared_imports`: each thread has its own, which the kernel ends with the thread."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+        self._all: list[_ForkServer] = []
+
+    def find(self, imports: Sequence[str], log: Path, paths: Sequence[Path], torch: bool) -> _ForkServer:
+        """This thread's server for these imports, started if there is none."""
+        key = (tuple(imports), tuple(paths), torch)
+        servers: dict[Any, _ForkServer] = self._own.__dict__
+        if key not in servers or not servers[key].is_alive:
+            servers[key] = _ForkServer(imports, log, paths, torch)
+            self._all.append(servers[key])
+        return servers[key]
+
+    def close(self) -> None:
+        for server in self._all:
+            server.close()
+
+
+_fork_servers: ContextVar[_ForkServers | None] = ContextVar("fork_servers", default=None)
+
+
+def _exchange(
+    process: ChildProcess, step: str, message: Mapping[str, Any], result: type[T], timeout: float, emit: Emit
+) -> T:
+    """Send a child a message, pass its progress on to `emit`, and return its result; raises as `Child.call` does."""
+    deadline = time.monotonic() + timeout
+    try:
+        process.send(message, deadline)
+        while True:
+            reply = process.receive(deadline)
+            if "progress" in reply:
+                emit(*reply["progress"])
+            elif "error" in reply:
+                raise from_data(reply["error"])
+            else:
+                return result.model_validate(reply["result"])
+    except TimeoutError as error:
+        process.close()
+        raise StepError(
+            f"{step} took longer than {timeout / 60:.3g} minutes and was ended; "
+            f"set TVMFLOW_STEP_TIMEOUT_MINUTES for more, its log is {process.log}"
+        ) from error
+    except EOFError as error:
+        end = process.describe_end()
+        process.close()
+        raise StepError(f"the process of {step} {end}; its log is {process.log}") from error
 
 
 def _environment(paths: Sequence[Path], additions: Mapping[str, str], torch: bool) -> dict[str, str]:
@@ -136,25 +245,68 @@ def _step_name(function: str) -> str:
 
 def _serve(function: str) -> None:
     """The child's side: work on one job after the other, until there are no more."""
+    channel = _take_channel()
+    while (message := channel.receive()) is not None:
+        _work(channel, function, message["job"])
+
+
+def _serve_forks(imports: Sequence[str]) -> None:
+    """The fork server's side: fork for each job, until there are no more or a fork does not end well."""
+    channel = _take_channel()
+    for module in imports:
+        # The fork that needs it will say what is wrong.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    gc.freeze()
+    own = os.getpid()
+    while (message := channel.receive()) is not None:
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(own)
+            os.environ.update(message["environment"])
+            # An import may have asked for the folder of temporary files before the environment named another.
+            tempfile.tempdir = None
+            with Path(message["log"]).open("wb") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            _work(channel, message["function"], message["job"])
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code < 0:
+            # To whoever waits for this process it has ended as the fork has.
+            with contextlib.suppress(OSError):
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(own, -code)
+        if code:
+            os._exit(code)
+
+
+def _take_channel() -> Channel:
+    """The child's end of the pipes, in a process that may import torch only where its job needs that."""
     if os.environ[CHILD_VARIABLE] == "no-torch":
         forbid_torch()
     # A user's code that asks a question reads the end of a file, not a job.
-    channel = Channel()
+    return Channel()
+
+
+def _work(channel: Channel, function: str, job_json: str) -> None:
+    """Run a function on a job and send its result or its error."""
 
     def emit(done: float, total: float, message: str) -> None:
         channel.send({"progress": [done, total, message]})
 
     module, _, name = function.partition(":")
-    while (message := channel.receive()) is not None:
-        try:
-            work = getattr(importlib.import_module(module), name)
-            job = work.__annotations__["job"].model_validate_json(message["job"])
-            reply: dict[str, Any] = {"result": work(job, emit).model_dump(mode="json")}
-        except Exception as error:
-            traceback.print_exc()
-            reply = {"error": to_data(_as_step_error(error, _step_name(function)))}
-        channel.send(reply)
-        sys.stdout.flush()
+    try:
+        work = getattr(importlib.import_module(module), name)
+        job = work.__annotations__["job"].model_validate_json(job_json)
+        reply: dict[str, Any] = {"result": work(job, emit).model_dump(mode="json")}
+    except Exception as error:
+        traceback.print_exc()
+        reply = {"error": to_data(_as_step_error(error, _step_name(function)))}
+    # The parent may end this process as soon as it has the reply.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    channel.send(reply)
 
 
 def _as_step_error(error: Exception, step: str) -> TvmflowError:
@@ -171,4 +323,7 @@ def _as_step_error(error: Exception, step: str) -> TvmflowError:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    if sys.argv[1] == _FORK:
+        _serve_forks(sys.argv[2:])
+    else:
+        _serve(sys.argv[1])

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from tvmflow.workspace import Record
 
 JOBS = '''
 """Work that goes well and work that does not."""
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, tempfile
 from tvmflow.errors import BuildError, TvmflowError
 from tvmflow.workspace import Record
 
@@ -95,6 +97,12 @@ def dies_before_its_fork(job: Job, emit) -> Result:
     if os.fork() == 0:
         signal.pause()
     os.kill(os.getpid(), signal.SIGKILL)
+
+calls = []
+
+def counts(job: Job, emit) -> Result:
+    calls.append(job)
+    return Result(value=len(calls), text=f"{os.getppid()} {os.environ.get('TMPDIR')} {tempfile.gettempdir()}")
 '''
 
 
@@ -112,19 +120,25 @@ Call = Callable[..., Result]
 
 
 @pytest.fixture
-def call(tmp_path: Path) -> Call:
-    """Call a function of the jobs above in a child."""
+def jobs(tmp_path: Path) -> Path:
+    """The folder of the module with the jobs above."""
     (tmp_path / "jobs.py").write_text(JOBS)
+    return tmp_path
+
+
+@pytest.fixture(params=["interpreter", "fork"])
+def call(jobs: Path, request: pytest.FixtureRequest) -> Iterator[Call]:
+    """Call a function of the jobs above in a child: a new interpreter, or a fork of one that has imported the jobs."""
+    imports = ("jobs",) if request.param == "fork" else ()
 
     def run(function: str, job: Job | None = None, timeout: float = 60, emit: process.Emit = lambda *_: None,
             torch: bool = False) -> Result:  # fmt: skip
-        log = tmp_path / "logs" / "child.log"
-        paths = (tmp_path,)
-        return process.call(
-            f"jobs:{function}", job or Job(), Result, log=log, timeout=timeout, emit=emit, paths=paths, torch=torch
-        )
+        log = jobs / "logs" / "child.log"
+        return process.call(f"jobs:{function}", job or Job(), Result, log=log, timeout=timeout, emit=emit,
+                            paths=(jobs,), torch=torch, imports=imports)  # fmt: skip
 
-    return run
+    with process.shared_imports():
+        yield run
 
 
 def refusal(call: Call, function: str, kind: type[TvmflowError] = StepError, **options: object) -> str:
@@ -156,15 +170,15 @@ def test_figures_that_json_does_not_know_come_back(call: Call) -> None:
     assert call("double", Job(value=float("inf"))).value == float("inf")
 
 
-def test_one_child_takes_several_jobs(tmp_path: Path, call: Call) -> None:
-    with Child("jobs:says_where", log=tmp_path / "log", paths=(tmp_path,)) as child:
+def test_one_child_takes_several_jobs(jobs: Path) -> None:
+    with Child("jobs:says_where", log=jobs / "log", paths=(jobs,)) as child:
         pids = {child.call(Job(), Result, timeout=60).value for _ in range(3)}
     assert len(pids) == 1
     assert pids != {os.getpid()}
 
 
-def test_a_child_goes_on_after_an_error(tmp_path: Path, call: Call) -> None:
-    with Child("jobs:asks", log=tmp_path / "log", paths=(tmp_path,)) as child:
+def test_a_child_goes_on_after_an_error(jobs: Path) -> None:
+    with Child("jobs:asks", log=jobs / "log", paths=(jobs,)) as child:
         for _ in range(2):
             with pytest.raises(StepError, match="EOF"):
                 child.call(Job(), Result, timeout=60)
@@ -266,6 +280,34 @@ def test_a_missing_function_is_named(call: Call) -> None:
     assert "AttributeError" in refusal(call, "absent")
 
 
+def test_forks_share_imports_and_nothing_else(jobs: Path) -> None:
+    def count(**environment: str) -> list[str]:
+        result = process.call("jobs:counts", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,),
+                              environment=environment, imports=("jobs",))  # fmt: skip
+        assert result.value == 1
+        return result.text.split()
+
+    with process.shared_imports():
+        first, second = count(), count(TMPDIR=str(jobs))
+        assert (first[0], second[1:]) == (second[0], [str(jobs), str(jobs)])
+        with ThreadPoolExecutor(1) as executor:
+            assert executor.submit(copy_context().run, count).result()[0] != first[0]
+        assert count()[0] == first[0]
+    assert count()[0] == str(os.getpid())
+
+
+def test_a_fork_that_crashes_is_replaced(jobs: Path) -> None:
+    def run(function: str) -> Result:
+        return process.call(f"jobs:{function}", Job(value=1), Result, log=jobs / f"{function}.log", timeout=60,
+                            paths=(jobs,), imports=("jobs",))  # fmt: skip
+
+    with process.shared_imports():
+        for _ in range(2):
+            with pytest.raises(StepError, match="exit code 7, last output 'these are my last words'"):
+                run("exits")
+            assert run("double").value == 2
+
+
 def test_all_children_can_be_ended(call: Call) -> None:
     started = threading.Semaphore(0)
     messages: list[str] = []
@@ -288,7 +330,7 @@ def test_all_children_can_be_ended(call: Call) -> None:
     assert all("SIGKILL" in message for message in messages)
 
 
-def test_a_killed_parent_takes_its_child_with_it(tmp_path: Path, call: Call) -> None:
+def test_a_killed_parent_takes_its_child_with_it(jobs: Path) -> None:
     code = """
 import pathlib, sys
 from tvmflow import process, supervisor
@@ -299,7 +341,7 @@ folder = pathlib.Path(sys.argv[1])
 process.call("jobs:hangs", Job(), Job, log=folder / "log", timeout=60, paths=(folder,),
              emit=lambda pid, *_: print(int(pid), flush=True))
 """
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", code, str(jobs)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with ends(int(parent.stdout.readline())):
         parent.kill()

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from support import scale
 from support.databases import Databases
 from support.waits import wait_until
 
@@ -50,6 +51,12 @@ def embedded(tmp_path_factory: pytest.TempPathFactory, machine: Any, databases: 
 
 
 @pytest.fixture(scope="module")
+def served(embedded: Any, machine: Any) -> Any:
+    """The same machine with a Prefect server."""
+    return replace(machine, home=embedded.home)
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("held-out")
     (folder / "waiting.py").write_text(_DATA)
@@ -70,7 +77,7 @@ def _works_in(process: psutil.Process, folder: Path) -> bool:
     ids=["ctrl-c", "terminated", "killed"],
 )
 def test_an_interrupted_release_leaves_nothing_behind_and_goes_on(
-    embedded: Any, folder: Path, make: Any, number: signal.Signals, code: int
+    embedded: Any, served: Any, folder: Path, make: Any, number: signal.Signals, code: int
 ) -> None:
     case = number.name.lower()
     make.onnx(folder)
@@ -90,26 +97,26 @@ def test_an_interrupted_release_leaves_nothing_behind_and_goes_on(
     assert not [child.cmdline() for child in alive]
     assert embedded.releases(case) == []
 
+    if number == signal.SIGTERM and not scale.is_long():
+        return
     (folder / f"{case}.go").touch()
-    again = embedded.release(file)
+    again = served.release(file)
     assert again.code == 0, again.stderr
     assert (again.steps["export"], again.steps["relax_import"]) == ("cached", "cached")
     assert (again.steps["reference"], again.steps["publish"]) == ("ran", "ran")
     assert [release["version"] for release in embedded.releases(case)] == ["1"]
 
 
-def test_an_interrupt_ends_targets_that_are_made_side_by_side(
-    embedded: Any, folder: Path, make: Any, prefect_server: str
-) -> None:
-    side_by_side = {"TVMFLOW_PARALLEL_TARGETS": "2", "TVMFLOW_PREFECT_API_URL": prefect_server}
+def test_an_interrupt_ends_targets_that_are_made_side_by_side(served: Any, folder: Path, make: Any) -> None:
+    side_by_side = {**served.settings, "TVMFLOW_PARALLEL_TARGETS": "2"}
     make.onnx(folder)
     task = {"dataset": "waiting:prompt", "metric": "waiting:slow"}
     file = make.file(folder, name="parallel", targets=["x86-64-v2", "native"], validate={"task": task})
-    process = replace(embedded, settings=side_by_side).start("release", file, "--json")
+    process = replace(served, settings=side_by_side).start("release", file, "--json")
     wait_until((folder / "target.reached").exists, message="a bundle is scored", process=process)
     started = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGINT)
-    ended = embedded.finish(process)
+    ended = served.finish(process)
     assert ended.code == 130, ended.stderr
     assert "interrupted" in ended.sentence
     _, alive = psutil.wait_procs(started, timeout=30)

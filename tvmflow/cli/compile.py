@@ -173,6 +173,7 @@ def compile_command(
     from tasks.tune import TuneJob, tune, with_records
     from tvmflow import settings as machine
     from tvmflow.cli.display import RichReporter
+    from tvmflow.process import shared_imports
     from tvmflow.workspace import Workspace
 
     settings = machine.load()
@@ -192,7 +193,7 @@ def compile_command(
     if linker is not None:
         resolved = dataclasses.replace(resolved, cross_compiler=linker)
     inspect = Inspect(before=print_ir_before, after=print_ir_after, code=dump_code)
-    with RichReporter(Console(stderr=True)).live(), naming_model(str(model)):
+    with RichReporter(Console(stderr=True)).live(), naming_model(str(model)), shared_imports():
         exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
         imported = relax_import(runner, ImportJob.of(spec, exported)).result
         tuned = tune(runner, TuneJob.of(spec, imported, resolved)).result

@@ -13,6 +13,7 @@ import mlflow.pyfunc
 import numpy as np
 import numpy.typing as npt
 import yaml
+from mlflow.environment_variables import MLFLOW_LOCK_MODEL_DEPENDENCIES
 from mlflow.models import Model, ModelSignature
 from mlflow.models.model import MLMODEL_FILE_NAME
 from mlflow.models.utils import _save_example
@@ -232,6 +233,10 @@ def _save_environment(
 ) -> None:
     if conda_env is not None:
         conda, requirements, constraints = _process_conda_env(conda_env)
+    elif pip_requirements is None and extra_pip_requirements is None and not MLFLOW_LOCK_MODEL_DEPENDENCIES.get():
+        # MLflow would compare them with what is installed, which they are taken from: it reads all packages for that.
+        requirements, constraints = [f"mlflow=={mlflow.__version__}", *get_default_pip_requirements()], []
+        conda = _mlflow_conda_env(additional_pip_deps=requirements, install_mlflow=False)
     else:
         defaults = get_default_pip_requirements() if pip_requirements is None else None
         conda, requirements, constraints = _process_pip_requirements(
