@@ -1,17 +1,27 @@
 """How many faults the tests notice: mutants of modules, and the share of them that a test kills.
 
-Each mutant changes one operator, number or condition of one module (Cosmic Ray's operators make the changes). Only the
-tests that execute the changed line run, the fastest first, and the first failure kills the mutant; a mutant that no
-test kills survived and is printed with its place and its change. By default a seeded sample is tried:
+Each mutant changes one operator, number, condition or exception handler of one module (Cosmic Ray's operators make the
+changes). Only the tests that execute the changed line run, the fastest first, and the first failure kills the mutant; a
+mutant that no test kills survived and is printed with its place and its change. Left out, because no test can or should
+notice them, are mutants of
+
+- annotations, which nothing executes, and `frozen` of a dataclass: mypy refuses what it forbids;
+- the expressions within the f-string of a `raise`, which word a message: a unit, a rounding, a plural;
+- what `mutants.toml` lists as equivalent to the original, each with the reason. Such a mutant counts in no share.
+
+By default a seeded sample is tried:
 
     python benchmarks/mutants.py                          a sample of all modules
     python benchmarks/mutants.py --sample 40 --seed 7     a smaller one, and another
     python benchmarks/mutants.py tvmflow/target.py --all  every mutant of one module
+    python benchmarks/mutants.py --each 60                60 of every module, all of a smaller one
 """
 
 import argparse
 import ast
 import difflib
+import gc
+import hashlib
 import json
 import multiprocessing
 import os
@@ -21,23 +31,50 @@ import signal
 import sys
 import threading
 import time
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import cache
+from importlib import import_module
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-# The modules of which mutants are made, and the tests that must kill them.
-SUITES: dict[str, tuple[str, ...]] = {
-    "tvmflow/bundle": ("tests/bundle", "tests/core/test_core_verification.py"),
-    "tvmflow/store": ("tests/store",),
-    "tvmflow/promotion.py": ("tests/core/test_core_promotion.py",),
-    "tvmflow/spec": ("tests/core/test_core_spec.py",),
-    "tvmflow/target.py": ("tests/core/test_core_target.py", "tests/bundle/test_bundle_host.py"),
-    "tvmflow/compiler/choices.py": ("tests/compiler/test_compiler_choices.py",),
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tests that must kill the mutants of some modules, and the libraries that all of these tests import.
+
+    The libraries are imported once for all mutants. Not more than these: pydantic searches all modules for each class.
+    """
+
+    tests: tuple[str, ...]
+    libraries: tuple[str, ...] = ()
+
+
+_STORE = ("boto3", "botocore.session", "moto.server", "psutil", "requests")
+# By the modules of which mutants are made.
+SUITES: dict[str, Suite] = {
+    "tvmflow/bundle": Suite(
+        ("tests/bundle", "tests/core/test_core_verification.py"),
+        ("numpy", "onnx", "cryptography.hazmat.primitives.asymmetric.ed25519"),
+    ),
+    "tvmflow/store": Suite(("tests/store", "tests/runtime/test_runtime_uri.py"), _STORE),
+    "tvmflow/promotion.py": Suite(("tests/core/test_core_promotion.py",), ("mlflow", *_STORE)),
+    "tvmflow/spec": Suite(("tests/core/test_core_spec.py",), ("pydantic", "yaml")),
+    "tvmflow/target.py": Suite(
+        (
+            *("tests/core/test_core_target.py", "tests/core/test_core_target_exact.py"),
+            "tests/bundle/test_bundle_host.py",
+        ),
+        ("numpy", "tvm"),
+    ),
+    "tvmflow/compiler/choices.py": Suite(("tests/compiler/test_compiler_decisions.py",), ("numpy", "onnx", "tvm")),
 }
 # Cosmic Ray's operators, less those whose mutants fail on import or are equal to the original.
 OPERATORS = (
@@ -54,20 +91,24 @@ OPERATORS = (
     *("core/ReplaceComparisonOperator_Is_IsNot", "core/ReplaceComparisonOperator_IsNot_Is"),
     *("core/ReplaceUnaryOperator_Delete_Not", "core/ReplaceUnaryOperator_USub_UAdd"),
 )
-# What the tests import anyhow, once for all mutants rather than for each.
-_PRELOADED = ("numpy", "onnx", "boto3", "moto.server", "mlflow", "pydantic", "yaml", "hypothesis", "psutil", "requests")
+# What replaces an exception that a handler names: nothing raises it here, so that the handler is as good as gone.
+_NEVER_RAISED = "StopAsyncIteration"
 # Seconds: of tests for one mutant, of one test that is worth running, and of a mutant's tests over the original's.
-_BUDGET, _LONGEST_TEST, _SLOWER = 20.0, 8.0, 4.0
+_BUDGET, _LONGEST_TEST, _SLOWER = 30.0, 20.0, 4.0
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: `operator`'s match number `occurrence` in `module`, at `line`."""
+    """One change: `operator`'s match number `occurrence` in `module`, at `line`.
+
+    `scope` is the first and the last line of the function around it, of the whole module where there is none.
+    """
 
     module: str
     line: int
     operator: str
     occurrence: int
+    scope: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -81,12 +122,27 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant: `killed`, `survived`, `timeout`, or `untested` when no test reaches its line."""
+    """What became of a mutant, and the lines that it removes and adds.
+
+    The outcome is `killed`, `survived`, `timeout`, `untested` when no test reaches its line, `equivalent` when the list
+    of these has it, or `none` when the change makes no other program.
+    """
 
     mutant: Mutant
     outcome: str
-    seconds: float
+    seconds: float = 0.0
     killer: str = ""
+    change: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """A change of one line of `module` that no test can notice, and the reason."""
+
+    module: str
+    before: str
+    after: str
+    reason: str
 
 
 def modules_of(place: str, root: Path = ROOT) -> list[str]:
@@ -97,65 +153,142 @@ def modules_of(place: str, root: Path = ROOT) -> list[str]:
 
 
 def mutants_of(module: str, root: Path = ROOT) -> list[Mutant]:
-    """All mutants of a module, outside annotations."""
+    """All mutants of a module, outside annotations and the wording of messages."""
     from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.plugins import get_operator
 
     source = (root / module).read_text()
-    annotations = _annotations(source)
+    tree = ast.parse(source)
+    excluded = _excluded(tree)
+    nodes = list(ast_nodes(get_ast(source)))
     mutants = []
     for name in OPERATORS:
-        operator = get_operator(name)()
-        positions = [position for node in ast_nodes(get_ast(source)) for position in operator.mutation_positions(node)]
+        operator = _operator(name)
+        positions = [position for node in nodes for position in operator.mutation_positions(node)]
         mutants += [
-            Mutant(module, start[0], name.removeprefix("core/"), occurrence)
+            Mutant(module, start[0], name.removeprefix("core/"), occurrence, _scope(tree, start[0]))
             for occurrence, (start, _) in enumerate(positions)
-            if not any(first <= start <= last for first, last in annotations)
+            if not any(first <= start <= last for first, last in excluded)
         ]
     return sorted(mutants, key=lambda mutant: (mutant.line, mutant.operator, mutant.occurrence))
+
+
+@cache
+def _operator(name: str) -> Any:
+    """Cosmic Ray's operator of a name; in the place of its ExceptionReplacer one that knows `module.Error` as well.
+
+    Cosmic Ray's puts an undefined name into the handler: then any exception that reaches it fails the test, also one
+    that the handler still names.
+    """
+    from cosmic_ray.operators.operator import Operator
+    from cosmic_ray.plugins import get_operator
+    from parso.python.tree import Name
+
+    class ExceptionReplacer(Operator):  # type: ignore[misc]
+        def mutation_positions(self, node: Any) -> Iterator[Any]:
+            for item in self._types(node):
+                yield item.start_pos, item.end_pos
+
+        def mutate(self, node: Any, index: int) -> Any:
+            item = self._types(node)[index]
+            siblings = item.parent.children
+            siblings[siblings.index(item)] = Name(_NEVER_RAISED, item.start_pos, item.get_first_leaf().prefix)
+            return node
+
+        @staticmethod
+        def _types(node: Any) -> list[Any]:
+            if node.type != "except_clause":
+                return []
+            types = node.children[1]
+            if types.type == "atom":
+                types = types.children[1]
+            return list(types.children[::2]) if types.type == "testlist_comp" else [types]
+
+        @classmethod
+        def examples(cls) -> tuple[Any, ...]:
+            return ()
+
+    return ExceptionReplacer() if name == "core/ExceptionReplacer" else get_operator(name)()
 
 
 def mutated(mutant: Mutant, root: Path = ROOT) -> str | None:
     """The source of a mutant; None where the change leaves the program as it is or makes it no program."""
     from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
 
     original = (root / mutant.module).read_text()
-    code = mutate_code(original, get_operator(f"core/{mutant.operator}")(), mutant.occurrence)
+    code = mutate_code(original, _operator(f"core/{mutant.operator}"), mutant.occurrence)
     try:
         return code if code and ast.dump(ast.parse(code)) != ast.dump(ast.parse(original)) else None
     except SyntaxError:
         return None
 
 
-def _annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where a source has annotations: (line, column) of their starts and ends."""
-    places = []
-    for node in ast.walk(ast.parse(source)):
-        for name in ("annotation", "returns"):
-            value = getattr(node, name, None)
+def _scope(tree: ast.Module, line: int) -> tuple[int, int]:
+    """The first and the last line of the innermost function around a line, of the module where there is none."""
+    functions = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    around = [(first, last) for first, last in functions if first <= line <= last]
+    return max(around, default=(1, sys.maxsize))
+
+
+def _excluded(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where a source has what no mutant is made of: (line, column) of the starts and ends."""
+    excluded = []
+    for node in ast.walk(tree):
+        values = [getattr(node, name, None) for name in ("annotation", "returns")]
+        if isinstance(node, ast.keyword) and node.arg == "frozen":
+            values.append(node.value)
+        if isinstance(node, ast.Raise):
+            values += [part for part in ast.walk(node) if isinstance(part, ast.JoinedStr)]
+        for value in values:
             if isinstance(value, ast.expr):
                 end = (value.end_lineno or value.lineno, value.end_col_offset or value.col_offset)
-                places.append(((value.lineno, value.col_offset), end))
-    return places
+                excluded.append(((value.lineno, value.col_offset), end))
+    return excluded
 
 
-def difference(mutant: Mutant, root: Path = ROOT) -> list[str]:
-    """The lines that a mutant removes and adds."""
-    before, after = (root / mutant.module).read_text().splitlines(), (mutated(mutant, root) or "").splitlines()
-    lines = difflib.unified_diff(before, after, n=0, lineterm="")
-    return [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+def difference(original: str, code: str) -> tuple[str, ...]:
+    """The lines that a mutant removes and adds, each with its sign."""
+    lines = difflib.unified_diff(original.splitlines(), code.splitlines(), n=0, lineterm="")
+    return tuple(line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---"))
+
+
+def equivalents(root: Path = ROOT) -> list[Equivalent]:
+    """The mutants that no test can notice, as `mutants.toml` lists them."""
+    document = tomllib.loads((root / "benchmarks/mutants.toml").read_text())
+    return [
+        Equivalent(module, entry["before"], after, entry["reason"])
+        for module, entries in document.items()
+        for entry in entries
+        for after in entry["after"]
+    ]
+
+
+def is_equivalent(mutant: Mutant, change: Sequence[str], entries: Sequence[Equivalent]) -> bool:
+    """Whether the list of equivalent mutants has a change; spaces do not count."""
+    lines = ["".join(line[1:].split()) for line in change]
+    return any(
+        entry.module == mutant.module and lines == ["".join(line.split()) for line in (entry.before, entry.after)]
+        for entry in entries
+    )
 
 
 def chosen_tests(mutant: Mutant, cases: Sequence[Case]) -> list[Case]:
     """The tests to run for a mutant: those that execute its line, the fastest first, within the budget.
 
-    A line that runs when its module is imported is in no test's lines: then all that execute the module are taken.
+    A line that runs only when its module is imported, or in another process, is in no test's lines: then all tests are
+    taken, those that execute the function around it first.
     """
-    reaching = [case for case in cases if mutant.line in case.lines.get(mutant.module, ())]
-    reaching = reaching or [case for case in cases if mutant.module in case.lines]
+    first, last = mutant.scope
+
+    def is_near(case: Case) -> bool:
+        return any(first <= line <= last for line in case.lines.get(mutant.module, ()))
+
+    reaching = [case for case in cases if mutant.line in case.lines.get(mutant.module, ())] or list(cases)
     chosen, seconds = [], 0.0
-    for case in sorted(reaching, key=lambda case: case.seconds):
+    for case in sorted(reaching, key=lambda case: (not is_near(case), case.seconds)):
         seconds += case.seconds
         if chosen and seconds > _BUDGET:
             break
@@ -203,10 +336,14 @@ class _Tracer:
 
 
 class _Killer:
-    """A pytest plugin that remembers the first test that fails."""
+    """A pytest plugin that runs tests in the given order and remembers the first that fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, addresses: Sequence[str]) -> None:
         self.name = ""
+        self.places = {address: place for place, address in enumerate(addresses)}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items.sort(key=lambda item: self.places.get(item.nodeid, len(self.places)))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed and not self.name:
@@ -222,12 +359,16 @@ def _enter(root: Path, output: Path) -> None:
     os.chdir(root)
     sys.path.insert(0, str(root))
     os.environ["PYTHONPATH"] = str(root)
+    sys.dont_write_bytecode = False
 
 
 def _pytest(root: Path, arguments: Sequence[str], plugins: Sequence[Any]) -> int:
     import pytest
 
-    fixed = ["-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--rootdir", str(root)]
+    # Two of these collect all garbage at the end, which takes longer than most tests.
+    omitted = ("anyio", "cacheprovider", "threadexception", "unraisableexception")
+    fixed = ["-q", "-n", "0", "--assert=plain", "--hypothesis-seed=0", "--rootdir", str(root)]
+    fixed += [option for name in omitted for option in ("-p", f"no:{name}")]
     return int(pytest.main([*fixed, *arguments], plugins=list(plugins)))
 
 
@@ -278,31 +419,43 @@ def observe(root: Path, modules: Sequence[str], tests: Sequence[str]) -> list[Ca
     return [case for case in (Case(**item) for item in content["cases"]) if case.seconds <= _LONGEST_TEST]
 
 
-def judge(root: Path, mutant: Mutant, cases: Sequence[Case]) -> Verdict:
+def judge(root: Path, mutant: Mutant, cases: Sequence[Case], entries: Sequence[Equivalent] = ()) -> Verdict:
     """Test one mutant in the tree at `root`, which is the original again afterwards."""
+    file, start = root / mutant.module, time.monotonic()
+    original, code = file.read_text(), mutated(mutant, root)
+    if code is None:
+        return Verdict(mutant, "none")
+    change = difference(original, code)
+    if is_equivalent(mutant, change, entries):
+        return Verdict(mutant, "equivalent", change=change)
     chosen = chosen_tests(mutant, cases)
     if not chosen:
-        return Verdict(mutant, "untested", 0.0)
-    file, start = root / mutant.module, time.monotonic()
-    original = file.read_text()
+        return Verdict(mutant, "untested", change=change)
+    addresses = [case.address for case in chosen]
     killer_file = root / "killer.txt"
     killer_file.unlink(missing_ok=True)
 
     def work() -> int:
         _enter(root, root / "mutant.log")
-        killer = _Killer()
-        code = _pytest(root, ["-x", *(case.address for case in chosen)], [killer])
+        killer = _Killer(addresses)
+        status = _pytest(root, ["-x", *addresses], [killer])
         killer_file.write_text(killer.name)
-        return code
+        return status
 
-    file.write_text(mutated(mutant, root) or original)
+    _replace(file, code)
     try:
-        code = _forked(work, 20 + _SLOWER * sum(case.seconds for case in chosen))
+        status = _forked(work, 20 + _SLOWER * sum(case.seconds for case in chosen))
     finally:
-        file.write_text(original)
-    outcome = "timeout" if code is None else "survived" if code == 0 else "killed"
+        _replace(file, original)
+    outcome = "timeout" if status is None else "survived" if status == 0 else "killed"
     killer = killer_file.read_text() if killer_file.exists() else ""
-    return Verdict(mutant, outcome, time.monotonic() - start, killer)
+    return Verdict(mutant, outcome, time.monotonic() - start, killer, change)
+
+
+def _replace(file: Path, source: str) -> None:
+    """Write a module, and remove its bytecode: Python would take that for new where size and second are the same."""
+    file.write_text(source)
+    Path(cache_from_source(str(file))).unlink(missing_ok=True)
 
 
 def _copy(number: int, folder: Path) -> Path:
@@ -314,23 +467,100 @@ def _copy(number: int, folder: Path) -> Path:
     return root
 
 
-def _work(number: int, folder: Path, jobs: Any, verdicts: Any) -> None:
+def _work(number: int, suite: str, folder: Path, jobs: Any, verdicts: Any) -> None:
     root = _copy(number, folder)
-    _preload()
+    entries = equivalents(root)
+    os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
+    for name in ("hypothesis.strategies", "pytest", "xdist.scheduler", *SUITES[suite].libraries):
+        import_module(name)
+    gc.freeze()  # Else every test would pay for the garbage collection of what is imported here.
     while (job := jobs.get()) is not None:
         kind, *arguments = job
-        if kind == "observe":
-            verdicts.put((arguments[0], observe(root, *arguments[1:])))
-        else:
-            verdicts.put(judge(root, *arguments))
+        try:
+            if kind == "observe":
+                *place, record = arguments
+                _write(record, json.dumps([asdict(case) for case in observe(root, *place)]))
+                verdicts.put(None)
+            else:
+                verdicts.put(judge(root, *arguments, entries))
+        except BaseException as error:
+            verdicts.put(error)
+            raise
 
 
-def _preload() -> None:
-    from importlib import import_module
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(".part")
+    partial.write_text(text)
+    partial.replace(path)
 
-    os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
-    for name in _PRELOADED:
-        import_module(name)
+
+def _received(verdicts: Any) -> Any:
+    """What a worker sends next; an error that ended it is raised here."""
+    answer = verdicts.get()
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def _test_files(tests: Sequence[str]) -> list[str]:
+    places = [ROOT / test for test in tests]
+    files = [file for place in places for file in (sorted(place.glob("test_*.py")) if place.is_dir() else [place])]
+    return [str(file.relative_to(ROOT)) for file in files]
+
+
+def _digest(file: str, modules: Sequence[str]) -> str:
+    """A name for what a test file executes in modules: it changes with either, and with what test files share."""
+    shared = [*(ROOT / "tests/support").glob("*.py"), *(ROOT / "tests").glob("conftest.py")]
+    sources = [ROOT / file, (ROOT / file).with_name("conftest.py"), *(ROOT / module for module in modules), *shared]
+    digest = hashlib.sha256(file.encode())
+    for source in sorted(source for source in sources if source.exists()):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def judge_all(suite: str, mutants: Sequence[Mutant], processes: int) -> list[Verdict]:
+    """Test mutants of a suite's modules in several processes, each with a copy of the tree, and print each verdict.
+
+    What a test file executes is kept in the folder until the file or a module changes.
+    """
+    modules = modules_of(suite)
+    folder = ROOT / "build" / "mutants"
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    jobs, verdicts = context.Queue(), context.Queue()
+    count = min(processes, len(mutants))
+    workers = [context.Process(target=_work, args=(number, suite, folder, jobs, verdicts)) for number in range(count)]
+    for worker in workers:
+        worker.start()
+    try:
+        files = _test_files(SUITES[suite].tests)
+        records = {file: folder / f"{_digest(file, modules)}.json" for file in files}
+        unknown = [file for file, record in records.items() if not record.exists()]
+        for file in unknown:
+            jobs.put(("observe", modules, [file], records[file]))
+        for _ in unknown:
+            _received(verdicts)
+        cases = [Case(**item) for record in records.values() for item in json.loads(record.read_text())]
+        print(f"{suite}: {len(cases)} tests, {sum(case.seconds for case in cases):.0f} s", flush=True)
+        for mutant in mutants:
+            jobs.put(("judge", mutant, cases))
+        result = []
+        for number, _ in enumerate(mutants, 1):
+            verdict = _received(verdicts)
+            mutant = verdict.mutant
+            place = f"{mutant.module}:{mutant.line} {mutant.operator}"
+            seconds = f"{verdict.seconds:.1f} s"
+            print(f"{number}/{len(mutants)} {verdict.outcome} {place} {seconds} {verdict.killer}", flush=True)
+            if verdict.outcome != "none":
+                result.append(verdict)
+        for _ in workers:
+            jobs.put(None)
+        for worker in workers:
+            worker.join(30)
+    finally:
+        for worker in workers:
+            worker.kill()
+    return sorted(result, key=lambda verdict: (verdict.mutant.module, verdict.mutant.line, verdict.mutant.operator))
 
 
 def selected(places: Sequence[str]) -> dict[str, list[str]]:
@@ -348,29 +578,34 @@ def selected(places: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
-def sampled(mutants: Sequence[Mutant], size: int | None, seed: int) -> list[Mutant]:
-    """A sample of mutants in the order of their places, the same for the same seed; all without a size."""
-    if size is None or size >= len(mutants):
+def sampled(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
+    """A sample of mutants in the order of their places, the same for the same seed."""
+    if size >= len(mutants):
         return list(mutants)
     indices = random.Random(seed).sample(range(len(mutants)), size)  # noqa: S311
     return [mutants[index] for index in sorted(indices)]
 
 
+def share_of(outcomes: Sequence[str]) -> float:
+    """The share of mutants that were killed, timeouts included, among those that are not equivalent; 1 without any."""
+    counts = Counter(outcomes)
+    total = len(outcomes) - counts["equivalent"]
+    return (counts["killed"] + counts["timeout"]) / total if total else 1.0
+
+
 def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """The lines of the table: mutants by module and outcome, and the share that is killed, timeouts included."""
-    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    """The lines of the table: by module the mutants, how many of them are equivalent, their outcomes, and the share."""
+    rows: dict[str, list[str]] = defaultdict(list)
     for verdict in verdicts:
         for name in (verdict.mutant.module, "all"):
-            rows[name][verdict.outcome] += 1
+            rows[name].append(verdict.outcome)
     names = [*sorted(set(rows) - {"all"}), "all"]
     width = max(map(len, names))
-    yield f"{'module':{width}}  mutants  killed  timeout  survived  untested  share"
+    columns = ("killed", "timeout", "survived", "untested", "equivalent")
+    yield f"{'module':{width}}  mutants  {'  '.join(columns)}  share"
     for name in names:
-        row = rows[name]
-        count = sum(row.values())
-        share = (row["killed"] + row["timeout"]) / count if count else 0.0
-        columns = f"{count:7}  {row['killed']:6}  {row['timeout']:7}  {row['survived']:8}  {row['untested']:8}"
-        yield f"{name:{width}}  {columns}  {share:5.0%}"
+        counts = "  ".join(f"{rows[name].count(column):{len(column)}}" for column in columns)
+        yield f"{name:{width}}  {len(rows[name]):7}  {counts}  {share_of(rows[name]):5.0%}"
 
 
 def main() -> int:
@@ -378,6 +613,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("places", nargs="*", help="modules or folders; all of SUITES by default")
     parser.add_argument("--sample", type=int, default=160, help="the number of mutants (default 160)")
+    parser.add_argument("--each", type=int, help="the number of mutants of each module, instead of --sample")
     parser.add_argument("--seed", type=int, default=0, help="chooses the sample (default 0)")
     parser.add_argument("--all", action="store_true", help="try every mutant")
     parser.add_argument("--least", type=float, default=0.0, help="fail below this share of killed mutants")
@@ -388,61 +624,31 @@ def main() -> int:
     suites = selected(options.places)
     if not suites:
         parser.error(f"nothing of {', '.join(SUITES)} is at {', '.join(options.places)}")
-    mutants = [mutant for modules in suites.values() for module in modules for mutant in mutants_of(module)]
-    mutants = sampled(mutants, None if options.all else options.sample, options.seed)
-    # Taken now: whoever waits for the verdicts may go on editing.
-    changes = {mutant: difference(mutant) for mutant in mutants if mutated(mutant) is not None}
-    mutants = list(changes)
-    folder = ROOT / "build" / "mutants"
-    folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    jobs, verdicts = context.Queue(), context.Queue()
-    count = min(options.processes, len(mutants))
-    workers = [context.Process(target=_work, args=(number, folder, jobs, verdicts)) for number in range(count)]
-    for worker in workers:
-        worker.start()
-    try:
-        result = _judge_all(suites, mutants, jobs, verdicts)
-        for _ in workers:
-            jobs.put(None)
-        for worker in workers:
-            worker.join(30)
-    finally:
-        for worker in workers:
-            worker.kill()
+    mutants = {suite: [mutants_of(module) for module in modules] for suite, modules in suites.items()}
+    if options.each is not None:
+        chosen = {
+            mutant
+            for group in mutants.values()
+            for each in group
+            for mutant in sampled(each, options.each, options.seed)
+        }
+    else:
+        every = [mutant for group in mutants.values() for each in group for mutant in each]
+        chosen = set(every if options.all else sampled(every, options.sample, options.seed))
+    result = []
+    for suite, group in mutants.items():
+        if jobs := [mutant for each in group for mutant in each if mutant in chosen]:
+            result += judge_all(suite, jobs, options.processes)
     for verdict in result:
         if verdict.outcome in ("survived", "untested"):
             mutant = verdict.mutant
             print(f"\n{verdict.outcome}: {mutant.module}:{mutant.line} ({mutant.operator})")
-            print("\n".join(changes[mutant]))
+            print("\n".join(verdict.change))
     print()
     print("\n".join(table(result)))
     if options.json:
         options.json.write_text(json.dumps([asdict(verdict) for verdict in result], indent=1))
-    killed = sum(verdict.outcome in ("killed", "timeout") for verdict in result)
-    return 0 if killed >= options.least * len(result) else 1
-
-
-def _judge_all(suites: dict[str, list[str]], mutants: Sequence[Mutant], jobs: Any, verdicts: Any) -> list[Verdict]:
-    modules = {mutant.module for mutant in mutants}
-    observed = {suite: modules for suite, modules in suites.items() if modules & set(modules)}
-    for suite, modules in observed.items():
-        jobs.put(("observe", suite, modules, SUITES[suite]))
-    cases = dict(verdicts.get() for _ in observed)
-    for suite in sorted(cases):
-        seconds = sum(case.seconds for case in cases[suite])
-        print(f"{suite}: {len(cases[suite])} tests, {seconds:.0f} s", flush=True)
-    suite_of = {module: suite for suite, modules in suites.items() for module in modules}
-    for mutant in mutants:
-        jobs.put(("judge", mutant, cases[suite_of[mutant.module]]))
-    result = []
-    for number, _ in enumerate(mutants, 1):
-        verdict = verdicts.get()
-        result.append(verdict)
-        mutant = verdict.mutant
-        place = f"{mutant.module}:{mutant.line} {mutant.operator}"
-        print(f"{number}/{len(mutants)} {verdict.outcome} {place} {verdict.seconds:.1f} s {verdict.killer}", flush=True)
-    return sorted(result, key=lambda verdict: (verdict.mutant.module, verdict.mutant.line, verdict.mutant.operator))
+    return 0 if share_of([verdict.outcome for verdict in result]) >= options.least else 1
 
 
 if __name__ == "__main__":

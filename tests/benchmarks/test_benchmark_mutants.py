@@ -41,6 +41,64 @@ def test_conditions_and_numbers_are_changed_and_annotations_are_not(tree: Path, 
     }
 
 
+_HANDLER = """
+import json
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Reader:
+    def read(self, text: str) -> int:
+        try:
+            return json.loads(text)
+        except (json.JSONDecodeError, KeyError) as error:
+            raise ValueError(f"{len(text) // 2} pairs") from error
+"""
+
+
+def test_each_exception_of_a_handler_is_taken_out_and_messages_and_declarations_are_left_alone(
+    tree: Path, module: Import
+) -> None:
+    (tree / "package/module.py").write_text(_HANDLER)
+    mutants = module("mutants")
+    changed = mutants.mutants_of("package/module.py", tree)
+    assert [(mutant.line, mutant.operator, mutant.scope) for mutant in changed] == [
+        (10, "ExceptionReplacer", (7, 11)),
+        (10, "ExceptionReplacer", (7, 11)),
+    ]
+    lines = [mutants.difference(_HANDLER, mutants.mutated(mutant, tree)) for mutant in changed]
+    assert [line.strip() for _, line in lines] == [
+        "+        except (StopAsyncIteration, KeyError) as error:",
+        "+        except (json.JSONDecodeError, StopAsyncIteration) as error:",
+    ]
+
+
+def test_the_tests_of_a_line_run_first_and_those_of_its_function_where_it_has_none(tree: Path, module: Import) -> None:
+    mutants = module("mutants")
+    mutant = next(mutant for mutant in mutants.mutants_of("package/module.py", tree) if mutant.line == 3)
+
+    def case(name: str, seconds: float, *lines: int) -> object:
+        return mutants.Case(name, seconds, {"package/module.py": list(lines)} if lines else {})
+
+    cases = [case("other", 0.1), case("slow", 2, 3, 4), case("fast", 1, 3), case("near", 3, 5)]
+    assert [each.address for each in mutants.chosen_tests(mutant, cases)] == ["fast", "slow"]
+    assert [each.address for each in mutants.chosen_tests(mutant, [cases[0], cases[3]])] == ["near", "other"]
+
+
+def test_a_mutant_that_is_listed_as_equivalent_counts_in_no_share(module: Import) -> None:
+    mutants = module("mutants")
+    assert mutants.share_of(["killed", "timeout", "survived", "untested", "equivalent"]) == 0.5
+    assert mutants.share_of(["equivalent"]) == 1.0
+
+
+def test_every_mutant_that_is_listed_as_equivalent_is_one_of_a_line_that_exists(module: Import) -> None:
+    mutants = module("mutants")
+    for entry in mutants.equivalents():
+        lines = ["".join(line.split()) for line in (mutants.ROOT / entry.module).read_text().splitlines()]
+        assert "".join(entry.before.split()) in lines, entry
+        assert entry.reason
+        assert "".join(entry.after.split()) not in lines, entry
+
+
 def test_the_same_seed_gives_the_same_sample(module: Import) -> None:
     mutants = module("mutants")
     every = mutants.mutants_of("tvmflow/promotion.py")
