@@ -67,6 +67,24 @@ def test_every_part_of_a_manifest_comes_back(manifest: Manifest) -> None:
     assert Manifest.from_json(spelled(full, later="ignored"), "b") == full
 
 
+def test_a_bundle_may_be_built_for_one_thread(manifest: Manifest) -> None:
+    single = dataclasses.replace(manifest, threads=1)
+    assert Manifest.from_json(single.to_json(), "b") == single
+
+
+@pytest.mark.parametrize("number", [-(1 << 63), (1 << 64) - 1])
+def test_integers_of_64_bits_come_back(manifest: Manifest, number: int) -> None:
+    data = dataclasses.replace(manifest, tvm_target={"kind": "llvm", "x": number}).to_json()
+    assert Manifest.from_json(data, "b").tvm_target["x"] == number
+
+
+@pytest.mark.parametrize("number", [-(1 << 63) - 1, 1 << 64])
+def test_integers_that_other_readers_would_round_are_refused(manifest: Manifest, number: int) -> None:
+    data = dataclasses.replace(manifest, tvm_target={"kind": "llvm", "x": number}).to_json()
+    with pytest.raises(BundleError, match="more than 64 bits"):
+        Manifest.from_json(data, "b")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -7,10 +7,12 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tvmflow.bundle import Manifest, extract, pack, read_manifest, sha256_file
+from tvmflow.errors import BundleError
 
 WriteFiles = Callable[[Path], dict[str, Path]]
 
@@ -107,6 +109,19 @@ def test_a_former_bundle_stays_when_packing_over_it_fails(
     with pytest.raises(OSError, match=r"mod\.so"):
         pack(bundle, manifest, files)
     assert bundle.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"threads": "2"}, {"threads": 0}, {"tvm_target": {"cost": float("nan")}}, {"name": "\ud800"}],
+    ids=["text", "zero", "nan", "surrogate"],
+)
+def test_a_manifest_that_no_reader_accepts_is_not_packed(
+    manifest: Manifest, write_files: WriteFiles, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    with pytest.raises(BundleError, match=r"cannot be packed \(.+\); change that in the model"):
+        pack(tmp_path / "place" / "b.tar.gz", dataclasses.replace(manifest, **change), write_files(tmp_path / "files"))
+    assert not (tmp_path / "place").exists()
 
 
 def test_a_foreign_file_is_not_packed(manifest: Manifest, write_files: WriteFiles, tmp_path: Path) -> None:

@@ -65,9 +65,10 @@ def test_a_truncated_bundle_is_refused(bundle: Path, refusal: Refusal, tenth: in
     refusal(bundle)
 
 
-def test_a_bundle_without_its_last_byte_is_refused(bundle: Path, refusal: Refusal) -> None:
-    bundle.write_bytes(bundle.read_bytes()[:-1])
-    refusal(bundle)
+@pytest.mark.parametrize("count", [1, 8, 9])
+def test_a_bundle_without_its_last_bytes_is_refused(bundle: Path, refusal: Refusal, count: int) -> None:
+    bundle.write_bytes(bundle.read_bytes()[:-count])
+    assert "early" in refusal(bundle)
 
 
 def test_a_flipped_byte_is_refused_or_changes_nothing(bundle: Path, content: Content, tmp_path: Path) -> None:
@@ -410,8 +411,13 @@ def test_a_gzip_header_of_another_writer_is_refused(bundle: Path, refusal: Refus
     refusal(bundle)
 
 
+@pytest.mark.parametrize("read_size", [1, 1 << 17])
 @pytest.mark.parametrize("more", [b"\0", b"\0" * 512, gzip.compress(b"more", mtime=0), b"x"])
-def test_bytes_after_the_compressed_stream_are_refused(bundle: Path, refusal: Refusal, more: bytes) -> None:
+def test_bytes_after_the_compressed_stream_are_refused(
+    bundle: Path, refusal: Refusal, more: bytes, read_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One byte at a time, the stream ends where a read ends, and nothing of what follows has been read.
+    monkeypatch.setattr("tvmflow.bundle.archive._READ", read_size)
     bundle.write_bytes(bundle.read_bytes() + more)
     assert "after its end" in refusal(bundle)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from support.skips import needs
 from tvmflow.bundle import Manifest, extract, keygen, pack, public_key, read_manifest, read_signer, sign
@@ -164,6 +165,28 @@ def test_what_is_no_key_is_one_sentence(bundle: Path, public: Path, tmp_path: Pa
     with pytest.raises(SettingsError, match="holds a public key; sign with the private one"):
         sign(bundle, public, tmp_path / "s.tar.gz")
     assert not (tmp_path / "s.tar.gz").exists()
+
+
+def test_a_key_with_a_password_or_of_an_unknown_kind_is_one_sentence(key: Path, tmp_path: Path) -> None:
+    private = serialization.load_pem_private_key(key.read_bytes(), None)
+    locked = private.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"secret"),
+    )
+    # A public key of the algorithm 1.2.3.4, which no library knows.
+    strange = b"-----BEGIN PUBLIC KEY-----\nMAswBQYDKgMEAwIAAA==\n-----END PUBLIC KEY-----\n"
+    for content in (locked, strange):
+        (tmp_path / "given").write_bytes(content)
+        with pytest.raises(SettingsError, match=r"given' is no Ed25519 key in PEM without a password"):
+            public_key(tmp_path / "given")
+
+
+def test_a_missing_library_is_told_before_a_key_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(SettingsError, match=r"pip install tvmflow\[sign\]"):
+        keygen(tmp_path / "new")
+    assert not list(tmp_path.iterdir())
 
 
 @needs("openssl")

@@ -68,13 +68,13 @@ def pack(
         manifest,
         files={name: FileEntry(sha256_file(path), path.stat().st_size) for name, path in sorted(files.items())},
     )
-    data = complete.to_json()
     try:
+        data = complete.to_json()
         Manifest.parse(data)
         for name, entry in complete.files.items():
             if entry.size > _LARGEST_MEMBER:
                 raise ValueError(f"{name} has {entry.size} bytes, more than 8 GiB")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise BundleError(f"bundle {manifest.name!r} cannot be packed ({error}); change that in the model") from error
     signature_line = None if key is None else signature.sign(data, key)
     destination.parent.mkdir(parents=True, exist_ok=True)
