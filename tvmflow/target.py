@@ -256,7 +256,7 @@ def _x86(name: str, level: str, extensions: tuple[str, ...], cores: int) -> Targ
     )
 
 
-def _aarch64(name: str, mcpu: str, cores: int = 4, *, half: bool = False) -> Target:
+def _aarch64(name: str, mcpu: str, cores: int = 4, *, half: bool) -> Target:
     tvm: dict[str, Any] = {
         "kind": "llvm",
         "mtriple": "aarch64-linux-gnu",

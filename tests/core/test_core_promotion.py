@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,25 @@ def test_an_alias_that_is_wanted_elsewhere_by_now_stays(
     assert _where(services, name) == ("3", "1")
 
 
+def test_an_alias_that_somebody_sets_before_the_channel_is_claimed_stays(
+    services: Services, name: str, release: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release("1", "2", "3")
+    _move(services, name, "1", None)
+    services.registry.set_alias(name, "production", "2")
+    claim = channels.claim
+
+    @contextmanager
+    def claim_after_another(*arguments: Any) -> Iterator[None]:
+        services.registry.set_alias(name, "production", "3")
+        with claim(*arguments):
+            yield
+
+    monkeypatch.setattr(channels, "claim", claim_after_another)
+    promotion.restore_alias(services, services.store.get_release(name, "2"), "production", who="ann")
+    assert _where(services, name) == ("3", "1")
+
+
 def test_a_release_that_passes_is_no_longer_marked_as_refused(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
@@ -431,9 +451,10 @@ def test_a_releases_hash_follows_its_content_and_not_its_order() -> None:
     assert len(first) == 64
 
 
-def test_a_user_without_a_name_is_identified_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyError("uid not found"), OSError("no username set")])
+def test_a_user_without_a_name_is_identified_by_number(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def nameless() -> str:
-        raise KeyError("uid not found")
+        raise error
 
     assert promotion.identify_user().endswith(f"@{socket.gethostname()}")
     monkeypatch.setattr(promotion.getpass, "getuser", nameless)

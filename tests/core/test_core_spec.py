@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tvmflow.errors import SpecError
-from tvmflow.spec import Dimension, Gates, Spec, amend, load, parse, template, to_document
+from tvmflow.spec import Dimension, Gates, Model, Spec, amend, load, parse, template, to_document
 
 Document = dict[str, Any]
 Change = Callable[..., Document]
@@ -260,6 +260,19 @@ def test_a_document_of_a_specification_is_read_back_and_says_no_more_than_the_fi
     document = json.loads(json.dumps(to_document(spec)))
     assert document == GOOD
     assert parse(document, tmp_path) == spec
+
+
+def test_a_section_keeps_its_name_of_the_file_when_a_specification_is_amended_or_written(tmp_path: Path) -> None:
+    document = {**GOOD, "validate": {"samples": 2, "rtol": 0.01}}
+    spec = parse(document, tmp_path)
+    assert to_document(spec) == document
+    amended = amend(spec, {"validate.samples": 3})
+    assert (amended.validation.samples, amended.validation.rtol) == (3, 0.01)
+
+
+def test_a_model_is_called_by_its_source() -> None:
+    for key, value in (("factory", "m:f"), ("mlflow", "models:/m/1"), ("pt2", "m.pt2"), ("onnx", "m.onnx")):
+        assert Model.model_validate({key: value}).label == value
 
 
 @pytest.mark.parametrize(("key", "part"), MISSING)

@@ -249,6 +249,16 @@ def test_a_full_target_is_completed_by_this_machine(
     assert target.threads == tvm.get("num-cores", 6)
 
 
+def test_a_target_as_data_is_named_alike_in_any_order_of_its_options(become: Become) -> None:
+    become("x86_64")
+    options = {"kind": "llvm", "num-cores": 2, "mcpu": "x86-64-v3"}
+    assert resolve(options).name == resolve(dict(reversed(options.items()))).name
+
+
+_CIRCULAR: dict[str, Any] = {"kind": "llvm"}
+_CIRCULAR["host"] = _CIRCULAR
+
+
 def test_a_gpu_target_stays_as_it_is(become: Become) -> None:
     become("x86_64", V4)
     for text in ("cuda -arch=sm_75", {"kind": "cuda", "arch": "sm_75"}, '{"kind": "cuda", "arch": "sm_75"}'):
@@ -268,11 +278,13 @@ def test_a_gpu_target_stays_as_it_is(become: Become) -> None:
         ({"kind": "llvm", "mattr": ["+avx2", "fma"]}, "'fma'"),
         ({"kind": "llvm", "mattr": ["-avx2", 3]}, "3"),
         ({"kind": "llvm", "x": object()}, "JSON"),
+        (_CIRCULAR, "JSON"),
         ("llvm -num-cores 99999999999999999999", "'99999999999999999999'"),
         ("llvm mcpu=x", "'mcpu=x'"),
         ("llvm -mcpu", "'-mcpu'"),
         ("x86-64", "'x86-64'"),
         ("{" + '"a":' * 3, "JSON"),
+        ('{"a":' * 100_000, "JSON"),
     ],
 )
 def test_a_wrong_option_is_refused_by_its_value(become: Become, target: Any, value: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from support.waits import wait_until
@@ -41,6 +42,13 @@ def test_a_process_is_described_by_machine_namespace_id_and_birth() -> None:
     assert len(words) == 4
     assert words[2] == str(os.getpid())
     assert claims.describe_process(2**22 + 1) == ""
+
+
+def test_the_birth_of_a_process_is_what_the_kernel_says() -> None:
+    # Another process may get the same id, but not at the same time.
+    ticks = int(claims.describe_process(os.getpid()).split()[3])
+    process = psutil.Process()
+    assert abs(psutil.boot_time() + ticks / os.sysconf("SC_CLK_TCK") - process.create_time()) < 1
 
 
 def test_a_claim_is_abandoned_when_its_process_of_this_machine_has_ended() -> None:

@@ -33,16 +33,26 @@ def test_an_invalid_prefix_is_refused(prefix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["127.0.0.1:9000", "ftp://host", "http://", "http://host:port", "http://host/?a=b"]
+    "endpoint",
+    [
+        *("127.0.0.1:9000", "ftp://host", "http://", "http://:80", "http://host:port", "http://host:0", "http://[host"),
+        *("http://host/?a=b", "http://host/#part"),
+    ],
 )
 def test_an_endpoint_that_is_no_server_address_is_refused(endpoint: str) -> None:
     with pytest.raises(SettingsError, match="endpoint"):
         StoreConfig("releases", endpoint=endpoint)
 
 
-def test_credentials_inside_the_endpoint_are_refused_and_not_repeated() -> None:
+@pytest.mark.parametrize("endpoint", ["http://host", "https://host:1", "http://127.0.0.1:65535/", "http://host/s3"])
+def test_an_endpoint_is_the_address_of_a_server(endpoint: str) -> None:
+    assert StoreConfig("releases", endpoint=endpoint).server == f"the S3 endpoint {endpoint}"
+
+
+@pytest.mark.parametrize("credentials", ["user:hunter2", "hunter2", ":hunter2"])
+def test_credentials_inside_the_endpoint_are_refused_and_not_repeated(credentials: str) -> None:
     with pytest.raises(SettingsError, match="credentials inside") as refusal:
-        StoreConfig("releases", endpoint="http://user:hunter2@host:9000")
+        StoreConfig("releases", endpoint=f"http://{credentials}@host:9000")
     assert "hunter2" not in str(refusal.value)
 
 
@@ -57,7 +67,11 @@ def test_half_of_the_credentials_is_refused(credentials: dict[str, str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("connect_timeout", 0.0), ("read_timeout", -1.0), ("attempts", 0), ("part_size", 1)]
+    ("field", "value"),
+    [
+        *(("connect_timeout", 0.0), ("connect_timeout", -1.0), ("read_timeout", 0.0), ("read_timeout", -1.0)),
+        *(("attempts", 0), ("part_size", 5 * 2**20 - 1)),
+    ],
 )
 def test_limits_that_cannot_work_are_refused(field: str, value: float) -> None:
     with pytest.raises(SettingsError, match="release store's"):
@@ -72,7 +86,18 @@ def test_an_address_is_split_into_bucket_and_key() -> None:
 
 @pytest.mark.parametrize(
     "uri",
-    ["", "releases/key", "http://releases/key", "s3://releases", "s3://releases/", "s3:///key", "s3://releases//a"],
+    [
+        *(
+            "",
+            "releases/key",
+            "http://releases/key",
+            "s3://releases",
+            "s3://releases/",
+            "s3:///key",
+            "s3://releases//a",
+        ),
+        *("s3://releases/a/", "s3://Upper/key"),
+    ],
 )
 def test_what_is_no_address_of_an_object_is_refused(uri: str) -> None:
     with pytest.raises(StoreError, match="s3://BUCKET/KEY"):

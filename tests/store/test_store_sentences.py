@@ -1,11 +1,13 @@
 """The sentence for each error that an S3 server or boto3 may answer with, and the settings of the connection."""
 
 import datetime
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from botocore import exceptions as boto
+from botocore.parsers import ResponseParserError
 
 from tvmflow.errors import StoreError
 from tvmflow.store import StoreConfig
@@ -65,7 +67,10 @@ def test_the_servers_explanation_is_quoted_without_secrets() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "part"),
-    [(301, "5 minutes ahead of"), (-301, "5 minutes behind"), (300, "grant them"), (-300, "grant them"), (0, "grant")],
+    [
+        *((301, "is 5 minutes ahead of"), (-301, "is 5 minutes behind"), (7200, "120 minutes ahead of")),
+        *((300, "grant them"), (-300, "grant them"), (0, "grant")),
+    ],
 )
 def test_a_denial_is_the_clocks_fault_beyond_five_minutes(
     seconds: int, part: str, monkeypatch: pytest.MonkeyPatch
@@ -102,6 +107,16 @@ def test_a_server_that_does_not_answer_is_one_sentence(error: Exception, part: s
     assert part in sentence
     assert "\n" not in sentence
     assert "SECRET-x" not in sentence
+
+
+def test_an_answer_that_is_no_xml_is_one_sentence() -> None:
+    assert "is not an S3 server" in _sentence(ResponseParserError("no XML"))
+
+
+def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.config", None)
+    with pytest.raises(StoreError, match=r"needs boto3: install .*tvmflow\[pipeline\]"):
+        connect(CONFIG)
 
 
 def test_amazon_is_named_by_its_region() -> None:
