@@ -119,7 +119,7 @@ def test_a_former_bundle_stays_when_packing_over_it_fails(
 def test_a_manifest_that_no_reader_accepts_is_not_packed(
     manifest: Manifest, write_files: WriteFiles, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    with pytest.raises(BundleError, match=r"cannot be packed \(.+\); change that in the model"):
+    with pytest.raises(BundleError, match="cannot be packed"):
         pack(tmp_path / "place" / "b.tar.gz", dataclasses.replace(manifest, **change), write_files(tmp_path / "files"))
     assert not (tmp_path / "place").exists()
 

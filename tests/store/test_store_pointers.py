@@ -172,7 +172,7 @@ def test_a_server_that_still_shows_the_old_pointer_after_a_move_is_asked_again(
 @pytest.mark.parametrize(("expected", "words"), [(None, "was expected new"), ("2", "was expected at 2")])
 def test_a_refused_mover_is_told_what_it_expected(store: ReleaseStore, expected: str | None, words: str) -> None:
     _move(store, "1", None)
-    with pytest.raises(StoreError, match=rf"{words}, but ann moved it to 1 at \d{{4}}-.* \(test\)"):
+    with pytest.raises(StoreError, match=rf"{words}, .* ann .* 1 at \d{{4}}-.* \(test\)"):
         _move(store, "2" if expected is None else "1", expected)
 
 
@@ -192,7 +192,7 @@ def test_the_claim_of_a_mover_that_lives_is_respected(store: ReleaseStore, monke
     monkeypatch.setattr(claims, "PATIENCE_SECONDS", 0.0)
     content = f"carl\n{claims.describe_process(os.getpid())}\n".encode()
     store.objects.put("claims/resnet/@production/alive", content, "planting a claim")
-    with pytest.raises(StoreError, match=r"is being moved by carl \(s3://.*/alive\): try again"):
+    with pytest.raises(StoreError, match=r"carl \(s3://.*/alive\)"):
         _move(store, "1", None)
     assert [entry.key for entry in store.objects.list_objects("claims/resnet/@")] == ["claims/resnet/@production/alive"]
 

@@ -51,26 +51,26 @@ def test_a_value_of_another_type_is_damage(place: tuple[Any, ...], value: Any) -
     for key in place[:-1]:
         part = part[key]
     part[place[-1]] = value
-    with pytest.raises(StoreError, match=r"The release \w+ 1 is damaged, its document lacks .*: publish it again"):
+    with pytest.raises(StoreError, match="damaged"):
         TargetEntry.read_all(release)
 
 
 @pytest.mark.parametrize("key", TARGET)
 def test_an_entry_without_one_of_its_keys_is_damage(key: str) -> None:
     target = {name: value for name, value in TARGET.items() if name != key}
-    with pytest.raises(StoreError, match=f"lacks {key!r}"):
+    with pytest.raises(StoreError, match=repr(key)):
         TargetEntry.read_all({**RELEASE, "targets": [target]})
-    with pytest.raises(StoreError, match="lacks 'targets'"):
+    with pytest.raises(StoreError, match="'targets'"):
         TargetEntry.read_all({"name": "resnet", "version": "1"})
 
 
 @pytest.mark.parametrize(
     ("targets", "reason"),
-    [([], "it holds none"), ([{**TARGET, "cpu_features": ["avx4096"]}], "needs the CPU features avx4096")],
+    [([], "none"), ([{**TARGET, "cpu_features": ["avx4096"]}], "avx4096")],
 )
 def test_a_release_without_a_bundle_for_this_machine_is_refused_with_the_reason(
     targets: list[Any], reason: str, tmp_path: Path
 ) -> None:
     bundles = fetch_bundles(_store({**RELEASE, "targets": targets}), "resnet", "1", tmp_path)
-    with pytest.raises(BundleError, match=f"no bundle of release resnet 1 runs on this machine: .*{reason}"):
+    with pytest.raises(BundleError, match=f"resnet 1 .*{reason}"):
         next(bundles)
