@@ -178,7 +178,7 @@ def test_a_key_with_a_password_or_of_an_unknown_kind_is_one_sentence(key: Path, 
     strange = b"-----BEGIN PUBLIC KEY-----\nMAswBQYDKgMEAwIAAA==\n-----END PUBLIC KEY-----\n"
     for content in (locked, strange):
         (tmp_path / "given").write_bytes(content)
-        with pytest.raises(SettingsError, match="given'.*password"):
+        with pytest.raises(SettingsError, match=r"given'.*password"):
             public_key(tmp_path / "given")
 
 
