@@ -223,8 +223,25 @@ def last_line(log: Path) -> str:
 
 
 def forbid_torch() -> None:
-    """Keep this process from importing torch: tvm_ffi would, which takes seconds and a third of a gigabyte."""
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    """Keep this process from importing torch: tvm_ffi would, which takes seconds and a third of a gigabyte.
+
+    To the user's code torch is not installed. A None in `sys.modules` would break libraries that look there for torch,
+    as SciPy does.
+    """
+    sys.meta_path[:] = [cast(Any, _FinderWithoutTorch(finder)) for finder in sys.meta_path]
+
+
+class _FinderWithoutTorch:
+    """A finder of modules that finds no torch, and everything else as the finder that it stands for."""
+
+    def __init__(self, finder: Any) -> None:
+        self._finder = finder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return None if name == "torch" else self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
 
 
 def _ready(descriptor: int, event: int, deadline: float, child: ChildProcess) -> bool:

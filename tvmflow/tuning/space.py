@@ -107,21 +107,8 @@ def make_cost_model(tuner: TunerName, *, seed: int, threads: int) -> Any | None:
         with _NumpySeed(seed).active():
             return ms.cost_model.RandomModel(seed=seed)
     if tuner == "xgb":
-        _import_xgboost()
         return ms.cost_model.XGBModel(num_warmup_samples=_XGB_WARMUP_TRIALS, num_tuning_cores=threads)
     return None
-
-
-def _import_xgboost() -> None:
-    """Import xgboost also where torch is blocked: SciPy stumbles over the None that blocks it."""
-    blocked = "torch" in sys.modules and sys.modules["torch"] is None
-    if blocked:
-        del sys.modules["torch"]
-    try:
-        import xgboost  # noqa: F401
-    finally:
-        if blocked:
-            sys.modules["torch"] = None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
