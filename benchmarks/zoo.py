@@ -39,7 +39,7 @@ from tvmflow import samples
 from tvmflow import spec as release_file
 from tvmflow.bundle import sha256_file
 from tvmflow.errors import InputError
-from tvmflow.target import Precision, explain_missing_unit
+from tvmflow.target import Precision, explain_missing_unit, host
 from tvmflow.workspace import Record
 
 _HERE = Path(__file__).parent
@@ -191,7 +191,7 @@ def write_release(name: str, entry: Entry, folder: Path, precision: Precision, t
     document = {
         "name": f"zoo-{name}-{precision}",
         "model": {"onnx": "model.onnx"},
-        "targets": [prepare.native(threads).tvm],
+        "targets": ["native" if threads == host().cores else prepare.native(threads).tvm],
         "tune": {"trials": 0},
         "build": {"precision": precision},
         "benchmark": {"repeats": 20, "rounds": 5, "threads": threads, "peers": ["onnxruntime"]},

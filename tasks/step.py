@@ -223,7 +223,8 @@ def _as_task(run: Callable[[], Outcome[R]], name: str, label: str | None) -> Out
     from prefect import task
     from prefect.cache_policies import NO_CACHE
 
-    task_run_name = name if label is None else f"{name} {label}"
+    # Prefect takes the name for a template; a label may be a target in JSON.
+    task_run_name = name if label is None else f"{name} {label}".replace("{", "{{").replace("}", "}}")
     decorate: Any = task(name=name, task_run_name=task_run_name, cache_policy=NO_CACHE, persist_result=False)
     outcome: Outcome[R] = decorate(run)()
     return outcome

@@ -22,15 +22,19 @@ from tvm.relax.frontend.onnx import onnx_frontend
 from tvmflow.bundle import TensorSpec
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import (
+    BROADCASTING,
     CONTRIBUTED,
     CONVERTERS,
     FOLDED,
     NOT_STANDARD,
+    TAKES_SIZES,
     Node,
     UnsupportedFormError,
     const,
     is_static,
 )
+from tvmflow.compiler.onnx.broadcasting import agree, agree_but_for, agree_in_product
+from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
 
@@ -428,6 +432,9 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._unexamined: set[str] = set()
         self._inferred: dict[str, onnx.TypeProto.Tensor] | None = None
         self._model = model
+        self._evaluator = SizeEvaluator()
+        # The values that are known at import but for the free sizes in them.
+        self._sizes_by_name: dict[str, Sizes] = {}
         graph = self._graph = model.graph
         self._sizes = sizes
         # The shapes that the exporter recorded, by node, for values whose shape TVM's inference loses.
@@ -451,6 +458,10 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         """Do nothing: `_construct_nodes` checks each node."""
+
+    def _parse_graph_input(self, graph: onnx.GraphProto) -> None:
+        super()._parse_graph_input(graph)
+        self._evaluator.declare(self._symbols().values())
 
     def input_variables(self) -> tuple[relax.Var, ...]:
         """The graph's inputs, without its weights."""
@@ -498,26 +509,59 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self.records.append(NodeRecord(node, operands, status, refusals[0] if refusals else None))
         if graph is self._graph:
             for output in graph.output:
-                value = self._nodes[output.name]
-                if tvm.ir.is_prim_expr(value):
-                    value = self.bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr([value])))
-                    self._nodes[output.name] = self.bb.emit(relax.op.squeeze(value, [0]))
-                elif isinstance(value, relax.ShapeExpr):
-                    self._nodes[output.name] = self.bb.emit(relax.op.shape_to_tensor(value))
+                self._nodes[output.name] = self._tensor(output.name)
 
     def _construct_node(self, node: onnx.NodeProto) -> bool:
         """Import one node; return whether its results are known, so that nothing is left to compute."""
-        if self._fold(node) or self._take_branch(node):
+        if self._fold(node) or self._evaluate(node) or self._take_branch(node):
             return True
         missing = [inner for inner in _with_inner(node) if not _has_converter(inner)]
         if missing:
             raise _RefusedNodes([_missing_converter(inner) for inner in missing])
-        if node.op_type not in _TAKE_SHAPES:
-            for name in node.input:
-                if isinstance(self._nodes.get(name), relax.ShapeExpr):
-                    self._nodes[name] = self.bb.emit(relax.op.shape_to_tensor(self._nodes[name]))
-        super()._construct_nodes(onnx.GraphProto(node=[node]))
+        operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
+        takes_sizes = TAKES_SIZES.get(node.op_type, ())
+        for place, name in enumerate(node.input):
+            if name in operands and place not in takes_sizes:
+                self._nodes[name] = self._tensor(name)
+        self._let_agree(node)
+        try:
+            self._convert_node(node)
+        finally:
+            # Another node may take the sizes for what they are.
+            self._nodes.update(operands)
         return False
+
+    def _convert_node(self, node: onnx.NodeProto) -> None:
+        """Import a node by its converter, as TVM's importer does, which takes no sizes for operands of Tile."""
+        if node.op_type != "Tile":
+            super()._construct_nodes(onnx.GraphProto(node=[node]))
+            return
+        inputs = [self._nodes[name] for name in node.input]
+        self._nodes[node.output[0]] = self._convert_operator("Tile", inputs, {}, self.opset)
+
+    def _tensor(self, name: str) -> relax.Expr:
+        """A value as a tensor: sizes that are known at import are computed for this use."""
+        sizes, value = self._sizes_by_name.get(name), self._nodes[name]
+        if sizes is not None:
+            return materialise(self.bb, sizes)
+        if isinstance(value, relax.ShapeExpr):
+            return self.bb.emit(relax.op.shape_to_tensor(value))
+        if tvm.ir.is_prim_expr(value):
+            return materialise(self.bb, self._evaluator.shape([value]), ())
+        return value
+
+    def _let_agree(self, node: onnx.NodeProto) -> None:
+        """Cast the operands so that symbolic dimensions which the operator wants equal are the same expressions."""
+        names = [name for name in node.input if name]
+        operands = [self._nodes[name] for name in names]
+        if node.op_type in BROADCASTING:
+            operands = agree(self.bb, operands, self._evaluator)
+        elif node.op_type == "Concat":
+            axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+            operands = agree_but_for(self.bb, operands, axis, self._evaluator)
+        elif node.op_type == "MatMul":
+            operands = agree_in_product(self.bb, operands, self._evaluator)
+        self._nodes.update(zip(names, operands, strict=True))
 
     def _is_known(self, node: onnx.NodeProto) -> bool:
         """Whether all results of a node are constants or shapes."""
@@ -619,6 +663,58 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self._nodes[name] = const(result)
         return True
 
+    def _evaluate(self, node: onnx.NodeProto) -> bool:
+        """Evaluate a node whose operands are sizes of tensors, some of them symbolic; return whether this was done."""
+        if node.domain not in ("", "ai.onnx") or not node.input:
+            return False
+        try:
+            if node.op_type in ("Shape", "Size"):
+                results = [self._shape_value(node)]
+            else:
+                operands = [self._operand_sizes(name) if name else None for name in node.input]
+                results = self._evaluator.evaluate(node, operands, self.opset)
+        except NotEvaluatedError:
+            return False
+        for name, result in zip(node.output, results, strict=False):
+            self._sizes_by_name.pop(name, None)
+            if result.is_constant:
+                self._nodes[name] = const(result.constant())
+                continue
+            self._sizes_by_name[name] = result
+            whole = not any(isinstance(item, Quotient) for item in result.elements.reshape(-1))
+            if whole and result.elements.ndim == 1:
+                self._nodes[name] = relax.ShapeExpr(list(result.elements))
+            elif whole and result.elements.ndim == 0:
+                self._nodes[name] = result.elements.item()
+            else:
+                self._nodes[name] = materialise(self.bb, result)
+        return True
+
+    def _operand_sizes(self, name: str) -> Sizes:
+        """An operand whose value is known at import. Raises NotEvaluatedError for others."""
+        sizes = self._sizes_by_name.get(name)
+        if sizes is not None:
+            return sizes
+        value = self._value_at_import(self._nodes[name])
+        if value is None:
+            raise NotEvaluatedError
+        return Sizes.of(value)
+
+    def _shape_value(self, node: onnx.NodeProto) -> Sizes:
+        """The shape of a tensor, of which Shape may take a part, or the number of its elements."""
+        sizes = self._sizes_by_name.get(node.input[0])
+        ty = self._nodes[node.input[0]].ty
+        if sizes is not None:
+            dims: list[Any] = list(sizes.elements.shape)
+        elif isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr):
+            dims = list(ty.shape.values)
+        else:
+            raise NotEvaluatedError
+        if node.op_type == "Size":
+            return Sizes(self._evaluator.shape([self._evaluator.quotient(dims, [])]).elements.reshape(()), "int64")
+        attributes = {attribute.name: attribute.i for attribute in node.attribute}
+        return self._evaluator.shape(dims[attributes.get("start", 0) : attributes.get("end")])
+
     def _take_branch(self, node: onnx.NodeProto) -> bool:
         """Import the one branch that a constant condition selects; return whether this was done."""
         condition = self._value_at_import(self._nodes[node.input[0]]) if node.op_type == "If" else None
@@ -641,7 +737,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         converter = CONVERTERS.get(op_name)
         converted = None
         if converter is not None:
-            node = Node(self.bb, inputs, attrs, opset, custom.get("num_outputs", 1), self._constant)
+            node = Node(self.bb, inputs, attrs, opset, custom.get("num_outputs", 1), self._constant, self._evaluator)
             converted = converter(node)
         if converted is None:
             converted = super()._convert_operator(op_name, inputs, attrs, opset)
@@ -672,11 +768,6 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
 
 _LARGEST_FOLDED = 4096
-# TVM's importer gives these operators shape expressions; all others get tensors.
-_TAKE_SHAPES = {
-    *("Reshape", "Resize", "ConstantOfShape", "Gather", "Slice", "Shape", "Expand"),
-    *("Concat", "Equal", "Where", "Cast", "CastLike", "Squeeze"),
-}
 
 
 def _folded_size(node: onnx.NodeProto, values: Sequence[np.ndarray[Any, Any]]) -> float:

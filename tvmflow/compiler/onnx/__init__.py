@@ -5,14 +5,17 @@
 
 from tvm import relax
 
-from tvmflow.compiler.onnx import elementwise, indexing, norms, quantised, recurrence, resize, vision
-from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError, const, is_static
+from tvmflow.compiler.onnx import elementwise, indexing, movement, norms, quantised, recurrence, resize, vision
+from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import const, is_static
 
 __all__ = [
+    "BROADCASTING",
     "CONTRIBUTED",
     "CONVERTERS",
     "FOLDED",
     "NOT_STANDARD",
+    "TAKES_SIZES",
     "Node",
     "UnsupportedFormError",
     "const",
@@ -25,7 +28,7 @@ CONVERTERS: dict[str, Converter] = {
     "Clip": elementwise.convert_clip,
     "ConvTranspose": vision.convert_conv_transpose,
     "Dropout": elementwise.convert_dropout,
-    "Expand": indexing.convert_expand,
+    "Expand": movement.convert_expand,
     "Elu": elementwise.convert_elu,
     "EyeLike": indexing.convert_eye_like,
     "Gather": indexing.convert_gather,
@@ -48,11 +51,14 @@ CONVERTERS: dict[str, Converter] = {
     "Resize": resize.convert_resize,
     "RNN": recurrence.convert_recurrence("RNN"),
     "RMSNormalization": norms.convert_rms_norm,
+    "Reshape": movement.convert_reshape,
     "RoiAlign": vision.convert_roi_align,
     "Selu": elementwise.convert_selu,
+    "Slice": movement.convert_slice,
     "SpaceToDepth": indexing.convert_space_to_depth,
     "Sum": elementwise.convert_by_pairs(relax.op.add),
     "ThresholdedRelu": elementwise.convert_thresholded_relu,
+    "Tile": movement.convert_tile,
     "TopK": indexing.convert_top_k,
 }
 
@@ -73,4 +79,20 @@ FOLDED = {
     *("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Round"),
     *("ScatterElements", "ScatterND", "Shape", "Sign", "Sin", "Size", "Slice", "Split", "Sqrt", "Squeeze"),
     *("Sub", "Sum", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor"),
+}
+
+# Operators that take symbolic sizes for what they are, with the positions of these operands; all others get tensors.
+TAKES_SIZES: dict[str, tuple[int, ...]] = {
+    "ConstantOfShape": (0,),
+    "Expand": (1,),
+    "Range": (0, 1, 2),
+    "Reshape": (1,),
+    "Resize": (3,),
+    "Slice": (1, 2, 3, 4),
+    "Tile": (1,),
+}
+# Operators whose operands are broadcast to one shape.
+BROADCASTING = {
+    *("Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual"),
+    *("Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor"),
 }

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError, const, dims_of, dtype_of
+from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 
 def convert_clip(node: Node) -> relax.Expr | None:

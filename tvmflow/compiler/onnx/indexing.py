@@ -5,7 +5,8 @@ import onnx
 import tvm
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError, const, dims_of, dtype_of, is_static
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
 
 
 def convert_range(node: Node) -> relax.Expr | None:
@@ -45,21 +46,6 @@ def convert_gather(node: Node) -> relax.Expr | None:
         negative = relax.op.less(indices, relax.const(0, dtype))
         indices = relax.op.where(negative, relax.op.add(indices, relax.const(extent, dtype)), indices)
     return relax.op.take(data, indices, axis, mode="clip")
-
-
-def convert_expand(node: Node) -> relax.Expr | None:
-    """Replace the ones in a computed shape by the data's dimensions, and leave the rest to TVM's converter."""
-    data, shape = node.inputs
-    if isinstance(shape, relax.ShapeExpr) or node.constant(1) is not None:
-        return None
-    dims, length = dims_of(data), dims_of(shape)
-    if dims is None or length is None or not all(isinstance(size, int) for size in (*dims, *length)):
-        raise UnsupportedFormError("a shape that is computed, of data whose shape is symbolic")
-    if length[0] < len(dims):
-        raise UnsupportedFormError("a shape that is computed, of fewer dimensions than the data")
-    least = np.array([1] * (length[0] - len(dims)) + dims, "int64")
-    node.inputs[1] = node.emit(relax.op.maximum(node.emit(relax.op.astype(shape, "int64")), const(least)))
-    return None
 
 
 def convert_pad(node: Node) -> relax.Expr | None:

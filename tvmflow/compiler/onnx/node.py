@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import tvm
 from tvm import relax
 
-Array = np.ndarray[Any, Any]
+from tvmflow.compiler.onnx.sizes import SizeEvaluator
+from tvmflow.compiler.onnx.values import Array
 
 
 class UnsupportedFormError(Exception):
@@ -20,7 +19,8 @@ class Node:
     """A node to convert.
 
     `inputs` are its operands, None where an optional one is absent; `outputs` is the number of its results;
-    `constants` returns the value of an expression that is known at build time, None for others.
+    `constants` returns the value of an expression that is known at build time, None for others; `evaluator` reasons
+    about symbolic sizes.
     """
 
     builder: relax.BlockBuilder
@@ -29,6 +29,7 @@ class Node:
     opset: int
     outputs: int
     constants: Callable[[relax.Expr], Array | None]
+    evaluator: SizeEvaluator
 
     def input(self, position: int) -> relax.Expr | None:
         """Return an operand; None where it is absent."""
@@ -39,6 +40,14 @@ class Node:
         expr = self.input(position)
         return None if expr is None else self.constants(expr)
 
+    def sizes(self, position: int) -> list[Any] | None:
+        """Return the elements of an operand that is known at build time but for symbolic sizes; None for others."""
+        expr = self.input(position)
+        if isinstance(expr, relax.ShapeExpr):
+            return [self.evaluator.simplify(size) for size in expr.values]
+        value = self.constant(position)
+        return None if value is None else [int(size) for size in value.reshape(-1)]
+
     def text(self, name: str, default: str) -> str:
         """Return a string attribute."""
         value = self.attrs.get(name, default)
@@ -47,29 +56,6 @@ class Node:
     def emit(self, expr: relax.Expr) -> relax.Expr:
         """Bind an expression to a variable and return the variable."""
         return self.builder.emit(expr)
-
-
-def const(value: Any, dtype: str | None = None) -> relax.Expr:
-    """Return a Relax constant of an array or a number."""
-    return relax.const(tvm.runtime.tensor(np.asarray(value, dtype=dtype, order="C")))
-
-
-def is_static(dim: Any) -> bool:
-    """Return whether a dimension is a number rather than a symbol."""
-    return isinstance(dim, int | tvm.tirx.IntImm)
-
-
-def dims_of(expr: relax.Expr) -> list[Any] | None:
-    """Return a tensor's dimensions, numbers as int; None where its shape is unknown."""
-    shape = getattr(expr.ty, "shape", None)
-    if not isinstance(shape, relax.ShapeExpr):
-        return None
-    return [int(dim) if is_static(dim) else dim for dim in shape.values]
-
-
-def dtype_of(expr: relax.Expr) -> str:
-    """Return the name of a tensor's element type, as `float32`."""
-    return str(expr.ty.dtype)
 
 
 # Returns the Relax expression of a node, or None where TVM's own converter is right for the node's form.

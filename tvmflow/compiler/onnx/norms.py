@@ -2,7 +2,8 @@
 
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError, dtype_of
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import dtype_of
 
 
 def convert_batch_norm(node: Node) -> relax.Expr | None:

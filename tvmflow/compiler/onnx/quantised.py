@@ -3,7 +3,8 @@
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError, dims_of, dtype_of
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import dims_of, dtype_of
 
 
 def convert_qlinear_conv(node: Node) -> relax.Expr:

@@ -5,7 +5,8 @@ from typing import Any
 
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError, dims_of, dtype_of, is_static
+from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import dims_of, dtype_of, is_static
 from tvmflow.compiler.operators.recurrence import ACTIVATIONS, GATES, recurrence
 
 _DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}

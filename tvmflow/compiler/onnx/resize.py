@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Array, Node, UnsupportedFormError, const, dims_of, dtype_of
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def convert_resize(node: Node) -> relax.Expr | None:
         and node.text("keep_aspect_ratio_policy", "stretch") == "stretch"
         and len(shape) in (3, 4, 5)
     ):
+        if is_symbolic and steps and len(shape) == 4:
+            return _resize_image(node, shape, axes, results, scales)
         return None if steps else data
     if is_symbolic:
         raise UnsupportedFormError("symbolic dimensions in this form")
@@ -77,23 +80,46 @@ _COORDINATES_OF_TVM = {
 }
 
 
+def _resize_image(
+    node: Node, shape: list[Any], axes: list[int], results: dict[int, Any] | None, scales: dict[int, float]
+) -> relax.Expr:
+    """Resize the last two of four dimensions, of which one or both are symbolic, by TVM's operator."""
+    sizes = [
+        results[axis] if results is not None else node.evaluator.multiply(shape[axis], round(scales[axis]))
+        for axis in (2, 3)
+    ]
+    mode = node.text("mode", "nearest")
+    return relax.op.image.resize2d(
+        node.inputs[0],
+        relax.ShapeExpr(sizes),
+        layout="NCHW",
+        method="nearest_neighbor" if mode == "nearest" else mode,
+        coordinate_transformation_mode=node.text("coordinate_transformation_mode", "half_pixel"),
+        rounding_method=node.text("nearest_mode", "round_prefer_floor"),
+        cubic_alpha=node.attrs.get("cubic_coeff_a", -0.75),
+        cubic_exclude=node.attrs.get("exclude_outside", 0),
+        extrapolation_value=node.attrs.get("extrapolation_value", 0.0),
+    )
+
+
 def _results_and_scales(
     node: Node, shape: list[Any], axes: list[int]
-) -> tuple[dict[int, int] | None, dict[int, float]]:
+) -> tuple[dict[int, Any] | None, dict[int, float]]:
     """The sizes of the result, where the node gives sizes, and the scales, both by axis.
 
     Symbolic axes have no scale where the node gives sizes.
     """
-    scales, sizes = node.constant(2), node.constant(3)
+    scales, sizes = node.constant(2), node.sizes(3)
     if scales is not None and scales.size > 0:
         return None, dict(zip(axes, map(float, np.asarray(scales)), strict=True))
     if sizes is None:
         raise UnsupportedFormError("scales or sizes that are computed")
-    results = dict(zip(axes, (int(size) for size in sizes), strict=True))
+    results = dict(zip(axes, sizes, strict=True))
     policy = node.text("keep_aspect_ratio_policy", "stretch")
+    static = {axis for axis, size in results.items() if isinstance(shape[axis], int) and isinstance(size, int)}
     if policy == "stretch":
-        return results, {axis: size / shape[axis] for axis, size in results.items() if isinstance(shape[axis], int)}
-    if not all(isinstance(shape[axis], int) for axis in axes):
+        return results, {axis: results[axis] / shape[axis] for axis in static}
+    if static != set(axes):
         raise UnsupportedFormError("keep_aspect_ratio_policy of symbolic dimensions")
     limit = min if policy == "not_larger" else max
     ratio = limit(results[axis] / shape[axis] for axis in axes)
@@ -101,17 +127,21 @@ def _results_and_scales(
 
 
 def _plan_steps(
-    shape: list[Any], axes: list[int], results: dict[int, int] | None, scales: dict[int, float], coordinates: str
+    shape: list[Any], axes: list[int], results: dict[int, Any] | None, scales: dict[int, float], coordinates: str
 ) -> tuple[list[_Step], bool]:
     """The axes that change, and whether each is an axis of the image whose scale is the quotient of its sizes."""
     steps: list[_Step] = []
     is_exact = True
     for axis in axes:
         size = shape[axis]
-        if not isinstance(size, int):
-            if results is None and scales[axis] == 1.0:
+        if axis not in scales or not isinstance(size, int):
+            if axis in scales and scales[axis] == 1.0:
                 continue
-            is_exact = is_exact and axis >= 2
+            if results is not None and axis < 2:
+                # The batch and the channels stay; the sizes that the node gives for them are their own.
+                continue
+            # A scale that is no whole number need not be the quotient of the sizes.
+            is_exact = is_exact and axis >= 2 and float(scales.get(axis, 1.0)).is_integer()
             steps.append(_Step(axis, None, None, 0.0))
             continue
         scale = scales[axis]

@@ -3,7 +3,8 @@
 import numpy as np
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError, const, dims_of
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import const, dims_of
 
 
 def convert_conv_transpose(node: Node) -> relax.Expr | None:

@@ -1,0 +1,248 @@
+"""Models with free dimensions: computed shapes are evaluated at import, with symbols for the free sizes."""
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from tvmflow.compiler import import_onnx
+from tvmflow.compiler.onnx.sizes import NotEvaluatedError, SizeEvaluator, Sizes
+
+Array = np.ndarray[Any, Any]
+
+
+def _node(operator: str, inputs: list[str], outputs: list[str], **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(operator, inputs, outputs, **attributes)
+
+
+def _ints(*values: int) -> Array:
+    return np.array(values, "int64")
+
+
+def _feeds(*shapes: tuple[int, ...]) -> list[dict[str, Array]]:
+    return [{"x": np.random.default_rng(sum(shape)).standard_normal(shape).astype("float32")} for shape in shapes]
+
+
+_WEIGHTS = {
+    "zero": _ints(0),
+    "one": _ints(1),
+    "two": _ints(2),
+    "three": _ints(3),
+    "minus": _ints(-1),
+    "minus_two": _ints(-2),
+    "four": _ints(4),
+    "end": _ints(2**63 - 1),
+    "half": np.array([0.5], "float32"),
+    "first": np.array(0, "int64"),
+    "scalar": np.array(1, "int64"),
+    "scales": np.array([1, 1, 2, 2], "float32"),
+    "none": np.array([], "float32"),
+}
+_BATCH_AS_INT32 = [
+    _node("Shape", ["x"], ["shape"]),
+    _node("Cast", ["shape"], ["short"], to=TensorProto.INT32),
+    _node("Slice", ["short", "zero", "one", "zero"], ["batch32"]),
+    _node("Cast", ["batch32"], ["batch"], to=TensorProto.INT64),
+]
+# Name, nodes from `x` to `y`, the input's dimensions, and two inputs' shapes.
+_CASES: list[tuple[str, list[onnx.NodeProto], list[Any], list[tuple[int, ...]]]] = [
+    (
+        "reshape to a list with the batch",
+        [
+            *_BATCH_AS_INT32,
+            _node("Concat", ["batch", "two", "minus"], ["target"], axis=0),
+            _node("Reshape", ["x", "target"], ["y"]),
+        ],
+        ["n", 4, "t"],
+        [(2, 4, 3), (5, 4, 6)],
+    ),
+    (
+        "flatten two free dimensions and restore them",
+        [
+            _node("Shape", ["x"], ["shape"]),
+            _node("Gather", ["shape", "first"], ["n"]),
+            _node("Gather", ["shape", "scalar"], ["t"]),
+            _node("Mul", ["n", "t"], ["rows"]),
+            _node("Unsqueeze", ["rows", "zero"], ["rows1"]),
+            _node("Concat", ["rows1", "four"], ["flat"], axis=0),
+            _node("Reshape", ["x", "flat"], ["table"]),
+            _node("Softmax", ["table"], ["soft"]),
+            _node("Reshape", ["soft", "shape"], ["y"]),
+        ],
+        ["n", "t", 4],
+        [(2, 3, 4), (3, 7, 4)],
+    ),
+    (
+        "expand by the batch",
+        [
+            *_BATCH_AS_INT32,
+            _node("Concat", ["batch", "three", "four"], ["target"], axis=0),
+            _node("ReduceMean", ["x", "one"], ["mean"], keepdims=1),
+            _node("Expand", ["mean", "target"], ["y"]),
+        ],
+        ["n", 3, 4],
+        [(1, 3, 4), (6, 3, 4)],
+    ),
+    (
+        "tile by a size",
+        [
+            *_BATCH_AS_INT32,
+            _node("Concat", ["one", "batch"], ["repeats"], axis=0),
+            _node("Tile", ["x", "repeats"], ["y"]),
+        ],
+        ["n", 3],
+        [(2, 3), (4, 3)],
+    ),
+    (
+        "half of a dimension",
+        [
+            _node("Shape", ["x"], ["shape"], start=1, end=2),
+            _node("Cast", ["shape"], ["length"], to=TensorProto.FLOAT),
+            _node("Mul", ["length", "half"], ["halved"]),
+            _node("Ceil", ["halved"], ["whole"]),
+            _node("Cast", ["whole"], ["end_of_half"], to=TensorProto.INT64),
+            _node("Slice", ["x", "zero", "end_of_half", "one"], ["y"]),
+        ],
+        [2, "t"],
+        [(2, 5), (2, 8)],
+    ),
+    (
+        "the last elements, of which there may be fewer",
+        [_node("Slice", ["x", "minus_two", "end", "one"], ["y"])],
+        [3, "t"],
+        [(3, 1), (3, 7)],
+    ),
+    (
+        "all but the first elements",
+        [_node("Slice", ["x", "one", "end", "one"], ["y"])],
+        [3, "t"],
+        [(3, 2), (3, 7)],
+    ),
+    (
+        "positions from a range",
+        [
+            _node("Shape", ["x"], ["shape"]),
+            _node("Gather", ["shape", "scalar"], ["t"]),
+            _node("Range", ["first", "t", "scalar"], ["positions"]),
+            _node("Cast", ["positions"], ["places"], to=TensorProto.FLOAT),
+            _node("Add", ["x", "places"], ["y"]),
+        ],
+        [2, "t"],
+        [(2, 3), (2, 6)],
+    ),
+    (
+        "a constant of the input's shape",
+        [
+            _node("Shape", ["x"], ["shape"]),
+            _node("ConstantOfShape", ["shape"], ["ones"], value=helper.make_tensor("v", TensorProto.FLOAT, [1], [1.0])),
+            _node("Add", ["x", "ones"], ["y"]),
+        ],
+        ["n", "t"],
+        [(2, 3), (4, 6)],
+    ),
+    (
+        "a choice by a dimension that cannot be one",
+        [
+            _node("Shape", ["x"], ["shape"]),
+            _node("Equal", ["shape", "minus"], ["is_free"]),
+            _node("Where", ["is_free", "one", "shape"], ["target"]),
+            _node("Expand", ["x", "target"], ["wide"]),
+            _node("Neg", ["wide"], ["y"]),
+        ],
+        ["n", "t"],
+        [(2, 3), (4, 6)],
+    ),
+    (
+        "sizes as the input of a product",
+        [
+            _node("Shape", ["x"], ["shape"]),
+            _node("Cast", ["shape"], ["sizes"], to=TensorProto.FLOAT),
+            _node("Mul", ["sizes", "half"], ["halves"]),
+            _node("ReduceProd", ["halves"], ["area"], keepdims=0),
+            _node("Div", ["x", "area"], ["y"]),
+        ],
+        ["n", "t"],
+        [(2, 3), (4, 6)],
+    ),
+    (
+        "halved and doubled beside the original",
+        [
+            _node("MaxPool", ["x"], ["small"], kernel_shape=[2, 2], strides=[2, 2]),
+            _node("Resize", ["small", "none", "scales"], ["large"], mode="nearest", nearest_mode="floor",
+                  coordinate_transformation_mode="asymmetric"),
+            _node("Add", ["x", "large"], ["sum"]),
+            _node("Concat", ["sum", "large"], ["y"], axis=1),
+        ],
+        ["n", 2, "h", "w"],
+        [(1, 2, 4, 6), (2, 2, 8, 2)],
+    ),
+    (
+        "resized to another's size",
+        [
+            _node("MaxPool", ["x"], ["small"], kernel_shape=[3, 3], strides=[2, 2]),
+            _node("Shape", ["x"], ["shape"]),
+            _node("Resize", ["small", "", "", "shape"], ["large"], mode="linear"),
+            _node("Add", ["x", "large"], ["y"]),
+        ],
+        ["n", 2, "h", "w"],
+        [(1, 2, 5, 7), (2, 2, 8, 9)],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "dims", "shapes"), [case[1:] for case in _CASES], ids=[case[0] for case in _CASES])
+def test_a_computed_shape_is_that_of_every_size(
+    make_model: Any,
+    assert_same_as_onnxruntime: Any,
+    nodes: list[onnx.NodeProto],
+    dims: list[Any],
+    shapes: list[tuple[int, ...]],
+) -> None:
+    names = {name for node in nodes for name in node.input}
+    weights = {name: value for name, value in _WEIGHTS.items() if name in names}
+    path = make_model(nodes, [("x", dims)], ["y"], weights)
+    (result,) = import_onnx(path).outputs
+    assert "?" not in result.shape
+    assert_same_as_onnxruntime(path, *_feeds(*shapes))
+
+
+def test_sizes_that_a_model_needs_equal_are_checked_at_run_time(make_model: Any, target: Any) -> None:
+    from support import builds
+    from tvmflow.compiler import build
+
+    nodes = next(case[1] for case in _CASES if case[0] == "halved and doubled beside the original")
+    weights = {name: _WEIGHTS[name] for name in ("none", "scales")}
+    built = build(import_onnx(make_model(nodes, [("x", ["n", 2, "h", "w"])], ["y"], weights)), target)
+    # Half of five, doubled, is four.
+    with pytest.raises(Exception, match=r"(?i)match|shape|assert"):
+        builds.run_in_memory(built, [[_feeds((1, 2, 5, 4))[0]["x"]]])
+
+
+def _evaluate(operator: str, *operands: Sizes, **attributes: Any) -> Sizes:
+    names = [f"x{place}" for place in range(len(operands))]
+    node = helper.make_node(operator, names, ["y"], **attributes)
+    (result,) = SizeEvaluator().evaluate(node, operands, 18)
+    return result
+
+
+def test_a_size_times_a_factor_that_float32_rounds_is_not_evaluated() -> None:
+    from tvm import tirx
+
+    sizes = SizeEvaluator().shape([tirx.Var("n", "int64")])
+    floats = _evaluate("Cast", sizes, to=TensorProto.FLOAT)
+    assert not _evaluate("Mul", floats, Sizes.of(np.array([0.25], "float32"))).is_constant
+    with pytest.raises(NotEvaluatedError):
+        _evaluate("Mul", floats, Sizes.of(np.array([0.1], "float32")))
+
+
+def test_a_ratio_of_sizes_is_a_number_where_it_is_one() -> None:
+    from tvm import tirx
+
+    evaluator = SizeEvaluator()
+    n = tirx.Var("n", "int64")
+    evaluator.declare([n])
+    assert evaluator.quotient([n, 6, n + 1], [n + 1, 3]) is not None
+    assert evaluator.are_equal(evaluator.quotient([n, 6, n + 1], [n + 1, 3]), n * 2)
+    assert evaluator.divide(evaluator.multiply(n, 4.0), evaluator.multiply(n, 1.0)) == 4.0

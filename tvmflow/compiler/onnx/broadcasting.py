@@ -1,0 +1,97 @@
+"""Symbolic dimensions of the operands of one operator that are the same size by different expressions."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tvm import relax
+
+from tvmflow.compiler.onnx.values import dims_of
+
+if TYPE_CHECKING:
+    from tvmflow.compiler.onnx.sizes import SizeEvaluator
+
+
+def agree(builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator") -> list[relax.Expr]:
+    """Return the operands of a broadcasting operator, with equal expressions for dimensions that must be equal.
+
+    TVM gives a result no shape where it cannot prove that two dimensions are equal, as those of an image that was
+    halved and doubled. A model that runs has equal ones there, or a one. Here they are taken for equal, which is
+    checked at run time.
+    """
+    shapes = [dims_of(operand) if isinstance(operand.ty, relax.TensorType) else None for operand in operands]
+    if any(shape is None for shape in shapes):
+        return list(operands)
+    rank = max(len(shape or ()) for shape in shapes)
+    aligned = [[1] * (rank - len(shape or ())) + list(shape or ()) for shape in shapes]
+    targets = [simplest([shape[axis] for shape in aligned], evaluator) for axis in range(rank)]
+    results = []
+    for operand, shape in zip(operands, aligned, strict=True):
+        cast = [size if _is_one(size) else target for size, target in zip(shape, targets, strict=True)]
+        is_same = all(evaluator.are_equal(size, target) for size, target in zip(shape, cast, strict=True))
+        own = cast[rank - operand.ty.ndim :]
+        results.append(operand if is_same else cast_to(builder, operand, own))
+    return results
+
+
+def agree_but_for(
+    builder: relax.BlockBuilder, operands: Sequence[relax.Expr], axis: int, evaluator: "SizeEvaluator"
+) -> list[relax.Expr]:
+    """Return the operands of a concatenation along `axis`, with equal expressions for all other dimensions."""
+    shapes = [dims_of(operand) if isinstance(operand.ty, relax.TensorType) else None for operand in operands]
+    whole = [shape for shape in shapes if shape is not None]
+    if len(whole) < len(shapes) or len({len(shape) for shape in whole}) != 1:
+        return list(operands)
+    axis %= len(whole[0])
+    targets = [min(map(evaluator.simplify, sizes), key=_complexity) for sizes in zip(*whole, strict=True)]
+    results = []
+    for operand, shape in zip(operands, whole, strict=True):
+        own = [*targets[:axis], shape[axis], *targets[axis + 1 :]]
+        is_same = all(evaluator.are_equal(size, target) for size, target in zip(shape, own, strict=True))
+        results.append(operand if is_same else cast_to(builder, operand, own))
+    return results
+
+
+def agree_in_product(
+    builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator"
+) -> list[relax.Expr]:
+    """Return the operands of a matrix product, with equal expressions for batches and for what is summed."""
+    shapes = [dims_of(operand) if isinstance(operand.ty, relax.TensorType) else None for operand in operands]
+    if any(shape is None or len(shape) < 2 for shape in shapes) or len(shapes) != 2:
+        return list(operands)
+    left, right = (list(shape or ()) for shape in shapes)
+    left[-1] = right[-2] = min(map(evaluator.simplify, (left[-1], right[-2])), key=_complexity)
+    for place in range(3, min(len(left), len(right)) + 1):
+        pair = [left[-place], right[-place]]
+        target = simplest(pair, evaluator)
+        left[-place], right[-place] = (size if _is_one(size) else target for size in pair)
+    results = []
+    for operand, shape, own in zip(operands, shapes, (left, right), strict=True):
+        is_same = all(evaluator.are_equal(size, target) for size, target in zip(shape or (), own, strict=True))
+        results.append(operand if is_same else cast_to(builder, operand, own))
+    return results
+
+
+def cast_to(builder: relax.BlockBuilder, operand: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
+    """Return a tensor with these expressions for its dimensions, which are checked at run time."""
+    value = operand if isinstance(operand, relax.Var) else builder.emit(operand)
+    # Of two shapes TVM would infer that a symbol is an expression of itself, and replace it without an end.
+    value = builder.match_cast(value, relax.TensorType(ndim=operand.ty.ndim, dtype=operand.ty.dtype))
+    return builder.match_cast(value, relax.TensorType(list(shape), operand.ty.dtype))
+
+
+def simplest(sizes: Sequence[Any], evaluator: "SizeEvaluator") -> Any:
+    """Return that of equal sizes whose expression is simplest; ones do not count, as they are broadcast."""
+    others = [evaluator.simplify(size) for size in sizes if not _is_one(size)]
+    return min(others, key=_complexity) if others else 1
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _complexity(size: Any) -> int:
+    """The number of operations and symbols in the expression of a size; 0 for a number."""
+    if isinstance(size, int):
+        return 0
+    parts = (getattr(size, name, None) for name in ("a", "b", "value"))
+    return 1 + sum(_complexity(part) for part in parts if part is not None)

@@ -1,0 +1,143 @@
+"""Operators whose result has another shape: Reshape, Expand, Tile and Slice, of symbolic sizes too."""
+
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from tvmflow.compiler.onnx.broadcasting import cast_to, simplest
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import const, dims_of
+
+# Exporters write the end of an axis as one of the largest numbers.
+_BEYOND = (1 << 31) - 1
+
+
+def convert_reshape(node: Node) -> relax.Expr | None:
+    """Write Reshape to symbolic sizes, where -1 is the quotient of all sizes and the others."""
+    data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
+    if target is None:
+        raise UnsupportedFormError("a shape that is computed from data")
+    if dims is None or all(isinstance(size, int) for size in (*dims, *target)):
+        return None
+    keeps_zero = bool(node.attrs.get("allowzero", 0))
+    sizes: list[Any] = [
+        dims[axis] if isinstance(size, int) and size == 0 and not keeps_zero else size
+        for axis, size in enumerate(target)
+    ]
+    if any(isinstance(size, int) and size == -1 for size in sizes):
+        others = [size for size in sizes if not (isinstance(size, int) and size == -1)]
+        sizes[target.index(-1)] = node.evaluator.quotient(dims, others)
+    return relax.op.reshape(data, relax.ShapeExpr(sizes))
+
+
+def convert_expand(node: Node) -> relax.Expr | None:
+    """Write Expand to symbolic sizes; a shape that is computed from data is left to TVM's converter."""
+    data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
+    if target is None:
+        _keep_dimensions(node)
+        return None
+    if dims is None or all(isinstance(size, int) for size in (*dims, *target)):
+        return None
+    rank = max(len(dims), len(target))
+    dims = [1] * (rank - len(dims)) + dims
+    target = [1] * (rank - len(target)) + target
+    sizes = [simplest(pair, node.evaluator) for pair in zip(dims, target, strict=True)]
+    own = [
+        dim if isinstance(dim, int) and dim == 1 else size
+        for dim, size in list(zip(dims, sizes, strict=True))[rank - data.ty.ndim :]
+    ]
+    if not all(node.evaluator.are_equal(*pair) for pair in zip(own, dims[rank - data.ty.ndim :], strict=True)):
+        # A dimension that is no one is as large as the result's, which is checked at run time.
+        data = cast_to(node.builder, data, own)
+    if len(own) == rank and all(node.evaluator.are_equal(*pair) for pair in zip(own, sizes, strict=True)):
+        return data
+    return relax.op.broadcast_to(data, relax.ShapeExpr(sizes))
+
+
+def _keep_dimensions(node: Node) -> None:
+    """Replace the ones in the computed shape of Expand by the data's dimensions."""
+    data, shape = node.inputs
+    dims, length = dims_of(data), dims_of(shape)
+    if dims is None or length is None or not all(isinstance(size, int) for size in (*dims, *length)):
+        raise UnsupportedFormError("a shape that is computed from data, of data whose shape is symbolic")
+    if length[0] < len(dims):
+        raise UnsupportedFormError("a shape that is computed from data, of fewer dimensions than the data")
+    least = np.array([1] * (length[0] - len(dims)) + dims, "int64")
+    node.inputs[1] = node.emit(relax.op.maximum(node.emit(relax.op.astype(shape, "int64")), const(least)))
+
+
+def convert_tile(node: Node) -> relax.Expr | None:
+    """Write Tile by symbolic repeats as an expansion between two reshapes."""
+    data, dims, repeats = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
+    if dims is None or repeats is None or all(isinstance(size, int) for size in repeats):
+        return None
+    apart = [size for dim in dims for size in (1, dim)]
+    pairs = [size for pair in zip(repeats, dims, strict=True) for size in pair]
+    whole = [node.evaluator.multiply(*pair) for pair in zip(repeats, dims, strict=True)]
+    expanded = node.emit(relax.op.broadcast_to(node.emit(relax.op.reshape(data, apart)), relax.ShapeExpr(pairs)))
+    return relax.op.reshape(expanded, relax.ShapeExpr(whole))
+
+
+def convert_slice(node: Node) -> relax.Expr | None:
+    """Write Slice along symbolic dimensions and with symbolic bounds, which are limited to the dimension."""
+    data, dims = node.inputs[0], dims_of(node.inputs[0])
+    if node.opset < 10:
+        starts, ends = list(node.attrs["starts"]), list(node.attrs["ends"])
+        axes, steps = list(node.attrs.get("axes", range(len(starts)))), [1] * len(starts)
+        for position, values in enumerate((starts, ends, axes), 1):
+            node.inputs[position:] = [const(np.array(values, "int64"))]
+    else:
+        first, last = node.sizes(1), node.sizes(2)
+        if first is None or last is None:
+            return None
+        starts, ends = first, last
+        given = [node.constant(place) for place in (3, 4)]
+        if any(node.input(place) is not None and value is None for place, value in zip((3, 4), given, strict=True)):
+            return None
+        axes = list(range(len(starts))) if given[0] is None else given[0].tolist()
+        steps = [1] * len(starts) if given[1] is None else given[1].tolist()
+    if dims is None:
+        return None
+    axes = [axis % len(dims) for axis in axes]
+    if all(isinstance(size, int) for size in (*starts, *ends, *(dims[axis] for axis in axes))):
+        return None
+    flipped, places, begins, stops, strides = data, [], [], [], []
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        size = dims[axis]
+        if step < 0:
+            if step != -1 or not _is_whole_backwards(start, end, size):
+                raise UnsupportedFormError("a negative step along a symbolic dimension")
+            flipped = node.emit(relax.op.flip(flipped, axis))
+            continue
+        begin, stop = (_limit(node, bound, size) for bound in (start, end))
+        if isinstance(begin, int) and begin == 0 and step == 1 and node.evaluator.are_equal(stop, size):
+            continue
+        places.append(axis)
+        begins.append(begin)
+        stops.append(node.evaluator.greatest(stop, begin))
+        strides.append(step)
+    if not places:
+        return flipped
+    return relax.op.strided_slice(flipped, places, begins, stops, strides, assume_inbound=True)
+
+
+def _is_whole_backwards(start: Any, end: Any, size: Any) -> bool:
+    if not isinstance(start, int) or not isinstance(end, int):
+        return False
+    return (start == -1 or start >= _BEYOND) and end <= -_BEYOND
+
+
+def _limit(node: Node, bound: Any, size: Any) -> Any:
+    """A bound of Slice as a place from 0 to `size`: a negative one counts from the end."""
+    evaluator = node.evaluator
+    if isinstance(bound, int):
+        if bound >= _BEYOND:
+            return size
+        if bound < 0:
+            return evaluator.greatest(evaluator.add(size, bound), 0)
+    elif evaluator.holds(bound < 0):
+        return evaluator.greatest(evaluator.add(size, bound), 0)
+    elif not evaluator.holds(bound >= 0):
+        raise UnsupportedFormError("a bound that is computed and may be negative")
+    return evaluator.least(bound, size)

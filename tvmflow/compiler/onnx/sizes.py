@@ -1,0 +1,399 @@
+"""Evaluates at import what a graph computes from the sizes of tensors, where some sizes are symbols.
+
+Exporters write a reshape or an expansion as a chain of operators on the shape of a tensor: Shape, Gather, Mul, Concat.
+With symbols for the free sizes such a chain is a list of expressions, and nothing of it is computed at run time.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import onnx
+import tvm
+from onnx.reference import ReferenceEvaluator
+from tvm import relax, sym, tirx
+
+from tvmflow.compiler.onnx.values import Array, const, is_static
+
+# Beyond it a value is data rather than sizes.
+_LARGEST = 1024
+# The largest denominator of a factor by which float32 multiplies sizes exactly: 0.5 is such a factor, 0.1 is not.
+_LARGEST_DENOMINATOR = 1 << 12
+_LARGEST_SIZE = (1 << 31) - 1
+
+
+class NotEvaluatedError(Exception):
+    """An operator has no value at import: it is computed at run time."""
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """The number `size * factor` of a floating-point type, where `size` is a symbolic whole number."""
+
+    size: Any
+    factor: Fraction
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A value that is known at import: an array of numbers, of symbolic whole numbers (TIR) and of `Quotient`.
+
+    `dtype` is its element type in the model, as `int64`.
+    """
+
+    elements: Array
+    dtype: str
+
+    @classmethod
+    def of(cls, array: Array) -> "Sizes":
+        """The value of a constant."""
+        return cls(_objects(array.reshape(-1).tolist(), array.shape), str(array.dtype))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all elements are numbers."""
+        return not any(_is_symbolic(item) for item in self.elements.reshape(-1))
+
+    def constant(self) -> Array:
+        """The elements as numbers. Raises NotEvaluatedError where one is symbolic."""
+        if not self.is_constant:
+            raise NotEvaluatedError
+        return np.array(self.elements.tolist(), self.dtype).reshape(self.elements.shape)
+
+
+def materialise(builder: relax.BlockBuilder, sizes: Sizes, shape: tuple[int, ...] | None = None) -> relax.Expr:
+    """Return a tensor of these sizes, of `shape` where that is another one, computed at run time."""
+    items = [item if isinstance(item, Quotient) else _as_quotient(item) for item in sizes.elements.reshape(-1)]
+    value = builder.emit(relax.op.shape_to_tensor(relax.ShapeExpr([_size(item.size) for item in items])))
+    if sizes.dtype != "int64":
+        value = builder.emit(relax.op.astype(value, sizes.dtype))
+    if any(item.factor != 1 for item in items):
+        factors = np.array([float(item.factor) for item in items], sizes.dtype)
+        value = builder.emit(relax.op.multiply(value, const(factors)))
+    shape = sizes.elements.shape if shape is None else shape
+    return value if shape == (len(items),) else builder.emit(relax.op.reshape(value, shape))
+
+
+def _is_symbolic(item: Any) -> bool:
+    return isinstance(item, Quotient) or tvm.ir.is_prim_expr(item)
+
+
+def _objects(items: Iterable[Any], shape: Sequence[int]) -> Array:
+    array = np.empty(tuple(shape), object)
+    flat = list(items)
+    array.reshape(-1)[:] = flat if flat else []
+    return array
+
+
+class SizeEvaluator:
+    """Evaluates operators on sizes; every free dimension of the model's inputs is one or more."""
+
+    def __init__(self) -> None:
+        self._analyzer = sym.Analyzer()
+
+    def declare(self, symbols: Iterable[tirx.Var]) -> None:
+        """Take these variables for sizes of one or more."""
+        for symbol in symbols:
+            self._analyzer.update(symbol, sym.ConstIntBound(1, _LARGEST_SIZE))
+
+    def shape(self, dims: Sequence[Any]) -> Sizes:
+        """The value of a tensor's shape."""
+        return Sizes(_objects((self._simple(dim) for dim in dims), (len(dims),)), "int64")
+
+    def are_equal(self, a: Any, b: Any) -> bool:
+        """Whether two sizes are provably equal."""
+        if is_static(a) and is_static(b):
+            return int(a) == int(b)
+        return bool(self._analyzer.can_prove_equal(_size(a), _size(b)))
+
+    def holds(self, condition: Any) -> bool:
+        """Whether a condition on sizes is provable."""
+        return condition if isinstance(condition, bool) else bool(self._analyzer.can_prove(condition))
+
+    def simplify(self, size: Any) -> Any:
+        """The size in its simplest form, an int where it is a number."""
+        return self._simple(size)
+
+    def quotient(self, dims: Sequence[Any], parts: Sequence[Any]) -> Any:
+        """The product of `dims` over that of `parts`, which divides it; factors that both have cancel out."""
+        numerator, denominator = list(dims), []
+        for part in parts:
+            same = next((index for index, dim in enumerate(numerator) if self.are_equal(dim, part)), None)
+            if same is None:
+                denominator.append(part)
+            else:
+                del numerator[same]
+        above = self._product(numerator)
+        below = self._product(denominator)
+        if isinstance(above, int) and isinstance(below, int):
+            return above // below
+        return self._simple(tirx.floordiv(_size(above), _size(below)))
+
+    def evaluate(self, node: onnx.NodeProto, operands: Sequence[Sizes | None], opset: int) -> list[Sizes]:
+        """The results of a node whose operands are `operands`, None where one is absent.
+
+        Raises NotEvaluatedError for an operator, or operands, whose results are not known.
+        """
+        present = [item for item in operands if item is not None]
+        if sum(item.elements.size for item in present) > _LARGEST:
+            raise NotEvaluatedError
+        if node.op_type in _MOVING:
+            return self._move(node, operands, opset)
+        if node.op_type == "Cast":
+            to = next(attribute.i for attribute in node.attribute if attribute.name == "to")
+            return [self._cast(present[0], str(onnx.helper.tensor_dtype_to_np_dtype(to)))]
+        if node.op_type == "Where":
+            return [self._where(*present)]
+        if node.op_type in _REDUCING:
+            return [self._reduce(node, operands)]
+        if node.op_type in _ELEMENTWISE:
+            combine, is_condition = _ELEMENTWISE[node.op_type]
+            dtype = "bool" if is_condition else present[0].dtype
+            arrays = np.broadcast_arrays(*(item.elements for item in present))
+            elements = [
+                reduce(lambda a, b: combine(self, a, b), column) if len(column) > 1 else combine(self, column[0], None)
+                for column in zip(*(array.reshape(-1).tolist() for array in arrays), strict=True)
+            ]
+            return [Sizes(_objects(elements, arrays[0].shape), dtype)]
+        raise NotEvaluatedError
+
+    def _simple(self, size: Any) -> Any:
+        if is_static(size):
+            return int(size)
+        size = self._analyzer.simplify(_size(size))
+        return int(size) if is_static(size) else size
+
+    def _product(self, factors: Sequence[Any]) -> Any:
+        return reduce(lambda a, b: self._simple(a * b), factors, 1)
+
+    def _move(self, node: onnx.NodeProto, operands: Sequence[Sizes | None], opset: int) -> list[Sizes]:
+        """Run an operator that only moves elements on their positions, and put the elements in their places."""
+        moved = _MOVING[node.op_type] or range(len(operands))
+        table: list[Any] = [0]
+        feeds: dict[str, Array] = {}
+        dtype = "int64"
+        for place, (name, operand) in enumerate(zip(node.input, operands, strict=True)):
+            if operand is None:
+                continue
+            if place in moved:
+                dtype = operand.dtype if place == min(moved) else dtype
+                positions = np.arange(operand.elements.size) + len(table)
+                table.extend(operand.elements.reshape(-1).tolist())
+                # One value may be several operands.
+                feeds[name] = positions.reshape(operand.elements.shape)
+            else:
+                feeds[name] = operand.constant()
+        try:
+            results = ReferenceEvaluator(node, opsets={"": opset}).run(None, feeds)
+        except Exception as error:  # The reference implementation has gaps.
+            raise NotEvaluatedError from error
+        arrays = [np.asarray(result) for result in results]
+        if any(array.size > _LARGEST for array in arrays):
+            raise NotEvaluatedError
+        return [
+            Sizes(_objects((table[int(index)] for index in array.reshape(-1)), array.shape), dtype) for array in arrays
+        ]
+
+    def _cast(self, value: Sizes, dtype: str) -> Sizes:
+        kind = np.dtype(dtype).kind
+        if kind not in "iuf":
+            raise NotEvaluatedError
+
+        def cast(item: Any) -> Any:
+            if not _is_symbolic(item):
+                return np.asarray(item).astype(dtype).item()
+            if kind == "f":
+                return item if isinstance(item, Quotient) else Quotient(item, Fraction(1))
+            return self._whole(item, _floor) if isinstance(item, Quotient) else item
+
+        return Sizes(_objects(map(cast, value.elements.reshape(-1)), value.elements.shape), dtype)
+
+    def _whole(self, item: Quotient, rounding: Callable[[Any, int], Any]) -> Any:
+        """A quotient of no less than zero, rounded."""
+        if not self.holds(item.size >= 0) or item.factor < 0:
+            raise NotEvaluatedError
+        return self._simple(rounding(item.size * item.factor.numerator, item.factor.denominator))
+
+    def _where(self, condition: Sizes, x: Sizes, y: Sizes) -> Sizes:
+        choices, *values = np.broadcast_arrays(condition.constant(), x.elements, y.elements)
+        flat = zip(choices.reshape(-1), *(value.reshape(-1) for value in values), strict=True)
+        return Sizes(_objects((a if choice else b for choice, a, b in flat), choices.shape), x.dtype)
+
+    def _reduce(self, node: onnx.NodeProto, operands: Sequence[Sizes | None]) -> Sizes:
+        attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+        data, axes = operands[0], operands[1] if len(operands) > 1 else None
+        if data is None or data.elements.ndim != 1 or attributes.get("noop_with_empty_axes"):
+            raise NotEvaluatedError
+        places = axes.constant().reshape(-1).tolist() if axes is not None else attributes.get("axes", [0])
+        if list(places) not in ([0], [-1]) or not data.elements.size:
+            raise NotEvaluatedError
+        combine = _REDUCING[node.op_type]
+        result = reduce(lambda a, b: combine(self, a, b), data.elements.tolist())
+        return Sizes(_objects([result], (1,) if attributes.get("keepdims", 1) else ()), data.dtype)
+
+    def add(self, a: Any, b: Any) -> Any:
+        """The sum of two elements, each a number, a symbolic size or a quotient."""
+        if isinstance(a, float) and isinstance(b, float):
+            return a + b
+        if isinstance(a, Quotient | float) or isinstance(b, Quotient | float):
+            a, b = _as_quotient(a), _as_quotient(b)
+            scale = a.factor.denominator * b.factor.denominator
+            return Quotient(
+                self._simple(_size(a.size) * int(a.factor * scale) + _size(b.size) * int(b.factor * scale)),
+                Fraction(1, scale),
+            )
+        return self._simple(a + b) if _is_symbolic(a) or _is_symbolic(b) else a + b
+
+    def negate(self, a: Any) -> Any:
+        """The element with the other sign."""
+        return self.multiply(a, -1.0 if isinstance(a, Quotient | float) else -1)
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        """The product of two elements."""
+        if not isinstance(a, Quotient | float) and not isinstance(b, Quotient | float):
+            return self._simple(a * b) if _is_symbolic(a) or _is_symbolic(b) else a * b
+        if isinstance(a, float) and isinstance(b, float):
+            return a * b
+        a, b = _as_quotient(a), _as_quotient(b)
+        return Quotient(self._simple(_size(a.size) * b.size), _exact(a.factor * b.factor))
+
+    def divide(self, a: Any, b: Any) -> Any:
+        """The quotient of two elements; that of whole numbers is rounded towards zero."""
+        if isinstance(b, int | float) and b == 0:
+            raise NotEvaluatedError
+        if isinstance(a, float) and isinstance(b, float):
+            return float(np.float32(a) / np.float32(b))
+        if isinstance(a, Quotient | float) or isinstance(b, Quotient | float):
+            a, b = _as_quotient(a), _as_quotient(b)
+            if isinstance(b.size, int) and b.size == 1:
+                # float32 rounds a quotient to the same side of a whole number, unless it is a factor once more.
+                factor = a.factor / b.factor
+                if a.factor.denominator != 1 and factor.denominator & (factor.denominator - 1):
+                    raise NotEvaluatedError
+                return Quotient(a.size, factor)
+            ratio = self._ratio(a.size, b.size)
+            return float(_exact(ratio * a.factor / b.factor))
+        if not _is_symbolic(a) and not _is_symbolic(b):
+            return int(a / b) if abs(a) < 1 << 52 else self._refuse()
+        if not self.holds(_size(a) >= 0) or not self.holds(_size(b) > 0):
+            raise NotEvaluatedError
+        return self._simple(tirx.floordiv(_size(a), _size(b)))
+
+    def _refuse(self) -> Any:
+        raise NotEvaluatedError
+
+    def _ratio(self, a: Any, b: Any) -> Fraction:
+        """The ratio of two symbolic sizes where it is a number."""
+        for above, below, invert in ((a, b, False), (b, a, True)):
+            times = self._simple(tirx.floordiv(_size(above), _size(below)))
+            if isinstance(times, int) and times > 0 and self.are_equal(above, self._simple(_size(below) * times)):
+                return Fraction(1, times) if invert else Fraction(times)
+        raise NotEvaluatedError
+
+    def remainder(self, a: Any, b: Any) -> Any:
+        """The remainder of two whole numbers, which has the sign of the second."""
+        if isinstance(a, Quotient | float) or isinstance(b, Quotient | float) or not self.holds(_size(b) > 0):
+            raise NotEvaluatedError
+        return self._simple(tirx.floormod(_size(a), _size(b)))
+
+    def least(self, a: Any, b: Any) -> Any:
+        """The smaller of two whole numbers."""
+        return self._either(a, b, tirx.min)
+
+    def greatest(self, a: Any, b: Any) -> Any:
+        """The larger of two whole numbers."""
+        return self._either(a, b, tirx.max)
+
+    def _either(self, a: Any, b: Any, choose: Callable[[Any, Any], Any]) -> Any:
+        if isinstance(a, Quotient | float) or isinstance(b, Quotient | float):
+            raise NotEvaluatedError
+        for one, other in ((a, b), (b, a)):
+            if self.holds(_size(one) <= _size(other)):
+                return one if choose is tirx.min else other
+        return self._simple(choose(_size(a), _size(b)))
+
+    def round(self, a: Any, rounding: Callable[[Any, int], Any]) -> Any:
+        """An element rounded to a whole number, which keeps its floating-point type."""
+        if isinstance(a, Quotient):
+            return Quotient(self._whole(a, rounding), Fraction(1))
+        return a if isinstance(a, int) else float(rounding(*Fraction(a).as_integer_ratio()))
+
+    def compare(self, a: Any, b: Any, relation: str) -> bool:
+        """Whether a relation holds, where that can be proven or refuted."""
+        if isinstance(a, Quotient) or isinstance(b, Quotient):
+            raise NotEvaluatedError
+        a, b = _size(a), _size(b)
+        conditions = {
+            "==": (tirx.EQ(a, b), tirx.NE(a, b)),
+            "<": (a < b, a >= b),
+            "<=": (a <= b, a > b),
+        }
+        for condition, answer in zip(conditions[relation], (True, False), strict=True):
+            if self.holds(condition):
+                return answer
+        raise NotEvaluatedError
+
+
+def _size(item: Any) -> Any:
+    return tirx.IntImm("int64", int(item)) if isinstance(item, bool | int | np.integer) else item
+
+
+def _as_quotient(item: Any) -> Quotient:
+    if isinstance(item, Quotient):
+        return item
+    if isinstance(item, float):
+        return Quotient(1, _exact(Fraction(item)))
+    return Quotient(item, Fraction(1))
+
+
+def _exact(factor: Fraction) -> Fraction:
+    """A factor that float32 multiplies sizes by exactly. Raises NotEvaluatedError for others."""
+    denominator = factor.denominator
+    if denominator > _LARGEST_DENOMINATOR or denominator & (denominator - 1):
+        raise NotEvaluatedError
+    return factor
+
+
+def _floor(value: Any, divisor: int) -> Any:
+    return value // divisor if isinstance(value, int) else tirx.floordiv(value, _size(divisor))
+
+
+def _ceil(value: Any, divisor: int) -> Any:
+    return _floor(value + (divisor - 1), divisor)
+
+
+# Operators that move elements, with the operands that hold them; empty where all do.
+_MOVING: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Identity", "Gather", "Slice", "Squeeze", "Unsqueeze", "Reshape", "Flatten"), (0,)),
+    **dict.fromkeys(("Transpose", "Split", "Expand", "Tile", "GatherElements", "GatherND"), (0,)),
+    **dict.fromkeys(("ScatterElements", "ScatterND"), (0, 2)),
+    "Concat": (),
+}
+_REDUCING: dict[str, Callable[[SizeEvaluator, Any, Any], Any]] = {
+    "ReduceMax": SizeEvaluator.greatest,
+    "ReduceMin": SizeEvaluator.least,
+    "ReduceProd": SizeEvaluator.multiply,
+    "ReduceSum": SizeEvaluator.add,
+}
+# Element-wise operators, and whether their results are conditions.
+_ELEMENTWISE: dict[str, tuple[Callable[[SizeEvaluator, Any, Any], Any], bool]] = {
+    "Add": (SizeEvaluator.add, False),
+    "Ceil": (lambda self, a, _: self.round(a, _ceil), False),
+    "Div": (SizeEvaluator.divide, False),
+    "Equal": (lambda self, a, b: self.compare(a, b, "=="), True),
+    "Floor": (lambda self, a, _: self.round(a, _floor), False),
+    "Greater": (lambda self, a, b: self.compare(b, a, "<"), True),
+    "GreaterOrEqual": (lambda self, a, b: self.compare(b, a, "<="), True),
+    "Less": (lambda self, a, b: self.compare(a, b, "<"), True),
+    "LessOrEqual": (lambda self, a, b: self.compare(a, b, "<="), True),
+    "Max": (SizeEvaluator.greatest, False),
+    "Min": (SizeEvaluator.least, False),
+    "Mod": (SizeEvaluator.remainder, False),
+    "Mul": (SizeEvaluator.multiply, False),
+    "Neg": (lambda self, a, _: self.negate(a), False),
+    "Sub": (lambda self, a, b: self.add(a, self.negate(b)), False),
+    "Sum": (SizeEvaluator.add, False),
+}
