@@ -1,4 +1,4 @@
-"""A Prefect server that wants a login: commands use the one of their environment, and say so when it is refused."""
+"""A Prefect server that wants a login: commands use that of their environment, and say when it is refused."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,24 +39,22 @@ def _machine(fresh_machine: Any, api: str, login: str | None) -> Any:
 def test_commands_log_in_with_the_login_of_their_environment(fresh_machine: Any, guarded: str, file: Path) -> None:
     assert requests.post(f"{guarded}/deployments/filter", json={}, timeout=30).status_code == 401
     machine = _machine(fresh_machine, guarded, f"{USER}:{PASSWORD}")
-    ended = machine.run("deploy", file, "--json")
-    assert ended.code == 0, ended.stderr
     ended = machine.release(file)
     # What failed is the release, not its run on the server.
     assert (ended.code, ended.document["error"]["type"]) == (1, "ExportError")
     assert PASSWORD not in ended.stdout + ended.stderr
-
-    def ask(path: str) -> list[dict[str, Any]]:
-        response = requests.post(f"{guarded}/{path}", json={}, auth=(USER, PASSWORD), timeout=30)
-        response.raise_for_status()
-        return list(response.json())
-
-    assert {item["name"] for item in ask("deployments/filter")} == {"tiny", "all"}
-    assert [run["state_type"] for run in ask("flow_runs/filter")] == ["FAILED"]
+    response = requests.post(f"{guarded}/flow_runs/filter", json={}, auth=(USER, PASSWORD), timeout=30)
+    assert [run["state_type"] for run in response.json()] == ["FAILED"]
 
 
 @pytest.mark.parametrize(
-    ("command", "login"), [("deploy", f"{USER}:another word"), ("release", None), ("notify", f"{USER}:another word")]
+    ("command", "login"),
+    [
+        ("release", None),
+        pytest.param("release", f"{USER}:another word", marks=pytest.mark.long),
+        pytest.param("deploy", f"{USER}:another word", marks=pytest.mark.long),
+        pytest.param("notify", None, marks=pytest.mark.long),
+    ],
 )
 def test_a_login_that_is_refused_is_one_sentence(
     fresh_machine: Any, guarded: str, file: Path, command: str, login: str | None
