@@ -14,7 +14,7 @@
 namespace tvmflow {
 namespace {
 
-constexpr size_t kAlignment = 64;  // TVM's kAllocAlignment
+constexpr size_t kArrayAlignment = 64;  // TVM's kAllocAlignment
 constexpr size_t kHeaderLimit = 1 << 16;
 constexpr int kMostDimensions = 32;
 
@@ -43,7 +43,7 @@ const DtypeEntry& EntryOf(DLDataType dtype) {
 struct AllocateAligned {
   void AllocData(DLTensor* tensor) {
     size_t size = std::max<size_t>(tvm::ffi::GetDataSize(*tensor), 1);
-    tensor->data = std::aligned_alloc(kAlignment, (size + kAlignment - 1) / kAlignment * kAlignment);
+    tensor->data = std::aligned_alloc(kArrayAlignment, (size + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment);
     if (tensor->data == nullptr) throw Error("there is no memory for an array of " + std::to_string(size) + " bytes");
   }
   void FreeData(DLTensor* tensor) { std::free(tensor->data); }
