@@ -58,17 +58,21 @@ def cases() -> dict[str, Any]:
 
 
 def representatives(node_tests: dict[str, Any], reasons: dict[str, list[str]]) -> list[str]:
-    """The names of one case per operator, the simplest that is not explained, and of every case that is explained.
+    """The names of one case per operator that is not explained, and of one per pattern that explains: the simplest.
 
-    A refused case costs next to nothing, a built one a fifth of a second. The expanded twins of cases are left out.
+    The expanded twins of cases with an operator are left out.
     """
-    selected = [name for name in node_tests if reason_of(name, reasons) is not None]
-    by_operator: dict[tuple[str, str], list[str]] = {}
-    for name in sorted(node_tests.keys() - set(selected), key=lambda name: (len(name), name)):
+    by_simplicity = sorted(node_tests, key=lambda name: (len(name), name))
+    by_pattern: dict[str, str] = {}
+    by_operator: dict[tuple[str, str], str] = {}
+    for name in by_simplicity:
         node = node_tests[name].model.graph.node[0]
-        if "_expanded" not in name:
-            by_operator.setdefault((node.domain, node.op_type), []).append(name)
-    return selected + [names[0] for names in by_operator.values()]
+        patterns = [pattern for those in reasons.values() for pattern in those if fnmatchcase(name, pattern)]
+        for pattern in patterns:
+            by_pattern.setdefault(pattern, name)
+        if not patterns and "_expanded" not in name:
+            by_operator.setdefault((node.domain, node.op_type), name)
+    return list(dict.fromkeys([*by_pattern.values(), *by_operator.values()]))
 
 
 def check(case: Any, folder: Path) -> Result:
@@ -170,17 +174,16 @@ def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str:
 
 
 def _work(connection: Connection) -> None:
-    node_tests = cases()
     # The output of TVM and LLVM must not mix with the answer.
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     with tempfile.TemporaryDirectory(prefix="tvmflow-nodes-") as folder:
         while True:
-            name = connection.recv()
-            if name is None:
+            case = connection.recv()
+            if case is None:
                 return
-            connection.send(check(node_tests[name], Path(folder)))
+            connection.send(check(case, Path(folder)))
 
 
 class _Worker:
@@ -193,10 +196,10 @@ class _Worker:
         self.name = ""
         self.deadline = 0.0
 
-    def begin(self, name: str) -> None:
-        self.name = name
+    def begin(self, case: Any) -> None:
+        self.name = case.name.removeprefix("test_")
         self.deadline = time.monotonic() + _TIMEOUT
-        self.connection.send(name)
+        self.connection.send(case)
 
     def stop(self) -> None:
         self.process.kill()
@@ -204,9 +207,9 @@ class _Worker:
         self.connection.close()
 
 
-def run(names: Sequence[str], processes: int) -> Iterator[Result]:
-    """Check the named cases in worker processes; results come as they are ready."""
-    waiting = list(reversed(names))
+def run(cases_to_check: Sequence[Any], processes: int) -> Iterator[Result]:
+    """Check cases in worker processes; results come as they are ready."""
+    waiting = list(reversed(cases_to_check))
     workers: list[_Worker] = []
     try:
         while waiting or workers:
@@ -273,7 +276,7 @@ def main() -> int:
     options = parser.parse_args()
     node_tests, reasons = cases(), explanations()
     names = [name for name in node_tests if any(fnmatchcase(name, pattern) for pattern in options.patterns)]
-    results = list(run(names, options.processes))
+    results = list(run([node_tests[name] for name in names], options.processes))
     if options.json:
         options.json.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
     table: dict[str, Counter[str]] = {}

@@ -2,6 +2,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from tvmflow.compiler import BuildOptions, build, can_build, import_onnx, ir_text, lower, workloads
+from support.models import save_model
+from tvmflow.compiler import BuildOptions, Built, build, can_build, import_onnx, ir_text, lower, workloads
 from tvmflow.errors import BuildError, TargetError
 from tvmflow.target import Target, resolve
 
 
-@pytest.fixture
-def model(make_model: Any) -> Path:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(0)
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
@@ -33,7 +35,14 @@ def model(make_model: Any) -> Path:
         "w2": rng.standard_normal((8, 8, 3, 3), "float32"),
         "dense": rng.standard_normal((8 * 36, 5), "float32"),
     }
-    return make_model(nodes, [("x", ["batch", 3, 6, 6])], ["y"], weights)
+    path = tmp_path_factory.mktemp("model") / "model.onnx"
+    return save_model(path, nodes, [("x", ["batch", 3, 6, 6])], ["y"], weights)
+
+
+@pytest.fixture(scope="module")
+def usual(model: Path, native: Target) -> Built:
+    """The model, built without options."""
+    return build(import_onnx(model), native)
 
 
 _EXPORT = """
@@ -52,7 +61,8 @@ def test_libraries_of_different_processes_and_folders_are_identical(
     libraries = [tmp_path / "one" / "a.so", tmp_path / "another" / "b.so"]
     for library in libraries:
         library.parent.mkdir()
-        subprocess.run([sys.executable, "-c", _EXPORT, str(model), str(library)], check=True, timeout=300)
+    build(import_onnx(model), native).export(libraries[0])
+    subprocess.run([sys.executable, "-c", _EXPORT, str(model), str(libraries[1])], check=True, timeout=300)
     assert libraries[0].read_bytes() == libraries[1].read_bytes()
     assert [entry.name for entry in libraries[0].parent.iterdir()] == ["a.so"]
 
@@ -110,7 +120,9 @@ def test_flops_are_those_of_the_product(make_model: Any, native: Target) -> None
     assert product.flops == pytest.approx(2 * 8 * 64 * 32, rel=0.1)
 
 
-def test_a_tuned_schedule_takes_the_place_of_the_rule(model: Path, native: Target, run_built: Any) -> None:
+def test_a_tuned_schedule_takes_the_place_of_the_rule(
+    model: Path, native: Target, usual: Built, run_built: Any
+) -> None:
     from tvm.s_tir import Schedule
 
     functions: list[Any] = []
@@ -123,15 +135,14 @@ def test_a_tuned_schedule_takes_the_place_of_the_rule(model: Path, native: Targe
     x = np.random.default_rng(0).standard_normal((2, 3, 6, 6), "float32")
     built = build(imported, native, tuned=tuned)
     assert [rule for _, rule in built.schedules].count("tuned") == 1
-    expected = run_built(build(imported, native), x)[0]
+    expected = run_built(usual, x)[0]
     np.testing.assert_allclose(run_built(built, x)[0], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_readable_ir_holds_no_weights(model: Path, native: Target) -> None:
-    built = build(import_onnx(model), native)
-    assert "fused_conv2d" in built.ir_text
-    assert "weight_0" in built.ir_text
-    assert len(built.ir_json) < 200_000
+def test_the_readable_ir_holds_no_weights(usual: Built) -> None:
+    assert "fused_conv2d" in usual.ir_text
+    assert "weight_0" in usual.ir_text
+    assert len(usual.ir_json) < 200_000
 
 
 def test_pass_timings_name_the_passes_that_ran(model: Path, native: Target) -> None:
@@ -163,11 +174,9 @@ def test_the_native_target_can_be_built(native: Target) -> None:
     can_build(native)
 
 
-def test_a_linker_that_fails_is_one_sentence(model: Path, native: Target, tmp_path: Path) -> None:
-    from dataclasses import replace
-
+def test_a_linker_that_fails_is_one_sentence(usual: Built, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"mod\.so.*could not be linked with 'false'"):
-        build(import_onnx(model), replace(native, cross_compiler="false")).export(tmp_path / "mod.so")
+        replace(usual, cross_compiler="false").export(tmp_path / "mod.so")
 
 
 @pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
@@ -188,7 +197,7 @@ def test_a_gpu_library_builds_with_the_schedules_of_dlight(model: Path, tmp_path
 
 
 def test_a_tuned_schedule_that_does_not_compile_gives_way_to_the_rule(
-    model: Path, native: Target, run_built: Any
+    model: Path, native: Target, usual: Built, run_built: Any
 ) -> None:
     from tvm.s_tir import Schedule
 
@@ -198,9 +207,8 @@ def test_a_tuned_schedule_that_does_not_compile_gives_way_to_the_rule(
         schedule.bind(schedule.get_loops(block)[0], "threadIdx.x")  # no CPU has these
         return schedule.mod["main"]
 
-    imported = import_onnx(model)
-    built = build(imported, native, tuned=tuned)
+    built = build(import_onnx(model), native, tuned=tuned)
     assert "conv2d" in {rule for _, rule in built.schedules}
     x = np.random.default_rng(0).standard_normal((2, 3, 6, 6), "float32")
-    expected = run_built(build(imported, native), x)[0]
+    expected = run_built(usual, x)[0]
     np.testing.assert_allclose(run_built(built, x)[0], expected, rtol=1e-4, atol=1e-4)

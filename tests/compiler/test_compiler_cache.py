@@ -1,7 +1,10 @@
 """The cache of generated code: equal functions are compiled once."""
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +12,18 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx
+from support.models import save_model
+from tvmflow.compiler import BuildOptions, CompiledModel, Imported, build, import_onnx
 from tvmflow.target import Target
 
+Make = Callable[..., Path]
 
-@pytest.fixture
-def make(make_model: Any) -> Any:
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """A small convolutional model with weights of a seed."""
 
-    def model(seed: int, channels: int = 8, name: str = "model.onnx") -> Path:
+    def model(seed: int, channels: int = 8) -> Path:
         rng = np.random.default_rng(seed)
         nodes = [
             helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
@@ -29,10 +35,41 @@ def make(make_model: Any) -> Any:
             "w": rng.standard_normal((channels, 3, 3, 3), "float32"),
             "dense": rng.standard_normal((channels * 36, 5), "float32"),
         }
-        path: Path = make_model(nodes, [("x", ["batch", 3, 6, 6])], ["y"], weights, name=name)
-        return path
+        path = tmp_path_factory.mktemp("model") / "model.onnx"
+        return save_model(path, nodes, [("x", ["batch", 3, 6, 6])], ["y"], weights)
 
     return model
+
+
+@pytest.fixture(scope="module")
+def model(make: Make) -> Imported:
+    return import_onnx(make(0))
+
+
+@pytest.fixture(scope="module")
+def built(model: Imported, native: Target) -> CompiledModel:
+    """The model, built without a cache."""
+    return build(model, native)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Imported, native: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The library of the model, built without a cache."""
+    return exported(build(model, native), tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def filled(model: Imported, native: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that has the code of the model."""
+    folder = tmp_path_factory.mktemp("filled")
+    build(model, native, cache=folder)
+    return folder
+
+
+@pytest.fixture
+def cache(filled: Path, tmp_path: Path) -> Path:
+    """A cache of a test's own that has the code of the model."""
+    return Path(shutil.copytree(filled, tmp_path / "cache"))
 
 
 def exported(built: CompiledModel, folder: Path) -> bytes:
@@ -46,55 +83,50 @@ def exported(built: CompiledModel, folder: Path) -> bytes:
     ids=["bytecode", "compiled", "apart"],
 )
 def test_the_library_is_the_same_with_and_without_the_cache(
-    make: Any, native: Target, tmp_path: Path, options: BuildOptions
+    model: Imported, native: Target, tmp_path: Path, options: BuildOptions
 ) -> None:
-    imported = import_onnx(make(0))
-    plain = exported(build(imported, native, options), tmp_path)
+    plain = exported(build(model, native, options), tmp_path)
     for _ in range(2):  # the first fills the cache, the second reads it
-        assert exported(build(imported, native, options, cache=tmp_path / "cache"), tmp_path) == plain
+        assert exported(build(model, native, options, cache=tmp_path / "cache"), tmp_path) == plain
 
 
 def test_other_weights_take_the_same_code_and_give_their_own_results(
-    make: Any, native: Target, tmp_path: Path, run_built: Any
+    make: Make, built: Built, native: Target, cache: Path, run_built: Any
 ) -> None:
     x = np.random.default_rng(9).standard_normal((2, 3, 6, 6), "float32")
-    for seed in (0, 1):
-        imported = import_onnx(make(seed))
-        cached = run_built(build(imported, native, cache=tmp_path / "cache"), x)[0]
-        np.testing.assert_array_equal(cached, run_built(build(imported, native), x)[0])
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    other = import_onnx(make(1))
+    results = [run_built(item, x)[0] for item in (build(other, native, cache=cache), build(other, native), built)]
+    np.testing.assert_array_equal(results[0], results[1])
+    assert np.abs(results[0] - results[2]).max() > 0.1
+    assert len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize("change", ["shapes", "target", "level", "schedule"])
 def test_other_functions_targets_options_or_schedules_are_compiled_anew(
-    make: Any, native: Target, tmp_path: Path, change: str
+    make: Make, model: Imported, native: Target, cache: Path, change: str
 ) -> None:
-    from dataclasses import replace
-
     from tvm.s_tir import Schedule
 
-    imported, cache = import_onnx(make(0)), tmp_path / "cache"
-    build(imported, native, cache=cache)
     match change:
         case "shapes":
-            build(import_onnx(make(0, channels=16, name="wide.onnx")), native, cache=cache)
+            build(import_onnx(make(0, channels=16)), native, cache=cache)
         case "target":
-            build(imported, replace(native, tvm={**native.tvm, "mcpu": "x86-64"}), cache=cache)
+            build(model, replace(native, tvm={**native.tvm, "mcpu": "x86-64"}), cache=cache)
         case "level":
-            build(imported, native, BuildOptions(opt_level=2), cache=cache)
+            build(model, native, BuildOptions(opt_level=2), cache=cache)
         case "schedule":
-            build(imported, native, tuned=lambda func: Schedule(func).mod["main"], cache=cache)
+            build(model, native, tuned=lambda func: Schedule(func).mod["main"], cache=cache)
     assert len(list(cache.iterdir())) == 2
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:100], lambda content: content[:-1] + b"\0", lambda _: b""])
-def test_a_damaged_entry_is_made_again(make: Any, native: Target, tmp_path: Path, damage: Any) -> None:
-    imported, cache = import_onnx(make(0)), tmp_path / "cache"
-    plain = exported(build(imported, native, cache=cache), tmp_path)
+def test_a_damaged_entry_is_made_again(
+    model: Imported, plain: bytes, native: Target, cache: Path, tmp_path: Path, damage: Any
+) -> None:
     (entry,) = cache.iterdir()
     intact = entry.read_bytes()
     entry.write_bytes(damage(intact))
-    assert exported(build(imported, native, cache=cache), tmp_path) == plain
+    assert exported(build(model, native, cache=cache), tmp_path) == plain
     assert entry.read_bytes() == intact
 
 
@@ -108,12 +140,10 @@ build(import_onnx(Path(sys.argv[1])), resolve("native"), cache=Path(sys.argv[2])
 """
 
 
-def test_another_process_uses_the_entry_of_the_first(make: Any, native: Target, tmp_path: Path) -> None:
-    model, cache = make(0), tmp_path / "cache"
-    build(import_onnx(model), native, cache=cache)
+def test_another_process_uses_the_entry_of_the_first(make: Make, cache: Path) -> None:
     (entry,) = cache.iterdir()
     modified_ns = entry.stat().st_mtime_ns
-    subprocess.run([sys.executable, "-c", _BUILD, str(model), str(cache)], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", _BUILD, str(make(0)), str(cache)], check=True, timeout=300)
     assert [item.stat().st_mtime_ns for item in cache.iterdir()] == [modified_ns]
 
 
