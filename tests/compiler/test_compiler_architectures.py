@@ -19,6 +19,8 @@ import torch
 from support import scale
 from tvmflow.compiler import CompiledModel
 
+# Of the stages of the network for images.
+_SIZES = scale.choose(normal=[24, 40], long=[24, 40, 56, 72])
 _TEXT = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 99}
 
 
@@ -85,9 +87,7 @@ def _mobilenet() -> Any:
 def _regnet() -> Any:
     from transformers import RegNetConfig, RegNetModel
 
-    return RegNetModel(
-        RegNetConfig(embedding_size=16, hidden_sizes=[24, 40, 56, 72], depths=[1, 1, 1, 1], groups_width=8)
-    )
+    return RegNetModel(RegNetConfig(embedding_size=16, hidden_sizes=_SIZES, depths=[1] * len(_SIZES), groups_width=8))
 
 
 def _segformer() -> Any:

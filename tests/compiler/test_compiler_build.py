@@ -11,7 +11,7 @@ import pytest
 from onnx import helper
 
 from support.models import save_model
-from tvmflow.compiler import BuildOptions, Built, build, can_build, import_onnx, ir_text, lower, workloads
+from tvmflow.compiler import BuildOptions, CompiledModel, build, can_build, import_onnx, ir_text, lower, workloads
 from tvmflow.errors import BuildError, TargetError
 from tvmflow.target import Target, resolve
 
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def usual(model: Path, native: Target) -> Built:
+def usual(model: Path, native: Target) -> CompiledModel:
     """The model, built without options."""
     return build(import_onnx(model), native)
 
@@ -121,7 +121,7 @@ def test_flops_are_those_of_the_product(make_model: Any, native: Target) -> None
 
 
 def test_a_tuned_schedule_takes_the_place_of_the_rule(
-    model: Path, native: Target, usual: Built, run_built: Any
+    model: Path, native: Target, usual: CompiledModel, run_built: Any
 ) -> None:
     from tvm.s_tir import Schedule
 
@@ -139,7 +139,7 @@ def test_a_tuned_schedule_takes_the_place_of_the_rule(
     np.testing.assert_allclose(run_built(built, x)[0], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_readable_ir_holds_no_weights(usual: Built) -> None:
+def test_the_readable_ir_holds_no_weights(usual: CompiledModel) -> None:
     assert "fused_conv2d" in usual.ir_text
     assert "weight_0" in usual.ir_text
     assert len(usual.ir_json) < 200_000
@@ -174,7 +174,7 @@ def test_the_native_target_can_be_built(native: Target) -> None:
     can_build(native)
 
 
-def test_a_linker_that_fails_is_one_sentence(usual: Built, tmp_path: Path) -> None:
+def test_a_linker_that_fails_is_one_sentence(usual: CompiledModel, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"mod\.so.*could not be linked with 'false'"):
         replace(usual, cross_compiler="false").export(tmp_path / "mod.so")
 
@@ -197,7 +197,7 @@ def test_a_gpu_library_builds_with_the_schedules_of_dlight(model: Path, tmp_path
 
 
 def test_a_tuned_schedule_that_does_not_compile_gives_way_to_the_rule(
-    model: Path, native: Target, usual: Built, run_built: Any
+    model: Path, native: Target, usual: CompiledModel, run_built: Any
 ) -> None:
     from tvm.s_tir import Schedule
 

@@ -91,7 +91,7 @@ def test_the_library_is_the_same_with_and_without_the_cache(
 
 
 def test_other_weights_take_the_same_code_and_give_their_own_results(
-    make: Make, built: Built, native: Target, cache: Path, run_built: Any
+    make: Make, built: CompiledModel, native: Target, cache: Path, run_built: Any
 ) -> None:
     x = np.random.default_rng(9).standard_normal((2, 3, 6, 6), "float32")
     other = import_onnx(make(1))

@@ -196,14 +196,14 @@ class Kind:
 
 
 KINDS = {
-    "pooling": Kind(_pooling, 2, "avg_pool2d"),
-    "convolutions": Kind(_convolutions, 3, "conv2d"),
-    "depthwise convolutions": Kind(_depthwise, 2, "conv2d"),
+    "pooling": Kind(_pooling, 1, "avg_pool2d"),
+    "convolutions": Kind(_convolutions, 2, "conv2d"),
+    "depthwise convolutions": Kind(_depthwise, 1, "conv2d"),
     "winograd": Kind(_winograd, 1, "winograd"),
     "strassen": Kind(_strassen, 1, "strassen"),
-    "blocks": Kind(_blocks, 2, "conv2d_block"),
-    "attention": Kind(_attention, 2, "attention"),
-    "products": Kind(_products, 2, "dense"),
+    "blocks": Kind(_blocks, 1, "conv2d_block"),
+    "attention": Kind(_attention, 1, "attention"),
+    "products": Kind(_products, 1, "dense"),
     "norms": Kind(_norms, 1, "layer_norm"),
     "movement": Kind(_movement, 1, "concatenate"),
     "bfloat16": Kind(_bfloat16, 3, ""),
