@@ -221,8 +221,8 @@ def _decide(
         # Trials of earlier runs on functions count as well.
         lowered, _ = model.lower({key: item.option for key, item in store.decisions(target).items()})
         keys = {workload_key(item.func) for item in compiler.workloads(lowered)}
-        trials = sum(effort.trials for effort in store.efforts(target) if effort.key in keys)
-        trials = min(round(_DECISIONS_SHARE * trials), max(1, trials - trials))
+        earlier_trials = sum(effort.trials for effort in store.efforts(target) if effort.key in keys)
+        trials = min(round(_DECISIONS_SHARE * trials), max(1, trials - earlier_trials))
     seconds = None if budget.minutes is None else 60 * _DECISIONS_SHARE * budget.minutes
     start_time = time.monotonic()
     return decide(
