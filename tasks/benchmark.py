@@ -94,7 +94,7 @@ class BenchmarkJob(Job):
             target=target,
             section=section,
             peers=tuple(peer for peer in section.peers if peer != "pytorch" or original.source.framework == "pytorch"),
-            points=tuple(samples.measured_sizes(inputs, spec.dimensions)),
+            points=tuple(samples.measured_sizes(inputs, exported.dimensions)),
             threads=threads,
             bundle_threads=own_threads if own_threads < target.threads else threads,
         )

@@ -3,16 +3,18 @@
 import contextlib
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
+from pydantic import Field
 
 from tasks.original import Original
 from tasks.step import ChildStep, Job
 from tvmflow import samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
+from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
 from tvmflow.process import Emit
@@ -24,6 +26,7 @@ from tvmflow.workspace import Artifact, StepResult
 
 if TYPE_CHECKING:
     import onnx
+    import onnxruntime
     import torch
 
 _PRIVATE = "tvmflow_output_"
@@ -73,8 +76,10 @@ class ExportResult(StepResult):
     """The ONNX file, its signature, and the samples with the original's outputs.
 
     `max_abs_error` is the largest absolute difference between ONNX Runtime and PyTorch on the samples; None when the
-    original is the ONNX file itself. `registered` is the version of a registered model that was exported, as MODEL/3.
-    `is_repeatable` is False when two calls of the model's factory gave different weights.
+    original is the ONNX file itself. `dimensions` are the ranges of symbolic dimensions: the release file's, and where
+    it says none of an ONNX file's, those at which ONNX Runtime runs it. `registered` is the version of a registered
+    model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the model's factory gave different
+    weights.
     """
 
     onnx: Artifact
@@ -83,6 +88,7 @@ class ExportResult(StepResult):
     outputs: tuple[TensorSpec, ...]
     max_abs_error: float | None
     opset: int
+    dimensions: dict[str, Dimension] = Field(default={})
     registered: str | None = None
     is_repeatable: bool = True
 
@@ -113,7 +119,9 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         _check(model)
         _save(model, path)
         emit(2, 3, "comparing with ONNX Runtime")
-        pairs, error = _compare(path, module, inputs, job)
+        session = open_session(path)
+        dimensions = job.dimensions if module is not None else _find_dimensions(session, inputs, job)
+        pairs, error = _compare(session, module, inputs, dimensions, job)
         samples.save(folder / "samples.npz", pairs)
         return ExportResult(
             onnx=workspace.keep(path),
@@ -121,6 +129,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             inputs=tuple(TensorSpec(item.name, item.shape, item.dtype) for item in inputs),
             outputs=_signature(model.graph.output, pairs[0][1]),
             max_abs_error=error,
+            dimensions=dimensions,
             opset=max(item.version for item in model.opset_import if item.domain in ("", "ai.onnx")),
             registered=job.original.registered,
             is_repeatable=is_repeatable,
@@ -148,9 +157,9 @@ def _is_repeatable(source: Source, module: "torch.nn.Module") -> bool:
 
 def _pinned(inputs: tuple[Input, ...], dimensions: Mapping[str, Dimension]) -> tuple[Input, ...]:
     """The inputs with each dimension that has one possible size replaced by that size, which is not symbolic then."""
-    sizes = {name: dimension.min for name, dimension in dimensions.items() if dimension.min == dimension.max}
+    fixed = {name: dimension.min for name, dimension in dimensions.items() if dimension.min == dimension.max}
     return tuple(
-        item.model_copy(update={"shape": tuple(sizes.get(str(dim), dim) for dim in item.shape)}) for item in inputs
+        item.model_copy(update={"shape": tuple(fixed.get(str(dim), dim) for dim in item.shape)}) for item in inputs
     )
 
 
@@ -344,19 +353,55 @@ def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
                 dim.dim_param = new_size
 
 
+def _find_dimensions(
+    session: "onnxruntime.InferenceSession", inputs: tuple[Input, ...], job: ExportJob
+) -> dict[str, Dimension]:
+    """The ranges of the release file, and of other dimensions those at which ONNX Runtime runs the model.
+
+    Raises ExportError where it runs the model at no size that was tried.
+    """
+    if all(not isinstance(size, str) or size in job.dimensions for item in inputs for size in item.shape):
+        return job.dimensions
+    failure: ExportError | None = None
+
+    def runs(chosen: dict[str, int]) -> bool:
+        nonlocal failure
+        try:
+            run_session(session, samples.make(inputs, job.dimensions, 0, job.seed, job.folder, chosen))
+        except ExportError as error:
+            failure = failure or error
+            return False
+        return True
+
+    ranges = find_dimensions(inputs, job.dimensions, runs)
+    if ranges is None:
+        raise ExportError(
+            f"{failure}; it runs at none of the sizes that were tried for its free dimensions: say under `dimensions` "
+            "of a release file which sizes it takes, or fix them"
+        )
+    return {**job.dimensions, **ranges}
+
+
 def _compare(
-    path: Path, module: "torch.nn.Module | None", inputs: tuple[Input, ...], job: ExportJob
+    session: "onnxruntime.InferenceSession",
+    module: "torch.nn.Module | None",
+    inputs: tuple[Input, ...],
+    dimensions: dict[str, Dimension],
+    job: ExportJob,
 ) -> tuple[list[tuple[NamedArrays, NamedArrays]], float | None]:
     """The samples with the original's outputs, and ONNX Runtime's largest error on them."""
-    session = open_session(path)
     names = tuple(output.name for output in session.get_outputs())
     if job.outputs and job.outputs != names:
         raise ExportError(f"the ONNX model returns {', '.join(names)}, the release file names {', '.join(job.outputs)}")
     pairs, worst = [], 0.0
     # The benchmark runs on samples: there is one for each of the sizes that it measures.
-    for index in range(max(job.samples, len(samples.measured_sizes(inputs, job.dimensions)))):
-        sample = samples.make(inputs, job.dimensions, index, job.seed, job.folder)
-        outputs = run_session(session, sample)
+    points = samples.measured_sizes(inputs, dimensions)
+    for index in range(max(job.samples, len(points))):
+        chosen = samples.choose_sizes(inputs, dimensions, index)
+        # Sizes beside those to measure are guesses: a model need not take them.
+        is_guess = index >= len(points) and module is None
+        tried = alternatives(chosen, dimensions, points[0]) if is_guess else [chosen]
+        sample, outputs = _first_run(session, inputs, dimensions, index, job, tried)
         if module is None:
             pairs.append((sample, outputs))
             continue
@@ -369,6 +414,28 @@ def _compare(
         worst = max(worst, _largest_error(expected, outputs, index, job.export))
         pairs.append((sample, expected))
     return pairs, None if module is None else worst
+
+
+def _first_run(
+    session: "onnxruntime.InferenceSession",
+    inputs: tuple[Input, ...],
+    dimensions: dict[str, Dimension],
+    index: int,
+    job: ExportJob,
+    tried: Iterable[dict[str, int]],
+) -> tuple[NamedArrays, NamedArrays]:
+    """Sample `index` of the first sizes at which ONNX Runtime runs the model, and its outputs.
+
+    Raises ExportError where it runs the model at none of them.
+    """
+    failure: ExportError | None = None
+    for chosen in tried:
+        sample = samples.make(inputs, dimensions, index, job.seed, job.folder, chosen)
+        try:
+            return sample, run_session(session, sample)
+        except ExportError as error:
+            failure = failure or error
+    raise failure or ExportError("the model has no sizes to run at")
 
 
 def _largest_error(expected: NamedArrays, outputs: NamedArrays, index: int, bounds: Export) -> float:

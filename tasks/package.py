@@ -14,7 +14,7 @@ from tasks.step import Job, Step, StepRunner
 from tasks.tune import TuneResult
 from tvmflow import samples
 from tvmflow.bundle import Manifest, Variant, installed_versions, pack
-from tvmflow.spec import Spec
+from tvmflow.spec import Dimension, Spec
 from tvmflow.target import Target, needed_features
 from tvmflow.tuning.best_records import read_threads
 from tvmflow.workspace import Artifact, Record, StepResult, Workspace, code_digest
@@ -56,6 +56,7 @@ class PackageJob(Job):
         The golden sample comes from the samples of `exported`. `signer` is the public key, in hexadecimal digits, that
         belongs to the signing key; None for a bundle without a signature.
         """
+        ranges = exported.dimensions
         names = sorted({dim for item in imported.inputs for dim in item.shape if isinstance(dim, str)})
         manifest = Manifest(
             name=spec.name,
@@ -66,7 +67,7 @@ class PackageJob(Job):
             threads=read_threads(workspace.path(tuned.records), target.threads),
             inputs=imported.inputs,
             outputs=imported.outputs,
-            dimensions={name: (spec.dimension(name).min, spec.dimension(name).max) for name in names},
+            dimensions={name: (item.min, item.max) for name in names for item in [ranges.get(name, Dimension())]},
             weights=spec.build.weights,
             variants=tuple(Variant(function, sizes) for function, sizes in sorted(built.variants.items())),
             versions=installed_versions(built.llvm),

@@ -61,16 +61,22 @@ def choose_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], i
 
 
 def make(
-    inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int, seed: int, folder: Path
+    inputs: Sequence[Input],
+    dimensions: Mapping[str, Dimension],
+    index: int,
+    seed: int,
+    folder: Path,
+    sizes: Mapping[str, int] | None = None,
 ) -> NamedArrays:
     """Return sample `index`: one array per input by name; equal seeds give equal samples. Raises SpecError.
 
-    `folder` is the folder of the release file, where files and modules of samples are looked up.
+    `folder` is the folder of the release file, where files and modules of samples are looked up. `sizes` are those of
+    the symbolic dimensions, by default what `choose_sizes` returns.
     """
-    sizes = choose_sizes(inputs, dimensions, index)
+    chosen = choose_sizes(inputs, dimensions, index) if sizes is None else sizes
     arrays = {}
     for position, item in enumerate(inputs):
-        shape = tuple(sizes[size] if isinstance(size, str) else size for size in item.shape)
+        shape = tuple(chosen[size] if isinstance(size, str) else size for size in item.shape)
         generator = np.random.default_rng([seed, index, position])
         try:
             arrays[item.name] = _make_array(item, shape, generator, seed + index, folder)

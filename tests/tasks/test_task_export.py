@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from support.models import save_model
 from tasks.export import ExportResult, described_by, read_onnx
 from tvmflow.errors import ExportError
 from tvmflow.spec import Spec, parse
@@ -225,3 +227,51 @@ def test_weights_from_a_file_are_repeatable(
     torch.save({"0.weight": torch.zeros(3, 4), "0.bias": torch.zeros(3)}, tmp_path / "weights.pt")
     model = {"factory": f"{name}:create", "weights": "weights.pt"}
     assert export_spec(parse({"name": "repeated", "model": model, "inputs": [_X]}, tmp_path)).is_repeatable
+
+
+def _onnx_spec(folder: Path, nodes: list[Any], shape: list[Any], weights: dict[str, Any], **sections: Any) -> Any:
+    save_model(folder / "model.onnx", nodes, [("x", shape)], ["y"], weights)
+    return parse({"name": "free", "model": {"onnx": "model.onnx"}, **sections}, folder)
+
+
+def test_sizes_at_which_an_onnx_model_runs_are_found_by_trying(
+    export_spec: Any, kept_samples: Any, tmp_path: Path
+) -> None:
+    # A kernel of 25 frames that are not padded; 48 bands, whatever the file says.
+    nodes = [
+        helper.make_node("Conv", ["x", "kernel"], ["frames"]),
+        helper.make_node("Add", ["frames", "bands"], ["y"]),
+    ]
+    weights = {"kernel": np.ones((2, 1, 25, 1), "float32"), "bands": np.ones((2, 1, 48), "float32")}
+    result = export_spec(_onnx_spec(tmp_path, nodes, ["batch", 1, "time", "bands"], weights))
+    ranges = result.dimensions
+    assert (ranges["batch"].min, ranges["batch"].typical_size) == (1, 1)
+    assert ranges["time"].min == 25
+    assert (ranges["bands"].min, ranges["bands"].typical_size) == (48, 48)
+    shapes = [inputs["x"].shape for inputs, _ in kept_samples(result)]
+    assert all(shape[2] >= 25 for shape in shapes)
+    assert len(set(shapes)) > 1
+
+
+def test_samples_beside_the_sizes_to_measure_have_sizes_that_the_model_takes(
+    export_spec: Any, kept_samples: Any, tmp_path: Path
+) -> None:
+    nodes = [
+        helper.make_node("MaxPool", ["x"], ["small"], kernel_shape=[8], strides=[8]),
+        helper.make_node("Resize", ["small", "", "scales"], ["large"], mode="nearest"),
+        helper.make_node("Add", ["x", "large"], ["y"]),
+    ]
+    weights = {"scales": np.array([1, 1, 8], "float32")}
+    dimensions = {"t": {"min": 8, "max": 64, "measure": [16]}}
+    spec = _onnx_spec(tmp_path, nodes, [1, 2, "t"], weights, dimensions=dimensions)
+    shapes = [inputs["x"].shape for inputs, _ in kept_samples(export_spec(spec))]
+    assert shapes[0] == (1, 2, 16)
+    # The guess is 19, of which no eighth is whole.
+    assert shapes[1] == (1, 2, 24)
+
+
+def test_a_model_that_runs_at_no_size_is_refused_with_the_first_reason(export_spec: Any, tmp_path: Path) -> None:
+    node = helper.make_node("Reshape", ["x", "target"], ["y"])
+    spec = _onnx_spec(tmp_path, [node], ["n"], {"target": np.array([7, 11, 13], "int64")})
+    with pytest.raises(ExportError, match="dimensions"):
+        export_spec(spec)
