@@ -26,11 +26,13 @@ def make_model(
     weights: Mapping[str, Array] | None = None,
     *,
     opset: int = 18,
+    domains: Mapping[str, int] | None = None,
     name: str = "model",
 ) -> onnx.ModelProto:
     """Make an ONNX model with its shapes inferred.
 
-    Inputs are (name, shape) or (name, shape, element type); outputs are names, or such tuples.
+    Inputs are (name, shape) or (name, shape, element type); outputs are names, or such tuples. `domains` are the opsets
+    of other domains than the standard one, 1 for those it leaves out.
     """
     graph = helper.make_graph(
         list(nodes),
@@ -39,8 +41,8 @@ def make_model(
         [value_info(value) for value in outputs],
         [numpy_helper.from_array(value, key) for key, value in (weights or {}).items()],
     )
-    domains = sorted({node.domain for node in nodes if node.domain})
-    opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
+    versions = {node.domain: 1 for node in nodes if node.domain} | dict(domains or {})
+    opsets = [helper.make_opsetid(*item) for item in sorted({"": opset, **versions}.items())]
     model = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opsets, ir_version=9))
     for output in model.graph.output:
         output.type.tensor_type.shape.SetInParent()  # the checker wants a shape, also where none can be inferred

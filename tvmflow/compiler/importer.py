@@ -23,6 +23,7 @@ from tvmflow.bundle import TensorSpec
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import (
     BROADCASTING,
+    CLASSICAL,
     CONTRIBUTED,
     CONVERTERS,
     FOLDED,
@@ -37,6 +38,7 @@ from tvmflow.compiler.onnx.broadcasting import agree, agree_but_for, agree_in_pr
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
+from tvmflow.onnx_outputs import drop_zip_maps
 
 # Floats of 8 bits or fewer and integers of fewer than 8, with which TVM computes wrongly or not at all.
 _SMALL_TYPES = {
@@ -245,6 +247,7 @@ def _load(path: Path, label: str) -> onnx.ModelProto:
         raise ModelImportError(f"{label} is not a valid ONNX model ({shorten(error)}); export it again") from error
     if not model.graph.output:
         raise ModelImportError(f"{label} is not a valid ONNX model (it has no outputs); export it again")
+    drop_zip_maps(model)
     return model
 
 
@@ -363,6 +366,8 @@ def _has_converter(node: onnx.NodeProto) -> bool:
     if node.domain in ("", "ai.onnx"):
         standard = onnx_frontend._get_convert_map().keys() - NOT_STANDARD
         return node.op_type in standard | CONVERTERS.keys() | {"If", "Constant"}
+    if node.domain == "ai.onnx.ml":
+        return node.op_type in CLASSICAL
     return node.domain == "com.microsoft" and node.op_type in CONTRIBUTED
 
 
@@ -593,7 +598,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             except Exception:  # The inference refuses graphs that runtimes take, and files beyond 2 GB.
                 self._inferred = {}
         tensor = self._inferred.get(name)
-        if tensor is None or not tensor.elem_type:
+        if tensor is None or tensor.elem_type in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
             return relax.Var("refused", relax.TensorType(ndim=-1, dtype="float32"))
         dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
         if not tensor.HasField("shape"):
@@ -603,7 +608,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         for dim in tensor.shape.dim:
             size = dim.dim_value if dim.HasField("dim_value") else self._sizes.get(dim.dim_param, dim.dim_param)
             if isinstance(size, str):
-                size = symbols.get(size) or tvm.tirx.Var(size or "refused", "int64")
+                size = symbols[size] if size in symbols else tvm.tirx.Var(size or "refused", "int64")
             shape.append(size)
         return relax.Var("refused", relax.TensorType(shape, dtype))
 
@@ -734,7 +739,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     ) -> relax.Expr:
         custom = attrs.get("tvm_custom", {})
         name = custom.get("name", "")
-        converter = CONVERTERS.get(op_name)
+        converter = CONVERTERS.get(op_name) or CLASSICAL.get(op_name)
         converted = None
         if converter is not None:
             node = Node(self.bb, inputs, attrs, opset, custom.get("num_outputs", 1), self._constant, self._evaluator)

@@ -5,12 +5,24 @@
 
 from tvm import relax
 
-from tvmflow.compiler.onnx import elementwise, indexing, movement, norms, quantised, recurrence, resize, vision
+from tvmflow.compiler.onnx import (
+    classical,
+    elementwise,
+    indexing,
+    movement,
+    norms,
+    quantised,
+    recurrence,
+    resize,
+    trees,
+    vision,
+)
 from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, is_static
 
 __all__ = [
     "BROADCASTING",
+    "CLASSICAL",
     "CONTRIBUTED",
     "CONVERTERS",
     "FOLDED",
@@ -60,6 +72,24 @@ CONVERTERS: dict[str, Converter] = {
     "ThresholdedRelu": elementwise.convert_thresholded_relu,
     "Tile": movement.convert_tile,
     "TopK": indexing.convert_top_k,
+}
+
+# Operators of the domain ai.onnx.ml.
+CLASSICAL: dict[str, Converter] = {
+    "ArrayFeatureExtractor": classical.convert_array_feature_extractor,
+    "Binarizer": classical.convert_binarizer,
+    "FeatureVectorizer": classical.convert_feature_vectorizer,
+    "Imputer": classical.convert_imputer,
+    "LabelEncoder": classical.convert_label_encoder,
+    "LinearClassifier": classical.convert_linear_classifier,
+    "LinearRegressor": classical.convert_linear_regressor,
+    "Normalizer": classical.convert_normalizer,
+    "OneHotEncoder": classical.convert_one_hot_encoder,
+    "Scaler": classical.convert_scaler,
+    "SVMRegressor": classical.convert_svm_regressor,
+    "TreeEnsemble": trees.convert_ensemble,
+    "TreeEnsembleClassifier": trees.convert_classifier,
+    "TreeEnsembleRegressor": trees.convert_regressor,
 }
 
 # Operators of the domain com.microsoft that TVM's importer takes; it does not look at domains.

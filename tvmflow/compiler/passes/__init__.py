@@ -15,6 +15,7 @@ from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.strassen import StrassenProducts
+from tvmflow.compiler.passes.trees import lower_trees
 from tvmflow.target import Precision, Target
 
 
@@ -88,6 +89,7 @@ def pass_names() -> list[str]:
         "MarkFollowers",
         "LowerAttention",
         "LowerRecurrence",
+        "LowerTrees",
         "RoundProducts",
         "HalveProducts",
         "IntegerArithmetic",
@@ -105,14 +107,14 @@ def lower_passes(
     of the module's weights in bytes.
     """
     integer_passes: list[tvm.transform.Pass] = []
-    recurrence_passes: list[tvm.transform.Pass] = []
+    kernel_passes: list[tvm.transform.Pass] = []
     if target.arch == "cuda":
         layout_passes: list[tvm.transform.Pass] = []
         product_passes: list[tvm.transform.Pass] = []
         legalize = relax.transform.LegalizeOps()
     else:
         cpu = machine(target).for_weights(weights)
-        recurrence_passes = [lower_recurrence(cpu)]
+        kernel_passes = [lower_recurrence(cpu), lower_trees(cpu)]
         layout_passes = [attention.compose_attention(), *layout(cpu.lanes)]
         narrow = {
             "fp32": FuseBlocks(cpu, choices, fast),
@@ -124,7 +126,7 @@ def lower_passes(
         integer_passes = [IntegerArithmetic(cpu)] if precision == "int8" else []
         legalize = relax.transform.LegalizeOps(legalizations(cpu, choices, fast))
     return [
-        *recurrence_passes,
+        *kernel_passes,
         *integer_passes,
         *canonicalize(),
         relax.transform.DecomposeOpsForInference(),

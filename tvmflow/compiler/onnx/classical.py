@@ -1,0 +1,250 @@
+"""Operators of ai.onnx.ml other than trees: scaling, encoding, linear models, support vectors."""
+
+import math
+from typing import Any
+
+import numpy as np
+from onnx import TensorProto, numpy_helper
+from tvm import relax
+
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.scores import class_labels, classify, transform
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
+
+Array = np.ndarray[Any, Any]
+
+
+def _floats(node: Node, position: int = 0) -> relax.Expr:
+    """An operand as float32."""
+    value = node.inputs[position]
+    return value if dtype_of(value) == "float32" else node.emit(relax.op.astype(value, "float32"))
+
+
+def _rows(node: Node) -> tuple[relax.Expr, int]:
+    """The operand as float32, of two dimensions, and the number of its columns."""
+    dims = dims_of(node.inputs[0])
+    if dims is None or len(dims) != 2 or not isinstance(dims[1], int):
+        raise UnsupportedFormError("rows of an unknown number of features")
+    return _floats(node), dims[1]
+
+
+def _vector(node: Node, name: str, size: int, default: float) -> Array:
+    """An attribute with a number for each column, or one for all."""
+    values = np.asarray(node.attrs.get(name, (default,)), "float32")
+    if values.size not in (1, size):
+        raise UnsupportedFormError(f"{name} of {values.size} numbers for {size} features")
+    return values
+
+
+def convert_scaler(node: Node) -> relax.Expr:
+    """Write Scaler as (x - offset) * scale."""
+    x = _floats(node)
+    size = dims_of(x)[-1]  # type: ignore[index]
+    if not isinstance(size, int):
+        raise UnsupportedFormError("rows of an unknown number of features")
+    centred = relax.op.subtract(x, const(_vector(node, "offset", size, 0.0)))
+    return relax.op.multiply(node.emit(centred), const(_vector(node, "scale", size, 1.0)))
+
+
+def convert_normalizer(node: Node) -> relax.Expr:
+    """Write Normalizer: rows divided by a norm; rows of zeros stay as they are."""
+    x, norm = _floats(node), node.text("norm", "MAX")
+    axis = x.ty.ndim - 1
+    if norm == "L1":
+        size = relax.op.sum(node.emit(relax.op.abs(x)), axis, keepdims=True)
+    elif norm == "L2":
+        size = relax.op.sum(node.emit(relax.op.multiply(x, x)), axis, keepdims=True)
+        size = relax.op.sqrt(node.emit(size))
+    elif norm == "MAX":
+        size = relax.op.max(x, axis, keepdims=True)
+    else:
+        raise UnsupportedFormError(f"norm {norm!r}")
+    size = node.emit(size)
+    is_zero = node.emit(relax.op.equal(size, const(0.0, "float32")))
+    return relax.op.divide(x, node.emit(relax.op.where(is_zero, const(1.0, "float32"), size)))
+
+
+def convert_binarizer(node: Node) -> relax.Expr:
+    """Write Binarizer: one above the threshold, else zero."""
+    x = node.inputs[0]
+    above = node.emit(relax.op.greater(x, const(float(node.attrs.get("threshold", 0.0)), dtype_of(x))))
+    return relax.op.astype(above, dtype_of(x))
+
+
+def convert_imputer(node: Node) -> relax.Expr:
+    """Write Imputer: a value that stands for a missing one is replaced."""
+    x = node.inputs[0]
+    dtype = dtype_of(x)
+    is_integer = dtype.startswith("int")
+    kind = "int64" if is_integer else "float"
+    values = np.asarray(node.attrs.get(f"imputed_value_{kind}s", ()))
+    missing = node.attrs.get(f"replaced_value_{kind}", 0)
+    size = dims_of(x)[-1]  # type: ignore[index]
+    if values.size not in (1, size):
+        raise UnsupportedFormError(f"{values.size} imputed values for {size} features")
+    is_missing = relax.op.equal(x, x if not is_integer and math.isnan(missing) else const(missing, dtype))
+    if not is_integer and math.isnan(missing):
+        is_missing = relax.op.logical_not(node.emit(is_missing))
+    return relax.op.where(node.emit(is_missing), const(values, dtype), x)
+
+
+def convert_one_hot_encoder(node: Node) -> relax.Expr:
+    """Write OneHotEncoder of numbers as a comparison with each category."""
+    if node.attrs.get("cats_strings"):
+        raise UnsupportedFormError("categories that are strings: only numbers are supported")
+    if not int(node.attrs.get("zeros", 1)):
+        raise UnsupportedFormError("zeros=0, which fails for a value that is no category")
+    x = node.inputs[0]
+    x = x if dtype_of(x) == "int64" else node.emit(relax.op.astype(x, "int64"))
+    categories = const(np.asarray(node.attrs["cats_int64s"], "int64"))
+    is_hot = node.emit(relax.op.equal(node.emit(relax.op.expand_dims(x, x.ty.ndim)), categories))
+    return relax.op.astype(is_hot, "float32")
+
+
+def convert_array_feature_extractor(node: Node) -> relax.Expr:
+    """Write ArrayFeatureExtractor: columns by their place."""
+    x, places = node.inputs
+    places = node.emit(relax.op.reshape(places, [-1]))
+    if x.ty.ndim == 1:
+        x = node.emit(relax.op.expand_dims(x, 0))
+    return relax.op.take(x, places, axis=x.ty.ndim - 1, mode="clip")
+
+
+def convert_feature_vectorizer(node: Node) -> relax.Expr:
+    """Write FeatureVectorizer: the columns of all operands side by side, as float32."""
+    parts = []
+    for position in range(len(node.inputs)):
+        part = _floats(node, position)
+        parts.append(part if part.ty.ndim == 2 else node.emit(relax.op.expand_dims(part, 0)))
+    return relax.op.concat(parts, 1)
+
+
+def convert_label_encoder(node: Node) -> relax.Expr:
+    """Write LabelEncoder of numbers as a search among its sorted keys."""
+    attrs = node.attrs
+    if any("string" in name and value for name, value in attrs.items()):
+        raise UnsupportedFormError("strings: only numbers are supported")
+    keys, values = (_table(attrs, name) for name in ("keys", "values"))
+    if keys is None or values is None or len(keys) != len(values):
+        raise UnsupportedFormError("keys and values of different numbers, or strings among them")
+    default = _default(attrs, values.dtype)
+    x = node.inputs[0]
+    _, places = np.unique(keys[::-1], return_index=True)
+    places = len(keys) - 1 - places  # of keys that occur twice the last counts
+    keys, values = keys[places].astype(dtype_of(x)), values[places]
+    flat = node.emit(relax.op.reshape(x, [-1]))
+    is_nan = np.isnan(keys) if keys.dtype.kind == "f" else np.zeros(len(keys), bool)
+    number = None
+    if is_nan.any():
+        number = values[is_nan][-1]
+        keys, values = keys[~is_nan], values[~is_nan]
+    result: relax.Expr = const(np.full(1, default))
+    if len(keys):
+        place = node.emit(relax.op.bucketize(flat, const(keys)))
+        place = node.emit(relax.op.minimum(place, const(len(keys) - 1, dtype_of(place))))
+        is_key = node.emit(relax.op.equal(node.emit(relax.op.take(const(keys), place, axis=0, mode="clip")), flat))
+        chosen = node.emit(relax.op.take(const(values), place, axis=0, mode="clip"))
+        result = node.emit(relax.op.where(is_key, chosen, result))
+    if number is not None:
+        is_number = node.emit(relax.op.equal(flat, flat))
+        result = node.emit(relax.op.where(is_number, result, const(np.full(1, number, values.dtype))))
+    return relax.op.reshape(result, x.ty.shape)
+
+
+def _table(attrs: dict[str, Any], name: str) -> Array | None:
+    tensor = attrs.get(f"{name}_tensor")
+    if isinstance(tensor, TensorProto) and tensor.data_type:
+        array = np.asarray(numpy_helper.to_array(tensor))
+        return None if array.dtype.kind not in "iuf" else array.reshape(-1)
+    for kind, dtype in (("int64s", "int64"), ("floats", "float32")):
+        if attrs.get(f"{name}_{kind}"):
+            return np.asarray(attrs[f"{name}_{kind}"], dtype)
+    return None
+
+
+def _default(attrs: dict[str, Any], dtype: Any) -> Any:
+    tensor = attrs.get("default_tensor")
+    if isinstance(tensor, TensorProto) and tensor.data_type != TensorProto.UNDEFINED:
+        return numpy_helper.to_array(tensor).reshape(-1)[0]
+    if np.dtype(dtype).kind == "f":
+        return np.asarray(attrs.get("default_float", -0.0), dtype)[()]
+    return np.asarray(attrs.get("default_int64", -1), dtype)[()]
+
+
+def convert_linear_regressor(node: Node) -> relax.Expr:
+    """Write LinearRegressor as a dense layer."""
+    targets = int(node.attrs.get("targets", 1))
+    return transform(node, _linear(node, targets), node.text("post_transform", "NONE"))
+
+
+def convert_linear_classifier(node: Node) -> relax.Expr:
+    """Write LinearClassifier as a dense layer; its results are labels and scores."""
+    labels, post = class_labels(node, "classlabels_ints"), node.text("post_transform", "NONE")
+    _, features = _rows(node)
+    count = len(node.attrs["coefficients"]) // features
+    scores = _linear(node, count)
+    if count > 1:
+        return classify(node, scores, labels, post)
+    if len(labels) != 2 or post == "PROBIT":
+        raise UnsupportedFormError(f"one score for {len(labels)} labels and post_transform {post!r}")
+    positive = node.emit(relax.op.squeeze(node.emit(relax.op.greater(scores, const(0.0, "float32"))), [1]))
+    chosen = relax.op.where(positive, const(int(labels[1]), "int64"), const(int(labels[0]), "int64"))
+    if post == "LOGISTIC":
+        scores = node.emit(relax.op.sigmoid(scores))
+    opposite = node.emit(relax.op.subtract(const(1.0, "float32"), scores))
+    return relax.Tuple([node.emit(chosen), node.emit(relax.op.concat([opposite, scores], 1))])
+
+
+def _linear(node: Node, targets: int) -> relax.Expr:
+    x, features = _rows(node)
+    coefficients = np.asarray(node.attrs.get("coefficients", ()), "float32")
+    if coefficients.size != targets * features:
+        raise UnsupportedFormError(f"{coefficients.size} coefficients for {targets} targets of {features} features")
+    weights = np.ascontiguousarray(coefficients.reshape(targets, features).T)
+    scores = node.emit(relax.op.matmul(x, const(weights)))
+    intercepts = np.asarray(node.attrs.get("intercepts", ()), "float32")
+    return node.emit(relax.op.add(scores, const(intercepts))) if intercepts.size else scores
+
+
+def convert_svm_regressor(node: Node) -> relax.Expr:
+    """Write SVMRegressor: the kernel of the rows with each support vector, then a sum."""
+    x, features = _rows(node)
+    coefficients = np.asarray(node.attrs.get("coefficients", ()), "float32")
+    rho = np.asarray(node.attrs.get("rho", (0.0,)), "float32")
+    if int(node.attrs.get("n_supports", 0)):
+        vectors = np.asarray(node.attrs["support_vectors"], "float32").reshape(-1, features)
+        kernel = _kernel(node, x, vectors, node.text("kernel_type", "LINEAR"))
+    else:
+        kernel = x
+    scores = node.emit(relax.op.matmul(kernel, const(np.ascontiguousarray(coefficients.reshape(-1, 1)))))
+    scores = node.emit(relax.op.add(scores, const(rho[:1])))
+    if int(node.attrs.get("one_class", 0)):
+        is_inside = node.emit(relax.op.greater(scores, const(0.0, "float32")))
+        return relax.op.where(is_inside, const(1.0, "float32"), const(-1.0, "float32"))
+    return transform(node, scores, node.text("post_transform", "NONE"))
+
+
+def _kernel(node: Node, x: relax.Expr, vectors: Array, kind: str) -> relax.Expr:
+    """The kernel function of each row and each vector [vectors, features]."""
+    emit = node.emit
+    gamma, shift, degree = (*(float(value) for value in node.attrs.get("kernel_params", ())), 0.0, 0.0, 0.0)[:3]
+    if kind == "RBF":
+        # Differences are squared one by one: squares apart would cancel each other.
+        count, features = vectors.shape
+        apart = emit(relax.op.subtract(emit(relax.op.expand_dims(x, 1)), const(vectors.reshape(1, count, features))))
+        square = emit(relax.op.sum(emit(relax.op.multiply(apart, apart)), 2))
+        return emit(relax.op.exp(emit(relax.op.multiply(square, const(-gamma, "float32")))))
+    product = emit(relax.op.matmul(x, const(np.ascontiguousarray(vectors.T))))
+    if kind == "LINEAR":
+        return product
+    product = emit(relax.op.add(emit(relax.op.multiply(product, const(gamma, "float32"))), const(shift, "float32")))
+    if kind == "POLY":
+        if degree != int(degree) or degree < 1:
+            raise UnsupportedFormError(f"a polynomial kernel of degree {degree}")
+        power = product
+        for _ in range(int(degree) - 1):
+            power = emit(relax.op.multiply(power, product))
+        return power
+    if kind == "SIGMOID":
+        return emit(relax.op.tanh(product))
+    raise UnsupportedFormError(f"kernel {kind!r}")

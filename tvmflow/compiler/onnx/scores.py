@@ -1,0 +1,79 @@
+"""Labels and scores of classical models: what follows the scores of trees, linear models and support vectors."""
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import const
+
+Array = np.ndarray[Any, Any]
+
+# Scores nearer to zero are zero for SOFTMAX_ZERO.
+_LEAST = 1e-7
+# The constant of Winitzki's approximation of the error function, by which ONNX Runtime inverts it.
+_WINITZKI = 0.147
+
+
+def class_labels(node: Node, name: str) -> Array:
+    """Return the labels of classes; refuse strings."""
+    if node.attrs.get("classlabels_strings"):
+        raise UnsupportedFormError("labels that are strings: only numbers are supported")
+    labels = np.asarray(node.attrs.get(name, ()), "int64")
+    if not len(labels):
+        raise UnsupportedFormError("no labels")
+    return labels
+
+
+def classify(node: Node, scores: relax.Expr, labels: Array, post_transform: str) -> relax.Expr:
+    """Return the label of each row's largest score, and the transformed scores."""
+    place = node.emit(relax.op.argmax(scores, axis=1))
+    return relax.Tuple([take_labels(node, place, labels), transform(node, scores, post_transform)])
+
+
+def take_labels(node: Node, place: relax.Expr, labels: Array) -> relax.Expr:
+    """Return the labels of classes by their place."""
+    if np.array_equal(labels, np.arange(len(labels))):
+        return place
+    return node.emit(relax.op.take(const(labels), place, axis=0))
+
+
+def transform(node: Node, scores: relax.Expr, name: str) -> relax.Expr:
+    """Apply a post transform of ai.onnx.ml to scores [rows, targets]."""
+    emit = node.emit
+    if name == "NONE":
+        return scores
+    if name == "LOGISTIC":
+        return emit(relax.op.sigmoid(scores))
+    if name == "SOFTMAX":
+        return emit(relax.op.nn.softmax(scores, axis=1))
+    if name == "SOFTMAX_ZERO":
+        largest = emit(relax.op.max(scores, axis=1, keepdims=True))
+        is_zero = emit(relax.op.less_equal(emit(relax.op.abs(scores)), const(_LEAST, "float32")))
+        powers = emit(relax.op.exp(emit(relax.op.subtract(scores, largest))))
+        powers = emit(relax.op.where(is_zero, const(0.0, "float32"), powers))
+        total = emit(relax.op.sum(powers, axis=1, keepdims=True))
+        return emit(relax.op.divide(powers, total))
+    if name == "PROBIT":
+        return _probit(node, scores)
+    raise UnsupportedFormError(f"post_transform {name!r}")
+
+
+def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
+    """The quantiles of the normal distribution, by the approximation that ONNX Runtime uses."""
+    emit = node.emit
+    one, two = const(1.0, "float32"), const(2.0, "float32")
+    centred = emit(relax.op.subtract(emit(relax.op.multiply(two, scores)), one))
+    rest = emit(relax.op.multiply(emit(relax.op.subtract(one, centred)), emit(relax.op.add(one, centred))))
+    logarithm = emit(relax.op.log(rest))
+    half = emit(relax.op.multiply(logarithm, const(0.5, "float32")))
+    middle = emit(relax.op.add(half, const(2 / (math.pi * _WINITZKI), "float32")))
+    product = emit(relax.op.multiply(logarithm, const(1 / _WINITZKI, "float32")))
+    root = emit(relax.op.sqrt(emit(relax.op.subtract(emit(relax.op.multiply(middle, middle)), product))))
+    size = emit(relax.op.sqrt(emit(relax.op.subtract(root, middle))))
+    signed = emit(
+        relax.op.where(emit(relax.op.less(centred, const(0.0, "float32"))), emit(relax.op.negative(size)), size)
+    )
+    return emit(relax.op.multiply(signed, const(math.sqrt(2), "float32")))

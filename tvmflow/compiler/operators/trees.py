@@ -1,0 +1,290 @@
+"""Ensembles of decision trees: one function over all rows and trees.
+
+Every node is a test `x[feature] <= threshold` with its two children side by side, so that a step is a sum rather than a
+branch: the left child's place, plus one where the test holds. A leaf is its own left child, and its threshold is NaN,
+which no number passes; so paths of any length may go on together. Several paths are followed at a time, since each of
+their steps waits for memory: those of several rows through one tree, or those of one row through several trees.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import relax, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from tvmflow.compiler import extensions
+from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import static
+
+# The paths that are followed at a time.
+_PATHS = 8
+# The steps between two looks at whether all paths have ended. Trees of up to twice as many levels need no look.
+_STEPS = 4
+# The cycles of a step of one path among several.
+_STEP_CYCLES = 8
+# The most rows that go through a tree before the next tree.
+_MOST_ROWS = 128
+
+_START = {"SUM": 0.0, "AVERAGE": 0.0, "MIN": float("inf"), "MAX": float("-inf")}
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The form of an ensemble of `trees` trees with `nodes` nodes, of which the longest path has `depth` steps.
+
+    `dtype` is the type of rows and thresholds, `score` that of results. A node's `link` holds its feature, then in bit
+    `shift - 1`, where `has_missing`, whether NaN passes its test, and the place of its left child from bit `shift` on;
+    where `shift` is 0, feature and flag are in a first link and the place in a second. `layout` says what leaves hold:
+    `single` numbers for one target, `dense` numbers for all, or `sparse` ones: `leaves` leaves with `entries` numbers.
+    """
+
+    trees: int
+    nodes: int
+    depth: int
+    features: int
+    targets: int
+    dtype: str
+    score: str
+    shift: int
+    has_missing: bool
+    layout: str
+    leaves: int
+    entries: int
+    aggregate: str
+
+    @property
+    def feature_bits(self) -> int:
+        """The bits of a link that hold the feature."""
+        return 30 if self.shift == 0 else self.shift - self.has_missing
+
+
+def trees(x: relax.Expr, tables: Sequence[relax.Expr], forest: Forest) -> relax.Call:
+    """Return the call of an ensemble on rows [rows, features]; the result is [rows, targets].
+
+    `tables` are thresholds [nodes], links [nodes, 1 or 2], roots [trees], the leaves' tables and base values [targets].
+    The leaves' tables are numbers [nodes] (single); numbers [leaves, targets] and the leaf of each node (dense); or
+    numbers and targets [entries], the first entry of each leaf [leaves + 1], and the leaf of each node (sparse).
+    """
+    return extensions.call("trees", [x, *tables], **vars(forest))
+
+
+def forest_of(attrs: Any) -> Forest:
+    """Return the forest of a call's attributes."""
+    kinds = {"int": int, "str": str, "bool": bool}
+    fields = Forest.__dataclass_fields__.items()
+    return Forest(**{name: kinds[getattr(item.type, "__name__", str(item.type))](attrs[name]) for name, item in fields})
+
+
+def _infer(call: relax.Call) -> relax.TensorType:
+    return relax.TensorType([call.args[0].ty.shape.values[0], int(call.attrs["targets"])], str(call.attrs["score"]))
+
+
+extensions.register("trees", _infer)
+
+
+class Trees:
+    """Builds the function of an ensemble: its parameters are those of `trees`, then the result."""
+
+    def __init__(self, forest: Forest, rows: Any, machine: Machine) -> None:
+        self.forest = forest
+        self._machine = machine
+        number = static(rows)
+        self._rows = tirx.Var("rows", "int64") if number is None else tirx.IntImm("int64", number)
+        nodes, score = forest.nodes, forest.score
+        self._x = self._buffer("x", (self._rows, forest.features), forest.dtype)
+        self._thresholds = self._buffer("thresholds", (nodes,), forest.dtype)
+        self._links = self._buffer("links", (nodes, 1 if forest.shift else 2), "int32")
+        self._roots = self._buffer("roots", (forest.trees,), "int32")
+        leaf = self._buffer("leaf", (nodes,), "int32")
+        self._leaves = {
+            "single": [self._buffer("scores", (nodes,), score)],
+            "dense": [self._buffer("scores", (forest.leaves, forest.targets), score), leaf],
+            "sparse": [
+                self._buffer("scores", (forest.entries,), score),
+                self._buffer("targets", (forest.entries,), "int32"),
+                self._buffer("first", (forest.leaves + 1,), "int32"),
+                leaf,
+            ],
+        }[forest.layout]
+        self._base = self._buffer("base", (forest.targets,), score)
+        self._y = self._buffer("y", (self._rows, forest.targets), score)
+
+    @staticmethod
+    def _buffer(name: str, shape: Sequence[Any], dtype: str) -> Any:
+        return tirx.decl_buffer(shape, dtype, name, layout=None)
+
+    def function(self) -> tirx.PrimFunc:
+        """Return the function."""
+        rows = static(self._rows)
+        with IRBuilder() as builder, T.seq_scope():
+            if rows is None:
+                with T.If(self._rows >= _PATHS):
+                    with T.Then():
+                        self._by_rows()
+                    with T.Else():
+                        self._by_trees()
+            elif rows >= _PATHS:
+                self._by_rows()
+            else:
+                self._by_trees()
+        tables = [self._thresholds, self._links, self._roots, *self._leaves, self._base]
+        # The builder marks the sequence of statements by an attribute.
+        return tirx.PrimFunc([self._x, *tables, self._y], builder.get().body).with_attr(KERNEL, "trees")
+
+    # -- Which paths are followed together -----------------------------------------------------------------------------
+
+    def _by_rows(self) -> None:
+        """Follow several rows through one tree at a time, chunk of rows by chunk of rows."""
+        cores, bytes_of_row = self._machine.cores, 8 * self.forest.features
+        size = max(1, min(_MOST_ROWS, self._machine.second_cache // 2 // bytes_of_row) // _PATHS) * _PATHS
+        rows = static(self._rows)
+        if rows is not None:
+            size = min(size, -(-rows // cores // _PATHS) * _PATHS)
+        chunks = tirx.floordiv(self._rows + (size - 1), size)
+        loop = T.parallel if cores > 1 else T.serial
+        with loop(0, chunks) as chunk:
+            begin = chunk * size
+            end = tirx.min(begin + size, self._rows)
+            with T.serial(0, end - begin) as row:
+                self._start(self._y, [begin + row])
+            groups = tirx.floordiv(end - begin + (_PATHS - 1), _PATHS)
+            with T.serial(0, self.forest.trees) as tree, T.serial(0, groups) as group:
+                first = begin + group * _PATHS
+                places = [tirx.min(first + path, end - 1) for path in range(_PATHS)]
+                ends = self._follow([(place, self._roots[tree]) for place in places])
+                for path in range(_PATHS):
+                    with T.If(first + path < end), T.Then():
+                        self._add(self._y, [first + path], ends[path])
+            with T.serial(0, end - begin) as row:
+                self._finish(begin + row)
+
+    def _by_trees(self) -> None:
+        """Follow one row through several trees at a time; the cores share the trees."""
+        forest, machine = self.forest, self._machine
+        groups, rest = divmod(forest.trees, _PATHS)
+        cycles = forest.trees * min(forest.depth, 2 * _PATHS) * _STEP_CYCLES
+        parts = min(machine.cores, groups) if cycles >= machine.parallel_cycles else 1
+        parts = max(1, parts)
+        share = -(-groups // parts)
+        sums = T.alloc_buffer((parts, forest.targets), forest.score, scope="global", layout=None)
+        with T.serial(0, self._rows) as row:
+            with (T.parallel if parts > 1 else T.serial)(0, parts) as part:
+                self._start(sums, [part])
+                with T.serial(0, tirx.max(0, tirx.min(share, groups - part * share))) as group:
+                    first = (part * share + group) * _PATHS
+                    ends = self._follow([(row, self._roots[first + path]) for path in range(_PATHS)])
+                    for end in ends:
+                        self._add(sums, [part], end)
+            self._start(self._y, [row])
+            if rest:
+                ends = self._follow([(row, self._roots[groups * _PATHS + path]) for path in range(rest)])
+                for end in ends:
+                    self._add(self._y, [row], end)
+            with T.serial(0, parts) as part, T.serial(0, forest.targets) as target:
+                total = self._combine(self._y[row, target], sums[part, target])
+                T.buffer_store(self._y, total, [row, target])
+            self._finish(row)
+
+    # -- The paths -----------------------------------------------------------------------------------------------------
+
+    def _follow(self, starts: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """Follow the paths of (row, root) to their leaves; return the places of the leaves."""
+        count, depth = len(starts), self.forest.depth
+        places = T.alloc_buffer((count,), "int32", scope="local", layout=None)
+        for path, (_, root) in enumerate(starts):
+            T.buffer_store(places, root, [path])
+
+        def step() -> None:
+            for path, (row, _) in enumerate(starts):
+                T.buffer_store(places, self._next(row, places[path]), [path])
+
+        if depth <= 2 * _STEPS:
+            with T.serial(0, depth):
+                step()
+            return [places[path] for path in range(count)]
+        before = T.alloc_buffer((count,), "int32", scope="local", layout=None)
+        moves = T.alloc_buffer((1,), "int32", scope="local", layout=None)
+        T.buffer_store(moves, 1, [0])
+        with T.While(moves[0] != 0):
+            for _ in range(_STEPS - 1):
+                step()
+            for path in range(count):
+                T.buffer_store(before, places[path], [path])
+            step()
+            difference = tirx.const(0, "int32")
+            for path in range(count):
+                difference = difference | (before[path] ^ places[path])
+            T.buffer_store(moves, difference, [0])
+        return [places[path] for path in range(count)]
+
+    def _next(self, row: Any, place: Any) -> Any:
+        """The place of the child that a row goes on to."""
+        forest, link = self.forest, self._links[place, 0]
+        feature = link & ((1 << forest.feature_bits) - 1)
+        value = self._x[row, feature]
+        passes = tirx.Cast("int32", value <= self._thresholds[place])
+        if forest.has_missing:
+            is_missing = tirx.Cast("int32", _is_nan(value, forest.dtype))
+            passes = passes | (is_missing & ((link >> forest.feature_bits) & 1))
+        if forest.shift == 0:
+            return self._links[place, 1] + passes
+        left = tirx.reinterpret("int32", tirx.reinterpret("uint32", link) >> tirx.const(forest.shift, "uint32"))
+        return left + passes
+
+    # -- The scores ----------------------------------------------------------------------------------------------------
+
+    def _combine(self, one: Any, other: Any) -> Any:
+        return {"MIN": tirx.min, "MAX": tirx.max}.get(self.forest.aggregate, lambda a, b: a + b)(one, other)
+
+    def _start(self, scores: Any, index: Sequence[Any]) -> None:
+        with T.serial(0, self.forest.targets) as target:
+            start = tirx.const(_START[self.forest.aggregate], self.forest.score)
+            T.buffer_store(scores, start, [*index, target])
+
+    def _add(self, scores: Any, index: Sequence[Any], place: Any) -> None:
+        """Add the numbers of a leaf to the scores of a row."""
+
+        def add(target: Any, value: Any) -> None:
+            T.buffer_store(scores, self._combine(scores[(*index, target)], value), [*index, target])
+
+        values, *tables = self._leaves
+        if self.forest.layout == "single":
+            add(0, values[place])
+        elif self.forest.layout == "dense":
+            with T.serial(0, self.forest.targets) as target:
+                add(target, values[tables[0][place], target])
+        else:
+            targets, first, leaf = tables
+            begin = first[leaf[place]]
+            with T.serial(0, first[leaf[place] + 1] - begin) as entry:
+                add(targets[begin + entry], values[begin + entry])
+
+    def _finish(self, row: Any) -> None:
+        """Turn a row's aggregated scores into its results."""
+        forest = self.forest
+        with T.serial(0, forest.targets) as target:
+            value = self._y[row, target]
+            if forest.aggregate == "AVERAGE":
+                value = value / tirx.const(forest.trees, forest.score)
+            elif forest.aggregate != "SUM":
+                # No leaf has a number for the target.
+                start, zero = (tirx.const(number, forest.score) for number in (_START[forest.aggregate], 0.0))
+                value = tirx.Select(value == start, zero, value)
+            T.buffer_store(self._y, value + self._base[target], [row, target])
+
+
+def _is_nan(value: Any, dtype: str) -> Any:
+    """Whether a number is NaN, by its bits: the compiler takes a comparison of a number with itself for true."""
+    integer, exponent = {"float32": ("int32", 0x7F800000), "float64": ("int64", 0x7FF0000000000000)}[dtype]
+    size = tirx.reinterpret(integer, value) & tirx.const(tirx.max_value(integer).value, integer)
+    return size > tirx.const(exponent, integer)
+
+
+def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr:
+    """Return the call of an ensemble's function."""
+    kernel = Trees(forest_of(call.attrs), call.args[0].ty.shape.values[0], machine)
+    function = extensions.emit_function(builder, kernel.function(), "trees")
+    return relax.call_tir(function, list(call.args), call.ty)

@@ -1,0 +1,17 @@
+"""Lowers ensembles of decision trees to one function."""
+
+import tvm
+from tvm import relax
+
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import trees
+from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
+
+
+def lower_trees(machine: Machine) -> tvm.transform.Pass:
+    """Return the pass that lowers ensembles of trees for a machine."""
+
+    def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr:
+        return trees.lower(rewriter.builder_, call, machine)
+
+    return rewriting("LowerTrees", {"tvmflow.trees": (lower,)})
