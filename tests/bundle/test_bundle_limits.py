@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import stat
+import tarfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -18,6 +19,7 @@ from tvmflow.bundle import (
     TensorSpec,
     Variant,
     Versions,
+    archive,
     extract,
     installed_versions,
     keygen,
@@ -210,6 +212,17 @@ def test_a_member_of_the_largest_size_is_read_and_a_larger_one_refused(
             with pytest.raises(BundleError, match=r"mod\.so"):
                 pack(tmp_path / "larger.tar.gz", manifest, write_files(tmp_path / "files"))
             assert not (tmp_path / "larger.tar.gz").exists()
+
+
+def test_the_largest_member_is_the_largest_that_tar_has_digits_for() -> None:
+    for size, is_possible in ((archive._LARGEST_MEMBER, True), (archive._LARGEST_MEMBER + 1, False)):
+        info = tarfile.TarInfo("mod.params")
+        info.size = size
+        if is_possible:
+            assert tarfile.TarInfo.frombuf(info.tobuf(tarfile.USTAR_FORMAT), "ascii", "strict").size == size
+        else:
+            with pytest.raises(ValueError, match="overflow"):
+                info.tobuf(tarfile.USTAR_FORMAT)
 
 
 def test_a_bundle_may_unpack_to_as_many_times_its_size_and_no_more(

@@ -16,6 +16,7 @@ from botocore.compat import get_current_datetime
 from tvmflow.errors import StoreError
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store import client as client_module
+from tvmflow.store.objects import InterruptedReadError
 
 
 def _refusal(config: StoreConfig) -> str:
@@ -137,6 +138,18 @@ def test_a_connection_that_breaks_off_within_a_blob_is_told_and_leaves_no_file(t
         with pytest.raises(StoreError, match="broke the connection off while reading blobs"):
             store.get_blob("0" * 64, tmp_path / "copy")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_connection_that_breaks_off_within_a_pointer_is_told_from_other_errors() -> None:
+    with _answering({"GET": (200, '{"format": 1,')}, promised=26) as endpoint:
+        objects = ReleaseStore(_somewhere(endpoint)).objects
+        with pytest.raises(InterruptedReadError, match="a/pointer"):
+            objects.get_with_etag("a/pointer")
+    with _answering({"GET": (403, "<Error><Code>AccessDenied</Code></Error>")}) as endpoint:
+        objects = ReleaseStore(_somewhere(endpoint)).objects
+        with pytest.raises(StoreError, match="AccessDenied") as refusal:
+            objects.get_with_etag("a/pointer")
+    assert not isinstance(refusal.value, InterruptedReadError)
 
 
 def test_a_proxy_in_the_environment_is_not_used_for_this_machine(

@@ -176,6 +176,12 @@ def test_a_package_without_the_program_is_one_sentence(tmp_path: Path, monkeypat
         embedded_module.server_command(tmp_path, "127.0.0.1:0")
 
 
+def test_a_server_that_cannot_be_started_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_module, "program_command", lambda command: [str(tmp_path / "absent")])
+    with pytest.raises(StoreError, match="No such file"), embedded_s3(tmp_path / "data", bucket="releases"):
+        pytest.fail("the body must not run")
+
+
 def test_a_missing_rclone_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> importlib.metadata.Distribution:
         raise importlib.metadata.PackageNotFoundError(name)

@@ -141,6 +141,25 @@ def test_the_claim_of_a_publisher_that_died_long_ago_is_void(rclone: StoreConfig
     assert store.get_release("resnet", "1") == {"a": 1}
 
 
+def test_a_publisher_waits_for_another_to_give_up(moto_server: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ReleaseStore(replace(moto_server, prefix="waiting"))
+    claim = f"claims/resnet/1/{'f' * 64}-0123456789abcdef"
+    store.objects.put(claim, b"", "planting a claim")
+    monkeypatch.setattr(claims, "pause_before_retry", lambda: store.objects.delete(claim, "giving up"))
+    store.publish("resnet", "1", {"a": 1}, [])
+    assert store.get_release("resnet", "1") == {"a": 1}
+    assert list(store.objects.list_objects("claims/")) == []
+
+
+def test_a_file_that_is_gone_when_it_is_to_be_published_is_one_sentence(
+    moto_server: StoreConfig, tmp_path: Path
+) -> None:
+    store = ReleaseStore(replace(moto_server, prefix="gone"))
+    with pytest.raises(StoreError, match=r"absent\.bin"):
+        store.publish("resnet", "1", _document("0" * 64, 8), [(tmp_path / "absent.bin", "0" * 64)])
+    assert not store.has_release("resnet", "1")
+
+
 def test_a_server_that_does_not_know_conditional_writes_is_served_too(moto_server: StoreConfig) -> None:
     store = ReleaseStore(replace(moto_server, prefix="unconditional"))
     refused: list[str] = []
