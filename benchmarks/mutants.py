@@ -14,7 +14,7 @@ By default a seeded sample is tried:
     python benchmarks/mutants.py                          a sample of all modules
     python benchmarks/mutants.py --sample 40 --seed 7     a smaller one, and another
     python benchmarks/mutants.py tvmflow/target.py --all  every mutant of one module
-    python benchmarks/mutants.py --each 60                60 of every module, all of a smaller one
+    python benchmarks/mutants.py --each 60                60 of each part in SUITES, or all of a smaller one
 """
 
 import argparse
@@ -93,8 +93,10 @@ OPERATORS = (
 )
 # What replaces an exception that a handler names: nothing raises it here, so that the handler is as good as gone.
 _NEVER_RAISED = "StopAsyncIteration"
-# Seconds: of tests for one mutant, of one test that is worth running, and of a mutant's tests over the original's.
-_BUDGET, _LONGEST_TEST, _SLOWER = 30.0, 20.0, 4.0
+_MODULE_SCOPE = (1, sys.maxsize)
+# Seconds as observed, which takes longer than a plain run: of the tests for one mutant, and of a test that is worth
+# running; and how many times as long as on the original a mutant's tests may take.
+_BUDGET, _LONGEST_TEST, _SLOWER = 90.0, 20.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def _scope(tree: ast.Module, line: int) -> tuple[int, int]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     around = [(first, last) for first, last in functions if first <= line <= last]
-    return max(around, default=(1, sys.maxsize))
+    return max(around, default=_MODULE_SCOPE)
 
 
 def _excluded(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -286,7 +288,10 @@ def chosen_tests(mutant: Mutant, cases: Sequence[Case]) -> list[Case]:
     def is_near(case: Case) -> bool:
         return any(first <= line <= last for line in case.lines.get(mutant.module, ()))
 
-    reaching = [case for case in cases if mutant.line in case.lines.get(mutant.module, ())] or list(cases)
+    # A module is imported once, in whatever test happens to be the first.
+    is_imported = mutant.scope == _MODULE_SCOPE
+    reaching = [] if is_imported else [case for case in cases if mutant.line in case.lines.get(mutant.module, ())]
+    reaching = reaching or list(cases)
     chosen, seconds = [], 0.0
     for case in sorted(reaching, key=lambda case: (not is_near(case), case.seconds)):
         seconds += case.seconds
@@ -336,7 +341,7 @@ class _Tracer:
 
 
 class _Killer:
-    """A pytest plugin that runs tests in the given order and remembers the first that fails."""
+    """A pytest plugin that runs tests in the given order and remembers the first that fails, or cannot be imported."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.name = ""
@@ -345,9 +350,11 @@ class _Killer:
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items.sort(key=lambda item: self.places.get(item.nodeid, len(self.places)))
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
+    def pytest_collectreport(self, report: Any) -> None:
         if report.failed and not self.name:
             self.name = report.nodeid
+
+    pytest_runtest_logreport = pytest_collectreport
 
 
 def _enter(root: Path, output: Path) -> None:
@@ -444,7 +451,7 @@ def judge(root: Path, mutant: Mutant, cases: Sequence[Case], entries: Sequence[E
 
     _replace(file, code)
     try:
-        status = _forked(work, 20 + _SLOWER * sum(case.seconds for case in chosen))
+        status = _forked(work, 30 + _SLOWER * sum(case.seconds for case in chosen))
     finally:
         _replace(file, original)
     outcome = "timeout" if status is None else "survived" if status == 0 else "killed"
@@ -594,18 +601,23 @@ def share_of(outcomes: Sequence[str]) -> float:
 
 
 def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """The lines of the table: by module the mutants, how many of them are equivalent, their outcomes, and the share."""
-    rows: dict[str, list[str]] = defaultdict(list)
-    for verdict in verdicts:
-        for name in (verdict.mutant.module, "all"):
-            rows[name].append(verdict.outcome)
-    names = [*sorted(set(rows) - {"all"}), "all"]
-    width = max(map(len, names))
+    """The lines of the table: by part and module the mutants, their outcomes, and the share that is killed."""
+    rows = []
+    for suite in SUITES:
+        outcomes = {
+            module: [verdict.outcome for verdict in verdicts if verdict.mutant.module == module]
+            for module in modules_of(suite)
+        }
+        rows.append((suite, [outcome for each in outcomes.values() for outcome in each]))
+        rows += [(f"  {Path(module).name}", each) for module, each in outcomes.items() if module != suite]
+    rows = [(name, outcomes) for name, outcomes in rows if outcomes]
+    rows.append(("all", [verdict.outcome for verdict in verdicts]))
+    width = max(len(name) for name, _ in rows)
     columns = ("killed", "timeout", "survived", "untested", "equivalent")
     yield f"{'module':{width}}  mutants  {'  '.join(columns)}  share"
-    for name in names:
-        counts = "  ".join(f"{rows[name].count(column):{len(column)}}" for column in columns)
-        yield f"{name:{width}}  {len(rows[name]):7}  {counts}  {share_of(rows[name]):5.0%}"
+    for name, outcomes in rows:
+        counts = "  ".join(f"{outcomes.count(column):{len(column)}}" for column in columns)
+        yield f"{name:{width}}  {len(outcomes):7}  {counts}  {share_of(outcomes):5.0%}"
 
 
 def main() -> int:
@@ -613,7 +625,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("places", nargs="*", help="modules or folders; all of SUITES by default")
     parser.add_argument("--sample", type=int, default=160, help="the number of mutants (default 160)")
-    parser.add_argument("--each", type=int, help="the number of mutants of each module, instead of --sample")
+    parser.add_argument("--each", type=int, help="the number of mutants of each part, instead of --sample")
     parser.add_argument("--seed", type=int, default=0, help="chooses the sample (default 0)")
     parser.add_argument("--all", action="store_true", help="try every mutant")
     parser.add_argument("--least", type=float, default=0.0, help="fail below this share of killed mutants")
@@ -624,21 +636,18 @@ def main() -> int:
     suites = selected(options.places)
     if not suites:
         parser.error(f"nothing of {', '.join(SUITES)} is at {', '.join(options.places)}")
-    mutants = {suite: [mutants_of(module) for module in modules] for suite, modules in suites.items()}
+    mutants = {
+        suite: [mutant for module in modules for mutant in mutants_of(module)] for suite, modules in suites.items()
+    }
     if options.each is not None:
-        chosen = {
-            mutant
-            for group in mutants.values()
-            for each in group
-            for mutant in sampled(each, options.each, options.seed)
-        }
-    else:
-        every = [mutant for group in mutants.values() for each in group for mutant in each]
-        chosen = set(every if options.all else sampled(every, options.sample, options.seed))
-    result = []
-    for suite, group in mutants.items():
-        if jobs := [mutant for each in group for mutant in each if mutant in chosen]:
-            result += judge_all(suite, jobs, options.processes)
+        mutants = {suite: sampled(group, options.each, options.seed) for suite, group in mutants.items()}
+    elif not options.all:
+        every = [mutant for group in mutants.values() for mutant in group]
+        sample = set(sampled(every, options.sample, options.seed))
+        mutants = {suite: [mutant for mutant in group if mutant in sample] for suite, group in mutants.items()}
+    result = [
+        verdict for suite, group in mutants.items() if group for verdict in judge_all(suite, group, options.processes)
+    ]
     for verdict in result:
         if verdict.outcome in ("survived", "untested"):
             mutant = verdict.mutant
