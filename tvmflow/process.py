@@ -5,7 +5,6 @@ a new interpreter or, within `shared_imports`, a fork of one that has imported w
 """
 
 import contextlib
-import gc
 import importlib
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from tvmflow.errors import StepError, TvmflowError, from_data, to_data
+from tvmflow.imports import importing
 from tvmflow.launch import die_with_parent
 from tvmflow.supervisor import Channel, ChildProcess, forbid_torch
 
@@ -253,11 +253,11 @@ def _serve(function: str) -> None:
 def _serve_forks(imports: Sequence[str]) -> None:
     """The fork server's side: fork for each job, until there are no more or a fork does not end well."""
     channel = _take_channel()
-    for module in imports:
-        # The fork that needs it will say what is wrong.
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-    gc.freeze()
+    with importing():
+        for module in imports:
+            # The fork that needs it will say what is wrong.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
     own = os.getpid()
     while (message := channel.receive()) is not None:
         pid = os.fork()

@@ -169,6 +169,14 @@ def ends(pid: int) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _assert_ends(descriptor: int) -> None:
+    """Assert that the process of a descriptor of `os.pidfd_open` ends soon, and close the descriptor."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        assert selector.select(30), "the process is still there"
+    os.close(descriptor)
+
+
 def test_a_result_comes_back(call: Call) -> None:
     assert call("double", Job(value=1.5, text="grüße\n")) == Result(value=3.0, text="grüße\n")
 
@@ -259,11 +267,11 @@ def test_a_question_to_the_user_ends_at_once(call: Call) -> None:
 
 
 def test_a_child_that_hangs_is_ended(call: Call) -> None:
-    pids: list[int] = []
-    message = refusal(call, "hangs", timeout=3, emit=lambda pid, *_: pids.append(int(pid)))
+    descriptors: list[int] = []
+    message = refusal(call, "hangs", timeout=3, emit=lambda pid, *_: descriptors.append(os.pidfd_open(int(pid))))
     assert "0.05 minutes" in message
     assert "TVMFLOW_STEP_TIMEOUT_MINUTES" in message
-    assert not Path(f"/proc/{pids[0]}").exists()
+    _assert_ends(descriptors[0])
 
 
 def test_a_child_that_reports_for_ever_is_ended_as_well(call: Call) -> None:
@@ -273,10 +281,7 @@ def test_a_child_that_reports_for_ever_is_ended_as_well(call: Call) -> None:
 def test_what_a_child_started_ends_with_it(call: Call) -> None:
     descriptors: list[int] = []
     refusal(call, "starts_another", timeout=3, emit=lambda pid, *_: descriptors.append(os.pidfd_open(int(pid))))
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptors[0], selectors.EVENT_READ)
-        assert selector.select(30)
-    os.close(descriptors[0])
+    _assert_ends(descriptors[0])
 
 
 def test_a_child_whose_fork_outlives_it_is_noticed(call: Call) -> None:

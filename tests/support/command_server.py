@@ -4,6 +4,7 @@ A command still has a process, a session, an environment and a folder of its own
 the import alone, which the tests with embedded servers and of interrupts go through.
 """
 
+import gc
 import json
 import os
 import select
@@ -177,6 +178,9 @@ def _become(request: Request, outputs: list[int]) -> list[str]:
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     _import()
+    # No fork looks through the imported objects for garbage, least of all at its end.
+    gc.collect()
+    gc.freeze()
     sys.argv = _serve(socket.socket(fileno=int(sys.argv[2])))
     # The end of the command is the end of the interpreter, with all that this runs.
     main()

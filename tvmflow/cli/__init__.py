@@ -34,6 +34,7 @@ from tvmflow.cli.tune import tune_command
 from tvmflow.cli.up import up_command
 from tvmflow.cli.verify import verify_command
 from tvmflow.errors import TvmflowError
+from tvmflow.imports import end_quickly
 
 __all__ = ["main"]
 
@@ -94,6 +95,7 @@ for command in (
 def main() -> None:
     """Run the command line: a user's mistake is one sentence and a non-zero exit, never a traceback."""
     signal.signal(signal.SIGTERM, _interrupt)
+    end_quickly()
     try:
         cli.main(prog_name="tvmflow", standalone_mode=False)
     except TvmflowError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tvmflow.errors import PrefectError, SettingsError, StepError, TvmflowError
+from tvmflow.imports import end_quickly, importing
 from tvmflow.launch import die_with_parent
 
 if TYPE_CHECKING:
@@ -150,10 +151,13 @@ def _serve(parent: int, listening: int) -> None:
     """Run the server, in the child process."""
     die_with_parent(parent)
     os.environ["PREFECT_UI_ENABLED"] = "0"
-    import uvicorn
-    from prefect.server.api.server import create_app
+    end_quickly()
+    with importing():
+        import uvicorn
+        from prefect.server.api.server import create_app
 
-    config = uvicorn.Config(create_app(ephemeral=True, final=True), log_level="error", lifespan="on")
+        app = create_app(ephemeral=True, final=True)
+    config = uvicorn.Config(app, log_level="error", lifespan="on")
     uvicorn.Server(config).run(sockets=[socket.socket(fileno=listening)])
 
 

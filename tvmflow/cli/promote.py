@@ -29,6 +29,7 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
     from tvmflow import settings as machine
     from tvmflow.cli.display import RichReporter
     from tvmflow.cli.prefect import prefect_server
+    from tvmflow.imports import importing
 
     settings = machine.load()
     waits = not approve and _waits_for_approval(settings, name, version, channel)
@@ -37,7 +38,8 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
         console.print(f"Promoting [bold]{name} {version}[/] to [bold]{channel}[/]", highlight=False)
     reporter = RichReporter(console)
     with prefect_server(settings) as await_server, reporter.live():
-        from flows.promote import promote
+        with importing():
+            from flows.promote import promote
 
         await_server()
         if waits:

@@ -23,6 +23,7 @@ def reconcile_command(as_json: bool) -> None:
     """
     from tvmflow import settings as machine
     from tvmflow.cli.prefect import prefect_server
+    from tvmflow.imports import importing
     from tvmflow.triggers import load
 
     settings = machine.load()
@@ -30,7 +31,8 @@ def reconcile_command(as_json: bool) -> None:
         raise SettingsError("set models (TVMFLOW_MODELS='[\"release.yaml\"]') to the release files that are managed")
     load(settings.models)
     with prefect_server(settings) as await_server:
-        from flows.reconcile import ReconcileSummary, reconcile
+        with importing():
+            from flows.reconcile import ReconcileSummary, reconcile
 
         await_server()
         state: Any = reconcile(return_state=True)

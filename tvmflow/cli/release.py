@@ -37,6 +37,7 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
     from tvmflow import spec as release_file
     from tvmflow.cli.display import RichReporter
     from tvmflow.cli.prefect import prefect_server
+    from tvmflow.imports import importing
 
     # Read before Prefect is loaded: most mistakes are in the file or the settings, and these errors come at once.
     release_file.load(file)
@@ -47,8 +48,9 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
     reporter = RichReporter(console)
     with prefect_server(settings) as await_server, reporter.live():
         # The flow's modules are imported while the server starts in another process.
-        import mlflow  # noqa: F401
-        from flows.release import ReleaseSummary, release
+        with importing():
+            import mlflow  # noqa: F401
+            from flows.release import ReleaseSummary, release
 
         await_server()
         summary = ReleaseSummary.model_validate(

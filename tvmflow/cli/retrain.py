@@ -32,6 +32,7 @@ def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json:
     from tvmflow.cli.display import RichReporter
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.cli.release import show
+    from tvmflow.imports import importing
 
     arguments = _parse_arguments(assignments)
     release_file.load(file)
@@ -40,8 +41,9 @@ def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json:
     if not as_json:
         console.print(f"Retraining [bold]{file}[/]", highlight=False)
     with prefect_server(settings) as await_server, RichReporter(console).live():
-        import mlflow  # noqa: F401
-        from flows.retrain import RetrainSummary, retrain
+        with importing():
+            import mlflow  # noqa: F401
+            from flows.retrain import RetrainSummary, retrain
 
         await_server()
         summary = RetrainSummary.model_validate(retrain(str(file), arguments, why=why, who=promotion.identify_user()))

@@ -30,6 +30,7 @@ def retune_command(file: Path, minutes: float, channel: str, as_json: bool) -> N
     from tvmflow.cli.display import RichReporter
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.cli.release import show
+    from tvmflow.imports import importing
 
     release_file.load(file)
     settings = machine.load()
@@ -37,8 +38,9 @@ def retune_command(file: Path, minutes: float, channel: str, as_json: bool) -> N
     if not as_json:
         console.print(f"Retuning [bold]{file}[/]", highlight=False)
     with prefect_server(settings) as await_server, RichReporter(console).live():
-        import mlflow  # noqa: F401
-        from flows.retune import RetuneSummary, retune
+        with importing():
+            import mlflow  # noqa: F401
+            from flows.retune import RetuneSummary, retune
 
         await_server()
         summary = RetuneSummary.model_validate(retune(str(file), minutes=minutes, channel=channel))
