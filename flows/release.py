@@ -188,13 +188,18 @@ def release_model(
 
 
 def _warnings(spec: Spec, exported: ExportResult) -> tuple[str, ...]:
-    """What a release cannot promise, a sentence each."""
-    if exported.is_repeatable:
-        return ()
-    return (
-        f"the model's weights differ between two calls of its factory {spec.model.factory!r}, so that "
-        "`tvmflow verify --rebuild` cannot prove the bundles; seed the factory, or give model.weights",
-    )
+    """What a release cannot promise or returns otherwise than the original, a sentence each."""
+    warnings = [
+        f"output {name!r} of the model is a dictionary by label (ZipMap); in a bundle it holds the scores alone, in "
+        "the order of the labels"
+        for name in exported.without_labels
+    ]
+    if not exported.is_repeatable:
+        warnings.append(
+            f"the model's weights differ between two calls of its factory {spec.model.factory!r}, so that "
+            "`tvmflow verify --rebuild` cannot prove the bundles; seed the factory, or give model.weights"
+        )
+    return tuple(warnings)
 
 
 def _make_all(

@@ -17,6 +17,7 @@ from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
+from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.process import Emit
 from tvmflow.samples import NamedArrays
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
@@ -91,6 +92,7 @@ class ExportResult(StepResult):
     dimensions: dict[str, Dimension] = Field(default={})
     registered: str | None = None
     is_repeatable: bool = True
+    without_labels: tuple[str, ...] = ()
 
 
 def work(job: ExportJob, emit: Emit) -> ExportResult:
@@ -104,8 +106,10 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
     with workspace.scratch() as folder, naming_model(label):
         path = folder / "model.onnx"
         is_repeatable = True
+        without_labels: tuple[str, ...] = ()
         if source.framework == "onnx":
             model = read_onnx(source.path or Path(), label)
+            without_labels = drop_zip_maps(model)
             inputs = _pinned(job.inputs or described_by(model), job.dimensions)
             _fix_shapes(model, inputs)
             module = None
@@ -133,6 +137,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             opset=max(item.version for item in model.opset_import if item.domain in ("", "ai.onnx")),
             registered=job.original.registered,
             is_repeatable=is_repeatable,
+            without_labels=without_labels,
             sources=usercode.imported_sources(job.folder),
         )
 

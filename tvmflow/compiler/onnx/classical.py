@@ -82,9 +82,8 @@ def convert_imputer(node: Node) -> relax.Expr:
     size = dims_of(x)[-1]  # type: ignore[index]
     if values.size not in (1, size):
         raise UnsupportedFormError(f"{values.size} imputed values for {size} features")
-    is_missing = relax.op.equal(x, x if not is_integer and math.isnan(missing) else const(missing, dtype))
-    if not is_integer and math.isnan(missing):
-        is_missing = relax.op.logical_not(node.emit(is_missing))
+    is_nan = not is_integer and math.isnan(missing)
+    is_missing = relax.op.isnan(x) if is_nan else relax.op.equal(x, const(missing, dtype))
     return relax.op.where(node.emit(is_missing), const(values, dtype), x)
 
 
@@ -146,8 +145,8 @@ def convert_label_encoder(node: Node) -> relax.Expr:
         chosen = node.emit(relax.op.take(const(values), place, axis=0, mode="clip"))
         result = node.emit(relax.op.where(is_key, chosen, result))
     if number is not None:
-        is_number = node.emit(relax.op.equal(flat, flat))
-        result = node.emit(relax.op.where(is_number, result, const(np.full(1, number, values.dtype))))
+        is_missing = node.emit(relax.op.isnan(flat))
+        result = node.emit(relax.op.where(is_missing, const(np.full(1, number, values.dtype)), result))
     return relax.op.reshape(result, x.ty.shape)
 
 
