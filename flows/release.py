@@ -189,11 +189,7 @@ def release_model(
 
 def _warnings(spec: Spec, exported: ExportResult) -> tuple[str, ...]:
     """What a release cannot promise or returns otherwise than the original, a sentence each."""
-    warnings = [
-        f"output {name!r} of the model is a dictionary by label (ZipMap); in a bundle it holds the scores alone, in "
-        "the order of the labels"
-        for name in exported.without_labels
-    ]
+    warnings = exported.notes()
     if not exported.is_repeatable:
         warnings.append(
             f"the model's weights differ between two calls of its factory {spec.model.factory!r}, so that "

@@ -94,6 +94,14 @@ class ExportResult(StepResult):
     is_repeatable: bool = True
     without_labels: tuple[str, ...] = ()
 
+    def notes(self) -> list[str]:
+        """What the ONNX file returns otherwise than the original, a sentence each."""
+        return [
+            f"output {name!r} of the model is a dictionary by label (ZipMap); in a bundle it holds the scores alone, in "
+            "the order of the labels"
+            for name in self.without_labels
+        ]
+
 
 def work(job: ExportJob, emit: Emit) -> ExportResult:
     """Export the original to ONNX, or take its ONNX file.

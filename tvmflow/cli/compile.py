@@ -219,12 +219,18 @@ def compile_command(
     if as_json:
         document = {"bundle": str(output), "sha256": bundle.sha256, "size": bundle.size, "max_abs_error": error}
         document |= {"target": resolved.name, "precision": precision, "verified": verdict.verified}
-        document |= {"schedules": built.schedules, "code": [str(path) for path in code_files]}
+        document |= {
+            "notes": exported.notes(),
+            "schedules": built.schedules,
+            "code": [str(path) for path in code_files],
+        }
         document |= {"choice": choice and choice.result.model_dump(mode="json", exclude={"sources"})}
         document |= {"passes": inspected["passes"]} if print_ir_before or print_ir_after else {}
         document |= {"pass_seconds": times} if print_pass_times else {}
         click.echo(json.dumps(document))
         return
+    for note in exported.notes():
+        click.echo(f"{output}: {note}")
     for path in code_files:
         click.echo(f"{path}: code")
     if choice is not None:
