@@ -97,8 +97,8 @@ class ExportResult(StepResult):
     def notes(self) -> list[str]:
         """What the ONNX file returns otherwise than the original, a sentence each."""
         return [
-            f"output {name!r} of the model is a dictionary by label (ZipMap); in a bundle it holds the scores alone, in "
-            "the order of the labels"
+            f"output {name!r} of the model is a dictionary by label (ZipMap); in a bundle it holds the scores alone, "
+            "in the order of the labels"
             for name in self.without_labels
         ]
 
