@@ -6,6 +6,8 @@ python docs/generate.py --check    exit code 1 when a page differs from the code
 
 import argparse
 import inspect
+import itertools
+import json
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -220,11 +222,61 @@ def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
     return _cell(field.description)
 
 
+# -- The operators of ONNX ---------------------------------------------------------------------------------------------
+
+_OPERATORS = """# The operators of ONNX
+
+Every operator that the ONNX package {onnx} defines, by domain, with what happens to it here. `tvmflow doctor
+MODEL.onnx` says the same of the operators of one model ([Check a model](../how-to/check-a-model.md)).
+
+| verdict | what it means |
+|---|---|
+| `fast` | a schedule rule takes it, or it is fused into a neighbour (`fused`), or it has a kernel of its own |
+| `fallback` | it is compiled by the general schedule: right, but slower |
+| `folded` | its result is known at import |
+| `compiled` | it is imported; none of ONNX's own examples tells by which rule |
+| `refused` | the model cannot be compiled, for the reason given |
+
+"Opsets" are the versions of the domain that define or change the operator. A converter takes those of opset 7 and
+later. The verdict is that of the operator alone, in the best of ONNX's examples, for x86-64-v3;
+`docs/judge_operators.py` compiles them. The last column names forms of an imported operator that are refused all the
+same, where `...` depends on the model.
+"""
+
+
+def operators() -> str:
+    """The page of all operators of ONNX: a table for each domain."""
+    import onnx
+
+    from tvmflow.compiler.operator_table import list_operators
+
+    verdicts = json.loads((Path(__file__).parent / "operators.json").read_text(encoding="utf-8"))
+    lines = [_OPERATORS.format(onnx=onnx.__version__)]
+    for domain, group in itertools.groupby(list_operators(), key=lambda item: item.domain):
+        lines += [
+            f"## `{domain or 'ai.onnx'}`",
+            "",
+            "| operator | opsets | verdict | rule | refused, or in which form |",
+        ]
+        lines += ["|---|---|---|---|---|"]
+        for item in group:
+            name = f"{domain}.{item.name}" if domain else item.name
+            judged = verdicts.get(name, {}) if item.way != "refused" else {"verdict": "refused"}
+            rule = judged.get("rule", "")
+            rule = f"{rule}{', ' if rule else ''}ONNX's function body" if item.way == "function" else rule
+            reasons = _cell("; ".join([item.reason] if item.reason else item.refused_forms))
+            opsets = ", ".join(map(str, item.versions))
+            lines.append(f"| {item.name} | {opsets} | {judged.get('verdict', 'compiled')} | {rule} | {reasons} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 # -- All of them -------------------------------------------------------------------------------------------------------
 
 _PAGES: dict[str, tuple[Callable[[], str], str]] = {
     "command-line.md": (command_line, "the commands' own help"),
     "release-file.md": (release_file, "the models of `tvmflow.spec`"),
+    "operators.md": (operators, "`tvmflow.compiler.operator_table` and `docs/operators.json`"),
     "settings.md": (settings, "`tvmflow.settings`"),
 }
 
@@ -237,12 +289,12 @@ def main() -> int:
     outdated = []
     for page, (make, source) in _PAGES.items():
         path, text = _REFERENCE / page, _NOTE.format(source=source) + make().rstrip() + "\n"
-        if path.read_text(encoding="utf-8") != text:
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
             outdated.append(page)
             if not check:
                 path.write_text(text, encoding="utf-8")
     for page in outdated:
-        print(f"docs/reference/{page} {'differs from the code: run `make reference`' if check else 'is earlier anew'}")
+        print(f"docs/reference/{page} {'differs from the code: run `make reference`' if check else 'is written anew'}")
     return 1 if check and outdated else 0
 
 

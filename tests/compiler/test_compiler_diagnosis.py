@@ -8,7 +8,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.machines import on_two_cores
-from tvmflow.compiler import import_onnx
+from tvmflow.compiler import import_onnx, lower
+from tvmflow.compiler.build import rules_of
 from tvmflow.compiler.diagnosis import Diagnosis, OperatorDiagnosis, diagnose
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.target import Target
@@ -48,6 +49,28 @@ def test_equal_nodes_are_one_row_with_the_rule_that_takes_them(diagnosis: Diagno
     (convolution,) = _rows(diagnosis)["Conv"]
     assert (convolution.verdict, convolution.nodes, convolution.node) == ("fast", 2, "first")
     assert convolution.rule in ("winograd", "conv2d")
+
+
+def test_the_rules_are_those_that_the_whole_model_gets(make_model: Any) -> None:
+    generator, target = np.random.default_rng(0), on_two_cores("x86-64-v3")
+    weights = {
+        "w": generator.normal(size=(32, 32, 3, 3)).astype("float32"),
+        "d": generator.normal(size=(32, 1, 3, 3)).astype("float32"),
+        "f": generator.normal(size=(32, 10)).astype("float32"),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("MaxPool", ["a"], ["b"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Conv", ["b", "d"], ["c"], group=32, strides=[2, 2]),
+        helper.make_node("Sigmoid", ["c"], ["e"]),
+        helper.make_node("GlobalAveragePool", ["e"], ["g"]),
+        helper.make_node("Flatten", ["g"], ["h"]),
+        helper.make_node("MatMul", ["h", "f"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", ["batch", 32, 28, 28])], ["y"], weights)
+    rules = set(rules_of(lower(import_onnx(path), target), target).values())
+    assert {item.rule for item in diagnose(path, target).operators} - {"fused"} >= rules - {"fallback", "none"}
+    assert {"pooling", "depthwise"} <= rules
 
 
 def test_an_elementwise_operator_is_fused(diagnosis: Diagnosis) -> None:

@@ -20,14 +20,20 @@ from tvmflow.compiler.graph import workloads
 from tvmflow.compiler.importer import Imported, NodeRecord, Refusal, Survey, node_name, operator_name, survey_onnx
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.messages import shorten
-from tvmflow.compiler.schedules import RULES, is_elementwise, iterations_of, kernels_of
+from tvmflow.compiler.schedules import is_elementwise, iterations_of, kernels_of
 from tvmflow.errors import BuildError
 from tvmflow.target import Precision, Target, explain_missing_unit
 
 Verdict = Literal["fast", "fallback", "folded", "refused", "unexamined"]
+# The fewest dimensions of what a convolution writes: items, channels and positions.
+_IMAGE = 3
 # The verdicts, the worst first.
 VERDICTS: tuple[Verdict, ...] = ("refused", "unexamined", "fallback", "fast", "folded")
 
+# The schedules for functions that no rule takes.
+_GENERAL = ("fallback", "none", "dlight")
+# In place of a rule: the operator's function comes with a schedule of its own.
+_OWN = "own kernel"
 _NO_RULE = "no schedule rule is for its loops: they are only vectorised and spread over the cores"
 _NO_BLOCKS = "TVM computes it in one serial loop nest that no rule can schedule"
 _FUSED = "element-wise: it is computed together with the operator before or after it"
@@ -131,10 +137,12 @@ def diagnose(
 class _Kind:
     """Nodes of one operator with equal attributes and operands of equal types, which compile to equal functions.
 
-    Kinds of the same `form` differ in the sizes of their operands alone.
+    Kinds of the same `form` differ in the sizes of their operands alone. `images` are the operands of the first node
+    that follow a convolution.
     """
 
     form: tuple[Any, ...]
+    images: frozenset[str]
     records: list[NodeRecord]
 
     @property
@@ -144,13 +152,21 @@ class _Kind:
 
 def _kinds(survey: Survey) -> list[_Kind]:
     kinds: dict[tuple[Any, ...], _Kind] = {}
+    # The ranks of values that follow a convolution, which the compiler holds with the channels last.
+    ranks: dict[str, int] = {}
     for record in survey.nodes:
+        ndims = {name: int(getattr(expr.ty, "ndim", -1)) for name, expr in record.inputs.items()}
+        images = frozenset(name for name, ndim in ndims.items() if ndim >= _IMAGE and ranks.get(name) == ndim)
+        if "Conv" in record.node.op_type and record.node.input:
+            ranks.update(dict.fromkeys(record.node.output, ndims.get(record.node.input[0], -1)))
+        elif images and record.node.op_type != "Transpose":
+            ranks.update(dict.fromkeys(record.node.output, max(ndims[name] for name in images)))
         if _is_judged_alone(record):
             node = _without_names(record.node)
-            operands = [record.inputs[name] for name in record.node.input if name in record.inputs]
-            form = (node, *(_operand_form(survey, operand) for operand in operands))
-            key = (form, *(_operand_text(survey, operand) for operand in operands))
-            kinds.setdefault(key, _Kind(form, [])).records.append(record)
+            names = [name for name in record.node.input if name in record.inputs]
+            form = (node, *((_operand_form(survey, record.inputs[name]), name in images) for name in names))
+            key = (form, *(_operand_text(survey, record.inputs[name]) for name in names))
+            kinds.setdefault(key, _Kind(form, images, [])).records.append(record)
     return list(kinds.values())
 
 
@@ -299,7 +315,8 @@ def _costs_together(
     others = tvm.IRModule({var: func for var, func in lowered.functions_items() if var.name_hint not in elementwise})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rules = rules_of(others, target) | dict.fromkeys(elementwise, "fused")
+        # Functions that come with their schedule have no rule.
+        rules = dict.fromkeys(functions, _OWN) | rules_of(others, target) | dict.fromkeys(elementwise, "fused")
     costs = []
     for outputs in places:
         if outputs is None:
@@ -308,18 +325,27 @@ def _costs_together(
         names = list(_functions_of(lowered, outputs))
         cycles = {name: _cycles(functions[name], target, sizes) for name in names}
         if not names:
-            costs.append(_Cost("folded", "", "it moves nothing: nothing is computed", "", 0.0, ()))
+            costs.append(_LIBRARY_COST if _calls_library(lowered, outputs) else _NO_COST)
             continue
-        rule = rules[max(names, key=lambda name: (rules[name] in RULES, rules[name] != "fused", cycles[name]))]
+        rule = rules[
+            max(
+                names,
+                key=lambda name: (rules[name] not in (*_GENERAL, "fused"), rules[name] != "fused", cycles[name]),
+            )
+        ]
         costs.append(_cost(rule, tuple(functions[name] for name in names), sum(cycles.values())))
     return costs
 
 
+_NO_COST = _Cost("folded", "", "it moves nothing: nothing is computed", "", 0.0, ())
+_LIBRARY_COST = _Cost("fallback", "library", "a function of TVM's runtime computes it", "", 0.0, ())
+
+
 def _cost(rule: str, functions: tuple[PrimFunc, ...], cycles: float) -> _Cost:
-    if rule in RULES:
-        return _Cost("fast", rule, "", "", cycles, functions)
     if rule == "fused":
         return _Cost("fast", "fused", _FUSED, "", cycles, functions)
+    if rule not in _GENERAL:
+        return _Cost("fast", rule, "", "", cycles, functions)
     if rule == "dlight":
         return _Cost("fallback", rule, "TVM's default schedules for GPUs take it", "", cycles, functions)
     is_arithmetic = any(_operations(value) for func in functions for _, value in iterations_of(func))
@@ -347,7 +373,11 @@ def _lower_apart(
             if is_weight or isinstance(expr, tvm.ir.GenericConst) or not isinstance(expr.ty, relax.TensorType):
                 own[name] = expr
                 continue
-            own[name] = relax.Var(f"operand_{len(fresh)}", _with_defined_symbols(expr.ty, defined))
+            ty = _with_defined_symbols(expr.ty, defined)
+            if name in kind.images:
+                # The compiler moves this transpose into the operator.
+                ty = relax.TensorType([ty.shape.values[axis] for axis in _channels_last(ty.ndim)], ty.dtype)
+            own[name] = relax.Var(f"operand_{len(fresh)}", ty)
             fresh.append(own[name])
         operands.append(own)
     weights = {name: (variable, value) for name, (variable, value) in survey.params.items()}
@@ -359,11 +389,10 @@ def _lower_apart(
             with builder.dataflow():
                 for kind, own in zip(kinds, operands, strict=True):
                     try:
-                        results = survey.convert(builder, kind.node, own).values()
+                        tensors = _convert_alone(survey, builder, kind, own)
                     except Exception:  # A converter may want more of its operands than their types.
                         places.append(None)
                         continue
-                    tensors = [item for item in results if isinstance(getattr(item, "ty", None), relax.TensorType)]
                     places.append(list(range(len(outputs), len(outputs) + len(tensors))))
                     outputs += tensors
                 output = builder.emit_output(relax.Tuple(outputs))
@@ -374,6 +403,33 @@ def _lower_apart(
     specs = tuple(TensorSpec(variable.name, (), str(variable.ty.dtype)) for variable in (*survey.inputs, *fresh))
     params = {name: value.numpy() for name, (_, value) in weights.items()}
     return lower(Imported(mod, params, specs, ()), target, options), places
+
+
+def _convert_alone(
+    survey: Survey, builder: relax.BlockBuilder, kind: _Kind, operands: Mapping[str, relax.Expr]
+) -> list[relax.Expr]:
+    """Convert a node of a kind; its images, and results of their rank, are in memory with the channels last."""
+    ranks = {int(operands[name].ty.ndim) for name in kind.images if isinstance(operands[name], relax.Var)}
+    own = {
+        name: builder.emit(relax.op.permute_dims(expr, _channels_first(int(expr.ty.ndim))))
+        if name in kind.images
+        else expr
+        for name, expr in operands.items()
+    }
+    results = survey.convert(builder, kind.node, own).values()
+    tensors = [builder.emit(item) for item in results if isinstance(getattr(item, "ty", None), relax.TensorType)]
+    return [
+        builder.emit(relax.op.permute_dims(item, _channels_last(int(item.ty.ndim)))) if item.ty.ndim in ranks else item
+        for item in tensors
+    ]
+
+
+def _channels_last(rank: int) -> list[int]:
+    return [0, *range(2, rank), 1]
+
+
+def _channels_first(rank: int) -> list[int]:
+    return [0, rank - 1, *range(1, rank - 1)]
 
 
 def _symbols_of(variable: relax.Var) -> list[tirx.Var]:
@@ -395,6 +451,18 @@ def _with_defined_symbols(ty: relax.TensorType, defined: set[tirx.Var]) -> relax
 
 def _functions_of(lowered: tvm.IRModule, outputs: Iterable[int]) -> Iterator[str]:
     """The names of the functions that compute these outputs of `main`."""
+    for callee in _callees_of(lowered, outputs):
+        if isinstance(callee, tvm.ir.GlobalVar) and isinstance(lowered[callee], PrimFunc):
+            yield str(callee.name_hint)
+
+
+def _calls_library(lowered: tvm.IRModule, outputs: Iterable[int]) -> bool:
+    """Whether a function that TVM did not compile computes one of these outputs of `main`."""
+    return any(isinstance(callee, relax.ExternFunc) for callee in _callees_of(lowered, outputs))
+
+
+def _callees_of(lowered: tvm.IRModule, outputs: Iterable[int]) -> Iterator[tvm.ir.GlobalVar | relax.ExternFunc]:
+    """The functions that are called for these outputs of `main`."""
     body = lowered["main"].body
     values = {binding.var: binding.value for block in body.blocks for binding in block.bindings}
     results: relax.Expr = body.body
@@ -409,16 +477,16 @@ def _functions_of(lowered: tvm.IRModule, outputs: Iterable[int]) -> Iterator[str
                 continue
             visited.add(expr)
             expr = values[expr]
-        callees: list[tvm.ir.GlobalVar] = []
+        callees: list[tvm.ir.GlobalVar | relax.ExternFunc] = []
 
-        def visit(node: Any, callees: list[tvm.ir.GlobalVar] = callees) -> None:
-            if isinstance(node, tvm.ir.GlobalVar):
+        def visit(node: Any, callees: list[tvm.ir.GlobalVar | relax.ExternFunc] = callees) -> None:
+            if isinstance(node, tvm.ir.GlobalVar | relax.ExternFunc):
                 callees.append(node)
             elif isinstance(node, relax.Var):
                 waiting.append(node)
 
         relax.analysis.post_order_visit(expr, visit)
-        yield from (callee.name_hint for callee in callees if isinstance(lowered[callee], PrimFunc))
+        yield from callees
 
 
 def _cycles(func: PrimFunc, target: Target, sizes: Mapping[str, int]) -> float:

@@ -165,6 +165,9 @@ def survey_onnx(
             warnings.simplefilter("ignore")
             mod = importer.from_onnx(graph, opset)
     except Exception as error:  # TVM raises every kind of exception for graphs that it does not expect.
+        if not importer.records:
+            # The inputs already are in the way; the nodes are none the less looked through.
+            importer.refusals.extend(_missing_converter(node) for node in _nodes(graph) if not has_converter(node))
         if not importer.refusals:
             importer.refusals.append(Refusal("", "", f"TVM cannot import the model: {shorten(error)}", _advice(inputs)))
     free: dict[str, list[tuple[str, int]]] = {}
@@ -334,7 +337,7 @@ def _expand_functions(label: str, model: onnx.ModelProto) -> onnx.ModelProto:
     try:
         if model.functions:
             model = onnx.inliner.inline_local_functions(model)
-        while nodes := [node for node in _nodes(model.graph) if not _has_converter(node) and _is_function(node)]:
+        while nodes := [node for node in _nodes(model.graph) if not has_converter(node) and is_function(node)]:
             for node in nodes:
                 _add_defaults(node)
             names = sorted({("", node.op_type) for node in nodes})
@@ -354,14 +357,15 @@ def _add_defaults(node: onnx.NodeProto) -> None:
             node.attribute.append(attribute.default_value)
 
 
-def _is_function(node: onnx.NodeProto) -> bool:
+def is_function(node: onnx.NodeProto) -> bool:
+    """Whether ONNX defines the node's operator by other operators."""
     if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
         return False
     schema: Any = onnx.defs.get_schema(node.op_type)
     return bool(schema.has_function or schema.has_context_dependent_function)
 
 
-def _has_converter(node: onnx.NodeProto) -> bool:
+def has_converter(node: onnx.NodeProto) -> bool:
     """Whether TVM's importer or ours has a converter for the node's operator."""
     if node.domain in ("", "ai.onnx"):
         standard = onnx_frontend._get_convert_map().keys() - NOT_STANDARD
@@ -520,7 +524,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         """Import one node; return whether its results are known, so that nothing is left to compute."""
         if self._fold(node) or self._evaluate(node) or self._take_branch(node):
             return True
-        missing = [inner for inner in _with_inner(node) if not _has_converter(inner)]
+        missing = [inner for inner in _with_inner(node) if not has_converter(inner)]
         if missing:
             raise _RefusedNodes([_missing_converter(inner) for inner in missing])
         operands = {name: self._nodes[name] for name in node.input if name in self._nodes}

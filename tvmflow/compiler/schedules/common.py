@@ -52,6 +52,8 @@ def is_elementwise(sch: Schedule, block: SBlockRV) -> bool:
     for region in sch.get(block).reads:
         places = []
         for span in region.region:
+            if not isinstance(span.extent, tirx.IntImm) or int(span.extent) != 1:
+                return False
             if isinstance(span.min, tirx.IntImm):
                 continue
             place = next((place for place, variable in enumerate(order) if variable.same_as(span.min)), None)

@@ -1,0 +1,113 @@
+"""Lists every operator of the ONNX standard with how it is imported, from the tables that the importer uses."""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import onnx
+import onnx.defs
+
+from tvmflow.compiler.importer import has_converter, is_function
+from tvmflow.compiler.onnx import CLASSICAL, CONVERTERS, UnsupportedFormError
+from tvmflow.compiler.onnx.node import Converter
+
+Way = Literal["converter", "function", "refused"]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of the standard.
+
+    `versions` are the opsets that define or change it, the oldest first. `way` says whether a converter imports it,
+    ONNX's own function body stands for it, or it is refused with `reason`. `refused_forms` are forms that the converter
+    refuses, as its errors name them; `...` stands for a part that depends on the model.
+    """
+
+    domain: str
+    name: str
+    versions: tuple[int, ...]
+    way: Way
+    reason: str
+    refused_forms: tuple[str, ...]
+
+
+def list_operators() -> list[Operator]:
+    """Return all operators that the installed ONNX package defines, by domain and name."""
+    versions: dict[tuple[str, str], set[int]] = {}
+    for schema in onnx.defs.get_all_schemas_with_history():
+        versions.setdefault((schema.domain, schema.name), set()).add(schema.since_version)
+    return [
+        _describe(schema, tuple(sorted(versions[schema.domain, schema.name])))
+        for schema in sorted(onnx.defs.get_all_schemas(), key=lambda schema: (schema.domain, schema.name.lower()))
+    ]
+
+
+def _describe(schema: Any, versions: tuple[int, ...]) -> Operator:
+    node = onnx.NodeProto(op_type=schema.name, domain=schema.domain)
+    if has_converter(node):
+        converters = CLASSICAL if schema.domain == "ai.onnx.ml" else CONVERTERS
+        forms = tuple(_refused_forms(converters.get(schema.name)))
+        return Operator(schema.domain, schema.name, versions, "converter", "", forms)
+    missing = sorted({inner.op_type for inner in schema.function_body.node if not _is_imported(inner)})
+    if is_function(node) and missing:
+        reason = f"its function body needs {', '.join(missing)}"
+        return Operator(schema.domain, schema.name, versions, "refused", reason, ())
+    if is_function(node):
+        return Operator(schema.domain, schema.name, versions, "function", "", ())
+    return Operator(schema.domain, schema.name, versions, "refused", _why_refused(schema), ())
+
+
+def _is_imported(node: onnx.NodeProto) -> bool:
+    return has_converter(node) or is_function(node)
+
+
+def _why_refused(schema: Any) -> str:
+    if schema.domain.endswith("training"):
+        return "it trains a model: export the model for inference"
+    for values, verb in ((schema.inputs, "takes"), (schema.outputs, "returns")):
+        for value in values:
+            kinds = {kind.partition("(")[0] for kind in value.types}
+            if value.types == {"tensor(string)"}:
+                return f"it {verb} strings"
+            if "tensor" not in kinds:
+                return f"it {verb} {'maps' if 'map' in kinds else 'sequences or optional values'}"
+    return "no converter"
+
+
+def _refused_forms(converter: Converter | None) -> Iterator[str]:
+    """The messages of the errors that a converter, or a function of its module that it calls, raises."""
+    if converter is None:
+        return
+    tree = ast.parse(inspect.getsource(sys.modules[converter.__module__]))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    waiting = [converter.__qualname__.partition(".")[0]]
+    visited: set[str] = set()
+    forms: dict[str, None] = {}
+    while waiting:
+        name = waiting.pop()
+        if name in visited or name not in functions:
+            continue
+        visited.add(name)
+        for node in ast.walk(functions[name]):
+            if isinstance(node, ast.Name):
+                waiting.append(node.id)
+            elif isinstance(node, ast.Raise) and (form := _form_of(node)):
+                forms[form] = None
+    yield from sorted(forms)
+
+
+def _form_of(statement: ast.Raise) -> str:
+    """The message of a `raise UnsupportedFormError(...)`; empty for another one."""
+    call = statement.exc
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or not call.args:
+        return ""
+    message = call.args[0]
+    if call.func.id != UnsupportedFormError.__name__:
+        return ""
+    if isinstance(message, ast.JoinedStr):
+        parts = [str(part.value) if isinstance(part, ast.Constant) else "..." for part in message.values]
+        return "".join(parts)
+    return str(message.value) if isinstance(message, ast.Constant) else ""
