@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from onnx import NodeProto, TensorProto, helper
 
+from support import scale
 from support.arrays import normal
 from support.builds import assert_all_same_as_onnxruntime, rule_counts
 from support.machines import on_two_cores, runnable_levels
@@ -74,7 +75,7 @@ _NARROW = [
 ]
 
 
-@pytest.mark.parametrize("batch", [2, "any"])
+@pytest.mark.parametrize("batch", scale.choose(normal=["any"], long=[2, "any"]))
 def test_narrow_groups_equal_onnx_runtime(batch: int | str, assert_all_same: Check, target: Target) -> None:
     cases = []
     for channels, groups, kernel, stride, pad, dilation, size in _NARROW:
@@ -105,7 +106,8 @@ def test_depthwise_convolutions_equal_onnx_runtime(assert_all_same: Check) -> No
     assert rule_counts(assert_all_same(cases))["depthwise"] == len(_DEPTHWISE)
 
 
-@pytest.mark.parametrize("level", runnable_levels())
+# All other tests run the code of the highest one.
+@pytest.mark.parametrize("level", scale.choose(normal=runnable_levels()[:-1], long=runnable_levels()))
 def test_the_code_of_every_level_that_this_machine_runs_equals_onnx_runtime(level: str, tmp_path: Path) -> None:
     rows = [helper.make_node("LayerNormalization", ["x", "s", "s"], ["a"]), helper.make_node("Softmax", ["a"], ["b"])]
     dense = helper.make_node("MatMul", ["b", "m"], ["y"])

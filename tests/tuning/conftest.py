@@ -1,6 +1,7 @@
 """Functions to tune, lowered from Relax as the compiler lowers a model's."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from tvm import IRModule, relax, script, tirx
 from tvm import target as tvm_target
 from tvm import transform as tvm_transform
 
-from tvmflow.target import Target, resolve
+from tvmflow.target import Target, host, resolve
 from tvmflow.tuning import RecordStore
 
 
@@ -32,6 +33,17 @@ def _lower(shapes: Mapping[str, tuple[object, ...]], build: Callable[..., relax.
         )(module)
     (func,) = [func for func in module.functions.values() if isinstance(func, tirx.PrimFunc)]
     return func
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_builder() -> Iterator[None]:
+    """Pools that tuning opens have one process that builds: each imports TVM, which takes longer than what it builds.
+
+    Tests of MeasurePool open pools of two themselves.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tvmflow.tuning.measure.host", lambda: replace(host(), cores=1))
+        yield
 
 
 @pytest.fixture(scope="session")

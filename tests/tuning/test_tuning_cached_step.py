@@ -8,6 +8,7 @@ import pytest
 from onnx import helper
 
 from support.models import save_model
+from support.steps import steps_in_this_process
 from tasks.relax_import import ImportJob
 from tasks.relax_import import work as import_model
 from tasks.step import StepRunner
@@ -36,7 +37,8 @@ def test_a_cached_step_is_looked_up_anew_when_the_store_has_a_better_record(spec
         """Nobody watches."""
 
     def tuned() -> Outcome[TuneResult]:
-        return tune(runner, TuneJob.of(spec, imported, native))
+        with steps_in_this_process():
+            return tune(runner, TuneJob.of(spec, imported, native))
 
     workspace = Workspace(spec.folder / "state")
     runner = StepRunner.of(spec, Settings(), workspace)
