@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from support.waits import wait_until
 
@@ -57,10 +58,17 @@ def runner(released: Any, make: Any) -> Iterator[Any]:
 
 
 def _deployed(machine: Any) -> bool:
-    import requests
+    return requests.get(f"{_api(machine)}/deployments/name/promote/tiny", timeout=30).ok
 
-    address = f"{machine.settings['TVMFLOW_PREFECT_API_URL']}/deployments/name/promote/tiny"
-    return requests.get(address, timeout=30).ok
+
+def _api(machine: Any) -> str:
+    return str(machine.settings["TVMFLOW_PREFECT_API_URL"])
+
+
+def _is_in(machine: Any, flow_run: str, *states: str) -> Callable[[], bool]:
+    """Whether a flow run is in one of these states, by types of Prefect's: asking a command would start a process."""
+    address = f"{_api(machine)}/flow_runs/{flow_run}"
+    return lambda: requests.get(address, timeout=30).json()["state_type"] in states
 
 
 def _ask(machine: Any, runner: Any, make: Any, channel: str) -> dict[str, Any]:
@@ -69,7 +77,8 @@ def _ask(machine: Any, runner: Any, make: Any, channel: str) -> dict[str, Any]:
     ended = machine.run("promote", "tiny", "1", "--channel", channel, "--why", "please", "--json")
     assert ended.code == 0, ended.stderr
     assert (ended.document["status"], ended.document["moved"]) == ("waiting", False)
-    wait_until(lambda: _waiting(machine, channel) is not None, message="it waits", process=runner)
+    waits = _is_in(machine, ended.document["flow_run_id"], "PAUSED")
+    wait_until(waits, message="it waits", process=runner)
     found = _waiting(machine, channel)
     assert found is not None
     assert found["run"] == ended.document["flow_run_id"]
@@ -99,10 +108,6 @@ def _verdict(machine: Any, flow_run: str) -> tuple[Any, dict[str, Any], str]:
     return run, json.loads(files[0].read_text()), files[1].read_text()
 
 
-def _ended(machine: Any, flow_run: str) -> Callable[[], bool]:
-    return lambda: _verdict(machine, flow_run)[0].info.status == "FINISHED"
-
-
 def test_an_approved_promotion_goes_on_and_moves_the_channel(released: Any, runner: Any, make: Any) -> None:
     waits = _ask(released, runner, make, "yes")
     assert "yes from nothing to 1" in waits["report"]
@@ -114,13 +119,13 @@ def test_an_approved_promotion_goes_on_and_moves_the_channel(released: Any, runn
 
     approved = released.run("approve", waits["run"][:13], "--why", "fine", "--json")
     assert approved.code == 0, approved.stderr
-    wait_until(lambda: _held(released, "yes")[0] == "1", message="the channel moves", process=runner)
+    wait_until(_is_in(released, waits["run"], "COMPLETED", "FAILED"), message="the run goes on", process=runner)
     assert _held(released, "yes") == ("1", "1")
     (move,) = released.channel("tiny", "yes").history
     assert move.why.startswith("please; approved by ")
     assert move.why.endswith("; fine")
-    wait_until(_ended(released, waits["run"]), message="the verdict is kept", process=runner)
     run, verdict, _ = _verdict(released, waits["run"])
+    assert run.info.status == "FINISHED"
     assert (run.data.tags["tvmflow.verdict"], verdict["approval"]["approve"]) == ("passed", True)
 
     again = released.run("approve", waits["run"])
@@ -132,9 +137,10 @@ def test_a_rejected_promotion_leaves_the_channel_and_puts_the_alias_back(release
     waits = _ask(released, runner, make, "no")
     rejected = released.run("approve", waits["run"], "--reject", "--why", "not on a Friday", "--json")
     assert rejected.code == 0, rejected.stderr
-    wait_until(lambda: _held(released, "no") == (None, None), message="the alias is put back", process=runner)
-    wait_until(_ended(released, waits["run"]), message="the verdict is kept", process=runner)
+    wait_until(_is_in(released, waits["run"], "COMPLETED", "FAILED"), message="the run goes on", process=runner)
+    assert _held(released, "no") == (None, None)
     run, verdict, _ = _verdict(released, waits["run"])
+    assert run.info.status == "FINISHED"
     assert run.data.tags["tvmflow.verdict"] == "refused"
     assert "rejected it (not on a Friday)" in verdict["reasons"][0]
     tags = released.mlflow.get_model_version("tiny", "1").tags

@@ -24,7 +24,8 @@ import mlflow.onnx
 import onnx
 
 mlflow.set_experiment("training")
-mlflow.onnx.log_model(onnx.load(sys.argv[1]), name="graph", registered_model_name="net", pip_requirements=["onnx"])
+for _ in range(2):
+    mlflow.onnx.log_model(onnx.load(sys.argv[1]), name="graph", registered_model_name="net", pip_requirements=["onnx"])
 """
 
 
@@ -57,17 +58,16 @@ def house(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     assert known.versions("net") == []  # which makes the registry's file as tvmflow does
     address = f"sqlite:///{machine.home}/mlflow/mlflow.db"
     environment = {**known.environment, "MLFLOW_TRACKING_URI": address, "GIT_PYTHON_REFRESH": "quiet"}
-    for _ in range(2):
-        made = subprocess.run(
-            [sys.executable, "-c", _REGISTER, str(model)],
-            env=environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert made.returncode == 0, made.stderr
+    made = subprocess.run(
+        [sys.executable, "-c", _REGISTER, str(model)],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert made.returncode == 0, made.stderr
     return House(known, file)
 
 
