@@ -11,6 +11,7 @@ import click
 
 from tvmflow import __version__
 from tvmflow.cli.approve import approve_command
+from tvmflow.cli.bisect import bisect_command
 from tvmflow.cli.compile import compile_command
 from tvmflow.cli.deploy import deploy_command
 from tvmflow.cli.devices import devices_command
@@ -68,6 +69,7 @@ for command in (
     devices_command,
     doctor_command,
     compile_command,
+    bisect_command,
     run_command,
     verify_command,
     serve_command,

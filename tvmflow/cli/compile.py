@@ -186,7 +186,7 @@ def compile_command(
         "disabled_passes": (*disabled_pass, *(["ChannelsLast"] if desired_layout == "NCHW" else [])),
         "required_passes": required_pass,
     }
-    spec = _spec(model, target, parse_shapes(input_shapes or ""), section, trials)
+    spec = make_spec(model, target, parse_shapes(input_shapes or ""), section, trials)
     workspace = Workspace(settings.state)
     runner = StepRunner.of(spec, settings, workspace)
     (resolved,) = spec.resolve_targets()
@@ -274,9 +274,13 @@ def _linker(command: str | None, options: str) -> str | None:
     return f"{command} {options}".strip()
 
 
-def _spec(
+def make_spec(
     model: Path, target: str, shapes: dict[str, tuple[int | str, ...]], build: dict[str, object], trials: int
 ) -> "Spec":
+    """Return the release file that stands for a command line: one ONNX file, one target, the section `build`.
+
+    Raises InputError for a shape of an input that the model does not have, and SpecError.
+    """
     from tasks.export import described_by, read_onnx
     from tvmflow import spec as release_file
 

@@ -1,0 +1,52 @@
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import helper
+from tvm import relax
+
+from support.models import save_dense, save_model
+from tvmflow.compiler.onnx import CONVERTERS
+
+from .conftest import Command
+
+
+def test_a_model_within_the_bounds_has_nothing_to_find(tvmflow: Command, tmp_path: Path) -> None:
+    ended = tvmflow("bisect", save_dense(tmp_path / "dense.onnx"), "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out) == {"within_bounds": True}
+    assert not (tmp_path / "dense.bisect").exists()
+
+
+def test_the_wrong_node_is_named_and_a_small_model_is_written(
+    tvmflow: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONVERTERS, "Tanh", lambda node: relax.op.sigmoid(node.inputs[0]))
+    nodes = [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Tanh", ["a"], ["y"], name="squash")]
+    path = save_model(tmp_path / "model.onnx", nodes, [("x", ["batch", 8])], ["y"])
+    small = tmp_path / "small"
+    ended = tvmflow("bisect", path, "--output", small)
+    assert ended.code == 3
+    for words in ("model.onnx", "Tanh", "'squash'", "'y'", "1 node"):
+        assert words in ended.out
+    assert [node.op_type for node in onnx.load(small / "model.onnx").graph.node] == ["Tanh"]
+    again = tvmflow(
+        "bisect", tmp_path / "small" / "model.onnx", "--inputs", tmp_path / "small" / "inputs.npz", "--json"
+    )
+    assert again.code == 3
+    assert json.loads(again.out)["node"] == "squash"
+
+
+def test_a_model_that_cannot_be_imported_is_one_sentence(tvmflow: Command, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"no model")
+    ended = tvmflow("bisect", path)
+    assert ended.code == 1
+    assert "model.onnx" in ended.sentence
+
+
+def test_inputs_that_cannot_be_read_are_named(tvmflow: Command, tmp_path: Path) -> None:
+    ended = tvmflow("bisect", save_dense(tmp_path / "dense.onnx"), "--inputs", tmp_path / "absent.npz")
+    assert ended.code == 1
+    assert "absent.npz" in ended.sentence

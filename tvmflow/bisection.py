@@ -1,0 +1,316 @@
+"""Finds the first node of an ONNX model that is compiled wrongly, and the smallest model that shows it."""
+
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import numpy_helper
+
+from tvmflow import npz
+from tvmflow.compiler import BuildOptions, build, import_onnx
+from tvmflow.errors import TvmflowError
+from tvmflow.source import open_session, run_session
+from tvmflow.target import Target
+
+Array = npt.NDArray[Any]
+# What is computed at import must be constant there: shapes and axes, which have one dimension and few elements.
+_LARGEST_SHAPE = 64
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The errors within which a result is right, as in the section `validate` of a release file."""
+
+    rtol: float
+    atol: float
+    max_relative_error: float | None = None
+
+    def is_met(self, expected: Array, actual: Array) -> bool:
+        """Whether a result is within the bounds."""
+        if expected.shape != actual.shape:
+            return False
+        if self.max_relative_error is None:
+            return bool(np.allclose(actual, expected, rtol=self.rtol, atol=self.atol, equal_nan=True))
+        error, largest = largest_error(expected, actual), float(np.max(np.abs(_wide(expected)), initial=0.0))
+        return bool(error <= self.max_relative_error * largest)
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """The first node whose result is out of bounds while all that it reads is within.
+
+    `error` is the largest absolute error of its output `output`; infinite where the shapes differ. `reproduction` is a
+    model of `nodes` nodes that shows an error out of bounds on `inputs`, where ONNX Runtime returns `expected`. The
+    search compiled `builds` models.
+    """
+
+    operator: str
+    node: str
+    output: str
+    error: float
+    nodes: int
+    reproduction: onnx.ModelProto
+    inputs: Mapping[str, Array]
+    expected: Mapping[str, Array]
+    builds: int
+
+    def save(self, folder: Path) -> None:
+        """Write `model.onnx`, `inputs.npz` and `expected.npz` into a folder, which is made if it is missing."""
+        folder.mkdir(parents=True, exist_ok=True)
+        onnx.save(self.reproduction, str(folder / "model.onnx"))
+        npz.write(folder / "inputs.npz", self.inputs)
+        npz.write(folder / "expected.npz", self.expected)
+
+
+def bisect(
+    model: onnx.ModelProto,
+    inputs: Mapping[str, Array],
+    target: Target,
+    bounds: Bounds,
+    options: BuildOptions | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> Bisection | None:
+    """Find the first node whose compiled result is out of bounds beside ONNX Runtime's on these inputs, by name.
+
+    Parts of the model that end at one node are compiled, about twice the logarithm of the number of nodes of them. The
+    search follows one output that is out of bounds; `report` gets a line for each part. Returns None if all outputs are
+    within the bounds. Raises ExportError where ONNX Runtime cannot run the model, and the compiler's errors where the
+    whole model cannot be compiled.
+    """
+    search = _Search(model, inputs, target, bounds, options or BuildOptions(), report)
+    outputs = search.errors(range(len(search.nodes)), search.graph_outputs)
+    first = next((name for name in search.graph_outputs if outputs.get(name) is not None), None)
+    if first is None or first not in search.producers:
+        return None
+    place = search.first_bad(search.producers[first])
+    chosen = search.smallest(place)
+    part, fed = search.part(chosen, search.results_of(place))
+    errors = search.errors_of(part, fed)
+    output, error = next((name, error) for name, error in errors.items() if error is not None)
+    node = search.nodes[place]
+    return Bisection(
+        operator=f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type,
+        node=node.name or node.output[0],
+        output=output,
+        error=error,
+        nodes=len(part.graph.node),
+        reproduction=part,
+        inputs=fed,
+        expected={value.name: search.values[value.name] for value in part.graph.output},
+        builds=search.builds,
+    )
+
+
+def largest_error(expected: Array, actual: Array) -> float:
+    """The largest absolute error; infinite where the shapes differ, or where one result is finite alone."""
+    if expected.shape != actual.shape:
+        return float("inf")
+    one, other = _wide(expected), _wide(actual)
+    with np.errstate(invalid="ignore"):
+        error = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, np.abs(one - other))
+    return float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0))
+
+
+def _wide(array: Array) -> Array:
+    return array.astype("float64")
+
+
+class _Search:
+    """The model, the values that ONNX Runtime computes for all of its nodes, and the parts that were compiled."""
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        inputs: Mapping[str, Array],
+        target: Target,
+        bounds: Bounds,
+        options: BuildOptions,
+        report: Callable[[str], None],
+    ) -> None:
+        self.builds = 0
+        self._model, self._inputs, self._target = model, inputs, target
+        self._bounds, self._options, self._report = bounds, options, report
+        graph = model.graph
+        self.nodes: list[onnx.NodeProto] = list(graph.node)
+        self.graph_outputs = [value.name for value in graph.output]
+        self.producers = {name: place for place, node in enumerate(self.nodes) for name in node.output if name}
+        self._initializers = {tensor.name: tensor for tensor in graph.initializer}
+        self._declared = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
+        constant = set(self._initializers)
+        self._constant_nodes: set[int] = set()
+        for place, node in enumerate(self.nodes):
+            if _names_read(node) <= constant:
+                self._constant_nodes.add(place)
+                constant.update(node.output)
+        self._constant = constant
+        self._is_bad: dict[int, bool] = {}
+        self.values = self._record()
+
+    def _record(self) -> dict[str, Array]:
+        """The value of every tensor of the graph, as ONNX Runtime computes it."""
+        model = onnx.ModelProto()
+        model.CopyFrom(self._model)
+        present = set(self.graph_outputs)
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self.producers if name not in present)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.onnx"
+            onnx.save(model, str(path))
+            session = open_session(path)
+        values: dict[str, Any] = {**run_session(session, dict(self._inputs)), **self._inputs}
+        return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+
+    def results_of(self, place: int) -> list[str]:
+        """The results of a node that are tensors."""
+        return [name for name in self.nodes[place].output if name in self.values]
+
+    def ancestors(self, place: int) -> set[int]:
+        """The nodes that a node's results depend on, with itself."""
+        nodes, waiting = {place}, [place]
+        while waiting:
+            sources = self._sources(waiting.pop()) - nodes
+            nodes |= sources
+            waiting += sources
+        return nodes
+
+    def _sources(self, place: int) -> set[int]:
+        """The nodes whose results a node reads."""
+        return {self.producers[name] for name in _names_read(self.nodes[place]) if name in self.producers}
+
+    def first_bad(self, place: int) -> int:
+        """The first node out of bounds among those that a node out of bounds depends on."""
+        while True:
+            self._is_bad[place] = True
+            places = sorted(self.ancestors(place) - self._constant_nodes)
+            low, high = -1, len(places) - 1
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if self.is_bad(places[middle]) else (middle, high)
+            place = places[high]
+            # Another branch may have left the bounds before this node.
+            sources = sorted(
+                {self.producers[name] for name in _names_read(self.nodes[place]) if name in self.producers}
+            )
+            earlier = next((item for item in sources if item not in self._constant_nodes and self.is_bad(item)), None)
+            if earlier is None:
+                return place
+            place = earlier
+
+    def is_bad(self, place: int) -> bool:
+        """Whether a node's results are out of bounds when the model up to this node is compiled."""
+        if place not in self._is_bad:
+            names = self.results_of(place)
+            self._is_bad[place] = bool(names) and self._shows(self.ancestors(place), names)
+        return self._is_bad[place]
+
+    def smallest(self, place: int) -> set[int]:
+        """The fewest nodes before a node out of bounds, by their distance from it, that show the error."""
+        names, whole = self.results_of(place), self.ancestors(place) - self._constant_nodes
+        distance = 0
+        near = {place}
+        while near != whole and not self._shows(near, names):
+            distance += 1
+            near |= {source for item in near for source in self._sources(item)} & whole
+        return near
+
+    def _shows(self, places: Collection[int], names: Sequence[str]) -> bool:
+        """Whether a part is out of bounds. A part that cannot be compiled by itself shows nothing."""
+        try:
+            return any(error is not None for error in self.errors(places, names).values())
+        except TvmflowError:
+            return False
+
+    def errors(self, places: Iterable[int], names: Sequence[str]) -> dict[str, float | None]:
+        """The largest error of each of these results of a part, None for one within the bounds."""
+        return self.errors_of(*self.part(places, names))
+
+    def errors_of(self, part: onnx.ModelProto, fed: Mapping[str, Array]) -> dict[str, float | None]:
+        """The largest error of each output of a part on its inputs, None for an output within the bounds."""
+        self.builds += 1
+        last = part.graph.node[-1]
+        self._report(f"{self.builds}: {len(part.graph.node)} nodes to {last.op_type} {last.name or last.output[0]!r}")
+        actual = _run(part, fed, self._target, self._options)
+        return {
+            name: None if self._bounds.is_met(self.values[name], array) else largest_error(self.values[name], array)
+            for name, array in actual.items()
+            if name in self.values
+        }
+
+    def part(self, places: Iterable[int], names: Sequence[str]) -> tuple[onnx.ModelProto, dict[str, Array]]:
+        """The model of these nodes that computes these results, and the values of its inputs.
+
+        Constants that the nodes read, and the nodes that compute them, belong to the part. Small vectors of integers
+        are constants there too.
+        """
+        chosen = set(places) - self._constant_nodes
+        reads = {name for place in chosen for name in _names_read(self.nodes[place])}
+        constants = {self.producers[name] for name in reads if self.producers.get(name) in self._constant_nodes}
+        for place in [*constants, *({self.producers[name] for name in names} & self._constant_nodes)]:
+            constants |= self.ancestors(place)
+        nodes = [self.nodes[place] for place in sorted(chosen | constants)]
+        results = {name for node in nodes for name in node.output}
+        outside = {name for node in nodes for name in _names_read(node)} - results
+        part = onnx.ModelProto()
+        part.CopyFrom(self._model)
+        graph = part.graph
+        for field in ("node", "initializer", "input", "output", "value_info"):
+            graph.ClearField(field)
+        graph.node.extend(nodes)
+        fed: dict[str, Array] = {}
+        for name in sorted(outside):
+            if name in self._initializers:
+                graph.initializer.append(self._initializers[name])
+            elif name in self._inputs:
+                graph.input.append(self._declared[name])
+                fed[name] = self._inputs[name]
+            elif _is_shape(value := self.values[name]):
+                graph.initializer.append(numpy_helper.from_array(value, name))
+            else:
+                element = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+                graph.input.append(onnx.helper.make_tensor_value_info(name, element, value.shape))
+                fed[name] = value
+        for name in names:
+            value = self.values[name]
+            element = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+            unknown = onnx.helper.make_tensor_value_info(name, element, [None] * value.ndim)
+            graph.output.append(self._declared.get(name, unknown))
+        inner = sorted((results - set(names)) & self._declared.keys() & self.values.keys())
+        graph.value_info.extend(self._declared[name] for name in inner)
+        return part, fed
+
+
+def _names_read(node: onnx.NodeProto) -> set[str]:
+    """The values that a node reads, also in the graphs of its attributes."""
+    names = {name for name in node.input if name}
+    for attribute in node.attribute:
+        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            own = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
+            own |= {name for inner in graph.node for name in inner.output}
+            read = {name for inner in graph.node for name in _names_read(inner)}
+            names |= (read | {value.name for value in graph.output}) - own
+    return names
+
+
+def _is_shape(value: Array) -> bool:
+    return value.dtype.kind in "iub" and value.ndim <= 1 and value.size <= _LARGEST_SHAPE
+
+
+def _run(part: onnx.ModelProto, fed: Mapping[str, Array], target: Target, options: BuildOptions) -> dict[str, Array]:
+    """Compile a part and run it in this process; return its outputs by name."""
+    import tvm
+    from tvm import relax
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(part, str(path))
+        imported = import_onnx(path, label="the part of the model")
+    compiled = build(imported, target, options)
+    main = relax.VirtualMachine(compiled.executable, tvm.cpu())["main"]
+    arguments = [np.asarray(fed[spec.name], order="C") for spec in imported.inputs]
+    results = main(*(tvm.runtime.tensor(array) for array in arguments))
+    arrays = [item.numpy() for item in ([results] if hasattr(results, "numpy") else results)]
+    return {value.name: array for value, array in zip(part.graph.output, arrays, strict=True)}

@@ -1,0 +1,152 @@
+"""`tvmflow bisect`: the node of an ONNX file that is compiled wrongly."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tvmflow.cli.compile import parse_shapes
+from tvmflow.errors import ExportError, InputError, TargetError, VerdictError
+
+if TYPE_CHECKING:
+    import onnx
+
+    from tvmflow.bisection import Array
+    from tvmflow.spec import Spec
+
+
+@click.command("bisect")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--target", default="native", show_default=True, help="A preset, or a TVM target such as 'llvm -mcpu=znver4'."
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16", "int8"]),
+    default="fp32",
+    show_default=True,
+    help="The precision to compile in.",
+)
+@click.option("--input-shapes", help='Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]".')
+@click.option("--inputs", type=click.Path(path_type=Path), help="An .npz by input name; without it, random inputs.")
+@click.option("--rtol", type=click.FloatRange(min=0), help="The relative tolerance of each element.")
+@click.option("--atol", type=click.FloatRange(min=0), help="The absolute tolerance of each element.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The folder for the smallest model that shows the error; by default MODEL.bisect.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def bisect_command(
+    model: Path,
+    target: str,
+    precision: str,
+    input_shapes: str | None,
+    inputs: Path | None,
+    rtol: float | None,
+    atol: float | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Find the first node of the ONNX file MODEL whose output leaves the bounds beside ONNX Runtime.
+
+    Parts of the model are compiled and run in this process. The smallest model that shows the error is written with its
+    inputs and with ONNX Runtime's outputs. The bounds are those of `tvmflow compile` unless a tolerance is given.
+    Exit code 3: a node is out of bounds.
+    """
+    from tasks.validate import why_not_here
+    from tvmflow.cli.compile import make_spec
+
+    spec = make_spec(model, target, parse_shapes(input_shapes or ""), {"precision": precision}, 0)
+    (resolved,) = spec.resolve_targets()
+    refusal = why_not_here(resolved, spec.build.precision)
+    if refusal is not None:
+        raise TargetError(f"{refusal}; bisect on a machine that runs the target")
+    # TVM reads it when it first runs a parallel region.
+    os.environ.setdefault("TVM_NUM_THREADS", str(resolved.threads))
+
+    from rich.console import Console
+
+    from tasks.export import read_onnx
+    from tvmflow.bisection import Bounds, bisect
+    from tvmflow.compiler import BuildOptions
+
+    original = read_onnx(model)
+    _fix_shapes(original, spec)
+    arrays = _read(inputs) if inputs is not None else _make(model, original, spec)
+    bounds = Bounds(spec.bounds.rtol, spec.bounds.atol, spec.bounds.max_relative_error)
+    if rtol is not None or atol is not None:
+        bounds = Bounds(rtol or 0.0, atol or 0.0)
+    console = Console(stderr=True)
+    with console.status("compiling the whole model") as status:
+        options = BuildOptions(precision=spec.build.precision)
+        bisection = bisect(original, arrays, resolved, bounds, options, status.update)
+    if bisection is None:
+        text = json.dumps({"within_bounds": True}) if as_json else f"{model}: all outputs are within the bounds"
+        click.echo(text)
+        return
+    folder = output or model.with_suffix(".bisect")
+    try:
+        bisection.save(folder)
+    except OSError as error:
+        raise VerdictError(
+            f"{model}: operator {bisection.operator}, node {bisection.node!r} is out of bounds, and {str(folder)!r} "
+            f"cannot be written ({error.strerror}); choose another --output"
+        ) from error
+    if as_json:
+        document = {"within_bounds": False, "operator": bisection.operator, "node": bisection.node}
+        document |= {"output": bisection.output, "max_abs_error": bisection.error, "nodes": bisection.nodes}
+        click.echo(json.dumps({**document, "folder": str(folder), "builds": bisection.builds}))
+    else:
+        noun = "node" if bisection.nodes == 1 else "nodes"
+        click.echo(f"{model}: operator {bisection.operator}, node {bisection.node!r} is the first out of bounds")
+        click.echo(f"output {bisection.output!r} differs from ONNX Runtime's by up to {bisection.error:.3g}")
+        click.echo(f"{folder}: a model of {bisection.nodes} {noun} that shows it, with inputs.npz and expected.npz")
+    sys.exit(VerdictError.exit_code)
+
+
+def _fix_shapes(model: "onnx.ModelProto", spec: "Spec") -> None:
+    """Write the sizes that are given for inputs into the model."""
+    shapes = {item.name: item.shape for item in spec.inputs}
+    for value in model.graph.input:
+        for dim, size in zip(value.type.tensor_type.shape.dim, shapes.get(value.name, ()), strict=False):
+            if isinstance(size, int):
+                dim.dim_value = size
+
+
+def _make(path: Path, model: "onnx.ModelProto", spec: "Spec") -> "dict[str, Array]":
+    """Random inputs, of sizes at which ONNX Runtime runs the model. Raises ExportError where it runs at none."""
+    from tasks.export import described_by
+    from tvmflow import samples
+    from tvmflow.dimensions import find_dimensions
+    from tvmflow.source import open_session, run_session
+
+    items = described_by(model)
+    session = open_session(path)
+
+    def runs(sizes: dict[str, int]) -> bool:
+        try:
+            run_session(session, samples.make(items, {}, 0, 0, Path.cwd(), sizes))
+        except ExportError:
+            return False
+        return True
+
+    ranges = find_dimensions(items, {}, runs)
+    if ranges is None:
+        raise ExportError(
+            f"ONNX Runtime runs {path} at none of the sizes that were tried; give --input-shapes or --inputs"
+        )
+    return samples.make(items, ranges, 0, 0, Path.cwd())
+
+
+def _read(path: Path) -> "dict[str, Array]":
+    from tvmflow import npz
+
+    try:
+        return npz.read(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{str(path)!r} is no readable .npz ({error}); write one with numpy.savez") from error
