@@ -33,6 +33,7 @@ _WEIGHTS = {
     "minus": _ints(-1),
     "minus_two": _ints(-2),
     "four": _ints(4),
+    "beyond": _ints(10**9),
     "end": _ints(2**63 - 1),
     "half": np.array([0.5], "float32"),
     "first": np.array(0, "int64"),
@@ -113,6 +114,22 @@ _CASES: list[tuple[str, list[onnx.NodeProto], list[Any], list[tuple[int, ...]]]]
         [_node("Slice", ["x", "minus_two", "end", "one"], ["y"])],
         [3, "t"],
         [(3, 1), (3, 7)],
+    ),
+    (
+        "up to a number that stands for the end",
+        [_node("Slice", ["x", "zero", "beyond", "zero"], ["same"]), _node("Add", ["x", "same"], ["y"])],
+        ["n", 3],
+        [(2, 3), (5, 3)],
+    ),
+    (
+        "the first elements, of which there may be fewer",
+        [
+            _node("Slice", ["x", "zero", "three", "zero"], ["some"]),
+            _node("Transpose", ["some"], ["turned"], perm=[0, 2, 1]),
+            _node("MatMul", ["turned", "some"], ["y"]),
+        ],
+        ["n", 4, 2],
+        [(2, 4, 2), (5, 4, 2)],
     ),
     (
         "all but the first elements",

@@ -34,8 +34,9 @@ from tvmflow.compiler.onnx import (
     const,
     is_static,
 )
-from tvmflow.compiler.onnx.broadcasting import agree, agree_but_for, agree_in_product
+from tvmflow.compiler.onnx.broadcasting import agree, agree_but_for, agree_in_product, cast_to
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
+from tvmflow.compiler.onnx.values import dims_of
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
@@ -518,7 +519,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self.records.append(NodeRecord(node, operands, status, refusals[0] if refusals else None))
         if graph is self._graph:
             for output in graph.output:
-                self._nodes[output.name] = self._tensor(output.name)
+                self._nodes[output.name] = self._in_symbols_of_inputs(self._tensor(output.name))
 
     def _construct_node(self, node: onnx.NodeProto) -> bool:
         """Import one node; return whether its results are known, so that nothing is left to compute."""
@@ -558,6 +559,16 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         if tvm.ir.is_prim_expr(value):
             return materialise(self.bb, self._evaluator.shape([value]), ())
         return value
+
+    def _in_symbols_of_inputs(self, value: relax.Expr) -> relax.Expr:
+        """A tensor whose dimensions are expressions of the inputs' dimensions, as a caller knows no others."""
+        dims = dims_of(value) if isinstance(value.ty, relax.TensorType) else None
+        sizes = [self._evaluator.expression(size) for size in dims or ()]
+        if all(size is other for size, other in zip(sizes, dims or (), strict=True)):
+            return value
+        if all(self._evaluator.are_equal(*pair) for pair in zip(sizes, dims or (), strict=True)):
+            return value
+        return cast_to(self.bb, value, sizes)
 
     def _let_agree(self, node: onnx.NodeProto) -> None:
         """Cast the operands so that symbolic dimensions which the operator wants equal are the same expressions."""

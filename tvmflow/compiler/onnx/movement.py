@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from tvm import relax
+from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.broadcasting import cast_to, simplest
 from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
@@ -119,7 +119,21 @@ def convert_slice(node: Node) -> relax.Expr | None:
         strides.append(step)
     if not places:
         return flipped
-    return relax.op.strided_slice(flipped, places, begins, stops, strides, assume_inbound=True)
+    part = node.emit(relax.op.strided_slice(flipped, places, begins, stops, strides, assume_inbound=True))
+    # Schedules take a symbol for a size, and no choice between two sizes.
+    sizes = [node.evaluator.new_symbol(size) if _has_choice(size) else size for size in dims_of(part) or ()]
+    if any(_has_choice(size) for size in dims_of(part) or ()):
+        return cast_to(node.builder, part, sizes)
+    return part
+
+
+def _has_choice(size: Any) -> bool:
+    """Whether a size is the smaller or larger of two."""
+    if isinstance(size, int):
+        return False
+    parts = (getattr(size, name, None) for name in ("a", "b", "value"))
+    is_choice = isinstance(size, tirx.Min | tirx.Max)
+    return is_choice or any(_has_choice(part) for part in parts if part is not None)
 
 
 def _is_whole_backwards(start: Any, end: Any, size: Any) -> bool:

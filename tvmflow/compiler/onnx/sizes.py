@@ -22,7 +22,8 @@ from tvmflow.compiler.onnx.values import Array, const, is_static
 _LARGEST = 1024
 # The largest denominator of a factor by which float32 multiplies sizes exactly: 0.5 is such a factor, 0.1 is not.
 _LARGEST_DENOMINATOR = 1 << 12
-_LARGEST_SIZE = (1 << 31) - 1
+# No axis is longer; exporters write numbers from here on for its end.
+_LARGEST_SIZE = 10**9
 
 
 class NotEvaluatedError(Exception):
@@ -89,15 +90,29 @@ def _objects(items: Iterable[Any], shape: Sequence[int]) -> Array:
 
 
 class SizeEvaluator:
-    """Evaluates operators on sizes; every free dimension of the model's inputs is one or more."""
+    """Evaluates operators on sizes; every free dimension of the model's inputs is from one to a thousand million."""
 
     def __init__(self) -> None:
         self._analyzer = sym.Analyzer()
+        self._expressions = sym.Analyzer()
+        self._new_symbols = 0
 
     def declare(self, symbols: Iterable[tirx.Var]) -> None:
         """Take these variables for sizes of one or more."""
         for symbol in symbols:
             self._analyzer.update(symbol, sym.ConstIntBound(1, _LARGEST_SIZE))
+
+    def new_symbol(self, size: Any) -> tirx.Var:
+        """Return a symbol for a size, zero or more, whose expression is `size`."""
+        self._new_symbols += 1
+        symbol = tirx.Var(f"size_{self._new_symbols}", "int64")
+        self._analyzer.update(symbol, sym.ConstIntBound(0, _LARGEST_SIZE))
+        self._expressions.bind(symbol, self.expression(size))
+        return symbol
+
+    def expression(self, size: Any) -> Any:
+        """Return a size in the symbols of the inputs alone."""
+        return self._expressions.simplify(size) if self._new_symbols and not is_static(size) else size
 
     def shape(self, dims: Sequence[Any]) -> Sizes:
         """The value of a tensor's shape."""
