@@ -293,7 +293,7 @@ def chosen_tests(mutant: Mutant, cases: Sequence[Case]) -> list[Case]:
     reaching = [] if is_imported else [case for case in cases if mutant.line in case.lines.get(mutant.module, ())]
     reaching = reaching or list(cases)
     chosen, seconds = [], 0.0
-    for case in sorted(reaching, key=lambda case: (not is_near(case), case.seconds)):
+    for case in sorted(reaching, key=lambda case: (not is_imported and not is_near(case), case.seconds)):
         seconds += case.seconds
         if chosen and seconds > _BUDGET:
             break
