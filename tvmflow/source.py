@@ -96,12 +96,17 @@ def run_module(module: "torch.nn.Module", inputs: NamedArrays, names: tuple[str,
     return dict(zip(names, leaves, strict=True))
 
 
-def open_session(path: Path, threads: int | None = None) -> "onnxruntime.InferenceSession":
-    """Load an ONNX file with ONNX Runtime on the CPU. Raises ExportError when ONNX Runtime cannot load it."""
+def open_session(
+    path: Path, threads: int | None = None, *, prints_errors: bool = True
+) -> "onnxruntime.InferenceSession":
+    """Load an ONNX file with ONNX Runtime on the CPU. Raises ExportError when ONNX Runtime cannot load it.
+
+    With `prints_errors`, ONNX Runtime itself prints the error of a run that fails.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 3 if prints_errors else 4
     if threads is not None:
         options.intra_op_num_threads = threads
     try:

@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 from onnx import helper
 
 from support.models import save_dense, save_model
@@ -36,6 +37,14 @@ def test_the_document_holds_every_operator_and_refusal(tvmflow: Command, tmp_pat
     assert document["refused"] is True
     assert document["refusals"][0]["node"] == "a_foo"
     assert [item["verdict"] for item in document["operators"]] == ["refused"]
+
+
+def test_the_smallest_size_of_a_free_dimension_is_found_by_running_the_model(tvmflow: Command, tmp_path: Path) -> None:
+    node = helper.make_node("Gather", ["x", "last"], ["y"], axis=2)
+    weights = {"last": np.array([4], "int64")}
+    path = save_model(tmp_path / "model.onnx", [node], [("x", [1, 3, "height", 16])], ["y"], weights)
+    ended = tvmflow("doctor", path)
+    assert "free dimension height: axis 2 of 'x'; runs from 5" in ended.out
 
 
 def test_given_shapes_leave_no_free_dimension(tvmflow: Command, tmp_path: Path) -> None:

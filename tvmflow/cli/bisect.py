@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import onnx
 
     from tvmflow.bisection import Array
-    from tvmflow.spec import Spec
 
 
 @click.command("bisect")
@@ -73,11 +72,12 @@ def bisect_command(
 
     from tasks.export import read_onnx
     from tvmflow.bisection import Bounds, bisect
+    from tvmflow.cli.sizes import fix_shapes
     from tvmflow.compiler import BuildOptions
 
     original = read_onnx(model)
-    _fix_shapes(original, spec)
-    arrays = _read(inputs) if inputs is not None else _make(model, original, spec)
+    fix_shapes(original, {item.name: item.shape for item in spec.inputs})
+    arrays = _read(inputs) if inputs is not None else _make(model, original)
     bounds = Bounds(spec.bounds.rtol, spec.bounds.atol, spec.bounds.max_relative_error)
     if rtol is not None or atol is not None:
         bounds = Bounds(rtol or 0.0, atol or 0.0)
@@ -109,38 +109,16 @@ def bisect_command(
     sys.exit(VerdictError.exit_code)
 
 
-def _fix_shapes(model: "onnx.ModelProto", spec: "Spec") -> None:
-    """Write the sizes that are given for inputs into the model."""
-    shapes = {item.name: item.shape for item in spec.inputs}
-    for value in model.graph.input:
-        for dim, size in zip(value.type.tensor_type.shape.dim, shapes.get(value.name, ()), strict=False):
-            if isinstance(size, int):
-                dim.dim_value = size
-
-
-def _make(path: Path, model: "onnx.ModelProto", spec: "Spec") -> "dict[str, Array]":
+def _make(path: Path, model: "onnx.ModelProto") -> "dict[str, Array]":
     """Random inputs, of sizes at which ONNX Runtime runs the model. Raises ExportError where it runs at none."""
     from tasks.export import described_by
     from tvmflow import samples
-    from tvmflow.dimensions import find_dimensions
-    from tvmflow.source import open_session, run_session
+    from tvmflow.cli.sizes import find_ranges
 
-    items = described_by(model)
-    session = open_session(path)
-
-    def runs(sizes: dict[str, int]) -> bool:
-        try:
-            run_session(session, samples.make(items, {}, 0, 0, Path.cwd(), sizes))
-        except ExportError:
-            return False
-        return True
-
-    ranges = find_dimensions(items, {}, runs)
+    ranges = find_ranges(path, model)
     if ranges is None:
-        raise ExportError(
-            f"ONNX Runtime runs {path} at none of the sizes that were tried; give --input-shapes or --inputs"
-        )
-    return samples.make(items, ranges, 0, 0, Path.cwd())
+        raise ExportError(f"ONNX Runtime runs {path} at none of the sizes that were tried; give --inputs")
+    return samples.make(described_by(model), ranges, 0, 0, Path.cwd())
 
 
 def _read(path: Path) -> "dict[str, Array]":

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tvmflow.compiler.diagnosis import Diagnosis
+    from tvmflow.spec import Dimension
 
 _REFUSED = 4
 
@@ -50,16 +51,34 @@ def doctor_command(model: Path, target: str, precision: str, input_shapes: str |
 
     shapes = parse_shapes(input_shapes or "")
     with Console(stderr=True).status(f"reading {model}"):
-        diagnosis = diagnose(model, resolve(target), precision, shapes)  # type: ignore[arg-type]
+        ranges = _ranges(model, shapes)
+        sizes = {name: item.typical_size for name, item in ranges.items()}
+        diagnosis = diagnose(model, resolve(target), precision, shapes, sizes)  # type: ignore[arg-type]
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(diagnosis), "refused": bool(diagnosis.refusals)}))
+        smallest = {name: item.min for name, item in ranges.items()}
+        document = {**dataclasses.asdict(diagnosis), "smallest": smallest, "refused": bool(diagnosis.refusals)}
+        click.echo(json.dumps(document))
     else:
-        _show(diagnosis, Console(width=None if sys.stdout.isatty() else 160))
+        _show(diagnosis, ranges, Console(width=None if sys.stdout.isatty() else 160))
     if diagnosis.refusals:
         sys.exit(_REFUSED)
 
 
-def _show(diagnosis: "Diagnosis", console: "Console") -> None:
+def _ranges(model: Path, shapes: dict[str, tuple[int | str, ...]]) -> "dict[str, Dimension]":
+    """The ranges of the free dimensions, empty where ONNX Runtime does not run the model."""
+    from tasks.export import read_onnx
+    from tvmflow.cli.sizes import find_ranges, fix_shapes
+    from tvmflow.errors import ExportError, ModelImportError
+
+    try:
+        original = read_onnx(model)
+        fix_shapes(original, shapes)
+        return find_ranges(model, original) or {}
+    except (ExportError, ModelImportError):
+        return {}
+
+
+def _show(diagnosis: "Diagnosis", ranges: "dict[str, Dimension]", console: "Console") -> None:
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -83,7 +102,8 @@ def _show(diagnosis: "Diagnosis", console: "Console") -> None:
         line(f"{', '.join(dict.fromkeys(operators))}: {note}")
     for name, places in diagnosis.free.items():
         where = ", ".join(f"axis {axis} of {value!r}" for value, axis in places)
-        line(f"free dimension {name}: {where}; any size of at least 1 (times are for {diagnosis.sizes[name]})")
+        least = f"runs from {ranges[name].min}" if name in ranges else "no size was found at which ONNX Runtime runs"
+        line(f"free dimension {name}: {where}; {least} (times are for {diagnosis.sizes[name]})")
     for coverage in diagnosis.coverage:
         share = "" if coverage.share is None else f"{coverage.share:.0%} of the expected time"
         line(f"{coverage.precision}: {'; '.join(filter(None, (share, coverage.reason)))}")

@@ -1,0 +1,45 @@
+"""The sizes of an ONNX file's free dimensions at which ONNX Runtime runs it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tvmflow.errors import ExportError
+
+if TYPE_CHECKING:
+    import onnx
+
+    from tvmflow.spec import Dimension
+
+
+def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] | None":
+    """Return a range for each free dimension of a model that `read_onnx` read from `path`, found by trying.
+
+    A range begins with the smallest size that ran. None where the model runs at no size that is tried. Raises
+    ExportError when ONNX Runtime cannot load the file, or an input is no tensor of numbers.
+    """
+    from tasks.export import described_by
+    from tvmflow import samples
+    from tvmflow.dimensions import find_dimensions
+    from tvmflow.source import open_session, run_session
+
+    items = described_by(model)
+    session = open_session(path, prints_errors=False)
+
+    def runs(sizes: dict[str, int]) -> bool:
+        try:
+            run_session(session, samples.make(items, {}, 0, 0, Path.cwd(), sizes))
+        except ExportError:
+            return False
+        return True
+
+    return find_dimensions(items, {}, runs)
+
+
+def fix_shapes(model: "onnx.ModelProto", shapes: "dict[str, tuple[int | str, ...]]") -> None:
+    """Write the sizes that are given for inputs into the model."""
+    for value in model.graph.input:
+        for dim, size in zip(value.type.tensor_type.shape.dim, shapes.get(value.name, ()), strict=False):
+            if isinstance(size, int):
+                dim.dim_value = size
+            else:
+                dim.dim_param = size
