@@ -1,6 +1,7 @@
 """Settings that belong to a machine and not to a model: endpoints, credentials, the state folder."""
 
 import os
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,24 @@ def settings_file() -> Path:
     return Path(os.environ.get(_FILE_VARIABLE, "tvmflow.toml"))
 
 
+def _unset(values: dict[str, Any], others: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """The values of settings that `others`, the sources before, do not have under any of the settings' names."""
+
+    def has_value(name: str) -> bool:
+        alias = fields[name].validation_alias if name in fields else None
+        names = {name, *map(str, alias.choices)} if isinstance(alias, AliasChoices) else {name}
+        return not names.isdisjoint(others)
+
+    return {name: value for name, value in values.items() if not has_value(name)}
+
+
+class _SettingsFile(TomlConfigSettingsSource):
+    """The settings file. A setting with several names counts once: the environment may use another one."""
+
+    def __call__(self) -> dict[str, Any]:
+        return _unset(super().__call__(), self.current_state, self.settings_cls.model_fields)
+
+
 class _RunningStack(PydanticBaseSettingsSource):
     """Addresses and credentials of the local stack of the state folder, for as long as it runs."""
 
@@ -46,7 +65,8 @@ class _RunningStack(PydanticBaseSettingsSource):
         others = self.current_state
         home = others.get("home", self.settings_cls.model_fields["home"].default)
         values = record.settings(Path(str(home)).expanduser().absolute())
-        return {name: value for name, value in values.items() if name not in _STORE or _STORE.isdisjoint(others)}
+        values = {name: value for name, value in values.items() if name not in _STORE or _STORE.isdisjoint(others)}
+        return _unset(values, others, self.settings_cls.model_fields)
 
 
 class Settings(BaseSettings):
@@ -124,7 +144,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The sources in their order: explicit arguments, the environment, the settings file, a running stack."""
-        file = TomlConfigSettingsSource(settings_cls, settings_file())
+        file = _SettingsFile(settings_cls, settings_file())
         return init_settings, env_settings, file, _RunningStack(settings_cls)
 
     @cached_property

@@ -42,6 +42,20 @@ def test_the_environment_comes_before_the_file(monkeypatch: pytest.MonkeyPatch) 
     assert settings.load().s3_prefix == "team"
 
 
+@pytest.mark.parametrize("setting", ["mlflow_tracking_uri", "prefect_api_url", "work_pool"])
+def test_a_setting_of_several_names_may_come_from_several_sources(
+    monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.setattr(settings.record, "settings", lambda state: {setting: "of the stack"})
+    assert getattr(settings.load(), setting) == "of the stack"
+    write(f'{setting} = "of the file"')
+    assert getattr(settings.load(), setting) == "of the file"
+    monkeypatch.setenv(f"TVMFLOW_{setting.upper()}", "of the environment")
+    assert getattr(settings.load(), setting) == "of the environment"
+    Path("tvmflow.toml").unlink()
+    assert getattr(settings.load(), setting) == "of the environment"
+
+
 def test_the_file_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other.toml").write_text('home = "/state"')
     monkeypatch.setenv("TVMFLOW_SETTINGS", str(tmp_path / "other.toml"))
