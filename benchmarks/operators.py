@@ -37,6 +37,8 @@ from tvmflow.workspace import Record
 
 Shape = tuple[int, ...]
 
+_CLASSICAL = "ai.onnx.ml"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -44,7 +46,7 @@ class Case:
 
     `inputs` are standard normal numbers, `weights` the same and scaled down, `tables` whole numbers or sizes. `flops`
     are the operations by definition, 0 where only bytes count. `moved` are the bytes of an operator that reads a part
-    of its inputs.
+    of its inputs. `forest` are the number and the levels of decision trees on `x`, in place of nodes.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class Case:
     tables: Mapping[str, Any] = field(default_factory=dict)
     flops: float = 0.0
     bytes_moved: int = 0
+    forest: tuple[int, int] | None = None
 
     def model(self) -> onnx.ModelProto:
         """Return the ONNX model with its weights."""
@@ -65,13 +68,16 @@ class Case:
         }
         values.update({name: np.asarray(table) for name, table in self.tables.items()})
         graph = helper.make_graph(
-            list(self.nodes),
+            [_forest(*self.forest, self.inputs["x"][1])] if self.forest else list(self.nodes),
             "operator",
             [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in self.inputs.items()],
-            [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [self.inputs["x"][0], 1] if self.forest else None)],
             [numpy_helper.from_array(value, name) for name, value in values.items()],
         )
-        opset = [helper.make_opsetid("", prepare.OPSET)]
+        opset = [
+            helper.make_opsetid("", prepare.OPSET),
+            *[helper.make_opsetid(_CLASSICAL, 3)] * (self.forest is not None),
+        ]
         model = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opset, ir_version=9))
         onnx.checker.check_model(model)
         return model
@@ -170,6 +176,39 @@ def _recurrent(operator: str, steps: int, batch: int, inputs: int, units: int, d
         {"w": (*rows, inputs), "r": (*rows, units), "b": (directions, 2 * gates * units)},
         flops=2.0 * steps * batch * directions * gates * units * (inputs + units),
     )
+
+
+def _forest(trees: int, levels: int, features: int) -> onnx.NodeProto:
+    """Return whole trees with `levels` tests on every path, on features and thresholds drawn at random."""
+    generator = np.random.default_rng(0)
+    tests, nodes = 2**levels - 1, 2 ** (levels + 1) - 1
+    number = np.arange(nodes)
+    is_leaf = np.tile(number >= tests, trees)
+    tree, number = np.repeat(np.arange(trees), nodes), np.tile(number, trees)
+    leaves = {"treeids": tree[is_leaf], "nodeids": number[is_leaf], "ids": np.zeros(is_leaf.sum(), "int64")}
+    return helper.make_node(
+        "TreeEnsembleRegressor",
+        ["x"],
+        ["y"],
+        domain=_CLASSICAL,
+        n_targets=1,
+        nodes_treeids=tree,
+        nodes_nodeids=number,
+        nodes_modes=np.where(is_leaf, "LEAF", "BRANCH_LEQ").tolist(),
+        nodes_featureids=np.where(is_leaf, 0, generator.integers(0, features, len(tree))),
+        nodes_values=np.where(is_leaf, 0.0, generator.standard_normal(len(tree))).tolist(),
+        nodes_truenodeids=np.where(is_leaf, 0, 2 * number + 1),
+        nodes_falsenodeids=np.where(is_leaf, 0, 2 * number + 2),
+        target_weights=generator.standard_normal(is_leaf.sum()).tolist(),
+        **{f"target_{name}": values for name, values in leaves.items()},
+    )
+
+
+def _trees(rows: int, trees: int, levels: int, features: int) -> Case:
+    label = f"{trees} of {levels} levels, {rows}x{features}"
+    # A step reads a test of eight bytes.
+    moved = 4 * rows * features + 8 * rows * trees * levels
+    return Case("trees", label, (), {"x": (rows, features)}, bytes_moved=moved, forest=(trees, levels))
 
 
 def _layer_norm(shape: Shape) -> Case:
@@ -273,6 +312,10 @@ CASES: tuple[Case, ...] = (
     _recurrent("LSTM", 50, 16, 256, 256),
     _recurrent("LSTM", 80, 1, 96, 48, "bidirectional"),
     _recurrent("GRU", 100, 1, 256, 256, "bidirectional"),
+    _trees(1, 500, 6, 30),
+    _trees(1000, 500, 6, 30),
+    _trees(1, 500, 10, 30),
+    _trees(1000, 500, 10, 30),
     _resize("nearest"),
     _resize("linear"),
     Case(

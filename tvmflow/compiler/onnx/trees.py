@@ -97,6 +97,9 @@ def convert_ensemble(node: Node) -> relax.Expr:
         name: np.asarray(attrs[f"nodes_{name}nodeids"]) + count * np.asarray(attrs[f"nodes_{name}leafs"])
         for name in ("true", "false")
     }
+    roots, last = np.asarray(attrs["tree_roots"]), count + leaves
+    if any(not 0 <= places.min() <= places.max() < last for places in (*children.values(), roots) if len(places)):
+        raise UnsupportedFormError("a number of a node that does not exist")
     none = np.zeros(leaves, "int64")
     members = numpy_helper.to_array(attrs["membership_values"]) if "membership_values" in attrs else np.zeros(0)
     groups = np.split(members, np.flatnonzero(np.isnan(members)))
@@ -104,7 +107,6 @@ def convert_ensemble(node: Node) -> relax.Expr:
     places = np.flatnonzero(modes == _MEMBER)
     if len(places) and len(of_members) < len(places):
         raise UnsupportedFormError("membership_values of fewer sets than nodes")
-    roots = np.asarray(attrs["tree_roots"])
     nodes = _Nodes(
         feature=np.concatenate([np.asarray(attrs["nodes_featureids"]), none]),
         mode=np.concatenate([modes, none + _LEAF]),
