@@ -16,11 +16,11 @@ from support.arrays import normal
 from support.guarded import assert_within_buffers
 from support.machines import AVX2, AVX512, runnable_levels
 from support.models import save_model
-from tvmflow.compiler import CompiledModel, build, import_onnx
+from tvmflow.compiler import CompiledModel, build, import_onnx, lower
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.recurrence import ACTIVATIONS, Cell, Recurrence, tiles
 from tvmflow.compiler.schedules import complete
-from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.errors import BuildError, UnsupportedOperatorError
 from tvmflow.target import Target, resolve
 
 Array = np.ndarray[Any, Any]
@@ -155,6 +155,13 @@ def test_half_precision_is_refused(tmp_path: Path) -> None:
     inputs = [("x", [4, 1, 3], onnx.TensorProto.FLOAT16)]
     with pytest.raises(UnsupportedOperatorError, match="float16"):
         import_onnx(save_model(tmp_path / "model.onnx", nodes, inputs, [(name, None, 10) for name in outputs], weights))
+
+
+def test_a_gpu_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    arguments, _ = _recurrent("RNN", 4)
+    imported = import_onnx(save_model(tmp_path / "model.onnx", *arguments))
+    with pytest.raises(BuildError, match="CPU targets alone, not for 'cuda-sm90'"):
+        lower(imported, resolve("cuda-sm90"))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 7, 16])

@@ -12,6 +12,7 @@ from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.blocks import FuseBlocks
 from tvmflow.compiler.passes.fp16 import HalveProducts
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
+from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.strassen import StrassenProducts
@@ -90,6 +91,7 @@ def pass_names() -> list[str]:
         "LowerAttention",
         "LowerRecurrence",
         "LowerTrees",
+        "RefuseKernels",
         "RoundProducts",
         "HalveProducts",
         "IntegerArithmetic",
@@ -109,6 +111,7 @@ def lower_passes(
     integer_passes: list[tvm.transform.Pass] = []
     kernel_passes: list[tvm.transform.Pass] = []
     if target.arch == "cuda":
+        kernel_passes = [refuse_kernels(target.name)]
         layout_passes: list[tvm.transform.Pass] = []
         product_passes: list[tvm.transform.Pass] = []
         legalize = relax.transform.LegalizeOps()
