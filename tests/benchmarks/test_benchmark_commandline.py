@@ -43,7 +43,7 @@ def test_a_state_folder_that_cannot_be_made_is_refused_by_name(
 def test_a_refused_benchmark_ends_with_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     command = [sys.executable, str(BENCHMARKS / "functions.py"), "digits", "--state", str(tmp_path / "file" / "state")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("error: ")
-    assert len(ended.stderr.splitlines()) == 1
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1

@@ -474,7 +474,7 @@ def test_a_path_through_a_file_is_refused(bundle: Path, refusal: Refusal) -> Non
     assert os.strerror(errno.ENOTDIR) in refusal(bundle / bundle.name)
 
 
-def test_a_place_that_cannot_be_written_is_told(bundle: Path, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_reported(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=os.strerror(errno.ENOENT)):
         extract(bundle, tmp_path / "absent")
 

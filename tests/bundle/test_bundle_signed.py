@@ -142,7 +142,7 @@ def test_signing_again_replaces_the_signature(signed: Path, tmp_path: Path, othe
     assert read_signer(signed) == public_key(other)
 
 
-def test_who_signed_is_told(signed: Path, bundle: Path, key: Path) -> None:
+def test_who_signed_is_reported(signed: Path, bundle: Path, key: Path) -> None:
     assert read_signer(signed) == public_key(key)
     assert read_signer(bundle) is None
 
@@ -182,7 +182,7 @@ def test_a_key_with_a_password_or_of_an_unknown_kind_is_one_sentence(key: Path, 
             public_key(tmp_path / "given")
 
 
-def test_a_missing_library_is_told_before_a_key_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_before_a_key_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(SettingsError, match=r"pip install tvmflow\[sign\]"):
         keygen(tmp_path / "new")

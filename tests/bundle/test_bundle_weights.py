@@ -76,7 +76,7 @@ def test_bundles_of_two_targets_share_one_file(
         assert (tmp_path / name / "mod.params").read_bytes() == WEIGHTS
 
 
-def test_missing_weights_are_told_by_the_name_they_need(without: Path, beside: Path, folder: Path) -> None:
+def test_missing_weights_are_reported_with_the_name_they_need(without: Path, beside: Path, folder: Path) -> None:
     beside.unlink()
     with pytest.raises(BundleError, match=f"lacks its weights, and '.*{beside.name}' cannot be read"):
         extract(without, folder)

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,29 +11,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.models import save_model
-from support.processes import clean_environment
+from support.processes import CommandResult, clean_environment
 from tvmflow.cli import main
 
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended and what it said."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def sentence(self) -> str:
-        """The one sentence of an error, after the lines of finished steps."""
-        assert self.code != 0, self.out
-        lines = [line for line in self.err.splitlines() if line[:1] not in ("✓", "=", "✗")]
-        assert len(lines) == 1, self.err
-        assert lines[0].startswith("tvmflow: ")
-        return lines[0]
-
-
-Command = Callable[..., Ended]
+Command = Callable[..., CommandResult]
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +37,7 @@ def tvmflow(state: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     monkeypatch.setenv("TVM_USE_RUNTIME_LIB", "0")
     monkeypatch.setenv("TVM_NUM_THREADS", "2")
 
-    def call(*arguments: object) -> Ended:
+    def call(*arguments: object) -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["tvmflow", *map(str, arguments)])
         handler, code = signal.getsignal(signal.SIGTERM), 0
         try:
@@ -66,7 +46,7 @@ def tvmflow(state: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
             code = int(ended.code or 0)
         finally:
             signal.signal(signal.SIGTERM, handler)
-        return Ended(code, *capfd.readouterr())
+        return CommandResult(code, *capfd.readouterr())
 
     return call
 

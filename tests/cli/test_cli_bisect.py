@@ -13,9 +13,9 @@ from .conftest import Command
 
 
 def test_a_model_within_the_bounds_has_nothing_to_find(tvmflow: Command, tmp_path: Path) -> None:
-    ended = tvmflow("bisect", save_dense(tmp_path / "dense.onnx"), "--json")
-    assert ended.code == 0, ended.err
-    assert json.loads(ended.out) == {"within_bounds": True}
+    result = tvmflow("bisect", save_dense(tmp_path / "dense.onnx"), "--json")
+    assert result.code == 0, result.stderr
+    assert json.loads(result.stdout) == {"within_bounds": True}
     assert not (tmp_path / "dense.bisect").exists()
 
 
@@ -26,27 +26,27 @@ def test_the_wrong_node_is_named_and_a_small_model_is_written(
     nodes = [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Tanh", ["a"], ["y"], name="squash")]
     path = save_model(tmp_path / "model.onnx", nodes, [("x", ["batch", 8])], ["y"])
     small = tmp_path / "small"
-    ended = tvmflow("bisect", path, "--output", small)
-    assert ended.code == 3
+    result = tvmflow("bisect", path, "--output", small)
+    assert result.code == 3
     for words in ("model.onnx", "Tanh", "'squash'", "'y'", "1 node"):
-        assert words in ended.out
+        assert words in result.stdout
     assert [node.op_type for node in onnx.load(small / "model.onnx").graph.node] == ["Tanh"]
     again = tvmflow(
         "bisect", tmp_path / "small" / "model.onnx", "--inputs", tmp_path / "small" / "inputs.npz", "--json"
     )
     assert again.code == 3
-    assert json.loads(again.out)["node"] == "squash"
+    assert json.loads(again.stdout)["node"] == "squash"
 
 
 def test_a_model_that_cannot_be_imported_is_one_sentence(tvmflow: Command, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(b"no model")
-    ended = tvmflow("bisect", path)
-    assert ended.code == 1
-    assert "model.onnx" in ended.sentence
+    result = tvmflow("bisect", path)
+    assert result.code == 1
+    assert "model.onnx" in result.sentence
 
 
 def test_inputs_that_cannot_be_read_are_named(tvmflow: Command, tmp_path: Path) -> None:
-    ended = tvmflow("bisect", save_dense(tmp_path / "dense.onnx"), "--inputs", tmp_path / "absent.npz")
-    assert ended.code == 1
-    assert "absent.npz" in ended.sentence
+    result = tvmflow("bisect", save_dense(tmp_path / "dense.onnx"), "--inputs", tmp_path / "absent.npz")
+    assert result.code == 1
+    assert "absent.npz" in result.sentence

@@ -29,15 +29,15 @@ def write_model(nodes: list[onnx.NodeProto], path: Path, shape: Sequence[int | N
 
 
 def test_the_same_model_gives_the_same_bundle_from_what_is_done(tvmflow: Command, bundle: Path, models: Path) -> None:
-    ended = tvmflow("compile", models / "small.onnx", "-o", "again.tar.gz", "--json")
-    assert ended.code == 0
+    result = tvmflow("compile", models / "small.onnx", "-o", "again.tar.gz", "--json")
+    assert result.code == 0
     assert Path("again.tar.gz").read_bytes() == bundle.read_bytes()
-    document = json.loads(ended.out)
+    document = json.loads(result.stdout)
     assert document["bundle"] == "again.tar.gz"
     assert document["sha256"] == sha256_file(bundle)
     assert document["verified"] is True
     assert document["max_abs_error"] < 1e-5
-    assert [line.split()[-1] for line in ended.err.splitlines()] == ["cached"] * 6
+    assert [line.split()[-1] for line in result.stderr.splitlines()] == ["cached"] * 6
 
 
 def test_symbolic_dimensions_can_be_fixed(tvmflow: Command, models: Path) -> None:
@@ -46,7 +46,7 @@ def test_symbolic_dimensions_can_be_fixed(tvmflow: Command, models: Path) -> Non
     manifest = read_manifest(Path("four.tar.gz"))
     assert [item.shape for item in (*manifest.inputs, *manifest.outputs)] == [(4, 8), (4, 4), (4, 4), (4, 4), (4, 4)]
     assert manifest.dimensions == {}
-    assert tvmflow("run", "four.tar.gz").out.startswith("sum: float32[4, 4]\n")
+    assert tvmflow("run", "four.tar.gz").stdout.startswith("sum: float32[4, 4]\n")
 
 
 def test_a_model_whose_dimensions_have_no_names_compiles(tvmflow: Command) -> None:
@@ -79,10 +79,10 @@ def test_shapes_that_do_not_fit_are_one_sentence(
 
 def _assert_refused(tvmflow: Command, model: object, kind: str, values: Sequence[str], *options: object) -> None:
     """Assert that a compilation fails with one sentence that names the values, and writes no bundle."""
-    ended = tvmflow("compile", model, "-o", "b.tar.gz", "--json", *options)
-    assert json.loads(ended.out)["error"]["type"] == kind
+    result = tvmflow("compile", model, "-o", "b.tar.gz", "--json", *options)
+    assert json.loads(result.stdout)["error"]["type"] == kind
     for value in values:
-        assert value in ended.sentence
+        assert value in result.sentence
     assert not Path("b.tar.gz").exists()
 
 
@@ -133,12 +133,12 @@ def test_a_model_that_is_not_valid_is_one_sentence(tvmflow: Command) -> None:
 
 def test_an_operator_that_tvm_does_not_know_is_named_with_the_users_own_file(tvmflow: Command, state: Path) -> None:
     write_model([helper.make_node("RandomUniformLike", ["x"], ["y"], name="toss")], Path("toss.onnx"))
-    ended = tvmflow("compile", "toss.onnx", "-o", "b.tar.gz", "--json")
-    assert ended.code == 1
-    assert json.loads(ended.out)["error"]["type"] == "UnsupportedOperatorError"
+    result = tvmflow("compile", "toss.onnx", "-o", "b.tar.gz", "--json")
+    assert result.code == 1
+    assert json.loads(result.stdout)["error"]["type"] == "UnsupportedOperatorError"
     for value in ("toss.onnx", "RandomUniformLike", "'toss'"):
-        assert value in ended.sentence
-    assert str(state) not in ended.sentence
+        assert value in result.sentence
+    assert str(state) not in result.sentence
     assert not Path("b.tar.gz").exists()
 
 
@@ -177,9 +177,9 @@ def test_a_state_folder_that_cannot_be_written_is_one_sentence(
 
 @pytest.mark.skipif("avx512_bf16" not in host().features, reason="this CPU has no avx512_bf16")
 def test_a_bundle_in_bfloat16_is_within_its_bound_and_needs_the_instructions(tvmflow: Command, models: Path) -> None:
-    ended = tvmflow("compile", models / "small.onnx", "-o", "narrow.tar.gz", "--precision", "bf16", "--json")
-    assert ended.code == 0
-    document = json.loads(ended.out)
+    result = tvmflow("compile", models / "small.onnx", "-o", "narrow.tar.gz", "--precision", "bf16", "--json")
+    assert result.code == 0
+    document = json.loads(result.stdout)
     assert (document["precision"], document["verified"]) == ("bf16", True)
     assert 1e-4 < document["max_abs_error"] < 0.2  # beyond what float32 is allowed
     assert "avx512_bf16" in read_manifest(Path("narrow.tar.gz")).cpu_features
@@ -216,9 +216,9 @@ def convolution(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _compiled(tvmflow: Command, model: Path, *options: object) -> dict[str, Any]:
-    ended = tvmflow("compile", model, "-o", "b.tar.gz", "--json", *options)
-    assert ended.code == 0, ended.err
-    document: dict[str, Any] = json.loads(ended.out)
+    result = tvmflow("compile", model, "-o", "b.tar.gz", "--json", *options)
+    assert result.code == 0, result.stderr
+    document: dict[str, Any] = json.loads(result.stdout)
     return document
 
 
@@ -226,9 +226,9 @@ def test_the_code_is_written_beside_the_bundle_which_stays_the_same(
     tvmflow: Command, bundle: Path, models: Path
 ) -> None:
     Path("out").mkdir()
-    ended = tvmflow("compile", models / "small.onnx", "-o", "out/b.tar.gz", "--dump-code", "ll,asm,relax,tir")
-    assert ended.code == 0
-    assert ended.out.startswith("out/small.ll: code\nout/small.asm: code\n")
+    result = tvmflow("compile", models / "small.onnx", "-o", "out/b.tar.gz", "--dump-code", "ll,asm,relax,tir")
+    assert result.code == 0
+    assert result.stdout.startswith("out/small.ll: code\nout/small.asm: code\n")
     assert sorted(path.name for path in Path("out").iterdir()) == [
         "b.tar.gz",
         "small.asm",
@@ -257,12 +257,12 @@ _PRINTED = ("--print-ir-before", "FuseOps", "--print-ir-after", "FuseOps,Convert
 
 
 def test_the_module_is_printed_before_and_after_a_pass(tvmflow: Command, models: Path) -> None:
-    ended = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *_PRINTED)
-    assert ended.code == 0
-    before, after = ended.out.removeprefix("# before FuseOps\n").split("# after FuseOps\n")
+    result = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *_PRINTED)
+    assert result.code == 0
+    before, after = result.stdout.removeprefix("# before FuseOps\n").split("# after FuseOps\n")
     assert "def fused_dense_add" not in before
     assert "def fused_dense_add" in after
-    assert "'ConvertLayout' did not run" in ended.err.splitlines()[-1]
+    assert "'ConvertLayout' did not run" in result.stderr.splitlines()[-1]
 
 
 def test_what_is_printed_of_the_passes_is_data_for_programs(tvmflow: Command, models: Path) -> None:
@@ -275,8 +275,8 @@ def test_what_is_printed_of_the_passes_is_data_for_programs(tvmflow: Command, mo
 
 
 def test_the_times_of_the_passes_are_printed_the_longest_first(tvmflow: Command, models: Path) -> None:
-    ended = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *_PRINTED)
-    heading, *lines, total, _ = ended.out.partition("\npass ")[2].splitlines()
+    result = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *_PRINTED)
+    heading, *lines, total, _ = result.stdout.partition("\npass ")[2].splitlines()
     assert heading.split() == ["ms"]
     times = [float(line.split()[1]) for line in lines]
     assert times == sorted(times, reverse=True)
@@ -441,9 +441,9 @@ WRONG_VALUES = [
 
 @pytest.mark.parametrize(("options", "value"), WRONG_VALUES)
 def test_a_wrong_value_exits_with_two(tvmflow: Command, options: tuple[str, str], value: str) -> None:
-    ended = tvmflow("compile", "model.onnx", "-o", "b.tar.gz", *options)
-    assert ended.code == 2
-    assert value in ended.err
+    result = tvmflow("compile", "model.onnx", "-o", "b.tar.gz", *options)
+    assert result.code == 2
+    assert value in result.stderr
 
 
 def test_a_cross_compiler_that_is_not_installed_is_named(tvmflow: Command, models: Path) -> None:

@@ -10,11 +10,11 @@ from .conftest import Command
 
 
 def test_a_model_that_compiles_is_no_error(tvmflow: Command, tmp_path: Path) -> None:
-    ended = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"))
-    assert ended.code == 0, ended.err
-    assert "nothing is refused" in ended.out
+    result = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"))
+    assert result.code == 0, result.stderr
+    assert "nothing is refused" in result.stdout
     for words in ("MatMul", "Softmax", "free dimension batch: axis 0 of 'x'", "dense.onnx"):
-        assert words in ended.out
+        assert words in result.stdout
 
 
 def test_a_refused_model_has_its_own_exit_code_and_names_file_node_and_operator(
@@ -22,18 +22,18 @@ def test_a_refused_model_has_its_own_exit_code_and_names_file_node_and_operator(
 ) -> None:
     node = helper.make_node("Foo", ["x"], ["y"], name="a_foo", domain="org.example")
     path = save_model(tmp_path / "model.onnx", [node], [("x", [1])], [("y", [1])])
-    ended = tvmflow("doctor", path)
-    assert ended.code == 4
+    result = tvmflow("doctor", path)
+    assert result.code == 4
     for words in ("model.onnx", "org.example.Foo", "a_foo", "refused"):
-        assert words in ended.out
+        assert words in result.stdout
 
 
 def test_the_document_holds_every_operator_and_refusal(tvmflow: Command, tmp_path: Path) -> None:
     node = helper.make_node("Foo", ["x"], ["y"], name="a_foo", domain="org.example")
     path = save_model(tmp_path / "model.onnx", [node], [("x", [1])], [("y", [1])])
-    ended = tvmflow("doctor", path, "--json")
-    assert ended.code == 4
-    document = json.loads(ended.out)
+    result = tvmflow("doctor", path, "--json")
+    assert result.code == 4
+    document = json.loads(result.stdout)
     assert document["refused"] is True
     assert document["refusals"][0]["node"] == "a_foo"
     assert [item["verdict"] for item in document["operators"]] == ["refused"]
@@ -43,17 +43,17 @@ def test_the_smallest_size_of_a_free_dimension_is_found_by_running_the_model(tvm
     node = helper.make_node("Gather", ["x", "last"], ["y"], axis=2)
     weights = {"last": np.array([4], "int64")}
     path = save_model(tmp_path / "model.onnx", [node], [("x", [1, 3, "height", 16])], ["y"], weights)
-    ended = tvmflow("doctor", path)
-    assert "free dimension height: axis 2 of 'x'; runs from 5" in ended.out
+    result = tvmflow("doctor", path)
+    assert "free dimension height: axis 2 of 'x'; runs from 5" in result.stdout
 
 
 def test_given_shapes_leave_no_free_dimension(tvmflow: Command, tmp_path: Path) -> None:
-    ended = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"), "--input-shapes", "x:[8,4]", "--json")
-    assert ended.code == 0, ended.err
-    assert json.loads(ended.out)["free"] == {}
+    result = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"), "--input-shapes", "x:[8,4]", "--json")
+    assert result.code == 0, result.stderr
+    assert json.loads(result.stdout)["free"] == {}
 
 
 def test_an_unknown_target_is_one_sentence(tvmflow: Command, tmp_path: Path) -> None:
-    ended = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"), "--target", "no-such-machine")
-    assert ended.code == 1
-    assert "no-such-machine" in ended.sentence
+    result = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"), "--target", "no-such-machine")
+    assert result.code == 1
+    assert "no-such-machine" in result.sentence

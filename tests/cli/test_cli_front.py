@@ -42,56 +42,56 @@ def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
     assert not [name for name in heavy if repr(name) in process.stderr]
 
 
-def test_the_version_is_told(tvmflow: Command) -> None:
-    assert tvmflow("--version").out.startswith("tvmflow, version ")
+def test_the_version_is_reported(tvmflow: Command) -> None:
+    assert tvmflow("--version").stdout.startswith("tvmflow, version ")
 
 
 def test_without_a_command_the_help_is_shown(tvmflow: Command) -> None:
-    ended = tvmflow()
-    assert ended.code == 2
-    assert ended.err.startswith("Usage: tvmflow")
+    result = tvmflow()
+    assert result.code == 2
+    assert result.stderr.startswith("Usage: tvmflow")
 
 
 @pytest.mark.parametrize(
     "arguments", [("relase",), ("run",), ("run", "b.tar.gz", "--repaet", "3"), ("run", "b.tar.gz", "--repeat", "0")]
 )
 def test_a_wrong_command_line_exits_with_two(tvmflow: Command, arguments: tuple[str, ...]) -> None:
-    ended = tvmflow(*arguments)
-    assert ended.code == 2
-    assert "Error: " in ended.err
-    assert "Traceback" not in ended.err
+    result = tvmflow(*arguments)
+    assert result.code == 2
+    assert "Error: " in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_wrong_command_line_is_json_where_a_program_reads(tvmflow: Command) -> None:
-    ended = tvmflow("run", "b.tar.gz", "--json", "--repeat", "0")
-    assert ended.code == 2
-    assert json.loads(ended.out)["error"]["type"] == "UsageError"
+    result = tvmflow("run", "b.tar.gz", "--json", "--repeat", "0")
+    assert result.code == 2
+    assert json.loads(result.stdout)["error"]["type"] == "UsageError"
 
 
 def test_an_error_is_json_where_a_program_reads(tvmflow: Command) -> None:
-    ended = tvmflow("run", "absent.tar.gz", "--json")
-    assert ended.code == 1
-    error = json.loads(ended.out)["error"]
+    result = tvmflow("run", "absent.tar.gz", "--json")
+    assert result.code == 1
+    error = json.loads(result.stdout)["error"]
     assert error == {"type": "BundleError", "message": "there is no bundle 'absent.tar.gz'"}
-    assert ended.sentence == "tvmflow: there is no bundle 'absent.tar.gz'"
+    assert result.sentence == "there is no bundle 'absent.tar.gz'"
 
 
 def test_without_json_an_error_leaves_the_output_empty(tvmflow: Command) -> None:
-    assert tvmflow("run", "absent.tar.gz").out == ""
+    assert tvmflow("run", "absent.tar.gz").stdout == ""
 
 
 def test_a_mistake_in_the_release_file_exits_with_two(tvmflow: Command) -> None:
     Path("release.yaml").write_text("name: m\nmodle: {}\n")
-    ended = tvmflow("release", "release.yaml")
-    assert ended.code == 2
-    assert "unknown key 'modle'; did you mean 'model'?" in ended.sentence
+    result = tvmflow("release", "release.yaml")
+    assert result.code == 2
+    assert "unknown key 'modle'; did you mean 'model'?" in result.sentence
 
 
 def test_a_mistake_in_the_settings_exits_with_two(tvmflow: Command) -> None:
     Path("tvmflow.toml").write_text("hom = 3\n")
-    ended = tvmflow("list")
-    assert ended.code == 2
-    assert "setting 'hom' is unknown" in ended.sentence
+    result = tvmflow("list")
+    assert result.code == 2
+    assert "setting 'hom' is unknown" in result.sentence
 
 
 UNREAD = ["--help", "run BUNDLE", "run BUNDLE --json", "verify BUNDLE", "run absent --json"]

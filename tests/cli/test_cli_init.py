@@ -11,9 +11,9 @@ Command = Callable[..., Any]
 
 def test_it_writes_a_release_file_named_after_its_folder(tvmflow: Command) -> None:
     Path("digits").mkdir()
-    ended = tvmflow("init", "digits/release.yaml")
-    assert ended.code == 0
-    assert "tvmflow release digits/release.yaml" in ended.out
+    result = tvmflow("init", "digits/release.yaml")
+    assert result.code == 0
+    assert "tvmflow release digits/release.yaml" in result.stdout
     assert load(Path("digits/release.yaml")).name == "digits"
 
 
@@ -34,17 +34,17 @@ def test_the_name_can_be_given(tvmflow: Command) -> None:
 
 
 def test_a_name_that_no_release_may_have_is_refused(tvmflow: Command) -> None:
-    ended = tvmflow("init", "--name", "my model")
-    assert ended.code == 2
-    assert "'my model' must consist of letters" in ended.sentence
+    result = tvmflow("init", "--name", "my model")
+    assert result.code == 2
+    assert "'my model' must consist of letters" in result.sentence
     assert not Path("release.yaml").exists()
 
 
 def test_a_file_that_is_there_is_not_overwritten(tvmflow: Command) -> None:
     Path("release.yaml").write_text("mine")
-    ended = tvmflow("init")
-    assert ended.code == 2
-    assert "--force" in ended.sentence
+    result = tvmflow("init")
+    assert result.code == 2
+    assert "--force" in result.sentence
     assert Path("release.yaml").read_text() == "mine"
 
 
@@ -54,5 +54,5 @@ def test_force_overwrites_it(tvmflow: Command) -> None:
     assert load(Path("release.yaml")).name
 
 
-def test_a_place_that_cannot_be_written_is_told(tvmflow: Command) -> None:
+def test_a_place_that_cannot_be_written_is_reported(tvmflow: Command) -> None:
     assert "'absent/release.yaml' cannot be written (No such file" in tvmflow("init", "absent/release.yaml").sentence

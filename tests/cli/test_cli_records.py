@@ -60,15 +60,15 @@ def records(recorded: tuple[RecordStore, str], tvmflow: Command, monkeypatch: py
 
 
 def test_the_list_has_the_numbers_of_records_and_their_gain(records: Command) -> None:
-    assert "native" in records("list").out
-    (row,) = json.loads(records("list", "--json").out)
+    assert "native" in records("list").stdout
+    (row,) = json.loads(records("list", "--json").stdout)
     assert (row["workloads"], row["records"], row["trials"], row["ratio"]) == (1, 3, 10, 0.25)
-    assert json.loads(records("list", "--target", "x86-64-v2", "--json").out) == []
+    assert json.loads(records("list", "--target", "x86-64-v2", "--json").stdout) == []
 
 
 def test_workloads_are_listed_with_their_keys(records: Command, recorded: tuple[RecordStore, str]) -> None:
-    assert recorded[1] in records("list", "--workloads").out
-    (row,) = json.loads(records("list", "--workloads", "--json").out)
+    assert recorded[1] in records("list", "--workloads").stdout
+    (row,) = json.loads(records("list", "--workloads", "--json").stdout)
     assert (row["key"], row["best_seconds"]) == (recorded[1], 1e-6)
 
 
@@ -76,9 +76,9 @@ def test_a_workload_is_shown_with_its_history_and_its_best_schedule(
     records: Command, recorded: tuple[RecordStore, str]
 ) -> None:
     report = records("show", recorded[1][:6])
-    assert "T.max(" in report.out
-    assert "sch.split(" in report.out
-    document = json.loads(records("show", recorded[1], "--json").out)
+    assert "T.max(" in report.stdout
+    assert "sch.split(" in report.stdout
+    document = json.loads(records("show", recorded[1], "--json").stdout)
     assert [record["seconds"] for record in document["history"]] == [3e-6, 1e-6, 2e-6]
 
 
@@ -89,14 +89,14 @@ def test_an_unknown_key_is_refused(records: Command) -> None:
 def test_exported_records_can_be_imported_elsewhere(
     records: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert json.loads(records("export", "best.jsonl", "--json").out)["records"] == 1
-    assert json.loads(records("export", "all.jsonl", "--all", "--json").out)["records"] == 3
+    assert json.loads(records("export", "best.jsonl", "--json").stdout)["records"] == 1
+    assert json.loads(records("export", "all.jsonl", "--all", "--json").stdout)["records"] == 3
     monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "elsewhere"))
-    (best,) = json.loads(records("import", "best.jsonl", "--json").out)
+    (best,) = json.loads(records("import", "best.jsonl", "--json").stdout)
     assert (best["file"], best["read"], best["taken"], best["refused"]) == ("best.jsonl", 1, 1, {})
-    everything = records("import", "all.jsonl").out
+    everything = records("import", "all.jsonl").stdout
     assert "2 of 3" in everything
-    (row,) = json.loads(records("list", "--json").out)
+    (row,) = json.loads(records("list", "--json").stdout)
     assert (row["records"], row["trials"]) == (3, 10)
 
 
@@ -106,7 +106,7 @@ def test_a_file_without_records_is_refused(records: Command, tmp_path: Path) -> 
 
 
 def test_pruning_keeps_the_fastest(records: Command, recorded: tuple[RecordStore, str]) -> None:
-    assert json.loads(records("prune", "--keep", "1", "--json").out)["after"] == 2
+    assert json.loads(records("prune", "--keep", "1", "--json").stdout)["after"] == 2
     assert [record.seconds for record in RecordStore(recorded[0].folder).records(resolve("native"))] == [1e-6]
 
 
@@ -128,14 +128,14 @@ def test_a_named_release_store_shares_imports_and_prunings(
         monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / name))
         if name == "one":
             records("import", "all.jsonl")
-        (row,) = json.loads(records("list", "--json").out)
+        (row,) = json.loads(records("list", "--json").stdout)
         assert (row["records"], row["trials"]) == (3, 10)
     shared = RecordObjects(ReleaseStore(server))
     (before,) = shared.sizes()
-    assert json.loads(records("prune", "--keep", "1", "--json").out)["objects"] == 1
+    assert json.loads(records("prune", "--keep", "1", "--json").stdout)["objects"] == 1
     assert before not in shared.sizes()
     monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "one"))
-    (row,) = json.loads(records("list", "--json").out)
+    (row,) = json.loads(records("list", "--json").stdout)
     assert (row["records"], row["trials"]) == (1, 10)
 
 
@@ -144,7 +144,7 @@ def test_without_the_release_store_the_records_here_are_listed(
 ) -> None:
     for name, value in {"ENDPOINT": "http://127.0.0.1:9", "ACCESS_KEY": "key", "SECRET_KEY": "secret"}.items():
         monkeypatch.setenv(f"TVMFLOW_S3_{name}", value)
-    listed = records("list", "--json")
-    assert json.loads(listed.out)[0]["records"] == 3
-    assert "127.0.0.1:9" in listed.err
-    assert len(listed.err.splitlines()) == 1
+    listing = records("list", "--json")
+    assert json.loads(listing.stdout)[0]["records"] == 3
+    assert "127.0.0.1:9" in listing.stderr
+    assert len(listing.stderr.splitlines()) == 1

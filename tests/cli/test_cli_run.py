@@ -61,9 +61,9 @@ def test_outputs_are_written_by_name_and_by_number(
 ) -> None:
     import onnxruntime
 
-    ended = tvmflow("run", bundle, "--inputs", "in.npz", "--output", "out.npz")
-    assert ended.code == 0
-    assert "written to out.npz" in ended.out
+    result = tvmflow("run", bundle, "--inputs", "in.npz", "--output", "out.npz")
+    assert result.code == 0
+    assert "written to out.npz" in result.stdout
     session = onnxruntime.InferenceSession(str(models / "small.onnx"), providers=["CPUExecutionProvider"])
     outputs = npz.read(Path("out.npz"))
     assert set(outputs) == {"sum", "positive", "above", "output_0", "output_1", "output_2"}
@@ -76,28 +76,28 @@ def test_outputs_are_written_by_name_and_by_number(
 
 
 def test_without_inputs_the_golden_sample_is_run(tvmflow: Command, bundle: Path) -> None:
-    ended = tvmflow("run", bundle)
-    assert ended.out.splitlines()[:3] == ["sum: float32[1, 4]", "positive: float32[1, 4]", "above: bool[1, 4]"]
+    result = tvmflow("run", bundle)
+    assert result.stdout.splitlines()[:3] == ["sum: float32[1, 4]", "positive: float32[1, 4]", "above: bool[1, 4]"]
 
 
 def test_it_can_be_run_several_times(tvmflow: Command, bundle: Path) -> None:
-    assert "\n5 runs: mean " in tvmflow("run", bundle, "--repeat", "5").out
+    assert "\n5 runs: mean " in tvmflow("run", bundle, "--repeat", "5").stdout
 
 
 def test_a_bundle_with_its_weights_apart_is_timed(tvmflow: Command) -> None:
     archive = Path(__file__).parent.parent / "bundle" / "files" / "format-1-apart.tar.gz"
-    ended = tvmflow("run", archive, "--print-time", "--repeat", "2")
-    assert (ended.code, ended.err) == (0, "")
-    assert "2 runs, in ms:" in ended.out
+    result = tvmflow("run", archive, "--print-time", "--repeat", "2")
+    assert (result.code, result.stderr) == (0, "")
+    assert "2 runs, in ms:" in result.stdout
 
 
 def test_json_describes_the_outputs_and_the_times(tvmflow: Command, bundle: Path, input_arrays: dict[str, Any]) -> None:
-    ended = tvmflow("run", bundle, "--inputs", "in.npz", "--repeat", "2", "--json")
-    document = json.loads(ended.out)
+    result = tvmflow("run", bundle, "--inputs", "in.npz", "--repeat", "2", "--json")
+    document = json.loads(result.stdout)
     assert document["outputs"]["above"] == {"shape": [3, 4], "dtype": "bool"}
     assert document["runs"] == 2
     assert document["latency_ms"].keys() == {"mean", "p50", "max", "min", "std"}
-    assert ended.err == ""
+    assert result.stderr == ""
 
 
 def test_the_installed_command_runs_with_tvms_runtime_alone(
@@ -125,16 +125,16 @@ def test_inputs_that_do_not_fit_are_one_sentence(
 ) -> None:
     bad_arrays = {name: array for name, array in {**input_arrays, **change}.items() if array is not None}
     npz.write(Path("bad.npz"), bad_arrays)
-    ended = tvmflow("run", bundle, "--inputs", "bad.npz", "--output", "out.npz")
-    assert ended.code == 1
-    assert [name for name in names if name not in ended.sentence] == []
+    result = tvmflow("run", bundle, "--inputs", "bad.npz", "--output", "out.npz")
+    assert result.code == 1
+    assert [name for name in names if name not in result.sentence] == []
     assert not Path("out.npz").exists()
 
 
 def test_a_missing_inputs_file_is_one_sentence(tvmflow: Command, bundle: Path) -> None:
-    ended = tvmflow("run", bundle, "--inputs", "absent.npz")
-    assert ended.code == 1
-    assert "'absent.npz'" in ended.sentence
+    result = tvmflow("run", bundle, "--inputs", "absent.npz")
+    assert result.code == 1
+    assert "'absent.npz'" in result.sentence
 
 
 def _cut(data: bytes) -> bytes:
@@ -150,68 +150,68 @@ def test_a_damaged_inputs_file_is_one_sentence(
     tvmflow: Command, bundle: Path, input_arrays: dict[str, Any], damage: Callable[[bytes], bytes]
 ) -> None:
     Path("in.npz").write_bytes(damage(Path("in.npz").read_bytes()))
-    ended = tvmflow("run", bundle, "--inputs", "in.npz")
-    assert ended.code == 1
-    assert "'in.npz'" in ended.sentence
+    result = tvmflow("run", bundle, "--inputs", "in.npz")
+    assert result.code == 1
+    assert "'in.npz'" in result.sentence
 
 
 def test_a_single_array_is_no_inputs_file(tvmflow: Command, bundle: Path) -> None:
     np.save("in.npy", np.zeros(3))
-    ended = tvmflow("run", bundle, "--inputs", "in.npy")
-    assert ended.code == 1
-    assert "'in.npy'" in ended.sentence
+    result = tvmflow("run", bundle, "--inputs", "in.npy")
+    assert result.code == 1
+    assert "'in.npy'" in result.sentence
 
 
 def test_pickled_objects_are_refused(tvmflow: Command, bundle: Path) -> None:
     np.savez("in.npz", x=np.array([{}], dtype=object))
-    ended = tvmflow("run", bundle, "--inputs", "in.npz")
-    assert ended.code == 1
-    assert "'in.npz'" in ended.sentence
+    result = tvmflow("run", bundle, "--inputs", "in.npz")
+    assert result.code == 1
+    assert "'in.npz'" in result.sentence
 
 
 def test_a_folder_is_no_inputs_file(tvmflow: Command, bundle: Path, tmp_path: Path) -> None:
-    ended = tvmflow("run", bundle, "--inputs", tmp_path)
-    assert ended.code == 1
-    assert repr(str(tmp_path)) in ended.sentence
+    result = tvmflow("run", bundle, "--inputs", tmp_path)
+    assert result.code == 1
+    assert repr(str(tmp_path)) in result.sentence
 
 
 @pytest.mark.parametrize("output", ["absent/out.npz", "."])
 def test_an_output_that_cannot_be_written_is_one_sentence(tvmflow: Command, bundle: Path, output: str) -> None:
-    ended = tvmflow("run", bundle, "--output", output)
-    assert ended.code == 1
-    assert repr(output) in ended.sentence
+    result = tvmflow("run", bundle, "--output", output)
+    assert result.code == 1
+    assert repr(output) in result.sentence
 
 
 @pytest.mark.parametrize("command", ["run", "verify"])
 def test_a_damaged_bundle_is_one_sentence(tvmflow: Command, bundle: Path, command: str) -> None:
     Path("cut.tar.gz").write_bytes(_cut(bundle.read_bytes()))
-    ended = tvmflow(command, "cut.tar.gz")
-    assert ended.code == 1
-    assert "'cut.tar.gz'" in ended.sentence
+    result = tvmflow(command, "cut.tar.gz")
+    assert result.code == 1
+    assert "'cut.tar.gz'" in result.sentence
 
 
 @pytest.mark.parametrize("command", ["run", "verify"])
 def test_a_bundle_for_another_machine_is_one_sentence(tvmflow: Command, repack: Repack, command: str) -> None:
-    ended = tvmflow(command, repack(cpu_features=("avx4096",)))
-    assert ended.code == 1
-    assert "avx4096" in ended.sentence
+    result = tvmflow(command, repack(cpu_features=("avx4096",)))
+    assert result.code == 1
+    assert "avx4096" in result.sentence
 
 
 @pytest.mark.parametrize("command", ["run", "verify"])
 def test_a_path_through_a_file_is_one_sentence(tvmflow: Command, bundle: Path, command: str) -> None:
-    ended = tvmflow(command, bundle / "b")
-    assert ended.code == 1
-    assert os.strerror(errno.ENOTDIR) in ended.sentence
+    result = tvmflow(command, bundle / "b")
+    assert result.code == 1
+    assert os.strerror(errno.ENOTDIR) in result.sentence
 
 
 def test_a_good_bundle_is_verified(tvmflow: Command, bundle: Path) -> None:
-    ended = tvmflow("verify", bundle)
-    assert ended.code == 0
-    assert [name for name in ("small", "native") if name not in ended.out] == []
+    result = tvmflow("verify", bundle)
+    assert result.code == 0
+    assert [name for name in ("small", "native") if name not in result.stdout] == []
 
 
 def test_verify_prints_the_manifest_as_json(tvmflow: Command, bundle: Path) -> None:
-    document = json.loads(tvmflow("verify", bundle, "--json").out)
+    document = json.loads(tvmflow("verify", bundle, "--json").stdout)
     assert document["max_abs_error"] < 1e-5
     assert document["manifest"] == json.loads(read_manifest(bundle).to_json())
 
@@ -222,9 +222,9 @@ def test_other_outputs_than_the_originals_exit_with_three(tvmflow: Command, repa
         array = arrays[f"output:{output}"]
         arrays[f"output:{output}"] = ~array if array.dtype == bool else array + 1
 
-    ended = tvmflow("verify", repack(falsify))
-    assert ended.code == 3
-    assert repr(output) in ended.sentence
+    result = tvmflow("verify", repack(falsify))
+    assert result.code == 3
+    assert repr(output) in result.sentence
 
 
 def _sum(path: str = "out.npz") -> Any:
@@ -299,10 +299,10 @@ WRONG_RUNS = [
 
 @pytest.mark.parametrize(("options", "message"), WRONG_RUNS)
 def test_a_wrong_option_exits_with_two(tvmflow: Command, bundle: Path, options: tuple[str, ...], message: str) -> None:
-    ended = tvmflow("run", bundle, *options)
-    assert ended.code == 2
-    assert message in ended.err
-    assert ended.out == ""
+    result = tvmflow("run", bundle, *options)
+    assert result.code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
 
 
 def test_the_device_of_the_bundle_is_accepted(tvmflow: Command, bundle: Path) -> None:
@@ -321,17 +321,17 @@ def test_the_runs_are_as_many_as_asked_for(tvmflow: Command, bundle: Path, monke
 
     monkeypatch.setattr(CompiledModel, "__call__", count_call)
     numbers = ("--repeat", "2", "--number", "4", "--warmup", "3")
-    assert json.loads(tvmflow("run", bundle, *numbers, "--end-to-end", "--json").out)["runs"] == 8
+    assert json.loads(tvmflow("run", bundle, *numbers, "--end-to-end", "--json").stdout)["runs"] == 8
     assert len(calls) == 1 + 3 + 2 * 4  # the first gives the outputs
     calls.clear()
     # The function alone is called by TVM's evaluator.
-    assert json.loads(tvmflow("run", bundle, *numbers, "--json").out)["end_to_end"] is False
+    assert json.loads(tvmflow("run", bundle, *numbers, "--json").stdout)["end_to_end"] is False
     assert len(calls) == 1
 
 
 def test_the_times_are_printed_as_a_table(tvmflow: Command, bundle: Path) -> None:
-    ended = tvmflow("run", bundle, "--print-time", "--repeat", "3", "--number", "2", "--end-to-end")
-    title, headings, figures = ended.out.splitlines()[-3:]
+    result = tvmflow("run", bundle, "--print-time", "--repeat", "3", "--number", "2", "--end-to-end")
+    title, headings, figures = result.stdout.splitlines()[-3:]
     assert re.findall(r"\d+", title) == ["6"]
     times = dict(zip(headings.split(), map(float, figures.split()), strict=True))
     assert times.keys() == {"mean", "median", "max", "min", "std"}
@@ -343,14 +343,14 @@ def test_the_largest_values_are_printed(tvmflow: Command, bundle: Path, models: 
     first, second = np.argsort(-expected)[:2]
     options = ("run", bundle, "--fill-mode", "ones", "--print-top", "2")
     line = f"sum, largest of the last axis: [{first}] {expected[first]:.6g}, [{second}] {expected[second]:.6g}"
-    assert line in tvmflow(*options).out.splitlines()
-    top = json.loads(tvmflow(*options, "--json").out)["top"]["sum"]
+    assert line in tvmflow(*options).stdout.splitlines()
+    top = json.loads(tvmflow(*options, "--json").stdout)["top"]["sum"]
     assert [item["index"] for item in top] == [first, second]
     assert top[0]["value"] == pytest.approx(expected[first], rel=1e-5)
 
 
 def test_the_profile_says_which_rule_made_each_function(tvmflow: Command, bundle: Path) -> None:
-    profile = json.loads(tvmflow("run", bundle, "--profile", "--repeat", "3", "--json").out)["profile"]
+    profile = json.loads(tvmflow("run", bundle, "--profile", "--repeat", "3", "--json").stdout)["profile"]
     functions = {item["name"]: item for item in profile}
     assert functions.keys() == {"fused_dense_add", "relu", "greater", "(virtual machine)"}
     assert functions["fused_dense_add"]["rule"]
@@ -358,7 +358,7 @@ def test_the_profile_says_which_rule_made_each_function(tvmflow: Command, bundle
     assert functions["relu"]["calls"] == 1
     assert sum(item["share"] for item in profile) == pytest.approx(1)
     assert [item["microseconds"] for item in profile] == sorted((f["microseconds"] for f in profile), reverse=True)
-    lines = tvmflow("run", bundle, "--profile").out.splitlines()
+    lines = tvmflow("run", bundle, "--profile").stdout.splitlines()
     assert ["function", "rule", "calls", "us", "share"] in [line.split() for line in lines]
     assert any(re.fullmatch(r"relu +fallback +1 +\d+\.\d +\d+\.\d%", line) for line in lines)
 
@@ -431,42 +431,44 @@ def test_a_bundle_is_sent_to_a_server_and_run_there(
     tvmflow: Command, bundle: Path, input_arrays: dict[str, Any], models: Path, tracker: str
 ) -> None:
     there = ("--rpc-tracker", tracker, "--rpc-key", "board", "--rpc-timeout", "60", "--json")
-    ended = tvmflow("run", bundle, "--inputs", "in.npz", "-o", "there.npz", "--repeat", "2", "--number", "3", *there)
-    assert ended.code == 0, ended.err
-    assert json.loads(ended.out)["runs"] == 6
+    result = tvmflow("run", bundle, "--inputs", "in.npz", "-o", "there.npz", "--repeat", "2", "--number", "3", *there)
+    assert result.code == 0, result.stderr
+    assert json.loads(result.stdout)["runs"] == 6
     assert tvmflow("run", bundle, "--inputs", "in.npz", "-o", "here.npz").code == 0
     here, remote = npz.read(Path("here.npz")), npz.read(Path("there.npz"))
     assert here.keys() == remote.keys()
     for name, array in here.items():
         np.testing.assert_array_equal(array, remote[name])
-    ended = tvmflow("run", bundle, "--fill-mode", "ones", "-o", "ones.npz", "--end-to-end", *there)
-    assert ended.code == 0, ended.err
+    result = tvmflow("run", bundle, "--fill-mode", "ones", "-o", "ones.npz", "--end-to-end", *there)
+    assert result.code == 0, result.stderr
     np.testing.assert_allclose(_sum("ones.npz"), _weights(models).sum(0, keepdims=True) + 1, rtol=1e-5)
 
 
-def test_an_input_that_does_not_fit_is_told_before_anything_runs_on_the_server(
+def test_an_input_that_does_not_fit_is_reported_before_anything_runs_on_the_server(
     tvmflow: Command, bundle: Path, tracker: str
 ) -> None:
     npz.write(Path("bad.npz"), {"x": np.zeros((3, 9), np.float32), "y": np.zeros((3, 4), np.float32)})
     there = ("--rpc-tracker", tracker, "--rpc-key", "board", "--rpc-timeout", "60")
-    ended = tvmflow("run", bundle, "--inputs", "bad.npz", *there)
-    assert ended.code == 1
-    assert [name for name in ("'x'", "[3, 9]", "[batch, 8]") if name not in ended.sentence] == []
+    result = tvmflow("run", bundle, "--inputs", "bad.npz", *there)
+    assert result.code == 1
+    assert [name for name in ("'x'", "[3, 9]", "[batch, 8]") if name not in result.sentence] == []
 
 
-def test_a_key_that_no_server_has_is_told_with_those_there_are(tvmflow: Command, bundle: Path, tracker: str) -> None:
-    ended = tvmflow("run", bundle, "--rpc-tracker", tracker, "--rpc-key", "bord")
-    assert ended.code == 1
-    assert [name for name in ("'bord'", "board") if name not in ended.sentence] == []
+def test_a_key_that_no_server_has_is_reported_with_the_existing_ones(
+    tvmflow: Command, bundle: Path, tracker: str
+) -> None:
+    result = tvmflow("run", bundle, "--rpc-tracker", tracker, "--rpc-key", "bord")
+    assert result.code == 1
+    assert [name for name in ("'bord'", "board") if name not in result.sentence] == []
 
 
 def test_a_tracker_that_is_not_there_is_one_sentence(tvmflow: Command, bundle: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # and nobody listens
         port = probe.getsockname()[1]
-        ended = tvmflow("run", bundle, "--rpc-tracker", f"127.0.0.1:{port}", "--rpc-key", "board")
-    assert ended.code == 1
-    assert f"127.0.0.1:{port}" in ended.sentence
+        result = tvmflow("run", bundle, "--rpc-tracker", f"127.0.0.1:{port}", "--rpc-key", "board")
+    assert result.code == 1
+    assert f"127.0.0.1:{port}" in result.sentence
 
 
 def test_a_silent_or_busy_server_is_given_up_after_the_time_allowed(

@@ -28,9 +28,9 @@ def release_file(tmp_path: Path) -> Path:
 def test_a_tuning_without_one_budget_or_place_is_refused(
     tvmflow: Command, release_file: Path, options: tuple[str, ...], setting: str
 ) -> None:
-    ended = tvmflow("tune", release_file, *options)
-    assert ended.code == 2
-    assert setting in ended.err
+    result = tvmflow("tune", release_file, *options)
+    assert result.code == 2
+    assert setting in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,6 @@ def test_a_tuning_without_one_budget_or_place_is_refused(
     ],
 )
 def test_devices_that_nobody_could_reach_are_refused(tvmflow: Command, options: tuple[str, ...], setting: str) -> None:
-    ended = tvmflow("devices", "up", *options)
-    assert ended.code == 2
-    assert setting in ended.err
+    result = tvmflow("devices", "up", *options)
+    assert result.code == 2
+    assert setting in result.stderr

@@ -22,34 +22,34 @@ def key(tvmflow: Command) -> Path:
 
 @pytest.fixture
 def signed(tvmflow: Command, bundle: Path, key: Path) -> Path:
-    ended = tvmflow("sign", bundle, "--key", key, "-o", "signed.tar.gz")
-    assert ended.code == 0
-    assert sha256_file(Path("signed.tar.gz")) in ended.out
+    result = tvmflow("sign", bundle, "--key", key, "-o", "signed.tar.gz")
+    assert result.code == 0
+    assert sha256_file(Path("signed.tar.gz")) in result.stdout
     return Path("signed.tar.gz")
 
 
 def test_a_whole_bundle_is_said_to_be_so(tvmflow: Command, bundle: Path) -> None:
-    ended = tvmflow("verify", bundle)
-    assert (ended.code, ended.err) == (0, "")
-    assert ended.out.startswith(f"{bundle}: small for native, whole, golden sample within ")
+    result = tvmflow("verify", bundle)
+    assert (result.code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{bundle}: small for native, whole, golden sample within ")
 
 
 def test_json_has_the_manifest_and_the_error(tvmflow: Command, bundle: Path) -> None:
-    document = json.loads(tvmflow("verify", bundle, "--json").out)
+    document = json.loads(tvmflow("verify", bundle, "--json").stdout)
     assert document["max_abs_error"] < 1e-5
     assert document["manifest"] == json.loads(read_manifest(bundle).to_json())
     assert (document["signed_by"], document["trusted"], document["rebuilt"]) == (None, False, None)
 
 
 def test_keygen_says_what_is_whose_and_overwrites_nothing(tvmflow: Command, key: Path) -> None:
-    ended = tvmflow("keygen", key)
-    assert (ended.code, "a key is never overwritten" in ended.sentence) == (2, True)
+    result = tvmflow("keygen", key)
+    assert (result.code, "a key is never overwritten" in result.sentence) == (2, True)
 
 
 def test_a_signed_bundle_passes_with_its_key_only(tvmflow: Command, signed: Path, bundle: Path, key: Path) -> None:
-    assert "(not checked: no key is trusted here)" in tvmflow("verify", signed).out
-    ended = tvmflow("verify", signed, "--key", "key.pub")
-    assert ended.out.rstrip().endswith(f", signed with {public_key(key)[:16]}")
+    assert "(not checked: no key is trusted here)" in tvmflow("verify", signed).stdout
+    result = tvmflow("verify", signed, "--key", "key.pub")
+    assert result.stdout.rstrip().endswith(f", signed with {public_key(key)[:16]}")
     assert tvmflow("keygen", "other").code == 0
     assert "which is not trusted here" in tvmflow("verify", signed, "--key", "other.pub").sentence
     assert "is not signed" in tvmflow("verify", bundle, "--key", "key.pub").sentence
@@ -65,9 +65,9 @@ def test_where_keys_are_trusted_nothing_else_runs(
 
 
 def test_sign_without_a_key_says_where_one_is_named(tvmflow: Command, bundle: Path) -> None:
-    ended = tvmflow("sign", bundle)
-    assert ended.code == 2
-    assert "give --key or set TVMFLOW_SIGNING_KEY" in ended.err
+    result = tvmflow("sign", bundle)
+    assert result.code == 2
+    assert "give --key or set TVMFLOW_SIGNING_KEY" in result.stderr
 
 
 def test_compile_signs_with_the_key_of_the_settings_and_gives_the_same_bytes(
@@ -91,17 +91,17 @@ def test_a_bundle_is_built_again_from_its_onnx_file_in_another_state_folder(
     assert json.loads(process.stdout)["rebuilt"] == parts
 
 
-def test_another_model_is_told_by_what_differs_first(tvmflow: Command, bundle: Path, models: Path) -> None:
+def test_another_model_is_reported_with_the_first_difference(tvmflow: Command, bundle: Path, models: Path) -> None:
     model = onnx.load(models / "small.onnx")
     weights = onnx.numpy_helper.to_array(model.graph.initializer[0]) * 2
     model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weights, "weights"))
     onnx.save(model, "other.onnx")
-    ended = tvmflow("verify", bundle, "--rebuild", "other.onnx")
-    assert ended.code == 3
-    assert "is not what its provenance gives: the first that differs is ONNX file" in ended.sentence
+    result = tvmflow("verify", bundle, "--rebuild", "other.onnx")
+    assert result.code == 3
+    assert "is not what its provenance gives: the first that differs is ONNX file" in result.sentence
 
 
-def test_a_library_that_was_not_built_from_its_provenance_is_told(
+def test_a_library_that_was_not_built_from_its_provenance_is_reported(
     tvmflow: Command, bundle: Path, models: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "files").mkdir()
@@ -110,22 +110,20 @@ def test_a_library_that_was_not_built_from_its_provenance_is_told(
         library.write(b"\0")
     pack(tmp_path / "odd.tar.gz", manifest, {path.name: path for path in (tmp_path / "files").iterdir()})
     assert tvmflow("verify", "odd.tar.gz").code == 0
-    ended = tvmflow("verify", "odd.tar.gz", "--rebuild", models / "small.onnx")
-    assert ended.code == 3
-    assert "the first that differs is mod.so" in ended.sentence
+    result = tvmflow("verify", "odd.tar.gz", "--rebuild", models / "small.onnx")
+    assert result.code == 3
+    assert "the first that differs is mod.so" in result.sentence
 
 
-def test_a_release_file_that_says_otherwise_is_told_by_its_section(
-    tvmflow: Command, bundle: Path, models: Path
-) -> None:
+def test_a_release_file_that_differs_is_reported_with_its_section(tvmflow: Command, bundle: Path, models: Path) -> None:
     Path("release.yaml").write_text(f"name: small\nmodel: {{onnx: {models / 'small.onnx'}}}\nbuild: {{opt_level: 2}}\n")
-    ended = tvmflow("verify", bundle, "--rebuild", "release.yaml")
-    assert ended.code == 3
-    assert "was not built from 'release.yaml' as it is now: build differs" in ended.sentence
+    result = tvmflow("verify", bundle, "--rebuild", "release.yaml")
+    assert result.code == 3
+    assert "was not built from 'release.yaml' as it is now: build differs" in result.sentence
 
 
 def test_a_bundle_of_an_older_tvmflow_cannot_be_built_again(tvmflow: Command, models: Path) -> None:
     old = Path(__file__).parents[1] / "bundle" / "files" / "format-1.tar.gz"
-    ended = tvmflow("verify", old, "--rebuild", models / "small.onnx")
-    assert ended.code == 1
-    assert "does not say with which options it was built" in ended.sentence
+    result = tvmflow("verify", old, "--rebuild", models / "small.onnx")
+    assert result.code == 1
+    assert "does not say with which options it was built" in result.sentence

@@ -67,9 +67,9 @@ def test_the_import_goes_on_after_a_refused_node(make_model: Any) -> None:
 def test_equal_refusals_of_many_nodes_are_named_once(make_model: Any) -> None:
     nodes = [helper.make_node("Foo", ["x"], [f"y{i}"], name=f"foo{i}", domain="org.example") for i in range(9)]
     path = make_model(nodes, [("x", [1])], [(f"y{i}", [1]) for i in range(9)])
-    with pytest.raises(UnsupportedOperatorError, match="node 'foo0' and 8 more") as refused:
+    with pytest.raises(UnsupportedOperatorError, match="node 'foo0' and 8 more") as refusal:
         import_onnx(path)
-    assert "foo1" not in str(refused.value)
+    assert "foo1" not in str(refusal.value)
 
 
 def test_an_unknown_input_name_is_answered_with_the_known_ones(make_model: Any) -> None:
@@ -117,9 +117,9 @@ def test_a_free_dimension_without_a_name_is_called_after_its_input_and_axis(make
 
 def test_messages_call_the_model_by_its_label(make_model: Any) -> None:
     path = make_model([helper.make_node("RandomUniformLike", ["x"], ["y"])], [("x", [3])], ["y"])
-    with pytest.raises(UnsupportedOperatorError, match=r"^the/users\.onnx: ") as refused:
+    with pytest.raises(UnsupportedOperatorError, match=r"^the/users\.onnx: ") as refusal:
         import_onnx(path, label="the/users.onnx")
-    assert str(path) not in str(refused.value)
+    assert str(path) not in str(refusal.value)
 
 
 def test_a_refusal_of_a_model_with_free_dimensions_names_them(make_model: Any) -> None:

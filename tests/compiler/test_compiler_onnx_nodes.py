@@ -67,11 +67,11 @@ def test_no_reason_is_given_for_a_node_test_that_passes(nodes: ModuleType, resul
 
 
 def test_every_pattern_of_a_reason_matches_a_refused_node_test(nodes: ModuleType, results: list[Any]) -> None:
-    refused = [result.name for result in results if result.outcome == "refused"]
+    refusal = [result.name for result in results if result.outcome == "refused"]
     unused = [
         pattern
         for patterns in nodes.explanations().values()
         for pattern in patterns
-        if not any(nodes.fnmatchcase(name, pattern) for name in refused)
+        if not any(nodes.fnmatchcase(name, pattern) for name in refusal)
     ]
     assert unused == []

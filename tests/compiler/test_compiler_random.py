@@ -576,15 +576,15 @@ def _describe(model: Model) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_models_equal_onnx_runtime(kind: str, tmp_path: Path) -> None:
     count = scale.count(normal=KINDS[kind].count, long=1000, quick=2)
-    refused = 0
+    refusal = 0
     for seed in range(count):
         try:
             message = difference(kind, seed, tmp_path)
         except Refused:
-            refused += 1
+            refusal += 1
             continue
         assert not message, message
-    assert refused * _MOST_REFUSED <= count, f"ONNX Runtime refuses {refused} of {count} models"
+    assert refusal * _MOST_REFUSED <= count, f"ONNX Runtime refuses {refusal} of {count} models"
 
 
 def main() -> int:

@@ -475,7 +475,7 @@ def test_channels_that_are_no_section_are_damage(sections: Any) -> None:
 
 
 def test_an_unlike_channel_gets_no_hint() -> None:
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as refusal:
         promotion.read_policy({"name": "m", "version": "1", "channels": {"staging": {}}}, "zzz")
-    assert "did you mean" not in str(refused.value)
+    assert "did you mean" not in str(refusal.value)
     assert promotion.read_policy({"name": "m", "version": "1", "channels": {}}, "any").after is None

@@ -302,7 +302,7 @@ except StepError as error:
     assert not list((workspace.folder / "steps").rglob("*.json"))
 
 
-def test_a_state_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_state_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StepError, match=r"cannot be written \(Not a directory\); set TVMFLOW_HOME to another"):
         Workspace(tmp_path / "file" / "state")

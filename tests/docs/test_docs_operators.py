@@ -58,10 +58,10 @@ def test_the_importer_refuses_what_the_list_refuses_and_nothing_else_for_its_ope
         path = tmp_path / "model.onnx"
         path.write_bytes(example.model.SerializeToString())
         try:
-            refused = {item.operator for item in survey_onnx(path).refusals if "cannot be imported by" in item.reason}
+            refusal = {item.operator for item in survey_onnx(path).refusals if "cannot be imported by" in item.reason}
         except ModelImportError:
             continue
-        if (name in refused) != (operators[name].way == "refused"):
+        if (name in refusal) != (operators[name].way == "refused"):
             differences.append(name)
     assert differences == []
     assert len(examples) > 150

@@ -20,7 +20,7 @@ import yaml
 
 from support.command_server import CommandServer
 from support.databases import Databases
-from support.processes import TVMFLOW, clean_environment, is_foreign
+from support.processes import TVMFLOW, CommandResult, clean_environment, is_foreign
 from tvmflow.services import open_registry, open_store
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
@@ -30,36 +30,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_SECONDS = 400.0
 
 Document = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended and what it said."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def document(self) -> Document:
-        """The one JSON document that it printed."""
-        found: Document = json.loads(self.stdout)
-        return found
-
-    @property
-    def steps(self) -> dict[str, str]:
-        """Whether each step of the first target ran or was cached."""
-        return {name: step["status"] for name, step in self.document["targets"][0]["steps"].items()}
-
-    @property
-    def sentence(self) -> str:
-        """The one sentence of a failed command; nothing else but the lines of steps may be beside it."""
-        assert "Traceback" not in self.stderr, self.stderr
-        lines = [line for line in self.stderr.splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith("tvmflow: ")]
-        assert len(said) == 1, self.stderr
-        assert all(line.startswith(("✓ ", "= ", "✗ ", "tvmflow: ")) for line in lines), self.stderr
-        return said[0].removeprefix("tvmflow: ")
 
 
 @dataclass(frozen=True)
@@ -88,7 +58,7 @@ class Machine:
             start_new_session=True,
         )
 
-    def finish(self, process: "subprocess.Popen[str]") -> Ended:
+    def finish(self, process: "subprocess.Popen[str]") -> CommandResult:
         """Wait for a command's end; it and its children are killed when it takes too long."""
         try:
             stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
@@ -96,18 +66,18 @@ class Machine:
             for child in (*psutil.Process(process.pid).children(recursive=True), process):
                 child.kill()
             raise
-        return Ended(process.returncode, stdout, stderr)
+        return CommandResult(process.returncode, stdout, stderr)
 
-    def run(self, *arguments: str | Path) -> Ended:
+    def run(self, *arguments: str | Path) -> CommandResult:
         """Run `tvmflow` with these arguments to its end."""
         if self.commands is not None:
             words = list(map(str, arguments))
             done = self.commands.run(words, self.environment, self.home.parent, LIMIT_SECONDS)
-            return Ended(done.returncode, done.stdout, done.stderr)
+            return CommandResult(done.returncode, done.stdout, done.stderr)
         with self.start(*arguments) as process:
             return self.finish(process)
 
-    def release(self, file: Path, *arguments: str) -> Ended:
+    def release(self, file: Path, *arguments: str) -> CommandResult:
         """Run `tvmflow release FILE --json` to its end."""
         return self.run("release", file, "--json", *arguments)
 
@@ -170,7 +140,7 @@ class Digits:
 
     machine: Machine
     folder: Path
-    first: Ended
+    first: CommandResult
 
     @property
     def file(self) -> Path:

@@ -40,13 +40,13 @@ def _a_small_model(tmp_path: Path, make: Any) -> None:
 
 def _refused(machine: Any, file: Path, code: int = 1) -> str:
     """The one sentence of a release that must fail without publishing anything."""
-    ended = machine.release(file)
-    assert ended.code == code, (ended.stdout, ended.stderr)
-    assert ended.document["error"]["message"] == ended.sentence
+    result = machine.release(file)
+    assert result.code == code, (result.stdout, result.stderr)
+    assert result.document["error"]["message"] == result.sentence
     assert machine.nothing_is_published()
     if machine.home.is_dir():
         assert machine.versions("tiny") == []
-    return str(ended.sentence)
+    return str(result.sentence)
 
 
 # -- The release file --------------------------------------------------------------------------------------------------
@@ -84,9 +84,9 @@ def test_an_unknown_setting(fresh_machine: Any, tmp_path: Path, make: Any) -> No
     settings = tmp_path / "machine.toml"
     settings.write_text("s3_endpiont = 'http://127.0.0.1:1'\n")
     wrong = replace(fresh_machine, settings={**fresh_machine.settings, "TVMFLOW_SETTINGS": str(settings)})
-    ended = wrong.release(make.file(tmp_path))
-    assert ended.code == 2
-    assert "'s3_endpiont'" in ended.sentence
+    result = wrong.release(make.file(tmp_path))
+    assert result.code == 2
+    assert "'s3_endpiont'" in result.sentence
 
 
 # -- The model ---------------------------------------------------------------------------------------------------------
@@ -181,19 +181,19 @@ def test_an_s3_endpoint_that_is_down(machine: Any, tmp_path: Path, make: Any) ->
 
 def test_an_s3_endpoint_that_refuses_the_credentials(machine: Any, tmp_path: Path, make: Any, s3: Any) -> None:
     wrong = _with_s3(machine, s3.config.endpoint, s3.config.access_key)
-    ended = wrong.release(make.file(tmp_path))
-    assert ended.code == 1
-    assert "credentials" in ended.sentence
-    assert "not-the-secret" not in ended.stdout + ended.stderr
+    result = wrong.release(make.file(tmp_path))
+    assert result.code == 1
+    assert "credentials" in result.sentence
+    assert "not-the-secret" not in result.stdout + result.stderr
     assert s3.list_names() == []
 
 
 def test_an_mlflow_server_that_is_down(machine: Any, tmp_path: Path, make: Any) -> None:
     address = f"http://127.0.0.1:{free_port()}"
     without = replace(machine, settings={**machine.settings, "TVMFLOW_MLFLOW_TRACKING_URI": address})
-    ended = without.release(make.file(tmp_path))
-    assert ended.code == 1
-    assert f"MLflow at {address}" in ended.sentence
+    result = without.release(make.file(tmp_path))
+    assert result.code == 1
+    assert f"MLflow at {address}" in result.sentence
     assert machine.nothing_is_published()
 
 
@@ -237,9 +237,9 @@ def test_a_file_size_limit(machine: Any, tmp_path: Path, make: Any, fresh_machin
         process = fresh_machine.start("release", make.file(tmp_path), "--json")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    ended = fresh_machine.finish(process)
-    assert ended.code == 1
-    assert os.strerror(errno.EFBIG) in ended.sentence
+    result = fresh_machine.finish(process)
+    assert result.code == 1
+    assert os.strerror(errno.EFBIG) in result.sentence
     assert fresh_machine.nothing_is_published()
 
 

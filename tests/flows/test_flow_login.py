@@ -39,10 +39,10 @@ def _machine(fresh_machine: Any, api: str, login: str | None) -> Any:
 def test_commands_log_in_with_the_login_of_their_environment(fresh_machine: Any, guarded: str, file: Path) -> None:
     assert requests.post(f"{guarded}/deployments/filter", json={}, timeout=30).status_code == 401
     machine = _machine(fresh_machine, guarded, f"{USER}:{PASSWORD}")
-    ended = machine.release(file)
+    result = machine.release(file)
     # What failed is the release, not its run on the server.
-    assert (ended.code, ended.document["error"]["type"]) == (1, "ExportError")
-    assert PASSWORD not in ended.stdout + ended.stderr
+    assert (result.code, result.document["error"]["type"]) == (1, "ExportError")
+    assert PASSWORD not in result.stdout + result.stderr
     response = requests.post(f"{guarded}/flow_runs/filter", json={}, auth=(USER, PASSWORD), timeout=30)
     assert [run["state_type"] for run in response.json()] == ["FAILED"]
 
@@ -60,8 +60,8 @@ def test_a_login_that_is_refused_is_one_sentence(
     fresh_machine: Any, guarded: str, file: Path, command: str, login: str | None
 ) -> None:
     machine = _machine(fresh_machine, guarded, login)
-    ended = machine.run(command, "tiny" if command == "notify" else file, "--json")
-    assert (ended.code, ended.document["error"]["type"]) == (1, "PrefectError")
-    assert _ENTRY in ended.sentence
-    assert "another word" not in ended.stdout + ended.stderr
+    result = machine.run(command, "tiny" if command == "notify" else file, "--json")
+    assert (result.code, result.document["error"]["type"]) == (1, "PrefectError")
+    assert _ENTRY in result.sentence
+    assert "another word" not in result.stdout + result.stderr
     assert machine.nothing_is_published()

@@ -130,9 +130,9 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, machine: Any, make: Any) -
         make.onnx(folder, nodes, weights, ("batch", 256))
         task = {"dataset": "data:held_out", "metric": "data:score"}
         file = make.file(folder, channels=CHANNELS, validate={"samples": 1, "top1_agreement": None, "task": task})
-        ended = replace(machine, settings={**machine.settings, **settings}).release(file)
-        assert ended.code == 0, ended.stderr
-        answers.append(ended.document)
+        result = replace(machine, settings={**machine.settings, **settings}).release(file)
+        assert result.code == 0, result.stderr
+        answers.append(result.document)
     with (key.with_name("log")).open("w") as log:
         session = subprocess.Popen(
             [sys.executable, "-c", SESSION],
@@ -274,15 +274,15 @@ def test_a_channel_for_signed_releases_takes_those_of_a_trusted_key(shipped: Shi
 
 def test_a_channel_that_needs_a_person_takes_approve_and_names_it(shipped: Shipped) -> None:
     command = ("promote", "tiny", "1", "--channel", "manual", "--json")
-    ended = shipped.machine.run(*command)
-    assert ended.code == 3
-    assert "--approve" in ended.sentence
+    result = shipped.machine.run(*command)
+    assert result.code == 3
+    assert "--approve" in result.sentence
     assert shipped.held("manual") == (None, None)
     assert shipped.verdicts("manual") == []
     assert "`tvmflow promote tiny 1 --channel manual --approve`" in shipped.refused("1", "manual")
-    ended = shipped.machine.run(*command, "--approve", "--why", "looks good")
-    assert ended.code == 0, ended.stderr
-    assert ended.document["moved"]
+    result = shipped.machine.run(*command, "--approve", "--why", "looks good")
+    assert result.code == 0, result.stderr
+    assert result.document["moved"]
     assert shipped.held("manual") == ("1", "1")
     ((_, verdict),) = shipped.verdicts("manual")
     assert verdict["approval"] == {"approve": True, "who": PERSON, "why": "looks good"}
@@ -291,8 +291,8 @@ def test_a_channel_that_needs_a_person_takes_approve_and_names_it(shipped: Shipp
 def test_a_rollback_is_one_command_and_history_tells_it(shipped: Shipped) -> None:
     for version in ("1", "2"):
         shipped.promoted(version, "back")
-    ended = shipped.machine.run("rollback", "tiny", "--channel", "back", "--why", "it is slow", "--json")
-    assert (ended.code, ended.document["version"], ended.document["from_version"]) == (0, "1", "2")
+    result = shipped.machine.run("rollback", "tiny", "--channel", "back", "--why", "it is slow", "--json")
+    assert (result.code, result.document["version"], result.document["from_version"]) == (0, "1", "2")
     assert shipped.held("back") == ("1", "1")
     shown = shipped.machine.run("history", "tiny", "--channel", "back").stdout.splitlines()
     moves = [line.split() for line in shown if line.strip().startswith("20")]
@@ -312,6 +312,6 @@ def test_a_rollback_is_one_command_and_history_tells_it(shipped: Shipped) -> Non
     ],
 )
 def test_what_does_not_exist_is_named(shipped: Shipped, command: tuple[str, ...], code: int, names: list[str]) -> None:
-    ended = shipped.machine.run(*command)
-    assert ended.code == code
-    assert [name for name in names if name not in ended.sentence] == []
+    result = shipped.machine.run(*command)
+    assert result.code == code
+    assert [name for name in names if name not in result.sentence] == []

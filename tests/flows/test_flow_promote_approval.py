@@ -33,8 +33,8 @@ def released(tmp_path_factory: pytest.TempPathFactory, machine: Any, make: Any) 
     folder = tmp_path_factory.mktemp("model")
     make.onnx(folder)
     channels = {"yes": {"approval": "required"}, "no": {"approval": "required"}}
-    ended = machine.release(make.file(folder, channels=channels))
-    assert ended.code == 0, ended.stderr
+    result = machine.release(make.file(folder, channels=channels))
+    assert result.code == 0, result.stderr
     return machine
 
 
@@ -74,21 +74,21 @@ def _is_in(machine: Any, flow_run: str, *states: str) -> Callable[[], bool]:
 def _ask(machine: Any, runner: Any, make: Any, channel: str) -> dict[str, Any]:
     """Ask for a promotion, and wait until it waits for an answer."""
     machine.mlflow.set_registered_model_alias("tiny", channel, "1")
-    ended = machine.run("promote", "tiny", "1", "--channel", channel, "--why", "please", "--json")
-    assert ended.code == 0, ended.stderr
-    assert (ended.document["status"], ended.document["moved"]) == ("waiting", False)
-    waits = _is_in(machine, ended.document["flow_run_id"], "PAUSED")
+    result = machine.run("promote", "tiny", "1", "--channel", channel, "--why", "please", "--json")
+    assert result.code == 0, result.stderr
+    assert (result.document["status"], result.document["moved"]) == ("waiting", False)
+    waits = _is_in(machine, result.document["flow_run_id"], "PAUSED")
     wait_until(waits, message="it waits", process=runner)
     found = _waiting(machine, channel)
     assert found is not None
-    assert found["run"] == ended.document["flow_run_id"]
+    assert found["run"] == result.document["flow_run_id"]
     return found
 
 
 def _waiting(machine: Any, channel: str) -> dict[str, Any] | None:
-    listed = machine.run("approve", "--json")
-    assert listed.code == 0, listed.stderr
-    return next((item for item in listed.document if item["channel"] == channel), None)
+    listing = machine.run("approve", "--json")
+    assert listing.code == 0, listing.stderr
+    return next((item for item in listing.document if item["channel"] == channel), None)
 
 
 def _held(machine: Any, channel: str) -> tuple[str | None, str | None]:

@@ -38,9 +38,9 @@ class House:
 
     def reconcile(self) -> Findings:
         """What it finds: alias, version and what was done."""
-        ended = self.machine.run("reconcile", "--json")
-        assert ended.code == 0, ended.stderr
-        return [(item["alias"], item["version"], item["done"]) for item in ended.document["findings"]]
+        result = self.machine.run("reconcile", "--json")
+        assert result.code == 0, result.stderr
+        return [(item["alias"], item["version"], item["done"]) for item in result.document["findings"]]
 
     def channel(self, name: str = "staging") -> str | None:
         """The version that a channel of its releases holds."""
@@ -71,10 +71,10 @@ def house(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     return House(known, file)
 
 
-def test_an_installation_without_release_files_is_told_so(machine: Any) -> None:
-    ended = machine.run("reconcile")
-    assert ended.code == 2
-    assert "TVMFLOW_MODELS" in ended.sentence
+def test_an_installation_without_release_files_is_reported(machine: Any) -> None:
+    result = machine.run("reconcile")
+    assert result.code == 2
+    assert "TVMFLOW_MODELS" in result.sentence
 
 
 @pytest.fixture(scope="module")

@@ -161,8 +161,8 @@ def test_releasing_again_finds_every_step_done(digits: Any) -> None:
     assert again.code == 0, again.stderr
     assert again.steps == dict.fromkeys(STEPS, "cached")
     timeless = [
-        {key: value for key, value in ended.document.items() if key not in ("targets", "promotions")}
-        for ended in (digits.first, again)
+        {key: value for key, value in result.document.items() if key not in ("targets", "promotions")}
+        for result in (digits.first, again)
     ]
     assert timeless[0] == timeless[1]
     assert [(item["channel"], item["status"]) for item in again.document["promotions"]] == [
@@ -185,24 +185,24 @@ def test_an_input_of_the_wrong_shape_or_dtype_is_refused_at_run(digits: Any, tar
     bundle = digits.machine.home.parent / target["bundle_path"]
     for name, array in (("shape", np.zeros((1, 1, 9, 9), np.float32)), ("dtype", np.zeros((1, 1, 8, 8), np.int64))):
         np.savez(digits.folder / f"{name}.npz", image=array)
-        ended = digits.machine.run("run", bundle, "--inputs", digits.folder / f"{name}.npz")
-        assert ended.code == 1
-        assert "input 'image'" in ended.sentence
+        result = digits.machine.run("run", bundle, "--inputs", digits.folder / f"{name}.npz")
+        assert result.code == 1
+        assert "input 'image'" in result.sentence
 
 
 def test_the_list_shows_the_release(digits: Any) -> None:
-    ended = digits.machine.run("list", "digits", "--json")
-    assert ended.code == 0, ended.stderr
-    first, *_ = json.loads(ended.stdout)
+    result = digits.machine.run("list", "digits", "--json")
+    assert result.code == 0, result.stderr
+    first, *_ = json.loads(result.stdout)
     assert (first["name"], first["version"]) == ("digits", "1")
     assert "digits" in digits.machine.run("list").stdout
 
 
 def test_the_list_refuses_a_name_that_was_never_released(digits: Any) -> None:
-    ended = digits.machine.run("list", "digit")
-    assert ended.code == 1
-    assert "'digit'" in ended.sentence
-    assert "digits" in ended.sentence
+    result = digits.machine.run("list", "digit")
+    assert result.code == 1
+    assert "'digit'" in result.sentence
+    assert "digits" in result.sentence
 
 
 def test_a_changed_training_source_makes_a_new_version(digits: Any) -> None:

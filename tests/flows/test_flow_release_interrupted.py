@@ -88,11 +88,11 @@ def test_an_interrupted_release_leaves_nothing_behind_and_goes_on(
     started = psutil.Process(process.pid).children(recursive=True)
     assert started
     os.kill(process.pid, number)
-    ended = embedded.finish(process)
-    assert ended.code == code, ended.stderr
+    result = embedded.finish(process)
+    assert result.code == code, result.stderr
     if number != signal.SIGKILL:
-        assert "interrupted" in ended.sentence
-        assert ended.document["error"]["type"] == "Interrupted"
+        assert "interrupted" in result.sentence
+        assert result.document["error"]["type"] == "Interrupted"
     _, alive = psutil.wait_procs(started, timeout=30)
     assert not [child.cmdline() for child in alive]
     assert embedded.releases(case) == []
@@ -116,8 +116,8 @@ def test_an_interrupt_ends_targets_that_are_made_side_by_side(served: Any, folde
     wait_until((folder / "target.reached").exists, message="a bundle is scored", process=process)
     started = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGINT)
-    ended = served.finish(process)
-    assert ended.code == 130, ended.stderr
-    assert "interrupted" in ended.sentence
+    result = served.finish(process)
+    assert result.code == 130, result.stderr
+    assert "interrupted" in result.sentence
     _, alive = psutil.wait_procs(started, timeout=30)
     assert not [child.cmdline() for child in alive]

@@ -33,10 +33,10 @@ def test_a_model_in_a_reduced_precision_is_released(machine: Any, make: Any, tmp
         validate={"top1_agreement": None},
         gates={"unverified_targets": "allow"},
     )
-    ended = machine.release(file)
-    assert ended.code == 0, ended.stderr
+    result = machine.release(file)
+    assert result.code == 0, result.stderr
 
-    (target,) = ended.document["targets"]
+    (target,) = result.document["targets"]
     (released,) = machine.releases(f"in-{precision}")[0]["targets"]
     manifest = read_manifest(machine.home.parent / target["bundle_path"])
     assert feature in manifest.cpu_features

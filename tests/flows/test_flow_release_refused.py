@@ -22,18 +22,18 @@ def _refuse(digits: Any, file: Path) -> tuple[str, dict[str, Any], Any]:
     client = digits.machine.mlflow
     before = _published(digits)
     known = {run.info.run_id for run in _runs(client)}
-    ended = digits.machine.release(file)
-    assert ended.code == 3, ended.stderr
-    assert ended.document["error"]["type"] == "VerdictError"
+    result = digits.machine.release(file)
+    assert result.code == 3, result.stderr
+    assert result.document["error"]["type"] == "VerdictError"
     assert _published(digits) == before
     (run,) = [
         run for run in _runs(client) if run.info.run_id not in known and "mlflow.parentRunId" not in run.data.tags
     ]
     assert run.data.tags["tvmflow.verdict"] == "refused"
-    assert run.info.run_id in ended.sentence
+    assert run.info.run_id in result.sentence
     verdict = json.loads(Path(client.download_artifacts(run.info.run_id, "verdict.json")).read_text())["native"]
     assert not verdict["passed"]
-    return ended.sentence, verdict, run
+    return result.sentence, verdict, run
 
 
 def _runs(client: Any) -> list[Any]:
@@ -75,14 +75,14 @@ def test_a_lower_score_of_the_bundle_refuses_the_release(digits: Any) -> None:
 def test_a_lower_score_within_the_allowed_drop_is_released(digits: Any) -> None:
     (digits.folder / "sinking.py").write_text(_METRIC)
     bounds = {"samples": 8, "task": {"dataset": "data:held_out", "metric": "sinking:falling", "drop": 0.25}}
-    ended = digits.machine.release(digits.derived("sinking", validate=bounds))
-    assert ended.code == 0, ended.stderr
-    assert ended.document["targets"][0]["metric"] == {"original": 1.0, "bundle": 0.75}
+    result = digits.machine.release(digits.derived("sinking", validate=bounds))
+    assert result.code == 0, result.stderr
+    assert result.document["targets"][0]["metric"] == {"original": 1.0, "bundle": 0.75}
 
 
 def test_a_refused_release_passes_once_its_bounds_are_met(digits: Any) -> None:
-    refused = digits.machine.release(digits.derived("large", gates={"max_bundle_mb": 0.002}))
-    assert refused.code == 3
+    refusal = digits.machine.release(digits.derived("large", gates={"max_bundle_mb": 0.002}))
+    assert refusal.code == 3
     passed = digits.machine.release(digits.derived("large", gates={"max_bundle_mb": 100}))
     assert passed.code == 0, passed.stderr
     assert [name for name, status in passed.steps.items() if status == "ran"] == ["track", "publish"]

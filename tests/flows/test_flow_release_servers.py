@@ -43,10 +43,10 @@ def test_a_release_goes_to_the_servers_that_settings_name(
 ) -> None:
     make.onnx(tmp_path)
     shutil.rmtree(served.home / "mlflow")
-    ended = served.release(make.file(tmp_path))
-    assert ended.code == 0, ended.stderr
-    assert ended.document["release_uri"] == "s3://shipped/models/releases/tiny/1/release.json"
-    assert moto.verify_release("tiny", "1")["mlflow_run_id"] == ended.document["mlflow_run_id"]
+    result = served.release(make.file(tmp_path))
+    assert result.code == 0, result.stderr
+    assert result.document["release_uri"] == "s3://shipped/models/releases/tiny/1/release.json"
+    assert moto.verify_release("tiny", "1")["mlflow_run_id"] == result.document["mlflow_run_id"]
     assert served.mlflow.get_model_version("tiny", "1").tags["tvmflow.status"] == "published"
     assert not (served.home / "s3").exists()
     assert not (served.home / "mlflow").exists()
@@ -63,9 +63,9 @@ def test_the_registered_model_of_a_server_is_a_source(served: Any, tmp_path: Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", served.settings["TVMFLOW_MLFLOW_TRACKING_URI"])
         mlflow.onnx.log_model(model, name="graph", registered_model_name="graph", pip_requirements=["onnx"])
-    ended = served.release(make.file(tmp_path, name="from-server", model={"mlflow": "models:/graph/1"}))
-    assert ended.code == 0, ended.stderr
-    assert ended.steps["export"] == "ran"
+    result = served.release(make.file(tmp_path, name="from-server", model={"mlflow": "models:/graph/1"}))
+    assert result.code == 0, result.stderr
+    assert result.steps["export"] == "ran"
 
 
 def test_a_store_that_dies_half_way_leaves_no_release_and_a_second_run_completes_it(
@@ -74,10 +74,10 @@ def test_a_store_that_dies_half_way_leaves_no_release_and_a_second_run_completes
     make.onnx(tmp_path)
     file = make.file(tmp_path, name="dying")
     with dying(s3.config.endpoint or "", b"PUT /tvmflow/blobs/") as endpoint:
-        ended = _with_store(machine, replace(s3.config, endpoint=endpoint)).release(file)
-    assert ended.code == 1
-    assert endpoint in ended.sentence
-    assert "track" in ended.stderr
+        result = _with_store(machine, replace(s3.config, endpoint=endpoint)).release(file)
+    assert result.code == 1
+    assert endpoint in result.sentence
+    assert "track" in result.stderr
     assert s3.list_versions("dying") == []
     (version,) = machine.versions("dying")
     assert version.tags["tvmflow.status"] == "unpublished"

@@ -87,8 +87,8 @@ def folder(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) ->
 )
 def test_a_pytorch_model_is_released(machine: Any, folder: Path, make: Any, name: str, model: dict[str, Any]) -> None:
     file = make.file(folder, name=name, model=model, inputs=_INPUTS, dimensions=_DIMENSIONS)
-    ended = machine.release(file)
-    assert ended.code == 0, ended.stderr
+    result = machine.release(file)
+    assert result.code == 0, result.stderr
     (release,) = machine.releases(name)
     assert [item["against"] for item in release["targets"][0]["verdict"]["comparisons"]] == ["pytorch", "onnxruntime"]
     assert release["inputs"][0]["shape"] == ["batch", 4]
@@ -105,8 +105,8 @@ def test_a_pytorch_model_is_released(machine: Any, folder: Path, make: Any, name
 def test_an_onnx_model_is_released(
     machine: Any, folder: Path, make: Any, name: str, model: dict[str, Any], dimension: str
 ) -> None:
-    ended = machine.release(make.file(folder, name=name, model=model))
-    assert ended.code == 0, ended.stderr
+    result = machine.release(make.file(folder, name=name, model=model))
+    assert result.code == 0, result.stderr
     (release,) = machine.releases(name)
     assert [item["against"] for item in release["targets"][0]["verdict"]["comparisons"]] == ["onnxruntime"]
     assert release["inputs"][0]["shape"] == [dimension, 4]
@@ -134,9 +134,9 @@ def test_a_model_is_released_however_it_is_built(
     from tvmflow import runtime
 
     name = f"built-{weights}-{exec_mode}"
-    ended = machine.release(make.file(folder, name=name, build={"weights": weights, "exec_mode": exec_mode}))
-    assert ended.code == 0, ended.stderr
-    with runtime.load(machine.home.parent / ended.document["targets"][0]["bundle_path"]) as model:
+    result = machine.release(make.file(folder, name=name, build={"weights": weights, "exec_mode": exec_mode}))
+    assert result.code == 0, result.stderr
+    with runtime.load(machine.home.parent / result.document["targets"][0]["bundle_path"]) as model:
         inputs, expected = model.sample
         np.testing.assert_allclose(model(**inputs)["y"], expected["y"], rtol=1e-4, atol=1e-5)
 
@@ -151,5 +151,5 @@ def test_two_folders_with_the_same_release_file_are_two_models(machine: Any, mak
             folder, name="copied", model={"factory": "network:create"}, inputs=_INPUTS, dimensions=_DIMENSIONS
         )
         released.append(machine.release(file))
-    assert [ended.code for ended in released] == [0, 0]
+    assert [result.code for result in released] == [0, 0]
     assert released[1].steps["export"] == "ran"

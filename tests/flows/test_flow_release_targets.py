@@ -14,12 +14,12 @@ _LEVELS = ["x86-64-v2", "x86-64-v3"]
 @pytest.mark.skipif("avx2" not in host().features, reason="this CPU cannot run a bundle for x86-64-v3")
 def test_two_targets_are_one_release(machine: Any, tmp_path: Path, make: Any) -> None:
     make.onnx(tmp_path)
-    ended = machine.release(make.file(tmp_path, targets=_LEVELS))
-    assert ended.code == 0, ended.stderr
-    assert [target["target"] for target in ended.document["targets"]] == _LEVELS
+    result = machine.release(make.file(tmp_path, targets=_LEVELS))
+    assert result.code == 0, result.stderr
+    assert [target["target"] for target in result.document["targets"]] == _LEVELS
     (release,) = machine.releases("tiny")
     digests = [target["bundle"]["sha256"] for target in release["targets"]]
-    assert digests == [target["bundle_sha256"] for target in ended.document["targets"]]
+    assert digests == [target["bundle_sha256"] for target in result.document["targets"]]
     assert len(set(digests)) == 2
     assert all(target["verdict"]["passed"] and target["measurements"] for target in release["targets"])
     assert len(machine.versions("tiny")) == 1
@@ -27,9 +27,9 @@ def test_two_targets_are_one_release(machine: Any, tmp_path: Path, make: Any) ->
 
 def test_a_target_of_the_command_line_replaces_those_of_the_file(machine: Any, tmp_path: Path, make: Any) -> None:
     make.onnx(tmp_path)
-    ended = machine.release(make.file(tmp_path, name="replaced", targets=_LEVELS), "--target", "native", "--runs", "3")
-    assert ended.code == 0, ended.stderr
-    (target,) = ended.document["targets"]
+    result = machine.release(make.file(tmp_path, name="replaced", targets=_LEVELS), "--target", "native", "--runs", "3")
+    assert result.code == 0, result.stderr
+    (target,) = result.document["targets"]
     assert (target["target"], target["runs"]) == ("native", 3)
 
 
@@ -38,10 +38,10 @@ def test_a_target_that_cannot_be_verified_here_is_refused_before_any_work(
     machine: Any, tmp_path: Path, make: Any
 ) -> None:
     make.onnx(tmp_path)
-    refused = machine.release(make.file(tmp_path, name="foreign", targets=["aarch64-cortex-a72"]))
-    assert refused.code == 1
+    refusal = machine.release(make.file(tmp_path, name="foreign", targets=["aarch64-cortex-a72"]))
+    assert refusal.code == 1
     names = ("'aarch64-cortex-a72'", "gates.unverified_targets")
-    assert [name for name in names if name not in refused.sentence] == []
+    assert [name for name in names if name not in refusal.sentence] == []
 
 
 @pytest.mark.skipif(host().arch != "x86_64", reason="a target that this machine cannot run is meant")

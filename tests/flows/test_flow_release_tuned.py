@@ -97,7 +97,7 @@ def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     build = {"disabled_passes": ["ChannelsLast"]}
     _record(machine.home / "records", model, build, _rows)
     gained = machine.release(make.file(folder, name="gained", validate={"top1_agreement": None}, build=build))
-    assert [ended.code for ended in (spoilt, gained)] == [0, 0], [ended.stderr for ended in (spoilt, gained)]
+    assert [result.code for result in (spoilt, gained)] == [0, 0], [result.stderr for result in (spoilt, gained)]
     return Story(machine, file, spoilt, gained)
 
 
@@ -153,10 +153,10 @@ def test_release_verdict_and_mlflow_say_which_is_shipped(story: Story, name: str
 @pytest.mark.long
 def test_without_records_nothing_is_compared(machine: Any, make: Any, tmp_path: Path) -> None:
     make.onnx(tmp_path, [helper.make_node("Conv", ["x", "w"], ["y"])], _weights(32), (1, 64, 16, 16))
-    ended = machine.release(make.file(tmp_path, name="plain", validate={"top1_agreement": None}))
-    assert ended.code == 0, ended.stderr
-    assert _target(ended)["choice"] is None
-    assert "choose" not in ended.steps
+    result = machine.release(make.file(tmp_path, name="plain", validate={"top1_agreement": None}))
+    assert result.code == 0, result.stderr
+    assert _target(result)["choice"] is None
+    assert "choose" not in result.steps
     released = machine.releases("plain")[0]["targets"][0]
     assert (released["tuning"]["shipped"], released["tuning"]["ratio_untuned"]) == ("untuned", None)
 
@@ -177,9 +177,9 @@ def test_where_the_whole_is_slower_the_decisions_alone_are_compared(story: Story
     nodes = [helper.make_node("Conv", ["x", "w"], ["y"])]
     model = make.onnx(tmp_path, nodes, _weights(48), (1, 64, 16, 16))
     _record(machine.home / "records", model, {}, _unscheduled, "edge")
-    ended = machine.release(make.file(tmp_path, name="parted", validate={"top1_agreement": None}))
-    assert ended.code == 0, ended.stderr
-    target = _target(ended)
+    result = machine.release(make.file(tmp_path, name="parted", validate={"top1_agreement": None}))
+    assert result.code == 0, result.stderr
+    target = _target(result)
     assert "tuned" not in target["schedules"]
     choices = [json.loads(path.read_text())["result"] for path in (machine.home / "steps" / "choose").glob("*.json")]
     decisions = [choice for choice in choices if choice["part"] == "decisions"]
@@ -193,6 +193,6 @@ def test_where_the_whole_is_slower_the_decisions_alone_are_compared(story: Story
 def test_an_untuned_build_is_built_again_without_the_records(story: Story, tmp_path: Path) -> None:
     elsewhere = type(story.machine)(tmp_path / "elsewhere")
     bundle = story.machine.home.parent / _target(story.spoilt)["bundle_path"]
-    ended = elsewhere.run("verify", bundle, "--rebuild", story.file, "--json")
-    assert ended.code == 0, ended.stderr
-    assert {"mod.so", "manifest"} <= set(ended.document["rebuilt"])
+    result = elsewhere.run("verify", bundle, "--rebuild", story.file, "--json")
+    assert result.code == 0, result.stderr
+    assert {"mod.so", "manifest"} <= set(result.document["rebuilt"])

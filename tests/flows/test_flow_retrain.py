@@ -101,7 +101,7 @@ def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
         machine.run("retrain", file, "--json", "--set", "steps=1"),
         machine.run("retrain", file, "--json", "--set", "steps=200", "--why", "more steps"),
     ]
-    assert [ended.code for ended in runs] == [0, 0], [ended.stderr for ended in runs]
+    assert [result.code for result in runs] == [0, 0], [result.stderr for result in runs]
     before = _state(machine)
     worse = machine.run("retrain", file, "--json", "--set", "steps=200", "--set", "noise=1.0", "--why", "bad labels")
     return Story(machine, file, runs[0], runs[1], worse, before)
@@ -172,9 +172,9 @@ def test_a_worse_model_leaves_production_alone_and_says_why(story: Story) -> Non
 
 def test_what_was_retrained_can_be_retuned(story: Story) -> None:
     # The release file would train with other steps: the weights are those of production.
-    ended = story.machine.run("retune", story.file, "--minutes", "0.001", "--json")
-    assert ended.code == 0, ended.stderr
-    assert (ended.document["version"], ended.document["verdict"]) == ("2", "no gain")
+    result = story.machine.run("retune", story.file, "--minutes", "0.001", "--json")
+    assert result.code == 0, result.stderr
+    assert (result.document["version"], result.document["verdict"]) == ("2", "no gain")
 
 
 @pytest.mark.parametrize("missing", ["train", "validate"])
@@ -191,14 +191,14 @@ def test_a_file_that_cannot_be_retrained_is_one_sentence(machine: Any, make: Any
         inputs=[{"name": "x", "shape": [16, 6]}],
         **sections,
     )
-    ended = machine.run("retrain", file, "--json")
-    assert ended.code == 2
-    assert "retrain" in ended.sentence
-    assert "validate.task" in ended.sentence
+    result = machine.run("retrain", file, "--json")
+    assert result.code == 2
+    assert "retrain" in result.sentence
+    assert "validate.task" in result.sentence
 
 
 @pytest.mark.parametrize("given", ["epochs", "=3", "a b=1"])
 def test_an_argument_that_is_no_pair_is_refused(machine: Any, given: str) -> None:
-    ended = machine.run("retrain", "release.yaml", "--set", given)
-    assert ended.code == 2
-    assert "KEY=VALUE" in ended.stderr
+    result = machine.run("retrain", "release.yaml", "--set", given)
+    assert result.code == 2
+    assert "KEY=VALUE" in result.stderr

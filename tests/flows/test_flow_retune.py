@@ -44,7 +44,7 @@ def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     file = make.file(folder, **sections)
     # So little time that nothing is tuned: the gain is in the layout alone.
     runs = [machine.run("retune", file, "--minutes", "0.001", "--json") for _ in range(2)]
-    assert [ended.code for ended in runs] == [0, 0], [ended.stderr for ended in runs]
+    assert [result.code for result in runs] == [0, 0], [result.stderr for result in runs]
     return Story(machine, folder, *runs)
 
 
@@ -94,13 +94,13 @@ def test_another_model_than_that_in_production_is_not_retuned(story: Story, make
         model={"factory": "network:create", "arguments": {"seed": 1}},
         inputs=[{"name": "x", "shape": [1, 32, 12, 12]}],
     )
-    ended = story.machine.run("retune", file, "--minutes", "0.001", "--json")
-    assert ended.code == 1
-    assert "convolutions 2" in ended.sentence
+    result = story.machine.run("retune", file, "--minutes", "0.001", "--json")
+    assert result.code == 1
+    assert "convolutions 2" in result.sentence
 
 
 def test_a_channel_without_a_release_is_refused(machine: Any, make: Any, tmp_path: Path) -> None:
     make.onnx(tmp_path)
-    ended = machine.run("retune", make.file(tmp_path), "--json")
-    assert ended.code == 1
-    assert [name for name in ("'production'", "tiny") if name not in ended.sentence] == []
+    result = machine.run("retune", make.file(tmp_path), "--json")
+    assert result.code == 1
+    assert [name for name in ("'production'", "tiny") if name not in result.sentence] == []

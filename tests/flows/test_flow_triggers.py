@@ -55,9 +55,9 @@ class House:
 
     def reconcile(self) -> list[dict[str, Any]]:
         """What `tvmflow reconcile` finds and does."""
-        ended = self.machine.run("reconcile", "--json")
-        assert ended.code == 0, ended.stderr
-        return list(ended.document["findings"])
+        result = self.machine.run("reconcile", "--json")
+        assert result.code == 0, result.stderr
+        return list(result.document["findings"])
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +105,9 @@ def house(
 @pytest.fixture(scope="module")
 def deployed(house: House) -> dict[str, Any]:
     """What `tvmflow deploy` says it registered."""
-    ended = house.machine.run("deploy", "--receiver", house.receiver, "--json")
-    assert ended.code == 0, ended.stderr
-    return dict(ended.document)
+    result = house.machine.run("deploy", "--receiver", house.receiver, "--json")
+    assert result.code == 0, result.stderr
+    return dict(result.document)
 
 
 def test_deploying_registers_what_a_release_file_needs(house: House, deployed: dict[str, Any]) -> None:
@@ -128,9 +128,9 @@ def test_deploying_again_changes_nothing_and_leaves_what_is_paused(house: House,
     release = requests.get(f"{house.api}/deployments/name/release/house", timeout=30).json()
     schedule = f"{house.api}/deployments/{release['id']}/schedules/{release['schedules'][0]['id']}"
     assert requests.patch(schedule, json={"active": False}, timeout=30).ok
-    ended = house.machine.run("deploy", "--receiver", house.receiver, "--json")
-    assert ended.code == 0, ended.stderr
-    again = ended.document
+    result = house.machine.run("deploy", "--receiver", house.receiver, "--json")
+    assert result.code == 0, result.stderr
+    again = result.document
     assert again["pool"]["created"] is False
     assert again["webhook"]["status"] == "updated"
     assert len(house.client.list_webhooks()) == 1
@@ -176,16 +176,16 @@ def test_two_runs_of_one_model_take_turns(house: House, deployed: dict[str, Any]
 
 
 def test_a_pool_of_another_type_is_not_taken(house: House, deployed: dict[str, Any]) -> None:
-    ended = house.machine.run("deploy", "--pool-type", "docker", "--image", "tvmflow:1")
-    assert ended.code == 2
-    assert [name for name in ("'tvmflow'", "process", "docker") if name not in ended.sentence] == []
+    result = house.machine.run("deploy", "--pool-type", "docker", "--image", "tvmflow:1")
+    assert result.code == 2
+    assert [name for name in ("'tvmflow'", "process", "docker") if name not in result.sentence] == []
 
 
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])
 def test_pools_of_containers_run_the_image_that_is_named(house: House, deployed: dict[str, Any], kind: str) -> None:
-    ended = house.machine.run("deploy", "--pool", kind, "--pool-type", kind)
-    assert ended.code == 2
-    assert "--image" in ended.sentence
+    result = house.machine.run("deploy", "--pool", kind, "--pool-type", kind)
+    assert result.code == 2
+    assert "--image" in result.sentence
     script = (
         "import os, sys\n"
         "os.environ['PREFECT_API_URL'] = os.environ['TVMFLOW_PREFECT_API_URL']\n"

@@ -174,8 +174,8 @@ def test_a_release_is_fanned_out_over_two_workers_and_found_by_every_machine(
     make.onnx(tmp_path)
     file = make.file(tmp_path, name="fanned", targets=["x86-64-v3", "native"])
     machine = cluster.releasing({"x86-64-v3": "first", "native": "second"})
-    ended = machine.release(file)
-    assert ended.code == 0, ended.stderr
+    result = machine.release(file)
+    assert result.code == 0, result.stderr
     assert "fanned-build-x86-64-v3" in logs(cluster.folder / "worker-a")
     assert "fanned-build-native" in logs(cluster.folder / "worker-b")
     assert not [name for name in logs(machine.home) if "-build-" in name]
@@ -183,7 +183,7 @@ def test_a_release_is_fanned_out_over_two_workers_and_found_by_every_machine(
     assert pools == {"make fanned for x86-64-v3": "first", "make fanned for native": "second"}
     released = {item["target"]: item for item in cluster.store.verify_release("fanned", "1")["targets"]}
     assert set(released) == {"x86-64-v3", "native"}
-    for item in ended.document["targets"]:
+    for item in result.document["targets"]:
         assert item["bundle_sha256"] == released[item["target"]]["bundle"]["sha256"]
         assert item["measurements"]
         assert machine.run("verify", cluster.folder / item["bundle_path"]).code == 0
@@ -194,7 +194,7 @@ def test_a_release_is_fanned_out_over_two_workers_and_found_by_every_machine(
     assert other.code == 0, other.stderr
     assert {step["status"] for item in other.document["targets"] for step in item["steps"].values()} == {"cached"}
     assert [item["bundle_sha256"] for item in other.document["targets"]] == [
-        item["bundle_sha256"] for item in ended.document["targets"]
+        item["bundle_sha256"] for item in result.document["targets"]
     ]
     # And the first starts no more runs.
     assert machine.release(file).document["version"] == "1"
@@ -208,10 +208,10 @@ def test_what_a_killed_worker_had_done_is_reused_by_another(cluster: Cluster, ma
         process = machine.start("release", file, "--json")
         wait_until((tmp_path / "reached").exists, message="the worker scores the bundle", process=process)
         kill(worker)
-        ended = machine.finish(process)
-    assert ended.code == 1
-    assert ended.document["error"]["type"] == "StepError"
-    assert all(word in ended.sentence for word in ("'third'", "'native'", "heartbeat"))
+        result = machine.finish(process)
+    assert result.code == 1
+    assert result.document["error"]["type"] == "StepError"
+    assert all(word in result.sentence for word in ("'third'", "'native'", "heartbeat"))
     assert [run["state_type"] for run in cluster.runs("killed")] == ["CRASHED"]
     assert cluster.store.list_versions("killed") == []
 
@@ -252,27 +252,27 @@ def test_an_interrupt_of_the_release_cancels_its_runs(
 def test_what_a_worker_says_arrives(cluster: Cluster, make: Any, tmp_path: Path) -> None:
     make.onnx(tmp_path)
     file = make.file(tmp_path, name="refused", targets=["aarch64-generic"])
-    ended = cluster.releasing({"aarch64-generic": "first"}).release(file)
-    assert ended.code == 1
+    result = cluster.releasing({"aarch64-generic": "first"}).release(file)
+    assert result.code == 1
     # The run's error comes back as it was raised on the worker, and names the pool.
-    assert ended.document["error"]["type"] == "TargetError"
-    assert [name for name in ("'aarch64-generic'", "x86_64", "pool 'first'") if name not in ended.sentence] == []
+    assert result.document["error"]["type"] == "TargetError"
+    assert [name for name in ("'aarch64-generic'", "x86_64", "pool 'first'") if name not in result.sentence] == []
 
 
-def test_a_pool_without_workers_is_told_before_any_work(cluster: Cluster, make: Any, tmp_path: Path) -> None:
+def test_a_pool_without_workers_is_reported_before_any_work(cluster: Cluster, make: Any, tmp_path: Path) -> None:
     make.onnx(tmp_path)
-    ended = cluster.releasing({"native": "idle"}, home="to-idle").release(make.file(tmp_path))
-    assert ended.code == 2
+    result = cluster.releasing({"native": "idle"}, home="to-idle").release(make.file(tmp_path))
+    assert result.code == 2
     names = ("'native'", "'idle'", "`prefect worker start --pool idle`")
-    assert [name for name in names if name not in ended.sentence] == []
-    assert "export" not in ended.stderr
+    assert [name for name in names if name not in result.sentence] == []
+    assert "export" not in result.stderr
 
 
 @pytest.mark.parametrize(
     ("pool", "names"),
     [("none", ["'none'", "'native'"]), ("bare", ["make/bare", "`tvmflow deploy`"])],
 )
-def test_a_pool_that_cannot_take_its_target_is_told(cluster: Cluster, pool: str, names: list[str]) -> None:
+def test_a_pool_that_cannot_take_its_target_is_reported(cluster: Cluster, pool: str, names: list[str]) -> None:
     with temporary_settings({PREFECT_API_URL: cluster.api}), pytest.raises(SettingsError) as caught:
         pools_of(settings(prefect_api_url=cluster.api, target_pools={"native": pool}), (resolve("native"),))
     assert [name for name in names if name not in str(caught.value)] == []
@@ -285,7 +285,7 @@ def test_a_pool_that_cannot_take_its_target_is_told(cluster: Cluster, pool: str,
         ({"prefect_api_url": None}, "prefect_api_url"),
     ],
 )
-def test_a_setting_that_pools_need_is_told(without: dict[str, Any], name: str) -> None:
+def test_a_setting_that_pools_need_is_reported(without: dict[str, Any], name: str) -> None:
     with pytest.raises(SettingsError, match=name):
         pools_of(settings(target_pools={"native": "first"}, **without), (resolve("native"),))
 

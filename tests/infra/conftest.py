@@ -41,8 +41,8 @@ def _compose() -> dict[str, Any]:
 
 @cache
 def _manifests() -> tuple[tuple[str, dict[str, Any]], ...]:
-    listed = yaml.safe_load((MANIFESTS / "kustomization.yaml").read_text())["resources"]
-    return tuple((name, document) for name in listed for document in yaml.safe_load_all((MANIFESTS / name).read_text()))
+    files = yaml.safe_load((MANIFESTS / "kustomization.yaml").read_text())["resources"]
+    return tuple((name, document) for name in files for document in yaml.safe_load_all((MANIFESTS / name).read_text()))
 
 
 @pytest.fixture(scope="session")

@@ -35,14 +35,14 @@ def lint(folder: Path, modules: dict[str, str]) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize("back", [AT_THE_TOP, IN_A_FUNCTION, FOR_TYPES])
 def test_a_circle_of_modules_is_refused_and_named(tmp_path: Path, back: str) -> None:
-    ended = lint(
+    result = lint(
         tmp_path, {"a": AT_THE_TOP.format("b"), "b": IN_A_FUNCTION.format("c"), "c": back.format("a"), "d": "import os"}
     )
-    assert ended.returncode == 1
-    assert "tree.a imports tree.b (line 1)" in ended.stdout
-    assert "tree.b imports tree.c (line 2)" in ended.stdout
-    assert "tree.c imports tree.a" in ended.stdout
-    assert "tree.d" not in ended.stdout
+    assert result.returncode == 1
+    assert "tree.a imports tree.b (line 1)" in result.stdout
+    assert "tree.b imports tree.c (line 2)" in result.stdout
+    assert "tree.c imports tree.a" in result.stdout
+    assert "tree.d" not in result.stdout
 
 
 def test_a_module_that_imports_its_own_package_is_refused(tmp_path: Path) -> None:
@@ -51,8 +51,8 @@ def test_a_module_that_imports_its_own_package_is_refused(tmp_path: Path) -> Non
 
 def test_modules_that_import_one_way_pass(tmp_path: Path) -> None:
     modules = {"__init__": "from tree.a import f\n", "a": AT_THE_TOP.format("b") + IN_A_FUNCTION.format("c"), "b": ""}
-    ended = lint(tmp_path, {**modules, "c": AT_THE_TOP.format("b")})
-    assert ended.returncode == 0, ended.stdout
+    result = lint(tmp_path, {**modules, "c": AT_THE_TOP.format("b")})
+    assert result.returncode == 0, result.stdout
 
 
 def test_the_contract_holds_for_the_whole_project() -> None:

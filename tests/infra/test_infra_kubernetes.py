@@ -50,10 +50,10 @@ def test_the_template_of_the_work_pool_makes_a_valid_job() -> None:
 
 
 def test_kustomize_lists_every_manifest() -> None:
-    listed = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+    listing = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 
-    assert set(listed["resources"]) == {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
-    assert all((FOLDER / file).is_file() for maker in listed["configMapGenerator"] for file in maker["files"])
+    assert set(listing["resources"]) == {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
+    assert all((FOLDER / file).is_file() for maker in listing["configMapGenerator"] for file in maker["files"])
 
 
 def test_pods_keep_to_the_restricted_security_standard(pods: dict[str, Any]) -> None:

@@ -57,9 +57,9 @@ def test_a_server_with_users_takes_the_right_password_only(tmp_path: Path, monke
             Registry(RegistryConfig(address)).check()
         monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
         monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "a-wrong-enough-password")
-        with pytest.raises(RegistryError, match="MLFLOW_TRACKING_PASSWORD") as refused:
+        with pytest.raises(RegistryError, match="MLFLOW_TRACKING_PASSWORD") as refusal:
             Registry(RegistryConfig(address)).check()
-        assert "a-wrong-enough-password" not in str(refused.value)
+        assert "a-wrong-enough-password" not in str(refusal.value)
         monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
         registry = Registry(RegistryConfig(address))
         run = registry.start_run("guarded", {}, {})

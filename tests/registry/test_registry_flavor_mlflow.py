@@ -231,5 +231,5 @@ def test_mlflow_serves_the_model(server: str, build_bundle: BuildBundle, tmp_pat
             answer = requests.post(f"{address}/invocations", json=body, timeout=60)
             assert answer.status_code == 200, answer.text
             assert answer.json()["predictions"] == {"double": (2 * X).tolist(), "square": (X * X).tolist()}
-        refused = requests.post(f"{address}/invocations", json={"inputs": {"x": [[1.0, 2.0]]}}, timeout=60)
-        assert refused.status_code == 400
+        refusal = requests.post(f"{address}/invocations", json={"inputs": {"x": [[1.0, 2.0]]}}, timeout=60)
+        assert refusal.status_code == 400

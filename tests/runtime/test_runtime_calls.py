@@ -156,8 +156,8 @@ def test_the_golden_sample_holds_inputs_and_the_originals_outputs(model: Compile
 
 
 def test_a_model_knows_its_signature(model: CompiledModel) -> None:
-    described = [(item.name, item.shape, item.dtype) for item in (*model.inputs, *model.outputs)]
-    assert described == [
+    description = [(item.name, item.shape, item.dtype) for item in (*model.inputs, *model.outputs)]
+    assert description == [
         ("x", ("batch", 8), "float32"),
         ("y", ("batch", 4), "float32"),
         ("scale", (), "float32"),

@@ -119,9 +119,9 @@ REFUSED = {
 
 @pytest.mark.parametrize(("document", "complaint"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_the_protocol_does_not_allow_is_refused(document: Any, complaint: str) -> None:
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as refusal:
         _parse(document)
-    assert complaint in str(refused.value)
+    assert complaint in str(refusal.value)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000], ids=["empty", "cut", "no text", "deep"])

@@ -66,9 +66,9 @@ def test_a_client_library_of_the_protocol_is_answered(
         metadata = client.get_model_metadata("small")
         arrays = inputs(3)
         tensors = []
-        for described in metadata["inputs"]:
-            array = arrays[described["name"]]
-            tensors.append(InferInput(described["name"], list(array.shape), described["datatype"]))
+        for description in metadata["inputs"]:
+            array = arrays[description["name"]]
+            tensors.append(InferInput(description["name"], list(array.shape), description["datatype"]))
             tensors[-1].set_data_from_numpy(array, binary_data=is_binary)
         outputs = [InferRequestedOutput(item["name"], binary_data=is_binary) for item in metadata["outputs"]]
         result = client.infer("small", tensors, outputs=outputs, request_id="seven")
@@ -302,7 +302,7 @@ def test_an_impossible_address_is_one_sentence(command: Start, bundle: Path) -> 
     assert "correct --host" in _sentence(command(bundle, "--host", "256.0.0.1"))
 
 
-def test_a_failure_of_the_model_is_told_and_counted(bundle: Path, inputs: MakeInputs) -> None:
+def test_a_failure_of_the_model_is_reported_and_counted(bundle: Path, inputs: MakeInputs) -> None:
     """The server runs in this process and the model's library is closed, since no request makes a sound model fail."""
     model, metrics = runtime.load(bundle), Metrics()
     batcher = Batcher(max_batch=1, max_delay=0, on_batch=metrics.batch_rows.observe)

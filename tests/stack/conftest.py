@@ -14,34 +14,13 @@ import psutil
 import pytest
 
 from support.databases import Databases
-from support.processes import TVMFLOW, clean_environment
+from support.processes import TVMFLOW, CommandResult, clean_environment
 from support.waits import wait_until
 
 LIMIT_SECONDS = 240.0
 SERVERS = ("s3", "prefect", "mlflow", "receiver", "worker")
 
 Document = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended and what it said."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> Any:
-        """The one JSON document that it printed."""
-        return json.loads(self.out)
-
-    @property
-    def sentence(self) -> str:
-        """The one sentence of a failed command."""
-        assert "Traceback" not in self.err, self.err
-        (line,) = [line for line in self.err.splitlines() if line.startswith("tvmflow: ")]
-        return line.removeprefix("tvmflow: ")
 
 
 @dataclass(frozen=True)
@@ -73,7 +52,7 @@ class Machine:
             text=True,
         )
 
-    def run(self, *arguments: str | Path) -> Ended:
+    def run(self, *arguments: str | Path) -> CommandResult:
         """Run `tvmflow` with these arguments to its end."""
         with self.start(*arguments) as process:
             try:
@@ -81,17 +60,17 @@ class Machine:
             except BaseException:
                 process.kill()
                 raise
-        return Ended(process.returncode, out, err)
+        return CommandResult(process.returncode, out, err)
 
-    def up(self, *arguments: str | Path) -> Ended:
+    def up(self, *arguments: str | Path) -> CommandResult:
         """Run `tvmflow up --json` with this machine's ports."""
         ports = [f"--{name}-port={port}" for name, port in self.ports.items()]
         return self.run("up", *ports, *arguments, "--json")
 
     def status(self) -> tuple[int, dict[str, Document]]:
         """The exit code of `tvmflow up --status`, and what it says of each server."""
-        ended = self.run("up", "--status", "--json")
-        return ended.code, {server["name"]: server for server in ended.document}
+        result = self.run("up", "--status", "--json")
+        return result.code, {server["name"]: server for server in result.document}
 
     def processes(self) -> list[psutil.Process]:
         """All processes, of whatever server, that have this machine's state folder or ports in their environment."""
@@ -174,10 +153,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Ite
     """A machine whose stack was started with the release file of a tiny model."""
     new_machine = Machine(tmp_path_factory.mktemp("stack"), ports=free_ports())
     databases.prepare(new_machine.state)
-    ended = new_machine.up(make_release_file(new_machine.folder))
+    result = new_machine.up(make_release_file(new_machine.folder))
     try:
-        assert ended.code == 0, ended.err
-        assert [server["state"] for server in ended.document] == ["healthy"] * 5, ended.out
+        assert result.code == 0, result.stderr
+        assert [server["state"] for server in result.document] == ["healthy"] * 5, result.stdout
         yield new_machine
     finally:
         kill_all(new_machine)

@@ -53,8 +53,8 @@ def test_the_databases_are_created_with_the_password(guarded: str) -> None:
 
 @pytest.mark.parametrize("login", ["guarded", "guarded:wrong-one"])
 def test_a_missing_or_wrong_password_is_one_sentence_that_does_not_repeat_it(guarded: str, login: str) -> None:
-    with pytest.raises(SettingsError, match="database_url") as refused:
+    with pytest.raises(SettingsError, match="database_url") as refusal:
         databases(guarded.replace("guarded@", f"{login}@"))
-    assert urlsplit(guarded).netloc.rpartition("@")[2] in str(refused.value)
-    assert "wrong-one" not in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert urlsplit(guarded).netloc.rpartition("@")[2] in str(refusal.value)
+    assert "wrong-one" not in str(refusal.value)
+    assert "\n" not in str(refusal.value)

@@ -12,7 +12,7 @@ def test_prefect_and_mlflow_keep_their_state_in_postgresql(machine: Any, postgre
     url = postgres("stack").replace("tvmflow@", "tvmflow:hush-hush@")
     stack = replace(machine, settings={"TVMFLOW_DATABASE_URL": url})
     started = stack.up()
-    assert started.code == 0, started.err
+    assert started.code == 0, started.stderr
     assert {item["name"] for item in started.document if item["state"] == "healthy"} == {
         "s3",
         "prefect",
@@ -40,7 +40,7 @@ def test_prefect_and_mlflow_keep_their_state_in_postgresql(machine: Any, postgre
     assert f"keeps its state in PostgreSQL at {place}; set database_url" in forgetful.sentence
 
     again = stack.up()
-    assert again.code == 0, again.err
+    assert again.code == 0, again.stderr
     assert [model.name for model in MlflowClient(address, registry_uri=address).search_registered_models()] == ["kept"]
     assert stack.prefect("work_pools/tvmflow")["id"] == pool
 
@@ -53,10 +53,10 @@ def test_prefect_and_mlflow_keep_their_state_in_postgresql(machine: Any, postgre
     ],
 )
 def test_a_wrong_address_is_one_sentence_without_its_password(machine: Any, url: str, message: str) -> None:
-    ended = replace(machine, settings={"TVMFLOW_DATABASE_URL": url}).up()
-    assert ended.code == 2
-    assert ended.sentence.startswith(message)
-    assert "hush-hush" not in ended.out + ended.err
+    result = replace(machine, settings={"TVMFLOW_DATABASE_URL": url}).up()
+    assert result.code == 2
+    assert result.sentence.startswith(message)
+    assert "hush-hush" not in result.stdout + result.stderr
     assert machine.processes() == []
 
 
@@ -68,8 +68,8 @@ def test_a_user_who_may_not_create_databases_is_told_what_to_do(machine: Any, po
         for name in ("prefect", "mlflow"):
             connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")  # type: ignore[arg-type]
         connection.execute("CREATE ROLE limited LOGIN")
-    ended = replace(machine, settings={"TVMFLOW_DATABASE_URL": url.replace("tvmflow@", "limited@")}).up()
-    assert ended.code == 2
+    result = replace(machine, settings={"TVMFLOW_DATABASE_URL": url.replace("tvmflow@", "limited@")}).up()
+    assert result.code == 2
     assert (
-        "may not create the databases prefect and mlflow; create them with this user as their owner" in ended.sentence
+        "may not create the databases prefect and mlflow; create them with this user as their owner" in result.sentence
     )

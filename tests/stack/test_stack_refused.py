@@ -27,35 +27,35 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
 
 def test_a_port_that_somebody_else_has_is_named_with_its_user(machine: Any) -> None:
     with socket.create_server(("127.0.0.1", machine.ports["mlflow"])) as listener:
-        ended = machine.up()
+        result = machine.up()
         port = listener.getsockname()[1]
-    assert ended.code == 2
+    assert result.code == 2
     user = f"process {psutil.Process().pid} ({psutil.Process().name()})"
     for part in (f"port {port} of MLflow", user, "--mlflow-port"):
-        assert part in ended.sentence
+        assert part in result.sentence
     assert machine.processes() == []
     # No stack is recorded.
     assert record.read(machine.state) == Record()
 
 
 def test_two_servers_are_not_given_one_port(machine: Any) -> None:
-    ended = machine.run("up", "--s3-port", "4200")
-    assert ended.code == 2
-    assert all(part in ended.sentence for part in ("S3", "Prefect", "4200"))
+    result = machine.run("up", "--s3-port", "4200")
+    assert result.code == 2
+    assert all(part in result.sentence for part in ("S3", "Prefect", "4200"))
 
 
 def test_a_mistake_in_a_release_file_is_said_before_anything_starts(machine: Any) -> None:
     (machine.folder / "bad.yaml").write_text("name: m\nmodle: {}\n")
-    ended = machine.up("bad.yaml")
-    assert ended.code == 2
-    assert "did you mean 'model'?" in ended.sentence
+    result = machine.up("bad.yaml")
+    assert result.code == 2
+    assert "did you mean 'model'?" in result.sentence
     assert not (machine.state / "stack").exists()
 
 
 def test_without_a_stack_there_is_nothing_to_show_or_to_end(machine: Any) -> None:
     status = machine.run("up", "--status")
     assert status.code == 1
-    assert "`tvmflow up`" in status.out
+    assert "`tvmflow up`" in status.stdout
     assert machine.run("down", "--json").document == {"ended": []}
 
 
@@ -63,11 +63,11 @@ def test_a_server_that_does_not_start_is_named_and_the_others_are_ended(machine:
     database = machine.state / "prefect" / "prefect.db"
     database.parent.mkdir(parents=True)
     database.write_bytes(b"no database" * 1000)
-    ended = machine.up()
-    assert ended.code == 1
+    result = machine.up()
+    assert result.code == 1
     log = machine.state / "stack" / "prefect.log"
-    assert ended.sentence.startswith("Prefect ended while it was starting: ")
-    assert ended.sentence.endswith(f"; its log is {log}")
+    assert result.sentence.startswith("Prefect ended while it was starting: ")
+    assert result.sentence.endswith(f"; its log is {log}")
     assert log.read_text()
     assert machine.processes() == []
 
@@ -135,6 +135,6 @@ def test_a_damaged_record_is_one_sentence(machine: Any) -> None:
     place.mkdir(parents=True)
     (place / "stack.json").write_text(json.dumps({"servers": {"s3": {"pid": 1}}}))
     for command in (("up", "--status"), ("down",), ("list",)):
-        ended = machine.run(*command)
-        assert ended.code == 2
-        assert "stack.json' is damaged" in ended.sentence
+        result = machine.run(*command)
+        assert result.code == 2
+        assert "stack.json' is damaged" in result.sentence

@@ -43,15 +43,15 @@ def test_secrets_are_in_a_file_of_the_users_own_and_on_no_command_line(stack: An
     assert stat.S_IMODE((place / "secrets.json").stat().st_mode) == 0o600
     texts = [" ".join(process.cmdline()) for process in stack.processes()]
     texts += [path.read_text(errors="replace") for path in place.glob("*.log")]
-    texts += [(place / "stack.json").read_text(), stack.run("up", "--status").out]
+    texts += [(place / "stack.json").read_text(), stack.run("up", "--status").stdout]
     assert len(secrets) == 4
     assert not [name for name, secret in secrets.items() for text in texts if secret in text]
 
 
 def test_a_release_goes_to_the_stack_without_any_setting(stack: Any) -> None:
-    ended = stack.run("release", stack.folder / "tiny.yaml", "--json")
-    assert ended.code == 0, ended.err
-    version = ended.document["version"]
+    result = stack.run("release", stack.folder / "tiny.yaml", "--json")
+    assert result.code == 0, result.stderr
+    version = result.document["version"]
 
     from mlflow import MlflowClient
 
@@ -110,7 +110,7 @@ def test_what_died_is_started_again_and_what_runs_is_left_alone(stack: Any) -> N
     assert {name for name, server in now.items() if server["state"] == "down"} == {"mlflow", "worker"}
 
     mended = stack.up()
-    assert mended.code == 0, mended.err
+    assert mended.code == 0, mended.stderr
     after = {server["name"]: server for server in mended.document}
     assert {server["state"] for server in after.values()} == {"healthy"}
     same = {name for name in after if after[name]["pid"] == before[name]["pid"]}
@@ -121,10 +121,10 @@ def test_what_died_is_started_again_and_what_runs_is_left_alone(stack: Any) -> N
 
 
 def test_a_port_that_moves_while_its_server_runs_is_refused(stack: Any) -> None:
-    ended = stack.run("up", "--mlflow-port", "1")
-    assert ended.code == 2
+    result = stack.run("up", "--mlflow-port", "1")
+    assert result.code == 2
     port = stack.ports["mlflow"]
-    assert f"MLflow of this stack runs on port {port}; end the stack with `tvmflow down`" in ended.sentence
+    assert f"MLflow of this stack runs on port {port}; end the stack with `tvmflow down`" in result.sentence
     assert stack.status()[0] == 0
 
 
@@ -133,17 +133,17 @@ def test_after_down_nothing_runs_and_after_up_everything_is_there_again(stack: A
     run = stack.start_endless_run()
     before = _persistent_state(stack)
 
-    ended = stack.run("down", "--json")
-    assert ended.code == 0
-    assert ended.document == {"ended": ["s3", "prefect", "mlflow", "receiver", "worker"]}
+    result = stack.run("down", "--json")
+    assert result.code == 0
+    assert result.document == {"ended": ["s3", "prefect", "mlflow", "receiver", "worker"]}
     assert stack.processes() == []
-    assert stack.run("down").out == "no stack was running\n"
+    assert stack.run("down").stdout == "no stack was running\n"
     assert stack.status()[0] == 1
     # Commands are embedded again, on the same state.
     assert [release["name"] for release in stack.run("list", "--json").document][:1] == ["tiny"]
 
     again = stack.run("up", "--json")
-    assert again.code == 0, again.err
+    assert again.code == 0, again.stderr
     assert {server["state"] for server in again.document} == {"healthy"}
     assert _persistent_state(stack) == before
     assert stack.state_of(run) == "CRASHED"

@@ -100,8 +100,8 @@ def house(
     stack = new_machine(folder)
     databases.prepare(stack.state)
     try:
-        ended = stack.up(file)
-        assert ended.code == 0, ended.err
+        result = stack.up(file)
+        assert result.code == 0, result.stderr
         from mlflow import MlflowClient
 
         address = f"http://127.0.0.1:{stack.ports['mlflow']}"
@@ -116,25 +116,25 @@ def test_from_an_alias_to_production_through_retraining_and_back(house: House) -
     house.mlflow.set_registered_model_alias("digits-source", "production", source)
     wait_until(lambda: house.held("production") == "1", message="production holds the first release")
     assert house.held("staging") == house.alias("staging") == house.alias("production") == "1"
-    listed = house.stack.run("list", "digits", "--json").document
-    assert [item["provenance"]["source"] for item in listed] == [f"digits-source/{source}"]
+    listing = house.stack.run("list", "digits", "--json").document
+    assert [item["provenance"]["source"] for item in listing] == [f"digits-source/{source}"]
     assert {run.data.tags["tvmflow.verdict"] for run in house.verdicts("promotion")} == {"passed"}
     assert _reads_digits(house)
 
     # The end of a retraining on better data moves production.
-    ended = house.stack.run("notify", "digits", "--set", "epochs=8", "--why", "more data", "--json")
-    assert ended.code == 0, ended.err
+    result = house.stack.run("notify", "digits", "--set", "epochs=8", "--why", "more data", "--json")
+    assert result.code == 0, result.stderr
     wait_until(lambda: house.held("production") == "2", message="production holds the retrained model")
     assert house.alias("production") == "2"
 
     # That of one on worse data does not, and says why.
-    ended = house.stack.run("notify", "digits", "--set", "label_noise=0.9", "--why", "bad labels", "--json")
-    assert ended.code == 0, ended.err
+    result = house.stack.run("notify", "digits", "--set", "label_noise=0.9", "--why", "bad labels", "--json")
+    assert result.code == 0, result.stderr
     wait_until(
         lambda: [run["state_type"] for run in house.runs("retrain/digits")][1:] == ["FAILED"], message="it is refused"
     )
-    refused = house.runs("retrain/digits")[1]
-    assert "digits is not released" in refused["state"]["message"]
+    refusal = house.runs("retrain/digits")[1]
+    assert "digits is not released" in refusal["state"]["message"]
     newest = house.verdicts("retrain")[0]
     assert newest.data.tags["tvmflow.verdict"] == "refused"
     assert newest.data.metrics["challenger"] < newest.data.metrics["champion"]
@@ -142,11 +142,11 @@ def test_from_an_alias_to_production_through_retraining_and_back(house: House) -
     assert len(house.stack.run("list", "digits", "--json").document) == 2
 
     # One command brings the release before back, and nothing takes it away again.
-    ended = house.stack.run("rollback", "digits", "--channel", "production", "--why", "a complaint", "--json")
-    assert ended.code == 0, ended.err
+    result = house.stack.run("rollback", "digits", "--channel", "production", "--why", "a complaint", "--json")
+    assert result.code == 0, result.stderr
     assert (house.held("production"), house.alias("production")) == ("1", "1")
-    ended = house.stack.run("reconcile", "--json")
-    assert ended.code == 0, ended.err
+    result = house.stack.run("reconcile", "--json")
+    assert result.code == 0, result.stderr
     assert (house.held("production"), house.alias("production")) == ("1", "1")
 
 
@@ -178,7 +178,7 @@ def _reads_digits(house: House) -> bool:
         sys.path.remove(str(house.file.parent))
     inputs_file, outputs_file = house.file.parent / "in.npz", house.file.parent / "out.npz"
     np.savez(inputs_file, image=inputs["image"][:64])
-    ended = house.stack.run("run", "release://digits@production", "--inputs", inputs_file, "--output", outputs_file)
-    assert ended.code == 0, ended.err
+    result = house.stack.run("run", "release://digits@production", "--inputs", inputs_file, "--output", outputs_file)
+    assert result.code == 0, result.stderr
     with np.load(outputs_file) as outputs:
         return bool((outputs["logits"].argmax(axis=1) == labels[:64]).mean() > 0.8)

@@ -80,7 +80,7 @@ def test_a_channel_does_not_move_to_a_version_that_is_not_released(store: Releas
 
 
 @pytest.mark.parametrize("expected", [None, "2"])
-def test_a_mover_that_saw_something_else_is_told_who_moved(store: ReleaseStore, expected: str | None) -> None:
+def test_a_mover_with_an_outdated_pointer_learns_who_moved(store: ReleaseStore, expected: str | None) -> None:
     _publish(store, "1", "2", "3")
     before = _move(store, "1", None, "ann", "first")
     with pytest.raises(StoreError, match=r"but ann moved it to 1 at .* \(first\)"):
@@ -101,7 +101,7 @@ def test_moving_to_where_it_is_writes_nothing(store: ReleaseStore) -> None:
     assert channels.read(store, "resnet", "production") == before
 
 
-def test_one_of_several_racing_threads_wins_and_the_others_are_told_who(store: ReleaseStore) -> None:
+def test_one_of_several_racing_threads_wins_and_the_others_learn_which(store: ReleaseStore) -> None:
     versions = [str(number) for number in range(MOVERS + 1)]
     _publish(store, *versions)
     _move(store, "0", None)
@@ -177,19 +177,19 @@ def test_readers_through_another_server_see_the_old_pointer_or_the_new(tmp_path:
 def test_a_server_that_does_not_know_conditional_writes_is_served_too(moto_server: StoreConfig) -> None:
     store = ReleaseStore(StoreConfig(**{**vars(moto_server), "prefix": "channels-unconditional"}))
     _publish(store, "1", "2")
-    refused: list[str] = []
+    refusal: list[str] = []
 
     def refuse_condition(request: Any, **_: Any) -> Any:
         if not {"If-None-Match", "If-Match"} & set(request.headers.keys()):
             return None
-        refused.append(request.url)
+        refusal.append(request.url)
         return AWSResponse(request.url, 501, HTTPHeaders(), _Body(b"<Error><Code>NotImplemented</Code></Error>"))
 
     hooks: Any = store.objects.s3.meta.events
     hooks.register("before-send.s3.PutObject", refuse_condition)
     _move(store, "1", None)
     _move(store, "2", "1")
-    assert len(refused) == 2
+    assert len(refusal) == 2
     assert channels.read(store, "resnet", "production").version == "2"
 
 

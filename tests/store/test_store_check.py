@@ -75,7 +75,7 @@ def test_a_wrong_access_key_is_refused(rclone: StoreConfig) -> None:
     assert "refuses the credentials (InvalidAccessKeyId): check access key" in sentence
 
 
-def test_missing_credentials_are_told(rclone: StoreConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_credentials_are_reported(rclone: StoreConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -85,14 +85,14 @@ def test_missing_credentials_are_told(rclone: StoreConfig, monkeypatch: pytest.M
         ReleaseStore(replace(rclone, access_key=None, secret_key=None)).check()
 
 
-def test_an_unknown_profile_is_told(rclone: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_profile_is_reported(rclone: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
     with pytest.raises(StoreError, match=r"no-such-profile"):
         ReleaseStore(replace(rclone, access_key=None, secret_key=None))
 
 
 @pytest.mark.parametrize(("minutes", "direction"), [(-60, "behind"), (90, "ahead of")])
-def test_a_wrong_clock_is_told_from_wrong_credentials(
+def test_a_wrong_clock_is_distinguished_from_wrong_credentials(
     rclone: StoreConfig, monkeypatch: pytest.MonkeyPatch, minutes: int, direction: str
 ) -> None:
     shift = datetime.timedelta(minutes=minutes)
@@ -101,7 +101,7 @@ def test_a_wrong_clock_is_told_from_wrong_credentials(
     assert f"This machine's clock is {abs(minutes)} minutes {direction} the S3 endpoint" in _refusal(rclone)
 
 
-def test_a_bucket_that_may_not_be_created_is_told() -> None:
+def test_a_bucket_that_may_not_be_created_is_reported() -> None:
     answers = {
         "GET": (404, "<Error><Code>NoSuchBucket</Code></Error>"),
         "PUT": (403, "<Error><Code>AccessDenied</Code></Error>"),
@@ -111,7 +111,7 @@ def test_a_bucket_that_may_not_be_created_is_told() -> None:
     assert all(part in sentence for part in ("'releases'", "AccessDenied", "create it"))
 
 
-def test_credentials_that_may_only_read_are_told() -> None:
+def test_credentials_that_may_only_read_are_reported() -> None:
     listing = "<ListBucketResult><Name>releases</Name></ListBucketResult>"
     answers = {"GET": (200, listing), "PUT": (403, "<Error><Code>AccessDenied</Code></Error>")}
     with _answering(answers) as endpoint:
@@ -120,7 +120,7 @@ def test_credentials_that_may_only_read_are_told() -> None:
 
 
 @pytest.mark.parametrize("status", [200, 400, 404, 500])
-def test_a_server_that_is_no_s3_is_told(status: int) -> None:
+def test_a_server_that_is_no_s3_is_reported(status: int) -> None:
     with _answering({"GET": (status, "<!doctype html><p>Hello")}) as endpoint:
         assert f"the S3 endpoint {endpoint} is not an S3 server" in _refusal(_somewhere(endpoint))
 
@@ -132,7 +132,7 @@ def test_a_servers_words_are_passed_on_without_the_secrets_in_them() -> None:
         assert "(Odd: who is *** with ***?)" in _refusal(replace(config, endpoint=endpoint))
 
 
-def test_a_connection_that_breaks_off_within_a_blob_is_told_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_connection_that_breaks_off_within_a_blob_is_reported_and_leaves_no_file(tmp_path: Path) -> None:
     with _answering({"GET": (200, "half a bundle")}, promised=26) as endpoint:
         store = ReleaseStore(_somewhere(endpoint))
         with pytest.raises(StoreError, match="broke the connection off while reading blobs"):
@@ -140,7 +140,7 @@ def test_a_connection_that_breaks_off_within_a_blob_is_told_and_leaves_no_file(t
     assert not list(tmp_path.iterdir())
 
 
-def test_a_connection_that_breaks_off_within_a_pointer_is_told_from_other_errors() -> None:
+def test_a_connection_that_breaks_off_within_a_pointer_is_distinguished_from_other_errors() -> None:
     with _answering({"GET": (200, '{"format": 1,')}, promised=26) as endpoint:
         objects = ReleaseStore(_somewhere(endpoint)).objects
         with pytest.raises(InterruptedReadError, match="a/pointer"):

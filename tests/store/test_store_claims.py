@@ -53,12 +53,12 @@ def test_the_birth_of_a_process_is_what_the_kernel_says() -> None:
 
 def test_a_claim_is_abandoned_when_its_process_of_this_machine_has_ended() -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
-        described = claims.describe_process(process.pid)
-        claim = f"ann\n{described}\n".encode()
+        description = claims.describe_process(process.pid)
+        claim = f"ann\n{description}\n".encode()
         assert not claims.is_abandoned(claim)
         process.communicate(b"\n")
     assert claims.is_abandoned(claim)
-    machine, *rest = described.split()
+    machine, *rest = description.split()
     assert not claims.is_abandoned(f"ann\n{'0' * len(machine)} {' '.join(rest)}\n".encode())
     assert not claims.is_abandoned(f"ann\n{machine} pid:[0] {' '.join(rest[1:])}\n".encode())
 

@@ -102,12 +102,12 @@ def _case(seed: int, whole: dict[str, Any] = RELEASE) -> bytes:
 
 def test_a_damaged_release_document_is_read_or_named() -> None:
     uri = "s3://models/releases/resnet/3/release.json"
-    refused = 0
+    refusal = 0
     for seed in range(count(normal=250, long=100_000)):
         try:
             release = decode(_case(seed), uri)
         except StoreError as error:
-            refused += 1
+            refusal += 1
             if uri not in str(error):
                 pytest.fail(f"seed {seed}: the document is not named: {error}")
             continue
@@ -125,16 +125,16 @@ def test_a_damaged_release_document_is_read_or_named() -> None:
             promotion.read_policy(release, "staging")
             read_rows(release, ["staging"])
         except (StoreError, SpecError):
-            refused += 1
+            refusal += 1
         except Exception as error:
             pytest.fail(f"seed {seed}: {error!r}")
-    assert refused > 0
+    assert refusal > 0
 
 
 def test_a_damaged_pointer_is_read_or_named(moto_server: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "_MAX_LOOKS", 1)
     store = ReleaseStore(StoreConfig(**{**vars(moto_server), "prefix": "fuzzed"}))
-    key, refused = "channels/resnet/production.json", 0
+    key, refusal = "channels/resnet/production.json", 0
     for seed in range(count(normal=60, long=20_000)):
         store.objects.put(key, _case(seed, POINTER), "planting a damaged pointer")
         try:
@@ -143,12 +143,12 @@ def test_a_damaged_pointer_is_read_or_named(moto_server: StoreConfig, monkeypatc
             assert pointer.has_held(pointer.version)
             channels._encode(pointer)
         except StoreError as error:
-            refused += 1
+            refusal += 1
             if "production" not in str(error):
                 pytest.fail(f"seed {seed}: the channel is not named: {error}")
         except Exception as error:
             pytest.fail(f"seed {seed}: {error!r}")
-    assert refused > 0
+    assert refusal > 0
 
 
 def test_any_content_of_a_claim_is_judged() -> None:

@@ -170,7 +170,7 @@ def test_a_server_that_still_shows_the_old_pointer_after_a_move_is_asked_again(
 
 
 @pytest.mark.parametrize(("expected", "words"), [(None, "was expected new"), ("2", "was expected at 2")])
-def test_a_refused_mover_is_told_what_it_expected(store: ReleaseStore, expected: str | None, words: str) -> None:
+def test_a_refused_mover_learns_what_it_expected(store: ReleaseStore, expected: str | None, words: str) -> None:
     _move(store, "1", None)
     with pytest.raises(StoreError, match=rf"{words}, .* ann .* 1 at \d{{4}}-.* \(test\)"):
         _move(store, "2" if expected is None else "1", expected)

@@ -85,7 +85,7 @@ def test_a_published_version_is_never_changed(store: ReleaseStore, write_file: W
         store.get_blob(digest, tmp_path / "copy")
 
 
-def test_one_of_several_racing_publishers_wins_and_the_others_are_told(store: ReleaseStore) -> None:
+def test_one_of_several_racing_publishers_wins_and_the_others_are_refused(store: ReleaseStore) -> None:
     start = threading.Barrier(WRITERS)
 
     def publish(writer: int) -> int | str:
@@ -162,18 +162,18 @@ def test_a_file_that_is_gone_when_it_is_to_be_published_is_one_sentence(
 
 def test_a_server_that_does_not_know_conditional_writes_is_served_too(moto_server: StoreConfig) -> None:
     store = ReleaseStore(replace(moto_server, prefix="unconditional"))
-    refused: list[str] = []
+    refusal: list[str] = []
 
     def refuse_condition(request: Any, **_: Any) -> Any:
         if "If-None-Match" not in request.headers:
             return None
-        refused.append(request.url)
+        refusal.append(request.url)
         return AWSResponse(request.url, 501, HTTPHeaders(), _Body(b"<Error><Code>NotImplemented</Code></Error>"))
 
     hooks: Any = store.objects.s3.meta.events
     hooks.register("before-send.s3.PutObject", refuse_condition)
     store.publish("resnet", "1", {"a": 1}, [])
-    assert refused
+    assert refusal
     assert store.get_release("resnet", "1") == {"a": 1}
 
 

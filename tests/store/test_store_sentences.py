@@ -21,10 +21,10 @@ NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
 
 def _sentence(error: Exception, config: StoreConfig = CONFIG) -> str:
-    with pytest.raises(StoreError) as refused, explained(config, "trying it"):
+    with pytest.raises(StoreError) as refusal, explained(config, "trying it"):
         raise error
-    assert refused.value.__cause__ is error
-    return str(refused.value)
+    assert refusal.value.__cause__ is error
+    return str(refusal.value)
 
 
 def _answer(code: str, message: str = "", date: str | None = None, status: int = 400) -> boto.ClientError:

@@ -91,7 +91,7 @@ def test_damaged_weights_in_the_cache_are_fetched_again(store: ReleaseStore, tmp
 
 
 @pytest.mark.usefixtures("runnable")
-def test_weights_that_the_store_lost_are_told(store: ReleaseStore, tmp_path: Path) -> None:
+def test_weights_that_the_store_lost_are_named(store: ReleaseStore, tmp_path: Path) -> None:
     digest = read_manifest(APART).files["mod.params"].sha256
     store.objects.delete(f"blobs/sha256/{digest}", "losing a blob")
     with pytest.raises(StoreError, match=f"{digest} is missing: publish the release again"):

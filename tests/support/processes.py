@@ -1,8 +1,11 @@
 """Commands in processes of their own, with no setting from the developer's shell."""
 
+import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TVMFLOW = Path(sys.executable).with_name("tvmflow")
 # A developer's own settings must not decide what the tests talk to.
@@ -17,3 +20,32 @@ def is_foreign(name: str) -> bool:
 def clean_environment(**settings: str) -> dict[str, str]:
     """This process's environment without foreign settings, with these ones."""
     return {**{name: value for name, value in os.environ.items() if not is_foreign(name)}, **settings}
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """The exit code of a command, and what it wrote."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def document(self) -> Any:
+        """The one JSON document on stdout."""
+        return json.loads(self.stdout)
+
+    @property
+    def steps(self) -> dict[str, str]:
+        """Whether each step of a release's first target ran or was cached."""
+        return {name: step["status"] for name, step in self.document["targets"][0]["steps"].items()}
+
+    @property
+    def sentence(self) -> str:
+        """The one sentence of a failed command, without `tvmflow: `; only lines of steps may be beside it."""
+        assert self.code != 0, self.stdout
+        assert "Traceback" not in self.stderr, self.stderr
+        lines = [line for line in self.stderr.splitlines() if line.strip()]
+        (sentence,) = [line for line in lines if line.startswith("tvmflow: ")] or [self.stderr]
+        assert all(line.startswith(("✓ ", "= ", "✗ ", "tvmflow: ")) for line in lines), self.stderr
+        return sentence.removeprefix("tvmflow: ")

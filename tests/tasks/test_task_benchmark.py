@@ -75,13 +75,13 @@ def test_gates_that_are_kept_or_not_set_say_nothing(failures: Callable[..., list
         ("max_bundle_mb", 1.9, "bundle size in MB is 2, gate max_bundle_mb allows 1.9"),
     ],
 )
-def test_a_gate_that_is_not_kept_is_told_with_both_figures(
+def test_a_gate_that_is_not_kept_is_reported_with_both_figures(
     failures: Callable[..., list[str]], gate: str, bound: float, said: str
 ) -> None:
     assert failures(**{gate: bound}) == [f"target 'x86-64-v2': {said}"]
 
 
-def test_every_gate_that_is_not_kept_is_told(failures: Callable[..., list[str]]) -> None:
+def test_every_gate_that_is_not_kept_is_reported(failures: Callable[..., list[str]]) -> None:
     assert len(failures(max_latency_ms=1, max_bundle_mb=1)) == 2
 
 

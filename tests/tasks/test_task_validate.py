@@ -103,7 +103,7 @@ def test_outputs_beyond_the_tolerance_are_named() -> None:
     assert reason.startswith("output 'b' differs from the original by up to 0.5")
 
 
-def test_each_output_is_told_with_its_own_error() -> None:
+def test_each_output_is_reported_with_its_own_error() -> None:
     pairs = [({"a": np.ones(2), "b": np.ones(2)}, {"a": np.full(2, 3.0), "b": np.full(2, 1.5)})]
     first, second = _judged(pairs)
     assert "output 'a' differs from the original by up to 2," in first

@@ -74,11 +74,11 @@ def test_a_model_that_is_named_by_version_or_built_here_has_no_alias_that_releas
 )
 def test_two_files_that_claim_the_same_are_refused_by_name(write: Write, second: dict, claimed: str) -> None:
     first, other = write("digits"), write(**second, file="second")
-    with pytest.raises(SettingsError) as refused:
+    with pytest.raises(SettingsError) as refusal:
         load([first, other])
-    assert claimed in str(refused.value)
-    assert str(first) in str(refused.value)
-    assert str(other) in str(refused.value)
+    assert claimed in str(refusal.value)
+    assert str(first) in str(refusal.value)
+    assert str(other) in str(refusal.value)
 
 
 def test_a_model_that_one_file_releases_is_no_source_of_another(write: Write) -> None:

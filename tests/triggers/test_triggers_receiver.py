@@ -167,6 +167,6 @@ def test_the_receiver_says_that_it_is_there(client: TestClient) -> None:
 @given(some.binary(max_size=200), some.text(max_size=20), some.text(max_size=20), some.text(max_size=60))
 def test_nothing_unsigned_is_ever_read(body: bytes, delivery: str, timestamp: str, signature: str) -> None:
     headers = {DELIVERY_HEADER: delivery, TIMESTAMP_HEADER: timestamp, SIGNATURE_HEADER: signature}
-    with pytest.raises(DeliveryError) as refused:
+    with pytest.raises(DeliveryError) as refusal:
         read_delivery(SECRET, headers, body, time.time())
-    assert refused.value.status == 401
+    assert refusal.value.status == 401

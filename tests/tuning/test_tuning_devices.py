@@ -313,12 +313,12 @@ def test_the_command_line_starts_lists_and_ends_devices(command: Callable[..., A
     started = command("devices", "up", "--key", "board", "--json")
     try:
         assert started.returncode == 0, started.stderr
-        listed = json.loads(command("devices", "list", "--json").stdout)
-        assert [server["state"] for server in listed["own"]] == ["up"]
-        assert (listed["keys"]["board"]["free"], len(listed["keys"]["board"]["servers"])) == (1, 1)
+        listing = json.loads(command("devices", "list", "--json").stdout)
+        assert [server["state"] for server in listing["own"]] == ["up"]
+        assert (listing["keys"]["board"]["free"], len(listing["keys"]["board"]["servers"])) == (1, 1)
     finally:
-        ended = command("devices", "down")
-    assert ended.stdout == "the devices are ended\n"
+        result = command("devices", "down")
+    assert result.stdout == "the devices are ended\n"
     assert command("devices", "down").stdout == "no devices were running\n"
 
 
@@ -329,6 +329,6 @@ def test_a_model_is_tuned_on_devices(command: Callable[..., Any], tmp_path: Path
     there = ("--device", "lab", "--tracker", device.tracker)
     # Trials that a run has spent are not spent again.
     for trials in choose(normal=[4], long=[4, 0]):
-        ended = command("tune", "release.yaml", "--trials", 4, *there, "--json")
-        assert ended.returncode == 0, ended.stderr
-        assert json.loads(ended.stdout)["targets"]["native"]["trials"] == trials
+        result = command("tune", "release.yaml", "--trials", 4, *there, "--json")
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout)["targets"]["native"]["trials"] == trials

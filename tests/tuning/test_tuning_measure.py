@@ -52,8 +52,8 @@ def test_a_candidate_that_hangs_costs_only_its_timeout(native: Target, sleeps: P
 
 def test_a_candidate_that_cannot_be_built_is_refused_with_the_reason(pool: MeasurePool, adds_one: PrimFunc) -> None:
     broken = Candidate(candidate(adds_one).func, (), '[[["GetSBlock", [], ["no such block", "main"], ["b0"]]], []]')
-    refused, built = pool.build([broken, candidate(adds_one)])
-    assert isinstance(refused, TrialError)
+    refusal, built = pool.build([broken, candidate(adds_one)])
+    assert isinstance(refusal, TrialError)
     assert isinstance(built, Library)
 
 
