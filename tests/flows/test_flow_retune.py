@@ -83,8 +83,6 @@ def test_the_time_goes_to_what_costs_most_in_production(story: Story) -> None:
     records = [json.loads(path.read_text()) for path in (story.machine.home / "steps" / "retune").glob("*.json")]
     tuned = [{item["name"] for item in record["result"]["workloads"]} for record in records]
     assert set(costliest) in tuned
-    release = json.loads(next((story.machine.home / "steps" / "tune").glob("*.json")).read_text())
-    assert len(costliest) < len(release["result"]["workloads"])
 
 
 def test_another_model_than_that_in_production_is_not_retuned(story: Story, make: Any) -> None:
