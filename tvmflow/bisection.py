@@ -13,6 +13,7 @@ from onnx import numpy_helper
 
 from tvmflow import npz
 from tvmflow.compiler import BuildOptions, build, import_onnx
+from tvmflow.compiler.importer import node_name, operator_name
 from tvmflow.errors import TvmflowError
 from tvmflow.source import open_session, run_session
 from tvmflow.target import Target
@@ -94,8 +95,8 @@ def bisect(
     output, error = next((name, error) for name, error in errors.items() if error is not None)
     node = search.nodes[place]
     return Bisection(
-        operator=f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type,
-        node=node.name or node.output[0],
+        operator=operator_name(node),
+        node=node_name(node),
         output=output,
         error=error,
         nodes=len(part.graph.node),
@@ -192,9 +193,7 @@ class _Search:
                 low, high = (low, middle) if self.is_bad(places[middle]) else (middle, high)
             place = places[high]
             # Another branch may have left the bounds before this node.
-            sources = sorted(
-                {self.producers[name] for name in _names_read(self.nodes[place]) if name in self.producers}
-            )
+            sources = sorted(self._sources(place))
             earlier = next((item for item in sources if item not in self._constant_nodes and self.is_bad(item)), None)
             if earlier is None:
                 return place

@@ -89,8 +89,7 @@ def make(
 
 def make_at_sizes(inputs: Sequence[Input], sizes: Mapping[str, int], seed: int, folder: Path) -> NamedArrays:
     """Return a sample whose symbolic dimensions have these sizes. Raises SpecError."""
-    dimensions = {name: Dimension(min=size, max=size) for name, size in sizes.items()}
-    return make(inputs, dimensions, 0, seed, folder)
+    return make(inputs, {}, 0, seed, folder, sizes)
 
 
 def _make_array(item: Input, shape: tuple[int, ...], generator: np.random.Generator, seed: int, folder: Path) -> Array:

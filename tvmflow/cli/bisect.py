@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tvmflow.cli.compile import parse_shapes
+from tvmflow.cli.options import input_shapes_option, model_argument, precision_option, target_option
 from tvmflow.errors import ExportError, InputError, TargetError, VerdictError
 
 if TYPE_CHECKING:
@@ -18,18 +19,10 @@ if TYPE_CHECKING:
 
 
 @click.command("bisect")
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option(
-    "--target", default="native", show_default=True, help="A preset, or a TVM target such as 'llvm -mcpu=znver4'."
-)
-@click.option(
-    "--precision",
-    type=click.Choice(["fp32", "bf16", "fp16", "int8"]),
-    default="fp32",
-    show_default=True,
-    help="The precision to compile in.",
-)
-@click.option("--input-shapes", help='Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]".')
+@model_argument
+@target_option
+@precision_option("The precision to compile in.")
+@input_shapes_option(".")
 @click.option("--inputs", type=click.Path(path_type=Path), help="An .npz by input name; without it, random inputs.")
 @click.option("--rtol", type=click.FloatRange(min=0), help="The relative tolerance of each element.")
 @click.option("--atol", type=click.FloatRange(min=0), help="The absolute tolerance of each element.")

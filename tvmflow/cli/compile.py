@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
+from tvmflow.cli.options import input_shapes_option, model_argument, precision_option, target_option
 from tvmflow.errors import InputError, StepError, VerdictError, naming_model
 
 if TYPE_CHECKING:
@@ -71,25 +72,13 @@ class _Setting(click.ParamType[tuple[str, Any]]):
 
 
 @click.command("compile")
-@click.argument("model", type=click.Path(path_type=Path))
+@model_argument
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The bundle to write."
 )
-@click.option(
-    "--target", default="native", show_default=True, help="A preset, or a TVM target such as 'llvm -mcpu=znver4'."
-)
-@click.option(
-    "--input-shapes",
-    help='Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]". '
-    "A free dimension that the file leaves unnamed is called after its input and axis, as x_0.",
-)
-@click.option(
-    "--precision",
-    type=click.Choice(["fp32", "bf16", "fp16", "int8"]),
-    default="fp32",
-    show_default=True,
-    help="The type of the operands of convolutions and matrix products; int8 is for quantised models.",
-)
+@target_option
+@input_shapes_option(". A free dimension that the file leaves unnamed is called after its input and axis, as x_0.")
+@precision_option("The type of the operands of convolutions and matrix products; int8 is for quantised models.")
 @click.option(
     "--fast-algorithms",
     type=click.Choice(["allow", "forbid"]),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tvmflow.cli.compile import parse_shapes
+from tvmflow.cli.options import input_shapes_option, model_argument, precision_option, target_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,21 +21,10 @@ _REFUSED = 4
 
 
 @click.command("doctor")
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option(
-    "--target", default="native", show_default=True, help="A preset, or a TVM target such as 'llvm -mcpu=znver4'."
-)
-@click.option(
-    "--precision",
-    type=click.Choice(["fp32", "bf16", "fp16", "int8"]),
-    default="fp32",
-    show_default=True,
-    help="The precision to compile for.",
-)
-@click.option(
-    "--input-shapes",
-    help='Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]"; what is not given stays free.',
-)
+@model_argument
+@target_option
+@precision_option("The precision to compile for.")
+@input_shapes_option("; what is not given stays free.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def doctor_command(model: Path, target: str, precision: str, input_shapes: str | None, as_json: bool) -> None:
     """Say of every operator of the ONNX file MODEL how it will be compiled, or why not and what to do instead.

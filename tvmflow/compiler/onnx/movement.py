@@ -120,11 +120,12 @@ def convert_slice(node: Node) -> relax.Expr | None:
     if not places:
         return flipped
     part = node.emit(relax.op.strided_slice(flipped, places, begins, stops, strides, assume_inbound=True))
+    lengths = dims_of(part) or []
+    if not any(map(_has_choice, lengths)):
+        return part
     # Schedules take a symbol for a size, and no choice between two sizes.
-    sizes = [node.evaluator.new_symbol(size) if _has_choice(size) else size for size in dims_of(part) or ()]
-    if any(_has_choice(size) for size in dims_of(part) or ()):
-        return cast_to(node.builder, part, sizes)
-    return part
+    sizes = [node.evaluator.new_symbol(size) if _has_choice(size) else size for size in lengths]
+    return cast_to(node.builder, part, sizes)
 
 
 def _has_choice(size: Any) -> bool:

@@ -1,0 +1,25 @@
+"""Arguments and options that several commands have."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+model_argument: Decorator = click.argument("model", type=click.Path(path_type=Path))
+target_option: Decorator = click.option(
+    "--target", default="native", show_default=True, help="A preset, or a TVM target such as 'llvm -mcpu=znver4'."
+)
+
+
+def precision_option(text: str) -> Decorator:
+    """Return the option `--precision` with its help."""
+    choice = click.Choice(["fp32", "bf16", "fp16", "int8"])
+    return click.option("--precision", type=choice, default="fp32", show_default=True, help=text)
+
+
+def input_shapes_option(text: str) -> Decorator:
+    """Return the option `--input-shapes`, whose help ends with `text`."""
+    return click.option("--input-shapes", help=f'Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]"{text}')
