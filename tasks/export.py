@@ -16,7 +16,7 @@ from tvmflow import samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
-from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
+from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.process import Emit
 from tvmflow.samples import NamedArrays
@@ -321,49 +321,18 @@ def _input_dtype(value: "onnx.ValueInfoProto") -> str:
 
 
 def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
-    """Write the release file's shapes into the graph's inputs, and its dimension names everywhere."""
+    """Write the release file's shapes into the graph. Raises ExportError where names, dtypes or shapes do not fit."""
     declared = {item.name: item for item in graph_inputs(model.graph)}
     if set(declared) != {item.name for item in inputs}:
         raise ExportError(
             f"the ONNX model takes the inputs {', '.join(declared)}, the release file names "
             f"{', '.join(item.name for item in inputs)}; they must be the same"
         )
-    new_sizes: dict[str, int | str] = {}
     for item in inputs:
-        tensor = declared[item.name].type.tensor_type
         dtype = _input_dtype(declared[item.name])
-        dims = list(tensor.shape.dim)
         if dtype != item.dtype:
             raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}, the release file says {item.dtype}")
-        for dim, size in zip(dims, item.shape, strict=False):
-            if len(dims) == len(item.shape) and dim.dim_value and isinstance(size, str):
-                raise ExportError(
-                    f"dimension {size!r} of input {item.name!r} is {dim.dim_value} in the ONNX model; "
-                    f"let the model take any size, or write {dim.dim_value} in the release file"
-                )
-        differs = len(dims) != len(item.shape) or any(
-            dim.dim_value and dim.dim_value != size for dim, size in zip(dims, item.shape, strict=True)
-        )
-        if differs:
-            shape = ", ".join(str(dim.dim_value or dim.dim_param or "?") for dim in dims)
-            raise ExportError(
-                f"input {item.name!r} of the ONNX model has shape [{shape}], the release file says "
-                f"[{', '.join(map(str, item.shape))}]"
-            )
-        for dim, size in zip(dims, item.shape, strict=True):
-            if dim.dim_param:
-                new_sizes[dim.dim_param] = size
-            if isinstance(size, int):
-                dim.dim_value = size
-            else:
-                dim.dim_param = size
-    for value in (*model.graph.output, *model.graph.value_info):
-        for dim in value.type.tensor_type.shape.dim:
-            new_size = new_sizes.get(dim.dim_param) if dim.dim_param else None
-            if isinstance(new_size, int):
-                dim.dim_value = new_size
-            elif new_size is not None:
-                dim.dim_param = new_size
+    fix_shapes(model.graph, {item.name: item.shape for item in inputs})
 
 
 def _find_dimensions(

@@ -1,8 +1,10 @@
 """The inputs of an ONNX graph, and names for those of their dimensions that may take any size."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
+
+from tvmflow.errors import ExportError
 
 if TYPE_CHECKING:
     import onnx
@@ -12,6 +14,48 @@ def graph_inputs(graph: "onnx.GraphProto") -> "list[onnx.ValueInfoProto]":
     """The inputs that a caller gives: those of the graph without its weights."""
     weights = {tensor.name for tensor in graph.initializer}
     return [value for value in graph.input if value.name not in weights]
+
+
+def fix_shapes(graph: "onnx.GraphProto", shapes: Mapping[str, tuple[int | str, ...]]) -> None:
+    """Give inputs other shapes, in place: sizes and names for dimensions that may take any size.
+
+    A dimension that gets another name or a size gets it wherever the graph's values mention it. Raises ExportError for
+    a name that is no input, and for a shape that the input cannot have.
+    """
+    inputs = {value.name: value for value in graph_inputs(graph)}
+    new_sizes: dict[str, int | str] = {}
+    for name, shape in shapes.items():
+        if name not in inputs:
+            raise ExportError(f"the ONNX model has no input {name!r}; its inputs are {', '.join(inputs)}")
+        dims = list(inputs[name].type.tensor_type.shape.dim)
+        for dim, size in zip(dims, shape, strict=False):
+            if len(dims) == len(shape) and dim.dim_value and isinstance(size, str):
+                raise ExportError(
+                    f"dimension {size!r} of input {name!r} is {dim.dim_value} in the ONNX model; "
+                    f"let the model take any size, or say {dim.dim_value} for it"
+                )
+        if len(dims) != len(shape) or any(
+            dim.dim_value and dim.dim_value != size for dim, size in zip(dims, shape, strict=True)
+        ):
+            own = ", ".join(str(dim.dim_value or dim.dim_param or "?") for dim in dims)
+            raise ExportError(
+                f"input {name!r} of the ONNX model has shape [{own}] and cannot have [{', '.join(map(str, shape))}]"
+            )
+        for dim, size in zip(dims, shape, strict=True):
+            if dim.dim_param:
+                new_sizes[dim.dim_param] = size
+            _set_size(dim, size)
+    for value in (*graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in new_sizes:
+                _set_size(dim, new_sizes[dim.dim_param])
+
+
+def _set_size(dim: "onnx.TensorShapeProto.Dimension", size: int | str) -> None:
+    if isinstance(size, int):
+        dim.dim_value = size
+    else:
+        dim.dim_param = size
 
 
 def name_free_dimensions(graph: "onnx.GraphProto", *, zero_is_free: bool = False) -> None:

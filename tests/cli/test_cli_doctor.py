@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from onnx import helper
 
 from support.models import save_dense, save_model
@@ -57,3 +58,16 @@ def test_an_unknown_target_is_one_sentence(tvmflow: Command, tmp_path: Path) -> 
     result = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"), "--target", "no-such-machine")
     assert result.code == 1
     assert "no-such-machine" in result.sentence
+
+
+@pytest.mark.parametrize("command", ["doctor", "bisect"])
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [("x:[8,4,1]", ["'x'", "[batch, 4]", "[8, 4, 1]"]), ("x:[8,5]", ["'x'", "[8, 5]"]), ("z:[8,4]", ["'z'", "x"])],
+)
+def test_shapes_that_do_not_fit_the_model_are_one_sentence(
+    tvmflow: Command, tmp_path: Path, command: str, shapes: str, words: list[str]
+) -> None:
+    result = tvmflow(command, save_dense(tmp_path / "dense.onnx"), "--input-shapes", shapes)
+    assert result.code != 0
+    assert [word for word in words if word not in result.sentence] == []

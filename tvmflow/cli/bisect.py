@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from tvmflow.cli.compile import parse_shapes
-from tvmflow.cli.options import input_shapes_option, model_argument, precision_option, target_option
-from tvmflow.errors import ExportError, InputError, TargetError, VerdictError
+from tvmflow.cli.options import input_shapes_option, model_argument, precision_option, read_inputs, target_option
+from tvmflow.errors import ExportError, TargetError, VerdictError
 
 if TYPE_CHECKING:
     import onnx
@@ -65,12 +65,12 @@ def bisect_command(
 
     from tasks.export import read_onnx
     from tvmflow.bisection import Bounds, bisect
-    from tvmflow.cli.sizes import fix_shapes
     from tvmflow.compiler import BuildOptions
+    from tvmflow.onnx_inputs import fix_shapes
 
     original = read_onnx(model)
-    fix_shapes(original, {item.name: item.shape for item in spec.inputs})
-    arrays = _read(inputs) if inputs is not None else _make(model, original)
+    fix_shapes(original.graph, {item.name: item.shape for item in spec.inputs})
+    arrays = read_inputs(inputs) if inputs is not None else _make(model, original)
     bounds = Bounds(spec.bounds.rtol, spec.bounds.atol, spec.bounds.max_relative_error)
     if rtol is not None or atol is not None:
         bounds = Bounds(rtol or 0.0, atol or 0.0)
@@ -112,12 +112,3 @@ def _make(path: Path, model: "onnx.ModelProto") -> "dict[str, Array]":
     if ranges is None:
         raise ExportError(f"ONNX Runtime runs {path} at none of the sizes that were tried; give --inputs")
     return samples.make(described_by(model), ranges, 0, 0, Path.cwd())
-
-
-def _read(path: Path) -> "dict[str, Array]":
-    from tvmflow import npz
-
-    try:
-        return npz.read(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{str(path)!r} is no readable .npz ({error}); write one with numpy.savez") from error

@@ -57,12 +57,16 @@ def doctor_command(model: Path, target: str, precision: str, input_shapes: str |
 def _ranges(model: Path, shapes: dict[str, tuple[int | str, ...]]) -> "dict[str, Dimension]":
     """The ranges of the free dimensions, empty where ONNX Runtime does not run the model."""
     from tasks.export import read_onnx
-    from tvmflow.cli.sizes import find_ranges, fix_shapes
+    from tvmflow.cli.sizes import find_ranges
     from tvmflow.errors import ExportError, ModelImportError
+    from tvmflow.onnx_inputs import fix_shapes
 
     try:
         original = read_onnx(model)
-        fix_shapes(original, shapes)
+    except ExportError:  # diagnose says it.
+        return {}
+    fix_shapes(original.graph, shapes)
+    try:
         return find_ranges(model, original) or {}
     except (ExportError, ModelImportError):
         return {}

@@ -1,10 +1,15 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands have, and how a command reads what they name."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from tvmflow.errors import InputError
+
+if TYPE_CHECKING:
+    from tvmflow.npz import Array
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -23,3 +28,15 @@ def precision_option(text: str) -> Decorator:
 def input_shapes_option(text: str) -> Decorator:
     """Return the option `--input-shapes`, whose help ends with `text`."""
     return click.option("--input-shapes", help=f'Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]"{text}')
+
+
+def read_inputs(path: Path) -> "dict[str, Array]":
+    """Return the arrays of an .npz file by name. Raises InputError for a file that is missing or holds none."""
+    from tvmflow import npz
+
+    try:
+        return npz.read(path)
+    except FileNotFoundError as error:
+        raise InputError(f"there is no inputs file {str(path)!r}") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{str(path)!r} is not a readable .npz of arrays; write it with numpy.savez") from error

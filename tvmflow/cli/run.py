@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tvmflow.cli.options import read_inputs
 from tvmflow.errors import InputError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def run_command(
     if not profile:
         # Running needs no compiler, and TVM's runtime alone loads in a fraction of the time.
         os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
-    file_inputs = None if inputs is None else _read(inputs)
+    file_inputs = None if inputs is None else read_inputs(inputs)
 
     def work(model: "CompiledModel") -> _Run:
         if device is not None and device != (built_for := "cuda" if model.manifest.arch == "cuda" else "cpu"):
@@ -289,17 +290,6 @@ def _path(bundle: str) -> Path:
             param_hint="BUNDLE",
         )
     return Path(bundle)
-
-
-def _read(path: Path) -> "dict[str, Array]":
-    from tvmflow import npz
-
-    try:
-        return npz.read(path)
-    except FileNotFoundError as error:
-        raise InputError(f"there is no inputs file {str(path)!r}") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{str(path)!r} is not a readable .npz of arrays; write it with numpy.savez") from error
 
 
 def _write(path: Path, results: "dict[str, Array]") -> None:

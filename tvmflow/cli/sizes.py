@@ -33,13 +33,3 @@ def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] |
         return True
 
     return find_dimensions(items, {}, runs)
-
-
-def fix_shapes(model: "onnx.ModelProto", shapes: "dict[str, tuple[int | str, ...]]") -> None:
-    """Write the sizes that are given for inputs into the model."""
-    for value in model.graph.input:
-        for dim, size in zip(value.type.tensor_type.shape.dim, shapes.get(value.name, ()), strict=False):
-            if isinstance(size, int):
-                dim.dim_value = size
-            else:
-                dim.dim_param = size
