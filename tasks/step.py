@@ -19,9 +19,10 @@ from tvmflow.settings import Settings
 from tvmflow.spec import Spec
 from tvmflow.workspace import Outcome, Record, StepResult, Workspace, run_step, step_key
 
-# What the steps with the compiler, and those with PyTorch, import.
+# What the steps with the compiler, those with PyTorch, and the others import.
 _COMPILER = ("tvmflow.compiler", "tvmflow.tuning.model", "tasks.relax_import", "tasks.tune", "tasks.build")
 _TORCH = ("torch", "tasks.train", "tasks.export", "tasks.validate")
+_LIGHT = ("onnx", "onnxruntime", "tvmflow.runtime", "tasks.export", "tasks.validate")
 
 
 class Job(Record):
@@ -124,7 +125,7 @@ class StepRunner:
             paths=(self.folder,),
             environment=environment,
             torch=job.needs_torch,
-            imports=_COMPILER if job.needs_compiler else _TORCH if job.needs_torch else (),
+            imports=_COMPILER if job.needs_compiler else _TORCH if job.needs_torch else _LIGHT,
         )
 
 
