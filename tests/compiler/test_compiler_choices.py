@@ -156,7 +156,7 @@ def test_rows_that_share_a_set_of_the_cache_may_be_packed_first(
     np.testing.assert_allclose(run_built(other, x)[0], run_built(usual, x)[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("kernel", scale.choose(normal=[3], long=[1, 3]))
 def test_the_last_convolution_may_write_the_output_as_it_leaves(
     kernel: int, make_model: Any, target: Target, run_built: Any
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import tvm
 from onnx import helper
 
+from support import scale
 from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
 from support.models import join_models, joined_name
@@ -92,7 +93,8 @@ def test_bfloat16_convolutions_equal_those_of_rounded_operands(
     make_model: MakeModel, run_built: RunBuilt, bf16: Target
 ) -> None:
     paths, inputs = [], []
-    for place, case in enumerate(_CONVOLUTIONS):
+    cases = scale.choose(normal=_CONVOLUTIONS[::2], long=_CONVOLUTIONS)
+    for place, case in enumerate(cases):
         channels, out, groups, kernel, stride, pad, dilation, height, width = case
         nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
         inputs.append(normal(1, channels, height, width))
@@ -111,11 +113,12 @@ def test_bfloat16_convolutions_equal_those_of_rounded_operands(
         atol = 1e-6 * float(np.abs(value).max())
         np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
     rules = rule_counts(built)
-    assert rules["dot_conv2d"] + rules["dot_rows"] >= len(_CONVOLUTIONS) - 1
+    assert rules["dot_conv2d"] + rules["dot_rows"] >= len(cases) - 1
 
 
 @pytest.mark.parametrize(
-    ("channels", "size", "rule"), [(128, 28, "dot_winograd"), (96, 14, "dot_winograd"), (45, 56, "winograd")]
+    ("channels", "size", "rule"),
+    [(96, 14, "dot_winograd"), (45, 56, "winograd"), *scale.choose(normal=[], long=[(128, 28, "dot_winograd")])],
 )
 def test_winograd_rounds_little_more_than_the_direct_way(
     channels: int, size: int, rule: str, make_model: MakeModel, run_built: RunBuilt, bf16: Target
@@ -293,7 +296,8 @@ def test_quantised_convolutions_equal_onnx_runtime(
     signed: bool, make_model: MakeModel, run_built: RunBuilt, int8: Target, tmp_path: Path
 ) -> None:
     paths, inputs = [], []
-    cases = [*_CONVOLUTIONS, (14, 14, 14, 3, 1, 1, 1, 8, 8)]
+    some = _CONVOLUTIONS[signed::2]
+    cases = [*scale.choose(normal=some, long=_CONVOLUTIONS), (14, 14, 14, 3, 1, 1, 1, 8, 8)]
     for place, case in enumerate(cases):
         channels, out, groups, kernel, stride, pad, dilation, height, width = case
         activation = helper.make_node("LeakyRelu", ["c"], ["y"], alpha=0.3)
