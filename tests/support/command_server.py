@@ -1,31 +1,42 @@
-"""A process that has imported what commands import, and forks for each command: 0.1 s of a processor instead of 3 s.
+"""Processes that have imported what commands and their steps import, and fork for each: 0.1 s instead of 3 s of CPU.
 
-A command still has a process, a session, an environment and a folder of its own. What a cold process does otherwise is
-the import alone, which the tests with embedded servers and of interrupts go through.
+A command still has a process, a session, an environment and a folder of its own, and so has a step; in its place as a
+child of the command stands `support/stand_in.py`. What cold processes do otherwise is the import alone, which the tests
+with embedded servers, of interrupts and of workers go through.
 """
 
 import gc
+import importlib
 import json
 import os
+import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypedDict
+from typing import IO, NamedTuple, TypedDict
 
-import psutil
-
+from tvmflow import launch, supervisor
 from tvmflow.cli import main
 from tvmflow.launch import die_with_parent
+from tvmflow.runtime.library import without_torch
+
+_STAND_IN = Path(__file__).with_name("stand_in.py")
+_ROOT = Path(__file__).parents[2]
+# The steps whose processes have neither the compiler nor torch.
+_PLAIN = ("tasks.export:work", "tasks.validate:device_work", "tasks.validate:judge_work", "tasks.benchmark:round_work")
+_PLAIN += ("tasks.comparison:work",)
 
 
 class Request(TypedDict):
-    """A command to run; its output goes to the two file descriptors that come with it."""
+    """A process to fork; the last of its standard streams are the file descriptors that come with the request."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -51,15 +62,9 @@ class CommandServer:
             connection.settimeout(timeout)
             connection.connect(self.address)
             socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], [out.fileno(), err.fileno()])
+            # The end of the connection ends the command and all that it started.
             with connection.makefile() as answers:
-                pid = int(answers.readline())
-                try:
-                    code = int(answers.readline())
-                except BaseException:
-                    process = psutil.Process(pid)
-                    for child in (*process.children(recursive=True), process):
-                        child.kill()
-                    raise
+                code = int(answers.readline())
             return subprocess.CompletedProcess(list(arguments), code, _text(out), _text(err))
 
 
@@ -67,13 +72,13 @@ class CommandServer:
 def command_server(environment: Mapping[str, str]) -> Iterator[CommandServer]:
     """Run a command server, which imports under this environment, and yield it; it ends with the thread that calls."""
     with tempfile.TemporaryDirectory(prefix="commands-") as folder, socket.socket(socket.AF_UNIX) as listener:
-        address = f"{folder}/socket"
-        listener.bind(address)
+        address = f"{folder}/commands"
         # Commands wait in this socket until the modules are imported.
+        listener.bind(address)
         listener.listen()
         with (Path(folder) / "log").open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(os.getpid()), str(listener.fileno())],
+                _command("commands", listener),
                 env=dict(environment),
                 pass_fds=(listener.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -93,7 +98,11 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode()
 
 
-def _import() -> None:
+def _command(kind: str, listener: socket.socket) -> list[str]:
+    return [sys.executable, "-P", __file__, str(os.getpid()), kind, str(listener.fileno())]
+
+
+def _import_commands() -> None:
     """Import what `release` and the commands around it import, as they do."""
     from tvmflow.cli import prefect as prefect_environment
     from tvmflow.registry import connection as mlflow_environment
@@ -106,6 +115,7 @@ def _import() -> None:
     import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
     import prefect.flow_engine
     import prefect.task_engine  # noqa: F401
+    from sqlalchemy.orm import configure_mappers
 
     import flows.deployments
     import flows.promote
@@ -115,72 +125,184 @@ def _import() -> None:
     import flows.retune  # noqa: F401
     import tvmflow.cli.display  # noqa: F401
 
-
-def _serve(listener: socket.socket) -> list[str]:
-    """Fork for each request; return its command line in the fork, with the fork's environment, folder and output."""
-    running: dict[int, tuple[int, socket.socket]] = {}
-    poll = select.poll()
-    poll.register(listener, select.POLLIN)
-    while True:
-        for descriptor, _ in poll.poll():
-            if descriptor != listener.fileno():
-                poll.unregister(descriptor)
-                os.close(descriptor)
-                pid, connection = running.pop(descriptor)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with connection:
-                    connection.sendall(f"{code}\n".encode())
-                continue
-            connection, _ = listener.accept()
-            request, outputs = _receive(connection)
-            pid = os.fork()
-            if pid == 0:
-                listener.close()
-                for end, (_, other) in running.items():
-                    os.close(end)
-                    other.close()
-                connection.close()
-                return _become(request, outputs)
-            for output in outputs:
-                os.close(output)
-            connection.sendall(f"{pid}\n".encode())
-            end = os.pidfd_open(pid)
-            running[end] = pid, connection
-            poll.register(end, select.POLLIN)
+    configure_mappers()
 
 
-def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
-    data, outputs, _, _ = socket.recv_fds(connection, 1 << 20, 2)
-    while not data.endswith(b"\n"):
-        data += connection.recv(1 << 20)
-    return json.loads(data), outputs
+def _import_steps() -> None:
+    with without_torch():
+        import tvm_ffi  # noqa: F401
+    import onnx  # noqa: F401
+
+    import tvmflow.runtime  # noqa: F401
+
+    for step in _PLAIN:
+        importlib.import_module(step.partition(":")[0])
 
 
-def _become(request: Request, outputs: list[int]) -> list[str]:
+def _import_compiler() -> None:
+    supervisor.forbid_torch()
+    import tasks.build
+    import tasks.relax_import
+    import tasks.tune  # noqa: F401
+    import tvmflow.compiler
+    import tvmflow.tuning.model  # noqa: F401
+
+
+def _import_torch() -> None:
+    import torch.onnx  # noqa: F401
+
+    import tasks.export
+    import tasks.train
+    import tasks.validate  # noqa: F401
+
+
+class _Kind(NamedTuple):
+    """What a server imports, and what its forks run, from a request's arguments."""
+
+    imports: Callable[[], None]
+    run: Callable[[list[str]], None]
+
+
+def _run_command(arguments: list[str]) -> None:
     from prefect.context import refresh_global_settings_context
 
     from tvmflow.cli.prefect import prepare_environment
 
-    os.setsid()
-    os.chdir(request["folder"])
-    for output, standard in zip(outputs, (1, 2), strict=True):
-        os.dup2(output, standard)
-        os.close(output)
-    os.environ.clear()
-    os.environ.update(request["environment"])
     # Prefect has read its settings when it was imported.
     os.environ["PREFECT_API_URL"] = os.environ["TVMFLOW_PREFECT_API_URL"]
     prepare_environment()
     refresh_global_settings_context()
-    return ["tvmflow", *request["arguments"]]
+    sys.argv = ["tvmflow", *arguments]
+    main()
+
+
+def _run_module(arguments: list[str]) -> None:
+    """Do what the interpreter and `tvmflow.launch` do with such a command line."""
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    kind, *sys.argv = arguments
+    sys.path[:0] = [*([os.getcwd()] if kind == "local-module" else []), *paths]  # noqa: PTH109
+    with warnings.catch_warnings():
+        # The module has been imported for others, and runs once more as the main one.
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+_KINDS = {
+    "commands": _Kind(_import_commands, _run_command),
+    "steps": _Kind(_import_steps, _run_module),
+    "compiler": _Kind(_import_compiler, _run_module),
+    "torch": _Kind(_import_torch, _run_module),
+}
+
+
+def _kind_of(module: str, arguments: Sequence[str]) -> str | None:
+    """The server that has imported what a child process imports; None if there is no such server."""
+    if module == "tvmflow.process" and arguments[0] == "--fork":
+        return "compiler" if "tvmflow.compiler" in arguments else "torch"
+    is_plain = module == "tvmflow.verification" or (module == "tvmflow.process" and arguments[0] in _PLAIN)
+    return "steps" if is_plain else None
+
+
+def _start_steps_in_forks(folder: Path) -> dict[int, tuple[str, socket.socket]]:
+    """Have the commands that are forked from now on start their children so; return the sockets for these by number."""
+
+    def module_command(module: str, *arguments: str, from_working_folder: bool = False) -> list[str]:
+        command = launch.module_command(module, *arguments, from_working_folder=from_working_folder)
+        kind = _kind_of(module, arguments)
+        if kind is None:
+            return command
+        stand_in = [sys.executable, "-I", "-S", str(_STAND_IN), str(_ROOT), str(folder / kind)]
+        return [*stand_in, *command[command.index(launch.__file__) + 1 :]]
+
+    supervisor.module_command = module_command
+    listeners = {}
+    for kind in _KINDS.keys() - {"commands"}:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(folder / kind))
+        listener.listen()
+        listeners[listener.fileno()] = kind, listener
+    return listeners
+
+
+def _serve(listener: socket.socket, others: Mapping[int, tuple[str, socket.socket]]) -> list[str]:
+    """Fork for each request; return its arguments in the fork, with the fork's environment, folder and streams.
+
+    `others` are the sockets of servers that are started when somebody connects to theirs.
+    """
+    running: dict[int, tuple[int, socket.socket]] = {}
+    callers: dict[int, int] = {}
+    poll = select.poll()
+    for descriptor in (listener.fileno(), *others):
+        poll.register(descriptor, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in others:
+                poll.unregister(descriptor)
+                kind, other = others[descriptor]
+                subprocess.Popen(_command(kind, other), pass_fds=(descriptor,))
+            elif descriptor in callers:
+                # Whoever waits for the process is gone.
+                poll.unregister(descriptor)
+                with suppress(ProcessLookupError):
+                    os.killpg(callers.pop(descriptor), signal.SIGKILL)
+            elif descriptor in running:
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                pid, connection = running.pop(descriptor)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with connection, suppress(BrokenPipeError):
+                    if callers.pop(connection.fileno(), None):
+                        poll.unregister(connection)
+                        connection.sendall(f"{code}\n".encode())
+            else:
+                connection, _ = listener.accept()
+                request, streams = _receive(connection)
+                pid = os.fork()
+                if pid == 0:
+                    listener.close()
+                    for end, (_, other) in running.items():
+                        os.close(end)
+                        other.close()
+                    connection.close()
+                    _become(request, streams)
+                    return request["arguments"]
+                for stream in streams:
+                    os.close(stream)
+                end = os.pidfd_open(pid)
+                running[end] = pid, connection
+                callers[connection.fileno()] = pid
+                poll.register(end, select.POLLIN)
+                poll.register(connection, select.POLLRDHUP)
+
+
+def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
+    data, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    while not data.endswith(b"\n"):
+        data += connection.recv(1 << 20)
+    return json.loads(data), streams
+
+
+def _become(request: Request, streams: list[int]) -> None:
+    os.setsid()
+    os.chdir(request["folder"])
+    for stream, standard in zip(streams, range(3 - len(streams), 3), strict=True):
+        os.dup2(stream, standard)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    # An import may have asked for the folder of temporary files.
+    tempfile.tempdir = None
 
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]))
-    _import()
+    parent, kind, descriptor = sys.argv[1:]
+    die_with_parent(int(parent))
+    imports, run = _KINDS[kind]
+    imports()
+    listener = socket.socket(fileno=int(descriptor))
+    others = _start_steps_in_forks(Path(listener.getsockname()).parent) if kind == "commands" else {}
     # No fork looks through the imported objects for garbage, least of all at its end.
     gc.collect()
     gc.freeze()
-    sys.argv = _serve(socket.socket(fileno=int(sys.argv[2])))
-    # The end of the command is the end of the interpreter, with all that this runs.
-    main()
+    # The end of what it runs is the end of the fork's interpreter, with all that this runs.
+    run(_serve(listener, others))
