@@ -35,7 +35,7 @@ class RunContext:
 
     @property
     def runner(self) -> StepRunner:
-        """The runner of the release file's steps."""
+        """The runner of the release file's steps, with this machine's settings and workspace."""
         return StepRunner.of(self.spec, self.settings, self.workspace)
 
     @cached_property
@@ -44,5 +44,9 @@ class RunContext:
         return open_records(self.settings, self.store, self.spec.store)
 
     def find_original(self, weights: Artifact | None = None) -> Original:
-        """Find the original of the release file; `weights` are those that were trained for it. Raises as that does."""
+        """Find the original of the release file; `weights` are the result of its training, if it has one.
+
+        Raises ExportError when the file names a registered model that is neither PyTorch nor ONNX, RegistryError when
+        the registry cannot be read.
+        """
         return find_original(self.spec, self.workspace, weights, self.registry)

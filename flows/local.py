@@ -38,7 +38,7 @@ class LocalBuilds:
 
 
 def build_here(context: RunContext, model: ModelSteps, target: Target) -> LocalBuilds:
-    """Tune for one target, then build, package and validate; twice where tuning changes the build."""
+    """Tune for one target, then build, package and validate; with and without the tuning where it changes the build."""
     spec, runner = context.spec, context.runner
     tuned = tune(runner, TuneJob.of(spec, model.imported, target), context.shared_records)
     builder = TargetBuilder(
@@ -48,7 +48,10 @@ def build_here(context: RunContext, model: ModelSteps, target: Target) -> LocalB
 
 
 def choose_here(builds: LocalBuilds) -> TargetResult:
-    """The best of the candidates, which are measured on this machine where there are two."""
+    """Choose the candidate to ship, by latency on this machine where there is a choice.
+
+    The result has neither a benchmark nor failed gates.
+    """
     best, choice = builds.builder.best(builds.candidates)
     steps = {"tune": builds.tuned.summary, **best.steps}
     if choice is not None:
@@ -67,7 +70,11 @@ def choose_here(builds: LocalBuilds) -> TargetResult:
 
 
 def measure_here(context: RunContext, model: ModelSteps, builds: LocalBuilds) -> TargetResult:
-    """The best of the candidates, measured and checked against the release file's gates if it passed and runs here."""
+    """Choose the candidate to ship, run the release file's benchmark on it, and check the gates.
+
+    There is no benchmark of a candidate that failed its validation or could not be validated on this machine: its
+    result has `measured` None and no gates.
+    """
     result = choose_here(builds)
     if not (result.verdict.passed and result.verdict.verified):
         return result

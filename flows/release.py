@@ -120,10 +120,12 @@ def override(
 def release_model(
     context: RunContext, trained: Outcome[TrainResult] | None = None, source: str | None = None
 ) -> ReleaseSummary:
-    """Release the model of a context's release file, and promote it to the file's automatic channels.
+    """Release the model of the context's release file, and promote it to the file's automatic channels.
 
-    `trained` are weights that replace the training; `source` is the version of a registered model that holds them, as
-    MODEL/3.
+    `trained` is the outcome of a training that has already run: without it, the model is trained if the file says so.
+    `source` is the registered version of these weights, as MODEL/3; the release's provenance names it. A channel that
+    refuses the release does not undo it. Raises VerdictError when a bundle is out of bounds or does not keep a gate:
+    nothing is published then.
     """
     spec, runner = context.spec, context.runner
     targets = spec.resolve_targets()

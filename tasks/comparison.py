@@ -34,12 +34,12 @@ class LatencyComparison(Record):
 
     @property
     def ratio(self) -> float:
-        """The median over the pairs, which neither a disturbed round nor a machine that slows down changes."""
+        """The median of `ratios`, which neither a disturbed round nor a machine that slows down changes."""
         return float(np.median(self.ratios))
 
     @property
     def spread(self) -> float:
-        """The largest difference between pairs, relative to their median."""
+        """The largest of `ratios` minus the smallest, divided by their median."""
         return float(np.ptp(self.ratios)) / self.ratio
 
     @property

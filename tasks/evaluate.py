@@ -89,7 +89,10 @@ class Evaluation(StepResult):
 
 
 def scores_work(job: EvaluateJob, emit: Emit) -> Scores:
-    """Run the champion as a device would and score it, in a child process."""
+    """Run the champion's bundle on the held-out data and compute its metric, None without a champion.
+
+    Raises BundleError when the bundle does not run here, InputError when it takes other inputs than the data has.
+    """
     workspace, reference = job.workspace, job.reference
     inputs = join([sample for sample, _ in samples.load(workspace.path(reference.original))], reference.count)
     labels: Array = np.load(workspace.path(reference.labels))
@@ -101,9 +104,11 @@ def scores_work(job: EvaluateJob, emit: Emit) -> Scores:
 
 
 def work(job: EvaluateJob, runner: StepRunner) -> Evaluation:
-    """Judge the challenger against the champion; a worse challenger gives a verdict that did not pass.
+    """Compare the challenger's metric on the held-out data with the champion's, and return the verdict.
 
-    Raises InputError when the champion takes other inputs than the held-out data has.
+    The verdict is passed when the challenger's metric is at least the champion's plus `min_gain` of the rule, or when
+    the channel holds no release; a metric of NaN never passes. Raises BundleError when the champion does not run here,
+    InputError when it takes other inputs than the held-out data has, StepError when its process crashes.
     """
     rule, champion = job.rule, f"{job.name} {job.champion}"
     try:

@@ -28,11 +28,11 @@ class Original(Record):
 def find_original(
     spec: Spec, workspace: Workspace, weights: Artifact | None = None, registry: Registry | None = None
 ) -> Original:
-    """Find the original of a release file; `weights` are those that were trained for a factory's model.
+    """Find the original of a release file; `weights` are the result of its training, if it has one.
 
-    A registered model is downloaded into the workspace once per version. Raises SettingsError when the release file
-    names a registered model and `registry` is None, ExportError for one that is neither PyTorch nor ONNX,
-    RegistryError.
+    A registered model is downloaded into the workspace once per version. When the release file names a registered
+    model, raises SettingsError if `registry` is None, ExportError if the model is neither PyTorch nor ONNX, and
+    RegistryError if the registry cannot be read.
     """
     model = spec.model
     if model.factory is not None:

@@ -181,7 +181,7 @@ class Step(Generic[J, P, R]):
         return _as_task(run, self.name, job.label) if _in_flow() else run()
 
     def key(self, runner: StepRunner, job: J) -> str:
-        """The SHA-256 under which the workspace has the result of a job."""
+        """The SHA-256, in hexadecimal, under which the workspace keeps the result of a job."""
         return step_key(self.name, runner.place(job).cache_key())
 
 

@@ -126,9 +126,9 @@ class ChildProcess:
         return code
 
     def describe_end(self) -> str:
-        """Say how the child ended, with the last line of its log: "was killed by SIGSEGV", for example.
+        """Return how the child ended, as "was killed by SIGSEGV", and the last line of its log.
 
-        Waits for the end of a child that has closed its pipes, but not for long.
+        Call this after the child has closed its pipes. If it still runs `_END_SECONDS` later, the text says so.
         """
         try:
             end = describe_exit(self.wait(time.monotonic() + _END_SECONDS))

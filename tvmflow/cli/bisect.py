@@ -44,11 +44,11 @@ def bisect_command(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Find the first node of the ONNX file MODEL whose output leaves the bounds beside ONNX Runtime.
+    """Find the first node of the ONNX file MODEL whose output differs too much from ONNX Runtime's.
 
     Parts of the model are compiled and run in this process. The smallest model that shows the error is written with its
-    inputs and with ONNX Runtime's outputs. The bounds are those of `tvmflow compile` unless a tolerance is given.
-    Exit code 3: a node is out of bounds.
+    inputs and with ONNX Runtime's outputs. An output may differ as much as `tvmflow compile` allows, unless --rtol or
+    --atol is given. Exit code 3: the output of a node differs by more.
     """
     from tasks.validate import why_not_here
     from tvmflow.cli.compile import make_spec

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 def promote_command(name: str, version: str, channel: str, why: str, approve: bool, as_json: bool) -> None:
     """Promote release VERSION of NAME: check that it is complete, run the channel's gates, move alias and pointer.
 
-    A channel that requires approval is asked for it by the deployment promote/NAME, or take --approve. Exit code 3: it
-    was refused, and the channel is where it was.
+    Where the channel requires approval, the deployment promote/NAME asks a person and the command returns without
+    waiting; --approve gives your own approval instead. Exit code 3: the promotion was refused, and the channel still
+    holds the release that it held before.
     """
     from rich.console import Console
 

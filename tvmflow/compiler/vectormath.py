@@ -81,7 +81,7 @@ def _power(n: Any) -> Any:
 
 @_bound
 def exp(x: Any) -> Any:
-    """e to the x; results below the smallest normal number are zero."""
+    """Return e to the x; results below the smallest normal number are zero."""
     p, n = _reduced(x, -89.0)
     # Two to the n in two factors: n itself is out of range for the largest results.
     power = _power(n - 1)
@@ -92,7 +92,7 @@ def exp(x: Any) -> Any:
 
 @_bound
 def tanh(x: Any) -> Any:
-    """The hyperbolic tangent."""
+    """Return the hyperbolic tangent of a float32 expression."""
     y = _clamp(x, -7.90531110763549805, 7.90531110763549805)
     square = y * y
     return tirx.Select(
@@ -104,7 +104,7 @@ def tanh(x: Any) -> Any:
 
 @_bound
 def erf(x: Any) -> Any:
-    """The error function."""
+    """Return the error function of a float32 expression."""
     y = _clamp(x, -4.0, 4.0)
     square = y * y
     return y * _polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q)
@@ -130,11 +130,11 @@ def silu(x: Any) -> Any:
 
 @_bound
 def gelu(x: Any) -> Any:
-    """The Gaussian error linear unit."""
+    """Return the Gaussian error linear unit of a float32 expression, x / 2 * (1 + erf(x / sqrt(2)))."""
     return 0.5 * x * (1.0 + erf(x * 0.70710678118654752))
 
 
 @_bound
 def gelu_tanh(x: Any) -> Any:
-    """The approximation of the Gaussian error linear unit by the hyperbolic tangent."""
+    """Return the approximation of the Gaussian error linear unit by the hyperbolic tangent."""
     return 0.5 * x * (1.0 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))

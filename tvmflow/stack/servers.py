@@ -106,7 +106,11 @@ class Plan:
         return Server("worker", command, environment, Path.cwd())
 
     def is_healthy(self, name: str, process: ServerProcess) -> bool:
-        """Whether a server answers as it should; `process` is its process."""
+        """Whether the server `name` is ready to work: False for an error, and for no answer in `_ANSWER_SECONDS`.
+
+        S3 must list its bucket; Prefect, MLflow and the receiver must answer at `/health`; the worker must have sent
+        Prefect a heartbeat since `process`, its process, began.
+        """
         match name:
             case "s3":
                 return self._s3_answers()

@@ -75,7 +75,7 @@ class WorkStore:
         self._blobs.put(path, sha256, on_progress)
 
     def tuning_records(self) -> dict[str, int]:
-        """The files of tuning records and their sizes in bytes."""
+        """The size in bytes of each file of tuning records, by the name that `read_tuning_records` takes."""
         return {entry.key.removeprefix(_RECORDS): entry.size for entry in self.objects.list_objects(_RECORDS)}
 
     def read_tuning_records(self, name: str) -> bytes | None:

@@ -75,13 +75,13 @@ class Devices:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """End all waiting for a free device."""
+        """Make `take` raise TrialError from now on, also in threads that wait in it."""
         self._stopped.set()
 
     def take(self, since: float) -> Match:
-        """Wait for a free device and return its place; the caller waits `since` then (of `time.monotonic`).
+        """Wait for a free device and return its match; the caller began to wait at `since`, in `time.monotonic`.
 
-        Raises TrialError at the end of the run, TuneError when no device has answered for too long.
+        Raises TrialError after `stop` or at the deadline, TuneError when no device has answered for `patience` seconds.
         """
         while True:
             if self._stopped.is_set():
@@ -98,12 +98,12 @@ class Devices:
                 return match
 
     def connected(self) -> None:
-        """Note that a device has answered and is at work."""
+        """Count one more device with an open session."""
         with self._lock:
             self._busy += 1
 
     def disconnected(self) -> None:
-        """Note that a device is no longer at work."""
+        """Count one device fewer with an open session, and take this moment for its last answer."""
         with self._lock:
             self._busy -= 1
             self._last_answer = time.monotonic()

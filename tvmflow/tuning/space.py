@@ -113,7 +113,10 @@ def make_cost_model(tuner: TunerName, *, seed: int, threads: int) -> Any | None:
 
 @contextlib.contextmanager
 def without_tensor_intrinsics() -> Iterator[None]:
-    """Keep `TuneContext` from importing every GPU's tensor intrinsics: 20 seconds, and the CPU space uses none."""
+    """Keep `TuneContext` from importing the tensor intrinsics of GPUs while the body runs.
+
+    The import takes 20 seconds, and the search space of a CPU uses none of them.
+    """
     import tvm
 
     name = "tvm.s_tir.tensor_intrin"

@@ -11,7 +11,7 @@ from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 
 def convert_clip(node: Node) -> relax.Expr | None:
-    """Write Clip with constant bounds as relu or maximum, then minimum, which have layouts and can be fused."""
+    """Write Clip as relu or maximum, then minimum, which have layouts and can be fused; None for computed bounds."""
     x = node.inputs[0]
     bounds: list[Any] = []
     for position, key in ((1, "min"), (2, "max")):
@@ -94,7 +94,7 @@ def convert_shift(node: Node) -> relax.Expr | None:
 
 
 def convert_is_inf(node: Node) -> relax.Expr | None:
-    """Write IsInf of one sign as a comparison."""
+    """Write IsInf of one sign as a comparison, of no sign as false; None where it detects both signs."""
     negative, positive = node.attrs.get("detect_negative", 1), node.attrs.get("detect_positive", 1)
     if negative and positive:
         return None
@@ -105,7 +105,10 @@ def convert_is_inf(node: Node) -> relax.Expr | None:
 
 
 def convert_mod(node: Node) -> relax.Expr | None:
-    """Write Mod of floats, whose result has the divisor's sign, by the remainder with the dividend's sign."""
+    """Write Mod of floats, whose result has the divisor's sign, by the remainder with the dividend's sign.
+
+    Returns None for whole numbers, and for Mod with `fmod`, whose result has the dividend's sign.
+    """
     if node.attrs.get("fmod", 0) or not all(isinstance(x.ty, relax.TensorType) for x in node.inputs if x is not None):
         return None
     x, y = node.inputs
@@ -123,7 +126,12 @@ def convert_mod(node: Node) -> relax.Expr | None:
 
 
 def convert_pow(node: Node) -> relax.Expr | None:
-    """Write powers of whole numbers, and of operands of two types."""
+    """Write Pow with a base of whole numbers, or with a base of floats and an exponent of another type.
+
+    The constant exponents 1, 2 and 3 of whole numbers become products; other powers of whole numbers are computed in
+    float64. Returns None for floats of one type and for a constant base. Raises UnsupportedFormError for a 64-bit base
+    with another exponent, because float64 would lose digits.
+    """
     x, y = node.inputs
     if not all(isinstance(item.ty, relax.TensorType) for item in (x, y)) or node.constant(0) is not None:
         return None

@@ -98,7 +98,7 @@ class SizeEvaluator:
         self._new_symbols = 0
 
     def declare(self, symbols: Iterable[tirx.Var]) -> None:
-        """Take these variables for sizes of one or more."""
+        """Declare that each of these variables is a size of at least one."""
         for symbol in symbols:
             self._analyzer.update(symbol, sym.ConstIntBound(1, _LARGEST_SIZE))
 
@@ -115,7 +115,7 @@ class SizeEvaluator:
         return self._expressions.simplify(size) if self._new_symbols and not is_static(size) else size
 
     def shape(self, dims: Sequence[Any]) -> Sizes:
-        """The value of a tensor's shape."""
+        """Return the shape `dims` of a tensor as a value, an int64 vector."""
         return Sizes(_objects((self._simple(dim) for dim in dims), (len(dims),)), "int64")
 
     def are_equal(self, a: Any, b: Any) -> bool:
@@ -276,7 +276,10 @@ class SizeEvaluator:
         return Quotient(self._simple(_size(a.size) * b.size), _exact(a.factor * b.factor))
 
     def divide(self, a: Any, b: Any) -> Any:
-        """The quotient of two elements; that of whole numbers is rounded towards zero."""
+        """The quotient of two elements; that of whole numbers is rounded towards zero.
+
+        Raises NotEvaluatedError for a divisor of zero, and for a quotient that is not exact or whose signs are unknown.
+        """
         if isinstance(b, int | float) and b == 0:
             raise NotEvaluatedError
         if isinstance(a, float) and isinstance(b, float):
@@ -309,17 +312,20 @@ class SizeEvaluator:
         raise NotEvaluatedError
 
     def remainder(self, a: Any, b: Any) -> Any:
-        """The remainder of two whole numbers, which has the sign of the second."""
+        """The remainder of two whole numbers or symbolic sizes, zero or more.
+
+        Raises NotEvaluatedError for floating-point elements, and for a divisor that may be zero or less.
+        """
         if isinstance(a, Quotient | float) or isinstance(b, Quotient | float) or not self.holds(_size(b) > 0):
             raise NotEvaluatedError
         return self._simple(tirx.floormod(_size(a), _size(b)))
 
     def least(self, a: Any, b: Any) -> Any:
-        """The smaller of two whole numbers."""
+        """The smaller of two whole numbers or symbolic sizes. Raises NotEvaluatedError for floating-point elements."""
         return self._either(a, b, tirx.min)
 
     def greatest(self, a: Any, b: Any) -> Any:
-        """The larger of two whole numbers."""
+        """The larger of two whole numbers or symbolic sizes. Raises NotEvaluatedError for floating-point elements."""
         return self._either(a, b, tirx.max)
 
     def _either(self, a: Any, b: Any, choose: Callable[[Any, Any], Any]) -> Any:
@@ -337,7 +343,10 @@ class SizeEvaluator:
         return a if isinstance(a, int) else float(rounding(*Fraction(a).as_integer_ratio()))
 
     def compare(self, a: Any, b: Any, relation: str) -> bool:
-        """Whether a relation holds, where that can be proven or refuted."""
+        """Whether `a` and `b` are in the relation `==`, `<` or `<=`.
+
+        Raises NotEvaluatedError for a quotient, and where the relation can be neither proven nor refuted.
+        """
         if isinstance(a, Quotient) or isinstance(b, Quotient):
             raise NotEvaluatedError
         a, b = _size(a), _size(b)

@@ -120,7 +120,7 @@ class JoinedRows:
 
     @property
     def rows(self) -> Any:
-        """The number of rows."""
+        """The number of rows, an integer or a symbolic size."""
         first, *others = (self.outer[place] for place in self.joined)
         return topi.utils.simplify(math.prod(others, start=first))
 

@@ -21,10 +21,10 @@ _LONGEST = 32
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, largest: bool) -> relax.Expr | None:
-    """Define the loops of pooling in NHWC and float32: of maxima where `largest`, else of averages.
+    """Define the loops of pooling in NHWC and float32: max pooling if `largest`, else average pooling.
 
-    Returns None, which leaves the call to TVM, for other layouts and dtypes and where a window may read padding
-    alone.
+    Returns None, which leaves the call to TVM, for other layouts and dtypes, and for windows that are dilated, longer
+    than `_LONGEST` or may read padding alone.
     """
     data, attrs = call.args[0], call.attrs
     if (attrs.layout, attrs.out_layout) != ("NHWC", "NHWC") or not is_float32(data):

@@ -162,9 +162,10 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, d
 
 
 def row_dimensions(sizes: Sequence[Any]) -> list[int]:
-    """Choose the leading dimensions of a dense layer's input that become rows; returns their places.
+    """Choose which leading dimensions of a dense layer's input become rows; return their places in `sizes`.
 
-    All of them if all sizes are known, else the known ones if they fill a tile, else the last one.
+    If all sizes are known, that is every dimension. Otherwise it is each dimension whose known size is at least
+    `_FEWEST_ROWS`, and the last dimension if there is none.
     """
     numbers = [static(size) for size in sizes]
     if None not in numbers:

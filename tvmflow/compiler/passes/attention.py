@@ -289,7 +289,11 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Ex
 
 
 def lower_attention(machine: Machine) -> tvm.transform.Pass:
-    """Computes attention in one function that absorbs the transposes and slices of its operands."""
+    """Return the pass that lowers float32 attention to one function, for this machine.
+
+    The function reads queries, keys and values in place, through the transposes and slices before them. Attention of
+    other types, with a causal mask or with a window stays as it is.
+    """
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         return _lowered(rewriter, call, machine)

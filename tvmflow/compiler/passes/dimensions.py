@@ -25,11 +25,12 @@ def in_two_dimensions() -> tvm.transform.Pass:
 
 
 def split_transposed() -> tvm.transform.Pass:
-    """Return the pass that writes a transposed convolution as an ordinary one for each offset from the input's grid.
+    """Return the pass that replaces a transposed convolution by one ordinary convolution for each phase of its stride.
 
-    The outputs at one offset modulo the stride read the same taps of the kernel, those a stride apart, and are a dense
-    convolution with them, reversed; the results are interleaved. Where all offsets read the same inputs, as in kernels
-    of the stride's own size, one convolution computes them all.
+    A phase is all outputs whose positions leave the same remainder when divided by the stride. They use the same taps
+    of the kernel, so an ordinary convolution with these taps, in reverse order, computes the phase. The results of all
+    phases are then interleaved. If all phases read the same inputs, as with a kernel of the stride's size, a single
+    convolution computes them all. Only float32 convolutions in NCHW with constant weights are replaced.
     """
     return rewriting("SplitTransposed", {"nn.conv2d_transpose": (_split_transposed,)})
 
@@ -52,9 +53,10 @@ def _transposed_1d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def split_groups(lanes: int = 16) -> tvm.transform.Pass:
-    """Return the pass that writes a convolution of a few wide groups, whose channels fill no vectors, as one per group.
+    """Return the pass that replaces a grouped convolution by one ordinary convolution for each group.
 
-    A vector has `lanes` channels.
+    It changes convolutions of at most `_MOST_GROUPS` groups whose output channels fill one vector of `lanes` channels
+    or more, but not a whole number of them.
     """
     return rewriting("SplitGroups", {"nn.conv2d": (partial(_split_groups, lanes=lanes),)})
 
