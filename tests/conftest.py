@@ -85,9 +85,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def _unit(nodeid: str) -> str:
-    """The tests that one process runs together: a file, which shares fixtures; those of releases, which share more."""
-    file = durations.file_of(nodeid)
-    return "releases" if Path(file).name.startswith(("test_flow_release", "test_flow_bad")) else file
+    """The tests that one process runs together: a file, which shares fixtures; those that share servers or more."""
+    file = Path(durations.file_of(nodeid))
+    if file.parent.name in ("stack", "registry"):
+        return file.parent.name
+    return "releases" if file.name.startswith(("test_flow_release", "test_flow_bad")) else str(file)
 
 
 class _ByUnit(LoadFileScheduling):

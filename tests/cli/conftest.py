@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 
 from support.models import save_model
 from support.processes import CommandResult, clean_environment
+from support.steps import steps_in_this_process
 from tvmflow.cli import main
 
 Command = Callable[..., CommandResult]
@@ -30,7 +31,7 @@ def environment(state: Path) -> dict[str, str]:
 
 @pytest.fixture
 def tvmflow(state: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    """Call the command in this process, in an empty folder."""
+    """Call the command in this process, with its steps, in an empty folder; `bundle` goes through their processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TVMFLOW_HOME", str(state))
     # Said here, or `run` would leave this whole process, and the tests after, with TVM's runtime alone.
@@ -41,7 +42,8 @@ def tvmflow(state: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         monkeypatch.setattr(sys, "argv", ["tvmflow", *map(str, arguments)])
         handler, code = signal.getsignal(signal.SIGTERM), 0
         try:
-            main()
+            with steps_in_this_process():
+                main()
         except SystemExit as ended:
             code = int(ended.code or 0)
         finally:

@@ -1,4 +1,8 @@
-"""Local stacks as a user starts them: the command in a process of its own, a state folder each, free ports."""
+"""Local stacks as a user starts them: commands in processes of their own, a state folder each, free ports.
+
+One stack serves all tests that do not need their own. A test may break it: `stack` mends it for the next one. Commands
+are forks of a process that has imported what they import, but for `start`, which begins as a shell does.
+"""
 
 import json
 import signal
@@ -6,6 +10,7 @@ import socket
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
+from support import scale
+from support.command_server import CommandServer
 from support.databases import Databases
+from support.managed import Managed, digits, sides
 from support.processes import TVMFLOW, CommandResult, clean_environment
 from support.waits import wait_until
 
@@ -28,6 +36,7 @@ class Machine:
     """A machine with a state folder, and the ports that its stack is to have."""
 
     folder: Path
+    commands: CommandServer
     settings: Mapping[str, str] = field(default_factory=dict)
     ports: Mapping[str, int] = field(default_factory=dict)
 
@@ -54,13 +63,9 @@ class Machine:
 
     def run(self, *arguments: str | Path) -> CommandResult:
         """Run `tvmflow` with these arguments to its end."""
-        with self.start(*arguments) as process:
-            try:
-                out, err = process.communicate(timeout=LIMIT_SECONDS)
-            except BaseException:
-                process.kill()
-                raise
-        return CommandResult(process.returncode, out, err)
+        words = list(map(str, arguments))
+        done = self.commands.run(words, self.environment, self.folder, LIMIT_SECONDS)
+        return CommandResult(done.returncode, done.stdout, done.stderr)
 
     def up(self, *arguments: str | Path) -> CommandResult:
         """Run `tvmflow up --json` with this machine's ports."""
@@ -84,6 +89,10 @@ class Machine:
                 continue
         return processes
 
+    def address(self, server: str) -> str:
+        """The address of a server."""
+        return f"http://127.0.0.1:{self.ports[server]}"
+
     def prefect(self, path: str, body: Document | None = None, method: str | None = None) -> Any:
         """What the API of the stack's Prefect answers; None for an empty answer."""
         data = None if body is None else json.dumps(body).encode()
@@ -96,6 +105,29 @@ class Machine:
     def state_of(self, run: str) -> str:
         """The state of a flow run, e.g. `RUNNING`."""
         return str(self.prefect(f"flow_runs/{run}")["state_type"])
+
+    @contextmanager
+    def often(self, deployment: str) -> Iterator[Callable[[], list[Document]]]:
+        """Have a deployment's only schedule start runs every ten seconds; yield what lists the completed ones."""
+        known = self.prefect(f"deployments/name/{deployment}")
+        (schedule,) = known["schedules"]
+        place = f"deployments/{known['id']}/schedules/{schedule['id']}"
+        query = {
+            "deployments": {"id": {"any_": [known["id"]]}},
+            "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}},
+        }
+
+        def scheduled_runs() -> list[Document]:
+            return [run for run in self.prefect("flow_runs/filter", query) if run["auto_scheduled"]]
+
+        before = len(scheduled_runs())
+        # The sixth field is that of seconds. Of a frequent schedule, one run at a time is planned.
+        often = {"schedule": {"cron": "* * * * * */10", "timezone": "UTC"}, "max_scheduled_runs": 1}
+        self.prefect(place, often, "PATCH")
+        try:
+            yield lambda: scheduled_runs()[before:]
+        finally:
+            self.prefect(place, {"schedule": schedule["schedule"]}, "PATCH")
 
     def start_endless_run(self) -> str:
         """Have the worker begin a flow run that never ends by itself; return its id once it runs."""
@@ -141,19 +173,27 @@ def kill_all(machine: Machine) -> None:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
+def machine(tmp_path: Path, commands: CommandServer) -> Iterator[Machine]:
     """A machine without a stack yet."""
-    new_machine = Machine(tmp_path, ports=free_ports())
+    new_machine = Machine(tmp_path, commands, ports=free_ports())
     yield new_machine
     kill_all(new_machine)
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Iterator[Machine]:
-    """A machine whose stack was started with the release file of a tiny model."""
-    new_machine = Machine(tmp_path_factory.mktemp("stack"), ports=free_ports())
+@pytest.fixture(scope="session")
+def managed(tmp_path_factory: pytest.TempPathFactory) -> Managed:
+    """The model that the shared stack retrains and promotes."""
+    return scale.choose(normal=sides, long=digits)(tmp_path_factory.mktemp("managed"))
+
+
+@pytest.fixture(scope="session")
+def shared_stack(
+    tmp_path_factory: pytest.TempPathFactory, databases: Databases, commands: CommandServer, managed: Managed
+) -> Iterator[Machine]:
+    """A machine whose stack was started with the release files of a tiny model and of `managed`."""
+    new_machine = Machine(tmp_path_factory.mktemp("stack"), commands, ports=free_ports())
     databases.prepare(new_machine.state)
-    result = new_machine.up(make_release_file(new_machine.folder))
+    result = new_machine.up(make_release_file(new_machine.folder), managed.file)
     try:
         assert result.code == 0, result.stderr
         assert [server["state"] for server in result.document] == ["healthy"] * 5, result.stdout
@@ -162,22 +202,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Ite
         kill_all(new_machine)
 
 
-@pytest.fixture(scope="session")
-def new_machine() -> Callable[[Path], Machine]:
-    """What makes a machine in a folder, with ports of its own."""
-    return lambda folder: Machine(folder, ports=free_ports())
-
-
-@pytest.fixture(scope="session")
-def end_all() -> Callable[[Machine], None]:
-    """What ends whatever a machine has running."""
-    return kill_all
-
-
-@pytest.fixture(scope="session")
-def release_file() -> Callable[[Path], Path]:
-    """What writes a release file into a folder."""
-    return make_release_file
+@pytest.fixture
+def stack(shared_stack: Machine) -> Machine:
+    """The shared stack, up, whatever the test before did to it."""
+    code, _ = shared_stack.status()
+    if code != 0:
+        assert shared_stack.up().code == 0
+    return shared_stack
 
 
 def make_release_file(folder: Path) -> Path:

@@ -5,13 +5,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from support import scale
 from tvmflow import settings
 from tvmflow.stack import record
 from tvmflow.stack.record import Record, ServerProcess
@@ -59,16 +61,33 @@ def test_without_a_stack_there_is_nothing_to_show_or_to_end(machine: Any) -> Non
     assert machine.run("down", "--json").document == {"ended": []}
 
 
-def test_a_server_that_does_not_start_is_named_and_the_others_are_ended(machine: Any) -> None:
-    database = machine.state / "prefect" / "prefect.db"
-    database.parent.mkdir(parents=True)
-    database.write_bytes(b"no database" * 1000)
+def _damage_database(state: Path) -> None:
+    path = state / "prefect" / "prefect.db"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"no database" * 1000)
+
+
+def _damage_secrets(state: Path) -> None:
+    """Give S3 a key that rclone cannot read; Prefect and MLflow are starting when it ends."""
+    secrets = replace(record.make_secrets(state), s3_secret_key='a key with a " in it')
+    (state / "stack" / "secrets.json").write_text(json.dumps(asdict(secrets)))
+
+
+@pytest.mark.parametrize(
+    ("title", "damage"),
+    scale.choose(normal=[("S3", _damage_secrets)], long=[("S3", _damage_secrets), ("Prefect", _damage_database)]),
+)
+def test_a_server_that_does_not_start_is_named_and_the_others_are_ended(
+    machine: Any, title: str, damage: Callable[[Path], None]
+) -> None:
+    damage(machine.state)
     result = machine.up()
     assert result.code == 1
-    log = machine.state / "stack" / "prefect.log"
-    assert result.sentence.startswith("Prefect ended while it was starting: ")
+    log = machine.state / "stack" / f"{title.lower()}.log"
+    assert result.sentence.startswith(f"{title} ended while it was starting: ")
     assert result.sentence.endswith(f"; its log is {log}")
     assert log.read_text()
+    assert (machine.state / "stack" / "mlflow.log").exists()
     assert machine.processes() == []
 
 

@@ -2,7 +2,8 @@
 
 A command still has a process, a session, an environment and a folder of its own, and so has a step; in its place as a
 child of the command stands `support/stand_in.py`. What cold processes do otherwise is the import alone, which the tests
-with embedded servers, of interrupts and of workers go through.
+with embedded servers, of interrupts and of workers go through: Prefect's server is one that the settings name, or that
+of a running stack.
 """
 
 import gc
@@ -25,6 +26,7 @@ from typing import IO, NamedTuple, TypedDict
 
 from tvmflow import launch, supervisor
 from tvmflow.cli import main
+from tvmflow.errors import TvmflowError
 from tvmflow.launch import die_with_parent
 from tvmflow.runtime.library import without_torch
 
@@ -166,10 +168,13 @@ class _Kind(NamedTuple):
 def _run_command(arguments: list[str]) -> None:
     from prefect.context import refresh_global_settings_context
 
+    from tvmflow import settings
     from tvmflow.cli.prefect import prepare_environment
 
-    # Prefect has read its settings when it was imported.
-    os.environ["PREFECT_API_URL"] = os.environ["TVMFLOW_PREFECT_API_URL"]
+    # Prefect has read its settings when it was imported. A mistake in tvmflow's own is the command's to report.
+    with suppress(TvmflowError):
+        if (address := settings.load().prefect_api_url) is not None:
+            os.environ["PREFECT_API_URL"] = address
     prepare_environment()
     refresh_global_settings_context()
     sys.argv = ["tvmflow", *arguments]

@@ -10,6 +10,8 @@ import pytest
 T = TypeVar("T")
 
 _PAUSE_SECONDS = 0.02
+# Nor does asking a server over and over keep it from the work that is waited for.
+_PAUSE_FACTOR = 4.0
 
 
 def wait_until(
@@ -25,16 +27,19 @@ def wait_until(
     once when `process` has ended; after the timeout `process` is killed, so that nothing waits for it.
     """
     deadline = time.monotonic() + timeout
-    while not (value := condition()):
+    while True:
+        start = time.monotonic()
+        if value := condition():
+            return value
+        end = time.monotonic()
         if process is not None and process.poll() is not None:
             output = process.communicate() if process.stdout or process.stderr else ""
             pytest.fail(f"the process ended with code {process.returncode}: {_text(message)} {output}")
-        if time.monotonic() > deadline:
+        if end > deadline:
             if process is not None:
                 process.kill()
             pytest.fail(f"not within {timeout:.0f} s: {_text(message)}")
-        time.sleep(_PAUSE_SECONDS)
-    return value
+        time.sleep(max(_PAUSE_SECONDS, _PAUSE_FACTOR * (end - start)))
 
 
 def _text(message: str | Callable[[], str]) -> str:
