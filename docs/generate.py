@@ -244,11 +244,21 @@ same, where `...` depends on the model.
 """
 
 
+_CONTRIBUTED = """## `com.microsoft`
+
+What ONNX Runtime's quantiser and optimizer write is taken: a model that it saved with `optimized_model_filepath` at the
+level `ORT_ENABLE_BASIC` or `ORT_ENABLE_EXTENDED`. The level `ORT_ENABLE_ALL` rearranges tensors for one kind of
+processor (`com.microsoft.nchwc`) and is refused. Each operator is computed by those of the standard.
+
+| operator | refused, or in which form |
+|---|---|"""
+
+
 def operators() -> str:
     """The page of all operators of ONNX: a table for each domain."""
     import onnx
 
-    from tvmflow.compiler.operator_table import list_operators
+    from tvmflow.compiler.operator_table import list_contributed, list_operators
 
     verdicts = json.loads((Path(__file__).parent / "operators.json").read_text(encoding="utf-8"))
     lines = [_OPERATORS.format(onnx=onnx.__version__)]
@@ -268,7 +278,8 @@ def operators() -> str:
             opsets = ", ".join(map(str, item.versions))
             lines.append(f"| {item.name} | {opsets} | {judged.get('verdict', 'compiled')} | {rule} | {reasons} |")
         lines.append("")
-    return "\n".join(lines)
+    lines += [_CONTRIBUTED, *(f"| {name} | {_cell('; '.join(forms))} |" for name, forms in list_contributed().items())]
+    return "\n".join([*lines, ""])
 
 
 # -- All of them -------------------------------------------------------------------------------------------------------

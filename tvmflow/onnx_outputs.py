@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnx
 
+# An opset with Identity, for a model of ai.onnx.ml alone.
+_OPSET = 14
+
 
 def drop_zip_maps(model: "onnx.ModelProto") -> tuple[str, ...]:
     """Replace each ZipMap that makes an output of the graph by its operand, in place; return these outputs' names.
@@ -29,10 +32,6 @@ def drop_zip_maps(model: "onnx.ModelProto") -> tuple[str, ...]:
     if names and not any(opset.domain in ("", "ai.onnx") for opset in model.opset_import):
         model.opset_import.append(onnx.helper.make_opsetid("", _OPSET))
     return tuple(names)
-
-
-# An opset with Identity, for a model of ai.onnx.ml alone.
-_OPSET = 14
 
 
 def _rows(graph: "onnx.GraphProto") -> str | int | None:

@@ -9,10 +9,20 @@ import onnx
 from support.arrays import normal
 
 
-def quantise(path: Path, output: Path, *, signed: bool = False, per_channel: bool = True) -> Path:
+def quantise(
+    path: Path,
+    output: Path,
+    *,
+    signed: bool = False,
+    per_channel: bool = True,
+    operators: bool = False,
+    signed_weights: bool = True,
+) -> Path:
     """Write the quantised form of a float32 model with one input `x` of fixed shape to `output`, and return that.
 
-    Weights are int8; activations are uint8, or int8 with `signed`. Normal samples calibrate the ranges.
+    Weights are int8, or else uint8; activations are uint8, or int8 with `signed`. With `operators` the model has
+    operators of quantised tensors (QOperator), else pairs of QuantizeLinear and DequantizeLinear. Normal samples
+    calibrate the ranges.
     """
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
@@ -29,9 +39,18 @@ def quantise(path: Path, output: Path, *, signed: bool = False, per_channel: boo
         path,
         output,
         Reader(),
-        quant_format=QuantFormat.QDQ,
+        quant_format=QuantFormat.QOperator if operators else QuantFormat.QDQ,
         per_channel=per_channel,
         activation_type=QuantType.QInt8 if signed else QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
+        weight_type=QuantType.QInt8 if signed_weights else QuantType.QUInt8,
     )
+    return output
+
+
+def quantise_dynamically(path: Path, output: Path, *, per_channel: bool = True, signed_weights: bool = True) -> Path:
+    """Write the form of a float32 model that quantises its activations as it runs to `output`, and return that."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    weight_type = QuantType.QInt8 if signed_weights else QuantType.QUInt8
+    quantize_dynamic(path, output, weight_type=weight_type, per_channel=per_channel)
     return output

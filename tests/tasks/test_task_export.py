@@ -234,6 +234,12 @@ def _onnx_spec(folder: Path, nodes: list[Any], shape: list[Any], weights: dict[s
     return parse({"name": "free", "model": {"onnx": "model.onnx"}, **sections}, folder)
 
 
+def test_a_norm_that_onnx_runtime_wrote_into_the_standard_domain_is_taken(export_spec: Any, tmp_path: Path) -> None:
+    node = helper.make_node("SimplifiedLayerNormalization", ["x", "g"], ["y"], axis=-1, epsilon=1e-5)
+    result = export_spec(_onnx_spec(tmp_path, [node], [2, 8], {"g": np.ones(8, "float32")}))
+    assert result.outputs[0].shape == (2, 8)
+
+
 def test_sizes_at_which_an_onnx_model_runs_are_found_by_trying(
     export_spec: Any, kept_samples: Any, tmp_path: Path
 ) -> None:

@@ -23,8 +23,6 @@ from tvmflow.bundle import TensorSpec
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import (
     BROADCASTING,
-    CLASSICAL,
-    CONTRIBUTED,
     CONVERTERS,
     FOLDED,
     NOT_STANDARD,
@@ -38,6 +36,7 @@ from tvmflow.compiler.onnx.broadcasting import agree, agree_but_for, agree_in_pr
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
 from tvmflow.compiler.onnx.values import dims_of
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
+from tvmflow.onnx_domains import with_own_domain
 from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 
@@ -47,6 +46,10 @@ _SMALL_TYPES = {
     for name, number in onnx.TensorProto.DataType.items()
     if name.startswith(("FLOAT8", "FLOAT4", "FLOAT6")) or name in ("INT4", "UINT4", "INT2", "UINT2")
 }
+# The operators of the standard that TVM's importer takes. It does not look at domains.
+_STANDARD = onnx_frontend._get_convert_map().keys() - NOT_STANDARD | {"If", "Constant"}
+# The operators of ONNX Runtime on tensors in blocks of channels.
+_LAYOUT_DOMAIN = "com.microsoft.nchwc"
 # Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
 _SMALLEST_WEIGHT = 17
 # Tensors of integers with fewer elements are tables of shapes and positions rather than weights.
@@ -243,7 +246,7 @@ def _advice(inputs: Sequence[onnx.ValueInfoProto]) -> str:
 
 def _load(path: Path, label: str) -> onnx.ModelProto:
     try:
-        model = onnx.load(path)
+        model = with_own_domain(onnx.load(path))
         onnx.checker.check_model(model)
     except FileNotFoundError as error:
         raise ModelImportError(f"{label}: {error.strerror or 'file not found'}; expected an ONNX file") from error
@@ -368,12 +371,8 @@ def is_function(node: onnx.NodeProto) -> bool:
 
 def has_converter(node: onnx.NodeProto) -> bool:
     """Whether TVM's importer or ours has a converter for the node's operator."""
-    if node.domain in ("", "ai.onnx"):
-        standard = onnx_frontend._get_convert_map().keys() - NOT_STANDARD
-        return node.op_type in standard | CONVERTERS.keys() | {"If", "Constant"}
-    if node.domain == "ai.onnx.ml":
-        return node.op_type in CLASSICAL
-    return node.domain == "com.microsoft" and node.op_type in CONTRIBUTED
+    name = operator_name(node)
+    return name in CONVERTERS or name in _STANDARD
 
 
 def operator_name(node: onnx.NodeProto) -> str:
@@ -389,6 +388,11 @@ def node_name(node: onnx.NodeProto) -> str:
 def _missing_converter(node: onnx.NodeProto) -> Refusal:
     """The refusal of a node whose operator has no converter."""
     advice = "export the model without it"
+    if node.domain == _LAYOUT_DOMAIN:
+        # All of its operators have the same remedy.
+        reason = "ONNX Runtime's layout optimization wrote it for one kind of processor"
+        advice = "save the model from ONNX Runtime at the level ORT_ENABLE_EXTENDED, or use the one it was made of"
+        return Refusal(f"{_LAYOUT_DOMAIN}.*", node_name(node), reason, advice)
     if node.domain.startswith("com.microsoft"):
         advice = "export the model anew, without the optimizer of ONNX Runtime, which writes this operator"
     reason = f"cannot be imported by TVM {tvm.__version__}"
@@ -529,7 +533,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         if missing:
             raise _RefusedNodes([_missing_converter(inner) for inner in missing])
         operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
-        takes_sizes = TAKES_SIZES.get(node.op_type, ())
+        takes_sizes = TAKES_SIZES.get(operator_name(node), ())
         for place, name in enumerate(node.input):
             if name in operands and place not in takes_sizes:
                 self._nodes[name] = self._tensor(name)
@@ -543,8 +547,11 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _convert_node(self, node: onnx.NodeProto) -> None:
         """Import a node by its converter, as TVM's importer does, which takes no sizes for operands of Tile."""
-        if node.op_type != "Tile":
-            super()._construct_nodes(onnx.GraphProto(node=[node]))
+        name = operator_name(node)
+        if name != "Tile":
+            graph = onnx.GraphProto(node=[node])
+            graph.node[0].op_type = name
+            super()._construct_nodes(graph)
             return
         inputs = [self._nodes[name] for name in node.input]
         self._nodes[node.output[0]] = self._convert_operator("Tile", inputs, {}, self.opset)
@@ -574,7 +581,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         """Cast the operands so that symbolic dimensions which the operator wants equal are the same expressions."""
         names = [name for name in node.input if name]
         operands = [self._nodes[name] for name in names]
-        if node.op_type in BROADCASTING:
+        if operator_name(node) in BROADCASTING:
             operands = agree(self.bb, operands, self._evaluator)
         elif node.op_type == "Concat":
             axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
@@ -754,11 +761,21 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     ) -> relax.Expr:
         custom = attrs.get("tvm_custom", {})
         name = custom.get("name", "")
-        converter = CONVERTERS.get(op_name) or CLASSICAL.get(op_name)
+        converter = CONVERTERS.get(op_name)
         converted = None
         if converter is not None:
-            node = Node(self.bb, inputs, attrs, opset, custom.get("num_outputs", 1), self._constant, self._evaluator)
-            converted = converter(node)
+            converted = converter(
+                Node(
+                    self.bb,
+                    inputs,
+                    attrs,
+                    opset,
+                    custom.get("num_outputs", 1),
+                    self._constant,
+                    self._evaluator,
+                    self._convert_operator,
+                )
+            )
         if converted is None:
             converted = super()._convert_operator(op_name, inputs, attrs, opset)
         elif not isinstance(converted, relax.Tuple):

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import onnx
 import onnx.defs
 
-from tvmflow.compiler.importer import has_converter, is_function
-from tvmflow.compiler.onnx import CLASSICAL, CONVERTERS, UnsupportedFormError
+from tvmflow.compiler.importer import has_converter, is_function, operator_name
+from tvmflow.compiler.onnx import CONVERTERS, UnsupportedFormError
 from tvmflow.compiler.onnx.node import Converter
 
 Way = Literal["converter", "function", "refused"]
@@ -45,11 +45,17 @@ def list_operators() -> list[Operator]:
     ]
 
 
+def list_contributed() -> dict[str, tuple[str, ...]]:
+    """Return the operators of com.microsoft that are imported, sorted, each with the forms that are refused."""
+    prefix = "com.microsoft."
+    names = sorted((name.removeprefix(prefix) for name in CONVERTERS if name.startswith(prefix)), key=str.lower)
+    return {name: tuple(_refused_forms(CONVERTERS[prefix + name])) for name in names}
+
+
 def _describe(schema: Any, versions: tuple[int, ...]) -> Operator:
     node = onnx.NodeProto(op_type=schema.name, domain=schema.domain)
     if has_converter(node):
-        converters = CLASSICAL if schema.domain == "ai.onnx.ml" else CONVERTERS
-        forms = tuple(_refused_forms(converters.get(schema.name)))
+        forms = tuple(_refused_forms(CONVERTERS.get(operator_name(node))))
         return Operator(schema.domain, schema.name, versions, "converter", "", forms)
     missing = sorted({inner.op_type for inner in schema.function_body.node if not _is_imported(inner)})
     if is_function(node) and missing:

@@ -7,6 +7,7 @@ from tvm import relax
 
 from tvmflow.compiler.onnx import (
     classical,
+    contributed,
     elementwise,
     indexing,
     movement,
@@ -22,8 +23,6 @@ from tvmflow.compiler.onnx.values import const, is_static
 
 __all__ = [
     "BROADCASTING",
-    "CLASSICAL",
-    "CONTRIBUTED",
     "CONVERTERS",
     "FOLDED",
     "NOT_STANDARD",
@@ -34,12 +33,14 @@ __all__ = [
     "is_static",
 ]
 
-CONVERTERS: dict[str, Converter] = {
+_STANDARD: dict[str, Converter] = {
     "BatchNormalization": norms.convert_batch_norm,
     "BitShift": elementwise.convert_shift,
     "Clip": elementwise.convert_clip,
+    "ConvInteger": quantised.convert_conv_integer,
     "ConvTranspose": vision.convert_conv_transpose,
     "Dropout": elementwise.convert_dropout,
+    "DynamicQuantizeLinear": quantised.convert_dynamic_quantize_linear,
     "Expand": movement.convert_expand,
     "Elu": elementwise.convert_elu,
     "EyeLike": indexing.convert_eye_like,
@@ -49,6 +50,7 @@ CONVERTERS: dict[str, Converter] = {
     "LayerNormalization": norms.convert_layer_norm,
     "LSTM": recurrence.convert_recurrence("LSTM"),
     "LpNormalization": norms.convert_lp_normalization,
+    "MatMulInteger": quantised.convert_matmul_integer,
     "Max": elementwise.convert_by_pairs(relax.op.maximum),
     "Mean": elementwise.convert_mean,
     "Min": elementwise.convert_by_pairs(relax.op.minimum),
@@ -75,7 +77,7 @@ CONVERTERS: dict[str, Converter] = {
 }
 
 # Operators of the domain ai.onnx.ml.
-CLASSICAL: dict[str, Converter] = {
+_CLASSICAL: dict[str, Converter] = {
     "ArrayFeatureExtractor": classical.convert_array_feature_extractor,
     "Binarizer": classical.convert_binarizer,
     "FeatureVectorizer": classical.convert_feature_vectorizer,
@@ -92,13 +94,56 @@ CLASSICAL: dict[str, Converter] = {
     "TreeEnsembleRegressor": trees.convert_regressor,
 }
 
-# Operators of the domain com.microsoft that TVM's importer takes; it does not look at domains.
-CONTRIBUTED = {
-    *("Attention", "BiasGelu", "EmbedLayerNormalization", "FastGelu", "Gelu"),
-    *("MatMulInteger16", "SkipLayerNormalization"),
+# Operators of the domain com.microsoft, which ONNX Runtime's quantiser and optimizer write.
+_CONTRIBUTED: dict[str, Converter] = {
+    "Attention": contributed.convert_attention,
+    "BiasGelu": contributed.convert_bias_gelu("none"),
+    "BiasSoftmax": contributed.convert_bias_softmax,
+    "DequantizeLinear": contributed.convert_as("DequantizeLinear"),
+    "DynamicQuantizeMatMul": quantised.convert_dynamic_quantize_matmul,
+    "EmbedLayerNormalization": contributed.convert_embed_layer_norm,
+    "FastGelu": contributed.convert_bias_gelu("tanh"),
+    "FusedConv": contributed.convert_fused_conv,
+    "FusedGemm": contributed.convert_fused_gemm,
+    "FusedMatMul": contributed.convert_fused_matmul,
+    "Gelu": contributed.convert_bias_gelu("none"),
+    "LayerNormalization": contributed.convert_as("LayerNormalization"),
+    "MatMulInteger16": quantised.convert_matmul_integer,
+    "MatMulIntegerToFloat": quantised.convert_matmul_integer_to_float,
+    "MultiHeadAttention": contributed.convert_multi_head_attention,
+    "NhwcMaxPool": contributed.convert_nhwc_max_pool,
+    "QAttention": contributed.convert_qattention,
+    "QGemm": quantised.convert_qgemm,
+    "QLinearAdd": quantised.convert_by_dequantizing("Add", (0, 3), 6),
+    "QLinearAveragePool": quantised.convert_by_dequantizing("AveragePool", (0,), 3),
+    "QLinearConcat": quantised.convert_qlinear_concat,
+    "QLinearConv": quantised.convert_qlinear_conv,
+    "QLinearGlobalAveragePool": quantised.convert_by_dequantizing("GlobalAveragePool", (0,), 3),
+    "QLinearLeakyRelu": quantised.convert_by_dequantizing("LeakyRelu", (0,), 3),
+    "QLinearMul": quantised.convert_by_dequantizing("Mul", (0, 3), 6),
+    "QLinearSigmoid": quantised.convert_by_dequantizing("Sigmoid", (0,), 3),
+    "QLinearSoftmax": quantised.convert_by_dequantizing("Softmax", (0,), 3),
+    "QLinearWhere": quantised.convert_qlinear_where,
+    "QuantizeLinear": contributed.convert_as("QuantizeLinear"),
+    "QuickGelu": contributed.convert_quick_gelu,
+    "RotaryEmbedding": contributed.convert_rotary_embedding,
+    "SimplifiedLayerNormalization": contributed.convert_as("RMSNormalization", opset=23),
+    "SkipLayerNormalization": contributed.convert_skip_norm("LayerNormalization"),
+    "SkipSimplifiedLayerNormalization": contributed.convert_skip_norm("RMSNormalization"),
 }
+# All converters, by the operator's name with its domain, unless it is of the standard.
+CONVERTERS: dict[str, Converter] = {
+    **_STANDARD,
+    **{f"ai.onnx.ml.{name}": converter for name, converter in _CLASSICAL.items()},
+    **{f"com.microsoft.{name}": converter for name, converter in _CONTRIBUTED.items()},
+}
+
 # Operators of TVM's importer that the standard does not have.
-NOT_STANDARD = CONTRIBUTED - {"Gelu"} | {"AllClassNMS"}
+NOT_STANDARD = {
+    *("AllClassNMS", "BiasGelu", "EmbedLayerNormalization", "FastGelu", "MatMulInteger16", "SkipLayerNormalization"),
+    # TVM takes com.microsoft's Attention for that of the standard.
+    "Attention",
+}
 
 # Operators by which models compute shapes and indices: evaluated at import where the operands are constant.
 FOLDED = {

@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm import relax
+from tvm.relax.frontend.onnx import onnx_frontend
 
 from tvmflow.compiler.onnx.sizes import SizeEvaluator
 from tvmflow.compiler.onnx.values import Array
+
+# The opset of the operators that converters are composed of.
+_OPSET = 20
 
 
 class UnsupportedFormError(Exception):
@@ -20,7 +24,7 @@ class Node:
 
     `inputs` are its operands, None where an optional one is absent; `outputs` is the number of its results;
     `constants` returns the value of an expression that is known at build time, None for others; `evaluator` reasons
-    about symbolic sizes.
+    about symbolic sizes; `convert` converts an operator of the standard, from its name, operands, attributes and opset.
     """
 
     builder: relax.BlockBuilder
@@ -30,6 +34,7 @@ class Node:
     outputs: int
     constants: Callable[[relax.Expr], Array | None]
     evaluator: SizeEvaluator
+    convert: Callable[[str, list[Any], dict[str, Any], int], relax.Expr]
 
     def input(self, position: int) -> relax.Expr | None:
         """Return an operand; None where it is absent."""
@@ -52,6 +57,13 @@ class Node:
         """Return a string attribute."""
         value = self.attrs.get(name, default)
         return value.decode() if isinstance(value, bytes) else str(value)
+
+    def apply(self, operator: str, *operands: Any, opset: int = _OPSET, **attributes: Any) -> relax.Expr:
+        """Compute an operator of ONNX's standard of these operands, None for absent ones; return its first result."""
+        attributes = {name: value.encode() if isinstance(value, str) else value for name, value in attributes.items()}
+        result = self.convert(operator, onnx_frontend.onnx_input(operands), attributes, opset)
+        result = result[0] if isinstance(result, relax.Tuple) else result
+        return self.emit(result) if isinstance(result, relax.Call) else result
 
     def emit(self, expr: relax.Expr) -> relax.Expr:
         """Bind an expression to a variable and return the variable."""

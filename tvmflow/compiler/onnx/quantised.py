@@ -1,51 +1,220 @@
-"""Operators on quantised tensors, written as dequantize, compute, quantize."""
+"""Operators on quantised tensors: written as dequantize, compute, quantize, or as products of centred integers."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 from tvm import relax
-from tvm.relax.frontend.onnx import onnx_frontend
 
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
-from tvmflow.compiler.onnx.values import dims_of, dtype_of
+from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
+
+# The attributes of a node that its counterpart on float32 tensors does not have.
+_OWN = ("tvm_custom", "channels_last", "opset")
+
+
+def convert_by_dequantizing(operator: str, operands: Sequence[int], result: int) -> Converter:
+    """Return a converter that computes `operator` of dequantized operands and quantizes what it returns.
+
+    `operands` and `result` are the places of the scales' owners: an operand is followed by its scale and zero point,
+    and at `result` are the scale and the zero point of the result.
+    """
+
+    def convert(node: Node) -> relax.Expr:
+        values = [dequantize(node, place) for place in operands]
+        attributes = {name: value for name, value in node.attrs.items() if name not in _OWN}
+        # Softmax of quantised tensors names the opset whose meaning it has.
+        opset = {"opset": int(node.attrs["opset"])} if "opset" in node.attrs else {}
+        is_last = bool(node.attrs.get("channels_last", 0))
+        if is_last:
+            values = [node.emit(channels_first(value)) for value in values]
+        value = node.apply(operator, *values, **opset, **attributes)
+        return _quantize(node, node.emit(channels_last(value)) if is_last else value, result)
+
+    return convert
 
 
 def convert_qlinear_conv(node: Node) -> relax.Expr:
     """Write QLinearConv in its QDQ form: dequantize the operands, convolve, quantize the result."""
-    data, weight = _dequantize(node, 0, 1), _dequantize(node, 3, 0)
+    data, weight = dequantize(node, 0), dequantize(node, 3)
+    is_last = bool(node.attrs.get("channels_last", 0))
     bias = node.input(8)
     if bias is not None:
-        scale = node.emit(relax.op.multiply(_as_scalar(node, node.inputs[1]), _as_scalar(node, node.inputs[4])))
-        bias = node.emit(relax.op.multiply(node.emit(relax.op.astype(bias, "float32")), scale))
-    convert = onnx_frontend.Conv.get_converter(node.opset)
-    operands = onnx_frontend.onnx_input([data, weight, bias])
-    return _quantize(node, node.emit(convert(node.builder, operands, node.attrs, [{}, {}])), 6)
+        bias = _dequantize_bias(node, bias, 1, 4)
+    attributes = {name: value for name, value in node.attrs.items() if name not in _OWN}
+    value = node.apply("Conv", node.emit(channels_first(data)) if is_last else data, weight, bias, **attributes)
+    return _quantize(node, node.emit(channels_last(value)) if is_last else value, 6)
 
 
 def convert_qlinear_matmul(node: Node) -> relax.Expr:
-    """Write QLinearMatMul in its QDQ form; refuse scales by row or column."""
-    for position in (1, 4):
-        if dims_of(_as_scalar(node, node.inputs[position])) != []:
-            raise UnsupportedFormError("a scale for each row or column")
-    product = relax.op.matmul(_dequantize(node, 0, 0), _dequantize(node, 3, 0))
+    """Write QLinearMatMul in its QDQ form; refuse a scale for each row."""
+    if dims_of(_scalar(node, 1)) != []:
+        raise UnsupportedFormError("a scale for each row")
+    product = relax.op.matmul(dequantize(node, 0), dequantize(node, 3, -1))
     return _quantize(node, node.emit(product), 6)
 
 
-def _dequantize(node: Node, position: int, axis: int) -> relax.Expr:
-    """Return the operand at `position` as float32; its scale and zero point follow it."""
-    value, scale, zero = node.inputs[position : position + 3]
-    scale = (
-        _as_scalar(node, scale) if dtype_of(scale) == "float32" else _as_scalar(node, relax.op.astype(scale, "float32"))
-    )
-    return node.emit(relax.op.dequantize(value, scale, _as_scalar(node, zero), axis=axis, out_dtype="float32"))
+def convert_qgemm(node: Node) -> relax.Expr:
+    """Write QGemm in its QDQ form; without the scale of a result, the result is float32."""
+    is_transposed = bool(node.attrs.get("transB", 0))
+    data, weight = dequantize(node, 0), dequantize(node, 3, 0 if is_transposed else 1)
+    bias, alpha = node.input(6), node.attrs.get("alpha", 1.0)
+    value = node.apply("Gemm", data, weight, transA=node.attrs.get("transA", 0), transB=int(is_transposed), alpha=alpha)
+    if bias is not None:
+        # The bias counts in steps of the product, so it is multiplied by alpha too.
+        scaled = node.emit(relax.op.multiply(_dequantize_bias(node, bias, 1, 4), const(alpha, "float32")))
+        value = node.emit(relax.op.add(value, scaled))
+    return value if node.input(7) is None else _quantize(node, value, 7)
+
+
+def convert_qlinear_concat(node: Node) -> relax.Expr:
+    """Write QLinearConcat in its QDQ form: the result's scale and zero point come first."""
+    values = [dequantize(node, place) for place in range(2, len(node.inputs), 3)]
+    return _quantize(node, node.apply("Concat", *values, axis=node.attrs["axis"]), 0)
+
+
+def convert_qlinear_where(node: Node) -> relax.Expr:
+    """Write QLinearWhere in its QDQ form."""
+    value = relax.op.where(node.inputs[0], dequantize(node, 1), dequantize(node, 4))
+    return _quantize(node, node.emit(value), 7)
+
+
+def convert_matmul_integer(node: Node) -> relax.Expr:
+    """Write MatMulInteger as a product of centred integers."""
+    return _integer_product(node, node.inputs[0], node.input(2), node.inputs[1], node.input(3))
+
+
+def convert_conv_integer(node: Node) -> relax.Expr:
+    """Write ConvInteger as a convolution of centred integers, whose padding is zero."""
+    zero = node.input(3)
+    if zero is not None and dims_of(zero) not in ([], [1]):
+        zero = node.emit(relax.op.reshape(zero, [-1] + [1] * (node.inputs[1].ty.ndim - 1)))
+    attributes = {name: value for name, value in node.attrs.items() if name not in _OWN}
+    data, weight = _centred(node, node.inputs[0], node.input(2)), _centred(node, node.inputs[1], zero)
+    return node.apply("Conv", data, weight, **attributes)
+
+
+def convert_matmul_integer_to_float(node: Node) -> relax.Expr:
+    """Write MatMulIntegerToFloat as a product of centred integers, its scales and a bias."""
+    a, b, a_scale, b_scale = node.inputs[:4]
+    product = _integer_product(node, a, node.input(4), b, node.input(5))
+    return _scale_product(node, product, a_scale, b_scale, node.input(6))
+
+
+def convert_dynamic_quantize_matmul(node: Node) -> relax.Expr:
+    """Write DynamicQuantizeMatMul as a quantisation, a product of centred integers, its scales and a bias."""
+    integers, scale, zero = _quantize_dynamically(node, node.inputs[0])
+    product = _integer_product(node, integers, zero, node.inputs[1], node.input(3))
+    return _scale_product(node, product, scale, node.inputs[2], node.input(4))
+
+
+def convert_dynamic_quantize_linear(node: Node) -> relax.Expr:
+    """Write DynamicQuantizeLinear by the least and the greatest number."""
+    return relax.Tuple(list(_quantize_dynamically(node, node.inputs[0])))
+
+
+def channels_first(value: relax.Expr) -> relax.Expr:
+    """Move the last dimension behind the first."""
+    rank = value.ty.ndim
+    return relax.op.permute_dims(value, [0, rank - 1, *range(1, rank - 1)])
+
+
+def channels_last(value: relax.Expr) -> relax.Expr:
+    """Move the second dimension behind all others."""
+    rank = value.ty.ndim
+    return relax.op.permute_dims(value, [0, *range(2, rank), 1])
+
+
+def dequantize(node: Node, position: int, axis: int = 0) -> relax.Expr:
+    """Return the operand at `position` as float32; its scale and zero point follow it, one or several along `axis`."""
+    value, scale, zero = node.inputs[position], _scale(node, position + 1), _zero_point(node, position)
+    axis %= max(value.ty.ndim, 1)
+    return node.emit(relax.op.dequantize(value, scale, zero, axis=axis, out_dtype="float32"))
 
 
 def _quantize(node: Node, value: relax.Expr, position: int) -> relax.Expr:
-    scale, zero = (_as_scalar(node, expr) for expr in node.inputs[position : position + 2])
+    """Quantise the result; its scale is at `position`, its zero point, or uint8 without one, after it."""
+    scale = _scale(node, position)
+    zero = const(0, "uint8") if node.input(position + 1) is None else _scalar(node, position + 1)
     if dims_of(scale) != []:
         raise UnsupportedFormError("a scale for each row or channel of the result")
-    scale = scale if dtype_of(scale) == "float32" else node.emit(relax.op.astype(scale, "float32"))
     return relax.op.quantize(value, scale, zero, axis=0, out_dtype=dtype_of(zero))
 
 
-def _as_scalar(node: Node, expr: relax.Expr) -> relax.Expr:
-    """Return a vector of one element as a scalar, and anything else as it is."""
-    expr = node.builder.normalize(expr)
-    return node.emit(relax.op.reshape(expr, ())) if dims_of(expr) == [1] else expr
+def _dequantize_bias(node: Node, bias: relax.Expr, *scales: int) -> relax.Expr:
+    """A bias of int32 as float32; its scale is the product of those at two places."""
+    scale = relax.op.multiply(*(_scale(node, place) for place in scales))
+    return node.emit(relax.op.multiply(node.emit(relax.op.astype(bias, "float32")), node.emit(scale)))
+
+
+def _scale(node: Node, position: int) -> relax.Expr:
+    scale = _scalar(node, position)
+    return scale if dtype_of(scale) == "float32" else node.emit(relax.op.astype(scale, "float32"))
+
+
+def _zero_point(node: Node, position: int) -> relax.Expr:
+    """The zero point of the operand at `position`; zero where it has none."""
+    if node.input(position + 2) is None:
+        return const(0, dtype_of(node.inputs[position]))
+    return _scalar(node, position + 2)
+
+
+def _scalar(node: Node, position: int) -> relax.Expr:
+    """An operand of one element as a scalar, and anything else as it is."""
+    expr = node.inputs[position]
+    if dims_of(expr) != [1]:
+        return expr
+    value = node.constant(position)
+    return node.emit(relax.op.reshape(expr, ())) if value is None else const(value.reshape(()))
+
+
+def _centred(node: Node, value: relax.Expr, zero: relax.Expr | None) -> relax.Expr:
+    """Integers less their zero point, int32; a constant where both are."""
+    number, shift = node.constants(value), np.array(0) if zero is None else node.constants(zero)
+    if number is not None and shift is not None:
+        return const(number.astype("int32") - shift.astype("int32"))
+    wide = node.emit(relax.op.astype(value, "int32"))
+    if zero is None:
+        return wide
+    zero = node.emit(relax.op.reshape(zero, ())) if dims_of(zero) == [1] else zero
+    return node.emit(relax.op.subtract(wide, node.emit(relax.op.astype(zero, "int32"))))
+
+
+def _integer_product(
+    node: Node, a: relax.Expr, a_zero: relax.Expr | None, b: relax.Expr, b_zero: relax.Expr | None
+) -> relax.Expr:
+    """The product of centred integers, int32; a vector of zero points has one for each row of `a` or column of `b`."""
+    if a_zero is not None and len(dims_of(a_zero) or ()) == 1 and dims_of(a_zero) != [1]:
+        a_zero = node.emit(relax.op.expand_dims(a_zero, -1))
+    return node.emit(relax.op.matmul(_centred(node, a, a_zero), _centred(node, b, b_zero), out_dtype="int32"))
+
+
+def _scale_product(
+    node: Node, product: relax.Expr, a_scale: relax.Expr, b_scale: relax.Expr, bias: relax.Expr | None
+) -> relax.Expr:
+    scale = node.emit(relax.op.multiply(a_scale, b_scale))
+    value = relax.op.multiply(node.emit(relax.op.astype(product, "float32")), scale)
+    return value if bias is None else relax.op.add(node.emit(value), bias)
+
+
+def _quantize_dynamically(node: Node, x: relax.Expr) -> tuple[relax.Expr, relax.Expr, relax.Expr]:
+    """The integers, the scale and the zero point of numbers whose range, with zero, becomes 0 to 255.
+
+    The scale of zeros alone is one, as in ONNX Runtime.
+    """
+
+    def number(value: float) -> relax.Expr:
+        return relax.const(np.float32(value))
+
+    emit: Any = node.emit
+    greatest = emit(relax.op.maximum(emit(relax.op.max(x)), number(0)))
+    least = emit(relax.op.minimum(emit(relax.op.min(x)), number(0)))
+    span = emit(relax.op.subtract(greatest, least))
+    scale = emit(
+        relax.op.where(emit(relax.op.equal(span, number(0))), number(1), emit(relax.op.divide(span, number(255))))
+    )
+    zero = emit(relax.op.round(emit(relax.op.negative(emit(relax.op.divide(least, scale))))))
+    steps = emit(relax.op.round(emit(relax.op.divide(x, scale))))
+    # The bounds come first: a number beyond the range of the integers has no defined conversion.
+    shifted = emit(relax.op.clip(emit(relax.op.add(steps, zero)), 0, 255))
+    return emit(relax.op.astype(shifted, "uint8")), scale, emit(relax.op.astype(zero, "uint8"))

@@ -29,6 +29,17 @@ def static(dim: Any) -> int | None:
     return int(dim) if isinstance(dim, int | tirx.IntImm) else None
 
 
+def size_parameter(size: Any, name: str) -> Any:
+    """A size of a function's buffers: a number, or the variable `name` where it is symbolic."""
+    number = static(size)
+    return tirx.Var(name, "int64") if number is None else tirx.IntImm("int64", number)
+
+
+def buffer(name: str, shape: Sequence[Any], dtype: str = "float32") -> Any:
+    """A parameter of a function that is built statement by statement."""
+    return tirx.decl_buffer(shape, dtype, name, layout=None)
+
+
 def is_float32(*tensors: relax.Expr) -> bool:
     """Whether all tensors are float32 and of known rank."""
     return all(isinstance(tensor.ty.shape, relax.ShapeExpr) and str(tensor.ty.dtype) == "float32" for tensor in tensors)
@@ -61,7 +72,7 @@ def divides(tile: int, size: Any) -> bool:
 
 
 def padded_input(
-    data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None, value: int = 0
+    data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None, value: Any = 0
 ) -> te.Tensor:
     """Pad a convolution's input with `value` to `height` by `width`; the input itself where that is its size."""
     *_, in_w, in_c = data.shape
@@ -78,7 +89,7 @@ def surrounded(
     height: Any,
     width: Any,
     channels: int | None = None,
-    value: int = 0,
+    value: Any = 0,
     name: str = "pad",
 ) -> te.Tensor:
     """Place NHWC data into larger images of `height` by `width`, with `value` elsewhere.
@@ -87,12 +98,13 @@ def surrounded(
     the data has.
     """
     batch, in_h, in_w, in_c = data.shape
+    around = tirx.const(value, data.dtype) if isinstance(value, int) else value.astype(data.dtype)
 
     def element(n: Any, y: Any, x: Any, c: Any) -> Any:
         inside = [tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left)]
         if channels is not None and channels != int(in_c):
             inside.append(c < in_c)
-        return tirx.if_then_else(tirx.all(*inside), data[n, y - top, x - left, c], tirx.const(value, data.dtype))
+        return tirx.if_then_else(tirx.all(*inside), data[n, y - top, x - left, c], around)
 
     return te.compute((batch, height, width, channels or in_c), element, name=name)
 

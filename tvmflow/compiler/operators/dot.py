@@ -62,9 +62,9 @@ def conv2d(
     strides: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-    zero: int = 0,
+    zero: Any = 0,
 ) -> te.Tensor:
-    """Convolution of NHWC data with weights from `pack_conv2d`; `zero` is the value of the padding."""
+    """Convolution of NHWC data with weights from `pack_conv2d`; the padding is of `zero`, a number or an expression."""
     batch, in_h, in_w, in_c = data.shape
     vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])

@@ -18,7 +18,7 @@ from tvm.script.ir_builder import tirx as T
 from tvmflow.compiler import extensions, vectormath
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import static, vector
+from tvmflow.compiler.operators.common import buffer, size_parameter, static, vector
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 # Independent sums that keep the multiply-add units busy: their latency times their number.
@@ -200,8 +200,8 @@ class Recurrence:
         self.tiles = tiles(cell, units, static(batch), machine)
         self._machine = machine
         self._extra = extra
-        self._steps = _size(steps, "steps")
-        self._batch = _size(batch, "batch")
+        self._steps = size_parameter(steps, "steps")
+        self._batch = size_parameter(batch, "batch")
         tile = self.tiles
         shapes = {
             "split_bias": (cell.directions, tile.count, tile.blocks, tile.lanes),
@@ -211,21 +211,17 @@ class Recurrence:
             "peepholes": (cell.directions, tile.count, tile.blocks, 3, tile.lanes),
         }
         columns = cell.directions * cell.gates * tile.units
-        self._x = self._buffer("x", (self._steps, self._batch, columns))
+        self._x = buffer("x", (self._steps, self._batch, columns))
         self._weights = [
-            self._buffer(f"r{place}", (cell.directions, tile.count, units, tile.blocks, len(gates), tile.lanes))
+            buffer(f"r{place}", (cell.directions, tile.count, units, tile.blocks, len(gates), tile.lanes))
             for place, gates in enumerate(cell.phases)
         ]
         self._optional = {
-            name: self._buffer(name, shapes[name], "int32" if name == "lengths" else "float32") for name in extra
+            name: buffer(name, shapes[name], "int32" if name == "lengths" else "float32") for name in extra
         }
-        self._y = self._buffer("y", (self._steps, cell.directions, self._batch, units))
+        self._y = buffer("y", (self._steps, cell.directions, self._batch, units))
         state = (cell.directions, self._batch, units)
-        self._last = [self._buffer(f"last_{name}", state) for name in ("h", "c")[: 2 if cell.kind == "lstm" else 1]]
-
-    @staticmethod
-    def _buffer(name: str, shape: Sequence[Any], dtype: str = "float32") -> Any:
-        return tirx.decl_buffer(shape, dtype, name, layout=None)
+        self._last = [buffer(f"last_{name}", state) for name in ("h", "c")[: 2 if cell.kind == "lstm" else 1]]
 
     def function(self) -> tirx.PrimFunc:
         """Return the function."""
@@ -547,12 +543,6 @@ class _Units:
                 copy(lane)
             with T.Else(), T.serial(0, tirx.max(0, owner.units - first)) as lane:
                 copy(lane)
-
-
-def _size(size: Any, name: str) -> Any:
-    """A size of the function's buffers: a number, or a variable where it is symbolic."""
-    number = static(size)
-    return tirx.Var(name, "int64") if number is None else tirx.IntImm("int64", number)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tvm.script.ir_builder import tirx as T
 from tvmflow.compiler import extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import static
+from tvmflow.compiler.operators.common import buffer, size_parameter, static
 
 # The paths that are followed at a time.
 _PATHS = 8
@@ -91,30 +91,25 @@ class Trees:
     def __init__(self, forest: Forest, rows: Any, machine: Machine) -> None:
         self.forest = forest
         self._machine = machine
-        number = static(rows)
-        self._rows = tirx.Var("rows", "int64") if number is None else tirx.IntImm("int64", number)
+        self._rows = size_parameter(rows, "rows")
         nodes, score = forest.nodes, forest.score
-        self._x = self._buffer("x", (self._rows, forest.features), forest.dtype)
-        self._thresholds = self._buffer("thresholds", (nodes,), forest.dtype)
-        self._links = self._buffer("links", (nodes, 1 if forest.shift else 2), "int32")
-        self._roots = self._buffer("roots", (forest.trees,), "int32")
-        leaf = self._buffer("leaf", (nodes,), "int32")
+        self._x = buffer("x", (self._rows, forest.features), forest.dtype)
+        self._thresholds = buffer("thresholds", (nodes,), forest.dtype)
+        self._links = buffer("links", (nodes, 1 if forest.shift else 2), "int32")
+        self._roots = buffer("roots", (forest.trees,), "int32")
+        leaf = buffer("leaf", (nodes,), "int32")
         self._leaves = {
-            "single": [self._buffer("scores", (nodes,), score)],
-            "dense": [self._buffer("scores", (forest.leaves, forest.targets), score), leaf],
+            "single": [buffer("scores", (nodes,), score)],
+            "dense": [buffer("scores", (forest.leaves, forest.targets), score), leaf],
             "sparse": [
-                self._buffer("scores", (forest.entries,), score),
-                self._buffer("targets", (forest.entries,), "int32"),
-                self._buffer("first", (forest.leaves + 1,), "int32"),
+                buffer("scores", (forest.entries,), score),
+                buffer("targets", (forest.entries,), "int32"),
+                buffer("first", (forest.leaves + 1,), "int32"),
                 leaf,
             ],
         }[forest.layout]
-        self._base = self._buffer("base", (forest.targets,), score)
-        self._y = self._buffer("y", (self._rows, forest.targets), score)
-
-    @staticmethod
-    def _buffer(name: str, shape: Sequence[Any], dtype: str) -> Any:
-        return tirx.decl_buffer(shape, dtype, name, layout=None)
+        self._base = buffer("base", (forest.targets,), score)
+        self._y = buffer("y", (self._rows, forest.targets), score)
 
     def function(self) -> tirx.PrimFunc:
         """Return the function."""

@@ -1,5 +1,7 @@
 """The passes that lower an imported model to fused, unscheduled functions, in their order."""
 
+from dataclasses import replace
+
 import tvm
 from tvm import relax
 
@@ -17,7 +19,7 @@ from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.strassen import StrassenProducts
 from tvmflow.compiler.passes.trees import lower_trees
-from tvmflow.target import Precision, Target
+from tvmflow.target import Precision, Target, explain_missing_unit
 
 
 def canonicalize() -> list[tvm.transform.Pass]:
@@ -119,13 +121,17 @@ def lower_passes(
         cpu = machine(target).for_weights(weights)
         kernel_passes = [lower_recurrence(cpu), lower_trees(cpu)]
         layout_passes = [attention.compose_attention(), *layout(cpu.lanes)]
-        narrow = {
-            "fp32": FuseBlocks(cpu, choices, fast),
-            "bf16": RoundProducts(cpu, fast),
-            "fp16": HalveProducts(cpu, choices),
-            "int8": IntegerProducts(cpu),
-        }[precision]
-        product_passes = [narrow, attention.lower_attention(cpu), *([StrassenProducts(cpu, choices)] if fast else [])]
+        narrow: dict[Precision, list[tvm.transform.Pass]] = {
+            "fp32": [FuseBlocks(cpu, choices, fast)],
+            "bf16": [RoundProducts(cpu, fast)],
+            "fp16": [HalveProducts(cpu, choices)],
+            "int8": [],
+        }
+        # Operators of integers, as ConvInteger, are computed in integers in every precision; AMX is for its own.
+        has_dots = explain_missing_unit(target, "int8") is None
+        integers = IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, has_dots)
+        strassen = [StrassenProducts(cpu, choices)] if fast else []
+        product_passes = [*narrow[precision], integers, attention.lower_attention(cpu), *strassen]
         integer_passes = [IntegerArithmetic(cpu)] if precision == "int8" else []
         legalize = relax.transform.LegalizeOps(legalizations(cpu, choices, fast))
     return [

@@ -1,6 +1,7 @@
-"""Computes the convolutions and dense layers of quantised models in integers, where a release asks for it.
+"""Computes the convolutions and dense layers of quantised models in integers.
 
-A quantised model (QDQ) says so by pairs of operators: DequantizeLinear before what computes, QuantizeLinear after it.
+A model says so by pairs of operators (QDQ), DequantizeLinear before what computes and QuantizeLinear after it, where a
+release asks for int8; or by operators whose operands are integers, such as ConvInteger.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +13,10 @@ import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import INT8
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import depthwise, dot
+from tvmflow.compiler.operators import convolution, depthwise, dot, products
 from tvmflow.compiler.operators.common import FUSABLE, constant, static, vector
 from tvmflow.compiler.operators.products import row_dimensions
 from tvmflow.errors import BuildError
@@ -50,8 +52,8 @@ class IntegerArithmetic:
                 layers += rewriter.layers
         if not layers:
             raise BuildError(
-                "precision int8 needs a quantised model, with QuantizeLinear and DequantizeLinear around its layers; "
-                "make one with onnxruntime.quantization.quantize_static(quant_format=QuantFormat.QDQ)"
+                "precision int8 needs a quantised model, with 8-bit weights in convolutions or dense layers; make one "
+                "with onnxruntime.quantization.quantize_static or quantize_dynamic"
             )
         return rewriter.builder_.get()
 
@@ -199,15 +201,16 @@ def _dequantize(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
 
 
 def _conv2d(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
+    if str(call.ty.dtype) == "int32":
+        rewriter.layers += 1
+        return None
     attrs, weights = call.attrs, rewriter.weights(call.args[1])
     if (attrs.data_layout, attrs.kernel_layout) != ("NCHW", "OIHW") or weights is None:
         return None
     weight, scales = weights
-    out_channels, depth = weight.shape[:2]
     groups = int(attrs.groups)
-    is_depthwise = depth == 1 and groups == out_channels > 1
-    fits = groups == 1 or (depth % INT8.group == 0 and dot.lanes_of(out_channels, groups, rewriter._machine))
-    if not (fits or is_depthwise) or scales.size not in (1, scales.shape[0]) or not _in_range(weight):
+    has_kernel = _is_depthwise(weight, groups) or _is_dot(weight, groups, rewriter._machine)
+    if not has_kernel or scales.size not in (1, scales.shape[0]):
         return None
     data = rewriter.integers(call.args[0])
     if data is None:
@@ -227,11 +230,14 @@ def _conv2d(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
 
 
 def _matmul(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
+    if str(call.ty.dtype) == "int32":
+        rewriter.layers += 1
+        return None
     weights = rewriter.weights(call.args[1])
     if weights is None or weights[0].ndim != 2 or weights[1].size not in (1, weights[1].shape[1]):
         return None
     weight, scales = weights
-    data = rewriter.integers(call.args[0]) if _in_range(weight.T) else None
+    data = rewriter.integers(call.args[0]) if _offsets(weight.T) is not None else None
     if data is None or data[0].ty.ndim < 2:
         return None
     rewriter.layers += 1
@@ -246,10 +252,32 @@ def _centred(rewriter: _ToIntegers, integers: relax.Var, zero: int) -> relax.Var
     return rewriter.emit(relax.op.subtract(wide, relax.const(zero, "int32")))
 
 
-def _in_range(weight: Array) -> bool:
-    """Whether weights, output channels first, are 8-bit integers whose products cannot overflow an accumulator."""
-    depth = weight[0].size
-    return bool(weight.min() >= -128 and weight.max() <= 127 and depth * _LARGEST_PRODUCT < 2**31)
+def _is_depthwise(weight: Array, groups: int) -> bool:
+    return bool(weight.shape[1] == 1 and groups == weight.shape[0] > 1)
+
+
+def _is_dot(weight: Array, groups: int, machine: Machine) -> bool:
+    """Whether a convolution's weights, OIHW, are computed by dot products."""
+    offsets = _offsets(weight)
+    if groups == 1 or offsets is None:
+        return offsets is not None
+    if weight.shape[1] % INT8.group or not dot.lanes_of(weight.shape[0], groups, machine):
+        return False
+    return not bool(offsets.any())
+
+
+def _offsets(weight: Array) -> Array | None:
+    """What to subtract from each output channel's weights so that they are 8-bit integers; zero where they are.
+
+    Weights of uint8 less their zero point may be beyond. None where a channel spans more than 8 bits, or its products
+    could overflow an accumulator. Output channels come first.
+    """
+    rows = weight.reshape(len(weight), -1)
+    if not rows.size or rows.shape[1] * _LARGEST_PRODUCT >= 2**31:
+        return None
+    least, greatest = rows.min(axis=1), rows.max(axis=1)
+    offsets = np.maximum(greatest - 127, 0) + np.minimum(least + 128, 0)
+    return offsets if bool((greatest - least <= 255).all()) else None
 
 
 def _is_float32(expr: relax.Expr) -> bool:
@@ -266,18 +294,22 @@ _REWRITES: dict[str, Callable[[_ToIntegers, relax.Call], relax.Expr | None]] = {
 
 @tvm.transform.module_pass(opt_level=0, name="IntegerProducts")
 class IntegerProducts:
-    """Lowers the integer layers of `IntegerArithmetic` to dot products, once the layout is known.
+    """Lowers layers of centred integers to dot products, once the layout is known.
 
     The products read unsigned integers; the part of the sum that the zero point adds is subtracted afterwards.
-    Depthwise convolutions compute the same integers in float32, which holds them exactly.
+    Depthwise convolutions compute the same integers in float32, which holds them exactly. So do other layers whose sums
+    float32 holds where there are no dot products for them, by algorithms that round nothing; `has_dots` is false where
+    there are none at all.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, choices: Choices, has_dots: bool) -> None:
         self._machine = machine
+        self._choices = choices
+        self._has_dots = has_dots
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite every Relax function of the module."""
-        lowering = _LowerIntegers(mod, self._machine)
+        lowering = _LowerIntegers(mod, self._machine, self._choices, self._has_dots)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function):
                 lowering.builder_.update_func(variable, lowering.visit_expr(function))
@@ -286,9 +318,11 @@ class IntegerProducts:
 
 @mutator
 class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.IRModule, machine: Machine) -> None:
+    def __init__(self, mod: tvm.IRModule, machine: Machine, choices: Choices, has_dots: bool) -> None:
         super().__init__(mod)
         self._machine = machine
+        self._choices = choices
+        self._has_dots = has_dots
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         call = super().visit_call_(op)
@@ -298,10 +332,31 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         if str(call.args[1].ty.dtype) != "int32":
             return call
         source = self._source(call.args[0])
-        return call if source is None else lower(call, *source)
+        if source is None:
+            return call
+        result = lower(call, *source) if self._has_dots else None
+        return self._in_float32(call) if result is None else result
 
-    def _source(self, expr: relax.Expr) -> tuple[relax.Var, int] | None:
-        """The unsigned integers, and their zero point, of which an expression is the centred form."""
+    def _in_float32(self, call: relax.Call) -> relax.Expr:
+        """The product in float32 where that holds every sum exactly, else the product as it is."""
+        weight = call.args[1].value.numpy()
+        sums = np.abs(weight).sum(axis=0 if call.op.name == "relax.matmul" else (1, 2, 3))
+        if not sums.size or 255 * int(sums.max()) >= 2**24:
+            return call
+        builder = self.builder_
+        operands = [builder.emit(relax.op.astype(call.args[0], "float32")), constant(weight.astype("float32"))]
+        if call.op.name == "relax.matmul":
+            product = builder.normalize(relax.op.matmul(*operands))
+            exact = products.legalize(builder, product, self._machine, self._choices)
+        else:
+            names = ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout", "out_layout")
+            attributes = {name: getattr(call.attrs, name) for name in names}
+            product = builder.normalize(relax.op.nn.conv2d(*operands, **attributes))
+            exact = convolution.legalize(builder, product, self._machine, self._choices, fast=False)
+        return call if exact is None else relax.op.astype(builder.emit(exact), "int32")
+
+    def _source(self, expr: relax.Expr) -> tuple[relax.Var, relax.Expr] | None:
+        """The unsigned integers, and their zero point as an int32, of which an expression is the centred form."""
         move = self._bound_call(expr, "relax.permute_dims", "relax.reshape")
         if move is not None:
             source = self._source(move.args[0])
@@ -312,65 +367,109 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         # A zero point of zero is not subtracted.
         difference = self._bound_call(expr, "relax.subtract")
         wide = self._bound_call(expr if difference is None else difference.args[0], "relax.astype")
-        if wide is None or str(wide.args[0].ty.dtype) != "uint8":
+        zero = relax.const(0, "int32") if difference is None else difference.args[1]
+        dtype = None if wide is None else str(wide.args[0].ty.dtype)
+        if wide is None or dtype not in ("uint8", "int8") or zero.ty.ndim:
             return None
-        if difference is None:
-            return wide.args[0], 0
-        zero = difference.args[1]
-        return (wide.args[0], int(zero.value.numpy())) if isinstance(zero, tvm.ir.GenericConst) else None
+        if dtype == "uint8":
+            return wide.args[0], zero
+        shifted = self.builder_.emit(relax.op.add(expr if difference is None else difference.args[0], _INT32_SHIFT))
+        return self.builder_.emit(relax.op.astype(shifted, "uint8")), self._sum(zero, _INT32_SHIFT)
+
+    def _sum(self, zero: relax.Expr, shift: relax.Expr) -> relax.Expr:
+        if isinstance(zero, tvm.ir.GenericConst):
+            return relax.const(int(zero.value.numpy()) + _SHIFT, "int32")
+        return self.builder_.emit(relax.op.add(zero, shift))
 
     def _bound_call(self, expr: relax.Expr, *names: str) -> relax.Call | None:
         value = self.lookup_binding(expr) if isinstance(expr, relax.Var) else None
         return value if isinstance(value, relax.Call) and getattr(value.op, "name", "") in names else None
 
-    def _conv2d(self, call: relax.Call, data: relax.Var, zero: int) -> relax.Expr:
+    def _conv2d(self, call: relax.Call, data: relax.Var, zero: relax.Expr) -> relax.Expr | None:
         attrs, weight = call.attrs, call.args[1].value.numpy()
         if (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) != ("NHWC", "NHWC", "OIHW"):
-            return call
-        out_channels, groups = weight.shape[0], int(attrs.groups)
+            return None
+        groups = int(attrs.groups)
         geometry: dict[str, Any] = {
             "strides": [int(item) for item in attrs.strides],
             "padding": [int(item) for item in attrs.padding],
             "dilation": [int(item) for item in attrs.dilation],
         }
-        if weight.shape[1] == 1 and groups == out_channels > 1:
+        number = _number(zero)
+        # A zero point that is computed is an operand of the function, whose padding it is.
+        zeros = [zero] if number is None else []
+        if _is_depthwise(weight, groups):
             packed_weight = depthwise.pack(
                 self.builder_, constant(weight.astype("float32")), vector(groups, self._machine)
             )
 
-            def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
-                exact = depthwise.depthwise(_Centred(data, zero), weight, machine=self._machine, **geometry)
+            def compute(data: te.Tensor, weight: te.Tensor, *zeros: te.Tensor) -> te.Tensor:
+                centred = _Centred(data, zeros[0]() if zeros else number)
+                exact = depthwise.depthwise(centred, weight, machine=self._machine, **geometry)
                 return te.compute(exact.shape, lambda *index: exact[index].astype("int32"), name="whole")
 
-            hint = "depthwise_conv2d"
-            return self.builder_.call_te(compute, data, packed_weight, primfunc_name_hint=hint, primfunc_attrs=FUSABLE)
-        lanes = dot.lanes_of(out_channels, groups, self._machine)
-        packed_weight = constant(dot.pack_conv2d(weight, lanes, INT8))
-        compute_dot = partial(
-            dot.conv2d, dot=INT8, channels=out_channels, groups=groups, machine=self._machine, zero=zero, **geometry
-        )
-        product = self.builder_.call_te(
-            compute_dot, data, packed_weight, primfunc_name_hint="conv2d_int8", primfunc_attrs=FUSABLE
-        )
-        return self._subtract_zero_point(product, zero, weight.sum(axis=(1, 2, 3)))
+            return self._call(compute, data, packed_weight, *zeros, name="depthwise_conv2d")
+        offsets = _offsets(weight)
+        if offsets is None or not _is_dot(weight, groups, self._machine):
+            return None
+        weight = _with_ones(weight - offsets.reshape(-1, 1, 1, 1), offsets)
+        lanes = dot.lanes_of(len(weight), groups, self._machine)
 
-    def _matmul(self, call: relax.Call, data: relax.Var, zero: int) -> relax.Expr:
+        def compute_dot(data: te.Tensor, packed: te.Tensor, *zeros: te.Tensor) -> te.Tensor:
+            return dot.conv2d(
+                data, packed, dot=INT8, channels=len(weight), groups=groups, machine=self._machine,
+                zero=zeros[0]() if zeros else number, **geometry,
+            )  # fmt: skip
+
+        packed_weight = constant(dot.pack_conv2d(weight, lanes, INT8))
+        zeros = zeros if any(geometry["padding"]) else []
+        product = self._call(compute_dot, data, packed_weight, *zeros, name="conv2d_int8")
+        return self._correct(product, zero, weight.sum(axis=(1, 2, 3)), offsets)
+
+    def _matmul(self, call: relax.Call, data: relax.Var, zero: relax.Expr) -> relax.Expr | None:
         weight = call.args[1].value.numpy()
-        if not static(data.ty.shape.values[-1]):
-            return call
+        offsets = _offsets(weight.T) if weight.ndim == 2 and data.ty.ndim > 1 else None
+        if offsets is None or not static(data.ty.shape.values[-1]):
+            return None
+        weight = _with_ones((weight - offsets).T, offsets).T
         units = weight.shape[1]
         packed_weight = constant(dot.pack_dense(weight, vector(units, self._machine), INT8))
         rows = row_dimensions(data.ty.shape.values[:-1])
         compute = partial(dot.dense, dot=INT8, units=units, rows=rows, machine=self._machine)
-        product = self.builder_.call_te(
-            compute, data, packed_weight, primfunc_name_hint="dense_int8", primfunc_attrs=FUSABLE
-        )
-        return self._subtract_zero_point(product, zero, weight.sum(axis=0))
+        product = self._call(compute, data, packed_weight, name="dense_int8")
+        return self._correct(product, zero, weight.sum(axis=0), offsets)
 
-    def _subtract_zero_point(self, product: relax.Expr, zero: int, sums: Array) -> relax.Expr:
-        if zero == 0:
+    def _call(self, compute: Callable[..., te.Tensor], *operands: relax.Expr, name: str) -> relax.Expr:
+        return self.builder_.call_te(compute, *operands, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
+
+    def _correct(self, product: relax.Expr, zero: relax.Expr, sums: Array, offsets: Array) -> relax.Expr:
+        """The product of centred integers with the weights, from that of unsigned ones with `_with_ones(weights)`."""
+        number, emit = _number(zero), self.builder_.emit
+        if number is None:
+            part = emit(relax.op.multiply(zero, constant(sums.astype("int32"))))
+            product = relax.op.subtract(emit(product), part)
+        elif number:
+            product = relax.op.subtract(emit(product), constant((number * sums).astype("int32")))
+        if not offsets.any():
             return product
-        return relax.op.subtract(self.builder_.emit(product), constant((zero * sums).astype("int32")))
+        count, whole = len(offsets), emit(product)
+        axis = whole.ty.ndim - 1
+        channels = emit(relax.op.strided_slice(whole, [axis], [0], [count]))
+        total = emit(relax.op.strided_slice(whole, [axis], [count], [count + 1]))
+        return relax.op.add(channels, emit(relax.op.multiply(total, constant(offsets.astype("int32")))))
+
+
+_INT32_SHIFT = relax.const(_SHIFT, "int32")
+
+
+def _with_ones(weight: Array, offsets: Array) -> Array:
+    """The weights, output channels first, followed by a channel of ones where there are offsets: it sums the data."""
+    return np.concatenate([weight, np.ones_like(weight[:1])]) if offsets.any() else weight
+
+
+def _number(zero: relax.Expr) -> int | None:
+    """A zero point that is known; None for one that is computed."""
+    return int(zero.value.numpy()) if isinstance(zero, tvm.ir.GenericConst) else None
 
 
 class _Centred:
@@ -378,9 +477,10 @@ class _Centred:
 
     dtype = "float32"
 
-    def __init__(self, integers: te.Tensor, zero: int) -> None:
+    def __init__(self, integers: te.Tensor, zero: Any) -> None:
         self._integers, self._zero = integers, zero
         self.shape = integers.shape
 
     def __getitem__(self, index: Any) -> Any:
-        return self._integers[index].astype("float32") - np.float32(self._zero)
+        zero = np.float32(self._zero) if isinstance(self._zero, int) else self._zero.astype("float32")
+        return self._integers[index].astype("float32") - zero

@@ -1,0 +1,279 @@
+"""Operators of com.microsoft: models as ONNX Runtime's optimizer saves them, and each operator beside ONNX Runtime."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from support.arrays import normal
+from support.quantised import quantise_dynamically
+from tvmflow.compiler import CompiledModel, build, import_onnx
+from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.target import Target
+
+Array = np.ndarray[Any, Any]
+MakeModel = Callable[..., Path]
+Case = tuple[Any, ...]
+
+_node = helper.make_node
+_MS = "com.microsoft"
+
+
+def _optimize(path: Path, level: str) -> tuple[Path, set[str]]:
+    """The model as ONNX Runtime saves it at an optimization level, and the operators of com.microsoft in it."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
+    output = path.with_suffix(f".{level}.onnx")
+    options.optimized_model_filepath = str(output)
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return output, {node.op_type for node in onnx.load(output).graph.node if node.domain.startswith(_MS)}
+
+
+def _mobile(make_model: MakeModel) -> Path:
+    """A separable block with squeeze-and-excite, a residual sum and activations of several kinds."""
+    pads = {"pads": [1, 1, 1, 1]}
+    nodes = [
+        _node("Conv", ["x", "w0", "b0"], ["a"], strides=[2, 2], **pads),
+        _node("Relu", ["a"], ["b"]),
+        _node("Conv", ["b", "w1"], ["c"], group=16, **pads),
+        _node("Clip", ["c", "zero", "six"], ["d"]),
+        _node("Conv", ["d", "w2"], ["e"]),
+        _node("Add", ["e", "b"], ["f"]),
+        _node("Relu", ["f"], ["g"]),
+        _node("Conv", ["g", "w2"], ["h"]),
+        _node("LeakyRelu", ["h"], ["i"], alpha=0.1),
+        _node("GlobalAveragePool", ["i"], ["j"]),
+        _node("Conv", ["j", "w2"], ["k"]),
+        _node("HardSigmoid", ["k"], ["l"]),
+        _node("Mul", ["i", "l"], ["m"]),
+        _node("Sigmoid", ["m"], ["n"]),
+        _node("Mul", ["m", "n"], ["o"]),
+        _node("MaxPool", ["o"], ["p"], kernel_shape=[8, 8]),
+        _node("Flatten", ["p"], ["q"]),
+        _node("Gemm", ["q", "w3", "b3"], ["r"]),
+        _node("Relu", ["r"], ["y"]),
+    ]
+    weights = {
+        "w0": normal(16, 3, 3, 3) / 5,
+        "b0": normal(16),
+        "w1": normal(16, 1, 3, 3) / 3,
+        "w2": normal(16, 16, 1, 1) / 4,
+        "w3": normal(16, 10) / 4,
+        "b3": normal(10),
+        "zero": np.array(0, "float32"),
+        "six": np.array(6, "float32"),
+    }
+    return make_model(nodes, [("x", [1, 3, 16, 16])], ["y"], weights, "mobile.onnx")
+
+
+def _layer_norm(x: str, y: str, name: str) -> list[onnx.NodeProto]:
+    """A layer norm as exporters of old opsets write it."""
+    return [
+        _node("ReduceMean", [x], [f"{name}0"], axes=[-1]),
+        _node("Sub", [x, f"{name}0"], [f"{name}1"]),
+        _node("Pow", [f"{name}1", "two"], [f"{name}2"]),
+        _node("ReduceMean", [f"{name}2"], [f"{name}3"], axes=[-1]),
+        _node("Add", [f"{name}3", "epsilon"], [f"{name}4"]),
+        _node("Sqrt", [f"{name}4"], [f"{name}5"]),
+        _node("Div", [f"{name}1", f"{name}5"], [f"{name}6"]),
+        _node("Mul", [f"{name}6", "gamma"], [f"{name}7"]),
+        _node("Add", [f"{name}7", "beta"], [y]),
+    ]
+
+
+def _encoder(make_model: MakeModel) -> Path:
+    """An encoder's layer of opset 13 without heads, with the norm, the activation and the mask as they are composed."""
+    nodes = [
+        *_layer_norm("x", "n", "first"),
+        *(_node("MatMul", ["n", f"w{name}"], [name]) for name in "qkv"),
+        _node("Transpose", ["k"], ["kt"], perm=[0, 2, 1]),
+        _node("MatMul", ["q", "kt"], ["s"]),
+        _node("Mul", ["s", "quarter"], ["t"]),
+        _node("Softmax", ["t"], ["p"], axis=-1),
+        _node("MatMul", ["p", "v"], ["o"]),
+        _node("MatMul", ["o", "wo"], ["z0"]),
+        _node("Add", ["z0", "bias"], ["z"]),
+        _node("Add", ["z", "x"], ["u"]),
+        *_layer_norm("u", "m", "second"),
+        _node("MatMul", ["m", "wi"], ["f0"]),
+        _node("Add", ["f0", "wide"], ["f"]),
+        _node("Div", ["f", "root"], ["g0"]),
+        _node("Erf", ["g0"], ["g1"]),
+        _node("Add", ["g1", "one"], ["g2"]),
+        _node("Mul", ["f", "g2"], ["g3"]),
+        _node("Mul", ["g3", "half"], ["g"]),
+        _node("MatMul", ["g", "wl"], ["y"]),
+    ]
+    numbers = {"two": 2.0, "epsilon": 1e-5, "quarter": 0.25, "root": 2**0.5, "one": 1.0, "half": 0.5}
+    weights = {name: np.array(value, "float32") for name, value in numbers.items()}
+    weights |= {f"w{name}": normal(16, 16, seed=place) / 4 for place, name in enumerate("qkvo")}
+    weights |= {"wi": normal(16, 32) / 4, "wl": normal(32, 16) / 5, "wide": normal(32), "bias": normal(16)}
+    weights |= {"gamma": normal(16), "beta": normal(16)}
+    return make_model(nodes, [("x", [2, 6, 16])], ["y"], weights, "encoder.onnx", opset=13)
+
+
+def test_an_optimized_network_for_images_is_compiled(
+    make_model: MakeModel, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    path, operators = _optimize(_mobile(make_model), "EXTENDED")
+    assert {"FusedConv", "FusedGemm", "QuickGelu"} <= operators
+    assert_same_as_onnxruntime(path, {"x": normal(1, 3, 16, 16, seed=9)})
+
+
+def test_an_optimized_encoder_is_compiled(
+    make_model: MakeModel, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    path, operators = _optimize(_encoder(make_model), "EXTENDED")
+    assert {"FusedMatMul", "Gelu", "SkipLayerNormalization"} <= operators
+    # The standard has no such norm in this opset: ONNX Runtime writes its own under the standard's name.
+    assert "LayerNormalization" in {node.op_type for node in onnx.load(path).graph.node}
+    assert_same_as_onnxruntime(path, {"x": normal(2, 6, 16, seed=9)})
+
+
+def test_an_optimized_model_that_quantises_as_it_runs_is_compiled(
+    make_model: MakeModel, assert_same_as_onnxruntime: Callable[..., CompiledModel], tmp_path: Path
+) -> None:
+    path, operators = _optimize(quantise_dynamically(_encoder(make_model), tmp_path / "dynamic.onnx"), "EXTENDED")
+    assert {"MatMulIntegerToFloat", "DynamicQuantizeMatMul"} <= operators
+    assert_same_as_onnxruntime(path, {"x": normal(2, 6, 16, seed=9)}, rtol=0.02)
+
+
+def test_the_layout_of_one_kind_of_processor_is_refused_in_one_sentence(make_model: MakeModel) -> None:
+    path, operators = _optimize(_mobile(make_model), "ALL")
+    assert "ReorderInput" in operators
+    with pytest.raises(UnsupportedOperatorError, match=r"^[^\n]*com\.microsoft\.nchwc.*ORT_ENABLE_EXTENDED") as error:
+        import_onnx(path)
+    assert str(error.value).count("nchwc.") == 1
+
+
+def _case(operator: str, inputs: dict[str, Any], outputs: int = 1, absent: str = "", **attributes: Any) -> Case:
+    """A model of one node of com.microsoft and its inputs; what is in capitals is a weight, and `_` is left out."""
+    feeds = {name: np.asarray(value) for name, value in inputs.items() if value is not None}
+    infos = [
+        (name, list(value.shape), helper.np_dtype_to_tensor_dtype(value.dtype))
+        for name, value in feeds.items()
+        if name.islower()
+    ]
+    names = [name if value is not None else "" for name, value in inputs.items()]
+    results = [f"r{place}" if str(place) not in absent else "" for place in range(outputs)]
+    node = _node(operator, names, results, domain=_MS, **attributes)
+    weights = {name: value for name, value in feeds.items() if name.isupper()}
+    return (([node], infos, [name for name in results if name], weights), {info[0]: feeds[info[0]] for info in infos})
+
+
+def _ids(*shape: int, below: int) -> Array:
+    return np.random.default_rng(3).integers(0, below, shape).astype("int32")
+
+
+def _attention_cases() -> list[Case]:
+    weights = {"W": normal(16, 48) / 4, "B": normal(48)}
+    tokens = {"x": normal(2, 5, 16), **weights}
+    mask = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], "int32")
+    keys = np.array([[1] * 7, [1] * 4 + [0] * 3], "int32")
+    heads = {"q": normal(2, 5, 16), "k": normal(2, 7, 16, seed=1), "v": normal(2, 7, 24, seed=2)}
+    cosine, sine = np.cos(normal(12, 4)), np.sin(normal(12, 4))
+    places = {"p": _ids(2, 5, below=12).astype("int64")}
+    return [
+        _case("Attention", tokens, num_heads=4),
+        _case("Attention", tokens | {"m": mask}, num_heads=4, mask_filter_value=-500.0),
+        _case("Attention", tokens | {"m": np.array([3, 5], "int32")}, num_heads=2, scale=0.3),
+        _case("Attention", tokens | {"m": np.tril(np.ones((2, 5, 5), "int32"))}, num_heads=2),
+        _case("Attention", tokens | {"m": None, "p": normal(2, 2, 4, 3, 4)}, 2, num_heads=4, unidirectional=1),
+        _case("Attention", tokens | {"m": None, "p": None, "s": normal(2, 4, 5, 5)}, num_heads=4),
+        _case("MultiHeadAttention", heads, num_heads=4),
+        _case("MultiHeadAttention", heads | {"B": normal(56), "m": keys}, num_heads=4),
+        _case(
+            "MultiHeadAttention",
+            {"q": heads["q"], "k": normal(2, 5, 16, seed=1), "v": normal(2, 5, 16, seed=2), "b": None, "m": None,
+             "s": normal(2, 4, 5, 9), "pk": normal(2, 4, 4, 4), "pv": normal(2, 4, 4, 4)},
+            3, num_heads=4,
+        ),
+        _case("RotaryEmbedding", {"x": normal(2, 5, 24), **places, "C": cosine, "S": sine}, num_heads=3),
+        _case("RotaryEmbedding", {"x": normal(2, 3, 5, 8), **places, "C": cosine, "S": sine}, interleaved=1),
+        _case("RotaryEmbedding", {"x": normal(2, 3, 5, 8), "p": np.array([4], "int64"), "C": cosine, "S": sine}),
+        _case(
+            "RotaryEmbedding", {"x": normal(2, 5, 36), **places, "C": cosine, "S": sine},
+            num_heads=3, rotary_embedding_dim=8,
+        ),
+    ]  # fmt: skip
+
+
+def _other_cases() -> list[Case]:
+    x, gamma, beta = normal(2, 5, 16), normal(16), normal(16, seed=1)
+    ids, words = _ids(2, 5, below=20), {"W": normal(20, 16), "P": normal(9, 16), "S": normal(2, 16)}
+    mask = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], "int32")
+    norm = {"G": gamma, "B": beta}
+    embed, feeds = _case("EmbedLayerNormalization", {"i": ids, "t": _ids(2, 5, below=2), **words, **norm, "m": mask}, 2)
+    image = {"x": normal(1, 4, 6, 6), "W": normal(8, 4, 3, 3), "B": normal(8)}
+    return [
+        _case("Gelu", {"x": x}),
+        _case("FastGelu", {"x": x, "B": beta}),
+        _case("QuickGelu", {"x": x}, alpha=1.3),
+        _case("BiasGelu", {"x": x, "B": beta}),
+        _case("SkipLayerNormalization", {"x": x, "s": normal(2, 5, 16), "G": gamma}),
+        _case(
+            "SkipLayerNormalization", {"x": x, "s": normal(2, 5, 16), "G": gamma, "B": beta, "A": beta}, 4, "12",
+            epsilon=1e-3,
+        ),
+        _case("SkipSimplifiedLayerNormalization", {"x": x, "s": normal(2, 5, 16), "G": gamma, "B": beta}, 4, "12"),
+        ((embed[0], embed[1], ["r0", ("r1", None, TensorProto.INT32)], embed[3]), feeds),
+        _case("FusedMatMul", {"a": normal(3, 4, 5), "b": normal(3, 6, 4)}, transA=1, transB=1, alpha=0.5),
+        _case("FusedConv", image, activation="Clip", activation_params=[-1.0, 2.0]),
+        _case("FusedConv", image | {"z": normal(1, 8, 4, 4)}, activation="LeakyRelu", activation_params=[0.2]),
+        _case(
+            "FusedGemm", {"a": normal(3, 4), "W": normal(4, 5), "B": normal(5)},
+            activation="LeakyRelu", activation_alpha=0.2,
+        ),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", [_attention_cases, _other_cases], ids=["attention", "others"])
+def test_operators_of_the_optimizer_equal_onnx_runtime(
+    cases: Callable[[], list[Case]], assert_all_same: Callable[..., CompiledModel]
+) -> None:
+    assert_all_same(cases())
+
+
+def test_a_softmax_with_a_bias_is_the_softmax_of_a_sum(
+    make_model: MakeModel, run_built: Callable[..., list[Array]], target: Target
+) -> None:
+    # ONNX Runtime has the operator for GPUs only.
+    nodes = [
+        _node("BiasSoftmax", ["x", "b"], ["y"], domain=_MS, axis=3, is_inner_broadcast=1),
+        _node("Add", ["x", "b"], ["s"]),
+        _node("Softmax", ["s"], ["z"], axis=3),
+    ]
+    path = make_model(nodes, [("x", [2, 3, 4, 5]), ("b", [2, 1, 4, 5])], [("y", [2, 3, 4, 5]), "z"])
+    y, z = run_built(build(import_onnx(path), target), normal(2, 3, 4, 5), normal(2, 1, 4, 5))
+    assert np.array_equal(y, z)
+
+
+def test_quantised_operators_of_the_optimizer_equal_onnx_runtime(assert_all_same: Callable[..., CompiledModel]) -> None:
+    rng = np.random.default_rng(1)
+    scale, zero = np.array(0.02, "float32"), np.array(121, "uint8")
+    a, b = (rng.integers(0, 256, (2, 3, 4, 4)).astype("uint8") for _ in range(2))
+    scales = {"U": scale, "Z": zero}
+    outputs = [("r0", None, TensorProto.UINT8)]
+    where = _case(
+        "QLinearWhere", {"c": a > b, "a": a, **scales, "b": b, "V": scale * 2, "Y": zero, "R": scale, "T": zero}
+    )
+    pool = _case("NhwcMaxPool", {"a": a}, kernel_shape=[2, 2], strides=[2, 2])
+    average = _case("QLinearGlobalAveragePool", {"a": a, **scales, "V": scale / 2, "Y": zero}, channels_last=1)
+    weight = rng.integers(0, 256, (4, 12)).astype("uint8")
+    attention = {
+        "x": rng.integers(0, 256, (2, 5, 4)).astype("uint8"),
+        "W": weight,
+        "B": normal(12),
+        "U": scale,
+        "V": scale,
+    }
+    quantised = _case("QAttention", attention | {"m": None, "Z": zero, "Y": zero}, num_heads=2)
+    cases = [((nodes, infos, outputs, weights), feeds) for (nodes, infos, _, weights), feeds in (where, pool, average)]
+    assert_all_same([*cases, quantised])

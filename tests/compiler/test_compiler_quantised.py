@@ -1,0 +1,213 @@
+"""Operators on quantised tensors, as ONNX Runtime's quantiser writes them, reach the kernels of integers."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from support.arrays import normal, onnxruntime_outputs
+from support.builds import rule_counts
+from support.models import join_models, joined_name
+from support.quantised import quantise, quantise_dynamically
+from tvmflow.compiler import BuildOptions, build, import_onnx
+from tvmflow.target import Precision, Target, resolve
+
+Array = np.ndarray[Any, Any]
+MakeModel = Callable[..., Path]
+RunBuilt = Callable[..., list[Array]]
+_IMAGE, _TOKENS = (1, 3, 16, 16), (2, 6, 16)
+
+
+def _network(make_model: MakeModel) -> Path:
+    """Every operator that the quantiser writes for images: convolutions, activations, sums, pools, a dense layer."""
+    node = helper.make_node
+    nodes = [
+        node("Conv", ["x", "w0"], ["a"], strides=[2, 2], pads=[1] * 4),
+        node("Conv", ["a", "w1"], ["b"], pads=[1] * 4, group=24),
+        node("LeakyRelu", ["b"], ["c"], alpha=0.2),
+        node("Conv", ["c", "w2", "b2"], ["d"]),
+        node("Sigmoid", ["d"], ["e"]),
+        node("Mul", ["d", "e"], ["f"]),
+        node("Add", ["f", "c"], ["g"]),
+        node("Concat", ["g", "c"], ["h"], axis=1),
+        node("AveragePool", ["h"], ["i"], kernel_shape=[2, 2]),
+        node("GlobalAveragePool", ["i"], ["j"]),
+        node("Flatten", ["j"], ["k"]),
+        node("Gemm", ["k", "w3", "b3"], ["l"]),
+        node("Softmax", ["l"], ["y"]),
+    ]
+    weights = {
+        "w0": normal(24, 3, 3, 3) / 5,
+        "w1": normal(24, 1, 3, 3) / 3,
+        "w2": normal(24, 24, 1, 1) / 5,
+        "b2": normal(24),
+        "w3": normal(48, 10) / 5,
+        "b3": normal(10),
+    }
+    return make_model(nodes, [("x", _IMAGE)], ["y"], weights, "network.onnx")
+
+
+def _encoder(make_model: MakeModel) -> Path:
+    node = helper.make_node
+    nodes = [
+        *(node("MatMul", ["x", f"w{name}"], [name]) for name in "qkv"),
+        node("Add", ["q", "bias"], ["qb"]),
+        node("Transpose", ["k"], ["kt"], perm=[0, 2, 1]),
+        node("MatMul", ["qb", "kt"], ["s"]),
+        node("Softmax", ["s"], ["p"]),
+        node("MatMul", ["p", "v"], ["o"]),
+        node("MatMul", ["o", "wo"], ["z"]),
+        node("Add", ["z", "x"], ["y"]),
+    ]
+    weights = {f"w{name}": normal(16, 16, seed=place) / 4 for place, name in enumerate("qkvo")}
+    return make_model(nodes, [("x", _TOKENS)], ["y"], {**weights, "bias": normal(16)}, "encoder.onnx")
+
+
+def _operators(path: Path) -> Counter[str]:
+    return Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+def _run(paths: list[Path], target: Target, precision: Precision, run_built: RunBuilt) -> tuple[Counter[str], float]:
+    """The schedule rules of models built as one, and the largest error beside ONNX Runtime over the largest output."""
+    models = [onnx.load(path) for path in paths]
+    joined = paths[0].with_name("joined.onnx")
+    onnx.save(join_models(models), joined)
+    shapes = [[dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim] for model in models]
+    inputs = [normal(*shape, seed=9) for shape in shapes]
+    expected = onnxruntime_outputs(joined, {joined_name(place, "x"): x for place, x in enumerate(inputs)})
+    built = build(import_onnx(joined), target, BuildOptions(precision=precision))
+    pairs = zip(run_built(built, *inputs), expected.values(), strict=True)
+    return rule_counts(built), max(float(np.abs(ours - theirs).max() / np.abs(theirs).max()) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize(
+    ("signed", "per_channel", "signed_weights"),
+    [(False, False, True), (True, True, True), (False, True, False)],
+    ids=["uint8 by int8", "int8 by int8, by channels", "uint8 by uint8, by channels"],
+)
+def test_operators_of_the_static_quantiser_are_computed_in_integers(
+    signed: bool,
+    per_channel: bool,
+    signed_weights: bool,
+    make_model: MakeModel,
+    run_built: RunBuilt,
+    int8: Target,
+    tmp_path: Path,
+) -> None:
+    paths = [
+        quantise(
+            path, tmp_path / f"quantised{place}.onnx",
+            signed=signed, per_channel=per_channel, signed_weights=signed_weights, operators=True,
+        )
+        for place, path in enumerate((_network(make_model), _encoder(make_model)))
+    ]  # fmt: skip
+    written = _operators(paths[0]) + _operators(paths[1])
+    layers = ("Add", "AveragePool", "Concat", "Conv", "GlobalAveragePool", "LeakyRelu", "MatMul", "Mul", "Sigmoid")
+    assert {f"QLinear{name}" for name in layers} | {"QGemm", "QLinearSoftmax"} <= written.keys()
+    rules, error = _run(paths, int8, "int8", run_built)
+    # The layers are exact; one step of the last quantisation is 1/127 of the largest output at least.
+    assert error <= 1.01 / 127
+    # Equal functions are counted once.
+    assert rules["dot_conv2d"] + rules["dot_rows"] >= 4
+    assert (rules["depthwise"], rules["conv2d"], rules["winograd"]) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("signed_weights", [True, False], ids=["int8", "uint8"])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_models_that_quantise_as_they_run_are_computed_in_integers(
+    signed_weights: bool,
+    precision: Precision,
+    make_model: MakeModel,
+    run_built: RunBuilt,
+    int8: Target,
+    tmp_path: Path,
+) -> None:
+    paths = [
+        quantise_dynamically(path, tmp_path / f"dynamic{place}.onnx", signed_weights=signed_weights)
+        for place, path in enumerate((_network(make_model), _encoder(make_model)))
+    ]
+    written = _operators(paths[0]) + _operators(paths[1])
+    assert {"DynamicQuantizeLinear", "ConvInteger", "MatMulInteger"} <= written.keys()
+    rules, error = _run(paths, int8, precision, run_built)
+    # The scale is a quotient, which is rounded otherwise: a number at the middle of two steps may take the other one.
+    assert error <= 0.01
+    assert rules["dot_conv2d"] + rules["dot_rows"] >= 5
+    assert (rules["depthwise"], rules["conv2d"], rules["rows"]) == (1, 0, 0)
+
+
+def _integer_nodes(make_model: MakeModel) -> tuple[Path, dict[str, Array]]:
+    """Operators of integers with zero points of each kind, computed ones among them, and inputs for them."""
+    rng = np.random.default_rng(5)
+    node, int8, uint8 = helper.make_node, "int8", "uint8"
+    weights = {
+        "w": rng.integers(-128, 128, (20, 8, 3, 3)).astype(int8),
+        "u": rng.integers(0, 256, (20, 8, 3, 3)).astype(uint8),
+        "d": rng.integers(-128, 128, (8, 1, 3, 3)).astype(int8),
+        "g": rng.integers(-128, 128, (20, 4, 1, 1)).astype(int8),
+        "m": rng.integers(-128, 128, (24, 10)).astype(int8),
+        "n": rng.integers(0, 256, (24, 10)).astype(uint8),
+        "zero": np.array(117, uint8),
+        "zeros": rng.integers(0, 256, 20).astype(uint8),
+        "columns": rng.integers(0, 256, 10).astype(uint8),
+        "signed": np.array(-5, int8),
+        "rows": rng.integers(0, 256, (6, 1)).astype(uint8),
+    }
+    pads = {"pads": [1, 1, 1, 1]}
+    nodes = [
+        node("ConvInteger", ["x", "w", "zero"], ["y0"], strides=[2, 2], **pads),
+        node("ConvInteger", ["x", "w", "z"], ["y1"], **pads),
+        node("ConvInteger", ["x", "u", "zero", "zeros"], ["y2"], **pads),
+        node("ConvInteger", ["x", "d", "z"], ["y3"], group=8, **pads),
+        node("ConvInteger", ["x", "g", "zero"], ["y4"], group=2),
+        node("ConvInteger", ["x", "w"], ["y5"], auto_pad="SAME_UPPER"),
+        node("MatMulInteger", ["a", "m", "z"], ["y6"]),
+        node("MatMulInteger", ["a", "n", "zero", "columns"], ["y7"]),
+        node("MatMulInteger", ["s", "m", "signed"], ["y8"]),
+        node("MatMulInteger", ["a", "m", "rows"], ["y9"]),
+        node("MatMulInteger", ["a", "t", "zero"], ["y10"]),
+    ]
+    inputs = {
+        "x": rng.integers(0, 256, (1, 8, 9, 9)).astype(uint8),
+        "z": np.array(121, uint8),
+        "a": rng.integers(0, 256, (6, 24)).astype(uint8),
+        "s": rng.integers(-128, 128, (6, 24)).astype(int8),
+        "t": rng.integers(-128, 128, (24, 7)).astype(int8),
+    }
+    types = {uint8: TensorProto.UINT8, int8: TensorProto.INT8}
+    infos = [(name, list(value.shape), types[str(value.dtype)]) for name, value in inputs.items()]
+    outputs = [(f"y{place}", None, TensorProto.INT32) for place in range(len(nodes))]
+    return make_model(nodes, infos, outputs, weights), inputs
+
+
+@pytest.mark.parametrize("has_dots", [True, False], ids=["dot products", "without dot products"])
+def test_operators_of_integers_are_exact(
+    has_dots: bool, make_model: MakeModel, run_built: RunBuilt, request: pytest.FixtureRequest
+) -> None:
+    target: Target = request.getfixturevalue("int8") if has_dots else resolve("x86-64-v3")
+    path, inputs = _integer_nodes(make_model)
+    built = build(import_onnx(path), target)
+    expected = onnx.reference.ReferenceEvaluator(str(path)).run(None, inputs)
+    for place, (ours, theirs) in enumerate(zip(run_built(built, *inputs.values()), expected, strict=True)):
+        assert np.array_equal(ours, theirs), place
+    rules = rule_counts(built)
+    dots = rules["dot_conv2d"] + rules["dot_rows"]
+    assert dots >= 6 if has_dots else (dots == 0 and rules["conv2d"] + rules["rows"] + rules["depthwise"] >= 5)
+
+
+def test_a_range_of_zero_is_quantised_by_a_scale_of_one(
+    make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    outputs = [("y", None, TensorProto.UINT8), "scale", ("zero", None, TensorProto.UINT8)]
+    path = make_model(
+        [helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "scale", "zero"])], [("x", [3, 5])], outputs
+    )
+    built = build(import_onnx(path), target)
+    for x in (np.zeros((3, 5), "float32"), normal(3, 5), -np.abs(normal(3, 5)), np.abs(normal(3, 5))):
+        expected = onnxruntime_outputs(path, {"x": x})
+        for ours, theirs in zip(run_built(built, x), expected.values(), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6)

@@ -1,0 +1,326 @@
+"""Operators of com.microsoft that ONNX Runtime's optimizer writes, composed of the operators that it fused."""
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.quantised import channels_first, channels_last, dequantize
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
+
+# What a masked score gets less, unless the node says otherwise.
+_FILTER = -10000.0
+# The activations that a convolution or product may have, with the names of their parameters.
+_ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "Clip": ("min", "max"),
+    "HardSigmoid": ("alpha", "beta"),
+    "LeakyRelu": ("alpha",),
+    "Relu": (),
+    "Sigmoid": (),
+    "Tanh": (),
+}
+
+
+def convert_as(operator: str, **attributes: Any) -> Converter:
+    """Return a converter that takes an operator for one of the standard, with these attributes besides its own."""
+
+    def convert(node: Node) -> relax.Expr:
+        own = {name: value for name, value in node.attrs.items() if name != "tvm_custom"}
+        return node.apply(operator, *node.inputs, **own, **attributes)
+
+    return convert
+
+
+def convert_fused_conv(node: Node) -> relax.Expr:
+    """Write FusedConv as a convolution, a sum and an activation."""
+    fused = ("tvm_custom", "activation", "activation_params")
+    attributes = {name: value for name, value in node.attrs.items() if name not in fused}
+    value = node.apply("Conv", *(node.input(place) for place in range(3)), **attributes)
+    if node.input(3) is not None:
+        value = node.emit(relax.op.add(value, node.inputs[3]))
+    return _activate(node, value, list(node.attrs.get("activation_params", ())))
+
+
+def convert_fused_gemm(node: Node) -> relax.Expr:
+    """Write FusedGemm as a product and an activation."""
+    attributes = {name: node.attrs[name] for name in ("alpha", "beta", "transA", "transB") if name in node.attrs}
+    names = ("activation_alpha", "activation_beta", "activation_gamma")
+    parameters = [node.attrs[name] for name in names if name in node.attrs]
+    return _activate(node, node.apply("Gemm", *node.inputs, **attributes), parameters)
+
+
+def _activate(node: Node, value: relax.Expr, parameters: list[float]) -> relax.Expr:
+    name = node.text("activation", "")
+    if not name:
+        return value
+    if name not in _ACTIVATIONS:
+        raise UnsupportedFormError(f"activation {name!r}")
+    if name == "Clip":
+        return node.apply(name, value, *(const(bound, "float32") for bound in parameters))
+    attributes: dict[str, Any] = dict(zip(_ACTIVATIONS[name], parameters, strict=False))
+    return node.apply(name, value, **attributes)
+
+
+def convert_fused_matmul(node: Node) -> relax.Expr:
+    """Write FusedMatMul as transposes, a product and a scale."""
+    operands = []
+    for operand, side in zip(node.inputs[:2], "AB", strict=True):
+        axes = list(range(operand.ty.ndim))
+        if node.attrs.get(f"transBatch{side}", 0):
+            # The first dimension is behind the batch's others.
+            axes = [*axes[1:-1], 0, axes[-1]]
+        if node.attrs.get(f"trans{side}", 0) and len(axes) > 1:
+            axes[-2:] = [axes[-1], axes[-2]]
+        operands.append(operand if axes == sorted(axes) else node.emit(relax.op.permute_dims(operand, axes)))
+    product, alpha = relax.op.matmul(*operands), float(node.attrs.get("alpha", 1.0))
+    return product if alpha == 1.0 else relax.op.multiply(node.emit(product), const(alpha, dtype_of(operands[0])))
+
+
+def convert_bias_gelu(approximate: str) -> Converter:
+    """Return a converter of Gelu after a sum with a bias, which may be absent."""
+
+    def convert(node: Node) -> relax.Expr:
+        bias = node.input(1)
+        value = node.inputs[0] if bias is None else node.emit(relax.op.add(node.inputs[0], bias))
+        return node.apply("Gelu", value, approximate=approximate)
+
+    return convert
+
+
+def convert_quick_gelu(node: Node) -> relax.Expr:
+    """Write QuickGelu as x times the sigmoid of alpha times x."""
+    x, alpha = node.inputs[0], float(node.attrs.get("alpha", 1.702))
+    scaled = x if alpha == 1.0 else node.emit(relax.op.multiply(x, const(alpha, dtype_of(x))))
+    return relax.op.multiply(x, node.emit(relax.op.sigmoid(scaled)))
+
+
+def convert_bias_softmax(node: Node) -> relax.Expr:
+    """Write BiasSoftmax as a sum and a softmax over all dimensions from `axis` on."""
+    data, bias = node.inputs
+    rank, axis = data.ty.ndim, int(node.attrs.get("axis", 1)) % data.ty.ndim
+    if not node.attrs.get("is_inner_broadcast", 1):
+        raise UnsupportedFormError("a bias that is repeated along an outer dimension")
+    value = node.emit(relax.op.add(data, bias))
+    if axis != rank - 1:
+        raise UnsupportedFormError("a softmax over several dimensions")
+    return relax.op.nn.softmax(value, axis=axis)
+
+
+def convert_skip_norm(operator: str) -> Converter:
+    """Return a converter of a norm over the last dimension after a sum, which is the fourth result."""
+
+    def convert(node: Node) -> relax.Expr:
+        is_simple = operator == "RMSNormalization"
+        beta, bias = (None, node.input(3)) if is_simple else (node.input(3), node.input(4))
+        total = node.emit(relax.op.add(node.inputs[0], node.inputs[1]))
+        total = total if bias is None else node.emit(relax.op.add(total, bias))
+        return _with_statistics(node, _normalize(node, operator, total, node.inputs[2], beta), total)
+
+    return convert
+
+
+def _normalize(node: Node, operator: str, value: relax.Expr, gamma: relax.Expr, beta: relax.Expr | None) -> relax.Expr:
+    operands = [value, gamma] if operator == "RMSNormalization" else [value, gamma, beta]
+    opset = {"opset": 23} if operator == "RMSNormalization" else {}
+    return node.apply(operator, *operands, axis=-1, epsilon=float(node.attrs.get("epsilon", 1e-12)), **opset)
+
+
+def _with_statistics(node: Node, value: relax.Expr, total: relax.Expr) -> relax.Expr:
+    """The results of a norm after a sum: between the norm and the sum are statistics, which inference does not have."""
+    absent = const(0.0, "float32")
+    return value if node.outputs == 1 else relax.Tuple([value, absent, absent, total][: node.outputs])
+
+
+def convert_embed_layer_norm(node: Node) -> relax.Expr:
+    """Write EmbedLayerNormalization as a sum of embeddings and a norm; its second result counts each row's words."""
+    ids, segments, words, positions, segment_words, gamma, beta = (node.input(place) for place in range(7))
+    mask, places = node.input(7), node.input(8)
+    dims = dims_of(ids) if ids is not None else None
+    if dims is None:
+        raise UnsupportedFormError("an input of unknown shape")
+    if places is None:
+        places = node.emit(relax.op.arange(0, dims[1], 1, "int32"))
+    total = node.emit(relax.op.take(words, ids, axis=0))
+    total = node.emit(relax.op.add(total, node.emit(relax.op.take(positions, places, axis=0))))
+    if segments is not None:
+        total = node.emit(relax.op.add(total, node.emit(relax.op.take(segment_words, segments, axis=0))))
+    norm = _normalize(node, "LayerNormalization", total, gamma, beta)
+    if mask is not None and int(node.attrs.get("mask_index_type", 1)) == 1:
+        counts = node.emit(relax.op.sum(mask, axis=1))
+    else:
+        counts = node.emit(relax.op.zeros([dims[0]], "int32"))
+    return relax.Tuple([norm, counts, total])
+
+
+def convert_attention(node: Node) -> relax.Expr:
+    """Write Attention as one product for queries, keys and values, and attention over its heads."""
+    if node.attrs.get("do_rotary", 0) or node.attrs.get("past_present_share_buffer", 0):
+        raise UnsupportedFormError("rotary positions or a shared buffer within Attention")
+    projection = relax.op.matmul(node.inputs[0], node.inputs[1])
+    return _project_and_attend(node, node.emit(projection), node.input(2), node.input(3), node.input(4), node.input(5))
+
+
+def convert_qattention(node: Node) -> relax.Expr:
+    """Write QAttention as Attention of dequantized operands."""
+    if node.input(8) is not None:
+        raise UnsupportedFormError("a state of former positions")
+    # Scale and zero point are apart from their operand.
+    data, weight, bias, data_scale, weight_scale, mask, data_zero, weight_zero = (node.input(i) for i in range(8))
+    operands = [data, data_scale, data_zero, weight, weight_scale, weight_zero]
+    inner = Node(**{**node.__dict__, "inputs": operands})
+    projection = relax.op.matmul(dequantize(inner, 0), dequantize(inner, 3, -1))
+    return _project_and_attend(node, node.emit(projection), bias, mask, None, None)
+
+
+def _project_and_attend(
+    node: Node,
+    projection: relax.Expr,
+    bias: relax.Expr | None,
+    mask: relax.Expr | None,
+    past: relax.Expr | None,
+    score_bias: relax.Expr | None,
+) -> relax.Expr:
+    if bias is not None:
+        projection = node.emit(relax.op.add(projection, bias))
+    width = dims_of(projection)[-1]  # type: ignore[index]
+    sizes = list(node.attrs.get("qkv_hidden_sizes", ())) or [width // 3] * 3
+    parts = relax.op.split(projection, [sizes[0], sizes[0] + sizes[1]], axis=2)
+    heads = int(node.attrs["num_heads"])
+    query, key, value = (_split_heads(node, node.emit(parts[place]), heads) for place in range(3))
+    if past is not None:
+        key, value = (
+            node.emit(relax.op.concat([node.emit(relax.op.take(past, const(place, "int64"), axis=0)), item], axis=2))
+            for place, item in enumerate((key, value))
+        )
+    output = _attend(node, query, key, value, [_mask(node, mask, query, key), score_bias])
+    if node.outputs == 1:
+        return output
+    states = [node.emit(relax.op.expand_dims(item, 0)) for item in (key, value)]
+    return relax.Tuple([output, node.emit(relax.op.concat(states, axis=0))])
+
+
+def convert_multi_head_attention(node: Node) -> relax.Expr:
+    """Write MultiHeadAttention as attention over heads; packed operands are refused."""
+    query, key, value, bias = (node.input(place) for place in range(4))
+    heads = int(node.attrs["num_heads"])
+    if query is None or key is None or value is None or query.ty.ndim != 3 or key.ty.ndim == 5:
+        raise UnsupportedFormError("queries, keys and values in one operand")
+    operands = [query, key, value]
+    if bias is not None:
+        widths = [dims_of(item)[-1] for item in operands if item.ty.ndim == 3]  # type: ignore[index]
+        begins = [0, widths[0], 2 * widths[0]]
+        biases = [
+            node.emit(relax.op.strided_slice(bias, [0], [begins[i]], [begins[i] + w])) for i, w in enumerate(widths)
+        ]
+        added = [node.emit(relax.op.add(item, own)) for item, own in zip(operands, biases, strict=False)]
+        operands = [*added, *operands[len(added) :]]
+    query, key, value = (item if item.ty.ndim == 4 else _split_heads(node, item, heads) for item in operands)
+    if node.input(6) is not None:
+        key, value = (
+            node.emit(relax.op.concat([node.inputs[6 + place], item], axis=2))
+            for place, item in enumerate((key, value))
+        )
+    output = _attend(node, query, key, value, [_mask(node, node.input(4), query, key), node.input(5)])
+    return output if node.outputs == 1 else relax.Tuple([output, key, value][: node.outputs])
+
+
+def _split_heads(node: Node, value: relax.Expr, heads: int) -> relax.Expr:
+    """`[batch, positions, channels]` as `[batch, heads, positions, channels of a head]`."""
+    dims = dims_of(value)
+    if dims is None or not isinstance(dims[2], int):
+        raise UnsupportedFormError("an input of unknown shape")
+    split = node.emit(relax.op.reshape(value, [dims[0], dims[1], heads, dims[2] // heads]))
+    return node.emit(relax.op.permute_dims(split, [0, 2, 1, 3]))
+
+
+def _attend(
+    node: Node, query: relax.Expr, key: relax.Expr, value: relax.Expr, biases: list[relax.Expr | None]
+) -> relax.Expr:
+    """Attention over `[batch, heads, positions, channels]`, with the heads of its result joined."""
+    emit, (batch, heads, positions, width) = node.emit, dims_of(query)  # type: ignore[misc]
+    scale = float(node.attrs.get("scale", 0.0)) or 1 / math.sqrt(width)
+    scores = emit(relax.op.matmul(query, emit(relax.op.permute_dims(key, [0, 1, 3, 2]))))
+    scores = emit(relax.op.multiply(scores, const(scale, dtype_of(scores))))
+    for bias in biases:
+        scores = scores if bias is None else emit(relax.op.add(scores, bias))
+    weights = emit(relax.op.nn.softmax(scores, axis=-1))
+    result = emit(relax.op.permute_dims(emit(relax.op.matmul(weights, value)), [0, 2, 1, 3]))
+    return emit(relax.op.reshape(result, [batch, positions, heads * dims_of(value)[-1]]))  # type: ignore[index]
+
+
+def _mask(node: Node, mask: relax.Expr | None, query: relax.Expr, key: relax.Expr) -> relax.Expr | None:
+    """What a mask, and the order of positions, add to scores `[batch, heads, queries, keys]`; None for nothing."""
+    emit, dtype = node.emit, dtype_of(query)
+    batch, _, queries, _ = dims_of(query)  # type: ignore[misc]
+    keys = dims_of(key)[2]  # type: ignore[index]
+    result = None
+    if mask is not None:
+        dims = dims_of(mask) or []
+        if len(dims) == 1 and node.evaluator.are_equal(dims[0], batch):
+            # The number of positions before the padding.
+            counts = emit(relax.op.expand_dims(emit(relax.op.astype(mask, "int32")), [1]))
+            mask = emit(relax.op.less(emit(relax.op.arange(0, keys, 1, "int32")), counts))
+        elif len(dims) not in (2, 3):
+            raise UnsupportedFormError(f"a mask of {len(dims)} dimensions")
+        is_kept = emit(relax.op.astype(mask, dtype))
+        amount = const(-float(node.attrs.get("mask_filter_value", _FILTER)), dtype)
+        lowered = emit(relax.op.multiply(emit(relax.op.subtract(is_kept, const(1, dtype))), amount))
+        result = emit(relax.op.expand_dims(lowered, [1] if mask.ty.ndim == 3 else [1, 2]))
+    if node.attrs.get("unidirectional", 0):
+        if not isinstance(keys, int) or not isinstance(queries, int):
+            raise UnsupportedFormError("unidirectional attention of a symbolic number of positions")
+        hidden = np.triu(np.full((queries, keys), np.finfo("float32").min, "float32"), 1 + keys - queries)
+        order = const(hidden[None, None].astype(dtype))
+        result = order if result is None else emit(relax.op.add(result, order))
+    return result
+
+
+def convert_rotary_embedding(node: Node) -> relax.Expr:
+    """Write RotaryEmbedding: pairs of channels are rotated by the angles of their position, in two tables."""
+    emit, (x, places, cosine, sine) = node.emit, node.inputs[:4]
+    if node.attrs.get("is_packed_batching", 0):
+        raise UnsupportedFormError("rows of several lengths in one")
+    is_flat = x.ty.ndim == 3
+    half = dims_of(cosine)[1]  # type: ignore[index]
+    dims = dims_of(x)
+    if dims is None:
+        raise UnsupportedFormError("an input of unknown shape")
+    if is_flat:
+        heads = int(node.attrs.get("num_heads", 0)) or dims[2] // (2 * half)
+        x = _split_heads(node, x, heads)
+    batch, heads, positions, width = dims_of(x)  # type: ignore[misc]
+    if dims_of(places) == [1]:
+        places = emit(relax.op.add(emit(relax.op.arange(0, positions, 1, "int64")), places))
+        places = emit(relax.op.expand_dims(places, 0))
+    cosine, sine = (emit(relax.op.expand_dims(emit(relax.op.take(t, places, axis=0)), 1)) for t in (cosine, sine))
+    rotated, rest = x, None
+    if width != 2 * half:
+        rotated = emit(relax.op.strided_slice(x, [3], [0], [2 * half]))
+        rest = emit(relax.op.strided_slice(x, [3], [2 * half], [width]))
+    if node.attrs.get("interleaved", 0):
+        pairs = emit(relax.op.reshape(rotated, [batch, heads, positions, half, 2]))
+        first, second = (emit(relax.op.take(pairs, const(place, "int64"), axis=4)) for place in (0, 1))
+    else:
+        first = emit(relax.op.strided_slice(rotated, [3], [0], [half]))
+        second = emit(relax.op.strided_slice(rotated, [3], [half], [2 * half]))
+    times = relax.op.multiply
+    real = emit(relax.op.subtract(emit(times(first, cosine)), emit(times(second, sine))))
+    imaginary = emit(relax.op.add(emit(times(first, sine)), emit(times(second, cosine))))
+    if node.attrs.get("interleaved", 0):
+        both = emit(relax.op.stack([real, imaginary], axis=4))
+        result = emit(relax.op.reshape(both, [batch, heads, positions, 2 * half]))
+    else:
+        result = emit(relax.op.concat([real, imaginary], axis=3))
+    if rest is not None:
+        result = emit(relax.op.concat([result, rest], axis=3))
+    if not is_flat:
+        return result
+    return relax.op.reshape(emit(relax.op.permute_dims(result, [0, 2, 1, 3])), dims)
+
+
+def convert_nhwc_max_pool(node: Node) -> relax.Expr:
+    """Write NhwcMaxPool as MaxPool between two transposes."""
+    attributes = {name: value for name, value in node.attrs.items() if name != "tvm_custom"}
+    return channels_last(node.apply("MaxPool", node.emit(channels_first(node.inputs[0])), **attributes))

@@ -1,0 +1,31 @@
+"""The domains of an ONNX file's operators, as ONNX's own checker needs them."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+# The opset that brought LayerNormalization to the standard.
+_FIRST_LAYER_NORM = 17
+
+
+def with_own_domain(model: "onnx.ModelProto") -> "onnx.ModelProto":
+    """Return a model whose norms of ONNX Runtime are in its domain com.microsoft; the model itself where it has none.
+
+    ONNX Runtime's optimizer writes them into the standard's domain, and finds them there alone. The standard does not
+    have SimplifiedLayerNormalization, and LayerNormalization from opset 17 on only.
+    """
+    import onnx
+
+    opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=1)
+    names = {"SimplifiedLayerNormalization", *(["LayerNormalization"] if opset < _FIRST_LAYER_NORM else [])}
+    places = [i for i, node in enumerate(model.graph.node) if node.op_type in names and node.domain in ("", "ai.onnx")]
+    if not places:
+        return model
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    for place in places:
+        result.graph.node[place].domain = "com.microsoft"
+    if not any(entry.domain == "com.microsoft" for entry in result.opset_import):
+        result.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    return result
