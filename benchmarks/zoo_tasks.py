@@ -1,4 +1,5 @@
-"""The tasks of the zoo's models: data whose answers are known because they are made here, and metrics on outputs.
+"""The tasks of the zoo's models: data whose answers we know, because they are made here or a package ships both, and
+metrics on outputs. The tasks of models that `examples/` has too are there.
 
 A dataset returns (inputs by name, labels), a metric takes (outputs by name, labels); a higher metric is better. Both
 stand in the zoo's release files, beside which this file is copied.
@@ -29,112 +30,32 @@ _WORDS = (
 # Text.
 
 
-def _font(size: int, bold: bool = False) -> Any:
-    import matplotlib
-    from PIL import ImageFont
-
-    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name), size)
-
-
-def _line(index: int) -> str:
-    generator = np.random.default_rng([7, index])
-    words = generator.choice(_WORDS, 2, replace=False)
-    return f"{words[0]} {words[1]}" if index % 2 else f"{words[0]} {generator.integers(10, 10000)}"
-
-
-def _draw_line(text: str, height: int, width: int, index: int) -> Array:
-    """A line of text as an image `[3, height, width]` in -1..1, dark on light, as wide as it is."""
-    from PIL import Image, ImageDraw
-
-    generator = np.random.default_rng([8, index])
-    paper, ink = int(generator.integers(200, 256)), int(generator.integers(0, 80))
-    font = _font(height * 2 // 3, bool(index % 3 == 0))
-    left, top, right, bottom = font.getbbox(text)
-    image = Image.new("L", (int(right - left) + 16, int(bottom - top) + 12), paper)
-    ImageDraw.Draw(image).text((8 - left, 6 - top), text, fill=ink, font=font)
-    wide = min(width, round(image.width * height / image.height))
-    pixels = np.asarray(image.resize((wide, height), Image.Resampling.BILINEAR), "float32") / 127.5 - 1
-    canvas = np.zeros((3, height, width), "float32")
-    canvas[:, :, :wide] = pixels
-    return canvas
-
-
-def lines_to_read(model: str, count: int = 24) -> Dataset:
-    """Lines of text `[count, 3, 48, 320]`, and the classes of their letters, filled up with -1.
-
-    The classes are those that the ONNX file `model` lists in its metadata; class 0 is no letter.
-    """
-    import onnx
-
-    properties = {item.key: item.value for item in onnx.load(model).metadata_props}
-    letters = ["", *properties["character"].splitlines(), " "]
-    texts = [_line(index) for index in range(count)]
-    labels = np.full((count, max(map(len, texts))), -1, "int64")
-    for row, text in zip(labels, texts, strict=True):
-        row[: len(text)] = [letters.index(letter) for letter in text]
-    images = np.stack([_draw_line(text, 48, 320, index) for index, text in enumerate(texts)])
-    return {"x": images}, labels
-
-
-def letters_right(outputs: dict[str, Array], labels: Array) -> float:
-    """One minus the edit distance to the text per letter, of scores `[line, place, letter]`."""
-    (scores,) = outputs.values()
-    distance = letters = 0
-    for best, label in zip(scores.argmax(-1), labels, strict=True):
-        changes = best[np.insert(best[1:] != best[:-1], 0, True)]
-        text = [int(item) for item in changes if item]
-        expected = [int(item) for item in label if item >= 0]
-        distance += _edit_distance(text, expected)
-        letters += len(expected)
-    return 1 - distance / letters
-
-
-def _edit_distance(left: list[int], right: list[int]) -> int:
-    row = list(range(len(right) + 1))
-    for position, item in enumerate(left, 1):
-        before, row[0] = row[0], position
-        for place, other in enumerate(right, 1):
-            before, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, before + (item != other))
-    return row[-1]
-
-
 def lines_to_turn(count: int = 32) -> Dataset:
     """Lines of text `[count, 3, 48, 192]`, every second upside down, which is label 1."""
-    images = [_draw_line(_line(index), 48, 192, index) for index in range(count)]
+    from data import draw_line, prepare_line
+
+    images = np.concatenate([prepare_line(draw_line(index), 192) for index in range(count)])
     labels = np.arange(count) % 2
-    turned = [image[:, ::-1, ::-1] if label else image for image, label in zip(images, labels, strict=True)]
-    return {"x": np.ascontiguousarray(np.stack(turned))}, labels
+    return {"x": np.where(labels[:, None, None, None], images[:, :, ::-1, ::-1], images)}, labels
 
 
-def pages(count: int = 4) -> Dataset:
-    """Pages `[count, 3, 320, 480]` with lines of text, and masks `[count, 320, 480]` of the lines' boxes."""
-    from PIL import Image, ImageDraw
+def sentences(tokenizer: str) -> Dataset:
+    """The sentences of `examples/embeddings` tokenized; labels are each paraphrase's place, then the mask."""
+    from data import paraphrases
 
-    images, masks = [], []
-    for page in range(count):
-        generator = np.random.default_rng([9, page])
-        image, mask = Image.new("L", (480, 320), 240), np.zeros((320, 480), bool)
-        draw = ImageDraw.Draw(image)
-        for row in range(4):
-            place = (int(generator.integers(10, 120)), 20 + 75 * row)
-            font = _font(int(generator.integers(22, 34)))
-            text = _line(10 * page + row)
-            draw.text(place, text, fill=int(generator.integers(0, 60)), font=font)
-            left, top, right, bottom = map(int, draw.textbbox(place, text, font=font))
-            mask[top:bottom, left:right] = True
-        pixels = np.asarray(image, "float32") / 255
-        mean, deviation = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])
-        images.append((pixels - mean[:, None, None]) / deviation[:, None, None])
-        masks.append(mask)
-    return {"x": np.stack(images).astype("float32")}, np.stack(masks)
+    inputs, labels = paraphrases(tokenizer)
+    ids, mask = inputs["ids"], inputs["mask"]
+    named = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    return named, np.concatenate([labels[:, None], mask], 1)
 
 
-def boxes_overlap(outputs: dict[str, Array], labels: Array) -> float:
-    """The F1 score of the pixels with a text score `[page, 1, height, width]` above 0.3 against the lines' boxes."""
-    (scores,) = outputs.values()
-    is_text = scores[:, 0] > 0.3
-    return float(2 * (is_text & labels).sum() / (is_text.sum() + labels.sum()))
+def sentences_nearest(outputs: dict[str, Array], labels: Array) -> float:
+    """The share of sentences nearest to their paraphrase, by the mean of their states `[sentence, token, 384]`."""
+    from data import paraphrases_nearest
+
+    (states,) = outputs.values()
+    means = (states * labels[:, 1:, None]).sum(1)
+    return float(paraphrases_nearest({"means": means / np.linalg.norm(means, axis=1, keepdims=True)}, labels[:, 0]))
 
 
 # Photographs.
@@ -161,56 +82,196 @@ def _crops(size: int) -> Array:
     return np.stack(crops)
 
 
+def things(photographs: str, size: int = 224) -> Dataset:
+    """Parts of photographs `[30, 3, size, size]` of five things, and the classes of ImageNet that are right for each.
+
+    `photographs` is the folder with scikit-image's; two are scikit-learn's. Rows of classes are filled up with -1.
+    """
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    palace, dahlia = load_sample_images().images
+    cat, coffee, rocket = (
+        np.asarray(Image.open(Path(photographs) / name).convert("RGB"))
+        for name in ("chelsea.png", "coffee.png", "rocket.jpg")
+    )
+    images, labels = [], []
+    classes = ((281, 282, 285, 287), (504, 925, 967, 968), (657, 744, 812), (497, 663, 668, 698), (985, 985))
+    for photograph, right in zip((cat, coffee, rocket, palace, dahlia), classes, strict=True):
+        side = min(photograph.shape[:2])
+        for index in range(6):
+            part = side * (10 - index // 2) // 10
+            top, left = (photograph.shape[0] - part) // 2, (photograph.shape[1] - part) // 2
+            square = Image.fromarray(photograph[top : top + part, left : left + part])
+            pixels = np.asarray(square.resize((size, size), Image.Resampling.BICUBIC), "float32")
+            images.append((pixels[:, :: -1 if index % 2 else 1].transpose(2, 0, 1) - 127) / 128)
+            labels.append([*right, *[-1] * (4 - len(right))])
+    return {"image": np.stack(images).astype("float32")}, np.array(labels)
+
+
+def things_right(outputs: dict[str, Array], labels: Array) -> float:
+    """The share of images whose likeliest class, of scores `[image, class]`, is one of the right ones."""
+    (scores,) = outputs.values()
+    return float((scores.argmax(-1)[:, None] == labels).any(1).mean())
+
+
+def faces(pictures: str, size: int) -> Dataset:
+    """A hundred faces and a hundred parts of photographs without one, `[200, 3, size, size]`; faces have label 1.
+
+    `pictures` is scikit-image's file of them, grey and 25x25.
+    """
+    from PIL import Image
+
+    images = [
+        Image.fromarray((picture * 255).clip(0, 255).astype("uint8")).resize((size, size), Image.Resampling.BILINEAR)
+        for picture in np.load(pictures)
+    ]
+    pixels = (np.stack([np.asarray(image, "float32") for image in images]) - 127.5) / 128
+    return {"image": pixels[:, None].repeat(3, 1)}, (np.arange(len(images)) < 100).astype("int64")
+
+
+def faces_right(outputs: dict[str, Array], labels: Array) -> float:
+    """The share of pictures whose score `[picture, 2, ...]` says rightly whether it is a face."""
+    scores = next(iter(outputs.values())).reshape(len(labels), 2)
+    return float(((scores[:, 1] > 0.5) == labels).mean())
+
+
 # Sound.
 
-
-def _speech(seconds: float, seed: int, rate: int = 16000) -> Array:
-    """Something like speech in -1..1: a voice's pulses through the resonances of changing vowels, in syllables."""
-    from scipy.signal import lfilter
-
-    generator = np.random.default_rng([11, seed])
-    samples = int(seconds * rate)
-    time = np.arange(samples) / rate
-    pitch = float(generator.uniform(90, 220)) * (1 + 0.1 * np.sin(2 * np.pi * 0.7 * time + seed))
-    phase = np.cumsum(pitch) / rate
-    pulses = np.diff(np.floor(phase), prepend=0.0) + 0.01 * generator.standard_normal(samples)
-    vowels = ((730, 1090, 2440), (270, 2290, 3010), (300, 870, 2240), (530, 1840, 2480), (570, 840, 2410))
-    voice = np.zeros(samples)
-    start = 0
-    while start < samples:
-        length = int(generator.uniform(0.12, 0.3) * rate)
-        part = pulses[start : start + length]
-        for formant in vowels[int(generator.integers(len(vowels)))]:
-            radius, angle = np.exp(-np.pi * 80 / rate), 2 * np.pi * formant / rate
-            part = lfilter([1 - radius], [1, -2 * radius * np.cos(angle), radius**2], part)
-        envelope = np.sin(np.linspace(0, np.pi, len(part))) ** 0.5
-        voice[start : start + length] = part / (np.abs(part).max() + 1e-9) * envelope
-        start += length + int(generator.uniform(0, 0.1) * rate)
-    return (0.3 * voice).astype("float32")
+_SENTENCES = (
+    "The harbour closes at seventeen minutes past eight, and the ferry does not wait.",
+    "Please leave the parcel with the neighbour on the second floor.",
+    "Every morning she walks along the river before the market opens.",
+    "Two thirds of the tickets were sold within the first hour.",
+)
+# Speakers: variants of espeak-ng's English, each with a pitch.
+_VOICES = (("en+m3", 10), ("en+f2", 90), ("en+whisper", 50), ("en+croak", 30), ("en+klatt2", 50), ("en+whisperf", 99))
 
 
-def speech_in_noise(samples: int, levels: int = 12) -> Dataset:
-    """Speech `[levels, samples]` in ever less noise; the labels are the ranks, the last is the cleanest."""
-    waves = []
-    for level in range(levels):
-        voice = _speech(samples / 16000, seed=1)
-        noise = np.random.default_rng([12, level]).standard_normal(samples)
-        waves.append(voice + 0.3 * 10 ** (-level * 5 / 20) * noise)
-    return {"input_1": np.stack(waves).astype("float32").clip(-1, 1)}, np.arange(levels)
+def _speech(synthesiser: str, seconds: float | None = None, sentence: int = 0, voice: int = 0) -> Array:
+    """A wave `[samples]` of 16 kHz in -0.5..0.5; `seconds` long, with further sentences, where they are given."""
+    from speech import Synthesiser
+
+    name, pitch = _VOICES[voice % len(_VOICES)]
+    speaker = Synthesiser(Path(synthesiser))
+    parts = [speaker.say(_SENTENCES[sentence % len(_SENTENCES)], name, pitch)]
+    while seconds is not None and sum(map(len, parts)) < seconds * 16000:
+        sentence += 1
+        parts.append(speaker.say(_SENTENCES[sentence % len(_SENTENCES)], name, pitch))
+    wave: Array = np.concatenate(parts)[: None if seconds is None else round(seconds * 16000)]
+    return wave / (2 * np.abs(wave).max())
 
 
-def spectra_of_speech(frames: int, bins: int, levels: int = 12) -> Dataset:
-    """Power spectra in decibels `[levels, frames, bins]` of speech in ever less noise, with the ranks as labels."""
-    waves = speech_in_noise((frames + 2) * 160, levels)[0]["input_1"]
-    starts = np.arange(frames) * 160
-    window = np.hanning(320)
-    parts = waves[:, starts[:, None] + np.arange(320)] * window
-    power = np.abs(np.fft.rfft(parts, axis=-1)) ** 2
-    edges = np.linspace(0, power.shape[-1], bins + 1).astype(int)
-    bands = np.add.reduceat(power, edges[:-1].clip(0, power.shape[-1] - 1), axis=-1)
-    decibels = 10 * np.log10(np.maximum(bands, 1e-10))
+def _speech_in_noise(synthesiser: str, samples: int, levels: int) -> Array:
+    """Speech `[levels, samples]` in ever less noise."""
+    voice = _speech(synthesiser, samples / 16000)
+    noises = [np.random.default_rng([12, level]).standard_normal(samples) for level in range(levels)]
+    waves = [voice + 0.3 * 10 ** (-level * 5 / 20) * noise for level, noise in enumerate(noises)]
+    return np.stack(waves).astype("float32").clip(-1, 1)
+
+
+def speech_in_noise(synthesiser: str, samples: int, levels: int = 12) -> Dataset:
+    """Speech `[levels, samples]` in ever less noise; the labels are the ranks, the last is the cleanest.
+
+    `synthesiser` is the folder of espeak-ng, here as below.
+    """
+    return {"input_1": _speech_in_noise(synthesiser, samples, levels)}, np.arange(levels)
+
+
+def spectra_of_speech(synthesiser: str, frames: int, bands: int | None = None, levels: int = 12) -> Dataset:
+    """Spectra `[levels, frames, bands]` of speech in ever less noise, with the ranks as labels.
+
+    They are mel spectra in decibels, or logarithms of the power at 161 frequencies where there are no `bands`.
+    """
+    waves = _speech_in_noise(synthesiser, (frames + 2) * 160, levels)
+    if bands is None:
+        spectra = np.log10(np.maximum(_power(waves, 320, 160, np.hanning(320)), 1e-12))
+    else:
+        spectra = (_decibels(_mel_power(waves, 321, 160, bands)) + 40) / 40
+    return {"input_1": spectra[:, :frames].astype("float32")}, np.arange(levels)
+
+
+def _power(waves: Array, length: int, hop: int, window: Array) -> Array:
+    """The power spectra `[..., frames, length // 2 + 1]` of waves `[..., samples]`."""
+    starts = np.arange(0, waves.shape[-1] - length + 1, hop)
+    return np.asarray(np.abs(np.fft.rfft(waves[..., starts[:, None] + np.arange(length)] * window, axis=-1)) ** 2)
+
+
+def _decibels(power: Array) -> Array:
+    """Power `[level, frame, band]` in decibels, 0 for each level's loudest and -80 at least."""
+    decibels = 10 * np.log10(np.maximum(power, 1e-10))
     loudest = decibels.max(axis=(1, 2), keepdims=True)
-    return {"input_1": ((np.maximum(decibels, loudest - 80) - loudest + 40) / 40).astype("float32")}, np.arange(levels)
+    return np.asarray(np.maximum(decibels, loudest - 80) - loudest)
+
+
+def _mel_power(waves: Array, length: int, hop: int, bands: int) -> Array:
+    """Mel spectra `[wave, frame, band]` of 16 kHz, with Slaney's scale and areas (Auditory Toolbox, 1998)."""
+    from scipy.signal import get_window
+
+    frequencies = np.linspace(0, 8000, length // 2 + 1)
+    steps = np.linspace(0, 15 + 27 * np.log(8) / np.log(6.4), bands + 2)
+    centres = np.where(steps < 15, steps * 200 / 3, 1000 * np.exp((steps - 15) * np.log(6.4) / 27))
+    rising = (frequencies[:, None] - centres[:-2]) / np.diff(centres)[:-1]
+    falling = (centres[2:] - frequencies[:, None]) / np.diff(centres)[1:]
+    weights = np.maximum(0, np.minimum(rising, falling)) * 2 / (centres[2:] - centres[:-2])
+    padded = np.pad(waves, ((0, 0), (length // 2, length // 2)))
+    return np.asarray(_power(padded, length, hop, get_window("hann", length)) @ weights)
+
+
+def losses(synthesiser: str, frames: int = 200, levels: int = 12) -> Dataset:
+    """Log power spectra `[levels, 1, frames, 257]` of speech with ever fewer lost packets, a rater's vector, ranks."""
+    waves = _speech(synthesiser, (frames + 1) * 256 / 16000)[None].repeat(levels, 0)
+    packets = waves.reshape(levels, -1, 256)
+    for level in range(levels):
+        is_lost = np.random.default_rng([14, level]).random(packets.shape[1]) < 0.5 - level * 0.5 / (levels - 1)
+        packets[level, is_lost] = 0
+    spectra = _power(waves, 512, 256, np.hamming(513)[:-1])
+    quietest = np.where(spectra > 0, spectra, np.inf).min(axis=(1, 2), keepdims=True)
+    floor = quietest * 10**-12.0
+    rater = np.random.default_rng(15).standard_normal((1, 64)).repeat(levels, 0)
+    values = np.log(np.maximum(spectra, floor)) / 20
+    return {
+        "degraded_audio": values[:, None, None].astype("float32"),
+        "rater_embed": rater[:, None].astype("float32"),
+    }, np.arange(levels)
+
+
+def echoes(synthesiser: str, frames: int = 240, levels: int = 12, has_markers: bool = True) -> Dataset:
+    """Mel spectra `[levels, 1, 3, frames, 160]` of far end, microphone and output, with ever less echo in the output.
+
+    With markers, 40 frames that say that both speak follow the sound. The first state is zero.
+    """
+    count = frames - 40 if has_markers else frames
+    length = (count - 1) * 256 / 16000
+    far, near = _speech(synthesiser, length, 1, voice=1), _speech(synthesiser, length, 2, voice=0)
+    echo = 0.6 * np.concatenate([np.zeros(1600), far[:-1600]])
+    outputs = [near + echo * (1 - level / (levels - 1)) for level in range(levels)]
+    waves = np.stack([wave for output in outputs for wave in (far, near + echo, output)])
+    spectra = (_decibels(_mel_power(waves, 513, 256, 160)) + 40) / 40
+    features = spectra.reshape(levels, 1, 3, -1, 160)[..., :count, :]
+    if has_markers:
+        marks = np.concatenate([np.ones((levels, 1, 3, 20, 160)), np.zeros((levels, 1, 3, 20, 160))], axis=3)
+        features = np.concatenate([features, marks], axis=3)
+    return {
+        "input": features.astype("float32"),
+        "h0": np.zeros((levels, 4, 1, 64), "float32"),
+    }, np.arange(levels)
+
+
+def voices(synthesiser: str) -> Dataset:
+    """Mel spectra `[12, 320, 40]` of six speakers who say two sentences each; labels are the speakers."""
+    spoken = [_speech(synthesiser, 3.3, sentence, voice) for voice in range(len(_VOICES)) for sentence in (0, 2)]
+    # The encoder was trained on speech of -30 dB.
+    waves = [wave * 10**-1.5 / np.sqrt((wave**2).mean()) for wave in spoken]
+    return {"mels": _mel_power(np.stack(waves), 400, 160, 40)[:, :320].astype("float32")}, np.arange(len(spoken)) // 2
+
+
+def voices_right(outputs: dict[str, Array], labels: Array) -> float:
+    """The share of utterances whose nearest other, of unit vectors `[utterance, 256]`, is of the same speaker."""
+    (vectors,) = outputs.values()
+    likeness = vectors @ vectors.T
+    np.fill_diagonal(likeness, -1)
+    return float((labels[likeness.argmax(1)] == labels).mean())
 
 
 def ranks_kept(outputs: dict[str, Array], labels: Array) -> float:
@@ -237,6 +298,51 @@ def notes_right(outputs: dict[str, Array], labels: Array) -> float:
     """The share of notes whose pitch has the largest mean score, of scores `[note, time, 88]`."""
     scores = sum(value for value in outputs.values() if value.shape[-1] == 88)
     return float((np.asarray(scores).mean(1).argmax(-1) == labels).mean())
+
+
+# Series and tables.
+
+
+def series(count: int = 16, length: int = 2048, horizon: int = 48) -> Dataset:
+    """Series `[count, 2048]` in 0..1 of a trend, two seasons and noise, all valid, and their next 48 values."""
+    time = np.arange(length + horizon)
+    rows = []
+    for index in range(count):
+        generator = np.random.default_rng([16, index])
+        period, share = generator.integers(12, 96), generator.uniform(0.1, 0.6)
+        row = np.sin(2 * np.pi * time / period) + share * np.sin(2 * np.pi * time / (7 * period))
+        rows.append(row + generator.uniform(-1, 1) * time / length + 0.1 * generator.standard_normal(len(time)))
+    values = np.stack(rows)
+    low, high = values[:, :length].min(1, keepdims=True), values[:, :length].max(1, keepdims=True)
+    values = ((values - low) / (high - low)).astype("float32")
+    inputs = values[:, :length]
+    return {"values": inputs, "is_valid": np.ones_like(inputs, bool)}, values[:, length:]
+
+
+def forecast_skill(outputs: dict[str, Array], labels: Array) -> float:
+    """One minus the mean error of the median, of quantiles `[series, 48, 9]`, over the error of a constant forecast."""
+    (quantiles,) = outputs.values()
+    error = np.abs(quantiles[..., 4] - labels).mean()
+    return float(1 - error / np.abs(labels.mean(1, keepdims=True) - labels).mean())
+
+
+def table(name: str) -> Dataset:
+    """Every fourth row `[row, column]` of a data set of scikit-learn's, which no model was trained on."""
+    from sklearn import datasets
+
+    inputs, labels = getattr(datasets, f"load_{name}")(return_X_y=True)
+    return {"x": inputs[::4].astype("float32")}, labels[::4]
+
+
+def labels_right(outputs: dict[str, Array], labels: Array) -> float:
+    """The share of rows whose label, the first output, is right."""
+    return float((next(iter(outputs.values())).reshape(-1) == labels).mean())
+
+
+def explained(outputs: dict[str, Array], labels: Array) -> float:
+    """The share of the variance that a regression `[row, 1]` explains."""
+    (values,) = outputs.values()
+    return float(1 - ((values.reshape(-1) - labels) ** 2).mean() / labels.var())
 
 
 # Files.

@@ -94,12 +94,13 @@ def scores_work(job: EvaluateJob, emit: Emit) -> Scores:
     Raises BundleError when the bundle does not run here, InputError when it takes other inputs than the data has.
     """
     workspace, reference = job.workspace, job.reference
-    inputs = join([sample for sample, _ in samples.load(workspace.path(reference.original))], reference.count)
+    held_out = [sample for sample, _ in samples.load(workspace.path(reference.original))]
+    inputs = join(held_out, reference.count, whole=reference.whole)
     labels: Array = np.load(workspace.path(reference.labels))
     metric = None
     if job.bundle is not None:
-        outputs = _run(job.bundle, inputs, reference.count, job.task.batch, emit)
-        metric = score(job.task, join(outputs, reference.count), labels)
+        outputs = _run(job.bundle, inputs, reference, job.task.batch, emit)
+        metric = score(job.task, join(outputs, reference.count, whole=reference.whole), labels)
     return Scores(champion=metric, held_out=_digest(inputs, labels), sources=imported_sources(job.folder))
 
 
@@ -183,7 +184,7 @@ def _judge(
     return not reference.metric < champion + rule.min_gain - _ROUNDING, reason
 
 
-def _run(bundle: Path, inputs: NamedArrays, count: int, batch: int, emit: Emit) -> list[NamedArrays]:
+def _run(bundle: Path, inputs: NamedArrays, reference: ReferenceResult, batch: int, emit: Emit) -> list[NamedArrays]:
     """Run a bundle on the held-out data, in chunks of as many samples as it takes; return the outputs of each chunk."""
     from tvmflow import runtime
 
@@ -193,7 +194,7 @@ def _run(bundle: Path, inputs: NamedArrays, count: int, batch: int, emit: Emit) 
         is_fixed = isinstance(first, int)
         largest = None if isinstance(first, int) else model.manifest.dimensions.get(first, (1, None))[1]
         size = first if isinstance(first, int) else min(batch, largest or batch)
-        chunks = split(inputs, count, size, fixed=is_fixed)
+        chunks = split(inputs, reference.count, None if reference.whole else size, fixed=is_fixed)
         outputs: list[NamedArrays] = []
         for index, chunk in enumerate(chunks):
             emit(index, len(chunks), "the champion on held-out data")

@@ -143,7 +143,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             outputs=_signature(model.graph.output, pairs[0][1]),
             max_abs_error=error,
             dimensions=dimensions,
-            opset=max(item.version for item in model.opset_import if item.domain in ("", "ai.onnx")),
+            opset=_opset(model),
             registered=job.original.registered,
             is_repeatable=is_repeatable,
             without_labels=without_labels,
@@ -152,6 +152,12 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
 
 
 export = ChildStep("export", ExportResult, work)
+
+
+def _opset(model: "onnx.ModelProto") -> int:
+    """The version of ONNX's operators that a model uses; of its other domain's where it uses none of them."""
+    versions: dict[str, int] = {item.domain: item.version for item in model.opset_import}
+    return versions.get("") or versions.get("ai.onnx") or max(versions.values())
 
 
 def _is_repeatable(source: Source, module: "torch.nn.Module") -> bool:

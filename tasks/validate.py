@@ -26,7 +26,10 @@ from tvmflow.workspace import Artifact, Record, StepResult
 
 
 class ReferenceJob(Job):
-    """The original, the ONNX file, and the held-out data; `batch` is the model's batch size where that is fixed."""
+    """The original, the ONNX file, and the held-out data.
+
+    `batch` is the model's batch size where that is fixed, `ranks` the number of axes of each input.
+    """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
 
@@ -35,6 +38,7 @@ class ReferenceJob(Job):
     task: TaskMetric
     batch: int | None
     inputs: tuple[str, ...]
+    ranks: tuple[int, ...]
     outputs: tuple[str, ...]
 
     @property
@@ -58,6 +62,7 @@ class ReferenceJob(Job):
             task=task,
             batch=first if isinstance(first, int) else None,
             inputs=tuple(item.name for item in exported.inputs),
+            ranks=tuple(len(item.shape) for item in exported.inputs),
             outputs=tuple(item.name for item in exported.outputs),
         )
 
@@ -66,13 +71,15 @@ class ReferenceResult(StepResult):
     """The held-out inputs with the original's outputs, both in chunks; ONNX Runtime's outputs; and the labels.
 
     `count` is the number of held-out samples, `metric` the original's task metric on them. Where the model's batch size
-    is fixed, the last chunk is filled up by repeating its last sample.
+    is fixed, the last chunk is filled up by repeating its last sample. With `whole`, each chunk is one sample that has
+    no axis of samples.
     """
 
     original: Artifact
     onnxruntime: Artifact
     labels: Artifact
     count: int
+    whole: bool
     metric: float
 
 
@@ -148,7 +155,9 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
     value = usercode.call(job.task.dataset, "dataset", ExportError, **job.task.arguments)
     inputs, labels = _dataset(value, job.task.dataset, job.inputs)
     count = len(labels)
-    chunks = split(inputs, count, job.batch or job.task.batch, fixed=job.batch is not None)
+    whole = all(inputs[name].ndim == rank + 1 for name, rank in zip(job.inputs, job.ranks, strict=True))
+    size = None if whole else job.batch or job.task.batch
+    chunks = split(inputs, count, size, fixed=job.batch is not None)
     session = open_session(workspace.path(job.onnx))
     module = load_module(job.original.source) if job.needs_torch else None
     original: list[tuple[NamedArrays, NamedArrays]] = []
@@ -173,7 +182,8 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
             onnxruntime=workspace.keep(folder / "onnxruntime.npz"),
             labels=workspace.keep(folder / "labels.npy"),
             count=count,
-            metric=score(job.task, join([outputs for _, outputs in original], count), labels),
+            whole=whole,
+            metric=score(job.task, join([outputs for _, outputs in original], count, whole=whole), labels),
             sources=usercode.imported_sources(job.folder),
         )
 
@@ -217,9 +227,12 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         peers.append((run_session(session, inputs), outputs))
     metric: float | None = None
     if reference is not None and job.device.held_out is not None and task is not None:
-        outputs = join(outputs_of(job.device.held_out), reference.count)
-        pairs.append((join(outputs_of(reference.original), reference.count), outputs))
-        peers.append((join(outputs_of(reference.onnxruntime), reference.count), outputs))
+        outputs, *references = (
+            join(outputs_of(artifact), reference.count, whole=reference.whole)
+            for artifact in (job.device.held_out, reference.original, reference.onnxruntime)
+        )
+        pairs.append((references[0], outputs))
+        peers.append((references[1], outputs))
         metric = score(task, outputs, np.load(workspace.path(reference.labels)))
     comparisons = [_compare("pytorch", pairs)] if job.exported.max_abs_error is not None else []
     comparisons.append(_compare("onnxruntime", peers))
@@ -454,8 +467,13 @@ def _dataset(value: object, name: str, names: tuple[str, ...]) -> tuple[NamedArr
     return inputs, labels
 
 
-def split(inputs: NamedArrays, count: int, size: int, *, fixed: bool) -> list[NamedArrays]:
-    """Arrays of `count` samples in chunks of `size`; with `fixed` the last chunk repeats its last sample to be full."""
+def split(inputs: NamedArrays, count: int, size: int | None, *, fixed: bool) -> list[NamedArrays]:
+    """Arrays of `count` samples in chunks of `size`; with `fixed` the last chunk repeats its last sample to be full.
+
+    A `size` of None gives each sample by itself, without the axis of the samples.
+    """
+    if size is None:
+        return [{name: array[index, ...] for name, array in inputs.items()} for index in range(count)]
     chunks = []
     for start in range(0, count, size):
         chunk = {name: array[start : start + size] for name, array in inputs.items()}
@@ -466,9 +484,13 @@ def split(inputs: NamedArrays, count: int, size: int, *, fixed: bool) -> list[Na
     return chunks
 
 
-def join(outputs: list[NamedArrays], count: int) -> NamedArrays:
-    """The first `count` outputs of all chunks by name: those that only fill the last chunk up are left out."""
-    return {name: np.concatenate([item[name] for item in outputs])[:count] for name in outputs[0]}
+def join(chunks: list[NamedArrays], count: int, *, whole: bool) -> NamedArrays:
+    """The first `count` samples of all chunks by name: those that only fill the last chunk up are left out.
+
+    With `whole`, each chunk is one sample without the axis of the samples.
+    """
+    combine = np.stack if whole else np.concatenate
+    return {name: combine([chunk[name] for chunk in chunks])[:count] for name in chunks[0]}
 
 
 def score(task: TaskMetric, outputs: NamedArrays, labels: Array) -> float:

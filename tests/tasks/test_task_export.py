@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from support import forests
 from support.models import save_model
 from tasks.export import ExportResult, described_by, read_onnx
 from tvmflow.errors import ExportError
@@ -238,6 +239,15 @@ def test_a_norm_that_onnx_runtime_wrote_into_the_standard_domain_is_taken(export
     node = helper.make_node("SimplifiedLayerNormalization", ["x", "g"], ["y"], axis=-1, epsilon=1e-5)
     result = export_spec(_onnx_spec(tmp_path, [node], [2, 8], {"g": np.ones(8, "float32")}))
     assert result.outputs[0].shape == (2, 8)
+
+
+def test_a_model_without_operators_of_onnx_itself_has_the_version_of_its_own(export_spec: Any, tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model.onnx", [forests.regressor()], [("x", [2, 3])], [("y", [2, 1])])
+    model = onnx.load(path)
+    del model.opset_import[:]
+    model.opset_import.append(helper.make_opsetid(forests.DOMAIN, 3))
+    onnx.save(model, path)
+    assert export_spec(parse({"name": "forest", "model": {"onnx": "model.onnx"}}, tmp_path)).opset == 3
 
 
 def test_sizes_at_which_an_onnx_model_runs_are_found_by_trying(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.validate import _compare, _dataset, _reasons, score
+from tasks.validate import _compare, _dataset, _reasons, join, score, split
 from tvmflow.errors import ExportError
 from tvmflow.spec import TaskMetric, Validate, parse
 
@@ -125,6 +125,14 @@ def test_accuracy_is_the_share_of_right_classes() -> None:
     task = TaskMetric(dataset="data:held_out")
     outputs = {"logits": np.array([[0, 1], [1, 0], [0, 1], [1, 0]])}
     assert score(task, outputs, np.array([1, 0, 0, 0])) == 0.75
+
+
+def test_samples_that_are_whole_inputs_are_run_one_by_one_and_their_outputs_stacked() -> None:
+    inputs = {"state": np.arange(24).reshape(3, 2, 4), "rate": np.array([8, 16, 32])}
+    chunks = split(inputs, 3, None, fixed=False)
+    assert [(chunk["state"].shape, chunk["rate"].shape) for chunk in chunks] == [((2, 4), ())] * 3
+    joined = join(chunks, 3, whole=True)
+    assert all(np.array_equal(joined[name], array) for name, array in inputs.items())
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,7 @@ def _expand_functions(label: str, model: onnx.ModelProto) -> onnx.ModelProto:
         while nodes := [node for node in _nodes(model.graph) if not has_converter(node) and is_function(node)]:
             for node in nodes:
                 _add_defaults(node)
+            _describe_weights(model.graph)
             names = sorted({("", node.op_type) for node in nodes})
             model = onnx.inliner.inline_selected_functions(model, names, False, True)
     except Exception as error:
@@ -351,6 +352,16 @@ def _expand_functions(label: str, model: onnx.ModelProto) -> onnx.ModelProto:
             f"{label}: the functions of the model cannot be inlined ({shorten(error)}); export it without functions"
         ) from error
     return model
+
+
+def _describe_weights(graph: onnx.GraphProto) -> None:
+    """Add types and shapes of weights: the inliner looks for them where an operator's body depends on its inputs."""
+    described = {value.name for value in (*graph.input, *graph.value_info)}
+    graph.value_info.extend(
+        onnx.helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
+        for weight in graph.initializer
+        if weight.name not in described
+    )
 
 
 def _add_defaults(node: onnx.NodeProto) -> None:

@@ -21,7 +21,8 @@ class TaskMetric(Section):
 
     `dataset` is a function that returns (inputs by name, labels), arrays whose first axis is the sample. `metric` is
     `accuracy` (top-1) or a function `metric(outputs by name, labels) -> float`; higher is better. `drop` is how far the
-    bundle's metric may lie below the original model's. `batch` samples are run at a time.
+    bundle's metric may lie below the original model's. `batch` samples are run at a time; arrays that all have one
+    axis more than the model's inputs hold whole inputs, which are run one by one.
     """
 
     dataset: FunctionName
