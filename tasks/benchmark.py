@@ -28,9 +28,9 @@ Runner = Literal["tvm", "onnxruntime", "pytorch"]
 
 
 class RoundJob(Job):
-    """One round of one runner: `repeats` timed runs after `warmup` untimed ones, on the sample number `point`.
+    """One round of one runner: `warmup` untimed runs, then `repeats` timed ones, on the sample with the index `point`.
 
-    The peers use `threads` threads; the bundle uses `bundle_threads`, which are fewer where that was faster.
+    The peers use `threads` threads. The bundle uses `bundle_threads`: fewer where its build was faster on fewer.
     """
 
     runner: Runner
@@ -46,12 +46,12 @@ class RoundJob(Job):
 
     @property
     def needs_torch(self) -> bool:
-        """Whether PyTorch is measured."""
+        """Whether PyTorch is the runner."""
         return self.runner == "pytorch"
 
 
 class BenchmarkJob(Job):
-    """The bundle, its original, and how to measure them; `points` are the sizes of symbolic dimensions."""
+    """The bundle, its original, and how to measure both; `points` are the sizes of symbolic dimensions to measure."""
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
 
@@ -81,7 +81,10 @@ class BenchmarkJob(Job):
         packaged: PackageResult,
         target: Target,
     ) -> "BenchmarkJob":
-        """The job of one bundle of a release file's model."""
+        """Return the job that benchmarks one bundle of a release file's model.
+
+        Raises BundleError for a damaged bundle.
+        """
         section = spec.benchmark
         threads = section.threads or min(target.threads, host().cores)
         own_threads = read_manifest(workspace.path(packaged.bundle)).threads
@@ -101,7 +104,7 @@ class BenchmarkJob(Job):
 
 
 class Round(StepResult):
-    """The times of one round in seconds per run, the load time in seconds, the peak memory so far in bytes."""
+    """The times of one round: seconds of each run, seconds to load the model, and the process's peak memory (bytes)."""
 
     seconds: tuple[float, ...]
     load_seconds: float
@@ -109,7 +112,7 @@ class Round(StepResult):
 
 
 class Latency(Record):
-    """Milliseconds per run over all rounds, and runs per second at the median."""
+    """Milliseconds per run over all rounds; `throughput` is runs per second at the median."""
 
     mean: float
     std: float
@@ -121,7 +124,11 @@ class Latency(Record):
 
 
 class Measurement(Record):
-    """One runner: latency, seconds for all runs together, load time in seconds, peak memory and size in bytes."""
+    """The figures of one runner at one point.
+
+    `latency_ms` is in milliseconds, `total_seconds` the sum of all timed runs, `load_seconds` the time to load the
+    model. `peak_memory` is in bytes, as is `size`, the size of the runner's model file.
+    """
 
     latency_ms: Latency
     total_seconds: float
@@ -149,7 +156,10 @@ class Point(Record):
 
 
 class BenchmarkResult(StepResult):
-    """The points measured, the typical sizes first; `runs` is the number of timed runs of each runner at each point."""
+    """The measured points, the typical sizes first; `runs` is the number of timed runs of each runner at each point.
+
+    `threads` is the number of threads of the peers.
+    """
 
     runs: int
     threads: int
@@ -157,7 +167,7 @@ class BenchmarkResult(StepResult):
 
     @property
     def typical(self) -> Point:
-        """The point at the typical sizes, which gates look at."""
+        """The point at the typical sizes, which the gates check."""
         return self.points[0]
 
 
@@ -166,7 +176,7 @@ _loaded: dict[str, tuple[Callable[[NamedArrays], object], float]] = {}
 
 
 def round_work(job: RoundJob, emit: Emit) -> Round:
-    """Run one round, in the runner's own process, which loads the model in its first round."""
+    """Run one round in the runner's own process, which loads the model before its first round."""
     if job.runner not in _loaded:
         start = time.perf_counter()
         prepare = {"tvm": _bundle, "onnxruntime": _onnxruntime, "pytorch": _pytorch}[job.runner]
@@ -178,7 +188,10 @@ def round_work(job: RoundJob, emit: Emit) -> Round:
 
 
 def timed(run: Callable[[], object], warmup: int, repeats: int, load_seconds: float) -> Round:
-    """Call `run` untimed `warmup` times, then timed `repeats` times; return the times as one round."""
+    """Call `run` `warmup` times untimed, then `repeats` times timed; return the times in seconds as one round.
+
+    `load_seconds` is passed on to the round.
+    """
     for _ in range(warmup):
         run()
     seconds = []
@@ -191,7 +204,10 @@ def timed(run: Callable[[], object], warmup: int, repeats: int, load_seconds: fl
 
 
 def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
-    """Measure the bundle, ONNX Runtime and PyTorch eager in turn, at each size that the release file names."""
+    """Measure the bundle and its peers, ONNX Runtime and PyTorch eager, in turn at each of the job's points.
+
+    Raises StepError when a runner's process crashes or takes too long, BundleError when the bundle does not run here.
+    """
     rounds = job.section.rounds
     runners: list[Runner] = ["tvm", *job.peers]
     # Rounds outermost and runners innermost: the runners of a round take turns as close in time as possible.
@@ -255,9 +271,9 @@ def _point(sizes: dict[str, int], rounds: dict[Runner, list[Round]], size: Mappi
 
 
 def gate_failures(gates: Gates, result: BenchmarkResult, bundle: Artifact, target: Target) -> list[str]:
-    """Which of a release file's gates the measurements do not keep, a sentence each; empty when all are kept.
+    """Return a sentence for each gate of a release file that the measurements fail; empty when they keep all gates.
 
-    Raises VerdictError for a gate on a peer that was not measured.
+    `bundle` gives the size for `max_bundle_mb`. Raises VerdictError for a gate on a peer that was not measured.
     """
     typical = result.typical
     figures: Mapping[str, tuple[float | None, float | None, str]] = {

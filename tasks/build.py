@@ -1,4 +1,4 @@
-"""Build: the library for one target, with the release file's pass context and the tuning records."""
+"""Build: compile the library for one target with the release file's options and the tuning records."""
 
 import json
 from dataclasses import asdict
@@ -15,7 +15,7 @@ from tvmflow.workspace import Artifact, Record, StepResult
 
 
 class Inspect(Record):
-    """What of a build a person wants to read; the fields are those of `tvmflow.compiler.Inspection`."""
+    """The parts of a build that a person wants to read; the fields are those of `tvmflow.compiler.Inspection`."""
 
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
@@ -39,14 +39,14 @@ class BuildJob(Job):
 
     @property
     def needs_compiler(self) -> bool:
-        """Always."""
+        """True: the step compiles."""
         return True
 
     @classmethod
     def of(
         cls, spec: Spec, imported: ImportResult, tuned: TuneResult, target: Target, inspect: Inspect | None = None
     ) -> "BuildJob":
-        """The job of a release file's model for a target."""
+        """Return the job that builds a release file's model for a target."""
         return cls(
             imported=imported,
             records=tuned.records,
@@ -58,7 +58,7 @@ class BuildJob(Job):
 
 
 class Algorithm(Record):
-    """How many functions use an algorithm with fewer multiplications, and the largest of their error bounds.
+    """The number of functions that use an algorithm with fewer multiplications, and the largest of their error bounds.
 
     A bound is relative. For `winograd` it is relative to the largest output that the convolution's weights can give
     when all inputs are as large as the largest one; for `strassen` to the largest output when all elements of each
@@ -70,11 +70,13 @@ class Algorithm(Record):
 
 
 class BuildResult(StepResult):
-    """The library, the lowered IR, the weights when they are kept apart, and seconds per compiler pass.
+    """The library, the lowered IR, the weights if they are not in the library, and figures of the build.
 
-    `schedules` counts the functions by the rule that scheduled them. `variants` maps the functions for fixed sizes of
-    the symbolic dimensions to these sizes. `inspected` is a JSON file with what the job's `inspect` names: `passes`, a
-    list of when, name and text, and `code` by its form.
+    `ir` is the IR as TVM's JSON, `text` the IR to read. `pass_timings` is a JSON file of seconds per compiler pass,
+    `llvm` LLVM's major version. `schedules` maps each scheduling rule to the number of functions that it scheduled.
+    `variants` maps the name of each specialised function to its sizes of the symbolic dimensions. `algorithms`
+    describes those with fewer multiplications by name. `inspected` is a JSON file with the parts that the job's
+    `inspect` asks for: `passes`, a list of when, name and text, and `code`, texts by their form.
     """
 
     library: Artifact
@@ -90,7 +92,10 @@ class BuildResult(StepResult):
 
 
 def work(job: BuildJob, emit: Emit) -> BuildResult:
-    """Build the model for a target. Raises TargetError when that is impossible here, BuildError when it fails."""
+    """Build the model for a target in a child process.
+
+    Raises TargetError when this machine cannot build for the target, BuildError when the build fails.
+    """
     from tvm_ffi import get_global_func
 
     from tvmflow import compiler

@@ -1,4 +1,4 @@
-"""Candidates: the builds of one target that may be shipped, with and without tuning, and the best of them."""
+"""Candidates: the tuned and the untuned build of a target, of which the faster one is shipped."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -33,13 +33,13 @@ Build = tuple[TuneResult, Outcome[BuildResult]]
 
 
 def tunings_to_build(workspace: Workspace, tuned: TuneResult) -> tuple[TuneResult, ...]:
-    """The tunings to build with: the given one, then the untuned one; only the untuned one where both are equal."""
+    """Return the tunings to build with: `tuned`, then one without records; only the latter where both are equal."""
     nothing = untuned(workspace)
     return (nothing,) if tuned.records.sha256 == nothing.records.sha256 else (tuned, nothing)
 
 
 def distinct_builds(builds: Iterable[Build]) -> tuple[Build, ...]:
-    """The builds whose code differs from the last one's, and the last one, which is the untuned build."""
+    """Return the builds whose code or weights differ from the last one's, then the last one, the untuned build."""
     *tuned, plain = builds
 
     def code(build: Build) -> object:
@@ -50,10 +50,11 @@ def distinct_builds(builds: Iterable[Build]) -> tuple[Build, ...]:
 
 @dataclass(frozen=True)
 class TargetBuilder:
-    """Builds one target of a release on this machine.
+    """The builder of one target of a release on this machine.
 
-    Bundles are signed with the private key in the file `signing_key`; `reference` has the originals' outputs on the
-    held-out data, and `inspect` says what of a build a person wants to read.
+    `signing_key` is the file of the private key that signs bundles, None for unsigned ones. `reference` has the outputs
+    of the original and of ONNX Runtime on the held-out data, and `inspect` names the parts of a build that a person
+    wants to read.
     """
 
     runner: StepRunner
@@ -66,15 +67,19 @@ class TargetBuilder:
     inspect: Inspect | None = None
 
     def candidates(self, tunings: Sequence[TuneResult]) -> tuple[Candidate, ...]:
-        """Build, package and validate with each of the tunings, where that gives other code than the last."""
+        """Build, package and validate the model with each of the tunings; the last one is the untuned one.
+
+        A tuned build with the same code as the untuned one is left out. Raises TargetError, BuildError and StepError.
+        """
         return tuple(self._candidate(*item) for item in distinct_builds([self._build(tuned) for tuned in tunings]))
 
     def best(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Outcome[Choice] | None]:
-        """The candidate to ship, and the choice; a single candidate needs none, and is shipped.
+        """Return the candidate to ship, and the choice that says why; a single candidate is shipped without a choice.
 
-        Of two, the tuned one comes first. Both are measured on this machine. Where the tuned build is not faster,
-        builds with a part of the tuning are tried. Where the release has a budget for tuning, the build is tried on
-        fewer threads, halved for as long as that is faster.
+        Of two, the tuned one must come first; both are measured on this machine. Where the tuned build is not faster,
+        builds with a part of the tuning are tried. Where the release has a budget for tuning, the build is also tried
+        on half as many threads, and halved again as long as it gets faster; the choice then says on how many threads it
+        runs.
         """
         best, choice = candidates[-1], None
         if len(candidates) > 1:
@@ -88,7 +93,7 @@ class TargetBuilder:
         return best, choice
 
     def _try_parts(self, tuned: Candidate, plain: Candidate) -> tuple[Candidate, Outcome[Choice]] | None:
-        """The build with a part of the tuning, if it is faster than the untuned one."""
+        """Return the build with a part of the tuning, and its choice, if it is faster than the untuned one."""
         workspace = self.runner.workspace
         for part in PARTS:
             tuning = part_of(workspace, tuned.tuned, part)

@@ -1,6 +1,6 @@
-"""Choose: whether the tuned build of a target is shipped or the untuned one, and on how many threads it runs.
+"""Choose: decide whether a target's tuned or untuned build is shipped, and on how many threads it runs.
 
-Both are decided by measuring whole bundles in turn: only the whole model tells what tuning has gained.
+Both are decided by measuring whole bundles in turn: only the whole model shows how much tuning has gained.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ GAIN = 0.99
 class Candidate(Record):
     """One build of a target as it would be shipped, the tuning that it was built with, and its verdict.
 
-    `steps` says of each step whether it ran, by name.
+    `steps` says for each step, by name, whether it ran or was cached.
     """
 
     tuned: TuneResult
@@ -41,12 +41,12 @@ class Candidate(Record):
 
 
 class Choice(StepResult):
-    """Which of the tuned and the untuned build is shipped; `message` says why in one sentence.
+    """The build that is shipped, tuned or untuned; `message` gives the reason in one sentence.
 
     `ratio` is the tuned build's latency over the untuned one's, the median over pairs of rounds, and `spread` the
-    largest difference between pairs relative to it; None where the two were not measured. `part` is the part of the
-    tuning that the tuned build was made with. `threads` is the number of threads that the bundle runs on where fewer
-    than the target's were faster.
+    largest difference between two pairs' ratios, divided by `ratio`; both are None where the two were not measured.
+    `part` is the part of the tuning with which the tuned build was made. `threads` is the number of threads of the
+    bundle where fewer than the target's were faster, else None.
     """
 
     shipped: Literal["tuned", "untuned"]
@@ -58,14 +58,14 @@ class Choice(StepResult):
 
 
 class FewerThreads(StepResult):
-    """Whether a bundle is faster on fewer threads; `message` says it in one sentence."""
+    """Whether a bundle is faster on fewer threads; `message` gives the ratio in one sentence."""
 
     is_faster: bool
     message: str
 
 
 def untuned(workspace: Workspace) -> TuneResult:
-    """The result of a tuning that has no records."""
+    """Return the result of a tuning without records."""
     with workspace.scratch() as folder:
         path = folder / "records.jsonl"
         path.touch()
@@ -76,8 +76,9 @@ def untuned(workspace: Workspace) -> TuneResult:
 class ComparisonJob(Job):
     """Two candidates of a target to measure in turn.
 
-    `sizes` are those of symbolic dimensions that the release file says to tune at; `sections` are the sections of the
-    release file that the code depends on; `refusal` says why this machine cannot run the bundles, None when it can.
+    `sizes` are the sizes of symbolic dimensions that the release file says to tune at. `sections` are the sections of
+    the release file that the code depends on. `refusal` is the sentence that says why this machine cannot run the
+    bundles; None when it can.
     """
 
     candidate: Candidate
@@ -94,7 +95,10 @@ class ComparisonJob(Job):
         return self.target.name
 
     def cache_key(self) -> Mapping[str, Any]:
-        """What a measurement depends on. The lowered IR holds no weights: a retrained model is as fast as before."""
+        """Return the values that a measurement depends on.
+
+        They do not change with the weights, because the lowered IR holds none.
+        """
         sides = (self.candidate, self.baseline)
         return {
             "code": [[side.tuned.records.sha256, side.built.ir.sha256] for side in sides],
@@ -105,7 +109,10 @@ class ComparisonJob(Job):
         }
 
     def compare(self, runner: StepRunner) -> LatencyComparison:
-        """Measure the two bundles in turn, at the sizes that are tuned, else on the golden sample."""
+        """Measure the two bundles in turn, on a sample with the tuned sizes, else on the golden sample.
+
+        Raises BundleError for a bundle that does not run here.
+        """
         workspace = runner.workspace
         return compare_latency(
             workspace,
@@ -121,17 +128,17 @@ class ComparisonJob(Job):
 
 
 class ChooseJob(ComparisonJob):
-    """The tuned build as candidate and the untuned one as baseline; `part` is what the tuned one was made with."""
+    """The tuned build as candidate and the untuned one as baseline; `part` is the part of the tuning that it has."""
 
     part: Part | Literal["all"] = "all"
 
     def cache_key(self) -> Mapping[str, Any]:
-        """As of the comparison, and the part."""
+        """Return the values that a comparison depends on, and the part."""
         return {**super().cache_key(), "part": self.part}
 
 
 class ThreadsJob(ComparisonJob):
-    """A build packaged to run on `threads` threads as candidate, and the same on more as baseline."""
+    """A build on `threads` threads as candidate, and the same build on more threads as baseline."""
 
     threads: int
 
@@ -139,7 +146,7 @@ class ThreadsJob(ComparisonJob):
 def comparison_fields(
     spec: Spec, exported: ExportResult, candidate: Candidate, baseline: Candidate, target: Target
 ) -> dict[str, Any]:
-    """The fields of a ComparisonJob for two candidates of a release file's model."""
+    """Return the fields of a ComparisonJob, by name, for two candidates of a release file's model."""
     return {
         "candidate": candidate,
         "baseline": baseline,
@@ -152,11 +159,11 @@ def comparison_fields(
 
 
 def choose_work(job: ChooseJob, runner: StepRunner) -> Choice:
-    """Choose the build that is shipped; cached for the same code, whatever its weights.
+    """Choose the build to ship; the choice is cached for the same code, whatever its weights.
 
     The tuned build is shipped when its latency is below 0.99 of the untuned one's in the median of 25 pairs of rounds,
-    and lower in at least 20 of them. It is shipped as well where this machine cannot run the two, since each of its
-    records was measured to be faster. A build that validation refuses is not shipped if the other passes. Raises
+    and lower in at least 20 of them. It is shipped as well where this machine cannot run the two, because each of its
+    records was measured to be faster. A build that failed validation is not shipped if the other passed. Raises
     BundleError for a bundle that does not run here.
     """
     tuned, plain = job.candidate.verdict.reasons, job.baseline.verdict.reasons
@@ -182,7 +189,7 @@ def choose_work(job: ChooseJob, runner: StepRunner) -> Choice:
 
 
 def threads_work(job: ThreadsJob, runner: StepRunner) -> FewerThreads:
-    """Measure a build on fewer threads beside the same on more, by the rule of `choose`.
+    """Measure a build on fewer threads in turn with the same build on more, by the rule of `choose_work`.
 
     Raises BundleError for a bundle that does not run here.
     """
@@ -199,7 +206,7 @@ fewer_threads = Step("threads", FewerThreads, threads_work)
 
 
 def tuned_sample(workspace: Workspace, exported: ExportResult, sizes: tuple[dict[str, int], ...]) -> NamedArrays | None:
-    """The inputs of the first sample with one of these sizes of symbolic dimensions; None where there is none."""
+    """Return the inputs, by name, of the first sample with one of these sizes of symbolic dimensions, or None."""
     for size in sizes:
         for inputs, _ in samples.load(workspace.path(exported.samples)):
             shapes = [(item.shape, inputs[item.name].shape) for item in exported.inputs]

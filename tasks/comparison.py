@@ -1,4 +1,4 @@
-"""Comparison: the latencies of two bundles, measured here in turn, run by run."""
+"""Comparison: the latencies of two bundles, measured in turn, run by run, on this machine."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _SURE = 0.8
 
 
 class LatencyComparison(Record):
-    """A candidate's latency over a baseline's in each pair of rounds, and the median milliseconds of each."""
+    """A candidate's latency over a baseline's in each pair of rounds, and the median milliseconds of a run of each."""
 
     ratios: tuple[float, ...]
     candidate_ms: float
@@ -48,7 +48,11 @@ class LatencyComparison(Record):
         return sum(value < 1 for value in self.ratios)
 
     def describe(self, candidate: str, baseline: str) -> str:
-        """As "the new one's latency is 0.974 of the old one's (1.231 ms beside 1.264 ms), lower in 25 of 25 pairs"."""
+        """Return the comparison in words; the arguments name the two sides.
+
+        For example "the new one's latency is 0.974 of the old one's (1.231 ms beside 1.264 ms), lower in 25 of 25
+        pairs".
+        """
         times = f"{self.candidate_ms:.3f} ms beside {self.baseline_ms:.3f} ms"
         wins = f"lower in {self.wins} of {len(self.ratios)} pairs"
         return f"{candidate} latency is {self.ratio:.3f} of {baseline} ({times}), {wins}"
@@ -62,14 +66,14 @@ class LatencyComparison(Record):
     def is_faster(self, gain: float) -> bool:
         """Whether the candidate's latency is below `gain` of the baseline's, and lower in four of five pairs.
 
-        Of two equal builds one is by chance lower in 20 of 25 pairs once in 490 times, and hardly ever by one or two
-        per cent in the median as well.
+        With two equal builds, one is lower in 20 of 25 pairs by chance once in 490 times; its median is hardly ever
+        lower by one or two per cent as well.
         """
         return self.ratio < gain and self.wins >= _SURE * len(self.ratios)
 
 
 class PairJob(Job):
-    """One pair of rounds of two bundles: as many runs of each, in turn, on a sample as fit into `seconds`."""
+    """One pair of rounds of two bundles on a sample: each runs in turn, as often as fits into `seconds` together."""
 
     bundles: tuple[Path, Path]
     sample: Path
@@ -95,14 +99,15 @@ def compare_latency(
     gain: float | None = None,
     inputs: NamedArrays | None = None,
 ) -> LatencyComparison:
-    """Measure two bundles in turn, each with the threads that it would use here.
+    """Measure two bundles in turn, each on the number of threads that it would use here.
 
-    They run on `inputs`, by default on the golden sample of `candidate`, and alternate within a pair of rounds, so that
-    whatever else the machine does slows both. Each pair runs in a new process: where memory comes to lie makes a bundle
-    faster or slower by several per cent for as long as a process lives. The two change places with each pair.
-    Processes print to `log` and end after `timeout` seconds; `progress` is called with the pairs done and the pairs in
-    all. With a `gain` the comparison ends as soon as no further pairs could make `candidate` the faster one by
-    `is_faster`. Raises BundleError for a bundle that does not run here, InputError where `baseline` takes other inputs.
+    They run on `inputs`, arrays by name, by default on the golden sample of `candidate`. They alternate within a pair
+    of rounds, so that other load on the machine slows both. Each pair runs in a new process, because the placement of
+    memory makes a bundle faster or slower by several per cent throughout a process. The order of the two changes with
+    each pair. Processes print to `log` and are killed after `timeout` seconds; `progress` gets the number of pairs done
+    and of all `pairs`. With a `gain` the comparison ends as soon as no further pairs could make `candidate` the faster
+    one by `is_faster`. Raises BundleError for a bundle that does not run here, InputError where `baseline` takes other
+    inputs.
     """
     sides = [candidate, baseline]
     threads = {path: min(host().cores, read_manifest(path).threads) for path in sides}
@@ -139,7 +144,7 @@ def compare_latency(
 
 
 def work(job: PairJob, emit: Emit) -> Pair:
-    """Run a pair of rounds, in a child process."""
+    """Run a pair of rounds in a child process and return the median seconds of each bundle."""
     from tvmflow import runtime
 
     arrays = npz.read(job.sample)

@@ -1,4 +1,4 @@
-"""The curve of a tuning run, which is the model's estimated latency after each trial, in MLflow and as a picture."""
+"""The tuning curve: the model's estimated latency after each trial, in MLflow and as an SVG picture."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +28,10 @@ def log_curve(registry: Registry, run_id: str, tuned: TuneResult) -> None:
 
 
 class Curve:
-    """The MLflow run of `tvmflow tune` for one target; the curve grows there while the step tunes.
+    """The MLflow run of `tvmflow tune` for one target, to which the curve is logged while the step tunes.
 
-    `path` is the file to which the step writes the curve. Tuning goes on without a registry that answers: `error` then
-    says why the curve is not there.
+    `path` is the file to which the step writes the curve. A registry that fails does not stop the tuning: `error` is
+    then its error, and the curve ends there.
     """
 
     def __init__(
@@ -66,7 +66,10 @@ class Curve:
         self._thread.start()
 
     def finish(self, tuned: Outcome[TuneResult]) -> None:
-        """Log the result of the step, and close the run."""
+        """Log the result of the step and the rest of the curve, and end the run as finished.
+
+        An error of the registry is kept in `error`.
+        """
         self._stop()
         registry, run_id, result = self._registry, self._run_id, tuned.result
         if self.error is not None:
@@ -86,7 +89,7 @@ class Curve:
             self.error = error
 
     def give_up(self, interrupted: bool) -> None:
-        """Close the run with the curve so far, as killed if the step was `interrupted`, otherwise as failed."""
+        """End the run with the curve so far, as killed if the user `interrupted` the step, otherwise as failed."""
         self._stop()
         if self.error is None:
             try:
@@ -105,7 +108,7 @@ class Curve:
             self._look()
 
     def _look(self) -> None:
-        """Log the points that are new in the file."""
+        """Log the points that the file has gained since the last look."""
         text = self.path.read_text() if self.path.exists() else ""
         lines = text[self._read : text.rfind("\n") + 1]
         self._read += len(lines)
@@ -123,7 +126,10 @@ class Curve:
 
 @contextmanager
 def followed(spec: Spec, workspace: Workspace, registry: Registry, target: Target, budget: Tune) -> Iterator[Curve]:
-    """Follow the curve while the body tunes; the body calls `finish`, and an exception from it gives the run up."""
+    """Open an MLflow run and log the curve to it while the body tunes.
+
+    The body must call `finish` of the curve; an exception from the body ends the run as failed or killed.
+    """
     with workspace.scratch() as folder:
         curve = Curve(spec, workspace, registry, target, budget, folder / "curve")
         try:
@@ -134,13 +140,13 @@ def followed(spec: Spec, workspace: Workspace, registry: Registry, target: Targe
 
 
 def latencies(tuned: TuneResult) -> Mapping[str, float]:
-    """Return the estimated latencies in ms without tuning and now, by their metrics; none where no time is known."""
+    """Return the estimated latencies in ms before and after tuning, by metric name, without those that are unknown."""
     metrics = {"estimated_untuned_ms": tuned.untuned_ms, "estimated_latency_ms": tuned.latency_ms}
     return {name: value for name, value in metrics.items() if value is not None}
 
 
 def picture(curve: Sequence[tuple[int, float]], title: str) -> str:
-    """Return the curve as SVG: trials to the right, ms upwards from 0."""
+    """Return the curve, at least one pair of trial and ms, as SVG text: trials to the right, ms upwards from 0."""
     last, most = max(1, curve[-1][0]), max(value for _, value in curve) or 1.0
 
     def place(trial: int, value: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Evaluate: a retrained model, the challenger, against the release that a channel holds, the champion."""
+"""Evaluate: compare a retrained model, the challenger, with the release that a channel holds, the champion."""
 
 import hashlib
 import json
@@ -28,7 +28,8 @@ _ROUNDING = 1e-9
 class EvaluateJob(Job):
     """The challenger's outputs on the held-out data, the rule, and the champion.
 
-    `champion` is the release's version and `bundle` its bundle for this machine, None where the channel holds nothing.
+    `champion` is the release's version and `bundle` the path of its bundle for this machine; both are None where the
+    channel holds nothing.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"bundle": True, "reference": {"sources"}}
@@ -41,14 +42,14 @@ class EvaluateJob(Job):
     bundle: Path | None
 
     def cache_key(self) -> Mapping[str, Any]:
-        """The fields, and the bundle by its digest, which is its file's name."""
+        """Return the fields, with the bundle's digest, which is its file name, in the place of its path."""
         return {**super().cache_key(), "bundle": self.bundle and self.bundle.name}
 
     @classmethod
     def of(
         cls, spec: Spec, rule: Retrain, reference: ReferenceResult, store: ReleaseStore, cache: Path
     ) -> "EvaluateJob":
-        """The job of a retrained model; the champion's bundle is fetched into the folder `cache`.
+        """Return the job that evaluates a retrained model; the champion's bundle is fetched into the folder `cache`.
 
         Raises InputError for a release file without held-out data, BundleError when no bundle of the champion runs
         here.
@@ -63,7 +64,7 @@ class EvaluateJob(Job):
 
 
 class Scores(StepResult):
-    """The champion's metric, None where there is none, and the SHA-256 of the held-out data, inputs and labels."""
+    """The champion's metric, None without a champion, and the SHA-256 of the held-out data, inputs and labels."""
 
     champion: float | None
     held_out: str
@@ -72,8 +73,8 @@ class Scores(StepResult):
 class Evaluation(StepResult):
     """The verdict on a retrained model: the metric of both sides on `samples` held-out samples, and the reason.
 
-    `champion` is the release that `channel` holds, and None, as its metric, where it holds none. `held_out` is the
-    SHA-256 of the held-out data, inputs and labels.
+    `champion` is the version that `channel` holds; it and `champion_metric` are None where the channel holds nothing.
+    `held_out` is the SHA-256 of the held-out data, inputs and labels.
     """
 
     passed: bool
@@ -89,7 +90,7 @@ class Evaluation(StepResult):
 
 
 def scores_work(job: EvaluateJob, emit: Emit) -> Scores:
-    """Run the champion's bundle on the held-out data and compute its metric, None without a champion.
+    """Run the champion's bundle on the held-out data in a child process; return its metric, None without a champion.
 
     Raises BundleError when the bundle does not run here, InputError when it takes other inputs than the data has.
     """
@@ -148,9 +149,10 @@ def keep_verdict(
     metrics: Mapping[str, float],
     params: Mapping[str, object],
 ) -> str:
-    """Write a verdict into an MLflow run of its own, as `verdict.json`, and return the run's id.
+    """Write a verdict into a new MLflow run, as its artifact `verdict.json`, and return the run's id.
 
-    `document` is the verdict; it must have a `reason`. Metrics that are not finite are left out. Raises RegistryError.
+    `verdict` is the verdict in words; `document` holds all of it, and must have a `reason`. Metrics that are not finite
+    are left out. Raises RegistryError when the registry fails.
     """
     name = spec.name
     tags = {
@@ -174,7 +176,7 @@ def keep_verdict(
 def _judge(
     rule: Retrain, metric: str, reference: ReferenceResult, champion: float | None, release: str
 ) -> tuple[bool, str]:
-    """Whether the challenger is good enough, and the reason, with both figures."""
+    """Return whether the challenger is good enough, and the reason with both figures."""
     reason = f"the retrained model's {metric} on {reference.count} held-out samples is {reference.metric:.4f}"
     if math.isnan(reference.metric):
         return False, f"{reason}, which is no number"

@@ -1,4 +1,4 @@
-"""Export: the original as an ONNX file, checked, and compared with the original on the samples."""
+"""Export: write the original as an ONNX file, check it, and compare it with the original on samples."""
 
 import contextlib
 import io
@@ -36,7 +36,7 @@ _DTYPES = get_args(Dtype)
 
 
 class ExportJob(Job):
-    """The original, its inputs, and how to export it; `files` are the SHA-256 of sample files by input."""
+    """The original, its inputs, and how to export it; `files` are the SHA-256 of sample files by input name."""
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
 
@@ -56,7 +56,7 @@ class ExportJob(Job):
 
     @classmethod
     def of(cls, spec: Spec, original: Original) -> "ExportJob":
-        """The job of a release file."""
+        """Return the job that exports a release file's model."""
         files = {
             item.name: sha256_file(spec.path(item.samples.file))
             for item in spec.inputs
@@ -78,10 +78,10 @@ class ExportResult(StepResult):
     """The ONNX file, its signature, and the samples with the original's outputs.
 
     `max_abs_error` is the largest absolute difference between ONNX Runtime and PyTorch on the samples; None when the
-    original is the ONNX file itself. `dimensions` are the ranges of symbolic dimensions: the release file's, and where
-    it says none of an ONNX file's, those at which ONNX Runtime runs it. `registered` is the version of a registered
-    model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the model's factory gave different
-    weights.
+    original is the ONNX file itself. `dimensions` are the ranges of symbolic dimensions from the release file; where it
+    gives none for a dimension of an ONNX file, the range of sizes at which ONNX Runtime runs the file. `registered` is
+    the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
+    model's factory gave different weights. `without_labels` names the outputs that lost their labels (see `notes`).
     """
 
     onnx: Artifact
@@ -96,7 +96,7 @@ class ExportResult(StepResult):
     without_labels: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
-        """What the ONNX file returns otherwise than the original, a sentence each."""
+        """Return a sentence for each output that the ONNX file returns in another form than the original."""
         return [
             f"output {name!r} of the model is a dictionary by label (ZipMap); in a bundle it holds the scores alone, "
             "in the order of the labels"
@@ -105,7 +105,7 @@ class ExportResult(StepResult):
 
 
 def work(job: ExportJob, emit: Emit) -> ExportResult:
-    """Export the original to ONNX, or take its ONNX file.
+    """Export the original to ONNX, or take the original's own ONNX file; call this in a child process.
 
     Raises ExportError when the model cannot be loaded, exported or read, or when ONNX Runtime's outputs on the samples
     differ from PyTorch's beyond the release file's tolerance.
@@ -161,7 +161,7 @@ def _opset(model: "onnx.ModelProto") -> int:
 
 
 def _is_repeatable(source: Source, module: "torch.nn.Module") -> bool:
-    """Whether another call of a factory gives the weights of `module` again; True where weights come from a file."""
+    """Whether a second call of the factory gives the weights of `module` again; True where weights come from a file."""
     import torch
 
     if source.kind != "factory" or source.path is not None:
@@ -176,7 +176,7 @@ def _is_repeatable(source: Source, module: "torch.nn.Module") -> bool:
 
 
 def _pinned(inputs: tuple[Input, ...], dimensions: Mapping[str, Dimension]) -> tuple[Input, ...]:
-    """The inputs with each dimension that has one possible size replaced by that size, which is not symbolic then."""
+    """Return the inputs with a fixed size in the place of each symbolic dimension that has one possible size."""
     fixed = {name: dimension.min for name, dimension in dimensions.items() if dimension.min == dimension.max}
     return tuple(
         item.model_copy(update={"shape": tuple(fixed.get(str(dim), dim) for dim in item.shape)}) for item in inputs
@@ -229,7 +229,7 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
 
 
 def _name_outputs(model: "onnx.ModelProto", names: tuple[str, ...]) -> None:
-    """Give the graph's outputs the release file's names, and inner values that have one of them another name."""
+    """Give the graph's outputs the names in the release file; rename inner values that have one of these names."""
     if not names:
         return
     current = [output.name for output in model.graph.output]
@@ -266,9 +266,9 @@ def _root_cause(error: BaseException) -> str:
 
 
 def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
-    """Read an ONNX file; free dimensions of its inputs that have no name get one, as `x_0` for input `x`.
+    """Read an ONNX file; name each free dimension of an input that has no name, as `x_0` for input `x`.
 
-    Raises ExportError, which calls the file `label`, by default its path, when it is missing or not an ONNX file.
+    Raises ExportError when the file is missing or not an ONNX file; the message calls it `label`, by default its path.
     """
     import onnx
 
@@ -299,9 +299,9 @@ def _save(model: "onnx.ModelProto", path: Path) -> None:
 
 
 def described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
-    """The inputs that an ONNX model, as `read_onnx` returns it, declares.
+    """Return the inputs that an ONNX model declares; free dimensions must have names, as `read_onnx` gives them.
 
-    Raises ExportError for an input that is not a tensor, and for a dtype that is not supported.
+    Raises ExportError for an input that is not a tensor of numbers, and for a dtype that is not supported.
     """
     inputs = []
     for item in graph_inputs(model.graph):
@@ -345,9 +345,9 @@ def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
 def _find_dimensions(
     session: "onnxruntime.InferenceSession", inputs: tuple[Input, ...], job: ExportJob
 ) -> dict[str, Dimension]:
-    """The ranges of the release file, and of other dimensions those at which ONNX Runtime runs the model.
+    """Return the ranges in the release file, and for other dimensions the sizes at which ONNX Runtime runs the model.
 
-    Raises ExportError where it runs the model at no size that was tried.
+    Raises ExportError when it runs the model at none of the sizes that were tried.
     """
     if all(not isinstance(size, str) or size in job.dimensions for item in inputs for size in item.shape):
         return job.dimensions
@@ -378,7 +378,10 @@ def _compare(
     dimensions: dict[str, Dimension],
     job: ExportJob,
 ) -> tuple[list[tuple[NamedArrays, NamedArrays]], float | None]:
-    """The samples with the original's outputs, and ONNX Runtime's largest error on them."""
+    """Return the samples with the original's outputs, and ONNX Runtime's largest absolute error on them.
+
+    The error is None without a `module`, because ONNX Runtime computes the original's outputs then.
+    """
     names = tuple(output.name for output in session.get_outputs())
     if job.outputs and job.outputs != names:
         raise ExportError(f"the ONNX model returns {', '.join(names)}, the release file names {', '.join(job.outputs)}")
@@ -413,9 +416,9 @@ def _first_run(
     job: ExportJob,
     tried: Iterable[dict[str, int]],
 ) -> tuple[NamedArrays, NamedArrays]:
-    """Sample `index` of the first sizes at which ONNX Runtime runs the model, and its outputs.
+    """Return sample `index` at the first sizes at which ONNX Runtime runs the model, and its outputs.
 
-    Raises ExportError where it runs the model at none of them.
+    Raises ExportError when it runs the model at none of `tried`.
     """
     failure: ExportError | None = None
     for chosen in tried:

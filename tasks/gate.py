@@ -1,7 +1,7 @@
-"""Gate: whether a release may be promoted to a channel, by its stored measurements and by checks made here and now.
+"""Gate: whether a release may be promoted to a channel, by its stored measurements and by checks on this machine.
 
-Two steps: `integrity` checks that the release is complete and signed where it must be, `gate` runs it and applies the
-channel's gates.
+Two steps: `integrity` checks that the release is complete and has the required signatures, `gate` runs it and applies
+the channel's gates.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,8 @@ Document = Mapping[str, Any]
 class GateJob(Job):
     """A release on its way to a channel: its document, the channel's policy and pointer, and the current release.
 
-    `current` is the document of the release that the channel holds, None where it holds none or that is gone.
+    `current` is the document of the release that the channel holds; None where the channel holds nothing, or the
+    release is gone from the store.
     """
 
     release: dict[str, Any]
@@ -52,16 +53,16 @@ class GateJob(Job):
 
     @property
     def current_version(self) -> str | None:
-        """The version that the channel holds."""
+        """The version that the channel holds; None where it holds nothing."""
         return None if self.pointer is None else self.pointer.version
 
     @property
     def label(self) -> str:
-        """The promotion in words."""
+        """The promotion in words, as "digits 3 to production"."""
         return f"{self.name} {self.version} to {self.channel}"
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Both releases by their documents' digests, the policy, the trusted keys and this machine."""
+        """Return the digests of both releases, the channel, its policy, the trusted keys and this processor."""
         return {
             "release": promotion.hash_release(self.release),
             "current": self.current and promotion.hash_release(self.current),
@@ -73,7 +74,10 @@ class GateJob(Job):
 
     @classmethod
     def of(cls, store: ReleaseStore, name: str, version: str, channel: str) -> "GateJob":
-        """The job of a release and a channel. Raises StoreError for an unknown release, SpecError for a channel."""
+        """Return the job that checks a release for a channel.
+
+        Raises StoreError for an unknown release, SpecError for a channel that the release does not have.
+        """
         release = store.get_release(name, version)
         policy = promotion.read_policy(release, channel)
         pointer = channels.find(store, name, channel)
@@ -85,7 +89,7 @@ class GateJob(Job):
 class Check(Record):
     """One check: its name, its outcome in a sentence, and whether the release passed it.
 
-    `value` is the figure that was checked against `bound`, None for a check without figures.
+    `value` is the figure that was compared with `bound`; both are None for a check without figures.
     """
 
     name: str
@@ -96,7 +100,7 @@ class Check(Record):
 
 
 class GateResult(StepResult):
-    """The checks that were made; `compared` is the version that the channel held."""
+    """The checks that were made; `compared` is the version that the channel held, None where it held nothing."""
 
     checks: tuple[Check, ...]
     compared: str | None
@@ -108,9 +112,9 @@ class GateResult(StepResult):
 
 
 def integrity_work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> GateResult:
-    """Read every blob of the release back and compare its digest; check signatures where they are required.
+    """Read every blob of the release and compare its digest; check the order of channels and the required signatures.
 
-    Bundles are fetched into the folder `cache`.
+    Bundles are fetched into the folder `cache`. Raises StoreError when the store fails.
     """
     checks = [_digests(job, runner, store), *_order(job, store)]
     if all(check.passed for check in checks):
@@ -119,7 +123,10 @@ def integrity_work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache:
 
 
 def gate_work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> GateResult:
-    """Run golden samples and apply the channel's gates; bundles are fetched into the folder `cache`."""
+    """Run the golden samples and apply the channel's gates; bundles are fetched into the folder `cache`.
+
+    Raises StoreError when the store fails.
+    """
     checks = [*_golden_samples(job, runner, store, cache), *check_figures(job)]
     if all(check.passed for check in checks):
         checks += _check_ratio(job, runner, store, cache)
@@ -145,7 +152,7 @@ def _digests(job: GateJob, runner: StepRunner, store: ReleaseStore) -> Check:
 
 
 def _order(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
-    """Whether the channel that must come before has held the release."""
+    """Check that the channel that the policy names in `after` has held the release."""
     before = job.policy.after
     if before is None:
         return
@@ -156,7 +163,7 @@ def _order(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
 
 
 def _signatures(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:
-    """Whether a trusted key has signed every bundle, where the channel or this machine takes only such."""
+    """Check that a trusted key has signed every bundle, where the channel or this machine requires it."""
     keys = trusted_keys()
     if job.policy.signature != "required" and not keys:
         return
@@ -176,7 +183,7 @@ def _signatures(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Pa
 
 
 def _golden_samples(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:
-    """Whether each bundle that this machine can run gives the original's outputs on its golden sample."""
+    """Check that each bundle that this machine can run gives the original's outputs on its golden sample."""
     for entry in TargetEntry.read_all(job.release):
         target = f"target {entry.target!r}"
         try:
@@ -195,7 +202,7 @@ def _golden_samples(job: GateJob, runner: StepRunner, store: ReleaseStore, cache
 
 
 def check_figures(job: GateJob) -> Iterator[Check]:
-    """Check the gates on the figures that were measured when the release was made."""
+    """Yield a check for each gate of the channel on figures that were measured when the release was made."""
     gates = job.policy.gates
     if gates.max_latency_ms is not None:
         yield from _latencies(job.release, gates.max_latency_ms)
@@ -239,13 +246,13 @@ def _latencies(release: Document, bound: float) -> Iterator[Check]:
 
 
 def _metric(release: Document) -> float | None:
-    """The task metric of a release, the lowest of its targets; None where none was validated with one."""
+    """Return the lowest task metric of a release's targets; None where no target has one."""
     metrics = [item["verdict"].get("metric_bundle") for item in release["targets"]]
     return min((float(value) for value in metrics if value is not None), default=None)
 
 
 def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:
-    """Check the gate on the latency over that of the channel's current release, measured here and now."""
+    """Measure the release in turn with the channel's current one, and check the gate on the ratio of latencies."""
     name, bound = "max_ratio_current", job.policy.gates.max_ratio_current
     if bound is None:
         return
@@ -275,7 +282,7 @@ def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: P
 
 
 def _best(release: Document) -> TargetEntry:
-    """The target of a release that runs best on this machine. Raises BundleError when none runs."""
+    """Return the target of a release that runs best on this machine. Raises BundleError when none runs."""
     from tvmflow.runtime.selection import select_runnable
 
     fitting, refusals = select_runnable((entry, entry) for entry in TargetEntry.read_all(release))
@@ -302,7 +309,7 @@ def _compare(
 
 
 def _why_no_current(job: GateJob) -> str:
-    """Why there is no release to compare with."""
+    """Return why there is no release to compare with, as part of a sentence."""
     if job.pointer is None:
         return f"{job.channel} holds nothing"
     return f"{job.pointer.version}, which {job.channel} holds, is gone from the store"

@@ -1,4 +1,4 @@
-"""Options: what a release file says to the compiler, in the compiler's own terms."""
+"""Options: the compiler's options that a release file asks for."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def as_options(section: Build, variants: tuple[dict[str, int], ...]) -> "BuildOptions":
-    """The compiler's options for a release file's section `build`."""
+    """Return the compiler's options for a release file's section `build` and the given `variants`."""
     from tvmflow.compiler import BuildOptions
 
     options = {**section.model_dump(), "fast_algorithms": section.fast_algorithms == "allow"}
@@ -18,7 +18,11 @@ def as_options(section: Build, variants: tuple[dict[str, int], ...]) -> "BuildOp
 
 
 def variants(spec: Spec, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
-    """The sizes of symbolic dimensions that get functions of their own: those that the release file says to tune at."""
+    """Return the sizes of symbolic dimensions, by name, for which the build makes specialised functions.
+
+    They are the sizes that the release file says to tune at: a tuple of one mapping, or an empty tuple where it names
+    none.
+    """
     names = {dim for item in inputs for dim in item.shape if isinstance(dim, str)}
     sizes = {name: size for name in sorted(names) if (size := spec.dimension(name).tune) is not None}
     return (sizes,) if sizes else ()

@@ -15,9 +15,9 @@ from tvmflow.workspace import Artifact, Record, Workspace
 
 
 class Original(Record):
-    """Where the original is on this machine, and `identity`, which stands for it in cache keys.
+    """The place of the original on this machine, and `identity`, which represents the original in cache keys.
 
-    `registered` is the version of the registered model that it is, as MODEL/3; None for other originals.
+    `registered` is its version in the registry, as MODEL/3; None for an original that is no registered model.
     """
 
     source: Source
@@ -28,7 +28,7 @@ class Original(Record):
 def find_original(
     spec: Spec, workspace: Workspace, weights: Artifact | None = None, registry: Registry | None = None
 ) -> Original:
-    """Find the original of a release file; `weights` are the result of its training, if it has one.
+    """Find the original of a release file; `weights` are the weights that its training made, None without training.
 
     A registered model is downloaded into the workspace once per version. When the release file names a registered
     model, raises SettingsError if `registry` is None, ExportError if the model is neither PyTorch nor ONNX, and
@@ -55,7 +55,7 @@ def find_original(
 
 
 def _registered(spec: Spec, workspace: Workspace, registry: Registry, uri: str) -> Original:
-    """A model of the MLflow registry, downloaded unless the workspace has it."""
+    """Return a model of the MLflow registry; download it unless the workspace has it."""
     version = registry.resolve_source(uri)
     folder = workspace.folder / "sources" / version.identity
     if not folder.is_dir():

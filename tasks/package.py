@@ -1,4 +1,4 @@
-"""Package: library, IR, weights, manifest and golden sample in one bundle, which later steps load as a device would."""
+"""Package: pack library, IR, weights, manifest and golden sample into one bundle."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from tvmflow.workspace import Artifact, Record, StepResult, Workspace, code_dige
 
 
 class PackageJob(Job):
-    """The manifest, what was built, and the samples; `signer` is the public key that the bundle is signed with."""
+    """The manifest, the build, and the samples; `signer` is the public key that belongs to the signing key, or None."""
 
     manifest: Manifest
     built: BuildResult
@@ -35,7 +35,7 @@ class PackageJob(Job):
         return self.target.name
 
     def cache_key(self) -> Mapping[str, Any]:
-        """The manifest, which has the digests of all else, and what was built."""
+        """Return the manifest, which names every other input by its digest, the build, and the signer."""
         built = self.built.model_dump(mode="json", exclude={"pass_timings", "inspected"})
         return {"manifest": self.manifest.to_json().decode(), "build": built, "signer": self.signer}
 
@@ -51,7 +51,7 @@ class PackageJob(Job):
         target: Target,
         signer: str | None,
     ) -> "PackageJob":
-        """Make the job of one target from the results of the steps before.
+        """Return the job that packages one target from the results of the steps before.
 
         The golden sample comes from the samples of `exported`. `signer` is the public key, in hexadecimal digits, that
         belongs to the signing key; None for a bundle without a signature.
@@ -85,14 +85,14 @@ class PackageJob(Job):
 
 
 class WeightsApart(Record):
-    """A bundle without its weights, and the weights: what the store keeps, so that bundles share their weights."""
+    """A bundle without its weights, and the weights: the store keeps both, so that bundles can share their weights."""
 
     bundle: Artifact
     weights: Artifact
 
 
 class PackageResult(StepResult):
-    """The bundle, its unpacked size in bytes, and the algorithms that its functions use, by name.
+    """The bundle, the total size in bytes of its unpacked files, and the algorithms that its functions use, by name.
 
     `apart` is None for a bundle whose weights are inside its library.
     """
@@ -104,7 +104,10 @@ class PackageResult(StepResult):
 
 
 def work(job: PackageJob, runner: StepRunner, key: Path | None) -> PackageResult:
-    """Pack the bundle, signed with the private key in the file `key`; the same job gives the same bytes."""
+    """Pack the bundle and sign it with the private key in the file `key`, if there is one.
+
+    The same job gives the same bytes. Raises BundleError for a key that cannot be read.
+    """
     workspace, built = runner.workspace, job.built
     with workspace.scratch() as folder:
         sample = folder / "sample.npz"
@@ -130,7 +133,7 @@ package = Step("package", PackageResult, work)
 
 
 def options(spec: Spec) -> str:
-    """The sections of a release file that decide a bundle's content beside the model itself, as one line of JSON."""
+    """Return the sections of a release file that decide a bundle's content, except the model, as one line of JSON."""
     sections = spec.model_dump(mode="json", include={"inputs", "dimensions", "outputs", "export", "build"})
     sections["validate"] = spec.validation.model_dump(mode="json", include={"samples", "seed"})
     sections["original"] = "onnx" if spec.model.onnx is not None else "other"
@@ -138,7 +141,7 @@ def options(spec: Spec) -> str:
 
 
 def _golden_sample(samples_file: Path, path: Path) -> None:
-    """Write the first of the samples in the bundle's own form."""
+    """Write the first of the samples into `path` in the bundle's own form."""
     inputs, outputs = samples.load(samples_file)[0]
     arrays = {f"input:{name}": array for name, array in inputs.items()}
     arrays.update({f"output:{name}": array for name, array in outputs.items()})

@@ -1,4 +1,4 @@
-"""Publish: the bundles to the release store, and release.json last."""
+"""Publish: send the bundles to the release store, and release.json last."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,11 +27,11 @@ class PublishJob(Job):
 
     @property
     def version(self) -> str:
-        """The version of the release."""
+        """The version of the release; it must have one."""
         return self.tracked.version or ""
 
     def cache_key(self) -> Mapping[str, Any]:
-        """The document, which names every blob by its digest, and the address."""
+        """Return the store's address and the document, which names every blob by its digest."""
         return {"store": [self.store, self.endpoint], "document": self.document}
 
     @classmethod
@@ -44,7 +44,10 @@ class PublishJob(Job):
         targets: tuple[TargetResult, ...],
         tracked: TrackResult,
     ) -> "PublishJob":
-        """The job of a release that passed and has a version; `endpoint` is None for the embedded S3 server."""
+        """Return the job that publishes a release, which has passed and has a version.
+
+        `endpoint` is the address of the S3 server, None for the embedded one.
+        """
         return cls(
             name=spec.name,
             tracked=tracked,
@@ -56,7 +59,7 @@ class PublishJob(Job):
 
 
 class PublishResult(StepResult):
-    """The URI of the release, and that of each target's bundle."""
+    """The URI of the release, and the URI of each target's bundle by the target's name."""
 
     release_uri: str
     bundle_uris: dict[str, str]
@@ -65,8 +68,8 @@ class PublishResult(StepResult):
 def work(job: PublishJob, runner: StepRunner, store: ReleaseStore, registry: Registry) -> PublishResult:
     """Send the release to the store and mark its version as published in the registry.
 
-    Until the end there is no release; after an interruption, running again completes it. Raises StoreError and
-    RegistryError.
+    The release exists only when release.json has been written, last; after an interruption, a second run completes it.
+    Raises StoreError and RegistryError.
     """
     artifacts = {item.sha256: item for target in job.targets for item in blobs_of(target).values()}
     total = sum(item.size for item in artifacts.values())
@@ -99,7 +102,7 @@ publish = Step("publish", PublishResult, work, is_current=_is_there)
 
 
 def blobs_of(result: TargetResult) -> dict[str, Artifact]:
-    """What the store keeps of a target: `bundle`; or, to share the weights, `bundle` without them and `weights`."""
+    """Return the blobs that the store keeps of a target: `bundle`; or the bundle without weights, and `weights`."""
     apart = result.packaged.apart
     return {"bundle": result.bundle} if apart is None else {"bundle": apart.bundle, "weights": apart.weights}
 
@@ -107,7 +110,7 @@ def blobs_of(result: TargetResult) -> dict[str, Artifact]:
 def release_document(
     spec: Spec, exported: ExportResult, targets: tuple[TargetResult, ...], tracked: TrackResult
 ) -> dict[str, Any]:
-    """The content of release.json: the origin of the model, the policies of its channels, and each target's bundle."""
+    """Return the content of release.json: origin of the model, policies of its channels, and each target's bundle."""
     return {
         "format": RELEASE_FORMAT,
         "name": spec.name,

@@ -1,4 +1,4 @@
-"""Rebuild: a bundle made again from what its provenance names, and compared with the first one."""
+"""Rebuild: make a bundle again from the inputs that its provenance names, and compare the two."""
 
 import json
 import shutil
@@ -33,9 +33,9 @@ _FILES = ("mod.json", "mod.params", "mod.so", _SAMPLE)
 def rebuild(bundle: Path, source: Path, trusted: Sequence[Path] | None = None) -> tuple[str, ...]:
     """Make a bundle again from its release file or its ONNX file, in an empty workspace, and compare the two.
 
-    Trained weights and tuning records are taken from this machine's workspace, and their digests compared. From an ONNX
-    file, the golden sample of a model that was no ONNX file stays the bundle's own. `trusted` is as for
-    `tvmflow.bundle.extract`. Returns the names of the parts that were made again and are the same. Raises VerdictError,
+    Trained weights and tuning records are taken from this machine's workspace, and their digests compared; weights that
+    it lacks are trained again. If `source` is an ONNX file but the original was not, the golden sample is not compared.
+    `trusted` is as for `tvmflow.bundle.extract`. Returns the names of the parts that are the same. Raises VerdictError,
     which names the first part that differs, and BundleError when the bundle cannot be made again here.
     """
     settings = machine.load()
@@ -84,9 +84,10 @@ def rebuild(bundle: Path, source: Path, trusted: Sequence[Path] | None = None) -
 
 
 def _sections(bundle: Path, manifest: Manifest) -> dict[str, Any]:
-    """The sections of the release file in the bundle's provenance.
+    """Return the sections of the release file in the bundle's provenance.
 
-    Raises BundleError when there are none, or when other versions or other code than the installed made the bundle.
+    Raises BundleError when there are none, or when the bundle was made with other versions or other code than is
+    installed.
     """
     installed, built = installed_versions(), manifest.versions
     for name, built_with, current in (
@@ -118,9 +119,9 @@ def _sections(bundle: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _spec(bundle: Path, source: Path, manifest: Manifest, sections: dict[str, Any]) -> Spec:
-    """The release file to build from: `source`, or for an ONNX file one with the sections of the bundle's provenance.
+    """Return the release file `source`; for an ONNX file, a release file with the sections of the bundle's provenance.
 
-    Raises VerdictError for a release file with other sections than the bundle was built from.
+    Raises VerdictError for a release file whose sections differ from those that the bundle was built from.
     """
     if source.suffix in (".yaml", ".yml"):
         spec = release_file.load(source)
@@ -144,13 +145,13 @@ def _spec(bundle: Path, source: Path, manifest: Manifest, sections: dict[str, An
 
 
 def _target(manifest: Manifest) -> Target:
-    """The bundle's target from its manifest: the name `native` means another target on another machine."""
+    """Return the target from the bundle's manifest; the name `native` would mean another target on another machine."""
     linker = resolve(manifest.tvm_target).cross_compiler
     return Target(manifest.target, manifest.tvm_target, manifest.arch, manifest.cpu_features, linker)
 
 
 def _trained_weights(spec: Spec, settings: Settings, workspace: Workspace, runner: StepRunner) -> Artifact | None:
-    """The trained weights: those of this machine's workspace where it has them, else trained again."""
+    """Return the trained weights from this machine's workspace; train the model again where it lacks them."""
     if spec.train is None:
         return None
     weights = train(StepRunner.of(spec, settings, workspace), TrainJob.of(spec)).result.weights
@@ -158,7 +159,10 @@ def _trained_weights(spec: Spec, settings: Settings, workspace: Workspace, runne
 
 
 def _tuned(bundle: Path, manifest: Manifest, workspace: Workspace, source: Workspace) -> TuneResult:
-    """The tuning records that the bundle was built with, copied from the workspace `source`."""
+    """Return the tuning records that the bundle was built with, copied from the workspace `source`.
+
+    Raises BundleError when that workspace lacks them.
+    """
     digest = manifest.provenance.get("records", "")
     path = source.path(Artifact(sha256=digest, size=0, name="records.jsonl"))
     nothing = untuned(workspace)

@@ -1,4 +1,4 @@
-"""Register: a trained PyTorch model in the MLflow registry, where any release file can name it."""
+"""Register: add a trained PyTorch model to the MLflow registry, where any release file can name it."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -19,11 +19,11 @@ from tvmflow.workspace import Artifact, StepResult
 
 
 class RegisterJob(Job):
-    """The trained model with its signature, and where it is registered.
+    """The trained model with its signature, and the place where it is registered.
 
-    `registry` is the address of the registry, `model` the name there. The rest is only written to it: the tags, the
-    training's arguments, the metric, and the run that made it. `destination` is a folder that MLflow's model is saved
-    in by a child process.
+    `registry` is the address of the registry, `model` the name there. The tags, the training's arguments, the
+    evaluation and the run that made it are only written to the registry. `destination` is the folder into which a child
+    process saves the model.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {
@@ -46,7 +46,7 @@ class RegisterJob(Job):
 
     @property
     def needs_torch(self) -> bool:
-        """Always: it is a PyTorch model."""
+        """True: the model is a PyTorch model."""
         return True
 
     @classmethod
@@ -61,7 +61,7 @@ class RegisterJob(Job):
         run_id: str,
         model: str,
     ) -> "RegisterJob":
-        """The job of a release file's model, trained with these weights and judged in the MLflow run `run_id`."""
+        """Return the job that registers a release file's model with these weights, judged in MLflow run `run_id`."""
         return cls(
             registry=registry.config.address,
             model=model,
@@ -78,28 +78,26 @@ class RegisterJob(Job):
 
 
 class Saved(StepResult):
-    """The model is in the folder."""
+    """An empty result: the child process has saved the model in the folder."""
 
 
 class RegisterResult(StepResult):
-    """The version of the source model."""
+    """The name of the registered source model and its new version."""
 
     model: str
     version: str
 
     @property
     def uri(self) -> str:
-        """What a release file's `model.mlflow` says to release it."""
+        """The value of `model.mlflow` in a release file that releases this version, as `models:/MODEL/3`."""
         return f"models:/{self.model}/{self.version}"
 
 
 def save_work(job: RegisterJob, emit: Emit) -> Saved:
-    """Save the model in the folder `job.destination`, in MLflow's PyTorch flavor; the result `Saved` holds no values.
+    """Save the model in the folder `job.destination`, in MLflow's PyTorch flavor; a child process runs this.
 
-    A child process runs this, and `emit` reports its progress.
-
-    It is saved as a traced program, which is loaded without the user's own code and without executing any. Raises
-    ExportError when the model cannot be traced.
+    The model is saved as a traced program (torch.export), which loads without the user's code. Raises ExportError when
+    the model cannot be loaded.
     """
     import mlflow.pytorch
 
@@ -122,9 +120,10 @@ def save_work(job: RegisterJob, emit: Emit) -> Saved:
 
 
 def work(job: RegisterJob, runner: StepRunner, registry: Registry) -> RegisterResult:
-    """Register the trained model as a version of the source model; the same weights are registered once.
+    """Register the trained model as a new version of the source model and return the version.
 
-    Raises ExportError when the model cannot be traced, RegistryError.
+    Raises ExportError when the model cannot be loaded, StepError when saving it fails, RegistryError when the registry
+    fails.
     """
     with runner.workspace.scratch() as folder:
         saving = job.model_copy(update={"destination": folder / "model"})

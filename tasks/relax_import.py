@@ -1,4 +1,4 @@
-"""Relax import: the ONNX file as a module of Relax, TVM's graph IR, with its weights in a file of their own."""
+"""Relax import: turn the ONNX file into a module of Relax, TVM's graph IR, with its weights in a separate file."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ImportJob(Job):
-    """The ONNX file, the shapes to import it with, and the name of the model in messages."""
+    """The ONNX file, the shape of each input by name, and the model's name for messages."""
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"model_label": True}
 
@@ -25,18 +25,18 @@ class ImportJob(Job):
 
     @property
     def needs_compiler(self) -> bool:
-        """Always."""
+        """True: the step uses TVM's importer."""
         return True
 
     @classmethod
     def of(cls, spec: Spec, exported: ExportResult) -> "ImportJob":
-        """The job of a release file's exported model."""
+        """Return the job that imports a release file's exported model."""
         shapes = {item.name: item.shape for item in exported.inputs}
         return cls(model_label=spec.model.label, onnx=exported.onnx, shapes=shapes)
 
 
 class ImportResult(StepResult):
-    """The model in Relax: `ir` is TVM's JSON, `text` the same to read, `params` the weights in `main`'s order."""
+    """The model in Relax: `ir` is TVM's JSON, `text` the IR to read, `params` the weights in the order of `main`."""
 
     ir: Artifact
     text: Artifact
@@ -46,7 +46,7 @@ class ImportResult(StepResult):
 
 
 def work(job: ImportJob, emit: Emit) -> ImportResult:
-    """Import the exported model into Relax.
+    """Import the exported model into Relax in a child process.
 
     Raises UnsupportedOperatorError, which names operator and node, for an operator that TVM lacks; ModelImportError for
     other models that cannot be imported.
@@ -72,7 +72,7 @@ relax_import = ChildStep("relax_import", ImportResult, work)
 
 
 def load_imported(workspace: Workspace, imported: ImportResult) -> "Imported":
-    """Read the imported model, in the form that the compiler takes, from its artifacts."""
+    """Load the imported model from its artifacts, in the form that the compiler takes."""
     from tvmflow import compiler
 
     return compiler.Imported(

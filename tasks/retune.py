@@ -1,4 +1,4 @@
-"""Retune: where the time of a bundle in production goes, tuning just that, and whether a new build is faster."""
+"""Retune: profile a bundle in production, tune its costliest functions, and measure whether a new build is faster."""
 
 import secrets
 from collections.abc import Mapping
@@ -32,12 +32,12 @@ _GAIN = 0.98
 
 
 class Profile(StepResult):
-    """The compiled functions of a bundle by seconds per run, the costliest first."""
+    """The compiled functions of a bundle: seconds per run by name, the costliest first."""
 
     functions: dict[str, float]
 
     def costliest(self) -> tuple[str, ...]:
-        """The names of the costliest functions, which together take most of the time."""
+        """Return the names of the costliest functions that together take 90 % of the time."""
         total, covered, names = sum(self.functions.values()), 0.0, []
         for name, seconds in self.functions.items():
             if covered >= _SHARE * total:
@@ -48,9 +48,11 @@ class Profile(StepResult):
 
 
 class Gain(StepResult):
-    """A new build compared with the one in production, on one target; `message` says it in one sentence.
+    """A comparison of a new build with the bundle in production, on one target; `message` gives it in one sentence.
 
-    `ratios` are its latency over the other's in each pair of rounds, empty where both have the same library.
+    `ratios` are the new build's latency over the other's in each pair of rounds, empty where both have the same
+    library; `ratio` is their median, 1 without any. `better` and `worse` say which of the two is faster; both may be
+    False.
     """
 
     target: str
@@ -62,7 +64,7 @@ class Gain(StepResult):
 
 
 class ProfileJob(Job):
-    """A bundle in production, and its target."""
+    """The path of a bundle in production, and its target."""
 
     bundle: Path
     target: Target
@@ -74,7 +76,7 @@ class ProfileJob(Job):
 
 
 def profile_work(job: ProfileJob, emit: Emit) -> Profile:
-    """Time each compiled function on the golden sample, in a child process.
+    """Time each compiled function on the golden sample in a child process.
 
     Raises BundleError where the bundle does not run.
     """
@@ -97,9 +99,10 @@ _RETUNE = Step("retune", TuneResult, run_job, cached=False)
 def tune_costliest(
     runner: StepRunner, job: TuneJob, costliest: tuple[str, ...], minutes: float, shared: "SharedRecords | None" = None
 ) -> Outcome[TuneResult]:
-    """Spend minutes on the workloads with these names; what is faster becomes a record. Raises TuneError.
+    """Tune the workloads named in `costliest` for `minutes`, with a new seed each time; keep faster schedules.
 
-    `job` is the model's own tuning; `shared` is where machines exchange records.
+    They are kept as tuning records. `job` is the model's own tuning; `shared` is the store through which machines
+    exchange records, or None. Raises TuneError when tuning fails as a whole.
     """
     budget = Tune(minutes=minutes, tuner=job.tune.tuner, seed=secrets.randbelow(2**31))
     with shared_records(runner.workspace, job.target, shared):
@@ -107,7 +110,7 @@ def tune_costliest(
 
 
 class CompareJob(Job):
-    """A new build and the bundle in production; `sizes` are those of symbolic dimensions to measure at."""
+    """A new build and the path of the bundle in production; `sizes` are the sizes of symbolic dimensions to measure."""
 
     exported: ExportResult
     production: Path
@@ -122,7 +125,7 @@ class CompareJob(Job):
         return self.target.name
 
     def cache_key(self) -> Mapping[str, Any]:
-        """The two bundles, by their digests."""
+        """Return the digests of the two bundles."""
         return {"production": self.production.name, "bundle": self.packaged.bundle.sha256}
 
     @classmethod
@@ -135,7 +138,7 @@ class CompareJob(Job):
         packaged: PackageResult,
         target: Target,
     ) -> "CompareJob":
-        """The job of a release file's model."""
+        """Return the job that compares a new build of a release file's model with the bundle `production`."""
         return cls(
             exported=exported,
             production=production,
@@ -147,7 +150,7 @@ class CompareJob(Job):
 
 
 def compare_work(job: CompareJob, runner: StepRunner) -> Gain:
-    """Measure a new build and the bundle in production in turn; the same library needs no measuring.
+    """Measure a new build in turn with the bundle in production; the same library is not measured.
 
     The new build is better when its latency is below 0.98 of the other's in the median of 25 pairs of rounds and lower
     in at least 20 of them, and worse when the same holds with the two exchanged. Raises BundleError for a bundle that

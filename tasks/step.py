@@ -1,9 +1,9 @@
-"""Steps: what every step of a release is made of, and how one runs.
+"""Steps: the parts of which every step of a release consists, and how a step runs.
 
-A step is three things: a `Job`, which holds all that its result depends on; a `StepResult`; and a function that makes
-the result from the job. `Step` does the rest: it looks the result up by the job's cache key, runs the function where
-the lookup fails, reports progress, records the result, and shows up in Prefect's UI when a flow calls it. A `ChildStep`
-runs its function in a child process, which can be killed and has a log file of its own.
+A step is three things: a `Job`, which holds all values that the result depends on; a `StepResult`; and a function that
+makes the result from the job. `Step` does the rest: it looks the result up by the job's cache key, runs the function
+where the lookup fails, reports progress, records the result, and shows up in Prefect's UI when a flow calls it. A
+`ChildStep` runs its function in a child process, which can be killed and has a log file of its own.
 """
 
 import sys
@@ -26,11 +26,11 @@ _LIGHT = ("onnx", "onnxruntime", "tvmflow.runtime", "tasks.export", "tasks.valid
 
 
 class Job(Record):
-    """What one run of a step is given: all that its result depends on.
+    """The input of a step: all values that its result depends on.
 
-    A job is sent to child processes as JSON. It is the step's cache key as well, but for the fields in `not_in_key`,
-    which only say where something is on this machine; they are named as pydantic's `exclude` takes them. `home`, the
-    workspace's folder, and `folder`, the folder of the release file, are filled in when the step runs.
+    A child process gets its job as JSON. The job is also the step's cache key, without the fields in `not_in_key`,
+    which do not change the result; `not_in_key` has the form of pydantic's `exclude`. The step fills in `home`, the
+    workspace's folder, and `folder`, the folder of the release file, when it runs.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {}
@@ -40,12 +40,12 @@ class Job(Record):
 
     @property
     def workspace(self) -> Workspace:
-        """The workspace, by itself and not shared: what a child process reads its artifacts from."""
+        """The local workspace in `home`, without the shared one; child processes read and keep artifacts there."""
         return Workspace(self.home)
 
     @property
     def label(self) -> str | None:
-        """What of a release the step is run for, as people see it: a target's name; None for the whole release."""
+        """The part of a release that the step works on, for people: a target's name; None for the whole release."""
         return None
 
     @property
@@ -59,7 +59,7 @@ class Job(Record):
         return False
 
     def cache_key(self) -> Mapping[str, Any]:
-        """All that the result depends on, as JSON-like values."""
+        """Return all values that the result depends on; `tvmflow.workspace.step_key` writes them as JSON."""
         return self.model_dump(mode="json", exclude={"home": True, "folder": True, **self.not_in_key})
 
 
@@ -70,11 +70,11 @@ R = TypeVar("R", bound=StepResult)
 
 @dataclass(frozen=True)
 class StepRunner:
-    """Where the steps of one release run.
+    """The settings with which the steps of one release run: the workspace, the release, and the time limit.
 
     `name` is the release's name, used for log files; `folder` is the folder of the release file, whose modules child
-    processes can import; `timeout` is the seconds after which a child process is killed. `step` and `label` are set in
-    the runner that a step's own function is given.
+    processes can import; `timeout` is the seconds after which a child process is killed. `step` and `label` name the
+    running step; `Step` sets them in the runner that it passes to the step's function.
     """
 
     workspace: Workspace
@@ -86,20 +86,20 @@ class StepRunner:
 
     @classmethod
     def of(cls, spec: Spec, settings: Settings, workspace: Workspace) -> "StepRunner":
-        """The runner of a release file's steps with this machine's settings."""
+        """Return the runner of a release file's steps with this machine's settings."""
         return cls(workspace, spec.name, spec.folder, settings.step_timeout_minutes * 60)
 
     def place(self, job: J) -> J:
-        """The job with the folders of this runner."""
+        """Return a copy of the job with the workspace folder and the release folder of this runner."""
         return job.model_copy(update={"home": self.workspace.folder, "folder": self.folder})
 
     def log(self, part: str | None = None) -> Path:
-        """The log file of this step's child process; `part` tells several of them apart."""
+        """Return the path of this step's log file; `part` distinguishes the log files of several child processes."""
         parts = (self.name, self.step, part, None if self.label is None else slug(self.label))
         return self.workspace.folder / "logs" / f"{'-'.join(filter(None, parts))}.log"
 
     def emit(self, done: float, total: float, message: str) -> None:
-        """Report that this step has done `done` of `total` units; `message` says which."""
+        """Report that this step has done `done` of `total` units; `message` names the current one."""
         reporter().progressed(self.step, self.label, done, total, message)
 
     def call(
@@ -110,10 +110,10 @@ class StepRunner:
         *,
         environment: Mapping[str, str] | None = None,
     ) -> R:
-        """Run a module's function on a job in a child process and return its result.
+        """Run a module's function on a job in a child process and return its result, an instance of `result`.
 
-        `environment` is added to that of the child. Raises the TvmflowError that the function raised, StepError when
-        the child crashed or took longer than the timeout.
+        `environment` is added to the child's environment. Raises the TvmflowError that the function raised, StepError
+        when the child crashed or took longer than the timeout.
         """
         return process.call(
             path_of(function),
@@ -132,9 +132,10 @@ class StepRunner:
 class Step(Generic[J, P, R]):
     """A step whose function runs in this process: `work(job, runner, *tools)`.
 
-    Tools are what a result does not depend on and JSON does not hold, such as the release store; they are passed on
-    from the call. `is_current(result, job, *tools)` says whether what a cached result stands for outside the workspace,
-    such as a release, is still there. A step that is not `cached` always does its work.
+    Tools are objects that a result does not depend on and that JSON cannot hold, such as the release store; the caller
+    of the step passes them. `is_current(result, job, *tools)` says whether a cached result still agrees with the world
+    outside the job, for instance whether the release that it names exists. A step with `cached` False always does its
+    work.
     """
 
     def __init__(
@@ -154,9 +155,10 @@ class Step(Generic[J, P, R]):
         self._cached = cached
 
     def __call__(self, runner: StepRunner, job: J, /, *args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
-        """Return the cached result of the same job, or do the work; within a flow this is a task run of the flow.
+        """Return the outcome with the cached result of the same job, or do the work; in a flow, do so as a task.
 
-        Raises what the step's function raises, and StepError when the disk is full or a file cannot be written.
+        Raises what the step's function raises, StepError when the disk is full or a file cannot be written, StoreError
+        when the shared workspace fails.
         """
         job = runner.place(job)
         runner = replace(runner, step=self.name, label=job.label)
@@ -181,7 +183,7 @@ class Step(Generic[J, P, R]):
         return _as_task(run, self.name, job.label) if _in_flow() else run()
 
     def key(self, runner: StepRunner, job: J) -> str:
-        """The SHA-256, in hexadecimal, under which the workspace keeps the result of a job."""
+        """Return the SHA-256, in hexadecimal, under which the workspace keeps the result of a job."""
         return step_key(self.name, runner.place(job).cache_key())
 
 
@@ -198,17 +200,17 @@ class ChildStep(Step[J, [], R]):
 
 
 def path_of(function: Callable[..., Any]) -> str:
-    """A module's function as `package.module:function`."""
+    """Return the name of a module's function as `package.module:function`."""
     return f"{function.__module__}:{function.__qualname__}"
 
 
 def slug(text: str) -> str:
-    """A name fit for files and metrics."""
+    """Return a name fit for files and metrics: at most 60 letters, digits, `.`, `_` or `-`; others become `_`."""
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:60]
 
 
 def _in_flow() -> bool:
-    """Whether a Prefect flow calls; a process that never imported Prefect is in none."""
+    """Whether the caller runs within a Prefect flow; without Prefect imported, it does not."""
     if "prefect.context" not in sys.modules:
         return False
     from prefect.context import FlowRunContext

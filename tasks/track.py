@@ -1,4 +1,4 @@
-"""Track: the release in MLflow, with parameters, metrics, artifacts and, when it passed, a model version."""
+"""Track: log the release in MLflow, with parameters, metrics, artifacts and, when it passed, a model version."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -29,11 +29,11 @@ WEIGHTS = "weights.pt"
 
 
 class TargetResult(StepResult):
-    """All that was made and measured for one target.
+    """All results of one target.
 
-    `built`, `packaged` and `verdict` are those of the build that is shipped. `choice` says why it is this build, None
-    where tuning changed nothing. `measured` is None where the machine cannot run the bundle; `gates` are the sentences
-    of the gates that are not kept.
+    `built`, `packaged` and `verdict` belong to the build that is shipped. `choice` says why it is this build, None
+    where tuning changed nothing. `measured` is None where the bundle was not benchmarked; `gates` has a sentence for
+    each gate that failed.
     """
 
     target: Target
@@ -53,19 +53,19 @@ class TargetResult(StepResult):
 
     @property
     def shipped(self) -> Literal["tuned", "untuned"]:
-        """Which build is shipped."""
+        """The build that is shipped, `tuned` or `untuned`."""
         return "untuned" if self.choice is None else self.choice.shipped
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why this target is not released; empty when it is."""
+        """The reasons why this target is not released; empty when it is."""
         return (*self.verdict.reasons, *self.gates)
 
 
 class TrackResult(StepResult):
-    """The MLflow run, the nested runs by target, and the model version, which is the release's version.
+    """The ids of the MLflow run and of its nested run for each target, and the model version.
 
-    `version` is None for a release that did not pass. `created_at` is the UTC time in ISO 8601.
+    `version` is the release's version, None for a release that did not pass. `created_at` is the UTC time in ISO 8601.
     """
 
     run_id: str
@@ -76,7 +76,7 @@ class TrackResult(StepResult):
 
 
 class TrackJob(Job):
-    """All that was made for a release; `registry` is the address that it is logged at."""
+    """All results of a release; `registry` is the address of the registry that logs them."""
 
     spec: Spec
     exported: ExportResult
@@ -96,7 +96,7 @@ class TrackJob(Job):
         return self.spec.registry.model or self.spec.name
 
     def cache_key(self) -> Mapping[str, Any]:
-        """The release file, and of each target what the run tells of it."""
+        """Return the release file, and of each target the values that its run shows."""
         return {
             "registry": self.registry,
             "spec": self.spec,
@@ -112,7 +112,7 @@ class TrackJob(Job):
 def work(job: TrackJob, runner: StepRunner, registry: Registry) -> TrackResult:
     """Log the release to MLflow: one run, a nested run per target, and a model version when every verdict passed.
 
-    A refused release is logged as well, without a version, so that its verdict is kept. Raises RegistryError.
+    A refused release is logged without a version, so that its verdict is kept. Raises RegistryError.
     """
     spec, exported, workspace = job.spec, job.exported, runner.workspace
     params = {
@@ -152,7 +152,7 @@ track = Step("track", TrackResult, work, is_current=_is_there)
 
 
 def _files(job: TrackJob, workspace: Workspace, scratch: Path) -> dict[str, Path]:
-    """The artifacts of the release's run; those that are in no file yet are written into `scratch`."""
+    """Return the files to log as artifacts, by artifact path; documents are written into `scratch`."""
     files = {
         "model.onnx": workspace.path(job.exported.onnx),
         "relax/imported.txt": workspace.path(job.imported.text),
@@ -216,7 +216,7 @@ def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspa
 
 
 def metrics(item: TargetResult) -> dict[str, float]:
-    """The figures of one target by their names in MLflow: errors, latency in ms, ratios, sizes in bytes, seconds."""
+    """Return the figures of one target by MLflow name: errors, latency in ms, ratios, sizes in bytes, seconds."""
     coverage = item.tuned.coverage
     figures: dict[str, float] = {
         "bundle_bytes": item.bundle.size,
@@ -256,7 +256,7 @@ def metrics(item: TargetResult) -> dict[str, float]:
 
 
 def verdict_document(item: TargetResult) -> dict[str, Any]:
-    """The verdict of one target as release.json and MLflow keep it."""
+    """Return the verdict of one target in the form in which release.json and MLflow keep it."""
     document = item.verdict.model_dump(mode="json", exclude={"sources"})
     choice = item.choice and item.choice.model_dump(mode="json", exclude={"sources"})
     return {**document, "passed": not item.reasons, "reasons": list(item.reasons), "choice": choice}
@@ -264,7 +264,7 @@ def verdict_document(item: TargetResult) -> dict[str, Any]:
 
 @contextmanager
 def _closing(registry: Registry, run_id: str) -> Iterator[None]:
-    """End the run with the body, as FINISHED, FAILED or, on an interrupt, KILLED."""
+    """End the run when the body ends: as FINISHED, FAILED or, on an interrupt, KILLED."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Train: make the weights that the release ships, by the user's own training function."""
+"""Train: make the weights that the release ships with the user's own training function."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from tvmflow.workspace import Artifact, StepResult
 
 
 class TrainJob(Job):
-    """The training function, its arguments, and the SHA-256 of the files that it is declared to read.
+    """The training function, its arguments, and the SHA-256 of each file that `train.reads` names.
 
-    New data behind the same arguments shows in neither of them: another `occasion` trains the model again.
+    New data need not change any of these: another `occasion` makes the step train the model again.
     """
 
     function: str
@@ -29,7 +29,7 @@ class TrainJob(Job):
 
     @classmethod
     def of(cls, spec: Spec, occasion: str | None = None) -> "TrainJob":
-        """The job of a release file. Raises TrainError for one without a section `train`."""
+        """Return the job that trains a release file's model. Raises TrainError for a file without a section `train`."""
         section = spec.train
         if section is None:
             raise TrainError("the release file has no section train; add one, or give model.weights")
@@ -38,13 +38,13 @@ class TrainJob(Job):
 
 
 class TrainResult(StepResult):
-    """The trained weights, a state dict."""
+    """The file of the trained weights, a PyTorch state dict."""
 
     weights: Artifact
 
 
 def work(job: TrainJob, emit: Emit) -> TrainResult:
-    """Call the training function. Raises TrainError when it fails or writes no file."""
+    """Call the training function in a child process. Raises TrainError when it fails or writes no file."""
     workspace = job.workspace
     with workspace.scratch() as folder:
         output = folder / "weights.pt"

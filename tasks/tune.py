@@ -1,6 +1,6 @@
 """The step `tune`: measures schedules of the model's workloads within a budget, or looks up the best ones.
 
-What it measures is kept as tuning records, and all further runs build on them.
+The measurements are kept as tuning records, which later runs use.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _LOOK_UP = {"trials": 0, "minutes": None, "until": None}
 
 
 class DeviceKey(Record):
-    """The devices that candidates are measured on: their key at an RPC tracker, HOST:PORT."""
+    """The devices that measure candidates: their key at an RPC tracker, and the tracker's address HOST:PORT."""
 
     key: str
     tracker: str
@@ -35,9 +35,9 @@ class DeviceKey(Record):
 class TuneJob(Job):
     """The imported model, the target, the budget, and how the build will lower the model.
 
-    Of the workloads named in `only` those that the model has are tuned, all of them where it has none of these.
-    Candidates are measured here, or on `device`. `curve` is a file that gets a line for each trial on functions: its
-    number, and the model's estimated latency in ms.
+    Only the model's workloads named in `only` are tuned, or all of its workloads if it has none of these. Candidates
+    are measured on this machine, or on `device`. `curve` is a file that gets a line for each trial: its number, and the
+    model's estimated latency in ms. `is_extra` distinguishes a tuning that the user asked for from the release's own.
     """
 
     imported: ImportResult
@@ -58,11 +58,11 @@ class TuneJob(Job):
 
     @property
     def needs_compiler(self) -> bool:
-        """Always."""
+        """True: the step compiles candidates."""
         return True
 
     def cache_key(self) -> dict[str, Any]:
-        """All that the result depends on; it does not matter where candidates are measured."""
+        """Return all values that the result depends on; the device that measures is not among them."""
         from tvmflow import tuning
         from tvmflow.tuning.best_records import store_digest
 
@@ -75,7 +75,7 @@ class TuneJob(Job):
 
     @classmethod
     def of(cls, spec: Spec, imported: ImportResult, target: Target) -> "TuneJob":
-        """The job of a release file's model for a target, with the release file's budget."""
+        """Return the job that tunes a release file's model for a target, with the release file's budget."""
         return cls(
             imported=imported,
             target=target,
@@ -87,7 +87,10 @@ class TuneJob(Job):
 
 
 class TunedWorkload(Record):
-    """One workload: its call sites, what became of it, seconds of a call before and after, and its trials."""
+    """One workload: its number of call sites, status, seconds of a call before and after, and number of trials.
+
+    `reason` explains the status, or is None. Seconds are None where the workload has no time.
+    """
 
     name: str
     calls: int
@@ -99,7 +102,7 @@ class TunedWorkload(Record):
 
 
 class Coverage(Record):
-    """How much of a model is tuned: `tuned` of its `workloads` have a record or trials.
+    """The tuned part of a model: `tuned` of its `workloads` have a record or trials.
 
     `share_of_time` is the part of the model's time that these take, by call sites and the best time of each workload;
     the `untimed` workloads have no time and do not count. It is None where no workload has a time.
@@ -111,7 +114,7 @@ class Coverage(Record):
     untimed: int
 
     def __str__(self) -> str:
-        """As "17 of 20 workloads tuned, 96 % of time"."""
+        """Return text such as "17 of 20 workloads tuned, 96 % of time"."""
         text = f"{self.tuned} of {self.workloads} workloads tuned"
         if self.share_of_time is not None and self.workloads:
             text += f", {100 * self.share_of_time:.0f} % of time"
@@ -123,12 +126,13 @@ NOTHING_TUNED = Coverage(tuned=0, workloads=0, share_of_time=None, untimed=0)
 
 
 class TuneResult(StepResult):
-    """The best records and decisions of a model, and what was measured for them.
+    """The best records and decisions of a model, and the figures of the tuning.
 
-    `records` is a file as `tvmflow.tuning.best_records` reads it; `decisions` counts the decisions in it. `latency_ms`
-    is the model's estimated latency, of all calls of its workloads with a time, and `untuned_ms` the same without
-    tuning; None where no workload has a time. `curve` is the latency after some of the trials, from 0 to the last, at
-    most a few hundred. `records_digest` is the SHA-256 of the best record or decision of each of the `lookup_keys`.
+    `records` is a file as `tvmflow.tuning.best_records` reads it; `decisions` is the number of decisions in it.
+    `latency_ms` is the model's estimated latency, the sum over all calls of its workloads with a time, and `untuned_ms`
+    the same without tuning; both are None where no workload has a time. `curve` has pairs of trial and latency in ms,
+    from trial 0 to the last, at most a few hundred. `records_digest` is the SHA-256 over the best record or decision of
+    each of the `lookup_keys`.
     """
 
     records: Artifact
@@ -144,7 +148,7 @@ class TuneResult(StepResult):
 
 
 def work(job: TuneJob, emit: Emit) -> TuneResult:
-    """Tune, in a child process."""
+    """Tune the model in a child process, or look up its best records where the job has no budget. Raises TuneError."""
     from tvmflow import tuning
     from tvmflow.tuning.model import tune_model
 
@@ -220,7 +224,7 @@ def _has_best_records(result: TuneResult, job: TuneJob) -> bool:
 
 
 def run_job(job: TuneJob, runner: StepRunner) -> TuneResult:
-    """Tune in a child process; the temporary files of its workers are removed however it ends."""
+    """Tune in a child process; remove the temporary files of its workers when it ends, also after an error."""
     with runner.workspace.scratch() as folder:
         return runner.call(work, job, TuneResult, environment={"TMPDIR": str(folder)})
 
@@ -232,8 +236,8 @@ _TUNE_MORE = Step("tune", TuneResult, run_job, cached=False)
 def tune(runner: StepRunner, job: TuneJob, shared: "SharedRecords | None" = None) -> Outcome[TuneResult]:
     """Tune a model for a target within the job's budget; with 0 trials, look up the best records.
 
-    A cached result is looked up anew when the store has a better record by now. `shared` is where machines exchange
-    records. Raises TuneError when tuning fails as a whole; failed trials are normal.
+    A cached result is looked up again when the store has gained a better record. `shared` is the store through which
+    machines exchange records, or None. Raises TuneError when tuning fails as a whole; failed trials are normal.
     """
     with shared_records(runner.workspace, job.target, shared):
         return _TUNE(runner, job)
@@ -248,10 +252,11 @@ def tune_more(
     curve: Path | None = None,
     shared: "SharedRecords | None" = None,
 ) -> Outcome[TuneResult]:
-    """Tune a model within a budget beside the release file's own, here or on devices; `curve` is as in TuneJob.
+    """Tune a model within a `budget` of its own, on this machine or on devices; `curve` is as in TuneJob.
 
-    It is never cached, because the user asks for it. Where the release's own tuning is cached, its result is replaced
-    by this one. Raises TuneError when tuning fails as a whole, RemoteError where there are no such devices.
+    The result is never cached, because the user asks for the work. It replaces the cached result of the release's own
+    tuning, if there is one. `shared` is the store through which machines exchange records, or None. Raises TuneError
+    when tuning fails as a whole, RemoteError where there are no such devices.
     """
     with shared_records(runner.workspace, job.target, shared):
         own_key = _TUNE.key(runner, job)
@@ -265,7 +270,7 @@ def tune_more(
 
 @contextlib.contextmanager
 def shared_records(workspace: Workspace, target: Target, shared: "SharedRecords | None") -> Iterator[None]:
-    """Fetch the records of other machines for a target, and send new ones while the body runs."""
+    """Fetch other machines' records for a target, and send new ones while the body runs; nothing without `shared`."""
     from tvmflow import tuning
     from tvmflow.tuning.sharing import sharing
 
@@ -274,9 +279,9 @@ def shared_records(workspace: Workspace, target: Target, shared: "SharedRecords 
 
 
 def with_records(workspace: Workspace, tuned: TuneResult, path: Path, target: Target) -> TuneResult:
-    """Return `tuned` with the best records of a file or folder in the place of its own for the same workloads.
+    """Return `tuned` with the best records of the file or folder `path` in place of its own for the same workloads.
 
-    Raises InputError when there is no record that this TVM can use for the target.
+    Raises InputError when `path` has no record that this TVM can use for the target.
     """
     from tvmflow import tuning
     from tvmflow.tuning.best_records import replace_lines
@@ -291,14 +296,14 @@ def with_records(workspace: Workspace, tuned: TuneResult, path: Path, target: Ta
 
 
 def part_of(workspace: Workspace, tuned: TuneResult, part: "Part") -> TuneResult:
-    """Return `tuned` with its records or its decisions alone."""
+    """Return `tuned` with only its records or only its decisions."""
     from tvmflow.tuning.best_records import select_part
 
     return _with_lines(workspace, tuned, select_part(_lines(workspace, tuned), part))
 
 
 def with_threads(workspace: Workspace, tuned: TuneResult, threads: int) -> TuneResult:
-    """Return `tuned` with the decision that the model runs on so many threads."""
+    """Return `tuned` with the decision that the model runs on `threads` threads."""
     from tvmflow.tuning.best_records import set_threads
 
     return _with_lines(workspace, tuned, set_threads(_lines(workspace, tuned), threads))

@@ -1,4 +1,4 @@
-"""Validate: the bundle's outputs compared with those of PyTorch and ONNX Runtime, on samples and held-out data.
+"""Validate: compare the bundle's outputs with those of PyTorch and ONNX Runtime, on samples and held-out data.
 
 Two steps: `reference` runs the originals on the held-out data once for all targets, `validate` judges one bundle.
 """
@@ -28,7 +28,7 @@ from tvmflow.workspace import Artifact, Record, StepResult
 class ReferenceJob(Job):
     """The original, the ONNX file, and the held-out data.
 
-    `batch` is the model's batch size where that is fixed, `ranks` the number of axes of each input.
+    `batch` is the model's fixed batch size, or None; `ranks` is the number of axes of each of `inputs`.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
@@ -48,7 +48,10 @@ class ReferenceJob(Job):
 
     @classmethod
     def of(cls, spec: Spec, original: Original, exported: ExportResult) -> "ReferenceJob":
-        """The job of an exported model. Raises ExportError for a release file without held-out data."""
+        """Return the job that runs the originals of a release file's model.
+
+        Raises ExportError for a release file without held-out data.
+        """
         task = spec.validation.task
         if task is None:
             raise ExportError("the release file names no held-out data; add validate.task")
@@ -71,8 +74,8 @@ class ReferenceResult(StepResult):
     """The held-out inputs with the original's outputs, both in chunks; ONNX Runtime's outputs; and the labels.
 
     `count` is the number of held-out samples, `metric` the original's task metric on them. Where the model's batch size
-    is fixed, the last chunk is filled up by repeating its last sample. With `whole`, each chunk is one sample that has
-    no axis of samples.
+    is fixed, the last chunk is filled up by repeating its last sample. With `whole`, each chunk is one sample without
+    the axis of samples.
     """
 
     original: Artifact
@@ -84,7 +87,7 @@ class ReferenceResult(StepResult):
 
 
 class DeviceJob(Job):
-    """A bundle and the inputs to run it on."""
+    """A bundle and the inputs to run it on; `held_out` is None without held-out data."""
 
     bundle: Artifact
     samples: Artifact
@@ -92,14 +95,14 @@ class DeviceJob(Job):
 
 
 class DeviceResult(StepResult):
-    """The bundle's outputs on the samples and on the held-out data."""
+    """The bundle's outputs on the samples and on the held-out data; the latter are None without such data."""
 
     samples: Artifact
     held_out: Artifact | None
 
 
 class JudgeJob(Job):
-    """All outputs on one bundle's samples and held-out data, and the bounds."""
+    """The bundle's and the originals' outputs on samples and held-out data, and the bounds."""
 
     exported: ExportResult
     device: DeviceResult
@@ -111,7 +114,11 @@ class JudgeJob(Job):
 
 
 class Comparison(Record):
-    """How far outputs are from the original's: worst absolute and relative error, least cosine, top-1 agreement."""
+    """The distance of outputs from the original's: largest absolute and relative error, least cosine, top-1 agreement.
+
+    The relative error is the absolute one over the output's largest value. `top1_agreement` is the share, 0 to 1, of
+    equal argmax along the last axis of the first output; None where that axis has one element.
+    """
 
     against: Literal["pytorch", "onnxruntime"]
     max_abs_error: float
@@ -125,8 +132,9 @@ class Verdict(StepResult):
     """The outcome of validating one bundle; `reasons` say why it failed and are empty when it passed.
 
     `algorithms` are those with fewer multiplications, by name; the comparisons include their errors. `precision` is the
-    one that the bundle's products are computed in, `max_relative_error` the bound that replaces the tolerances for each
-    element. `verified` is False for a target that this machine cannot run, whose outputs were not compared.
+    one in which the bundle's products are computed. `max_relative_error` is the bound that replaces the tolerances for
+    each element, or None. `verified` is False for a target that this machine cannot run, whose outputs were not
+    compared. `metric_original` and `metric_bundle` are the task metric on the held-out data; None without such data.
     """
 
     passed: bool
@@ -142,14 +150,14 @@ class Verdict(StepResult):
 
     @property
     def original(self) -> Comparison | None:
-        """The comparison with the model's own framework."""
+        """The comparison with the model's own framework; None for a bundle that was not run."""
         return self.comparisons[0] if self.comparisons else None
 
 
 def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
-    """Run the originals on the held-out data, in a child process.
+    """Run the originals on the held-out data in a child process and score the task metric.
 
-    Raises ExportError when the dataset fails or does not fit the model.
+    Raises ExportError when the dataset or the metric fails, or the dataset does not fit the model.
     """
     workspace = job.workspace
     value = usercode.call(job.task.dataset, "dataset", ExportError, **job.task.arguments)
@@ -189,7 +197,7 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
 
 
 def device_work(job: DeviceJob, emit: Emit) -> DeviceResult:
-    """Run the bundle as a device would, in a child process."""
+    """Run the bundle on its inputs as a device would, in a child process. Raises BundleError when it does not run."""
     from tvmflow import runtime
 
     workspace = job.workspace
@@ -211,7 +219,10 @@ def device_work(job: DeviceJob, emit: Emit) -> DeviceResult:
 
 
 def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
-    """Compare the bundle's outputs with the originals' and score the task metric, in a child process."""
+    """Compare the bundle's outputs with the originals' and score the task metric, in a child process.
+
+    Raises ExportError when the user's own metric fails.
+    """
     workspace, bounds, reference = job.workspace, job.bounds, job.reference
     task = bounds.task
 
@@ -258,9 +269,9 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
 
 
 class ValidateJob(Job):
-    """The exported model, the bundle, the bounds, and the originals' outputs on the held-out data where there are any.
+    """The exported model, the bundle, the bounds, and the originals' outputs on the held-out data, if there are any.
 
-    `refusal` says why this machine cannot run the bundle; None when it can.
+    `refusal` is the sentence that says why this machine cannot run the bundle; None when it can.
     """
 
     exported: ExportResult
@@ -278,7 +289,7 @@ class ValidateJob(Job):
         return self.target.name
 
     def cache_key(self) -> Mapping[str, Any]:
-        """The artifacts and the bounds; what the user's own modules are does not matter any more."""
+        """Return the artifacts and the bounds; the user's own modules no longer matter."""
         fields = {"bounds", "precision", "allow_unverified", "refusal", "reference"}
         return {
             **self.model_dump(mode="json", include=fields, exclude={"reference": {"sources"}}),
@@ -296,7 +307,7 @@ class ValidateJob(Job):
         reference: ReferenceResult | None,
         target: Target,
     ) -> "ValidateJob":
-        """The job of one bundle of a release file's model."""
+        """Return the job that validates one bundle of a release file's model."""
         return cls(
             exported=exported,
             packaged=packaged,
@@ -310,9 +321,10 @@ class ValidateJob(Job):
 
 
 def validate_work(job: ValidateJob, runner: StepRunner) -> Verdict:
-    """Run one bundle as a device would and compare its outputs with the originals'.
+    """Run one bundle as a device would, compare its outputs with the originals', and return the verdict.
 
-    Outputs out of bounds give a verdict that did not pass; a bundle that cannot be loaded or crashes raises.
+    Outputs out of bounds give a verdict that did not pass. A bundle that this machine cannot run passes unverified if
+    the release file allows it. Raises BundleError when the bundle cannot be loaded, StepError when it crashes.
     """
     if job.refusal is not None:
         return Verdict(
@@ -345,7 +357,7 @@ validate = Step("validate", Verdict, validate_work)
 
 
 def why_not_here(target: Target, precision: Precision) -> str | None:
-    """The sentence that says why this machine cannot run a target's bundles of a precision; None when it can."""
+    """Return the sentence that says why this machine cannot run a target's bundles of a precision; None when it can."""
     machine = host()
     if target.arch == "cuda":
         return None if Path("/dev/nvidia0").exists() else f"target {target.name!r}: this machine has no NVIDIA GPU"
@@ -395,7 +407,7 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
 
 
 def _largest_error(reference: Array, actual: Array) -> float:
-    """The largest absolute difference; infinite for another shape, and where only one side is NaN or infinite."""
+    """Return the largest absolute difference; infinite for unequal shapes, or if only one side is NaN or infinite."""
     if reference.shape != actual.shape:
         return float("inf")
     same = (reference == actual) | (np.isnan(reference) & np.isnan(actual))
@@ -412,7 +424,7 @@ def _cosine(reference: Array, actual: Array) -> float:
 
 
 def _reasons(bounds: Validate, comparison: Comparison, pairs: list[tuple[NamedArrays, NamedArrays]]) -> list[str]:
-    """Why the outputs are out of bounds; empty when they are within."""
+    """Return the reasons why the outputs are out of bounds; empty when they are within."""
     reasons = []
     if bounds.max_relative_error is not None:
         if not comparison.max_rel_error <= bounds.max_relative_error:
@@ -468,9 +480,10 @@ def _dataset(value: object, name: str, names: tuple[str, ...]) -> tuple[NamedArr
 
 
 def split(inputs: NamedArrays, count: int, size: int | None, *, fixed: bool) -> list[NamedArrays]:
-    """Arrays of `count` samples in chunks of `size`; with `fixed` the last chunk repeats its last sample to be full.
+    """Return arrays of `count` samples in chunks of `size` along the first axis.
 
-    A `size` of None gives each sample by itself, without the axis of the samples.
+    With `fixed` the last chunk repeats its last sample until it has `size` samples; otherwise it may be shorter. A
+    `size` of None gives each sample by itself, without the first axis.
     """
     if size is None:
         return [{name: array[index, ...] for name, array in inputs.items()} for index in range(count)]
@@ -485,16 +498,19 @@ def split(inputs: NamedArrays, count: int, size: int | None, *, fixed: bool) -> 
 
 
 def join(chunks: list[NamedArrays], count: int, *, whole: bool) -> NamedArrays:
-    """The first `count` samples of all chunks by name: those that only fill the last chunk up are left out.
+    """Return the first `count` samples of all chunks by name, joined along the first axis, without filled-up ones.
 
-    With `whole`, each chunk is one sample without the axis of the samples.
+    With `whole`, each chunk is one sample without the first axis.
     """
     combine = np.stack if whole else np.concatenate
     return {name: combine([chunk[name] for chunk in chunks])[:count] for name in chunks[0]}
 
 
 def score(task: TaskMetric, outputs: NamedArrays, labels: Array) -> float:
-    """Score outputs on the held-out data by the task metric. Raises ExportError when the user's own metric fails."""
+    """Return the task metric of outputs on the held-out data. Raises ExportError when the user's own metric fails.
+
+    `accuracy` is the share, 0 to 1, of labels that the argmax along the last axis of the first output matches.
+    """
     if task.metric == "accuracy":
         return float((next(iter(outputs.values())).argmax(-1) == labels).mean())
     return float(usercode.call(task.metric, "metric", ExportError, outputs, labels))

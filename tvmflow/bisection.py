@@ -1,4 +1,4 @@
-"""Finds the first node of an ONNX model that is compiled wrongly, and the smallest model that shows it."""
+"""The search for the first node of an ONNX model that is compiled wrongly, and for a small model that shows it."""
 
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,14 +25,17 @@ _LARGEST_SHAPE = 64
 
 @dataclass(frozen=True)
 class Bounds:
-    """The errors within which a result is right, as in the section `validate` of a release file."""
+    """The errors that a result may have, as in the section `validate` of a release file.
+
+    With `max_relative_error`, a bound relative to the largest expected value replaces `rtol` and `atol`.
+    """
 
     rtol: float
     atol: float
     max_relative_error: float | None = None
 
     def is_met(self, expected: Array, actual: Array) -> bool:
-        """Whether a result is within the bounds."""
+        """Whether `actual` has the shape of `expected` and differs from it by no more than the bounds."""
         if expected.shape != actual.shape:
             return False
         if self.max_relative_error is None:
@@ -43,11 +46,11 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Bisection:
-    """The first node whose result is out of bounds while all that it reads is within.
+    """The first node whose result is out of bounds while all values that it reads are within.
 
     `error` is the largest absolute error of its output `output`; infinite where the shapes differ. `reproduction` is a
-    model of `nodes` nodes that shows an error out of bounds on `inputs`, where ONNX Runtime returns `expected`. The
-    search compiled `builds` models.
+    model of `nodes` nodes whose error on `inputs` is out of bounds, where ONNX Runtime returns `expected`. The search
+    compiled `builds` models.
     """
 
     operator: str
@@ -61,7 +64,7 @@ class Bisection:
     builds: int
 
     def save(self, folder: Path) -> None:
-        """Write `model.onnx`, `inputs.npz` and `expected.npz` into a folder, which is made if it is missing."""
+        """Write `model.onnx`, `inputs.npz` and `expected.npz` into a folder; create the folder if it is missing."""
         folder.mkdir(parents=True, exist_ok=True)
         onnx.save(self.reproduction, str(folder / "model.onnx"))
         npz.write(folder / "inputs.npz", self.inputs)
@@ -76,12 +79,12 @@ def bisect(
     options: BuildOptions | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Bisection | None:
-    """Find the first node whose compiled result is out of bounds beside ONNX Runtime's on these inputs, by name.
+    """Find the first node whose compiled result differs from ONNX Runtime's by more than the bounds.
 
-    Parts of the model that end at one node are compiled, about twice the logarithm of the number of nodes of them. The
-    search follows one output that is out of bounds; `report` gets a line for each part. Returns None if all outputs are
-    within the bounds. Raises ExportError where ONNX Runtime cannot run the model, and the compiler's errors where the
-    whole model cannot be compiled.
+    `inputs` are arrays by name. The search compiles parts of the model that end at one node, about twice the logarithm
+    of the number of nodes. It follows one output that is out of bounds; `report` gets a line for each part. Returns
+    None if all outputs are within the bounds. Raises ExportError where ONNX Runtime cannot run the model, and the
+    compiler's errors where the whole model cannot be compiled.
     """
     search = _Search(model, inputs, target, bounds, options or BuildOptions(), report)
     outputs = search.errors(range(len(search.nodes)), search.graph_outputs)
@@ -108,7 +111,7 @@ def bisect(
 
 
 def largest_error(expected: Array, actual: Array) -> float:
-    """The largest absolute error; infinite where the shapes differ, or where one result is finite alone."""
+    """Return the largest absolute error; infinite where shapes differ, or where only one result is finite."""
     if expected.shape != actual.shape:
         return float("inf")
     one, other = _wide(expected), _wide(actual)
@@ -166,11 +169,11 @@ class _Search:
         return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
     def results_of(self, place: int) -> list[str]:
-        """The results of a node that are tensors."""
+        """Return the names of a node's results that are tensors."""
         return [name for name in self.nodes[place].output if name in self.values]
 
     def ancestors(self, place: int) -> set[int]:
-        """The nodes that a node's results depend on, with itself."""
+        """Return the indices of the nodes that a node's results depend on, and its own."""
         nodes, waiting = {place}, [place]
         while waiting:
             sources = self._sources(waiting.pop()) - nodes
@@ -183,7 +186,7 @@ class _Search:
         return {self.producers[name] for name in _names_read(self.nodes[place]) if name in self.producers}
 
     def first_bad(self, place: int) -> int:
-        """The first node out of bounds among those that a node out of bounds depends on."""
+        """Return the first node out of bounds among those that `place`, a node out of bounds, depends on."""
         while True:
             self._is_bad[place] = True
             places = sorted(self.ancestors(place) - self._constant_nodes)
@@ -207,7 +210,7 @@ class _Search:
         return self._is_bad[place]
 
     def smallest(self, place: int) -> set[int]:
-        """The fewest nodes before a node out of bounds, by their distance from it, that show the error."""
+        """Return the nodes within the smallest distance before a node out of bounds that still show the error."""
         names, whole = self.results_of(place), self.ancestors(place) - self._constant_nodes
         distance = 0
         near = {place}
@@ -224,11 +227,11 @@ class _Search:
             return False
 
     def errors(self, places: Iterable[int], names: Sequence[str]) -> dict[str, float | None]:
-        """The largest error of each of these results of a part, None for one within the bounds."""
+        """Return the largest error of each of these results of a part, None for one within the bounds."""
         return self.errors_of(*self.part(places, names))
 
     def errors_of(self, part: onnx.ModelProto, fed: Mapping[str, Array]) -> dict[str, float | None]:
-        """The largest error of each output of a part on its inputs, None for an output within the bounds."""
+        """Return the largest error of each output of a part on its inputs, None for an output within the bounds."""
         self.builds += 1
         last = part.graph.node[-1]
         self._report(f"{self.builds}: {len(part.graph.node)} nodes to {last.op_type} {last.name or last.output[0]!r}")
@@ -240,7 +243,7 @@ class _Search:
         }
 
     def part(self, places: Iterable[int], names: Sequence[str]) -> tuple[onnx.ModelProto, dict[str, Array]]:
-        """The model of these nodes that computes these results, and the values of its inputs.
+        """Return the model of these nodes that computes these results, and the values of its inputs.
 
         Constants that the nodes read, and the nodes that compute them, belong to the part. Small vectors of integers
         are constants there too.

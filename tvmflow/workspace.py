@@ -1,4 +1,4 @@
-"""The workspace: the folder with the artifacts that steps made, and with the records of what each step made of what."""
+"""The workspace: a folder that holds the artifacts of steps, and a record of the inputs and result of each step."""
 
 import contextlib
 import hashlib
@@ -28,13 +28,13 @@ Progress = Callable[[float, float, str], None]
 
 
 class Record(BaseModel):
-    """A typed, immutable, small value that steps take and return."""
+    """An immutable, validated value that steps take and return."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", serialize_by_alias=True)
 
 
 class Artifact(Record):
-    """A file of the workspace, found by its SHA-256; `size` is in bytes, `name` is for people."""
+    """A file of the workspace, identified by its SHA-256; `size` is in bytes, `name` is for people."""
 
     sha256: str
     size: int
@@ -42,10 +42,10 @@ class Artifact(Record):
 
 
 class Sources(Record):
-    """The user's own modules that a step imported, with their SHA-256: when one changes, the step runs again.
+    """The user's own modules that a step imported: paths with their SHA-256. When one changes, the step runs again.
 
-    Modules in the folder of the release file have paths relative to it, so that the files of a copied folder count for
-    the copy.
+    A module in the folder of the release file has a path relative to that folder, so that a copy of the folder gives
+    the same paths.
     """
 
     files: dict[str, str] = {}
@@ -57,17 +57,17 @@ class Sources(Record):
 
 
 class StepResult(Record):
-    """What a step returns: typed values, and artifacts in the place of large data."""
+    """The result of a step: typed values, and artifacts in the place of large data."""
 
     sources: Sources = Sources()
 
     def artifacts(self) -> Iterator[Artifact]:
-        """Every artifact in the result, however deep."""
+        """Yield every artifact in the result, also from nested records, mappings and sequences."""
         yield from _artifacts(self)
 
 
 class StepSummary(Record):
-    """Whether a step ran or its result was cached, and the seconds that took."""
+    """Whether a step ran or its result was cached, and the seconds that the step or the lookup took."""
 
     status: Literal["ran", "cached"]
     seconds: float
@@ -78,7 +78,7 @@ R = TypeVar("R", bound=StepResult)
 
 @dataclass(frozen=True)
 class Outcome(Generic[R]):
-    """A step's result, whether the step ran or its result was cached, and the seconds that took."""
+    """A step's result, whether the step ran or its result was cached, and the seconds that this took."""
 
     result: R
     status: Literal["ran", "cached"]
@@ -91,9 +91,9 @@ class Outcome(Generic[R]):
 
 
 class Shared(Protocol):
-    """Where the workspaces of several machines exchange artifacts and records.
+    """The store through which the workspaces of several machines exchange artifacts and records.
 
-    What another machine wrote is not trusted: records are validated, and artifacts are checked by their digests. Every
+    Records of other machines are not trusted: they are validated, and artifacts are checked by their digests. Every
     method raises StoreError when the store fails.
     """
 
@@ -101,33 +101,33 @@ class Shared(Protocol):
         """Whether there is a record of the step."""
 
     def read_record(self, step: str, key: str) -> bytes | None:
-        """The record of a step, None if there is none."""
+        """Return the record of a step as JSON; None if there is none."""
 
     def write_record(self, step: str, key: str, record: bytes) -> None:
-        """Write the record of a step, whose artifacts are all there."""
+        """Write the record of a step; all artifacts of its result must have been sent before."""
 
     def fetch(self, sha256: str, place: Path) -> bool:
-        """Write an artifact into the new file `place`; False when it is missing or damaged."""
+        """Write an artifact into the new file `place`; return False when the artifact is missing or damaged."""
 
     def send(self, path: Path, sha256: str, on_progress: Callable[[int], None]) -> None:
-        """Send an artifact unless it is there; `on_progress` hears of bytes sent since its last call."""
+        """Send the file `path` unless the store has it; call `on_progress` with the bytes sent since the last call."""
 
     def tuning_records(self) -> dict[str, int]:
-        """The files of tuning records and their sizes in bytes."""
+        """Return the sizes in bytes of the files of tuning records, by file name."""
 
     def read_tuning_records(self, name: str) -> bytes | None:
-        """One of them, None if it is gone."""
+        """Return the content of a file of tuning records; None if the file is gone."""
 
     def write_tuning_records(self, name: str, content: bytes) -> None:
-        """Write one; a file of records only grows."""
+        """Write a file of tuning records in place of a shorter one; such a file only grows."""
 
 
 class Workspace:
     """Artifacts and step records below one folder, which several processes may use at once.
 
     An artifact is written completely before it gets its name, which is its digest, and never changes. The record of a
-    step is written after its artifacts, so that a crash leaves a step either done or not done. With `shared`, machines
-    use each other's results.
+    step is written after its artifacts: after a crash, a step has a complete record or none. With `shared`, machines
+    use each other's results. Raises StepError when the folder cannot be written.
     """
 
     def __init__(self, folder: Path, shared: Shared | None = None) -> None:
@@ -142,7 +142,7 @@ class Workspace:
             ) from error
 
     def path(self, artifact: Artifact) -> Path:
-        """Where an artifact's file is."""
+        """Return the path of an artifact's file, which need not exist."""
         return self.folder / "artifacts" / artifact.sha256[:2] / artifact.sha256
 
     def keep(self, path: Path, name: str | None = None) -> Artifact:
@@ -155,7 +155,7 @@ class Workspace:
         return artifact
 
     def holds(self, artifact: Artifact) -> bool:
-        """Whether the artifact's file is there with its full size."""
+        """Whether the artifact's file exists with the artifact's size; its digest is not checked."""
         try:
             return self.path(artifact).stat().st_size == artifact.size
         except OSError:
@@ -163,18 +163,18 @@ class Workspace:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A temporary folder on the workspace's own file system; removed when the body ends."""
+        """Create a temporary folder on the workspace's own file system; it is removed when the body ends."""
         with tempfile.TemporaryDirectory(dir=self.folder / "tmp", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
 
     def find(
         self, step: str, key: str, result_type: type[R], folder: Path = Path(), progress: Progress | None = None
     ) -> R | None:
-        """The result that a step recorded under a key; None unless all its artifacts and sources are unchanged.
+        """Return the result that a step recorded under a key; None unless all its artifacts and sources are unchanged.
 
-        `folder` is the folder of the release file, where relative sources are looked up. A result that only the shared
-        workspace has is fetched, a result that only this one has is shared. Raises StoreError when the shared workspace
-        cannot be used.
+        `folder` is the folder of the release file, to which paths of sources are relative. A result that only the
+        shared workspace has is fetched; a result that only this workspace has is sent to the shared one. Raises
+        StoreError when the shared workspace fails.
         """
         place = self._record(step, key)
         with contextlib.suppress(OSError):
@@ -196,9 +196,9 @@ class Workspace:
     def remember(
         self, step: str, key: str, result: StepResult, seconds: float, progress: Progress | None = None
     ) -> None:
-        """Record the result of a step that succeeded, and share it.
+        """Record the result of a step, which took `seconds`, under its cache key, and send it to the shared workspace.
 
-        Raises StoreError when it cannot be shared; the record of this machine is written before that.
+        Raises StoreError when the shared workspace fails; the local record has been written by then.
         """
         document = {"step": step, "seconds": seconds, "result": result.model_dump(mode="json")}
         record = json.dumps(document).encode()
@@ -207,7 +207,7 @@ class Workspace:
             self._share_record(step, key, record, result, progress)
 
     def share(self, artifacts: Iterable[Artifact], progress: Progress | None = None) -> None:
-        """Send artifacts to the shared workspace. Raises StoreError."""
+        """Send artifacts to the shared workspace, if there is one. Raises StoreError when it fails."""
         by_digest = {artifact.sha256: artifact for artifact in artifacts}
         total, sent_bytes = sum(artifact.size for artifact in by_digest.values()), 0
 
@@ -222,7 +222,11 @@ class Workspace:
                 self.shared.send(self.path(artifact), artifact.sha256, count_sent)
 
     def fetch(self, artifacts: Iterable[Artifact], progress: Progress | None = None) -> bool:
-        """Fetch the artifacts that this workspace lacks; False when one is missing or damaged in the shared one too."""
+        """Fetch the artifacts that this workspace lacks from the shared one; return whether it holds all of them now.
+
+        False means that an artifact is missing or damaged in the shared workspace, or has an unsafe name. Raises
+        StoreError when the shared workspace fails.
+        """
         by_digest = {artifact.sha256: artifact for artifact in artifacts}
         if not all(_is_safe(artifact) for artifact in by_digest.values()):
             return False
@@ -248,7 +252,7 @@ class Workspace:
         return self.folder / "records"
 
     def share_records(self) -> None:
-        """Exchange tuning records until this and the shared workspace have the union. Raises StoreError."""
+        """Exchange tuning records with the shared workspace, if any, until both have all of them. Raises StoreError."""
         if self.shared is None:
             return
         remote_sizes = self.shared.tuning_records()
@@ -282,7 +286,11 @@ class Workspace:
 
 
 def step_key(step: str, inputs: Mapping[str, Any]) -> str:
-    """The cache key of a step: the SHA-256 of its inputs, the versions of its libraries and the code of all steps."""
+    """Return the cache key of a step, in hexadecimal.
+
+    It is the SHA-256 of the step's name and inputs, the versions of the libraries that steps use, and the code of all
+    steps.
+    """
     document = {"step": step, "inputs": inputs, "code": code_digest(), "versions": _versions()}
     return hashlib.sha256(json.dumps(document, sort_keys=True, default=_plain).encode()).hexdigest()
 
@@ -300,10 +308,11 @@ def run_step(
 ) -> Outcome[R]:
     """Return a step's cached result for the same inputs; else run `work`, record its result and return it.
 
-    The cache key is made of `inputs`, which must name all that the result depends on. The user's own modules that the
-    step imported count as well; `folder` is where those of the release file are. `is_valid` says whether a cached
-    result may be used: whether the run or the release that it names is still there. Raises what `work` raises,
-    StepError for a full disk or a file that cannot be written, StoreError when the shared workspace cannot be used.
+    The cache key is made of `inputs`, which must name all values that the result depends on. A cached result also needs
+    unchanged `sources`; `folder` is the folder of the release file, to which their paths are relative. `is_valid` says
+    whether a cached result may be used, for instance whether the MLflow run that it names still exists. Raises what
+    `work` raises, StepError for a full disk or a file that cannot be written, StoreError when the shared workspace
+    fails.
     """
     start = time.perf_counter()
     key = step_key(step, inputs)
@@ -342,7 +351,10 @@ def run_step(
 
 @cache
 def code_digest() -> str:
-    """The SHA-256 of the code of `tasks` and `tvmflow`, without its commands: a change makes every step run again."""
+    """Return the SHA-256 of the code of `tasks` and `tvmflow` without the commands.
+
+    Every step runs again when it changes.
+    """
     digest = hashlib.sha256()
     package = Path(__file__).parent
     steps = find_spec("tasks")

@@ -1,4 +1,4 @@
-"""The bundle as an archive: packed so that equal content gives equal bytes, and opened safely."""
+"""The bundle as an archive: equal content gives equal bytes, and nothing is used before its digest is checked."""
 
 import contextlib
 import dataclasses
@@ -57,9 +57,9 @@ def pack(
     """Write a bundle of `files` by member name, and return the manifest completed with their digests and sizes.
 
     The same manifest, files and key give the same bytes. `key` is a file with the private key to sign with. With
-    `leave_weights_out`, the bundle lacks its weights: a reader takes them from a file beside it that is named by their
-    digest. The file appears at `destination` whole or not at all. Raises BundleError for content that no reader
-    accepts, ValueError for a member that no bundle has, SettingsError for a key that cannot be read.
+    `leave_weights_out`, the bundle lacks its weights: a reader takes them from a file beside the bundle whose name is
+    their digest. The file appears at `destination` complete or not at all. Raises BundleError for content that no
+    reader accepts, ValueError for a file name that no bundle has, SettingsError for a key that cannot be read.
     """
     unknown = set(files) - set(MEMBERS)
     if unknown:
@@ -109,7 +109,10 @@ def read_manifest(bundle: Path) -> Manifest:
 
 
 def missing_weights(bundle: Path) -> FileEntry | None:
-    """Return digest and size of the weights that a bundle lacks; None for a bundle that needs no file beside it."""
+    """Return digest and size of the weights that a bundle lacks; None for a bundle that has them or needs none.
+
+    Raises BundleError for a file that is no bundle or is damaged.
+    """
     with _open_bundle(bundle) as stream:
         members = _members(stream)
         entry = Manifest.from_json(_read_manifest(members, bundle), str(bundle)).files.get(WEIGHTS)
@@ -126,7 +129,8 @@ def missing_weights(bundle: Path) -> FileEntry | None:
 def read_signer(bundle: Path) -> str | None:
     """Return the public key, in hexadecimal, that a bundle names as its signer's; None for an unsigned bundle.
 
-    The signature itself is not checked: `extract` does so, for a key among the trusted ones.
+    The signature itself is not checked: `extract` does so, for a key among the trusted ones. Raises BundleError for a
+    file that is no bundle or is damaged.
     """
     with _open_bundle(bundle) as stream:
         members = _members(stream)
@@ -136,7 +140,11 @@ def read_signer(bundle: Path) -> str | None:
 
 
 def sign(bundle: Path, key: Path, destination: Path) -> Manifest:
-    """Write a bundle anew, signed with the private key in the file `key`; an earlier signature is replaced."""
+    """Write a copy of a bundle, signed with the private key in the file `key`, and return its manifest.
+
+    An earlier signature is replaced. Raises BundleError for a damaged bundle, SettingsError for a key that cannot be
+    read.
+    """
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as scratch:
         folder = Path(scratch)
         manifest = extract(bundle, folder, trusted=())
@@ -144,12 +152,12 @@ def sign(bundle: Path, key: Path, destination: Path) -> Manifest:
 
 
 def extract(bundle: Path, destination: Path, *, trusted: Sequence[Path] | None = None) -> Manifest:
-    """Extract a bundle into an empty folder, each file checked against the manifest's digest as it is written.
+    """Extract a bundle into an empty folder, checking each file's digest as it is written; return the manifest.
 
     `trusted` are files with public keys, by default those that TVMFLOW_TRUSTED_KEYS names. One of them must have signed
-    the bundle; without any, signatures are not checked. Weights that the bundle lacks are taken from the file beside it
-    that is named by their digest. Raises BundleError for a file that is no bundle, is truncated or altered, lacks a
-    trusted signature, or holds anything but the files of its manifest in the form that `pack` writes; the caller must
+    the bundle; if there are none, signatures are not checked. Weights that the bundle lacks are taken from the file
+    beside it whose name is their digest. Raises BundleError for a file that is no bundle, is truncated or altered,
+    lacks a trusted signature, or has other content than its manifest describes or than `pack` writes; the caller must
     not use the folder then.
     """
     trusted = signature.trusted_keys() if trusted is None else trusted

@@ -25,7 +25,7 @@ _MESSAGE_LENGTH = 200
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output: its name, shape in elements (a string is a symbolic dimension) and dtype."""
+    """One input or output: its name, its shape and its dtype; a string in the shape is a symbolic dimension."""
 
     name: str
     shape: tuple[int | str, ...]
@@ -42,7 +42,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Variant:
-    """A function of the library that is built for fixed sizes of symbolic dimensions; `main` takes all sizes."""
+    """A function of the library that is built for fixed `sizes` of symbolic dimensions; `main` accepts all sizes."""
 
     function: str
     sizes: dict[str, int]
@@ -50,7 +50,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions that a library was built with; it runs with the same minor version of TVM."""
+    """The versions with which a library was built; it runs with the same minor versions of TVM and tvm-ffi."""
 
     tvmflow: str
     tvm: str
@@ -62,8 +62,10 @@ class Versions:
 class Manifest:
     """The content of `bundle.json`: nothing in it varies from run to run.
 
-    `dimensions` holds the smallest and the largest size of each symbolic dimension; None is no largest one. `weights`
-    says whether they are in the library or in a file of their own.
+    `dimensions` holds the smallest and the largest size of each symbolic dimension; a largest size of None means no
+    limit. `weights` says whether they are inside the library or in a file apart. `threads` is the number of threads to
+    run on. `provenance` maps the inputs of the build to their SHA-256, and `options` and `code` to the options and the
+    digest of tvmflow's code.
     """
 
     name: str
@@ -88,7 +90,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, source: str) -> "Manifest":
-        """Read a manifest; `source` names the bundle in errors. Raises BundleError for anything unexpected."""
+        """Read a manifest from JSON; `source` names the bundle in errors. Raises BundleError for any other content."""
         try:
             return cls.parse(data)
         except _OtherFormatError as error:
@@ -102,7 +104,7 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes) -> "Manifest":
-        """Read a manifest. Raises ValueError, KeyError, TypeError or RecursionError for anything unexpected."""
+        """Read a manifest from JSON. Raises ValueError, KeyError, TypeError or RecursionError for any other content."""
         document = _mapping(json.loads(data, parse_int=_integer))
         number = document["format"]
         reader = _READERS.get(number) if type(number) is int else None
@@ -158,7 +160,7 @@ def check_machine(
 
 
 def installed_versions(llvm: str = "") -> Versions:
-    """Return the installed versions, "none" for a missing package; only the compiler can tell `llvm`."""
+    """Return the installed versions, "none" for a missing package; `llvm` is passed on, as only the compiler has it."""
 
     def version_of(package: str) -> str:
         try:

@@ -1,4 +1,4 @@
-"""MLflow: a release as runs, artifacts, a model version and aliases, and the model flavor `tvm`."""
+"""The registry in MLflow: a release as runs, artifacts, a model version and aliases, and the model flavor `tvm`."""
 
 from tvmflow.registry.client import Registry
 from tvmflow.registry.config import RegistryConfig, embedded_registry

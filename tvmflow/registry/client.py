@@ -7,9 +7,10 @@ from tvmflow.registry.versions import Versions
 class Registry(Models, Versions):
     """An MLflow server or SQLite file.
 
-    Its methods stand where a reader looks for them: `connection` opens and checks, `runs` holds runs with metrics and
-    artifacts, `models` logged models and sources, `versions` registered versions, tags, aliases and webhooks.
+    The base classes are in modules by subject: `connection` opens and checks the connection, `runs` has runs with
+    metrics and artifacts, `models` logged models and sources, `versions` registered versions, tags, aliases and
+    webhooks.
 
-    It connects with the first call. Every method raises RegistryError, in one sentence, when MLflow cannot be reached
-    or refuses. Threads may share it: nothing depends on an active run.
+    The first call connects. Every method raises RegistryError, in one sentence, when MLflow cannot be reached or
+    refuses. Threads may share a registry, because nothing depends on MLflow's active run.
     """

@@ -11,20 +11,19 @@ _USER_INFO = re.compile(r"(?<=://)[^/\s]*@")
 
 
 def without_secrets(text: str) -> str:
-    """The text without the `user:password@` of the addresses in it."""
+    """Return the text with `user:password@` removed from the addresses in it."""
     return _USER_INFO.sub("", text)
 
 
 @dataclass(frozen=True, repr=False)
 class RegistryConfig:
-    """The address of an MLflow server, or of the SQLite file that stands in for one.
+    """The address of an MLflow server, or of the SQLite file that takes the place of one.
 
     `tracking_uri` and `registry_uri` are `http(s)://...` or `sqlite:///...`; without `registry_uri` models are
-    registered where runs are tracked. `artifact_root` is the URI of the artifact folder that a new experiment gets;
-    when it is None a server chooses its own, and SQLite's is `artifacts` beside the file. User name and password come
+    registered where runs are tracked. `artifact_root` is the URI of the artifact folder of a new experiment; when it is
+    None a server chooses its own, and a SQLite file gets the folder `artifacts` beside it. User name and password come
     from MLflow's environment variables (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or
-    MLFLOW_TRACKING_TOKEN).
-    Raises SettingsError for an address of any other kind.
+    MLFLOW_TRACKING_TOKEN). Raises SettingsError for an address of any other kind.
     """
 
     tracking_uri: str
@@ -43,7 +42,7 @@ class RegistryConfig:
 
     @property
     def uris(self) -> tuple[str, ...]:
-        """The one or two distinct addresses, tracking first."""
+        """The distinct addresses, one or two, the tracking address first; they may hold a password."""
         return tuple(dict.fromkeys((self.tracking_uri, self.registry_uri or self.tracking_uri)))
 
     @property
@@ -56,7 +55,7 @@ class RegistryConfig:
 
     @property
     def address(self) -> str:
-        """The address or addresses without secrets, as messages show them."""
+        """The addresses without passwords, for messages; two are joined by "and"."""
         return " and ".join(map(without_secrets, self.uris))
 
     def __repr__(self) -> str:
@@ -69,7 +68,7 @@ class RegistryConfig:
 
 
 def embedded_registry(folder: Path) -> RegistryConfig:
-    """Configure a registry without a server: a SQLite file and an artifact folder in `folder`, which is created."""
+    """Return the configuration of a registry in `folder`: a SQLite file and an artifact folder, which is created."""
     folder = folder.resolve()
     artifacts = folder / "artifacts"
     artifacts.mkdir(parents=True, exist_ok=True)
@@ -77,7 +76,7 @@ def embedded_registry(folder: Path) -> RegistryConfig:
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The file behind a `sqlite:///` address; None for a server's."""
+    """Return the path of the file of a `sqlite:///` address; None for another address."""
     path = _sqlite_path(uri)
     return Path(path) if path else None
 

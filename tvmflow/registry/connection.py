@@ -1,4 +1,4 @@
-"""The connection to MLflow: opened with the first call, checked within seconds, its errors told in one sentence."""
+"""The connection to MLflow: the first call opens it, a check takes seconds, and an error is one sentence."""
 
 import os
 import re
@@ -27,7 +27,7 @@ _LONGEST_REASON = 300
 
 
 class Connection:
-    """An MLflow server or SQLite file. Threads may share it: nothing depends on MLflow's active run."""
+    """A connection to an MLflow server or SQLite file, which threads may share."""
 
     def __init__(self, config: RegistryConfig) -> None:
         self.config = config
@@ -141,7 +141,7 @@ def prepare_environment() -> None:
 
 
 def get_or_none(read: Any, *args: str) -> Any:
-    """Call a method of MLflow's client; None where it says that there is no such thing."""
+    """Call a method of MLflow's client that reads something; return None where MLflow says that it does not exist."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -153,7 +153,7 @@ def get_or_none(read: Any, *args: str) -> Any:
 
 
 def quote(value: str) -> str:
-    """A value as it stands in a filter of MLflow's searches. Raises RegistryError for one that holds a quote."""
+    """Return a value in quotes, for a filter of MLflow's searches. Raises RegistryError if it holds a quote."""
     # MLflow's filters have no way to write a quote inside a value.
     if "'" in value:
         raise RegistryError(f"{value!r} cannot be searched for; choose a name without quotes")

@@ -1,4 +1,4 @@
-"""The SQLite file of an embedded registry: created whole or not at all, and probed before MLflow opens it."""
+"""The SQLite file of an embedded registry: created in one step, and probed before MLflow opens it."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ _MIGRATING = threading.Lock()
 
 
 def prepare(path: Path) -> None:
-    """Make `path` an MLflow database, or check that it can be read as one of SQLite's.
+    """Create the MLflow database `path` if it is missing, else check that SQLite can read it.
 
     Raises OSError or sqlite3.Error: MLflow itself would retry for minutes on a file that is no database.
     """

@@ -55,7 +55,7 @@ _EXAMPLE_VALUES = 1 << 18
 
 
 def get_default_pip_requirements() -> list[str]:
-    """The packages that a host needs to serve the model, in the versions installed here."""
+    """Return the packages that a host needs to serve the model, as `NAME==VERSION` with the versions installed here."""
     return [
         f"tvmflow=={tvmflow.__version__}",
         *(f"{package}=={version(package)}" for package in ("apache-tvm", "apache-tvm-ffi", "numpy")),
@@ -63,7 +63,7 @@ def get_default_pip_requirements() -> list[str]:
 
 
 def get_default_conda_env() -> dict[str, Any]:
-    """The conda environment of a model that is saved without one."""
+    """Return the conda environment, as a dictionary, of a model that is saved without one."""
     env: dict[str, Any] = _mlflow_conda_env(additional_pip_deps=get_default_pip_requirements())
     return env
 
@@ -82,10 +82,11 @@ def save_model(
 ) -> None:
     """Write an MLflow model of flavors `tvm` and `python_function` to the new or empty folder `path`.
 
-    `bundles` is one bundle, or one by target name for each target. The `signature` is by default theirs, the
-    `input_example` the first one's golden sample (False: none); an example of more than 262144 values in all is left
-    out. The other arguments are those of MLflow's own flavors. Raises BundleError when one of the files is no bundle
-    or takes other inputs than the rest, or two targets' names differ in nothing that a file name may hold.
+    `bundles` is the path of one bundle, or a path for each target's name. By default, the `signature` is that of the
+    bundles, and the `input_example` is the golden sample of the first one; False means no example, and an example of
+    more than 262144 values in all is left out. The other arguments are those of MLflow's own flavors. Raises
+    BundleError when a file is no bundle or takes other inputs than the rest, or when two targets' names give the same
+    file name.
     """
     _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
     folder = Path(path)
@@ -139,11 +140,11 @@ def log_model(
     step: int = 0,
     model_id: str | None = None,
 ) -> Any:
-    """Log bundles as a model of the active run, or of `run_id`; returns MLflow's `ModelInfo`.
+    """Log bundles as a model of the active run, or of `run_id`, and return MLflow's `ModelInfo`.
 
-    `registered_model_name` makes it a version of that registered model, which is waited for
-    `await_registration_for` seconds. `bundles`, `signature`, `input_example` and the requirements are those of
-    `save_model`; the rest means what it means in MLflow's own flavors.
+    With `registered_model_name` the model becomes a version of that registered model; the call waits up to
+    `await_registration_for` seconds for it. `bundles`, `signature`, `input_example` and the requirements are those of
+    `save_model`, which also says what is raised; the other arguments are those of MLflow's own flavors.
     """
     return Model.log(
         artifact_path=None,
@@ -177,10 +178,10 @@ def load_model(
     threads: int | None = None,
     spin: int | None = None,
 ) -> CompiledModel:
-    """Load the bundle of a model that this host can run, or that of the named target; verified first.
+    """Load the bundle of a model for `target`, by default the best one that this host can run, after checking it.
 
-    `model_uri` is any that MLflow knows, `dst_path` a folder to keep the download in; `threads` and `spin` are those
-    of `tvmflow.runtime.load`. Raises BundleError when no bundle runs here, or the one chosen is not what was logged.
+    `model_uri` is a model URI of MLflow, `dst_path` a folder that keeps the download; `threads` and `spin` are those of
+    `tvmflow.runtime.load`. Raises BundleError when no bundle runs here, or a file differs from the one that was logged.
     """
     path = _download_artifact_from_uri(artifact_uri=model_uri, output_path=dst_path)
     return _load(path, target, threads, spin)[0]
@@ -259,11 +260,11 @@ def _file_name(target: str) -> str:
 
 
 def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> "TvmModel":
-    """Load the bundle that this host can run; called by `mlflow.pyfunc.load_model`.
+    """Load the bundle that this host can run; `mlflow.pyfunc.load_model` calls this.
 
-    Of several the one that asks most of the host: CUDA before CPU, more CPU features before fewer.
-    `model_config={"target": NAME}` takes that one; `threads` and `spin` there are those of `tvmflow.runtime.load`.
-    Raises BundleError when no bundle runs here, or the one chosen is not the file that was logged.
+    Of several bundles it takes the most demanding: CUDA before CPU, more CPU features before fewer.
+    `model_config={"target": NAME}` chooses another; `threads` and `spin` there are those of `tvmflow.runtime.load`.
+    Raises BundleError when no bundle runs here, or a file differs from the one that was logged.
     """
     config = model_config or {}
     unknown_keys = sorted(set(config) - set(_CONFIG))
@@ -273,7 +274,7 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> "T
 
 
 def _load(path: str, target: str | None, threads: int | None, spin: int | None) -> tuple[CompiledModel, str]:
-    """Load a model's bundle for the named target, else the best for this host; the model and its target's name."""
+    """Load a model's bundle for the named target, else the best one for this host; return it and its target's name."""
     entries = _get_flavor_configuration(model_path=path, flavor_name=FLAVOR_NAME)["bundles"]
     if target is not None:
         targets = ", ".join(repr(entry["target"]) for entry in entries)
@@ -300,16 +301,16 @@ class TvmModel:
         self.target = target
 
     def get_raw_model(self) -> CompiledModel:
-        """The compiled model itself, for calls that pyfunc does not have."""
+        """Return the compiled model itself, which has methods that pyfunc lacks."""
         return self._model
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> dict[str, Array] | Array:
         """Run the model once on arrays by name, on one array if it has one input, or on a pandas frame.
 
-        A frame's column holds an input, one sample per row: numbers, or the sample's values in C order. A frame without
-        such a column is, to a model of one input, the rows of that input. Returns the outputs by name; the array itself
-        when there is one. The model takes no `params`; MLflow passes none without a schema for them. Raises InputError
-        for an input of the wrong name, shape or dtype.
+        Each column of a frame holds an input, one sample per row: numbers, or the sample's values in C order. If the
+        model has one input and the frame has no column of its name, the rows of the frame are the samples. Returns the
+        outputs by name, or the array alone when there is one output. `params` is ignored. Raises InputError for an
+        input of the wrong name, shape or dtype.
         """
         outputs = self._model(**self._by_name(model_input))
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs

@@ -1,4 +1,4 @@
-"""Logged models: bundles or saved models stored with a run, and registered models as the source of a release."""
+"""Logged models: bundles or saved models that belong to a run, and registered models from which a release starts."""
 
 import hashlib
 import re
@@ -31,7 +31,10 @@ class LoggedModelRef:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A version of a registered model that a release starts from; `identity` changes whenever the model does."""
+    """A version of a registered model from which a release starts; `identity` changes whenever the model changes.
+
+    `source` is the address of its files without a password, `flavors` are MLflow's names of its formats, sorted.
+    """
 
     name: str
     version: str
@@ -58,8 +61,8 @@ class Models(Runs):
         """Log a model of flavor `tvm` as an output of the run; `bundles` holds a bundle for each target's name.
 
         `metrics` are recorded on both the model and the run, `params` on the model; an `input_example` of more than
-        262144 values is left out. Raises BundleError for a file that is not a bundle. A model that could not be stored
-        whole stays in MLflow, marked as failed.
+        262144 values is left out. Returns the model's id and URI. Raises BundleError for a file that is not a bundle,
+        RegistryError when MLflow fails; a model that could not be stored completely stays in MLflow, marked as failed.
         """
         with self._explained(f"log the model {name!r}"):
             from mlflow.models import Model
@@ -90,8 +93,9 @@ class Models(Runs):
     ) -> LoggedModelRef:
         """Log a model that one of MLflow's own flavors has saved in a folder, as an output of the run.
 
-        `metrics` are recorded on both the model and the run, `params` on the model. Run and model are written into the
-        folder's `MLmodel`. A model that could not be stored whole stays in MLflow, marked as failed.
+        `metrics` are recorded on both the model and the run, `params` on the model. The ids of run and model are
+        written into the folder's `MLmodel`. Returns the model's id and URI. Raises RegistryError when MLflow fails; a
+        model that could not be stored completely stays in MLflow, marked as failed.
         """
         with self._explained(f"log the model {name!r}"):
             from mlflow.models import Model
@@ -106,7 +110,10 @@ class Models(Runs):
             return LoggedModelRef(logged.model_id, f"models:/{logged.model_id}")
 
     def resolve_source(self, uri: str) -> ModelSource:
-        """Read the version of a registered model that `models:/NAME/VERSION` or `models:/NAME@ALIAS` names."""
+        """Read the version of a registered model that `models:/NAME/VERSION` or `models:/NAME@ALIAS` names.
+
+        Raises RegistryError for another URI, and for a version that does not exist or names no flavors.
+        """
         with self._explained(f"read {uri!r}"), tempfile.TemporaryDirectory() as folder:
             import yaml
 
@@ -126,7 +133,10 @@ class Models(Runs):
         )
 
     def download_source(self, uri: str, destination: Path) -> Path:
-        """Download a registered model into the folder `destination` and return the folder that holds it."""
+        """Download a registered model into the folder `destination` and return the folder that holds it.
+
+        `uri` is as in `resolve_source`. Raises RegistryError.
+        """
         with self._explained(f"download {uri!r}"):
             return self._download(self._find_version(uri)[1], destination)
 

@@ -1,4 +1,4 @@
-"""Runs: a run per release, target, promotion and evaluation, with its parameters, tags, metrics and files."""
+"""Runs: MLflow runs of releases, targets, promotions and evaluations, with parameters, tags, metrics and files."""
 
 import math
 import shutil
@@ -20,10 +20,10 @@ _FLOW_RUN = "tvmflow.flow_run"
 
 
 class Runs(Connection):
-    """Runs of MLflow, by their ids."""
+    """Runs of MLflow, by their ids. Every method raises RegistryError when MLflow fails."""
 
     def start_run(self, name: str, params: Mapping[str, object], tags: Mapping[str, str]) -> str:
-        """Open a run in the configured experiment and return its id."""
+        """Open a run in the configured experiment and return its id. Raises RegistryError."""
         with self._explained(f"open the run {name!r}"):
             from mlflow.entities import Param
 
@@ -35,15 +35,16 @@ class Runs(Connection):
     def start_target_run(
         self, parent_run_id: str, target_name: str, params: Mapping[str, object], tags: Mapping[str, str]
     ) -> str:
-        """Open the run of one target inside a release's run and return its id."""
+        """Open the run of one target inside a release's run and return its id. Raises RegistryError."""
         return self.start_run(target_name, params, {**tags, _PARENT_RUN: parent_run_id})
 
     def open_promotion_run(
         self, release_run: str, name: str, tags: Mapping[str, str], flow_run: str | None = None
     ) -> str:
-        """Open the run of a promotion and return its id. It lies inside the release's run where that still exists.
+        """Open the run of a promotion and return its id; nest it in the release's run where that still exists.
 
-        A flow run that was suspended and starts again gets the run that it opened before, with the tags set anew.
+        A Prefect flow run, whose id is `flow_run`, gets the run that it opened before it was suspended, with `tags` set
+        on it. Raises RegistryError.
         """
         with self._explained(f"open the run {name!r}"):
             client = self._client()
@@ -63,35 +64,41 @@ class Runs(Connection):
             return str(client.create_run(experiment, tags=all_tags, run_name=name).info.run_id)
 
     def set_run_tag(self, run_id: str, key: str, value: str) -> None:
-        """Set a tag of a run."""
+        """Set a tag of a run. Raises RegistryError."""
         with self._explained(f"tag the run {run_id}"):
             self._client().set_tag(run_id, key, value)
 
     def finish_run(self, run_id: str, status: RunStatus) -> None:
-        """Close a run."""
+        """End a run with a status. Raises RegistryError."""
         with self._explained(f"close the run {run_id}"):
             self._client().set_terminated(run_id, status)
 
     def run_exists(self, run_id: str) -> bool:
-        """Whether the run exists and is not deleted."""
+        """Whether the run exists and is not deleted. Raises RegistryError."""
         with self._explained(f"read the run {run_id}"):
             run = get_or_none(self._client().get_run, run_id)
         return run is not None and run.info.lifecycle_stage == "active"
 
     def find_runs(self, tags: Mapping[str, str]) -> list[str]:
-        """The ids of the finished runs of the configured experiment that have all of these tags, newest first."""
+        """Return the ids of the experiment's finished runs that have all of these tags, newest first.
+
+        Raises RegistryError.
+        """
         with self._explained("search its runs"):
             query = " and ".join(f"tags.`{key}` = {quote(value)}" for key, value in tags.items())
             runs = self._client().search_runs([self._experiment()], f"attributes.status = 'FINISHED' and {query}")
             return [str(run.info.run_id) for run in runs]
 
     def log_metrics(self, run_id: str, metrics: Mapping[str, float]) -> None:
-        """Record metrics of a run."""
+        """Record metrics of a run by name. Raises RegistryError."""
         with self._explained(f"record metrics of the run {run_id}"):
             self._log_points(run_id, [(key, value, 0) for key, value in metrics.items()])
 
     def log_curve(self, run_id: str, key: str, curve: Sequence[tuple[int, float]]) -> None:
-        """Record a metric of a run by step, at most 1000 steps in one call; a value that is not finite is left out."""
+        """Record a metric of a run from pairs of step and value; leave out values that are not finite.
+
+        One call takes at most 1000 pairs. Raises RegistryError.
+        """
         points = [(key, value, step) for step, value in curve if math.isfinite(value)]
         with self._explained(f"record {key!r} of the run {run_id}"):
             self._log_points(run_id, points)
@@ -99,7 +106,7 @@ class Runs(Connection):
     def log_artifacts(self, run_id: str, files: Mapping[str, Path]) -> None:
         """Store files with a run, each under its artifact path (`folder/name`).
 
-        Raises RegistryError for a file that is missing, before any is stored.
+        Raises RegistryError when MLflow fails, or a file is missing: none is stored then.
         """
         for path in files.values():
             if not path.is_file():
@@ -116,7 +123,10 @@ class Runs(Connection):
                 self._client().log_artifact(run_id, str(local), None if folder == "." else folder)
 
     def fetch_artifact(self, run_id: str, artifact_path: str, folder: Path) -> Path | None:
-        """Fetch a file of a run into `folder`; None when the run or the file does not exist."""
+        """Fetch a file of a run into `folder` and return its path; None when the run or the file does not exist.
+
+        Raises RegistryError.
+        """
         with self._explained(f"read {artifact_path!r} of the run {run_id}"):
             client = self._client()
             if get_or_none(client.get_run, run_id) is None:

@@ -1,4 +1,4 @@
-"""The signature of a model in MLflow, made from the tensors of its inputs and outputs."""
+"""MLflow's signature of a model, made from the tensors of its inputs and outputs."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from tvmflow.errors import RegistryError
 
 
 def model_signature(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> ModelSignature:
-    """MLflow's signature of a model; a symbolic dimension becomes -1.
+    """Return MLflow's signature of a model; a symbolic dimension becomes -1.
 
-    Raises RegistryError for a dtype that NumPy does not have: MLflow's signatures cannot hold it.
+    Raises RegistryError for a dtype that NumPy does not have, because MLflow's signatures cannot hold it.
     """
     return ModelSignature(
         inputs=types.Schema([_column(tensor) for tensor in inputs]),

@@ -11,7 +11,7 @@ from tvmflow.registry.models import LoggedModelRef
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """A version of a registered model; `created` is in milliseconds since 1970."""
+    """A version of a registered model; `run_id` is its run, `created` is in milliseconds since 1970 (UTC)."""
 
     name: str
     version: str
@@ -22,13 +22,13 @@ class ModelVersion:
 
 
 class Versions(Connection):
-    """Registered models by name, their versions by number."""
+    """Registered models by name, their versions by number. Every method raises RegistryError when MLflow fails."""
 
     def register(self, name: str, model_ref: LoggedModelRef, run_id: str, tags: Mapping[str, str]) -> str:
         """Make the logged model a version of the registered model `name` and return the version's number.
 
-        The registered model is created when it is missing. A run has at most one version: registering it again sets
-        its tags anew and returns the same number.
+        The registered model is created when it is missing. A run has at most one version of a model: a second call sets
+        its tags again and returns the same number. Raises RegistryError.
         """
         with self._explained(f"register the model {name!r}"):
             client = self._client()
@@ -51,7 +51,10 @@ class Versions(Connection):
             return str(version.version)
 
     def list_versions(self, name: str, limit: int = 100) -> list[ModelVersion]:
-        """The latest `limit` versions of a registered model, newest first; none when the model does not exist."""
+        """Return the latest `limit` versions of a registered model, newest first; empty when the model does not exist.
+
+        Raises RegistryError.
+        """
         with self._explained(f"list the versions of {name!r}"):
             versions = self._client().search_model_versions(
                 f"name = {quote(name)}", max_results=limit, order_by=["version_number DESC"]
@@ -74,53 +77,57 @@ class Versions(Connection):
         ]
 
     def version_exists(self, name: str, version: str) -> bool:
-        """Whether the registered model has that version."""
+        """Whether the registered model has that version. Raises RegistryError."""
         with self._explained(f"read version {version} of {name!r}"):
             return get_or_none(self._client().get_model_version, name, version) is not None
 
     def get_version_tags(self, name: str, version: str) -> dict[str, str]:
-        """The tags of a version; none when the version does not exist."""
+        """Return the tags of a version; empty when the version does not exist. Raises RegistryError."""
         with self._explained(f"read version {version} of {name!r}"):
             model_version = get_or_none(self._client().get_model_version, name, version)
         return {} if model_version is None else dict(model_version.tags)
 
     def set_version_tag(self, name: str, version: str, key: str, value: str) -> None:
-        """Set a tag of a version."""
+        """Set a tag of a version. Raises RegistryError."""
         with self._explained(f"tag version {version} of {name!r}"):
             self._client().set_model_version_tag(name, version, key, value)
 
     def delete_version_tag(self, name: str, version: str, key: str) -> None:
-        """Delete a tag of a version; it is no error when there is none."""
+        """Delete a tag of a version, if it has it. Raises RegistryError."""
         with self._explained(f"tag version {version} of {name!r}"):
             self._client().delete_model_version_tag(name, version, key)
 
     def get_alias_version(self, name: str, alias: str) -> str | None:
-        """The version that an alias points at; None when the alias or the model does not exist."""
+        """Return the version that an alias names; None when the alias or the model does not exist.
+
+        Raises RegistryError.
+        """
         with self._explained(f"read the alias {alias!r} of {name!r}"):
             model = get_or_none(self._client().get_registered_model, name)
         version = None if model is None else model.aliases.get(alias)
         return None if version is None else str(version)
 
     def list_aliases(self, name: str) -> dict[str, str]:
-        """The aliases of a registered model with their versions; none when the model does not exist."""
+        """Return a registered model's versions by alias; empty when the model does not exist. Raises RegistryError."""
         with self._explained(f"read the aliases of {name!r}"):
             model = get_or_none(self._client().get_registered_model, name)
         return {} if model is None else {alias: str(version) for alias, version in model.aliases.items()}
 
     def set_alias(self, name: str, alias: str, version: str) -> None:
-        """Point an alias at a version."""
+        """Point an alias at a version. Raises RegistryError."""
         with self._explained(f"set the alias {alias!r} of {name!r}"):
             self._client().set_registered_model_alias(name, alias, version)
 
     def delete_alias(self, name: str, alias: str) -> None:
-        """Delete an alias; it is no error when there is none."""
+        """Delete an alias, if it exists. Raises RegistryError."""
         with self._explained(f"delete the alias {alias!r} of {name!r}"):
             self._client().delete_registered_model_alias(name, alias)
 
     def connect_webhook(self, name: str, url: str, secret: str) -> bool:
-        """Make the server report every alias that is set to `url`, signed with `secret`; return whether that is new.
+        """Make the server report every alias that is set to `url`, signed with `secret`.
 
-        An existing webhook of that name is changed. Raises RegistryError for a registry without a server.
+        An existing webhook of that name is changed. Returns whether the webhook is new. Raises RegistryError when
+        MLflow fails, or the registry is a SQLite file.
         """
         uri = self.config.uris[-1]
         if sqlite_file(uri) is not None:
