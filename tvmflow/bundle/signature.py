@@ -69,7 +69,7 @@ def signer(signature: bytes, source: str) -> str:
 
 
 def trusted_keys() -> tuple[Path, ...]:
-    """Return the public key files in TVMFLOW_TRUSTED_KEYS, a list like PATH; without any, everyone is trusted."""
+    """Return the paths of public keys in TVMFLOW_TRUSTED_KEYS, a list like PATH; empty: no signature is needed."""
     return tuple(Path(item) for item in os.environ.get(TRUSTED_KEYS_VARIABLE, "").split(os.pathsep) if item)
 
 

@@ -1,4 +1,4 @@
-"""The runtime: loads a bundle and runs it. It needs TVM's runtime and NumPy, nothing else."""
+"""The runtime: it loads a bundle and runs it, and needs only TVM's runtime library and NumPy."""
 
 from tvmflow.runtime.model import CompiledModel, Timings, load
 

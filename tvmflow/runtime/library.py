@@ -1,6 +1,6 @@
 """TVM's runtime library on a CPU, used without TVM's Python package, whose import takes several times as long.
 
-This module does what `tvm/base.py` (loading the library) and `tvm/runtime/vm.py` (a virtual machine) do in TVM 0.27.
+This module replaces `tvm/base.py` (loading the library) and `tvm/runtime/vm.py` (a virtual machine) of TVM 0.27.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ def create_machine(library: Any) -> "Callable[[str], Callable[..., Any]]":
 
 
 def rewrap(library: Any) -> Any:
-    """Return the same library as an object of the class that TVM's Python package registers when it is imported."""
+    """Return the library as an object of the class that TVM's Python package registers when it is imported."""
     import tvm_ffi
 
     return tvm_ffi.convert(lambda item: item)(library)
@@ -56,7 +56,7 @@ def rewrap(library: Any) -> Any:
 
 @contextmanager
 def without_torch() -> Iterator[None]:
-    """Keep `tvm_ffi` from importing torch: it imports torch wherever it is installed, which takes seconds."""
+    """Keep `tvm_ffi` from importing torch while the body runs; it would import an installed one, for seconds."""
     if "torch" in sys.modules:
         yield
         return

@@ -40,16 +40,16 @@ _CALL_CACHE_SIZE = 64
 def load(path_or_uri: Path | str, *, threads: int | None = None, spin: int | None = None) -> "CompiledModel":
     """Verify a bundle, load its library and return the model.
 
-    A bundle is at a path, `file://`, `s3://BUCKET/KEY`, or in a release, `release://NAME@CHANNEL` or
-    `release://NAME/VERSION`. Of a release's bundles the best one that this machine can run is loaded, and kept in a
+    `path_or_uri` is a path, `file://`, `s3://BUCKET/KEY`, or a release, `release://NAME@CHANNEL` or
+    `release://NAME/VERSION`. Of a release's bundles, the best one that this machine can run is loaded and kept in a
     cache.
 
-    `threads` is the number of worker threads of a call: by default TVM_NUM_THREADS, else the bundle's own number but at
-    most the number of cores. A thread that calls models gets its pool of workers at its first call, as large as the
-    largest number of any model loaded by then; a model that is loaded later with a larger `threads` gives a
-    RuntimeWarning at its first call and runs on fewer.
-    `spin` is how many times an idle worker looks for work before it sleeps, by default 300000; 0 spares the processor
-    and costs some microseconds per call. The first call of the process fixes it.
+    `threads` is the number of worker threads of a call: by default TVM_NUM_THREADS, else the bundle's own number, but
+    not more than the number of cores. A thread that calls models gets its pool of workers at its first call, as large
+    as the largest number of any model loaded by then; a model that is loaded later with a larger `threads` gives a
+    RuntimeWarning at its first call and runs on fewer. `spin` is how many times an idle worker looks for work before it
+    sleeps, by default 300000; 0 spares the processor and costs some microseconds per call. The first call of the
+    process fixes it.
 
     Raises BundleError when the file is damaged or this machine cannot run it, before any of its code runs; StoreError
     when it cannot be fetched; InputError for a number of threads below 1 or a spin below 0.
@@ -208,14 +208,14 @@ class CompiledModel:
 
     @property
     def sample(self) -> "tuple[dict[str, Array], dict[str, Array]]":
-        """The golden sample: inputs by name, and the outputs that the original model gives for them, by name."""
+        """The golden sample: inputs by name, and the outputs, by name, that the original model gives for them."""
         return tuple(  # type: ignore[return-value]
             {name.removeprefix(prefix): array for name, array in self._sample.items() if name.startswith(prefix)}
             for prefix in ("input:", "output:")
         )
 
     def __call__(self, /, *args: "npt.ArrayLike", **kwargs: "npt.ArrayLike") -> "dict[str, Array]":
-        """Run the model once and return its outputs by name, as arrays with memory of their own.
+        """Run the model once and return its outputs by name, as new arrays.
 
         Takes every input, in order or by name. Raises InputError for an input that is missing, unknown, or of the wrong
         shape or dtype, and ValueError when the model is closed.
@@ -323,14 +323,14 @@ class CompiledModel:
         return np.from_dlpack(tensor).copy() if self._on_cpu else tensor.numpy()
 
     def check_inputs(self, inputs: "Mapping[str, npt.ArrayLike]") -> "dict[str, Array]":
-        """Return inputs by name as contiguous arrays, in the model's order.
+        """Return inputs by name as C-contiguous arrays, in the model's order.
 
         Raises InputError for an input that is missing, unknown, or of the wrong shape or dtype.
         """
         return self._check(inputs)[0]
 
     def _check(self, inputs: "Mapping[str, npt.ArrayLike]") -> "tuple[dict[str, Array], dict[str, int]]":
-        """As `check_inputs`; return the sizes of the symbolic dimensions, too."""
+        """Return the inputs as `check_inputs` does, and the size of each symbolic dimension."""
         for name in inputs:
             if name not in self._names:
                 raise InputError(f"model {self.manifest.name!r} has no input {name!r}; it takes {self._signature()}")
@@ -390,9 +390,9 @@ class CompiledModel:
         number: int = 1,
         warmup: int = 1,
     ) -> "Timings":
-        """Time whole calls of the model: checks of the inputs, copies and outputs included.
+        """Time whole calls of the model, including the checks of inputs and the copies of outputs.
 
-        Takes `repeat` measurements of `number` runs each, after `warmup` runs that are not counted, on `inputs` by
+        Takes `repeat` measurements of `number` runs each, after `warmup` runs that do not count. `inputs` are arrays by
         name, by default the golden sample. Raises InputError for wrong inputs, for `repeat` or `number` below 1, and
         for `warmup` below 0.
         """
@@ -415,8 +415,9 @@ class CompiledModel:
     ) -> "Timings":
         """Time the library's function alone: its inputs are on the device already, its outputs stay there.
 
-        TVM's evaluator measures on the machine that runs the model, so that an RPC connection does not count. For
-        `repeat`, `number` and `warmup` see `benchmark`. Raises InputError for wrong inputs.
+        TVM's evaluator measures on the machine that runs the model, so that an RPC connection does not count. `repeat`,
+        `number` and `warmup` are as in `benchmark`, but are not checked. Raises InputError for wrong inputs, ValueError
+        when the model is closed.
         """
         arrays, sizes = self._check(inputs)
         if self._on_cpu:
@@ -454,7 +455,10 @@ class CompiledModel:
 
     @property
     def device(self) -> Any:
-        """The device that runs the model, of TVM's own class; needs TVM's Python package."""
+        """The device that runs the model, an object of TVM's device class.
+
+        Raises ImportError without TVM's Python package.
+        """
         if self._device is None:
             with library.without_torch():
                 from tvm import runtime
@@ -488,9 +492,9 @@ def _stateful(machine: Any, name: str) -> "Callable[..., Any]":
 
 
 def _array_of(name: str, value: Any) -> "Array":
-    """A value as an array: an array, a tensor with DLPack (neither is copied) or a list.
+    """Return a value as an array: an array or a tensor with DLPack, neither of which is copied, or a list.
 
-    Raises InputError for a tensor on a GPU and for a value that is none of these.
+    Raises InputError for a tensor on a GPU and for any other value.
     """
     if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack_device__"):
         try:

@@ -1,4 +1,4 @@
-"""A profile of a run: the time of each function that TVM's virtual machine calls, taken by its instrument."""
+"""A profile of a run: the time of each function that TVM's virtual machine calls, measured by an instrument."""
 
 import tempfile
 import time
@@ -20,9 +20,9 @@ MACHINE = "(virtual machine)"
 
 @dataclass(frozen=True)
 class FunctionTime:
-    """A compiled function in one run: its calls, and the seconds and bytes (read and written) of all its calls.
+    """A compiled function in one run: its number of calls, and the seconds and bytes (read and written) of all of them.
 
-    `shapes` are the shapes of the arguments of its first call; the results come last.
+    `shapes` are the shapes of the arrays in its first call: the inputs, then the results.
     """
 
     name: str
@@ -39,10 +39,10 @@ def measure_functions(
     repeats: int,
     synchronize: Callable[[], object] = lambda: None,
 ) -> tuple[FunctionTime, ...]:
-    """Time the functions that `run` calls in a virtual machine; return them the slowest first.
+    """Time the functions that `run` calls in a virtual machine; return them, the slowest first.
 
-    Everything but the functions `names` is one entry, MACHINE. The time of a call is the smallest of `repeats` runs, so
-    that other work on the machine hardly shows. `synchronize` waits for a device that works on after a call has
+    Functions that are not in `names` are one entry, MACHINE. The time of a call is the smallest of `repeats` runs, so
+    that other work on the machine hardly changes it. `synchronize` waits for a device that still works when a call has
     returned. The machine has no instrument afterwards.
     """
     recorder = _Recorder(synchronize)
@@ -57,10 +57,10 @@ def measure_functions(
 
 
 def schedule_rules(path_or_uri: Path | str, manifest: Manifest) -> dict[str, str]:
-    """Return the name of the schedule rule of each compiled function of a bundle, by function; "" where none is known.
+    """Return the name of each compiled function's schedule rule, by function; "" for a function without one.
 
-    A release at `path_or_uri` has several bundles: the one with this `manifest` is read. Needs all of TVM, not its
-    runtime alone. Raises BundleError for a damaged bundle, StoreError when a release cannot be fetched.
+    A release at `path_or_uri` has several bundles: the one with this `manifest` is read. Needs the whole package tvm,
+    not its runtime library alone. Raises BundleError for a damaged bundle, StoreError when a release cannot be fetched.
     """
     import tvm
 

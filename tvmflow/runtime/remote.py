@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 def run(bundle: Path, host: str, port: int, key: str, timeout: float, work: Callable[[CompiledModel], T]) -> T:
-    """Load a bundle on a server with `key` of the tracker at `host` and `port`, and return what `work` returns.
+    """Load a bundle on a server with `key` of the tracker at `host` and `port`, call `work`, and return its result.
 
-    The bundle's files are checked here; the CPU features of the server's machine are not. Everything together takes
-    `timeout` seconds at most, where TVM itself would wait for ever for a busy or silent server. Raises BundleError for
-    a damaged bundle, RemoteError when there is no tracker, no such server, or no answer in time.
+    The bundle's files are checked on this machine; the CPU features of the server's machine are not. The whole call
+    takes `timeout` seconds at most, while TVM itself would wait for ever for a busy or silent server. Raises
+    BundleError for a damaged bundle, RemoteError when there is no tracker, no such server, or no answer in time.
     """
 
     def run_remotely() -> T:

@@ -1,4 +1,4 @@
-"""The choice between several bundles of one model: which of them this machine can run, and which of those is best."""
+"""The choice between several bundles of one model: which of them this machine can run, and which one is best."""
 
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
@@ -7,7 +7,7 @@ from tvmflow.errors import BundleError
 
 
 class Offer(Protocol):
-    """A bundle's needs: a manifest, or a release's entry for a target."""
+    """A bundle's requirements: a manifest, or a release's entry for a target."""
 
     @property
     def arch(self) -> str:
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def select_runnable(offers: Iterable[tuple[Offer, T]]) -> tuple[list[T], list[str]]:
-    """Return the items whose offer this machine can run, best first, and for every other one the reason against it.
+    """Return the items whose offer this machine can run, best first, and for each other item the reason against it.
 
     An offer that uses more of the machine is better: CUDA before CPU, then more CPU features before fewer. Equal offers
     keep their order.

@@ -1,8 +1,8 @@
-"""The worker threads of TVM: how many of them a call uses, and how long an idle one looks for work before it sleeps.
+"""The worker threads of TVM: their number in a call, and how often an idle one looks for work before it sleeps.
 
-TVM gives every thread that calls a model a pool of workers at the thread's first call, as large as TVM_NUM_THREADS says
-then. Later a call can use fewer workers of the pool; the pool cannot grow. The first worker of the process reads
-TVM_THREAD_POOL_SPIN_COUNT, and nothing reads it again.
+TVM gives every thread that calls a model a pool of workers at the thread's first call. TVM_NUM_THREADS then sets the
+size of the pool. A later call can use fewer workers of the pool; the pool cannot grow. The first worker of the process
+reads TVM_THREAD_POOL_SPIN_COUNT, and nothing reads it again.
 """
 
 import os
@@ -38,7 +38,7 @@ are_mixed = False
 
 
 def reserve(requested: int | None, built_for: int, spin: int | None) -> int:
-    """Return the number of workers for a model that is being loaded, and set the environment of pools that start later.
+    """Return the number of workers for a model that is being loaded, and set the environment of later pools.
 
     The number is `requested`, else the user's TVM_NUM_THREADS, else `built_for` but at most the number of cores. `spin`
     is how many times a worker looks for work before it sleeps; None leaves TVM's default. Warns if the process has
@@ -76,7 +76,7 @@ def reserve(requested: int | None, built_for: int, spin: int | None) -> int:
 
 
 def use_workers(count: int) -> int:
-    """Let this thread's calls use `count` workers, or its whole pool if that has fewer; return the number in use."""
+    """Let this thread's calls use `count` workers, or its whole pool if that is smaller; return the number in use."""
     global _is_started
     if _pool.requested != count:
         from tvm_ffi import get_global_func

@@ -1,4 +1,4 @@
-"""A client of TVM's RPC tracker. Every request has a timeout; TVM's own client waits for ever."""
+"""A client of TVM's RPC tracker. Every request has a timeout; TVM's own client would wait for ever."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ _CONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Address:
-    """Where a tracker or a server listens."""
+    """The host and port on which a tracker or a server listens."""
 
     host: str
     port: int
@@ -32,7 +32,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """Parse HOST:PORT; brackets around an IPv6 address are taken off. Raises ValueError for another form."""
+        """Parse HOST:PORT, where an IPv6 address may be in brackets. Raises ValueError for another form."""
         host, colon, port = text.rpartition(":")
         is_port = re.fullmatch("[0-9]{1,5}", port) is not None and 0 < int(port) < 1 << 16
         if not colon or not host or not is_port:
@@ -133,7 +133,7 @@ class Tracker:
 
 
 def is_answering(server: Address, timeout: float) -> bool:
-    """Whether a server without a session answers within `timeout` seconds; the probe's match key opens no session."""
+    """Whether a server without a session answers within `timeout` seconds; the check opens no session."""
     match_key = b"client:nobody"
     try:
         with socket.create_connection((server.host, server.port), timeout) as connection:

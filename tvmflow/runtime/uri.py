@@ -12,11 +12,12 @@ _FETCHERS = {"s3": "tvmflow.fetch", "release": "tvmflow.fetch"}
 
 
 def locate(path_or_uri: Path | str) -> Generator[Path, None, None]:
-    """Yield the bundles at a path, `file://`, `s3://BUCKET/KEY`, `release://NAME@CHANNEL` or `release://NAME/VERSION`.
+    """Yield the paths of the bundles at a path or URI.
 
-    A release has several bundles: the best for this machine comes first, and each is fetched only when the caller asks
-    for it. A file outside the cache is removed when the generator is closed. Raises BundleError for another kind of
-    address, StoreError when a bundle cannot be fetched.
+    URIs are `file://`, `s3://BUCKET/KEY`, `release://NAME@CHANNEL` and `release://NAME/VERSION`. A release has several
+    bundles: the best for this machine comes first, and each is fetched only when the caller asks for it. A file outside
+    the cache is removed when the generator is closed. Raises BundleError for another kind of address, StoreError when a
+    bundle cannot be fetched.
     """
     text = str(path_or_uri)
     scheme, separator, _ = text.partition("://")

@@ -1,4 +1,4 @@
-"""The server's endpoints: those of the Open Inference Protocol, and `/metrics`."""
+"""The server's endpoints: the Open Inference Protocol's, and `/metrics`."""
 
 import asyncio
 import time
@@ -22,10 +22,10 @@ from tvmflow.serving.source import ServedModel
 
 
 class Service:
-    """The state that the endpoints share: the version that is served now, and what runs it.
+    """The state that the endpoints share: the served version, and the batcher that runs it.
 
-    `served` changes in the event loop's thread only, so that it cannot change between reading it and queueing a request
-    for it. A request of more than `body_limit` bytes is refused.
+    `model` changes in the event loop's thread only, so that it cannot change while a request for it is read and queued.
+    A request of more than `body_limit` bytes is refused.
     """
 
     def __init__(self, model: ServedModel, batcher: Batcher, metrics: Metrics, body_limit: int) -> None:
@@ -39,7 +39,10 @@ class Service:
         metrics.model.labels(model.name, model.version).set(1)
 
     def swap(self, following: ServedModel) -> None:
-        """Serve another version, which is loaded and warm, from the next request on; close the one before."""
+        """Serve another version, which is loaded and warm, from the next request on.
+
+        The previous version is closed after its last request.
+        """
         previous, self.model, self.problem = self.model, following, None
         self.metrics.model.remove(previous.name, previous.version)
         self.metrics.model.labels(following.name, following.version).set(1)

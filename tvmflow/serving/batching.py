@@ -1,4 +1,4 @@
-"""The batcher: one thread that runs models, and the batches that it makes of the requests that wait for it."""
+"""The batcher: one thread that runs models, and joins waiting requests into batches."""
 
 import threading
 import time
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 
 class OverloadedError(Exception):
-    """The queue is full: as many requests wait as may."""
+    """The queue is full: QUEUE_LIMIT requests wait."""
 
 
 def batch_dimension(manifest: Manifest) -> str | None:
-    """Return the symbolic dimension along which requests can be joined: the first one of every input and output.
+    """Return the symbolic dimension along which requests can be joined: the first of every input and output.
 
-    Returns None if there is none, or if it also stands at another place, which joining requests would not extend.
+    Returns None if there is none, or if it is also another dimension of a tensor, which joining would not extend.
     """
     shapes = [spec.shape for spec in (*manifest.inputs, *manifest.outputs)]
     names = {shape[0] if shape else None for shape in shapes}
@@ -56,11 +56,11 @@ class _Request:
 
 
 class Batcher:
-    """Runs models in a thread of its own, and joins requests into batches where the batch dimension is symbolic.
+    """A thread that runs models, and joins requests into batches where the batch dimension is symbolic.
 
-    With a `max_delay` of 0 seconds, a request starts as soon as the thread is free: a batch is what has arrived while
-    the one before ran. Otherwise the first request of a batch waits up to `max_delay` for others. A batch has at most
-    `max_batch` rows, unless a single request has more. `on_batch` is called with the rows of each batch.
+    With a `max_delay` of 0 seconds, a request starts as soon as the thread is free: a batch has the requests that
+    arrived during the batch before. Otherwise the first request of a batch waits up to `max_delay` for others. A batch
+    has at most `max_batch` rows, unless a single request has more. `on_batch` gets the number of rows of each batch.
     """
 
     def __init__(self, *, max_batch: int, max_delay: float, on_batch: Callable[[int], object]) -> None:
@@ -77,9 +77,9 @@ class Batcher:
         self._thread.start()
 
     def submit(self, model: CompiledModel, arrays: "Arrays") -> "Future[Arrays]":
-        """Queue checked inputs in the model's order; return the future of the outputs. Raises OverloadedError.
+        """Queue inputs, which have been checked and are in the model's order; return the future of the outputs.
 
-        The future carries the error of a model that cannot be run.
+        The future carries the model's error if it fails. Raises OverloadedError when QUEUE_LIMIT requests wait.
         """
         if model not in self._dimensions:
             self._dimensions[model] = batch_dimension(model.manifest)
@@ -92,7 +92,7 @@ class Batcher:
         return request.result
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Queue a function that is no request; return the future of its result."""
+        """Queue a function, to run in the batcher's thread; return the future of its result."""
         result: Future[T] = Future()
         with self._changed:
             self._waiting.append(lambda: _settle(result, function))
@@ -100,13 +100,13 @@ class Batcher:
         return result
 
     def hurry(self) -> None:
-        """Start what waits at once: from now on no batch waits for more requests."""
+        """Start waiting requests at once: from now on no batch waits for more requests."""
         with self._changed:
             self._is_hurried = True
             self._changed.notify()
 
     def close(self) -> None:
-        """Run what waits, then end the thread; return when it has ended."""
+        """Run all that is queued and end the thread; return when it has ended."""
         with self._changed:
             self._is_hurried = self._is_closed = True
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, version 2, over REST: requests are parsed into arrays, arrays rendered as responses.
+"""The Open Inference Protocol, version 2, over REST: requests as arrays, and arrays as responses.
 
 A tensor is in the JSON, or follows it as raw bytes (the protocol's binary tensor data extension).
 https://github.com/kserve/open-inference-protocol
@@ -34,7 +34,7 @@ _LOSSLESS_KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
 
 @dataclass(frozen=True)
 class OutputRequest:
-    """An output that a request asks for, and whether its values are to follow the JSON as bytes."""
+    """An output that a request asks for, and whether its values follow the JSON as bytes."""
 
     name: str
     is_binary: bool
@@ -58,7 +58,7 @@ class InferResponse:
 
 
 def describe(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-    """Return inputs or outputs as the Open Inference Protocol's model metadata lists them.
+    """Return inputs or outputs in the form of the Open Inference Protocol's model metadata.
 
     Each has `name`, `datatype` (such as FP32) and `shape`, where -1 stands for a symbolic dimension.
     """
@@ -75,8 +75,9 @@ def describe(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
 def parse(body: bytes, header_length: str | None, outputs: Sequence[TensorSpec]) -> InferRequest:
     """Parse the body of a request for a model with these outputs.
 
-    `header_length` is the header HEADER_LENGTH: the bytes of the JSON, None for a body without binary data. Raises
-    InputError for anything that the protocol does not allow; whether the inputs fit the model is not checked.
+    `header_length` is the value of the header HEADER_LENGTH: the number of bytes of JSON, None for a body without
+    binary data. Raises InputError for a body that breaks the protocol or names another output; whether the inputs fit
+    the model is not checked.
     """
     length = len(body)
     if header_length is not None:
@@ -106,7 +107,10 @@ def parse(body: bytes, header_length: str | None, outputs: Sequence[TensorSpec])
 
 
 def render(request: InferRequest, name: str, version: str, results: "Mapping[str, Array]") -> InferResponse:
-    """Render the response to a request. Raises InputError for NaN or infinity in an output that is to be JSON."""
+    """Render the response to a request: `results` are the outputs by name, `name` and `version` the model's.
+
+    Raises InputError for NaN or infinity in an output that the request wants as JSON.
+    """
     outputs: list[dict[str, Any]] = []
     binary: list[bytes] = []
     for output in request.outputs:

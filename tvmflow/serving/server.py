@@ -1,4 +1,4 @@
-"""The server process: it listens, follows its channel, and ends on SIGTERM when accepted requests are answered."""
+"""The server process: it listens, follows its channel, and on SIGTERM answers accepted requests and ends."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,10 @@ _DRAIN_SECONDS = 30
 
 @dataclass(frozen=True)
 class Options:
-    """How to serve. `threads` is the number of TVM's workers, by default the bundle's; port 0 is any free port."""
+    """The server's options.
+
+    `threads` is the number of TVM's workers, by default the bundle's; port 0 means a free port.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -41,8 +44,9 @@ class Options:
 def serve(source: Source, options: Options, announce: Callable[[str, ServedModel], object]) -> None:
     """Serve until SIGTERM or SIGINT; must be called by the main thread.
 
-    Calls `announce` with the address and the served version as soon as it listens. Raises SettingsError when it cannot
-    listen on the address, and StoreError, BundleError or VerdictError when the source's version cannot be served.
+    Calls `announce` with the server's URL and the served version as soon as it listens. Raises SettingsError when it
+    cannot listen on the address, and StoreError, BundleError or VerdictError when the source's version cannot be
+    served.
     """
     metrics = Metrics()
     with _bound(options.host, options.port) as listener:
@@ -92,7 +96,7 @@ async def _serve(
 
 
 class Watcher:
-    """Polls a channel, and swaps the served version when the channel points at another one."""
+    """A loop that polls a channel and swaps the served version when the channel holds another one."""
 
     def __init__(self, service: Service, source: Source, options: Options, loop: asyncio.AbstractEventLoop) -> None:
         self._service = service

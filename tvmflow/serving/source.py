@@ -1,4 +1,4 @@
-"""The source of a served model: a bundle, a release, or the release that a channel points at."""
+"""The source of a served model: a bundle, a release, or the release that a channel holds."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from tvmflow.verification import verify
 class Source:
     """A model to serve, by name.
 
-    `desired_version` returns the version to serve now; with `is_channel` it can change. `bundles` yields the bundles of
-    a version, the best for this machine first. Both raise StoreError when the store cannot be read.
+    `desired_version` returns the version to serve now, which can change with `is_channel`. `bundles` yields the paths
+    of a version's bundles, the best for this machine first. Both raise StoreError when the store cannot be read.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Source:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A loaded version of a model."""
+    """A version of a model that is loaded."""
 
     name: str
     version: str
@@ -36,7 +36,7 @@ class ServedModel:
 
 
 def bundle_source(path: Path) -> Source:
-    """Return the source of one bundle; its version is the beginning of its digest. Raises BundleError."""
+    """Return the source of one bundle; its version is the first 12 digits of its SHA-256. Raises BundleError."""
     name = bundle.read_manifest(path).name
     version = bundle.sha256_file(path)[:12]
     return Source(name, lambda: version, lambda _: iter([path]))
@@ -48,7 +48,7 @@ def release_source(store: ReleaseStore, name: str, version: str, cache: Path) ->
 
 
 def channel_source(store: ReleaseStore, name: str, channel: str, cache: Path) -> Source:
-    """Return the source of whatever release a channel points at; its bundles are kept in the folder `cache`."""
+    """Return the source of the release that a channel holds; its bundles are kept in the folder `cache`."""
     return Source(
         name,
         lambda: channels.read(store, name, channel).version,
@@ -61,8 +61,8 @@ def load(source: Source, version: str, threads: int | None) -> ServedModel:
     """Fetch, verify and load a version; `threads` is the number of TVM's workers, None for the bundle's own.
 
     A bundle's golden sample runs in another process before its library is loaded in this one. Raises StoreError when
-    the version cannot be fetched, BundleError when none of its bundles can be served here, and VerdictError when one
-    computes other outputs than its golden sample's.
+    the version cannot be fetched, BundleError when none of its bundles can be served here, and VerdictError when a
+    bundle's outputs differ from its golden sample's.
     """
     refusals = []
     for path in source.bundles(version):

@@ -1,4 +1,4 @@
-"""Blobs: files under their SHA-256, checked on the way in and on the way out."""
+"""Blobs: files under their SHA-256, which is checked when they are written and read."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ Progress = Callable[[int], None]
 
 
 class BlobStore:
-    """The blobs of an object store, below `blobs/sha256/`. Methods raise `StoreError` as those of the objects do."""
+    """The blobs of an object store, below `blobs/sha256/`. Every method raises StoreError when the server fails."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
@@ -24,8 +24,9 @@ class BlobStore:
     def put(self, path: Path, sha256: str, on_progress: Progress | None = None) -> str:
         """Send a file whose SHA-256 is `sha256`, unless the store has it already; return its `s3://` address.
 
-        The file is hashed while it is sent, and nothing becomes visible when its digest differs. What was written is
-        read back and hashed too. A damaged blob in the store is replaced.
+        The file is hashed while it is sent, and no blob appears when its digest differs. The blob is then read back and
+        hashed too. A damaged blob in the store is replaced. `on_progress` gets the number of bytes sent since its last
+        call. Raises StoreError when the digest differs, the file cannot be read, or the server fails.
         """
         key = blob_key(sha256)
         report = on_progress or _ignore
@@ -55,7 +56,10 @@ class BlobStore:
         return self._objects.uri(key)
 
     def fetch(self, sha256: str, destination: Path) -> None:
-        """Fetch a blob into `destination`, which appears, or is replaced, only when the digest is right."""
+        """Fetch a blob into `destination`, which appears, or is replaced, only when the digest is right.
+
+        Raises StoreError for a blob that is missing or damaged, a file that cannot be written, and a server that fails.
+        """
         key = blob_key(sha256)
         partial = destination.with_name(f".{destination.name}.{secrets.token_hex(8)}.part")
         try:
@@ -81,9 +85,10 @@ class BlobStore:
                 partial.unlink(missing_ok=True)
 
     def find_fault(self, sha256: str, sizes: Collection[int], *, just_written: bool = False) -> str | None:
-        """Read a blob in full and compare its digest, and its size in bytes with each of `sizes`.
+        """Read a complete blob and compare its digest, and its size in bytes with each of `sizes`.
 
-        Returns the fault as the end of a sentence, None if there is none.
+        Returns the fault as the end of a sentence, None if there is none. With `just_written` a blob may take a second
+        to appear. Raises StoreError when the server fails.
         """
         length = 0
 

@@ -30,7 +30,10 @@ _MAX_LOOKS_FOR_ABSENT = 5
 
 @dataclass(frozen=True)
 class Move:
-    """One move of a channel: who moved it, when (UTC, ISO 8601), from which version (None: it is new) to which, why."""
+    """One move of a channel: who moved it, when (UTC, ISO 8601), from which version to which, and why.
+
+    `from_version` is None for a new channel.
+    """
 
     who: str
     when: str
@@ -63,7 +66,7 @@ class Pointer:
 
     @property
     def rollback_stack(self) -> tuple[str, ...]:
-        """The versions that rollbacks go back through, the current one last: after 1, 2, 3 and one rollback 1, 2."""
+        """The versions that rollbacks can return to, the current one last: after 1, 2, 3 and one rollback, 1, 2."""
         versions: list[str] = []
         for move in self.history:
             if move.rollback and move.to_version in versions:
@@ -75,7 +78,10 @@ class Pointer:
 
 
 def read(store: ReleaseStore, name: str, channel: str) -> Pointer:
-    """Read the pointer of a channel. Raises `StoreError` for a channel that was never moved, naming those that were."""
+    """Read the pointer of a channel.
+
+    Raises StoreError for a channel that was never moved; the message names the others.
+    """
     pointer = find(store, name, channel)
     if pointer is None:
         channels = ", ".join(_list_channels(store, name)) or "none"
@@ -84,7 +90,7 @@ def read(store: ReleaseStore, name: str, channel: str) -> Pointer:
 
 
 def find(store: ReleaseStore, name: str, channel: str) -> Pointer | None:
-    """Read the pointer of a channel, None if it was never moved. Raises `StoreError` for a damaged pointer."""
+    """Read the pointer of a channel, None if it was never moved. Raises StoreError for a damaged pointer."""
     return _read_with_etag(store, name, channel)[0]
 
 
@@ -110,11 +116,11 @@ def move(
 ) -> Pointer:
     """Point a channel at a published version; return the new pointer.
 
-    `expected` is the version that the mover saw in the channel, None for a channel that does not exist yet. When the
-    channel holds another version by now, nothing is written, and the `StoreError` says who moved it: of several movers
-    that expect the same version exactly one wins. Readers see the old pointer or the new one. A channel that holds
-    `version` already stays as it is. `prepare` is called after the channel was claimed and found at `expected`, before
-    the pointer is written.
+    `expected` is the version that the caller saw in the channel, None for a channel that does not exist yet. When the
+    channel holds another version by now, nothing is written, and the StoreError says who moved it: of several callers
+    that expect the same version exactly one succeeds. Readers see the old pointer or the new one. A channel that holds
+    `version` already stays as it is. `prepare` is called when the channel is claimed and holds `expected`, before the
+    pointer is written. Raises StoreError for a version that is not published, too.
     """
     key = channel_key(name, channel)
     if not store.has_release(name, version):
@@ -148,9 +154,9 @@ def move(
 
 @contextlib.contextmanager
 def claim(store: ReleaseStore, name: str, channel: str, who: str) -> Iterator[None]:
-    """Be the only mover of a channel while the body runs, on servers that ignore `IfMatch` too (see `claims`).
+    """Be the only one who moves a channel while the body runs, on servers that ignore `IfMatch` too (see `claims`).
 
-    The claim of a process of this machine that has ended is void at once. Raises `StoreError` when another mover keeps
+    The claim of a process of this machine that has ended is void at once. Raises StoreError when another process keeps
     the channel for longer than 15 seconds.
     """
     prefix = f"claims/{name}/@{channel}/"

@@ -1,9 +1,9 @@
-"""Claims: short-lived objects by which writers learn of each other, on servers that ignore conditional writes.
+"""Claims: short-lived objects that show writers to each other, on servers that ignore conditional writes.
 
 A writer leaves a claim below a prefix that all rivals share, waits until every server shows it, and lists the prefix.
 Listings are consistent: of two writers the one whose claim came later sees the other's. A writer that sees a rival
-withdraws and tries again after a random pause; one that sees none is alone. A claim that a crash left behind is void
-after `LIFETIME`.
+withdraws its claim and tries again after a random pause; a writer that sees none is alone. A claim that a crash left
+behind is void after `LIFETIME`.
 """
 
 import contextlib
@@ -25,13 +25,16 @@ _LONGEST_PID = 10
 
 
 def leave_claim(objects: ObjectStore, claim: str, content: bytes, action: str) -> None:
-    """Write a claim and wait until every server on the same storage shows it."""
+    """Write an object as a claim and wait until every server on the same storage shows it.
+
+    `action` completes "while ..." in the message. Raises StoreError.
+    """
     objects.put(claim, content, action)
     time.sleep(SETTLE_SECONDS)
 
 
 def list_claims(objects: ObjectStore, prefix: str) -> list[str]:
-    """The keys of the claims below a prefix that are not void."""
+    """Return the keys of the claims below a prefix that are not void. Raises StoreError."""
     claims = {entry.key: entry.last_modified for entry in objects.list_objects(prefix)}
     # The age is the difference of two of the server's times, so that this machine's clock does not matter.
     newest = max(claims.values(), default=datetime.datetime.max)
@@ -39,7 +42,7 @@ def list_claims(objects: ObjectStore, prefix: str) -> list[str]:
 
 
 def withdraw_claims(objects: ObjectStore, claims: Collection[str]) -> None:
-    """Delete claims, as far as that succeeds."""
+    """Delete claims by their keys; a claim that cannot be deleted stays until it is void."""
     for claim in claims:
         # A claim that stays makes others wait at most, and a publisher may lack the right to delete.
         with contextlib.suppress(StoreError):
@@ -47,12 +50,12 @@ def withdraw_claims(objects: ObjectStore, claims: Collection[str]) -> None:
 
 
 def pause_before_retry() -> None:
-    """Wait for a random time, so that two rivals do not meet again."""
+    """Wait for a random time, 0.05 to 0.5 seconds, so that two rivals do not meet again."""
     time.sleep(random.uniform(0.05, 0.5))  # noqa: S311 - not for secrets, only to part the rivals
 
 
 def describe_process(pid: int) -> str:
-    """A text that identifies a process of this machine and no other ever; empty when no process has the id."""
+    """Return a text that identifies one process of this machine for all time; empty when no process has the id."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").readlink()
@@ -65,8 +68,8 @@ def describe_process(pid: int) -> str:
 def is_abandoned(claim: bytes) -> bool:
     """Whether the process that wrote a claim ran on this machine and has ended.
 
-    A claim is the object that one writer at a time creates to move a channel; its last line describes the process. An
-    empty or malformed claim, and one of another machine, is not abandoned.
+    `claim` is the content of the object; its last line describes the process. An empty or malformed claim, and a claim
+    from another machine, is not abandoned.
     """
     _, _, claimant = claim.decode(errors="replace").strip().rpartition("\n")
     words, own_words = claimant.split(), describe_process(os.getpid()).split()

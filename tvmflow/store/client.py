@@ -1,4 +1,4 @@
-"""The S3 client of a release store, and the conversion of botocore's errors to sentences."""
+"""The S3 client of a release store, and sentences in the place of botocore's errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SUSPICIOUS_SKEW_SECONDS = 300
 
 
 def connect(config: StoreConfig) -> S3Client:
-    """Make a client for the store's server. Raises `StoreError` when boto3 is missing or finds no usable profile."""
+    """Create a client for the store's server. Raises StoreError when boto3 is missing or finds no usable profile."""
     try:
         from botocore.config import Config
         from botocore.session import Session
@@ -77,7 +77,7 @@ def _service_models() -> Loader:
 
 @contextlib.contextmanager
 def explained(config: StoreConfig, action: str) -> Iterator[None]:
-    """Turn an error that botocore raises inside into one `StoreError`; `action` completes "while ..."."""
+    """Turn an error that botocore raises in the body into one StoreError; `action` completes "while ..."."""
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 
@@ -92,7 +92,7 @@ def explained(config: StoreConfig, action: str) -> Iterator[None]:
 
 
 def code_of(error: ClientError) -> str:
-    """The server's name for the error, e.g. `NoSuchKey`, or the HTTP status where it gave none."""
+    """Return the server's name for an error, e.g. `NoSuchKey`, or the HTTP status where it has no name."""
     return str(error.response.get("Error", {}).get("Code", "unknown"))
 
 

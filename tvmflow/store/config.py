@@ -18,7 +18,7 @@ class StoreConfig:
 
     Without `access_key` boto3 looks for credentials by itself (environment, profile, instance role). Without `endpoint`
     the server is Amazon S3 in `region`. With the defaults an unreachable endpoint is an error within ten seconds.
-    Raises `SettingsError` for values that fit no S3 server.
+    Raises SettingsError for values that no S3 server accepts.
     """
 
     bucket: str
@@ -67,7 +67,7 @@ class StoreConfig:
 
     @property
     def server(self) -> str:
-        """The server as messages name it."""
+        """The name of the server in messages."""
         return f"the S3 endpoint {self.endpoint}" if self.endpoint else f"Amazon S3 in {self.region}"
 
     @property
@@ -108,7 +108,7 @@ class S3Uri:
 
 
 def parse_uri(uri: str) -> S3Uri:
-    """Split `s3://bucket/key`; raises `StoreError` for anything else."""
+    """Split `s3://BUCKET/KEY` into bucket and key. Raises StoreError for any other text."""
     scheme, _, rest = uri.partition("://")
     bucket, _, key = rest.partition("/")
     if scheme != "s3" or not _BUCKET.fullmatch(bucket) or not key or "" in key.split("/"):

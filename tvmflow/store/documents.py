@@ -1,4 +1,4 @@
-"""Release documents as bytes: their one spelling, the format number, and the blobs that they refer to."""
+"""Release documents as bytes: their canonical JSON, the format number, and the blobs that they refer to."""
 
 import json
 import re
@@ -14,7 +14,10 @@ _BLOB_ADDRESS = re.compile(r"(?:^|/)blobs/sha256/([0-9a-f]{64})$")
 
 
 def encode(name: str, version: str, release: Mapping[str, Any]) -> bytes:
-    """A document in its one spelling: equal documents are equal bytes. Raises StoreError for what JSON cannot hold."""
+    """Return a document as canonical JSON: equal documents give equal bytes.
+
+    `name` and `version` name the release in the message. Raises StoreError for a value that JSON cannot hold.
+    """
     try:
         text = json.dumps(dict(release), sort_keys=True, ensure_ascii=False, indent=2, allow_nan=False)
         return f"{text}\n".encode()
@@ -43,9 +46,9 @@ def decode(content: bytes, uri: str) -> dict[str, Any]:
 
 
 def list_references(document: Mapping[str, Any]) -> dict[str, set[int]]:
-    """The digests of the blobs that a document refers to, each with the sizes in bytes that it gives for the blob.
+    """Return the digests of the blobs that a document refers to, each with its sizes in bytes in the document.
 
-    A reference is `"sha256": DIGEST`, beside which a `"size"` may stand, or an address that ends in
+    A reference is `"sha256": DIGEST`, with an optional `"size"` beside it, or an address that ends in
     `blobs/sha256/DIGEST`, at any depth. Raises StoreError for a `sha256` that is not a digest.
     """
     references: dict[str, set[int]] = {}

@@ -27,15 +27,15 @@ _ADDRESS = re.compile(rb"Starting s3 server on \[(http://127\.0\.0\.1:\d+)/?\]")
 def embedded_s3(data: Path, *, bucket: str) -> Iterator[StoreConfig]:
     """Serve the folder `data` over S3 while the body runs; yield the configuration of a store on it.
 
-    The server listens on 127.0.0.1 only, at a free port, and accepts only credentials that are made up for this start.
+    The server listens on 127.0.0.1 only, at a free port, and accepts only credentials that are new with each start.
     Objects are plain files, `data/BUCKET/KEY`, each renamed into place when it is complete. They survive the death of
     the server, but nothing forces them to the disk before a power cut. Several servers may serve one folder at a time;
     each sees within 10 ms what the others write.
 
-    The server ends with the body, however the body ends, and with this process, even when it is killed. The kernel ties
-    the server to the *thread* that enters the context: that thread must live until the body has ended.
+    The server ends when the body ends, also with an exception, and when this process ends, even when it is killed. The
+    kernel ties the server to the *thread* that enters the context: that thread must live until the body has ended.
 
-    Raises `StoreError` when rclone is missing or does not start.
+    Raises StoreError when rclone is missing or does not start, or the folder cannot be written.
     """
     access_key, secret_key = secrets.token_hex(10), secrets.token_hex(20)
     credentials = StoreConfig(bucket, access_key=access_key, secret_key=secret_key)
@@ -56,9 +56,9 @@ def embedded_s3(data: Path, *, bucket: str) -> Iterator[StoreConfig]:
 
 
 def server_command(data: Path, address: str) -> list[str]:
-    """The command line that serves the folder `data` over S3 at `address`, HOST:PORT; each folder in it is a bucket.
+    """Return the command line of a server that serves the folder `data` over S3 at `address`, HOST:PORT.
 
-    Raises `StoreError` when rclone is missing.
+    Each folder in `data` is a bucket. Raises StoreError when rclone is missing.
     """
     return [
         *(str(_find_rclone()), "serve", "s3", str(data)),
@@ -74,7 +74,7 @@ def server_command(data: Path, address: str) -> list[str]:
 
 
 def server_environment(access_key: str, secret_key: str) -> dict[str, str]:
-    """The whole environment of that server, which accepts only these credentials."""
+    """Return the whole environment of that server, which accepts only these credentials."""
     # Nothing but this: the user's RCLONE_* variables would change the server. A secret in the environment is readable
     # by this user alone, one on the command line by everybody. The inner quotes are rclone's CSV: one pair, not two.
     return {"RCLONE_AUTH_KEY": f'"{access_key},{secret_key}"'}

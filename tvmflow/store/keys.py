@@ -1,4 +1,4 @@
-"""Keys of the release store: which names, versions and digests are allowed, and where each object is."""
+"""Keys of the release store: the names, versions and digests that are allowed, and the place of each object."""
 
 import re
 
@@ -9,27 +9,27 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def blob_key(sha256: str) -> str:
-    """The key of a blob. Raises StoreError when `sha256` is not a digest."""
+    """Return the key of a blob. Raises StoreError when `sha256` is not a digest."""
     require_sha256(sha256)
     return f"blobs/sha256/{sha256}"
 
 
 def release_key(name: str, version: str) -> str:
-    """The key of a release's document. Raises StoreError for a name or version that is not allowed."""
+    """Return the key of a release's document. Raises StoreError for a name or version that is not allowed."""
     require_name("name", name)
     require_name("version", version)
     return f"releases/{name}/{version}/release.json"
 
 
 def channel_key(name: str, channel: str) -> str:
-    """The key of a channel's pointer. Raises StoreError for a name or channel that is not allowed."""
+    """Return the key of a channel's pointer. Raises StoreError for a name or channel that is not allowed."""
     require_name("name", name)
     require_name("channel", channel)
     return f"channels/{name}/{channel}.json"
 
 
 def require_name(role: str, text: str) -> None:
-    """Raise StoreError unless `text` may be a name, version or channel; `role` says which in the message."""
+    """Raise StoreError unless `text` may be a name, version or channel; `role` is that word in the message."""
     if not NAME.fullmatch(text):
         raise StoreError(
             f"The release {role} {text!r} is not valid: use up to 128 letters, digits, '.', '_' and '-', the first of "
@@ -44,5 +44,5 @@ def require_sha256(text: str) -> None:
 
 
 def numeric_order(version: str) -> list[tuple[int, str]]:
-    """A key to sort versions by: runs of digits compare as numbers, the rest as text, so that 9 comes before 10."""
+    """Return a key to sort versions by: runs of digits compare as numbers, the rest as text (9 before 10)."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", version)]

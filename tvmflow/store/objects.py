@@ -1,4 +1,4 @@
-"""Objects in a bucket, below a prefix: the S3 requests that the release store and the shared workspace are made of."""
+"""Objects in a bucket, below a prefix: the S3 requests of the release store and the shared workspace."""
 
 import contextlib
 import datetime
@@ -21,7 +21,7 @@ _LOOKS_FOR_WRITTEN = 20
 
 
 class InterruptedReadError(StoreError):
-    """The server broke off while it sent an object."""
+    """The server ended the connection while it sent an object."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class ObjectEntry:
 class ObjectStore:
     """The objects below one prefix of one bucket. Keys are relative to the prefix.
 
-    Every method raises `StoreError`, in one sentence, when the server is unreachable or refuses. An instance may be
-    shared by threads.
+    Every method raises StoreError, in one sentence, when the server is unreachable or refuses. Threads may share an
+    instance.
     """
 
     def __init__(self, config: StoreConfig) -> None:
@@ -45,11 +45,11 @@ class ObjectStore:
         self.s3 = connect(config)
 
     def uri(self, key: str) -> str:
-        """The `s3://` address of an object."""
+        """Return the `s3://` address of an object."""
         return f"{self.config.uri}/{key}"
 
     def full_key(self, key: str) -> str:
-        """The key of an object in the bucket, with the store's prefix."""
+        """Return the key of an object in the bucket: the store's prefix and `key`."""
         return f"{self.config.prefix}/{key}" if self.config.prefix else key
 
     def ensure_bucket(self) -> None:
@@ -81,7 +81,7 @@ class ObjectStore:
                     ) from error
 
     def list_objects(self, prefix: str) -> Iterator[ObjectEntry]:
-        """The objects whose keys begin with `prefix`, in the server's order."""
+        """Yield the objects whose keys begin with `prefix`, in the server's order. Raises StoreError."""
         start = len(self.full_key(""))
         with explained(self.config, f"listing {prefix}"):
             pages = self.s3.get_paginator("list_objects_v2").paginate(
@@ -92,14 +92,18 @@ class ObjectStore:
                     yield ObjectEntry(entry["Key"][start:], entry["Size"], entry["LastModified"])
 
     def get(self, key: str, *, just_written: bool = False) -> bytes | None:
-        """The content of an object, None if there is none. `just_written` is that of `stream`."""
+        """Return the content of an object, None if there is none; `just_written` is as in `stream`.
+
+        Raises StoreError.
+        """
         chunks: list[bytes] = []
         return None if self.stream(key, chunks.append, just_written=just_written) is None else b"".join(chunks)
 
     def get_with_etag(self, key: str) -> tuple[bytes, str] | None:
-        """The content of an object and its entity tag, None if there is no such object.
+        """Return the content of an object and its entity tag, None if there is no such object.
 
-        Raises `InterruptedReadError` when the server breaks off while it sends the content.
+        Raises InterruptedReadError when the server ends the connection while it sends the content, StoreError when it
+        fails.
         """
         from botocore.exceptions import IncompleteReadError, ResponseStreamingError
 
@@ -117,9 +121,10 @@ class ObjectStore:
             raise
 
     def stream(self, key: str, consume: Callable[[bytes], object], *, just_written: bool = False) -> str | None:
-        """Hand an object's content to `consume` piece by piece; return its SHA-256, None if there is no such object.
+        """Pass an object's content to `consume` in chunks; return its SHA-256, None if there is no such object.
 
-        With `just_written` an absent object is looked for for a second: a busy rclone overlooks new ones at times.
+        With `just_written` an absent object is looked for during a second, because a busy rclone overlooks new ones at
+        times. Raises StoreError when the server fails.
         """
         hasher = hashlib.sha256()
         looks = _LOOKS_FOR_WRITTEN if just_written else 1
@@ -140,15 +145,16 @@ class ObjectStore:
         return hasher.hexdigest()
 
     def put(self, key: str, content: bytes, action: str) -> None:
-        """Write an object, or replace it; `action` completes "while ..." in an error."""
+        """Write an object, or replace it; `action` completes "while ..." in the StoreError."""
         with explained(self.config, action):
             self.s3.put_object(Bucket=self.config.bucket, Key=self.full_key(key), Body=content)
 
     def put_if_unchanged(self, key: str, content: bytes, etag: str | None) -> bool:
         """Write a JSON document if the object still has the entity tag; with None, if there is no object yet.
 
-        Returns False when the server says that it has another tag or that somebody else is writing it. A server that
-        does not know conditional writes writes it in any case.
+        Returns False when the server says that the object has another tag or that another client is writing it, else
+        True. A server without conditional writes writes the document in any case. Raises StoreError when the server
+        fails.
         """
         from botocore.exceptions import ClientError
 
@@ -174,9 +180,10 @@ class ObjectStore:
         return True
 
     def put_in_parts(self, key: str, parts: Iterable[bytes], action: str) -> None:
-        """Write an object as a multipart upload; nothing is visible before the last part, nor when `parts` raises.
+        """Write an object as a multipart upload, which is visible only when the last part has been sent.
 
-        The parts are sent one after the other: some servers write them out in the order of their arrival.
+        The parts are sent one after the other, because some servers write them out in the order of their arrival. When
+        `parts` raises, there is no object. `action` completes "while ..." in the StoreError.
         """
         bucket, full_key = self.config.bucket, self.full_key(key)
         with explained(self.config, action):
@@ -198,6 +205,6 @@ class ObjectStore:
                 raise
 
     def delete(self, key: str, action: str) -> None:
-        """Delete an object; it is no error when there is none."""
+        """Delete an object, if it exists; `action` completes "while ..." in the StoreError."""
         with explained(self.config, action), contextlib.suppress(self.s3.exceptions.NoSuchKey):
             self.s3.delete_object(Bucket=self.config.bucket, Key=self.full_key(key))

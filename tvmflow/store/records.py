@@ -14,10 +14,10 @@ _READ_TIMEOUT, _ATTEMPTS = 10.0, 2
 
 
 class RecordObjects:
-    """Files of tuning records as objects, replaced whole: S3 cannot append.
+    """Files of tuning records as objects, which are replaced whole because S3 cannot append.
 
-    A file's name is its context and its run, joined by `-`. Whoever may write to the bucket decides what is read here.
-    Every method raises `StoreError` when the server cannot be used.
+    A file's name is its context and its run, joined by `-`. Anyone who may write to the bucket can change the records.
+    Every method raises StoreError when the server fails.
     """
 
     def __init__(self, store: ReleaseStore) -> None:
@@ -34,7 +34,7 @@ class RecordObjects:
         return self._objects.uri(_FOLDER.rstrip("/"))
 
     def sizes(self, context: str | None = None) -> dict[str, int]:
-        """The names of the files, or of those of one context, with their sizes in bytes."""
+        """Return the sizes in bytes of all files, or of those of one context, by name. Raises StoreError."""
         prefix = _FOLDER if context is None else f"{_FOLDER}{context}/"
         sizes = {
             entry.key.removeprefix(_FOLDER).replace("/", "-", 1): entry.size
@@ -43,15 +43,15 @@ class RecordObjects:
         return {name: size for name, size in sizes.items() if "/" not in name}
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file, None where there is none."""
+        """Return the content of a file, None if there is none. Raises StoreError."""
         return self._objects.get(_key(name))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, or replace it."""
+        """Write a file, or replace it. Raises StoreError."""
         self._objects.put(_key(name), content, "sending tuning records")
 
     def remove(self, name: str) -> None:
-        """Remove a file if it is there."""
+        """Remove a file if it exists. Raises StoreError."""
         self._objects.delete(_key(name), "removing tuning records")
 
 

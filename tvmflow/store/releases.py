@@ -1,4 +1,4 @@
-"""Releases in a bucket: written once, read back, and published whole or not at all."""
+"""Releases in a bucket: each is written once, is complete or absent, and its blobs are checked."""
 
 import hashlib
 import secrets
@@ -37,9 +37,10 @@ class ReleaseStore:
         self._blobs = BlobStore(self.objects)
 
     def check(self) -> None:
-        """Make sure that the store can be read and written, creating the bucket if it is missing.
+        """Check that the store can be read and written, and create the bucket if it is missing.
 
         Takes about ten seconds at most. Leaves one small object, `checks/writable`, which is the same every time.
+        Raises StoreError when the store cannot be used.
         """
         timeout = min(self.config.read_timeout, _CHECK_READ_TIMEOUT)
         objects = ObjectStore(replace(self.config, read_timeout=timeout, attempts=min(self.config.attempts, 2)))
@@ -53,11 +54,11 @@ class ReleaseStore:
             )
 
     def put_blob(self, path: Path, sha256: str, on_progress: Progress | None = None) -> str:
-        """Send a file as `BlobStore.put` does; return its `s3://` address."""
+        """Send a file as `BlobStore.put` does; return its `s3://` address. Raises StoreError."""
         return self._blobs.put(path, sha256, on_progress)
 
     def get_blob(self, sha256: str, destination: Path) -> None:
-        """Fetch a blob into `destination` as `BlobStore.fetch` does."""
+        """Fetch a blob into `destination` as `BlobStore.fetch` does. Raises StoreError."""
         self._blobs.fetch(sha256, destination)
 
     def publish(
@@ -70,9 +71,11 @@ class ReleaseStore:
     ) -> str:
         """Send `blobs`, pairs of file and SHA-256, then write the release; return the address of its release.json.
 
-        Each blob that the document refers to (see `list_references`) must be among `blobs` or in the store already.
-        Publishing the same document again is a success. The same version with another document is refused, also when
-        two publishers race. Interrupted anywhere, there is no release yet, and publishing again completes it.
+        Each blob that the document refers to (see `list_references`) must be among `blobs` or in the store already. To
+        publish the same document again is a success. The same version with another document is refused, also when two
+        publishers race. After an interruption at any point there is no release yet, and a second call completes it.
+        `on_progress` gets the number of bytes sent since its last call. Raises StoreError when it is refused or the
+        server fails.
         """
         key = release_key(name, version)
         document = encode(name, version, release)
@@ -95,10 +98,10 @@ class ReleaseStore:
         return self.objects.uri(key)
 
     def get_release(self, name: str, version: str) -> dict[str, Any]:
-        """The document of one release.
+        """Return the document of one release.
 
-        Raises `StoreError`: for a version that is not published, naming those that are; for a document that is damaged
-        or of a newer format.
+        Raises StoreError for a version that is not published, with the versions that are; for a document that is
+        damaged or of a newer format; and when the server fails.
         """
         key = release_key(name, version)
         content = self.objects.get(key)
@@ -110,13 +113,13 @@ class ReleaseStore:
         return decode(content, self.objects.uri(key))
 
     def has_release(self, name: str, version: str) -> bool:
-        """Whether that version is published."""
+        """Whether that version is published. Raises StoreError."""
         return self.objects.get(release_key(name, version)) is not None
 
     def verify_release(self, name: str, version: str) -> dict[str, Any]:
         """Read every blob of a release and compare size and digest; return the release's document.
 
-        Raises `StoreError` when a blob is missing or damaged.
+        Raises StoreError when a blob is missing or damaged, or the release is not published.
         """
         release = self.get_release(name, version)
         if fault := self.find_fault(release):
@@ -124,7 +127,10 @@ class ReleaseStore:
         return release
 
     def find_fault(self, release: Mapping[str, Any]) -> str | None:
-        """Read every blob of a release's document; the first fault as a sentence, None if there is none."""
+        """Read every blob of a release's document; return the first fault as a sentence, None if there is none.
+
+        Raises StoreError when the server fails.
+        """
         try:
             references = list_references(release)
         except StoreError as error:
@@ -135,16 +141,19 @@ class ReleaseStore:
         return None
 
     def list_names(self) -> list[str]:
-        """The names that have a release, sorted."""
+        """Return the names that have a release, sorted. Raises StoreError."""
         return sorted({name for name, _ in self._list_published("releases/")})
 
     def list_versions(self, name: str) -> list[str]:
-        """The published versions of a name, oldest number first: 9 before 10, 1.9 before 1.10."""
+        """Return the published versions of a name, oldest first: 9 before 10, 1.9 before 1.10. Raises StoreError."""
         require_name("name", name)
         return sorted((version for _, version in self._list_published(f"releases/{name}/")), key=numeric_order)
 
     def iterate_releases(self, name: str | None = None) -> Iterator[dict[str, Any]]:
-        """The documents of all releases, or of all versions of one name, in order of name and version."""
+        """Yield the documents of all releases, or of all versions of one name, in order of name and version.
+
+        Raises StoreError when one of them is damaged, or the server fails.
+        """
         for each in self.list_names() if name is None else [name]:
             for version in self.list_versions(each):
                 yield self.get_release(each, version)

@@ -1,4 +1,4 @@
-"""The bundles of a release that a machine can run, kept in a folder by their digests."""
+"""The bundles of a release that a machine can run, kept in a folder under their digests."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,10 +14,10 @@ from tvmflow.store.releases import ReleaseStore
 
 
 def fetch_bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> Iterator[Path]:
-    """Fetch the bundles of a release that this machine can run, the one that asks most of it first.
+    """Fetch the bundles of a release that this machine can run; yield their paths, the most demanding bundle first.
 
     Each is fetched into `cache` when the iterator reaches it. Raises StoreError when the store cannot be read,
-    BundleError when none of the bundles is for this machine.
+    BundleError when this machine can run none of the bundles.
     """
     entries = TargetEntry.read_all(store.get_release(name, version))
     fitting, refusals = select_runnable((entry, entry) for entry in entries)
@@ -29,9 +29,10 @@ def fetch_bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> 
 
 
 def fetch_bundle(store: ReleaseStore, sha256: str, cache: Path) -> Path:
-    """The path of a bundle in the folder `cache`, by its digest, and beside it the weights that it is kept without.
+    """Fetch a bundle by its digest into the folder `cache` and return its path.
 
-    The digests are checked anew; a file that is missing or damaged is fetched. Raises StoreError when that fails.
+    Weights that the store keeps apart are fetched beside it. The digests of files in the folder are checked again; a
+    file that is missing or damaged is fetched. Raises StoreError when that fails.
     """
     path = _fetch_file(store, sha256, cache / f"{sha256}.tar.gz")
     weights = missing_weights(path)
@@ -50,7 +51,7 @@ def _fetch_file(store: ReleaseStore, sha256: str, path: Path) -> Path:
 
 @dataclass(frozen=True)
 class TargetEntry:
-    """A target of a release: what its bundle asks of a machine, and the bundle's digest."""
+    """A target of a release: the requirements of its bundle, and the bundle's digest."""
 
     name: str
     target: str

@@ -22,8 +22,8 @@ _RECORDS = "records/"
 class WorkStore:
     """The part of a release store that `tvmflow.workspace.Workspace` shares; its objects may be deleted at any time.
 
-    Whoever may write to the bucket decides what is read here: give that right to the machines that release, and no
-    others. Every method raises `StoreError` when the server cannot be used.
+    Anyone who may write to the bucket can change results: give that right only to the machines that release. Every
+    method raises StoreError when the server fails.
     """
 
     def __init__(self, store: ReleaseStore) -> None:
@@ -37,17 +37,17 @@ class WorkStore:
         return self.objects.config.uri
 
     def has_record(self, step: str, key: str) -> bool:
-        """Whether there is a record of the step under this cache key."""
+        """Whether there is a record of the step under this cache key. Raises StoreError."""
         return self.read_record(step, key) is not None
 
     def read_record(self, step: str, key: str) -> bytes | None:
-        """The record of a step, None if there is none."""
+        """Return the record of a step as JSON; None if there is none. Raises StoreError."""
         return self.objects.get(_record_key(step, key))
 
     def write_record(self, step: str, key: str, record: bytes) -> None:
-        """Write the record of a step, over one that is there, and check that the server returns it.
+        """Write the record of a step, or replace it, and check that the server has it.
 
-        Raises StoreError when the record is missing right after it was written.
+        Raises StoreError when the server fails, or the record is missing right after it was written.
         """
         place = _record_key(step, key)
         self.objects.put(place, record, f"sharing the record of step {step}")
@@ -58,7 +58,10 @@ class WorkStore:
             )
 
     def fetch(self, sha256: str, place: Path) -> bool:
-        """Write an artifact into the new file `place`; False when it is missing or damaged, and no file then."""
+        """Write an artifact into the new file `place`; return False, without a file, when it is missing or damaged.
+
+        Raises StoreError when the server fails.
+        """
         try:
             with place.open("xb") as file:
                 is_whole = self.objects.stream(blob_key(sha256), file.write) == sha256
@@ -71,19 +74,19 @@ class WorkStore:
         return is_whole
 
     def send(self, path: Path, sha256: str, on_progress: Callable[[int], None]) -> None:
-        """Send an artifact unless the store has it whole; a damaged one is replaced."""
+        """Send an artifact unless the store has it complete; a damaged one is replaced. Raises StoreError."""
         self._blobs.put(path, sha256, on_progress)
 
     def tuning_records(self) -> dict[str, int]:
-        """The size in bytes of each file of tuning records, by the name that `read_tuning_records` takes."""
+        """Return the size in bytes of each file of tuning records, by file name. Raises StoreError."""
         return {entry.key.removeprefix(_RECORDS): entry.size for entry in self.objects.list_objects(_RECORDS)}
 
     def read_tuning_records(self, name: str) -> bytes | None:
-        """The content of a file of tuning records, None if there is none."""
+        """Return the content of a file of tuning records, None if there is none. Raises StoreError."""
         return self.objects.get(_RECORDS + name)
 
     def write_tuning_records(self, name: str, content: bytes) -> None:
-        """Write a file of tuning records; such a file only grows."""
+        """Write a file of tuning records in place of a shorter one; such a file only grows. Raises StoreError."""
         self.objects.put(_RECORDS + name, content, "sharing tuning records")
 
 
