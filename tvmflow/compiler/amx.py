@@ -60,11 +60,12 @@ _CALL = """\
 
 @dataclass(frozen=True)
 class Kernel:
-    """A product of tiles: `rows` by `vectors` of 16 results, summed up over the depth.
+    """The geometry of a kernel that computes `rows` rows of `vectors` vectors of 16 results each.
 
-    For each result, a convolution reads `taps_h` lines that are `dilation` lines apart, and of each line `taps_w`
-    neighbouring pixels of `groups` groups; results are `stride` pixels apart. A matrix product reads one row of
-    `groups` groups for each result, and has no taps (0).
+    A group is the 2 bf16 or 4 int8 numbers that one lane multiplies at a time (`Dot.group`). For each row of results, a
+    convolution reads `taps_h` lines that are `dilation` lines apart, and `taps_w` neighbouring pixels of each line. A
+    pixel has `groups` groups, and the pixels of neighbouring rows are `stride` apart. A matrix product reads one row of
+    `groups` groups for each row of results; its `taps_h` and `taps_w` are 0.
     """
 
     rows: int
@@ -77,20 +78,21 @@ class Kernel:
 
     @property
     def depth(self) -> int:
-        """The groups that lie side by side in both operands."""
+        """The number of groups that lie side by side in both operands."""
         return self.groups * max(1, self.taps_w)
 
     @property
     def heights(self) -> list[int]:
-        """The rows of each of the one or two tiles that make the kernel's rows, from the top."""
+        """The numbers of rows of the kernel's one or two tiles, from the top."""
         count = -(-self.rows // ROWS)
         return [self.rows // count + (place < self.rows % count) for place in range(count)]
 
 
 def choose_rows(rows: int | None, depth: int) -> int:
-    """Choose the rows of a kernel for a product of `rows` rows (None: symbolic) and `depth` groups side by side.
+    """Choose the rows of a kernel, 1 to 32, for a product of `rows` rows and `depth` groups side by side.
 
-    Returns 0 where dot-product instructions are better.
+    `rows` is None where it is symbolic. Returns 0 where dot-product instructions are better: for a symbolic number of
+    rows or fewer than 4, and for a depth that no number from 8 to 16 divides.
     """
     if rows is None or rows < _FEWEST_ROWS or _step(depth) < _FEWEST_GROUPS:
         return 0
@@ -108,7 +110,7 @@ def choose_rows(rows: int | None, depth: int) -> int:
 
 
 def choose_vectors(rows: int, vectors: int) -> int:
-    """Choose how many of the `vectors` of a result a kernel of `rows` rows computes at a time."""
+    """Choose how many of a result's `vectors` a kernel of `rows` rows computes at a time: a divisor, at most 4."""
     most = _RESULTS // -(-rows // ROWS)
     return next(count for count in range(most, 0, -1) if vectors % count == 0)
 
@@ -119,9 +121,10 @@ def _step(depth: int) -> int:
 
 
 def use(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV) -> None:
-    """Replace a product's loop `row`, with the loops over channels and depth within it, by a call of a kernel.
+    """Replace a product's loop `row`, and the loops over channels and depth inside it, by a call of a kernel.
 
-    The kernel's code is attached to `task`, a loop around `row`.
+    Attaches the kernel's code to `task`, a loop around `row`. Raises TVM's ScheduleError if the loops are no such
+    product.
     """
     name = _NAMES + ".".join([dot.name, *map(str, astuple(kernel))])
     register(name)
@@ -131,9 +134,9 @@ def use(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV) -> N
 
 @cache
 def register(name: str) -> None:
-    """Register the kernel of this name with TVM, so that a schedule's trace which uses it can be replayed.
+    """Register the kernel called `name` with TVM, which needs it to replay a schedule's trace.
 
-    A name that is not of one of these kernels is ignored.
+    Ignores a name that no AMX kernel has.
     """
     if not name.startswith(_NAMES):
         return
@@ -196,10 +199,10 @@ def _words(dot: Dot, kernel: Kernel) -> dict[str, object]:
 
 
 def write_code(dot: Dot, kernel: Kernel) -> str:
-    """Write the function of a kernel in LLVM's language. The function adds the products to the results.
+    """Return LLVM IR for the function of a kernel, which adds the products to the results.
 
-    Its parameters, in order: the results, the bytes from one row of results to the next, the left operand, the bytes
-    from one row of it to the next, the bytes from one of its lines to the next, and the right operand.
+    The function's parameters, in order: the results, the bytes from one row of results to the next, the left operand,
+    the bytes from one row of it to the next, the bytes from one of its lines to the next, and the right operand.
     """
     multiply, symbol = _MULTIPLY[dot.name], _symbol(dot, kernel)
     heights, step = kernel.heights, _step(kernel.depth)

@@ -38,12 +38,12 @@ from tvmflow.target import Precision, Target, explain_missing_unit
 class BuildOptions:
     """Options of a build.
 
-    `opt_level`, `required_passes`, `disabled_passes` and `config` are those of TVM's pass context; `exec_mode` is the
-    form of `main`, bytecode for the virtual machine or compiled code. `weights="apart"` makes the packed weights
+    `opt_level`, `required_passes`, `disabled_passes` and `config` are those of TVM's pass context. `exec_mode` is the
+    form of `main`: bytecode for the virtual machine, or compiled code. `weights="apart"` makes the packed weights
     parameters of `main` that follow the inputs. `precision` is the type of the operands of convolutions and matrix
     products; `int8` is for quantised models. `fast_algorithms` allows the algorithms of Winograd and Strassen, which
-    multiply less and round more. Each of `variants`, sizes by symbolic dimension, becomes a function of its own beside
-    `main`, with static shapes.
+    multiply less and round more. Each of `variants`, sizes by the name of a symbolic dimension, adds a function with
+    static shapes beside `main`.
     """
 
     opt_level: int = 3
@@ -59,7 +59,11 @@ class BuildOptions:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The number of functions that use an algorithm of fewer multiplications, and the largest of their error bounds."""
+    """The use of one algorithm of fewer multiplications in a library.
+
+    `functions` is the number of functions that use it, and `bound` the largest of their error bounds
+    (`schedules.error_bounds`).
+    """
 
     functions: int
     bound: float
@@ -69,12 +73,15 @@ class Algorithm:
 class CompiledModel:
     """A compiled model.
 
-    `ir_text` and `ir_json` are the lowered, unscheduled module without its weights; each function has the name of the
-    rule that scheduled it as its attribute `schedule_rule`. `params` are the packed weights, in the order in which
-    `main` takes them after the inputs, empty where the library holds them. `pass_timings` are (pass, seconds), without
-    the seconds of the passes inside. `schedules` are (function, rule). `variants` are sizes by symbolic dimension, by
-    the function that is compiled for them. `algorithms` are those of fewer multiplications, by name. `threads` is the
-    number that the schedules are made for. `inspected` is what the Inspection kept.
+    `executable` is TVM's executable for the virtual machine. `ir_text` and `ir_json` are the lowered, unscheduled
+    module without its weights; each function has the name of the rule that scheduled it as its attribute
+    `schedule_rule`. `params` are the packed weights, in the order in which `main` takes them after the inputs, empty
+    where the library holds them. `pass_timings` are pairs of a pass and its seconds, without the seconds of the passes
+    that it runs. `schedules` are pairs of a function and the rule that scheduled it. `variants` gives, for each
+    function beside `main`, the sizes of symbolic dimensions that it is compiled for. `algorithms` are the algorithms of
+    fewer multiplications that the library uses, by name. `threads` is the number of worker threads that the schedules
+    assume. `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected`
+    are the parts of the build that the Inspection asked for.
     """
 
     executable: Any
@@ -111,7 +118,7 @@ class CompiledModel:
 
 
 def can_build(target: Target) -> None:
-    """Raise TargetError if this TVM or the compilers of this machine cannot build for `target`."""
+    """Raise TargetError if this TVM or the compilers of this machine cannot build for `target`; else return None."""
     compiler = shlex.split(target.cross_compiler or "")[:1]
     if compiler and shutil.which(compiler[0]) is None:
         raise TargetError(f"target {target.name!r} needs the cross compiler {compiler[0]!r}, which is not installed")
@@ -156,11 +163,11 @@ def _probe() -> PrimFunc:
 def lower(
     imported: Imported, target: Target, options: BuildOptions | None = None, choices: Choices | None = None
 ) -> tvm.IRModule:
-    """Canonicalise, fold, lay out and fuse: `main` calls fused, unscheduled functions and holds packed weights.
+    """Lower a model to a module whose `main` calls fused, unscheduled functions and holds the packed weights.
 
-    `choices` overrides decisions of the cost model, and records those that come up. The same input gives the same
-    module in every process. Raises BuildError when a pass fails, TargetError for a
-    precision that the target's processor has no instructions for.
+    `choices.made` overrides decisions of the cost model, and `choices.met` collects the decisions of the build. The
+    same input gives the same module in every process. Raises BuildError when a pass fails, OptionError for an unknown
+    pass or a wrong option, TargetError for a precision that the target's processor has no instructions for.
     """
     options = options or BuildOptions()
     _check_precision(target, options)
@@ -187,8 +194,8 @@ def build(
 
     `tuned` may return a scheduled replacement, with the same parameters, for an unscheduled fused function; where it
     returns None the analytic rules schedule the function. `cache` is a folder that keeps generated code: a model with
-    the same functions, whatever its weights, then takes little more than linking. `inspect` says what to keep of the
-    build for a person to read. `choices` overrides decisions of the cost model.
+    the same functions, whatever its weights, then takes little more than linking. `inspect` names the parts of the
+    build to keep for a person to read. `choices` overrides decisions of the cost model.
 
     Raises BuildError when a pass or the code generator fails, OptionError for an unknown pass or a wrong option,
     TargetError for a target TVM does not know and for a precision that its processor has no instructions for.
@@ -279,7 +286,7 @@ def _schedule(
 
 
 def rules_of(lowered: tvm.IRModule, target: Target) -> dict[str, str]:
-    """Return the name of the rule that schedules each fused function of a lowered module."""
+    """Return, by the name of each fused function of a lowered module, the name of the rule that schedules it."""
     return dict(_schedule(lowered, target, None)[1])
 
 
@@ -332,7 +339,7 @@ class TidyShapeFunctions:
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Rewrite the module's functions named `shape_func`."""
+        """Return the module with its functions named `shape_func` rewritten."""
         for variable, function in mod.functions_items():
             if not isinstance(function, PrimFunc) or not variable.name_hint.startswith("shape_func"):
                 continue
@@ -403,7 +410,7 @@ def _check_passes(kind: str, names: Sequence[str]) -> None:
 
 @cache
 def list_passes() -> tuple[str, ...]:
-    """Return the names of TVM's passes and ours, as `required_passes` and `disabled_passes` take them, sorted."""
+    """Return the names of TVM's and this project's passes, sorted, in the form that `BuildOptions` takes."""
     names = {*pass_names(), "TidyShapeFunctions"}
     for constructor in tvm_ffi.registry.list_global_func_names():
         family, middle, name = constructor.rpartition(".transform.")

@@ -1,9 +1,9 @@
-"""What the compiler may decide either way: the cost model's choice, unless measuring found another one faster.
+"""Decisions of the compiler between equivalent options, which the cost model takes and tuning may override.
 
-A decision is about a *subject*, such as a convolution's shape, and of a *kind*, such as the rows of its tile. It has
-options, the cost model's first. Tuning decides otherwise, measures the result, and keeps what is faster; a build is
-then given the decisions that were kept. Choices within the schedule of one function need no subject: its trace records
-them.
+A decision is about a *subject*, such as a convolution's shape, and of a *kind*, such as the rows of its tile. Its
+options stand in the cost model's order, the best first. Tuning builds with other options, measures the result and
+records the faster ones; later builds take the recorded options. Decisions within the schedule of one function need no
+subject, because the schedule's trace records them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,15 +14,16 @@ T = TypeVar("T")
 
 
 def shape_text(shape: Iterable[object]) -> str:
-    """A shape as part of a subject: `1x56x56x64`; symbolic dimensions by their names."""
+    """Return a shape as part of a subject, such as `1x56x56x64`; a symbolic dimension appears by its name."""
     return "x".join(str(getattr(size, "value", size)) for size in shape)
 
 
 @dataclass(frozen=True)
 class Site:
-    """A decision that was met: its options in the cost model's order.
+    """A decision that a build met, with its options in the cost model's order.
 
-    `parts` are the subjects that an option may leave without a function of their own, or give one.
+    `parts` are the subjects of the operators that one option joins in a function and another leaves in separate
+    functions.
     """
 
     kind: str
@@ -32,22 +33,22 @@ class Site:
 
     @property
     def key(self) -> str:
-        """The name of the decision, the same in every model and process."""
+        """The name of the decision, which is the same in every model and process."""
         return f"{self.kind}: {self.subject}"
 
 
 @dataclass
 class Choices:
-    """The decisions of a build: the options to take (`made`), and the decisions that the build met (`met`), by key."""
+    """The decisions of a build, by key: the options to take (`made`), and the decisions that the build met (`met`)."""
 
     made: Mapping[str, str] = field(default_factory=dict)
     met: dict[str, Site] = field(default_factory=dict)
 
     def choose(self, kind: str, subject: str, options: Mapping[str, T], parts: tuple[str, ...] = ()) -> T:
-        """The value of one of `options`: the first, unless `made` names another one.
+        """Return the value of one of `options`: the first, unless `made` names another one.
 
-        The decision is noted in `met`. A name in `made` that is none of the options, as of an earlier compiler, does
-        not count.
+        Adds the decision to `met`. Ignores a name in `made` that is not among the options, such as one of an earlier
+        compiler.
         """
         site = Site(kind, subject, tuple(options), parts)
         self.met[site.key] = site
@@ -55,7 +56,7 @@ class Choices:
         return options[site.options[0] if name is None or name not in options else name]
 
     def about(self, subject: str) -> "Decisions":
-        """The decisions about one subject."""
+        """Return the decisions about one subject, which read and extend these choices."""
         return Decisions(self, subject)
 
     def overrides_cost_model(self, key: str) -> bool:
@@ -66,11 +67,11 @@ class Choices:
 
 @dataclass(frozen=True)
 class Decisions:
-    """The decisions about one subject, which are handed to the code that makes them."""
+    """The decisions about one subject, for the code that takes them."""
 
     choices: Choices
     subject: str
 
     def choose(self, kind: str, options: Mapping[str, T], parts: tuple[str, ...] = ()) -> T:
-        """As `Choices.choose`, about this subject."""
+        """Return the value of one of `options` for this subject, by the rules of `Choices.choose`."""
         return self.choices.choose(kind, self.subject, options, parts)

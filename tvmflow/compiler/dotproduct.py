@@ -17,7 +17,7 @@ from tvmflow.compiler import intrinsics
 
 @dataclass(frozen=True)
 class Dot:
-    """A dot product: `group` numbers of type `data` times as many of type `weight`, added to a number of `accumulator`.
+    """A dot product of `group` numbers of type `data` and `group` of type `weight`, added to one `accumulator` number.
 
     A bfloat16 is stored as its bits (uint16), because TVM converts numbers of its own bfloat16 type to float32 and
     keeps them as float32 in local buffers.
@@ -30,11 +30,11 @@ class Dot:
     group: int
 
     def product(self, data: Any, weight: Any) -> Any:
-        """The product of two numbers, written as the pattern that `use` replaces by the instruction."""
+        """Return the product of two numbers, as the expression that `use` replaces by the instruction."""
         return self.widen(data) * self.widen(weight)
 
     def widen(self, value: Any) -> Any:
-        """Convert a narrow number to the accumulator's type."""
+        """Convert a narrow number to the accumulator's type, and return the expression."""
         if self is not BF16:
             return value.astype(self.accumulator)
         bits = tirx.shift_left(value.astype("uint32"), tirx.const(16, "uint32"))
@@ -99,7 +99,7 @@ def round_bf16(value: Any) -> Any:
     half = tirx.const(16, "uint32")
     odd = tirx.shift_right(bits, half) & tirx.const(1, "uint32")
     rounded = tirx.shift_right(bits + odd + tirx.const(0x7FFF, "uint32"), half)
-    # Rounding could turn a NaN into infinity or zero. The bits are compared, for TVM simplifies `x != x` to false.
+    # Rounding could turn a NaN into infinity or zero. The bits are compared, because TVM simplifies `x != x` to false.
     is_nan = (bits & tirx.const(0x7FFFFFFF, "uint32")) > tirx.const(0x7F800000, "uint32")
     return tirx.Select(is_nan, tirx.const(0x7FC0, "uint32"), rounded).astype("uint16")
 
@@ -119,10 +119,10 @@ class Widened:
 
 
 def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None:
-    """Replace the loop `lane` over `lanes` lanes, with the loop over the group within it, by the instruction.
+    """Replace the loop `lane` over `lanes` lanes, and the loop over the group inside it, by the instruction.
 
-    The code that the instruction needs is attached to `task`, a loop around `lane`. Raises ValueError where no such
-    instruction has that number of lanes.
+    Attaches the code that the instruction needs to `task`, a loop around `lane`. Raises ValueError unless `lanes` is 4,
+    8 or 16.
     """
     if lanes not in _BITS:
         raise ValueError(f"no dot product has {lanes} lanes")
@@ -132,9 +132,9 @@ def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None
 
 
 def register(name: str) -> None:
-    """Register the instruction of this name with TVM, so that a schedule's trace which uses it can be replayed.
+    """Register the instruction called `name` with TVM, which needs it to replay a schedule's trace.
 
-    A name that is not of one of these instructions is ignored.
+    Ignores a name that no dot-product instruction has.
     """
     if name.startswith(_NAMES):
         kind, lanes = name.removeprefix(_NAMES).split(".")

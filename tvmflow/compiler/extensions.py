@@ -21,14 +21,14 @@ def register(name: str, infer: Callable[[relax.Call], Any]) -> None:
 
 
 def call(name: str, arguments: Sequence[relax.Expr], **attrs: Any) -> relax.Call:
-    """Return a call of the operator `tvmflow.NAME`; attributes are numbers, strings and lists of them."""
+    """Return a call of the operator `tvmflow.NAME`; `attrs` are numbers, strings and lists of them."""
     return relax.Call(tvm.ir.Op.get(f"tvmflow.{name}"), list(arguments), tvm.ir.make_node("ir.DictAttrs", **attrs))
 
 
 def emit_function(builder: relax.BlockBuilder, function: Any, name: str) -> tvm.ir.GlobalVar:
-    """Add a function of low-level code to the builder's module; equal functions are added once.
+    """Add a TensorIR function to the builder's module under a name like `name`, and return its global variable.
 
-    No pass fuses the function with others.
+    Equal functions are added once. No pass fuses the function with others.
     """
     opaque = 8
     return builder.add_func(function.with_attr({"tirx.noalias": True, "op_pattern": opaque}), name)

@@ -42,10 +42,10 @@ def lower_module(
     precision: Precision = "fp32",
     fast: bool = True,
 ) -> tvm.IRModule:
-    """Run `lower_passes` on the imported model in the current pass context; `choices` makes the decisions.
+    """Lower an imported model by `lower_passes` in the current pass context, and return the module.
 
-    Each of `variants`, sizes by symbolic dimension, becomes a function of its own beside `main`. `fast` allows
-    algorithms of fewer multiplications.
+    `choices` takes the compiler's decisions. Each of `variants`, sizes by the name of a symbolic dimension, adds a
+    function with these sizes beside `main`. `fast` allows algorithms of fewer multiplications.
     """
     params = {name: tvm.runtime.tensor(value) for name, value in imported.params.items()}
     variables = imported.mod["main"].params[len(imported.inputs) :]
@@ -62,7 +62,7 @@ def lower_module(
 
 
 def variant_name(sizes: Mapping[str, int]) -> str:
-    """Return the name of the function for sizes of symbolic dimensions, as `main_batch1`."""
+    """Return the name of the function for these sizes of symbolic dimensions, such as `main_batch1`."""
     return "_".join(["main", *(f"{name}{size}" for name, size in sorted(sizes.items()))])
 
 
@@ -100,10 +100,11 @@ def _flops(func: PrimFunc) -> float:
 
 
 def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.ndarray[Any, Any]]]:
-    """Turn the constants of `main` and its variants into parameters that follow the inputs.
+    """Turn the large constants of `main` and its variants into parameters that follow the inputs.
 
-    Return the module, and the constants by parameter name in the order of the parameters. Every function takes all of
-    them; equal constants are one parameter.
+    Returns the module, and the constants by parameter name in the order of the parameters. Every function takes all of
+    them, and equal constants are one parameter. Constants of fewer than `SMALLEST_WEIGHT` elements stay in the
+    functions.
     """
     hoister = _HoistWeights(lowered)
     functions = {

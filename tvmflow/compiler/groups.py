@@ -37,7 +37,7 @@ _STEP = """\
 
 
 def use(sch: Schedule, size: int, lanes: int, channel: LoopRV) -> None:
-    """Replace the loop `channel` over a group's `size` channels, with the loop over lanes within it, by shuffles."""
+    """Replace the loop `channel` over a group's `size` channels, and the loop over lanes inside it, by shuffles."""
     name = f"{_NAMES}{size}.{lanes}"
     register(name)
     sch.tensorize(channel, name)
@@ -45,9 +45,9 @@ def use(sch: Schedule, size: int, lanes: int, channel: LoopRV) -> None:
 
 @cache
 def register(name: str) -> None:
-    """Register the shuffles of this name with TVM, so that a schedule's trace which uses them can be replayed.
+    """Register the shuffles called `name` with TVM, which needs them to replay a schedule's trace.
 
-    A name that is not of such shuffles is ignored.
+    Ignores a name that no such shuffles have.
     """
     if not name.startswith(_NAMES):
         return

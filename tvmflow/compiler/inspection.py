@@ -17,7 +17,7 @@ _LLVM_FORMS: dict[Code, str] = {"ll": "ll", "asm": "s"}
 
 @dataclass(frozen=True)
 class Inspection:
-    """What to keep of a build: the module before and after the passes named here, and the code in these forms.
+    """The parts of a build to keep: the module before and after the passes named here, and the code in these forms.
 
     `relax` is the lowered module without its weights, `tir` the scheduled functions, `ll` LLVM's intermediate
     representation and `asm` the assembly of those that run on a CPU.
@@ -44,7 +44,7 @@ class PassIR:
 
 @dataclass(frozen=True)
 class Inspected:
-    """What an Inspection kept of a build: modules in the order of the passes, and code by its form."""
+    """The parts of a build that an Inspection asked for: modules in the order of the passes, and code by its form."""
 
     passes: list[PassIR] = field(default_factory=list)
     code: dict[Code, str] = field(default_factory=dict)
@@ -59,12 +59,12 @@ class KeepIR:
         self._modules = modules
 
     def run_before_pass(self, mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
-        """Keep the module that the pass reads."""
+        """Append the module that the pass reads, if the inspection names the pass."""
         if info.name in self._inspection.before:
             self._modules.append(PassIR("before", str(info.name), ir_text(mod)))
 
     def run_after_pass(self, mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
-        """Keep the module that the pass returned."""
+        """Append the module that the pass returned, if the inspection names the pass."""
         if info.name in self._inspection.after:
             self._modules.append(PassIR("after", str(info.name), ir_text(mod)))
 
@@ -72,7 +72,10 @@ class KeepIR:
 def code_of(
     forms: tuple[Code, ...], lowered: tvm.IRModule, scheduled: tvm.IRModule, executable: Any
 ) -> dict[Code, str]:
-    """Return the code in the given forms, see Inspection. Raises BuildError when the library has no code of a form."""
+    """Return the code of a build as text, by form; `Inspection` describes the forms.
+
+    Raises BuildError when the library has no code of a form.
+    """
     code: dict[Code, str] = {}
     for form in dict.fromkeys(forms):
         if form == "relax":

@@ -30,12 +30,12 @@ class Machine:
     parallel_cycles: int = 8192
 
     def for_weights(self, size: int) -> "Machine":
-        """This machine for a model of `size` bytes of weights: `cold` where they exceed half of `third_cache`."""
+        """Return this machine for `size` bytes of weights: `cold` where they exceed half of `third_cache`."""
         return replace(self, cold=2 * size > self.third_cache)
 
 
 def machine(target: Target) -> Machine:
-    """Describe the cores of a CPU target."""
+    """Return the properties of a CPU target's cores."""
     if target.arch == "aarch64":
         return Machine(lanes=4, registers=32, cores=target.threads, cache=1 << 19, second_cache=1 << 18)
     if "avx512f" in target.features:

@@ -21,9 +21,10 @@ Way = Literal["converter", "function", "refused"]
 class Operator:
     """An operator of the standard.
 
-    `versions` are the opsets that define or change it, the oldest first. `way` says whether a converter imports it,
-    ONNX's own function body stands for it, or it is refused with `reason`. `refused_forms` are forms that the converter
-    refuses, as its errors name them; `...` stands for a part that depends on the model.
+    `versions` are the opsets that define or change it, the oldest first. `way` is `converter` where a converter imports
+    it, `function` where ONNX's own function body replaces it, and `refused`, with a `reason`, elsewhere.
+    `refused_forms` are the forms that the converter refuses, as its errors name them; `...` stands for a part that
+    depends on the model.
     """
 
     domain: str
@@ -35,7 +36,7 @@ class Operator:
 
 
 def list_operators() -> list[Operator]:
-    """Return all operators that the installed ONNX package defines, by domain and name."""
+    """Return all operators that the installed ONNX package defines, sorted by domain and name."""
     versions: dict[tuple[str, str], set[int]] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         versions.setdefault((schema.domain, schema.name), set()).add(schema.since_version)

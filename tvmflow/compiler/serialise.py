@@ -1,4 +1,4 @@
-"""Writes Relax modules and weights to files, equal ones as equal bytes, and reads them back."""
+"""Writes Relax modules and weights to files, with equal bytes for equal ones, and reads them back."""
 
 import io
 import zipfile
@@ -20,12 +20,12 @@ def ir_text(mod: tvm.IRModule) -> str:
 
 
 def save_module(mod: tvm.IRModule, path: Path) -> None:
-    """Write a module, with its constants, as TVM's JSON. Weights belong into `save_params`."""
+    """Write a module, with its constants, as TVM's JSON; `save_params` is for weights."""
     Path(path).write_text(tvm.ir.save_json(mod))
 
 
 def load_module(path: Path) -> tvm.IRModule:
-    """Read what `save_module` wrote. Raises ModelImportError if it is none."""
+    """Read a module that `save_module` wrote. Raises ModelImportError if the file is missing or holds none."""
     try:
         mod = tvm.ir.load_json(Path(path).read_text())
     except Exception as error:  # TVM's reader raises several kinds
@@ -49,7 +49,7 @@ def save_params(params: Mapping[str, np.ndarray[Any, Any]], path: Path) -> None:
 
 
 def load_params(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Read the tensors that `save_params` wrote, in the same order. Raises ModelImportError if the file is damaged."""
+    """Read tensors that `save_params` wrote, in order. Raises ModelImportError if the file is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}

@@ -9,13 +9,13 @@ from tvmflow.compiler.machine import Machine
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` of the left operand by `vectors` of output channels."""
+    """A register tile of a matrix product: `rows` of the left operand by `vectors` of output channels."""
 
     rows: int
     vectors: int
 
 
-# The rows of a tile where only the run knows how many rows a product has: good for every register file.
+# The rows of a tile for a product of a symbolic number of rows: few enough for every register file.
 _UNKNOWN_ROWS = 8
 # Rows whose distance is a multiple of this many bytes share one set of the first-level cache.
 CONFLICT = 4096
@@ -28,7 +28,7 @@ _PORTS = 2  # multiply-adds and loads per cycle
 def choose(
     rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None, *, exact: bool = False
 ) -> Tile:
-    """Choose the register tile that `rank` puts first; the arguments are the same."""
+    """Return the register tile that `rank` puts first; the arguments are the same."""
     return rank(rows, vectors, machine, row_bytes, exact=exact)[0]
 
 
@@ -70,9 +70,9 @@ def rank(
 
 
 def choose_rows(tiles: Sequence[Tile], decisions: Decisions) -> int:
-    """Decide how many rows the register tile of a product has.
+    """Choose the number of rows of a product's register tile.
 
-    `tiles` are the candidates, the fastest first; `decisions` choose among their heights.
+    `tiles` are the candidates, the fastest first; the `decisions` choose among their heights.
     """
     heights = list(dict.fromkeys(tile.rows for tile in tiles))[:_CHOICES]
     return decisions.choose("rows", {str(height): height for height in heights})

@@ -81,7 +81,7 @@ def _power(n: Any) -> Any:
 
 @_bound
 def exp(x: Any) -> Any:
-    """Return e to the x; results below the smallest normal number are zero."""
+    """Return e to the float32 expression x; results below the smallest normal number are zero."""
     p, n = _reduced(x, -89.0)
     # Two to the n in two factors: n itself is out of range for the largest results.
     power = _power(n - 1)
@@ -118,13 +118,13 @@ def _one_and_exp(x: Any) -> Any:
 
 @_bound
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + e to the -x)."""
+    """Return the logistic function of a float32 expression, 1 / (1 + e to the -x)."""
     return 1.0 / _one_and_exp(x)
 
 
 @_bound
 def silu(x: Any) -> Any:
-    """x times its sigmoid."""
+    """Return a float32 expression times its sigmoid."""
     return x / _one_and_exp(x)
 
 

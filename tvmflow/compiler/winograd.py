@@ -52,9 +52,9 @@ def rank_sizes(
 ) -> list[int | None]:
     """Rank the sizes of output tiles for an output of `height` by `width`, the fastest first.
 
-    None among them stands for the direct convolution. The rank counts a core's cycles per image: for the products, for
-    the transforms, and for reading weights that fit no cache. `group` is the number of multiply-adds of narrow numbers
-    that an instruction does in a lane, where narrow numbers are accurate enough.
+    None in the list is the direct convolution. The rank counts a core's cycles per image: for the products, for the
+    transforms, and for reading weights that fit no cache. `group` is the number of multiply-adds of narrow numbers that
+    an instruction does in a lane, where narrow numbers are accurate enough.
     """
     if min(channels, out_channels) < _FEWEST_CHANNELS or min(height, width) < 2 or stride not in _POINTS:
         return [None]
@@ -73,7 +73,7 @@ def cost(
     stride: int = 1,
     group: int = 1,
 ) -> float:
-    """A core's cycles for one image with output tiles of `size`, or by direct convolution where `size` is None."""
+    """Return a core's cycles for one image with output tiles of `size`, or by direct convolution if `size` is None."""
     vectors = -(-out_channels // machine.lanes)
     if size is None:
         return _cost(height * width, 1, 9 * channels / group, vectors, machine)
@@ -97,7 +97,7 @@ def takes_narrow(size: int, stride: int, channels: int) -> bool:
 
 
 def side_of(size: int, stride: int) -> int:
-    """The side of an input tile, in elements, for output tiles of `size`."""
+    """Return the side of an input tile, in elements, for output tiles of `size`."""
     return stride * (size - 1) + 3
 
 
@@ -112,7 +112,7 @@ def choose_tile(high: int, wide: int, taps: int, channels: int, vectors: int, ma
     """Choose the register tile for images of `high` by `wide` output tiles.
 
     Its rows divide one line of output tiles if the line is long, or if the weights stay in the cache, so that a line
-    can go through all stages at once. Otherwise they divide the output tiles of all lines together.
+    can go through all stages at once. Otherwise they divide the number of output tiles of an image.
     """
     return rank_tiles(high, wide, taps, channels, vectors, machine)[0]
 
@@ -129,7 +129,7 @@ def rank_tiles(high: int, wide: int, taps: int, channels: int, vectors: int, mac
 
 @cache
 def transforms(size: int, stride: int = 1) -> tuple[_Matrix, _Matrix, _Matrix]:
-    """The three matrices that transform tiles of the input, kernels, and tiles of products.
+    """Return the three matrices that transform tiles of the input, kernels, and tiles of products.
 
     Their shapes are n by n, n by 3 and size by n, where n = side_of(size, stride).
     """
@@ -146,12 +146,12 @@ def transforms(size: int, stride: int = 1) -> tuple[_Matrix, _Matrix, _Matrix]:
 
 
 def error_bound(size: int, stride: int, channels: int) -> float:
-    """A bound on the rounding error of such a convolution in float32, known before anything runs.
+    """Return a bound on the rounding error of a float32 convolution by Winograd's algorithm.
 
     It is relative to the largest output that the weights can produce: the largest magnitude in the input times the sum
-    of the weights' magnitudes for an output channel. Higham's analysis ("Accuracy
-    and Stability of Numerical Algorithms", 2002) of the three transforms gives the factor by which intermediate values
-    outgrow the result, squared for two dimensions; each value is rounded once per term of the sums that make it.
+    of the weights' magnitudes for an output channel. Higham's analysis ("Accuracy and Stability of Numerical
+    Algorithms", 2002) of the three transforms gives the factor by which intermediate values outgrow the result, squared
+    for two dimensions; each value is rounded once per term of the sums that make it.
     """
     inputs, kernel, output = (np.abs(matrix) for matrix in transforms(size, stride))
     growth = float(((output * inputs.sum(axis=1)) @ kernel).max()) ** 2
@@ -174,7 +174,10 @@ def _interpolate(points: Sequence[float], size: int, taps: int) -> tuple[_Matrix
 
 
 def transform_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride: int = 1) -> np.ndarray[Any, Any]:
-    """The weights `[CO][CI][3][3]` transformed and packed into `[taps][CO/v][CI][v]`, zeros after the last channel."""
+    """Transform weights `[CO][CI][3][3]` and pack them into float32 `[taps][CO/v][CI][v]`.
+
+    There are zeros after the last channel. `size` is the size of the output tiles, `lanes` is v.
+    """
     out_channels, channels = weight.shape[:2]
     kernel = transforms(size, stride)[1]
     transformed = np.einsum("ay,oiyx,bx->abio", kernel, weight.astype("float64"), kernel)
@@ -185,7 +188,7 @@ def transform_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride
 
 
 def narrow_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int) -> np.ndarray[Any, Any]:
-    """The transformed weights as the bits of bfloat16, packed into `[taps][CO/v][CI/2][v][2]`; CI must be even."""
+    """Return the transformed weights as bits of bfloat16 (uint16) `[taps][CO/v][CI/2][v][2]`; CI must be even."""
     wide = transform_kernel(weight, size, lanes).astype(ml_dtypes.bfloat16).view("uint16")
     taps, vectors, channels, _ = wide.shape
     return wide.reshape(taps, vectors, channels // BF16.group, BF16.group, lanes).swapaxes(3, 4)

@@ -35,8 +35,8 @@ _OPERATORS: dict[str, _Definition] = {
 def legalizations(machine: Machine, choices: Choices, fast: bool = True) -> dict[str, Legalization]:
     """Return this project's definitions of operators for one machine, by the operator's name, for `LegalizeOps`.
 
-    A call that a definition does not fit gets TVM's own definition. `choices` makes the decisions about operators;
-    `fast` allows Winograd's algorithm for convolutions.
+    A call that no definition here fits gets TVM's own definition. `choices` takes the decisions about operators; `fast`
+    allows Winograd's algorithm for convolutions.
     """
     operators: dict[str, _Definition] = {
         **_OPERATORS,

@@ -24,8 +24,8 @@ _LATENCY, _PORTS, _LOADING = 4, 2, 2
 def choose(queries: int | None, keys: int | None, channels: int, machine: Machine) -> tuple[int, int, int]:
     """Choose the rows of a strip of queries, and the vectors of keys and of channels of its two register tiles.
 
-    `queries` and `keys` are None where they are symbolic. The choice minimises the cycles of both products. It counts
-    the work on padding: rows, keys and channels that fill up the last tile.
+    `queries` and `keys` are None where they are symbolic; `channels` are those of a head. The choice minimises the
+    cycles of both products. It counts the work on padding: rows, keys and channels that fill up the last tile.
     """
 
     def cost(rows: int, vectors: int, size: int) -> float:
@@ -60,12 +60,13 @@ def attention(
     scale: float,
     machine: Machine,
 ) -> te.Tensor:
-    """Scaled dot-product attention (Vaswani et al., 2017): a result of the `shape` `[batch, queries, heads, channels]`.
+    """Define scaled dot-product attention (Vaswani et al., 2017) in float32.
 
-    `keys` is the number of keys and of values; each query and key has as many `channels` as the result. The mask is
-    added to the scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. Every strip of queries
-    goes through all stages at once, as in "FlashAttention" (Dao et al., 2022), but with whole rows of scores, which fit
-    the cache.
+    The result has the `shape` `[batch, queries, heads, channels]`. `query`, `key` and `value` return the elements of
+    the operands. `keys` is the number of keys and of values; each query and key has as many channels as the result. The
+    mask is added to the scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. Every strip of
+    queries goes through all stages at once, as in "FlashAttention" (Dao et al., 2022), but with whole rows of scores,
+    which fit the cache.
     """
     batch, queries, heads, channels = shape
     depth = int(channels)
@@ -140,9 +141,9 @@ def attention(
 def _masked(
     scores: te.Tensor, mask: te.Tensor | None, queries: Any | None, keys: Any, multiple: int
 ) -> Callable[[Sequence[Any]], Any]:
-    """Add the mask to the scores, and put minus infinity beyond the last key; returns the element at an index.
+    """Add the mask to the scores, and put minus infinity beyond the last key; return the element at an index.
 
-    `queries` is the number of queries where the scores have more rows than that, else None.
+    `queries` is the number of queries where the scores have more rows, else None.
     """
     lowest = tirx.const(-math.inf, "float32")
     whole = divides(multiple, keys)

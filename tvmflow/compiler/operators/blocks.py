@@ -45,7 +45,7 @@ class Convolution:
     reads: int = 0
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """The size of the result for an input of `height` by `width`."""
+        """Return the height and width of the result for an input of `height` by `width` pixels."""
         top, left, bottom, right = self.padding
         inputs = (height + top + bottom, width + left + right)
         high, wide = (
@@ -57,7 +57,10 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Block:
-    """The convolutions of a block on images of `height` by `width` by `depth`; `first` or `last` may be None."""
+    """The convolutions of a block on images of `height` by `width` pixels; `first` or `last` may be None.
+
+    The input has `depth` channels.
+    """
 
     height: int
     width: int
@@ -76,7 +79,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a block is computed: lines of the result per strip, register tiles of pixels by vectors, and its cost.
+    """A way to compute a block: lines of the result per strip, register tiles of pixels by vectors, and its cost.
 
     With Winograd's algorithm, the rows of the middle tile are rows of its matrix product. `cycles` estimates the time
     of the whole block on all cores.
@@ -90,7 +93,10 @@ class Plan:
 
 
 def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machine: Machine, subject: str) -> te.Tensor:
-    """A block on NHWC data; `tensors`: per convolution its packed weights and the tensors that its epilogue reads."""
+    """Define a block on NHWC data; the result is that of its last convolution.
+
+    `tensors` are, for each convolution in order, its packed weights and the tensors that its epilogue reads.
+    """
     remaining = list(tensors)
 
     def take(convolution: Convolution) -> tuple[te.Tensor, list[te.Tensor]]:
@@ -127,8 +133,8 @@ def _padded(data: te.Tensor, block: Block) -> te.Tensor:
 def _expanded(data: te.Tensor, block: Block, plan: Plan, weight: te.Tensor, reads: Sequence[te.Tensor]) -> te.Tensor:
     """Compute the first convolution and pad its result with zeros.
 
-    The convolution is computed for the border too, from zeros, so that its tiles need no bounds checks. That is cheap,
-    for it pads its own input, which has the fewest channels.
+    The convolution is computed for the border too, so that its tiles need no bounds checks. That is cheap, because it
+    pads its own input, which has the fewest channels.
     """
     first = block.first
     if first is None or plan.first is None:
@@ -370,7 +376,7 @@ class _Costs:
 
 
 def decide(block: Block, ranked: Sequence[Plan], machine: Machine, decisions: Decisions) -> Plan:
-    """Choose a plan by the `decisions` about the block; the default is the first of the `ranked` plans."""
+    """Choose a plan by the `decisions` about the block, by default the first of the `ranked` plans, and return it."""
     plan = decisions.choose("lines", {str(plan.lines): plan for plan in ranked[:_CHOICES]})
     first_tiles, _, last_tiles = _tiles(block, machine)
     first, last = (

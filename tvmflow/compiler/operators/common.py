@@ -20,12 +20,12 @@ FOLLOWS = {"tvmflow.follows": 1}
 
 
 def default(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    """Define an operator as TVM does."""
+    """Return TVM's own definition of a call."""
     return call.op.get_attr("FLegalize")(builder, call)
 
 
 def static(dim: Any) -> int | None:
-    """Convert a size to an integer; None where it is symbolic."""
+    """Return a size as an integer; None where it is symbolic."""
     return int(dim) if isinstance(dim, int | tirx.IntImm) else None
 
 
@@ -46,27 +46,27 @@ def is_float32(*tensors: relax.Expr) -> bool:
 
 
 def vector(channels: int, machine: Machine) -> int:
-    """The lanes of a vector of channels: the machine's, or fewer where the channels do not fill one."""
+    """Return the lanes of a vector of channels: the machine's, or a smaller power of two from 4 that holds them."""
     return min(machine.lanes, max(4, 1 << (channels - 1).bit_length()))
 
 
 def constant(value: np.ndarray[Any, Any]) -> relax.Expr:
-    """Make a constant of the program from an array."""
+    """Return an array as a constant of the program."""
     return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
 
 
 def output_size(size: Any, kernel: int, stride: int, before: int, after: int, dilation: int) -> Any:
-    """The size of a convolution's result along one dimension."""
+    """Return the size of a convolution's result along one dimension, an integer or a symbolic size."""
     return topi.utils.simplify((size + before + after - dilation * (kernel - 1) - 1) // stride + 1)
 
 
 def round_up(size: Any, multiple: int) -> Any:
-    """The next multiple, which may be `size` itself."""
+    """Round `size`, an integer or a symbolic size, up to a multiple of `multiple`."""
     return topi.utils.simplify((size + multiple - 1) // multiple * multiple)
 
 
 def divides(tile: int, size: Any) -> bool:
-    """Whether a size is known and a multiple of the tile."""
+    """Whether `size` is known and a multiple of `tile`."""
     number = static(size)
     return number is not None and number % tile == 0
 
@@ -74,7 +74,7 @@ def divides(tile: int, size: Any) -> bool:
 def padded_input(
     data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None, value: Any = 0
 ) -> te.Tensor:
-    """Pad a convolution's input with `value` to `height` by `width`; the input itself where that is its size."""
+    """Pad a convolution's input with `value` to `height` by `width` pixels and `channels`, if it is smaller."""
     *_, in_w, in_c = data.shape
     wide = channels is not None and channels != int(in_c)
     if not any(padding) and not wide and static(in_w) is not None and static(width) == static(in_w):
@@ -137,7 +137,7 @@ class JoinedRows:
         return topi.utils.simplify(math.prod(others, start=first))
 
     def position(self, *index: Any) -> tuple[Any, ...]:
-        """The input's index of the element at the product's index `[*batch, row, k]`."""
+        """Return the input's index of the element at the index `[*batch, row, k]` of the product's left operand."""
         *batch, row, k = index
         position: list[Any] = [None] * len(self.outer)
         for place, value in zip(self.lead, batch, strict=True):
@@ -152,7 +152,7 @@ class JoinedRows:
         return (*position, k)
 
     def row(self, *index: Any) -> tuple[Any, ...]:
-        """The product's index `[*batch, row, unit]` of the result's index `[*outer, unit]`."""
+        """Return the product's index `[*batch, row, unit]` of the element at the result's index `[*outer, unit]`."""
         row = index[self.joined[0]]
         for place in self.joined[1:]:
             row = row * self.outer[place] + index[place]

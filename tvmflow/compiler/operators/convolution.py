@@ -39,9 +39,9 @@ _MOST_STEPS = 6
 def legalize(
     builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices, fast: bool = True
 ) -> relax.Expr | None:
-    """Define a convolution in the fastest way; None for other layouts and types, and for kernels of unknown size.
+    """Define a float32 convolution of NHWC data by the fastest algorithm or the one that `choices` name.
 
-    `fast` allows Winograd's algorithm.
+    Returns None for other layouts and types, and for kernels of unknown size. `fast` allows Winograd's algorithm.
     """
     if not _is_ours(call):
         return None
@@ -99,7 +99,10 @@ def legalize(
 def multiply_fast(
     builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices
 ) -> relax.Expr | None:
-    """Define a 1x1 convolution by Strassen's algorithm; None for other kernels, and where the algorithm is slower."""
+    """Define a 1x1 convolution with constant weights by Strassen's algorithm.
+
+    Returns None for other convolutions, and where the algorithm is slower or `choices` name the direct product.
+    """
     data, weight = call.args
     if not _is_ours(call) or not _is_pointwise(call) or not isinstance(weight, tvm.ir.GenericConst):
         return None
@@ -128,9 +131,10 @@ def _is_pointwise(call: relax.Call) -> bool:
 def legalize_transpose(
     builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, choices: Choices
 ) -> relax.Expr | None:
-    """Mark a transpose that a convolution may absorb, before its input or after its result; None for other transposes.
+    """Mark a transpose that a convolution may absorb, before its input or after its result.
 
-    Whether the convolution itself writes its result in the transposed order is a decision.
+    Returns None for other transposes. `choices` decide whether the convolution itself writes its result in the
+    transposed order.
     """
     (data,) = call.args
     if not isinstance(data, relax.Var) or call.attrs.axes is None:
@@ -161,7 +165,7 @@ def _writer(builder: relax.BlockBuilder, result: relax.Var, steps: int = _MOST_S
 
 
 def subject_of(call: relax.Call) -> str:
-    """The subject of the decisions about a convolution: its shapes and its geometry."""
+    """Return the subject of the decisions about a convolution: its shapes and its geometry as text."""
     attrs = call.attrs
     data, weight = (shape_text(tensor.ty.shape.values) for tensor in call.args)
     strides, padding, dilation = (
@@ -179,7 +183,10 @@ def winograd_conv2d(
     decisions: Decisions | None = None,
     **arguments: Any,
 ) -> te.Tensor:
-    """Convolution by Winograd's algorithm with the annotations of the schedule rule `kind`."""
+    """Define a convolution by Winograd's algorithm with the annotations of the schedule rule `kind`.
+
+    `arguments` are the other arguments of `operators.winograd.conv2d`.
+    """
     return winograd_stages.conv2d(
         data,
         weight,
@@ -204,9 +211,10 @@ def winograd_size(
     decisions: Decisions | None = None,
     group: int = 1,
 ) -> int | None:
-    """Choose the size of Winograd's output tiles; None for a direct convolution.
+    """Choose the size of Winograd's output tiles, in pixels along each side; None for a direct convolution.
 
     The `decisions` about the convolution choose among the sizes that apply. Without decisions the cost model chooses.
+    `group` is the number of products that one instruction adds up.
     """
     out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
     height, width = (static(dim) for dim in data.ty.shape.values[1:3])
@@ -225,7 +233,7 @@ def winograd_size(
 def _edge(builder: relax.BlockBuilder, data: relax.Expr, decisions: Decisions) -> tuple[relax.Expr, list[int] | None]:
     """Find the tensor that a convolution reads, and the axes of the transpose that it absorbs (None: no transpose).
 
-    Whether the first convolution absorbs the transpose of the model's input is a decision.
+    The `decisions` choose whether the first convolution absorbs the transpose of the model's input.
     """
     value = builder.lookup_binding(data) if isinstance(data, relax.Var) else None
     function = value.args[0] if isinstance(value, relax.Call) and value.args else None
@@ -268,7 +276,7 @@ def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.
 
 
 def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
-    """Weights `[CO][CI][KH][KW]` as `[CO/v][KH][KW][CI][v]`, zeros after the last channel."""
+    """Pack weights `[CO][CI][KH][KW]` into float32 `[CO/v][KH][KW][CI][v]`, with zeros after the last channel."""
     channels, per_group, kernel_h, kernel_w = weight.shape
     vectors = -(-channels // lanes)
     value = np.zeros((vectors * lanes, per_group, kernel_h, kernel_w), "float32")
@@ -289,9 +297,10 @@ def conv2d(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> te.Tensor:
-    """Convolution of NHWC data with packed weights; groups must be whole vectors of output channels.
+    """Define a convolution of NHWC data with packed weights; groups must be whole vectors of output channels.
 
-    With `axes` the data has another layout, and its transpose by `axes` is NHWC.
+    With `axes` the data has another layout, and its transpose by `axes` is NHWC. The result is NHWC with `channels`
+    channels.
     """
     if axes is not None:
         data = _Transposed(data, axes)
@@ -332,7 +341,7 @@ def conv2d(
 def pointwise_conv2d(
     data: te.Tensor, weight: te.Tensor, *, channels: int, machine: Machine, decisions: Decisions
 ) -> te.Tensor:
-    """1x1 convolution of NHWC data: the pixels of an image are the rows of a matrix product."""
+    """Define a 1x1 convolution of NHWC data: the pixels of an image are the rows of a matrix product."""
     batch, height, width, depth = data.shape
     vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)
     product = rows_product(

@@ -21,7 +21,7 @@ from tvmflow.compiler.operators.common import (
 
 
 def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
-    """Pack weights `[C][1][KH][KW]` into `[KH][KW][C]`, with zeros after the last channel."""
+    """Pack weights `[C][1][KH][KW]` into float32 `[KH][KW][C]`, with zeros after the last channel."""
     channels, _, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
     padded_channels = _padded_channels(channels, lanes)
     if isinstance(weight, tvm.ir.GenericConst):
@@ -38,7 +38,7 @@ def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.E
 
 
 def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
-    """Pack an array `[C][1][KH][KW]` into `[KH][KW][C]`, with zeros after the last channel."""
+    """Pack an array `[C][1][KH][KW]` into float32 `[KH][KW][C]`, with zeros after the last channel."""
     channels, _, kernel_h, kernel_w = weight.shape
     value = np.zeros((kernel_h, kernel_w, _padded_channels(channels, lanes)), "float32")
     value[:, :, :channels] = weight[:, 0].transpose(1, 2, 0)
@@ -73,7 +73,7 @@ def depthwise(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> te.Tensor:
-    """Depthwise convolution of NHWC data; with weights from `pack_groups`, convolution in narrow groups."""
+    """Define a depthwise convolution of NHWC data; with weights from `pack_groups`, a convolution in narrow groups."""
     batch, in_h, in_w, channels = data.shape
     kernel_h, kernel_w, *size, padded_channels = (int(dim) for dim in weight.shape)
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])

@@ -25,7 +25,7 @@ _NARROWEST = 4
 
 
 def lanes_of(channels: int, groups: int, machine: Machine) -> int:
-    """The lanes of the vectors for `channels` output channels; 0 where the groups are narrower than any vector."""
+    """Return the lanes of the vectors for `channels` output channels; 0 where the groups fill no vector of 4 lanes."""
     if groups == 1:
         return vector(channels, machine)
     # A vector of output channels must read one group's input channels only.
@@ -145,7 +145,7 @@ def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, m
 def dense(
     data: te.Tensor, weight: te.Tensor, *, dot: Dot, units: int, rows: Sequence[int], machine: Machine
 ) -> te.Tensor:
-    """Multiply `data` of shape `[..., K]` by weights from `pack_dense`.
+    """Multiply `data` of shape `[..., K]` by weights from `pack_dense` of `units` columns.
 
     `rows` are the places of the leading dimensions that become rows; the others stay dimensions of a batch.
     """
@@ -170,7 +170,7 @@ def dense(
 
 
 def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:
-    """Multiply matrices of bfloat16 over equal leading dimensions; the depth must be known."""
+    """Multiply matrices of bfloat16 over equal leading dimensions, with a float32 result; the depth must be known."""
     dot = BF16
     *batch, rows, depth = left.shape
     units = right.shape[-1]
@@ -220,10 +220,10 @@ def _rows_product(
     """Multiply left `[*batch, row, k]` by right `[*batch, k / g, channel, k % g]`: `[*batch, rows, channels]`.
 
     `shared` is true where the whole batch has the same right operand. `joined` are the dimensions of the result that
-    are its rows, if not all that follow the batch. `in_line` is true where the rows are one dimension of the left
-    operand. `pointwise` is true where the right operand is packed as the weights of a 1x1 convolution. Rows come in
-    whole tiles and the depth in whole groups. Where they do not divide, the left operand is copied, with its last row
-    repeated and zeros after its depth.
+    are its rows; None means all that follow the batch. `in_line` is true where the rows are one dimension of the left
+    operand. `pointwise` is true where the right operand is packed as the weights of a 1x1 convolution. The product has
+    whole tiles of rows and a depth of whole groups. Where `rows` or `depth` is no such multiple, the left operand is
+    copied, with its last row repeated and zeros after its depth.
     """
     columns = static(channels)
     group, steps = dot.group, -(-depth // dot.group)

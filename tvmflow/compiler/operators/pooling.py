@@ -56,7 +56,7 @@ def _windows_inside(size: Any, out: Any, kernel: int, stride: int, padding: Sequ
 
 
 class _Tap(NamedTuple):
-    """One tap of a window: its place, the nearest place in the image, and the condition that both are the same.
+    """One tap of a window: its place, the nearest place in the image, and the condition that the two are equal.
 
     `is_inside` is None for a tap that always lies in the image.
     """
@@ -96,7 +96,10 @@ class _Window:
 def pool(
     data: te.Tensor, *, size: Sequence[Any], windows: Sequence[_Window], largest: bool, count_padding: bool
 ) -> te.Tensor:
-    """Pool `[N, H, W, C]` to height and width `size`; `count_padding`: averages count the padding."""
+    """Define the pooling of float32 `[N, H, W, C]` to the height and width `size`, by a window for each of them.
+
+    Takes maxima if `largest`, else averages, which count the padding if `count_padding`.
+    """
     batch, in_h, in_w, channels = data.shape
     down, across = windows
 

@@ -31,7 +31,7 @@ _TILES = (2, 3, 4)
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
-    """Define a matrix product by register tiles; None for other types, and for two matrices of symbolic size."""
+    """Define a float32 matrix product by register tiles; None for other types and for two matrices of symbolic size."""
     if not _is_product(call):
         return None
     left, right = call.args
@@ -52,7 +52,10 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
 def multiply_fast(
     builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices
 ) -> relax.Expr | None:
-    """Define a dense layer by Strassen's algorithm; None for other products, and where the algorithm is slower."""
+    """Define a dense layer with constant weights by Strassen's algorithm.
+
+    Returns None for other products, and where the algorithm is slower or `choices` name the direct product.
+    """
     left, right = call.args
     if not _is_product(call) or not _is_dense(right) or not isinstance(right, tvm.ir.GenericConst):
         return None
@@ -74,7 +77,7 @@ def _is_dense(right: relax.Expr) -> bool:
 
 
 def subject_of(call: relax.Call) -> str:
-    """The subject of the decisions about a matrix product: the shapes of its operands."""
+    """Return the subject of the decisions about a matrix product: the shapes of its operands as text."""
     left, right = (shape_text(argument.ty.shape.values) for argument in call.args)
     return f"matmul {left} by {right}"
 
@@ -87,10 +90,11 @@ def fast_product(
     decisions: Decisions,
     strides: Sequence[int] = (),
 ) -> relax.Expr | None:
-    """Multiply `data` of shape `[..., K]` by weights `[K][N]` by Strassen's algorithm; None where that is slower.
+    """Multiply `data` of shape `[..., K]` by weights `[K][N]` by Strassen's algorithm.
 
-    The `decisions` about the product choose the algorithm. `strides` are the steps along the dimensions between the
-    first and the last one, where not all of their elements are rows.
+    Returns None where shapes are symbolic, where the direct product is faster, and where the `decisions` about the
+    product choose it. `strides` are the steps between rows along the dimensions after the first; without them every
+    element is a row.
     """
     sizes = [static(size) for size in data.ty.shape.values]
     if None in sizes:
@@ -189,7 +193,7 @@ def _place(index: Sequence[Any], tensor: te.Tensor) -> tuple[Any, ...]:
 def batch_matmul(
     left: te.Tensor, right: te.Tensor, *, batch: Sequence[Any], machine: Machine, decisions: Decisions
 ) -> te.Tensor:
-    """Multiply matrices over the leading dimensions `batch`; operands that lack some of these are broadcast."""
+    """Multiply matrices over the leading dimensions `batch`; operands that lack some of them are broadcast."""
     rows, depth = left.shape[-2:]
     units = right.shape[-1]
     columns = static(units)
@@ -241,9 +245,9 @@ def rows_product(
     """Multiply left `[*batch, row, k]` by right `[*batch, k, channel]` in whole vectors: `[*batch, rows, channels]`.
 
     `shared` is true where the whole batch has the same right operand. `joined` are the dimensions of the result that
-    are its rows, if not all that follow the batch. Rows come in whole tiles; where they do not divide, the left operand
-    is copied with its last row repeated. The `decisions` choose the rows of a tile. Where rows share a set of the
-    first-level cache, they also choose whether the rows of each tile are packed side by side first.
+    are its rows; None means all that follow the batch. The result has whole tiles of rows; where a tile does not divide
+    `rows`, the left operand is copied with its last row repeated. The `decisions` choose the rows of a tile. Where rows
+    share a set of the first-level cache, they also choose whether the rows of each tile are packed side by side first.
     """
     columns = static(channels)
     row_bytes = 4 * int(depth) if static(depth) else None

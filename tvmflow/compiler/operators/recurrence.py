@@ -45,7 +45,7 @@ def _hard_sigmoid(x: Any, alpha: float, beta: float) -> Any:
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation function of x, alpha and beta, of which it has the first `parameters`."""
+    """An activation function of x, alpha and beta; `parameters` is the number of these that it uses after x, 0 to 2."""
 
     parameters: int
     function: Callable[[Any, float, float], Any]
@@ -71,8 +71,8 @@ def recurrence(operands: Mapping[str, relax.Expr], **attrs: Any) -> relax.Call:
 
     `operands` are ONNX's, without those that are absent: `x` [steps, batch, inputs], `w` [directions, gates * units,
     inputs], `r` [directions, gates * units, units], `bias`, `lengths`, `initial_h`, `initial_c`, `peepholes`. `attrs`
-    are the fields of `Cell`. The result is a tuple: all outputs [steps, directions, batch, units], the last ones
-    [directions, batch, units] and, of an LSTM, the last cell state.
+    are those that `Cell.of` reads. The result is a float32 tuple: all outputs [steps, directions, batch, units], the
+    outputs of the last step [directions, batch, units] and, of an LSTM, the last cell state.
     """
     return extensions.call("recurrence", list(operands.values()), operands=list(operands), **attrs)
 
@@ -91,10 +91,10 @@ extensions.register("recurrence", _infer)
 
 @dataclass(frozen=True)
 class Cell:
-    """What one step computes, as ONNX defines it: `kind` is lstm, gru or rnn.
+    """The computation of one step, as ONNX defines it: `kind` is lstm, gru or rnn.
 
-    `activations` are (name, alpha, beta) of the first direction, then of the second. `clip` bounds the operands of
-    activations, 0 where nothing does.
+    `activations` are (name, alpha, beta) of the first direction, then of the second. The operands of activations are
+    limited to `-clip` to `clip`; 0 means no limit.
     """
 
     kind: str
@@ -106,7 +106,7 @@ class Cell:
 
     @classmethod
     def of(cls, attrs: Any) -> "Cell":
-        """Return the cell of a call's attributes."""
+        """Return the cell that the attributes of a call describe."""
         names, alphas, betas = (list(attrs[key]) for key in ("activations", "alphas", "betas"))
         return cls(
             kind=str(attrs["kind"]),
@@ -121,17 +121,17 @@ class Cell:
 
     @property
     def directions(self) -> int:
-        """The number of directions."""
+        """The number of directions, 1 or 2."""
         return 2 if self.direction == "bidirectional" else 1
 
     @property
     def gates(self) -> int:
-        """The number of gates."""
+        """The number of gates: 4 of an LSTM, 3 of a GRU, 1 of an RNN."""
         return GATES[self.kind]
 
     @property
     def phases(self) -> tuple[tuple[int, ...], ...]:
-        """The gates whose products need no other gate of the same step, then those that need them."""
+        """The gates by phase: those whose products need no other gate of the same step, then the others, if any."""
         if self.kind == "gru" and not self.linear_before_reset:
             return ((0, 1), (2,))
         return (tuple(range(self.gates)),)
@@ -144,7 +144,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How units and sequences are cut: `count` tiles of `blocks` vectors of `lanes` units, for `rows` sequences."""
+    """The division of units: `count` tiles of `blocks` vectors of `lanes` units, for `rows` sequences at a time."""
 
     lanes: int
     blocks: int
@@ -153,12 +153,12 @@ class Tiles:
 
     @property
     def units(self) -> int:
-        """The number of units with those that padding adds."""
+        """The number of units, padding included."""
         return self.count * self.blocks * self.lanes
 
 
 def tiles(cell: Cell, units: int, batch: int | None, machine: Machine) -> Tiles:
-    """Choose the tiles: their sums fit into the registers, and keep the multiply-add units busy.
+    """Choose tiles whose sums fit into the registers and keep the multiply-add units busy.
 
     `batch` is None where it is symbolic.
     """
@@ -191,7 +191,7 @@ class Recurrence:
     """Builds the function of a recurrence.
 
     Its parameters are the products of the inputs [steps, batch, directions * gates * padded units] with their bias, in
-    the order of `columns`, the packed weights of each phase, then those of `extra` that are present, then the results.
+    the order of `pack_units`, the packed weights of each phase, then the tensors called `extra`, then the results.
     """
 
     def __init__(self, cell: Cell, steps: Any, batch: Any, units: int, extra: Sequence[str], machine: Machine) -> None:
@@ -224,7 +224,7 @@ class Recurrence:
         self._last = [buffer(f"last_{name}", state) for name in ("h", "c")[: 2 if cell.kind == "lstm" else 1]]
 
     def function(self) -> tirx.PrimFunc:
-        """Return the function."""
+        """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
         with IRBuilder() as builder, T.seq_scope():
             self._allocate()
             if not self._shares_units:
@@ -367,7 +367,7 @@ class Recurrence:
         return _zero()
 
     def _directions(self, direction: Any) -> Iterator[Any]:
-        """Yield contexts that give the number of the direction whose activations apply: one where both have equal."""
+        """Yield a context for each direction with other activations, which gives the direction's number."""
         count = len(self.cell.activations) // self.cell.directions
         if self.cell.directions == 1 or self.cell.activations[:count] == self.cell.activations[count:]:
             yield _always(0)
@@ -472,15 +472,15 @@ class _Units:
         return [self.direction, self.sequence, (self.tile * tile.blocks + block) * tile.lanes + lane]
 
     def before(self, block: int, lane: Any) -> Any:
-        """Return a unit's output of the step before."""
+        """Return a unit's output of the previous step."""
         return self.owner._h[(self.step % 2, *self.state(block, lane))]
 
     def after(self, block: int, lane: Any) -> Any:
-        """Return a unit's output as it is stored."""
+        """Return a unit's output of this step, as stored so far."""
         return self.owner._h[((self.step + 1) % 2, *self.state(block, lane))]
 
     def input(self, block: int, gate: int, lane: Any) -> Any:
-        """Return the product of the input."""
+        """Return the product of the input with the weights of a gate."""
         tile, gates = self.owner.tiles, self.owner.cell.gates
         column = ((self.direction * tile.count + self.tile) * tile.blocks + block) * gates + gate
         return self.owner._x[self.position, self.sequence, column * tile.lanes + lane]
@@ -512,11 +512,11 @@ class _Units:
         return tirx.Let(x, value, ACTIVATIONS[name].function(x, alpha, beta))
 
     def kept(self, value: Any, before: Any) -> Any:
-        """Return the new state, or the one before where the sequence has ended."""
+        """Return the new state, or the previous one where the sequence has ended."""
         return value if self.is_within is None else tirx.Select(self.is_within, value, before)
 
     def blend(self, block: int, lane: Any, update: Any) -> None:
-        """Blend the output before with the one that is stored, as a GRU does."""
+        """Blend the previous output with the stored candidate by the update gate of a GRU."""
         before, hidden = self.before(block, lane), self.after(block, lane)
         self.store(block, lane, self.kept(hidden + update * (before - hidden), before))
 
@@ -557,7 +557,10 @@ def _when(condition: Any, number: int) -> Iterator[int]:
 
 
 def pack_units(value: relax.Expr, gates: int, tile: Tiles, emit: Callable[[relax.Expr], relax.Expr]) -> relax.Expr:
-    """Pack rows [directions, gates * units, n] into tiles [directions, tiles, blocks, gates, lanes, n]."""
+    """Pack rows [directions, gates * units, n] into tiles [directions, tiles, blocks, gates, lanes, n].
+
+    `emit` adds an expression to the program and returns its variable. Units that padding adds are zero.
+    """
     directions, rows, columns = (int(size) for size in value.ty.shape.values)
     units = rows // gates
     packed = emit(relax.op.reshape(value, [directions, gates, units, columns]))

@@ -28,7 +28,7 @@ _ACCUMULATORS = 4
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of reduction: TVM's reducer, with its identity, and the function that combines two results."""
+    """A kind of reduction: TVM's reducer, with its identity, and the function that combines two partial results."""
 
     reducer: Callable[..., Any]
     combine: Callable[[Any, Any], Any]
@@ -60,13 +60,16 @@ MIN = _reducer(_smallest, math.inf, "min")
 PRODUCT = _reducer(_product, 1.0, "prod")
 
 KINDS = {"relax.sum": SUM, "relax.mean": SUM, "relax.max": MAX, "relax.min": MIN, "relax.prod": PRODUCT}
-# Of the extremes, as `extremes` takes them.
+# The sign that `extremes` takes for a reduction.
 _SIGNS = {"max": 1, "min": -1}
 
 
 @dataclass(frozen=True)
 class View:
-    """A tensor as `[*outer, depth, inner]`: `depth` elements to reduce, `inner` results side by side in memory."""
+    """A tensor as `[*outer, depth, inner]`: `depth` elements to reduce, `inner` results side by side in memory.
+
+    The dimensions from `first` to `last` of `shape` are the reduced ones.
+    """
 
     shape: Sequence[Any]
     first: int
@@ -88,12 +91,12 @@ class View:
         return math.prod(int(size) for size in self.shape[self.last + 1 :])
 
     def position(self, outer: Sequence[Any], r: Any, c: Any) -> list[Any]:
-        """The index of an element in the tensor."""
+        """Return the tensor's index of element `r` of the reduced and `c` of the inner elements, at `outer`."""
         return [*outer, *unravel(r, self.shape[self.first : self.last + 1]), *unravel(c, self.shape[self.last + 1 :])]
 
 
 def unravel(index: Any, sizes: Sequence[Any]) -> list[Any]:
-    """Convert a position in memory to the index in each dimension of `sizes`."""
+    """Convert a position in memory to the index along each of the dimensions `sizes`."""
     places: list[Any] = []
     for size in reversed(sizes[1:]):
         places.insert(0, index % int(size))
@@ -125,7 +128,10 @@ def _view(call: relax.Call, machine: Machine) -> View | None:
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """Define a reduction of float32 over neighbouring dimensions of known sizes; None for other reductions."""
+    """Define a reduction of float32 over neighbouring dimensions of known sizes.
+
+    Other maxima and minima are left to `extremes`. Returns None for the other reductions.
+    """
     name = call.op.name.rpartition(".")[2]
     view = _view(call, machine) if is_float32(call.args[0]) and isinstance(call.ty.shape, relax.ShapeExpr) else None
     if view is None:
@@ -150,7 +156,7 @@ def _statistic(data: te.Tensor, *, view: View, shape: Sequence[Any], name: str, 
     after = view.shape[view.last + 1 :]
 
     def value(*index: Any) -> Any:
-        # Between them are the reduced dimensions that the result keeps, with size one.
+        # The result may keep the reduced dimensions, with size one, between these two.
         total = result(index[:outer_rank], _ravel(index[len(index) - len(after) :], after))
         if name in ("mean", "variance", "std"):
             total = total * scale
@@ -162,10 +168,10 @@ def _statistic(data: te.Tensor, *, view: View, shape: Sequence[Any], name: str, 
 def reduction(
     element: Callable[[Sequence[Any], Any, Any], Any], view: View, kind: Kind, name: str, machine: Machine
 ) -> Callable[[Sequence[Any], Any], Any]:
-    """Reduce `element(outer, r, c)` over r; returns the result as a function of outer and c.
+    """Reduce `element(outer, r, c)` over r, and return the result as a function of outer and c.
 
     Where vectors run along c, one stage accumulates, annotated `reduction_inner`. Otherwise two stages do,
-    `reduction_lanes` and `reduction_fold`.
+    `reduction_lanes` and `reduction_fold`. The stages are named after `name`.
     """
     outer, depth, inner = view.outer, view.depth, view.inner
     parts = _parts(outer, depth, inner, machine)
@@ -194,9 +200,10 @@ def rows(
     name: str,
     machine: Machine,
 ) -> Callable[[Sequence[Any]], Any]:
-    """Reduce `element(row, k)` over k: several vectors side by side, then their lanes, then the elements left over.
+    """Reduce `element(row, k)` over k: several vectors side by side, then their lanes, then the remaining elements.
 
-    Returns the result as a function of the row.
+    `outer` are the sizes of a row's index, and `size` the number of its elements. Returns the result as a function of
+    the row.
     """
     lanes = machine.lanes
     whole = size // lanes

@@ -19,7 +19,7 @@ Row = Callable[[Sequence[Any]], Any]
 def legalize_softmax(
     builder: relax.BlockBuilder, call: relax.Call, machine: Machine, logarithm: bool = False
 ) -> relax.Expr | None:
-    """Define softmax, or its logarithm, over the last dimension; None for another dimension."""
+    """Define float32 softmax, or its logarithm, over the last dimension; None for other types and dimensions."""
     data = call.args[0]
     if not is_float32(data) or int(call.attrs.axis) not in (-1, len(data.ty.shape.values) - 1):
         return None
@@ -29,7 +29,7 @@ def legalize_softmax(
 
 
 def softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
-    """Softmax over the last dimension."""
+    """Define softmax over the last dimension; the result has the shape of `data`."""
     rows = list(data.shape[:-1])
     exponential, _, total = _exponentials(data, machine)
     inverse = te.compute(rows, lambda *row: 1.0 / total(row), name="inverse")
@@ -42,7 +42,7 @@ def softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
 
 
 def log_softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
-    """The logarithm of softmax over the last dimension."""
+    """Define the logarithm of softmax over the last dimension; the result has the shape of `data`."""
     rows = list(data.shape[:-1])
     _, largest, total = _exponentials(data, machine)
     logarithm = te.compute(rows, lambda *row: tirx.log(total(row)), name="logarithm")
@@ -80,7 +80,7 @@ def _exponentials(data: te.Tensor, machine: Machine) -> tuple[te.Tensor, Row, Ro
 
 
 def legalize_norm(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """Define layer norm or root-mean-square norm over the last dimensions; None for other dimensions."""
+    """Define float32 layer norm or RMS norm over the last dimensions; None for other types and dimensions."""
     data, *parameters = call.args
     if not is_float32(data, *parameters):
         return None
@@ -102,7 +102,7 @@ def legalize_norm(builder: relax.BlockBuilder, call: relax.Call, machine: Machin
 def layer_norm(
     data: te.Tensor, scale: te.Tensor, bias: te.Tensor, *, lead: int, epsilon: float, machine: Machine
 ) -> te.Tensor:
-    """Normalise over the dimensions from `lead` on; the variance is computed from the centred values."""
+    """Define layer norm over the dimensions from `lead` on; the variance is computed from the centred values."""
     element, size = _row(data, lead)
     mean, scaling = moments(element, list(data.shape[:lead]), size, epsilon, machine)
     return te.compute(
@@ -116,7 +116,7 @@ def layer_norm(
 
 
 def rms_norm(data: te.Tensor, scale: te.Tensor, *, lead: int, epsilon: float, machine: Machine) -> te.Tensor:
-    """Divide by the root of the mean square over the dimensions from `lead` on."""
+    """Divide `data` by the root of its mean square over the dimensions from `lead` on, and multiply by `scale`."""
     element, size = _row(data, lead)
     rows = list(data.shape[:lead])
     squares = row_reduction(
@@ -134,7 +134,10 @@ def rms_norm(data: te.Tensor, scale: te.Tensor, *, lead: int, epsilon: float, ma
 def moments(
     element: Callable[[Sequence[Any], Any], Any], rows: Sequence[Any], size: Any, epsilon: float, machine: Machine
 ) -> tuple[Row, Row]:
-    """The mean of each row and one over its standard deviation, as functions of the row."""
+    """Return the mean of each row and the inverse of its standard deviation, as functions of the row.
+
+    `element(row, k)` is one of a row's `size` elements. `epsilon` is added to the variance.
+    """
     total = row_reduction(element, rows, size, reductions.SUM, "total", machine)
     mean = te.compute(rows, lambda *row: total(row) / tirx.Cast("float32", size), name="mean")
 
@@ -167,9 +170,10 @@ def row_reduction(
     name: str,
     machine: Machine,
 ) -> Row:
-    """Reduce `element(row, k)` over k: whole vectors, then their lanes, then the elements left over.
+    """Reduce `element(row, k)` over k: whole vectors, then their lanes, then the remaining elements.
 
-    Returns the result as a function of the row.
+    `rows` are the sizes of a row's index, and `size` the number of its elements. Returns the result as a function of
+    the row.
     """
     number = static(size)
     if number is not None:

@@ -58,8 +58,8 @@ _GAIN, _GAIN_ALONE = 0.97, 0.93
 def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decisions: Decisions) -> tiles.Tile | None:
     """Choose between Strassen's algorithm and the direct product of `[*outer, depth]` and `[depth, units]`.
 
-    Returns the register tile for Strassen's algorithm; None where the direct product is faster or the `decisions` about
-    the product choose it.
+    Returns the register tile for Strassen's algorithm; None for the direct product. The `decisions` about the product
+    choose, by default the faster one.
     """
     tile_and_share = estimate(outer, depth, units, machine)
     if tile_and_share is None:
@@ -72,7 +72,7 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decis
 
 
 def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> tuple[tiles.Tile, float] | None:
-    """Estimate Strassen's algorithm: its register tile, and its time relative to the direct product.
+    """Estimate Strassen's algorithm: its register tile, and its time as a share of the direct product's time.
 
     Returns None where no register tile fits the shapes. Counts a core's cycles per vector of all four quarters of the
     result: its sums and, where the weights come from memory, reading its share of their seven quarters.
@@ -106,12 +106,12 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
 
 
 def goes_together(half_rows: int, rows: int, half_depth: int, half_units: int, machine: Machine) -> bool:
-    """Whether each core sums the panels of its own rows: the weights fit its cache, and there are enough tiles."""
+    """Whether each core sums its own rows' panels: the weights fit its cache, and each core has two tiles or more."""
     return 4 * 7 * half_depth * half_units <= machine.cache and half_rows // rows >= 2 * machine.cores
 
 
 def error_bound(depth: int) -> float:
-    """A bound on the rounding error of such a product in float32, known before anything runs.
+    """Return a bound on the rounding error of a float32 product of this depth by Strassen's algorithm.
 
     It is relative to `depth` times the largest magnitude in the left operand times the largest in the right operand,
     which bounds every result. The longest sum has four products. The operands of each are sums of at most two quarters,
@@ -121,7 +121,7 @@ def error_bound(depth: int) -> float:
 
 
 def pack(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
-    """Sum the quarters of weights `[K][N]` and pack the sums into `[7][N/2/v][K/2][v]`."""
+    """Sum the quarters of weights `[K][N]` and pack the seven sums into float32 `[7][N/2/v][K/2][v]`."""
     depth, units = (size // 2 for size in weight.shape)
     quarters = weight.astype("float64").reshape(2, depth, 2, units).transpose(0, 2, 1, 3).reshape(4, depth, units)
     sums = np.einsum("iq,qkn->ikn", np.array(_RIGHT, "float64"), quarters).astype("float32")

@@ -2,8 +2,9 @@
 
 Every node is a test `x[feature] <= threshold` with its two children side by side, so that a step is a sum rather than a
 branch: the left child's place, plus one where the test holds. A leaf is its own left child, and its threshold is NaN,
-which no number passes; so paths of any length may go on together. Several paths are followed at a time, since each of
-their steps waits for memory: those of several rows through one tree, or those of one row through several trees.
+for which no test holds; so a path stays at its leaf while longer paths go on. Several paths are followed at a time,
+because each step waits for memory: the paths of several rows through one tree, or those of one row through several
+trees.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from tvmflow.compiler.operators.common import buffer, size_parameter, static
 
 # The paths that are followed at a time.
 _PATHS = 8
-# The steps between two looks at whether all paths have ended. Trees of up to twice as many levels need no look.
+# The steps between two checks whether all paths have ended. Trees of at most twice as many levels need no check.
 _STEPS = 4
 # The cycles of a step of one path among several.
 _STEP_CYCLES = 8
@@ -33,12 +34,14 @@ _START = {"SUM": 0.0, "AVERAGE": 0.0, "MIN": float("inf"), "MAX": float("-inf")}
 
 @dataclass(frozen=True)
 class Forest:
-    """The form of an ensemble of `trees` trees with `nodes` nodes, of which the longest path has `depth` steps.
+    """The form of an ensemble of `trees` trees with `nodes` nodes; the longest path has `depth` steps.
 
-    `dtype` is the type of rows and thresholds, `score` that of results. A node's `link` holds its feature, then in bit
-    `shift - 1`, where `has_missing`, whether NaN passes its test, and the place of its left child from bit `shift` on;
-    where `shift` is 0, feature and flag are in a first link and the place in a second. `layout` says what leaves hold:
-    `single` numbers for one target, `dense` numbers for all, or `sparse` ones: `leaves` leaves with `entries` numbers.
+    `dtype` is the type of rows and thresholds, `score` the type of results. A node's `link` holds its feature, then, if
+    `has_missing`, a flag in bit `shift - 1` that says whether NaN passes its test, and the place of its left child from
+    bit `shift` on. Where `shift` is 0, feature and flag are in a first link and the place in a second. `layout` says
+    what the leaves hold: `single`, one number for the only target; `dense`, a number for every target; `sparse`,
+    numbers for some targets, in all `entries` numbers of `leaves` leaves. `aggregate` is ONNX's: SUM, AVERAGE, MIN or
+    MAX.
     """
 
     trees: int
@@ -57,7 +60,7 @@ class Forest:
 
     @property
     def feature_bits(self) -> int:
-        """The bits of a link that hold the feature."""
+        """The number of bits of a link that hold the feature."""
         return 30 if self.shift == 0 else self.shift - self.has_missing
 
 
@@ -72,7 +75,7 @@ def trees(x: relax.Expr, tables: Sequence[relax.Expr], forest: Forest) -> relax.
 
 
 def forest_of(attrs: Any) -> Forest:
-    """Return the forest of a call's attributes."""
+    """Return the forest that the attributes of a call of `trees` describe."""
     kinds = {"int": int, "str": str, "bool": bool}
     fields = Forest.__dataclass_fields__.items()
     return Forest(**{name: kinds[getattr(item.type, "__name__", str(item.type))](attrs[name]) for name, item in fields})
@@ -86,7 +89,7 @@ extensions.register("trees", _infer)
 
 
 class Trees:
-    """Builds the function of an ensemble: its parameters are those of `trees`, then the result."""
+    """Builds the function of an ensemble: its parameters are the operands of `trees`, then the result."""
 
     def __init__(self, forest: Forest, rows: Any, machine: Machine) -> None:
         self.forest = forest
@@ -112,7 +115,7 @@ class Trees:
         self._y = buffer("y", (self._rows, forest.targets), score)
 
     def function(self) -> tirx.PrimFunc:
-        """Return the function."""
+        """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
         rows = static(self._rows)
         with IRBuilder() as builder, T.seq_scope():
             if rows is None:
@@ -279,7 +282,7 @@ def _is_nan(value: Any, dtype: str) -> Any:
 
 
 def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr:
-    """Return the call of an ensemble's function."""
+    """Return a call of the ensemble's function on `machine` in place of a call of `trees`."""
     kernel = Trees(forest_of(call.attrs), call.args[0].ty.shape.values[0], machine)
     function = extensions.emit_function(builder, kernel.function(), "trees")
     return relax.call_tir(function, list(call.args), call.ty)

@@ -25,12 +25,13 @@ def conv2d(
     decisions: Decisions | None = None,
     rows: int | None = None,
 ) -> te.Tensor:
-    """Convolution of NHWC data of known height and width with weights from `transform_kernel` or `narrow_kernel`.
+    """Define a convolution of NHWC data of known height and width by Winograd's algorithm.
 
-    The output tiles are the rows of a matrix product. `annotations` makes the product's annotations from the rows of
-    its register tile, its lanes and the size of output tiles. With `rows`, the rows of the register tile, which must
-    divide the output tiles of a line, the product keeps the dimensions of the images. Without `rows` all output tiles
-    are one dimension, and the rows are the fastest ones or those that the `decisions` about the convolution choose.
+    The weights come from `transform_kernel` or `narrow_kernel`. The output tiles are the rows of a matrix product.
+    `annotations` makes the product's annotations from the rows of its register tile, its lanes and the size of output
+    tiles. With `rows`, the rows of the register tile, which must divide the output tiles of a line, the product keeps
+    the dimensions of the images. Without `rows` all output tiles are one dimension, and the rows are the fastest ones
+    or those that the `decisions` about the convolution choose.
     """
     batch, in_h, in_w, depth = data.shape
     taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
@@ -111,7 +112,10 @@ def conv2d(
 
 
 def combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:
-    """The sum of elements weighted by a row of a constant matrix. The schedule unrolls until `row` is a constant."""
+    """Return the sum of elements weighted by a row of a constant matrix.
+
+    `row` may be an expression; the schedule unrolls its loop until it is a constant.
+    """
     sums = [_weighted_sum(weights, element) for weights in matrix]
     value = sums[-1]
     for index in reversed(range(len(sums) - 1)):

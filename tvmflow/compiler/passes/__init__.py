@@ -52,7 +52,7 @@ class MarkFollowers:
     """Declares operators with an attribute of `FOLLOWS` as element-wise, so that they are fused to the one before."""
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Set the attribute `op_pattern` of these functions."""
+        """Return the module with the attribute `op_pattern` of these functions set to 0."""
         for variable, function in mod.functions_items():
             if FOLLOWS.keys() & dict(function.attrs or {}).keys():
                 mod.update_func(variable, function.with_attr("op_pattern", 0))
@@ -60,7 +60,7 @@ class MarkFollowers:
 
 
 def tidy() -> list[tvm.transform.Pass]:
-    """Return the passes that clean up after other passes."""
+    """Return the passes that clean up after other passes: constants, merged reshapes, operators without effect."""
     return [
         simplify.count_axes_from_the_front(),
         simplify.evaluate_constants(),
@@ -83,7 +83,7 @@ def layout(lanes: int = 16) -> list[tvm.transform.Pass]:
 
 
 def pass_names() -> list[str]:
-    """Return the names of our own passes, as the pass context takes them, sorted."""
+    """Return the names of this project's passes, sorted, in the form that TVM's pass context takes."""
     ours = [*canonicalize(), *layout()]
     others = {
         "ComposeAttention",

@@ -45,7 +45,7 @@ def _of_matrices(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def merge_transposes() -> tvm.transform.Pass:
-    """Return the pass that merges transposes in a row, also around a batch that reshapes flatten and restore."""
+    """Return the pass that merges transposes in a row, also between reshapes that flatten and restore a batch."""
     return rewriting("MergeTransposes", {"permute_dims": (_merge,), "reshape": (_of_matrices,)})
 
 
@@ -159,7 +159,7 @@ def _positions_first(rewriter: Rewriter, operand: relax.Expr, transposed: bool) 
 
 
 def compose_attention() -> tvm.transform.Pass:
-    """Return the pass that recognises scaled dot-product attention."""
+    """Return the pass that recognises scaled dot-product attention and writes it as `nn.attention`."""
     return rewriting("ComposeAttention", {"matmul": (_attention,), "permute_dims": (_merge,)})
 
 
@@ -292,7 +292,7 @@ def lower_attention(machine: Machine) -> tvm.transform.Pass:
     """Return the pass that lowers float32 attention to one function, for this machine.
 
     The function reads queries, keys and values in place, through the transposes and slices before them. Attention of
-    other types, with a causal mask or with a window stays as it is.
+    other types, with a causal mask or with a window is not changed.
     """
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:

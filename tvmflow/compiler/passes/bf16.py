@@ -20,16 +20,17 @@ from tvmflow.compiler.passes.narrow import geometry, is_depthwise, is_weighted, 
 class RoundProducts:
     """Rounds the operands of convolutions and matrix products to bfloat16, and computes these by dot products.
 
-    A product's operands are in memory as bfloat16, for all readers. Depthwise convolutions read them so too, but
-    compute in float32, as everything else. So do convolutions by Winograd's algorithm, where it is faster all the same
-    and rounding its transformed numbers would cost too much, and those whose groups are narrower than a vector.
+    Every reader of a rounded operand reads the bfloat16 value from memory. Depthwise convolutions round their input
+    too, but compute in float32. A convolution by Winograd's algorithm, which `winograd` allows, computes in float32
+    where rounding its transformed input would cost too much. Convolutions whose groups are narrower than a vector, and
+    all other operators, stay in float32.
     """
 
     def __init__(self, machine: Machine, winograd: bool) -> None:
         self._numbers = _BFloat16(machine, winograd)
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Rewrite every Relax function of the module."""
+        """Return the module with every Relax function rewritten."""
         return narrow_products(mod, self._numbers)
 
 

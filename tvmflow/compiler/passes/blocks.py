@@ -73,7 +73,7 @@ class FuseBlocks:
         self._fast = fast
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Rewrite every Relax function of the module."""
+        """Return the module with every Relax function rewritten."""
         rewriter = _Rewriter(mod, self._machine, self._choices, self._fast)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function):

@@ -168,7 +168,7 @@ def _ordinary(weight: Array, groups: int) -> Array:
 def _convolve(
     rewriter: Rewriter, data: relax.Expr, kernel: Array, pads: Sequence[int], steps: Sequence[int], groups: int
 ) -> relax.Expr:
-    """A convolution whose padding may be negative."""
+    """Emit a convolution whose padding may be negative."""
     if min(pads) < 0:
         dims = sizes(data) or []
         begin = [max(0, -pads[axis]) for axis in (0, 1)]
@@ -182,7 +182,7 @@ def _convolve(
 
 
 def _conv3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """The slices that a slice of the result reads become channels of one image; every image is a convolution."""
+    """Write a 3D convolution as a 2D one: the input slices that an output slice reads are an image's channels."""
     attrs, weight = call.attrs, rewriter.constant(call.args[1])
     if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCDHW", "OIDHW", "NCDHW"):
         return None

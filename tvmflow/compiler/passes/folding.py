@@ -42,7 +42,7 @@ def _batch_norm(rewriter: Rewriter, element: relax.TupleGetItem) -> relax.Expr |
 
 
 def fold_batch_norm() -> tvm.transform.Pass:
-    """Return the pass that writes batch norm as one multiplication and one addition with constants."""
+    """Return the pass that writes batch norm with constant statistics as one multiplication and one addition."""
     return rewriting("FoldBatchNorm", {ELEMENT: (_batch_norm,)})
 
 
@@ -105,7 +105,7 @@ class _Linear:
         return np.asarray(products.sum(axis=tuple(axis for axis in range(products.ndim) if axis != self.output)))
 
     def is_padded(self) -> bool:
-        """Return whether some results read padding."""
+        """Whether some results read padding."""
         return self.name != "matmul" and (self.transposed or any(int(size) for size in self.call.attrs.padding))
 
 

@@ -18,18 +18,18 @@ from tvmflow.compiler.passes.narrow import geometry, is_depthwise, is_weighted, 
 
 @tvm.transform.module_pass(opt_level=0, name="HalveProducts")
 class HalveProducts:
-    """Rounds the operands of convolutions and dense layers to float16, and computes and adds up in it.
+    """Rounds the operands of convolutions and dense layers to float16, and multiplies and adds up in float16.
 
-    The operands are in memory as float16, for all readers. Depthwise convolutions read them so too, but compute
-    in float32, as everything else: products of two activations, sums, norms, and convolutions whose groups are narrower
-    than a vector.
+    Every reader of a rounded operand reads the float16 value from memory. Depthwise convolutions round their input too,
+    but compute in float32. Products of two activations, sums, norms, and convolutions whose groups fill no vector
+    (`dot.lanes_of`) stay in float32.
     """
 
     def __init__(self, machine: Machine, choices: Choices) -> None:
         self._numbers = _Float16(machine, choices)
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Rewrite every Relax function of the module."""
+        """Return the module with every Relax function rewritten."""
         return narrow_products(mod, self._numbers)
 
 
@@ -92,7 +92,7 @@ class _Float16:
         weight: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]",
         name: str,
     ) -> relax.Expr:
-        """An operator on float16 whose result is float32."""
+        """Emit an operator on float16 whose result is float32."""
 
         def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
             return _cast(operator(data, weight), "float32")

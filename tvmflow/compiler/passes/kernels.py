@@ -10,7 +10,7 @@ _NAMES = {"tvmflow.recurrence": "LSTM, GRU and RNN", "tvmflow.trees": "ensembles
 
 
 def refuse_kernels(target: str) -> tvm.transform.Pass:
-    """Return the pass that raises BuildError, which names the target, for a recurrent network and for trees."""
+    """Return the pass that raises BuildError for recurrent networks and trees; the error names the target."""
 
     def refuse(_rewriter: Rewriter, call: relax.Call) -> None:
         name = _NAMES[str(call.op.name)]

@@ -18,7 +18,7 @@ class _Permuted:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the dimensions are in their own order."""
+        """Whether the dimensions are in their own order."""
         return self.axes == tuple(range(len(self.axes)))
 
     @property
@@ -29,7 +29,7 @@ class _Permuted:
 
 @tvm.transform.module_pass(opt_level=0, name="ChannelsLast")
 class ChannelsLast:
-    """Computes convolutions, and what is between them, on tensors whose channels are the last dimension.
+    """Computes convolutions, and the operators between them, on tensors whose channels are the last dimension.
 
     A convolution reads and writes tensors with the channels last. The transposes around it, and those of the model, are
     not computed in place: every operator that can work on another order of dimensions does so. A transpose moves down
@@ -37,7 +37,7 @@ class ChannelsLast:
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Rewrite every Relax function of the module."""
+        """Return the module with every Relax function rewritten."""
         layout = _Layout(mod)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function):
@@ -122,7 +122,7 @@ class _Layout(PyExprMutator):  # type: ignore[misc]
         return self.emit(relax.op.permute_dims(value.base, order))
 
     def aligned(self, value: _Permuted, axes: Sequence[int]) -> relax.Expr:
-        """Return the same for an operand of an element-wise operator, of the result's rank or a smaller one."""
+        """Return what `ordered` returns, for an operand of an element-wise operator, which may have a smaller rank."""
         missing = len(axes) - len(value.axes)
         if not value.axes or missing == 0:
             return self.ordered(value, axes) if value.axes else value.base
@@ -417,7 +417,7 @@ def _reshape(layout: _Layout, call: relax.Call) -> _Permuted | None:
     becomes = {before[0]: after for before, after in groups}
     order = [place for first in memory for place in becomes.get(first, [])]
     for place in (place for place, size in enumerate(target) if _is_one(size)):
-        # In memory first where it is first, else before the dimension that follows it; the last ones at the end.
+        # A leading dimension stays first in memory; another goes before the dimension that follows it, or at the end.
         following = next((other for other in range(place + 1, len(target)) if other in order), None)
         leading = all(_is_one(size) for size in target[:place])
         order.insert(place if leading else len(order) if following is None else order.index(following), place)

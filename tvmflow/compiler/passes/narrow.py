@@ -1,4 +1,4 @@
-"""Computes products in narrower numbers: their operands are rounded once and stay so in memory, for all readers."""
+"""Computes products in narrower numbers: their operands are rounded once, and all readers read the rounded values."""
 
 from typing import Any, Protocol
 
@@ -10,26 +10,26 @@ from tvmflow.compiler.operators.common import is_float32, static
 
 
 class Numbers(Protocol):
-    """The numbers that convolutions and matrix products are computed in."""
+    """A type of narrow numbers, and the convolutions and matrix products that compute in it."""
 
     def operands(self, call: relax.Call) -> list[relax.Expr]:
-        """Return the operands of a product to round, apart from weights; an empty list for other calls."""
+        """Return the operands of a product to round, without constant weights; an empty list for other calls."""
 
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
-        """Return a convolution of rounded data."""
+        """Return a float32 expression for the convolution `call` on rounded `data`."""
 
     def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
-        """Return a matrix product of rounded operands."""
+        """Return a float32 expression for the matrix product `call` on rounded `operands`."""
 
     def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-        """Return a float32 tensor rounded to these numbers."""
+        """Return an expression for a float32 tensor rounded to these numbers."""
 
     def widen(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-        """Return a tensor of these numbers as float32."""
+        """Return a float32 expression for a tensor of these numbers."""
 
 
 def narrow_products(mod: tvm.IRModule, numbers: Numbers) -> tvm.IRModule:
-    """Return the module with products that compute in these numbers."""
+    """Return the module with the products that `numbers` take computed in these numbers."""
     rounding = _Round(mod, numbers)
     for variable, function in mod.functions_items():
         if isinstance(function, relax.Function):
@@ -39,7 +39,7 @@ def narrow_products(mod: tvm.IRModule, numbers: Numbers) -> tvm.IRModule:
 
 
 def is_weighted(call: relax.Call) -> bool:
-    """Return whether a call is a convolution of NHWC data, or a matrix product, in float32 with constant weights."""
+    """Whether a call is a float32 convolution of NHWC data, or matrix product, with constant weights."""
     name = getattr(call.op, "name", "")
     if name not in ("relax.nn.conv2d", "relax.matmul") or not is_float32(*call.args):
         return False
@@ -59,7 +59,7 @@ def is_weighted(call: relax.Call) -> bool:
 
 
 def is_depthwise(call: relax.Call) -> bool:
-    """Return whether a convolution with constant weights filters each channel by itself."""
+    """Whether a convolution with constant weights filters each channel by itself."""
     out_channels, depth = (int(dim) for dim in call.args[1].ty.shape.values[:2])
     return depth == 1 and int(call.attrs.groups) == out_channels > 1
 

@@ -22,7 +22,10 @@ def _is_close(value: float | None, expected: float) -> bool:
 
 
 def factors(rewriter: Rewriter, expr: relax.Expr) -> tuple[float, list[relax.Expr]]:
-    """Split a product, in any association, into the product of its numbers and a list of its other factors."""
+    """Split a product, in any association, into the product of its numbers and a list of its other factors.
+
+    An expression that is no product is its only factor.
+    """
     scale, queue = 1.0, [expr]
     parts: list[relax.Expr] = []
     while queue:

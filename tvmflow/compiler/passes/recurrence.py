@@ -12,7 +12,7 @@ from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
 
 def lower_recurrence(machine: Machine) -> tvm.transform.Pass:
-    """Return the pass that lowers recurrent networks for a machine."""
+    """Return the pass that lowers recurrent networks to a dense layer and one function for `machine`."""
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr:
         return _lowered(rewriter, call, machine)

@@ -24,7 +24,7 @@ _MOST = 20
 class Rewriter(PyExprMutator):  # type: ignore[misc]
     """Visits a function in the order of its bindings and applies the rules for each call's operator.
 
-    `rules` are by the operator's name without `relax.`. The methods below show a rule the rewritten expressions.
+    The keys of `rules` are operators' names without `relax.`. The methods give a rule the rewritten expressions.
     """
 
     def __init__(self, mod: tvm.IRModule, rules: Mapping[str, Sequence[Rule]]) -> None:
@@ -34,7 +34,7 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         self._uses: Counter[relax.Var] = Counter()
 
     def rewrite(self, function: relax.Function) -> relax.Function:
-        """Return the function with the rules applied once to every call, without the bindings that became unused."""
+        """Return the function with the rules applied once to every call, without bindings that nothing reads."""
         self.has_changed = False
         self._uses.clear()
         relax.analysis.post_order_visit(function, self._count)
@@ -47,11 +47,11 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
                 self._uses[child] += 1
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
-        """Apply the rules to a call."""
+        """Return a call with the rules applied."""
         return self._apply(super().visit_call_(op))
 
     def visit_tuple_getitem_(self, op: relax.TupleGetItem) -> relax.Expr:
-        """Apply the rules to an element of a tuple."""
+        """Return an element of a tuple with the rules applied."""
         return self._apply(super().visit_tuple_getitem_(op))
 
     def _apply(self, expr: relax.Expr) -> relax.Expr:
@@ -77,12 +77,12 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         return None
 
     def emit(self, expr: relax.Expr) -> relax.Expr:
-        """Apply the rules to a new expression and bind it to a variable; return the variable."""
+        """Apply the rules to a new expression, bind it to a variable and return the variable."""
         expr = self._apply(self.builder_.normalize(expr))
         return self.builder_.emit(expr) if isinstance(expr, relax.Call | relax.TupleGetItem) else expr
 
     def behind(self, expr: relax.Expr) -> relax.Expr:
-        """Return the expression that a variable is bound to; a parameter, and anything else, is returned as it is."""
+        """Return the expression that a variable is bound to, and any other expression or a parameter unchanged."""
         while isinstance(expr, relax.Var):
             value = self.lookup_binding(expr)
             if value is None:
@@ -98,17 +98,17 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         return None
 
     def constant(self, expr: relax.Expr) -> Array | None:
-        """Return the value of a constant, or of a variable bound to one; None for others."""
+        """Return the value of a constant, or of a variable bound to one; None for other expressions."""
         expr = self.behind(expr)
         return expr.value.numpy() if isinstance(expr, tvm.ir.GenericConst) else None
 
     def scalar(self, expr: relax.Expr) -> float | None:
-        """Return the number that a constant of one element holds, whatever its rank; None for others."""
+        """Return the number that a constant of one element holds, whatever its rank; None for other expressions."""
         value = self.constant(expr)
         return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
 
     def same(self, a: relax.Expr, b: relax.Expr) -> bool:
-        """Return whether two expressions are the same value."""
+        """Whether two expressions are the same value."""
         a, b = self._root(a), self._root(b)
         return bool(a.same_as(b))
 
@@ -121,7 +121,7 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         return expr
 
     def used_once(self, expr: relax.Expr) -> bool:
-        """Return whether at most one other expression reads this one, so that it may be replaced."""
+        """Whether at most one other expression reads this one, so that it may be replaced."""
         return not isinstance(expr, relax.Var) or self._uses[expr] <= 1
 
 
@@ -184,12 +184,12 @@ def rank(expr: relax.Expr) -> int | None:
 
 
 def dtype(expr: relax.Expr) -> str:
-    """Return the name of a tensor's element type, as `float32`; empty where it is unknown."""
+    """Return the name of a tensor's element type, such as `float32`; empty where it is unknown."""
     return str(expr.ty.dtype) if isinstance(expr.ty, relax.TensorType) and expr.ty.dtype is not None else ""
 
 
 def same_shape(a: Sequence[Any] | None, b: Sequence[Any] | None) -> bool:
-    """Return whether two shapes are provably equal."""
+    """Whether two shapes are provably equal; false where one is None."""
     if a is None or b is None or len(a) != len(b):
         return False
     analyzer = tvm.sym.Analyzer()
@@ -197,9 +197,9 @@ def same_shape(a: Sequence[Any] | None, b: Sequence[Any] | None) -> bool:
 
 
 def by_channel(value: Array, dims: int, channel: int, extent: int) -> Array | None:
-    """Return a constant operand of a tensor of `dims` dimensions as `extent` values, one per channel.
+    """Return a constant operand of a tensor of `dims` dimensions as `extent` float32 values, one per channel.
 
-    None where it varies along another dimension than `channel`, or is not float32.
+    Returns None where the constant varies along another dimension than `channel`, has another extent or is not float32.
     """
     if value.ndim > dims or value.dtype != np.float32:
         return None

@@ -120,12 +120,12 @@ def evaluate_constants() -> tvm.transform.Pass:
 
 
 def _drop_operand(neutral: float, both: bool) -> Callable[[Rewriter, relax.Call], relax.Expr | None]:
-    """A rule that removes an operand full of `neutral`, as zeros from a sum; `both` operands of it are looked at."""
+    """Return a rule that removes an operand full of `neutral`: the second one, or either one if `both`."""
 
     def rule(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         for place, other in ((0, 1), (1, 0)) if both else ((0, 1),):
             value = rewriter.constant(call.args[other])
-            # One element is looked at first: to compare all of a large constant takes long.
+            # Compare one element first: comparing all elements of a large constant takes long.
             if value is None or value.size == 0 or value.reshape(-1)[0] != neutral:
                 continue
             if _is_like(call, call.args[place]) and bool((value == neutral).all()):
@@ -180,7 +180,7 @@ def _is_positive_already(rewriter: Rewriter, call: relax.Call) -> relax.Expr | N
 
 
 def remove_identities() -> tvm.transform.Pass:
-    """Return the pass that removes operators which return their input."""
+    """Return the pass that removes operators that return their input unchanged."""
     return rewriting(
         "RemoveIdentities",
         {
@@ -359,5 +359,5 @@ def _one_batch_dimension(rewriter: Rewriter, call: relax.Call) -> relax.Expr | N
 
 
 def matrices_of_vectors() -> tvm.transform.Pass:
-    """Return the pass that brings matrix products to forms with schedules: of matrices, with weights on the right."""
+    """Return the pass that writes products with vectors as products of matrices, with weights on the right."""
     return rewriting("MatricesOfVectors", {"matmul": (_columns, _weights_on_the_right, _one_batch_dimension)})

@@ -26,7 +26,7 @@ class StrassenProducts:
         self._choices = choices
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Rewrite the Relax functions of the module that take one item."""
+        """Return the module with the Relax functions that take one item rewritten."""
         rewriter = _Rewriter(mod, self._machine, self._choices)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function) and takes_one_item(function):
@@ -35,9 +35,9 @@ class StrassenProducts:
 
 
 def takes_one_item(function: relax.Function) -> bool:
-    """Whether a function takes a single item: the first dimension of each of its tensors is known to be one.
+    """Whether a function takes a single item: the first dimension of each of its inputs is known to be one.
 
-    The function's weights must be constants by now, so that its parameters are its inputs.
+    The function's weights must be constants, so that its parameters are its inputs.
     """
     return all(
         isinstance(parameter.ty, relax.TensorType)

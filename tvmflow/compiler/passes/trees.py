@@ -9,7 +9,7 @@ from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
 
 def lower_trees(machine: Machine) -> tvm.transform.Pass:
-    """Return the pass that lowers ensembles of trees for a machine."""
+    """Return the pass that lowers each ensemble of trees to one function for `machine`."""
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr:
         return trees.lower(rewriter.builder_, call, machine)

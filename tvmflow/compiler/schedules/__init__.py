@@ -68,11 +68,11 @@ RULES: dict[str, Rule] = {
 def schedule(
     func: PrimFunc, machine: Machine, rules: Mapping[str, Rule] = MappingProxyType(RULES)
 ) -> tuple[PrimFunc, str]:
-    """Schedule a fused function for a machine; returns it with the name of the rule that scheduled it.
+    """Schedule a fused function for a machine, and return it with the name of the rule that scheduled it.
 
     The first rule of `rules` that fits the function schedules it, and `fallback` where none fits. A rule that raises is
-    skipped with a `ScheduleWarning`. A function without blocks is returned unchanged: with the name of its kernel where
-    it is ours, with the name `none` where TVM wrote it, as sorting.
+    skipped with a `ScheduleWarning`. A function without blocks is returned unchanged: with the name of its kernel if
+    this project defines it, with the name `none` if TVM does, such as sorting.
     """
     scheduled, name = _scheduled(func, machine, rules, Choices(), _cycles(func, machine))
     return _finish(func if scheduled is None else scheduled.mod["main"], func), name
@@ -81,8 +81,8 @@ def schedule(
 def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule]:
     """List the schedules that a function's rule can make: the default one first, then those with other options.
 
-    Schedules with fewer options other than the default come first. The list has at most `most` entries, and none for a
-    function without blocks.
+    Schedules with fewer options other than the default come first. The list has at most `most` entries; it is empty for
+    a function without blocks.
     """
     schedules: dict[int, Schedule] = {}
     queue: deque[dict[str, str]] = deque([{}])
@@ -115,9 +115,9 @@ def kernels_of(func: PrimFunc) -> list[str]:
 
 
 def iterations_of(func: PrimFunc) -> list[tuple[list[Any], Any]]:
-    """List, for each block of a fused function, the extents of its loops and the value that an iteration stores.
+    """List, for each block of a fused function, the extents of its loops and the expression that an iteration stores.
 
-    Empty for a function without blocks.
+    The list is empty for a function without blocks. The expression is None for a block that does not end in a store.
     """
     sch = _with_blocks(func)
     blocks_of_func = [] if sch is None else [sch.get(block) for block in common.blocks(sch)]
@@ -174,14 +174,17 @@ def _with_blocks(func: PrimFunc) -> Schedule | None:
 
 
 def subject(func: PrimFunc) -> str:
-    """The subject of the decisions about a fused function; empty where there are none."""
+    """Return the subject of the decisions about a fused function; empty where there are none."""
     sch = _with_blocks(func)
     subjects = [] if sch is None else [common.subject_of(sch, block) for block in common.blocks(sch)]
     return next(filter(None, subjects), "")
 
 
 def error_bounds(func: PrimFunc) -> dict[str, float]:
-    """The bounds on a fused function's rounding errors, by the fast algorithm (`strassen`, `winograd`) that it uses."""
+    """Return bounds on a fused function's rounding errors, by the fast algorithm (`strassen`, `winograd`) that it uses.
+
+    The function `error_bound` of each algorithm says what its bound is relative to.
+    """
     sch = _with_blocks(func)
     if sch is None:
         return {}
@@ -190,7 +193,7 @@ def error_bounds(func: PrimFunc) -> dict[str, float]:
 
 
 def complete(scheduled: PrimFunc) -> PrimFunc:
-    """Add prefetches and guards of memory reads to a scheduled function. Schedule primitives cannot write them."""
+    """Return a scheduled function with its prefetches and guards of reads, which schedule primitives cannot write."""
     return guards.guard_reads(prefetch.expand(scheduled))
 
 

@@ -12,7 +12,7 @@ _PACKED = ("keys", "values", "mask")
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
-    """Schedule a function that `operators.attention` defines; False for other functions."""
+    """Schedule a function that `operators.attention` defines; return False for other functions."""
     scores = common.find_kernel(sch, "attention")
     if scores is None:
         return False

@@ -15,7 +15,7 @@ _TAPS_UNROLLED = 9
 
 
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule a block of convolutions; False for other functions.
+    """Schedule a block of convolutions; return False for other functions.
 
     In each strip, a depthwise convolution in the middle takes channels in chunks, and so does the first convolution
     before it. A dense convolution in the middle, and the last convolution, read all channels at once.

@@ -26,13 +26,16 @@ def blocks(sch: Schedule) -> list[SBlockRV]:
 
 
 def extent(sch: Schedule, loop: LoopRV) -> int | None:
-    """A loop's extent; None where it is symbolic."""
+    """Return a loop's extent; None where it is symbolic."""
     value = sch.get(loop).extent
     return int(value) if isinstance(value, tirx.IntImm) else None
 
 
 def iterations(sch: Schedule, loops: Iterable[LoopRV], machine: Machine) -> int:
-    """The iterations of a loop nest; a symbolic extent counts as many as are worth a parallel region."""
+    """Return the number of iterations of a loop nest.
+
+    A symbolic extent counts as `machine.parallel_iterations`, as many as are worth a parallel region.
+    """
     return math.prod(extent(sch, loop) or machine.parallel_iterations for loop in loops)
 
 
@@ -121,21 +124,21 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
 
 
 def find_kernel(sch: Schedule, kind: str) -> SBlockRV | None:
-    """Find the block that is annotated as a kernel of this kind; None unless there is exactly one."""
+    """Return the block that is annotated as a kernel of this kind; None unless there is exactly one."""
     kernels = [block for block in blocks(sch) if sch.get(block).annotations.get(KERNEL) == kind]
     return kernels[0] if len(kernels) == 1 else None
 
 
 def find_blocks(sch: Schedule, name: str) -> list[SBlockRV]:
-    """List the blocks of a name, regardless of the number that fusion appends to it."""
+    """List the blocks called `name`, regardless of the number that fusion appends to a name."""
     return [block for block in blocks(sch) if sch.get(block).name_hint.rstrip("0123456789_") == name]
 
 
 def inline_epilogue(sch: Schedule, block: SBlockRV) -> SBlockRV:
-    """Inline the chain of blocks that read `block`, directly or through others, into its last block; return the last.
+    """Inline the blocks that read `block`, directly or through others, into the last of them, and return it.
 
-    `block` must have readers that end in a single block. Raises ValueError if they do not, and TVM's ScheduleError
-    for a reader that cannot be inlined.
+    `block` must have readers that end in a single block. Raises ValueError if they do not, and TVM's ScheduleError for
+    a reader that cannot be inlined.
     """
     while True:
         readers = list(sch.get_consumers(block))
@@ -162,7 +165,7 @@ def parallel(sch: Schedule, loop: LoopRV, machine: Machine) -> None:
 
 
 def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
-    """Fuse loops into one; a single loop stays as it is."""
+    """Fuse loops into one and return it; a single loop is returned unchanged."""
     return sch.fuse(*loops) if len(loops) > 1 else loops[0]
 
 
@@ -200,7 +203,8 @@ def is_static(sch: Schedule) -> bool:
 def cycles(func: tirx.PrimFunc, machine: Machine) -> float:
     """Estimate the cycles of an unscheduled function on one core; infinite where shapes are symbolic.
 
-    Counts one cycle for each operation on a vector, and one for each number in the arguments.
+    Counts one cycle for each operation on a vector, and one for each number in the arguments. Also infinite where TVM
+    cannot count the operations.
     """
     try:
         operations = float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": func})))
@@ -243,7 +247,7 @@ def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 
 
 def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:
-    """Split output channels into tiles, vectors and lanes, so that no store needs a mask for its lanes."""
+    """Split output channels into tiles, vectors and lanes, so that no store needs a mask, and return these loops."""
     channels = extent(sch, channel)
     store = lanes if channels is None else math.gcd(channels, lanes)
     outer, pieces, lane = sch.split(channel, [None, count * lanes // store, store])
@@ -251,5 +255,5 @@ def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tu
 
 
 def subject_of(sch: Schedule, block: SBlockRV) -> str:
-    """The subject of the decisions about a block; empty where there are none."""
+    """Return the subject of the decisions about a block; empty where there are none."""
     return str(sch.get(block).annotations.get(SUBJECT, ""))

@@ -19,7 +19,7 @@ _TAPS_UNROLLED, _ROWS_UNROLLED = 9, 49
 
 
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule depthwise convolutions and those in narrow groups; False for other functions.
+    """Schedule depthwise convolutions and those in narrow groups; return False for other functions.
 
     The padded input is computed per strip, so that it stays in the cache.
     """

@@ -12,12 +12,12 @@ from tvmflow.compiler.schedules import common, products, registers
 
 
 def apply_rows(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule dense layers, 1x1 convolutions and batched products of narrow numbers; False for other functions."""
+    """Schedule dense layers, 1x1 convolutions and batched products of narrow numbers; return False for others."""
     return _apply(sch, machine, choices, "dot_rows")
 
 
 def apply_conv2d(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule convolutions of narrow numbers that are not depthwise; False for other functions."""
+    """Schedule convolutions of narrow numbers that are not depthwise; return False for other functions."""
     return _apply(sch, machine, choices, "dot_conv2d")
 
 

@@ -22,7 +22,7 @@ _SMALLEST_PIECE = 4
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
-    """Schedule every block by itself; takes every function."""
+    """Schedule every block by itself; takes every function and returns True."""
     common.inline_elementwise(sch)
     for block in common.blocks(sch):
         # A block that TVM refuses to schedule further stays correct, but slower.
@@ -142,7 +142,7 @@ def _schedule_ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
 
 
 def _find_cut(node: Any, variable: tirx.Var) -> int | None:
-    """The index of the last dimension at which a comparison changes its value; None where it cannot be told."""
+    """Find the index of the last dimension at which a comparison changes its value; None where it is unknown."""
     analyzer = tvm.sym.Analyzer()
     difference = analyzer.simplify(node.a - node.b - variable)
     sign = 1

@@ -8,7 +8,7 @@ from tvmflow.compiler.schedules import common
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
-    """Schedule pooling with the element-wise operations after it; False for other functions.
+    """Schedule pooling with the element-wise operations after it; return False for other functions.
 
     With large windows, the columns are pooled first, per line.
     """

@@ -24,7 +24,10 @@ _HOW = (0, 2, 1)
 
 
 def split_chunks(sch: Schedule, reduction: LoopRV, choices: Choices) -> list[LoopRV]:
-    """Split a reduction with weights larger than the cache into chunks to prefetch; the choices set their size."""
+    """Split a reduction over weights into chunks to prefetch, and return its loops.
+
+    `choices` name the steps in a chunk. By default the reduction is not split, and its loop is returned.
+    """
     size = common.extent(sch, reduction)
     counts = [count for count in _CHUNKS if size is not None and size > count and size % count == 0]
     count = choices.choose("prefetch", "", {"none": 0} | {str(count): count for count in counts})
@@ -36,13 +39,13 @@ def split_chunks(sch: Schedule, reduction: LoopRV, choices: Choices) -> list[Loo
 
 
 def expand(func: PrimFunc) -> PrimFunc:
-    """Write the prefetches that a schedule's annotations ask for. A function without annotations stays unchanged."""
+    """Return a function with the prefetches that its schedule's annotations request, or unchanged without any."""
     body = _add_prefetches(func.body)
     return func if body.same_as(func.body) else func.with_body(body)
 
 
 def _add_prefetches(stmt: Any) -> Any:
-    """Add its prefetches to a statement; one without prefetches is returned unchanged."""
+    """Return a statement with its prefetches; one without prefetches is returned unchanged."""
     if isinstance(stmt, SeqStmt):
         parts = [_add_prefetches(part) for part in stmt.seq]
         same = all(new.same_as(old) for new, old in zip(parts, stmt.seq, strict=True))

@@ -16,12 +16,12 @@ from tvmflow.compiler.schedules.registers import RegisterTile
 
 
 def apply_rows(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule dense layers, 1x1 convolutions and batched matrix products; False for other functions."""
+    """Schedule dense layers, 1x1 convolutions and batched matrix products; return False for other functions."""
     return _apply(sch, machine, choices, "rows")
 
 
 def apply_conv2d(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule convolutions that are not depthwise; False for other functions."""
+    """Schedule convolutions that are not depthwise; return False for other functions."""
     return _apply(sch, machine, choices, "conv2d")
 
 
@@ -42,9 +42,9 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
 class TiledProduct:
     """A product scheduled down to its register tile.
 
-    `task` is the loop that runs in parallel. `tile` is the register tile in the product's `block`, still around its
-    `reductions`; `result_tile` is the same tile in the block that writes the result. `streams` is true where the
-    weights are too large for the cache.
+    `task` is the loop that runs in parallel. `tile` is the register tile in the product's `block`; the `reductions` are
+    still inside its loops. `result_tile` is the same tile in the block that writes the result. `streams` is true where
+    the weights are too large for the cache.
     """
 
     block: SBlockRV
@@ -66,12 +66,12 @@ def tile_product(
     grouped: int,
     choose_vectors: Callable[[int, int], int] | None = None,
 ) -> TiledProduct | None:
-    """Tile the product of a kind. The product and its operands are computed in the parallel loop over result tiles.
+    """Tile the product whose kernel is `kind`, and compute it and its operands in the parallel loop over result tiles.
 
     The product has `reduced` reductions, the last `grouped` of which run within one 32-bit element of the weights. With
-    `lead_dimensions` the result is `[*batch, rows, channels]`, else an image. `choose_vectors` takes the
-    rows of a tile and the result's vectors of channels and returns the vectors of a tile; by default a tile has as many
-    as the registers hold. Returns None for a function without such a product.
+    `lead_dimensions` the result is `[*batch, rows, channels]`, else an image. `choose_vectors` takes the rows of a tile
+    and the result's vectors of channels and returns the vectors of a tile; by default a tile has as many as the
+    registers hold. Returns None for a function without such a product.
     """
     product = common.find_kernel(sch, kind)
     if product is None:

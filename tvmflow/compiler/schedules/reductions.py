@@ -15,7 +15,7 @@ _VECTORS = 4
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
-    """Schedule the sums, means, extremes and variances that `operators.reductions` defines; False for others."""
+    """Schedule the sums, means, extremes and variances that `operators.reductions` defines; return False for others."""
     if not any(_kind(sch, block) == "reduction" for block in common.blocks(sch)):
         return False
     inline_around(sch)
@@ -34,7 +34,7 @@ def _kind(sch: Schedule, block: SBlockRV) -> str:
 
 
 def inline_around(sch: Schedule) -> None:
-    """Inline element-wise blocks, but no result of a reduction, which every reader would compute again."""
+    """Inline the element-wise blocks that read no reduction; every reader would compute others again."""
     for block in common.blocks(sch):
         if common.is_reduction(sch, block) or not sch.get_consumers(block):
             continue

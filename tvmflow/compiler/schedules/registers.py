@@ -31,7 +31,7 @@ class RegisterTile:
 
 
 def split_tile(sch: Schedule, row: LoopRV, channel: LoopRV, rows: int, vectors: int, lanes: int) -> RegisterTile:
-    """Split the loops over a tile's rows and channels into a register tile.
+    """Split the loops over a tile's rows and channels into a register tile, and return it.
 
     Raises ValueError where the loops' extents are not constants equal to `rows` and `vectors * lanes`, because such a
     tile would not stay in registers.
@@ -54,8 +54,8 @@ def accumulate(
     """Keep the results of a block's loops `tile` in registers while its `reductions` run around them.
 
     The innermost loop of the tile is vectorised. Its other loops are unrolled, and so are the reductions in `unrolled`.
-    `group` are reductions within a lane: with them the innermost loop stays as it is, for an instruction replaces it. A
-    separate loop nest before the first reduction sets the results to their identities.
+    `group` are reductions within a lane: with them the innermost loop is not vectorised, because an instruction
+    replaces it. A separate loop nest before the first reduction sets the results to their identities.
     """
     sch.reorder(*reductions, *tile, *group)
     for loop in (*unrolled, *tile[:-1]):
@@ -75,7 +75,10 @@ def keep_in_registers(sch: Schedule, loops: Sequence[LoopRV]) -> None:
 
 
 def split_steps(sch: Schedule, reduction: LoopRV, choices: Choices, subject: str = "") -> list[LoopRV]:
-    """Split a reduction around a register tile; returns its loops. The choices set how many steps are unrolled."""
+    """Split a reduction around a register tile into steps that are unrolled and the rest, and return its loops.
+
+    `choices` name the number of steps. By default the reduction is not split, and its loop is returned.
+    """
     size = common.extent(sch, reduction)
     counts = [count for count in _UNROLLED if size is not None and size > count and size % count == 0]
     if size is not None and 1 < size <= _SHORT:

@@ -10,7 +10,7 @@ from tvmflow.compiler.schedules import common, reductions, registers
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
-    """Schedule a function that passes several times over each row of its last dimensions; False for others."""
+    """Schedule a function that passes several times over each row of its last dimensions; return False for others."""
     last = common.find_kernel(sch, "rowwise")
     if last is None:
         return False
@@ -54,7 +54,7 @@ def _vectorize(sch: Schedule, block: SBlockRV, rows: int, machine: Machine) -> N
 
 
 def _accumulate_symbolic(sch: Schedule, block: SBlockRV, vector: bool) -> None:
-    """Accumulate rows of symbolic size: with `vector` their whole vectors, else the elements left over."""
+    """Accumulate rows of symbolic size: with `vector` their whole vectors, else the remaining elements."""
     *_, lane, reduced = sch.get_loops(block)
     if vector:
         registers.accumulate(sch, block, [lane], [reduced])

@@ -15,17 +15,17 @@ from tvmflow.compiler.winograd import error_bound
 
 
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule a 3x3 convolution by Winograd's algorithm; False for other functions.
+    """Schedule a 3x3 convolution by Winograd's algorithm; return False for other functions.
 
     Where the transformed weights fit a core's cache, one core takes a line of tiles through all stages, and the line
     stays in its cache. Otherwise every stage is a parallel loop of its own, so that one core reads each weight once.
-    `choices` may name the other of these two orders; whether the algorithm is used was decided before.
+    `choices` may name the other of these two orders.
     """
     return _apply(sch, machine, choices, "winograd")
 
 
 def apply_dot(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule a 3x3 convolution by Winograd's algorithm with products of bfloat16; False for other functions."""
+    """Schedule a 3x3 convolution by Winograd's algorithm with products of bfloat16; return False for others."""
     return _apply(sch, machine, choices, "dot_winograd")
 
 
@@ -41,7 +41,7 @@ def transform_back(sch: Schedule, back: SBlockRV, outer: LoopRV, inner: Sequence
 
 
 def transform_input(sch: Schedule, vertical: SBlockRV, transformed: SBlockRV, machine: Machine) -> list[LoopRV]:
-    """Transform a tile of the input in registers; returns the loops over tiles, which become the outermost ones.
+    """Transform a tile of the input in registers, and return the loops over tiles, which become the outermost ones.
 
     `vertical` is the block of the first half of the transform, `transformed` of the second half.
     """
@@ -129,7 +129,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
 
 
 def bound(sch: Schedule) -> float | None:
-    """The error bound of a function that uses Winograd's algorithm in float32; None for others."""
+    """Return the error bound of a function that uses Winograd's algorithm in float32; None for others."""
     product = common.find_kernel(sch, "winograd") or common.find_kernel(sch, "block.winograd")
     if product is None:
         return None
