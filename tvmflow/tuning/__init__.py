@@ -1,4 +1,4 @@
-"""Tuning: schedules are searched, measured and checked, and kept as records."""
+"""Tuning: the search, the measurement and the records of faster schedules."""
 
 from tvmflow.tuning.budget import Budget
 from tvmflow.tuning.record_store import RecordStore

@@ -28,14 +28,15 @@ _THREADS = "threads of the model"
 
 
 def best_lines(records: Iterable[Record], decisions: Iterable[Decision]) -> list[str]:
-    """Return the lines of a file with these records and decisions, each kind sorted."""
+    """Return the lines of a file with these records and decisions: the sorted records, then the sorted decisions."""
     return [*sorted(map(_line, records)), *sorted(map(_line, decisions))]
 
 
 def replace_lines(lines: Iterable[str], store: RecordStore, target: Target) -> list[str]:
-    """Return `lines` with the best records and the decisions of a store for `target` in the place of those they have.
+    """Return `lines` with the best records and the decisions that a store has for `target`, sorted.
 
-    Returns an empty list when the store has no record for the target.
+    They replace the lines with the same keys; other lines are kept. Returns an empty list when the store has no record
+    for the target.
     """
     records = sorted(store.records(target), key=lambda record: -record.seconds)
     if not records:
@@ -47,30 +48,33 @@ def replace_lines(lines: Iterable[str], store: RecordStore, target: Target) -> l
 
 
 def select_part(lines: Iterable[str], part: Part) -> list[str]:
-    """Return the lines of one part."""
+    """Return those of `lines` that belong to one part."""
     return [line for line in lines if (json.loads(line).get("kind") == _DECISION) == (part == "decisions")]
 
 
 def set_threads(lines: Iterable[str], threads: int) -> list[str]:
-    """Return `lines` with the decision that the model runs on so many threads."""
+    """Return `lines` with the decision that the model runs on `threads` threads, in place of an earlier one."""
     others = [line for line in lines if json.loads(line)["key"] != _THREADS]
     return [*others, json.dumps({"kind": _DECISION, "key": _THREADS, "option": str(threads)}, sort_keys=True)]
 
 
 def read_decisions(path: Path) -> dict[str, str]:
-    """Return the options that the compiler takes, by their decisions' keys."""
+    """Return the compiler's option by the key of its decision, from a file of such lines."""
     options = _read_options(path)
     options.pop(_THREADS, None)
     return options
 
 
 def read_threads(path: Path, default: int) -> int:
-    """Return the number of threads that the model runs on, `default` where the file does not decide it."""
+    """Return the number of threads that a file decides for the model, or `default` if it decides none."""
     return int(_read_options(path).get(_THREADS, default))
 
 
 def read_schedules(path: Path) -> "Callable[[PrimFunc], PrimFunc | None]":
-    """Return a function that schedules a PrimFunc by its record; it returns None where there is none that replays."""
+    """Return a function that schedules a PrimFunc by its record in a file.
+
+    It returns None for a PrimFunc without a record, or whose record does not replay.
+    """
     lines = map(json.loads, path.read_text().splitlines())
     records = {line["key"]: Record(**line) for line in lines if "kind" not in line}
 
@@ -82,7 +86,7 @@ def read_schedules(path: Path) -> "Callable[[PrimFunc], PrimFunc | None]":
 
 
 def best_digest(store: RecordStore, target: Target, keys: Sequence[str]) -> str:
-    """Return the SHA-256 of the best record of each workload and of each decision whose key is among `keys`."""
+    """Return the SHA-256 (hex) of the best record of each workload, and each decision, whose key is among `keys`."""
     selected, traces = set(keys), {}
     for record in sorted(store.records(target), key=lambda record: (-record.seconds, record.trace)):
         if record.key in selected:
@@ -92,10 +96,10 @@ def best_digest(store: RecordStore, target: Target, keys: Sequence[str]) -> str:
 
 
 def store_digest(store: RecordStore, target: Target) -> str:
-    """Return the SHA-256 of all that tuning knows about a target; it does not depend on how files hold it.
+    """Return the SHA-256 (hex) of all that a store holds for a target, in whatever files it is.
 
-    That is: the measured schedules (records), the trials spent on each workload (efforts) and the choices of algorithms
-    and blocks (decisions).
+    These are the measured schedules (records), the trials spent on each workload (efforts) and the choices of
+    algorithms and blocks (decisions).
     """
     entries: list[dict[str, Any]] = [
         *map(asdict, store.records(target)),

@@ -5,19 +5,18 @@ from dataclasses import dataclass
 
 from tvmflow.errors import TuneError
 
-# A workload is left alone after so many trials in a row that were not faster.
+# A workload is not tuned further after so many trials in a row that were not faster.
 EARLY_STOPPING = 256
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much a run may spend: `trials` over all workloads, `minutes` of wall-clock time, or `until` little is gained.
+    """The limit of a run: `trials` over all workloads, `minutes` of wall-clock time, or `until` little is gained.
 
-    `until` ends the run when another minute is expected to save less than this part of the model's time; with it,
-    `trials` or `minutes` is an upper bound. `early_stopping` leaves a workload alone after so many trials in a row that
-    were not faster, and the run ends when no workload is left.
-
-    Raises TuneError for a budget that names nothing, both trials and minutes, or a value that makes no sense.
+    `until` ends the run when another minute is expected to save less than this part of the model's time, between 0 and
+    1; with it, `trials` or `minutes` is an upper bound. A workload is not tuned further after `early_stopping` trials
+    in a row that were not faster, and the run ends when no workload is left. Raises TuneError for a budget that names
+    nothing or both trials and minutes, and for a value out of range.
     """
 
     trials: int | None = None
@@ -43,5 +42,5 @@ class Budget:
 
     @property
     def counts_earlier_runs(self) -> bool:
-        """Whether trials of earlier runs count: all but a budget of minutes alone takes them into account."""
+        """Whether the trials of earlier runs count: they do unless the budget is of minutes alone."""
         return self.minutes is None or self.until is not None

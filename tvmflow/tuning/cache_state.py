@@ -1,7 +1,7 @@
-"""The state of the caches in which candidates are measured: the state that they will find within the model.
+"""The state of the caches before a measurement, which must be the state that a function finds within the model.
 
-Called again and again, a function finds its weights in the cache. Within a model it does so only where the weights of
-all functions fit there. So before each sample a reader runs that reads, on all cores, as many bytes as the model has
+A function that is called repeatedly finds its weights in the cache. Within a model it does so only where the weights of
+all functions fit there. So before each sample a reader function reads, on all cores, as many bytes as the model has
 weights.
 """
 
@@ -22,7 +22,7 @@ _MOST_MOVED_BYTES = 32 << 20
 def weight_bytes(calls: Sequence[tuple[Sequence[Argument], int]]) -> int:
     """Return the bytes of a model's weights, from the arguments of each of its functions and its number of calls.
 
-    All arguments but the `warm_arguments` count as weights.
+    All arguments but the `warm_arguments` count as weights, once for each call.
     """
     total = 0
     for arguments, count in calls:
@@ -43,18 +43,18 @@ def warm_arguments(arguments: Sequence[tuple[Sequence[int], str]]) -> list[int]:
 
 
 def bytes_to_move(weights: int) -> int:
-    """Return how many bytes to move through the caches of a device whose model has so many bytes of weights.
+    """Return the number of bytes to move through a device's caches, for a model of `weights` bytes of weights.
 
-    A device's caches are small, and its memory must hold the bytes twice.
+    It is at most 32 MiB: a device's caches are small, and its memory must hold the bytes twice.
     """
     return min(weights, _MOST_MOVED_BYTES)
 
 
 def make_reader(weights: int, threads: int) -> Candidate:
-    """Return a scheduled function that reads so many bytes, each of `threads` threads a part of them.
+    """Return a scheduled function that reads `weights` bytes, at most 96 MiB, a part in each of `threads` threads.
 
     It sums `data` [threads, n, 16] over n to `total` [threads, 16], both float32. The candidate's arguments have the n
-    that makes `data` as large as `weights`; the function takes any n.
+    that gives `data` this size; the function takes any n.
     """
     from tvm import IRModule, ir, te, tirx
     from tvm.s_tir import Schedule

@@ -18,7 +18,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Library:
-    """A candidate that was built: its shared library, whose function is `main`, and the tensors that it takes."""
+    """A built candidate: the shared library at `path`, whose function is `main`, and the tensors that it takes."""
 
     path: Path
     arguments: tuple[Argument, ...]
@@ -26,7 +26,11 @@ class Library:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A function to build: as `tvm.ir.save_json` writes it, with a trace (JSON) that schedules it or None for none."""
+    """A function to build, with the tensors that it takes.
+
+    `func` is the function as `tvm.ir.save_json` writes it. `trace` is the trace (JSON) that schedules it; with None it
+    is built unchanged.
+    """
 
     func: str
     arguments: tuple[Argument, ...]

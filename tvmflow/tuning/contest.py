@@ -1,4 +1,4 @@
-"""The contest for one workload: candidates against the best schedule so far, and the records that come of it."""
+"""The contest for one workload: candidates are compared with the best schedule, and faster ones become records."""
 
 import hashlib
 import logging
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How schedules are searched, and where the results go.
+    """Options of the search for schedules, and the store of its results.
 
-    `baseline` schedules a function by the compiler's rules; `variants` returns what else these rules can make of it.
-    `threads` is the number that the cost model computes with.
+    `baseline` schedules a function by the compiler's rules; `variants` returns the other schedules that these rules can
+    make. `threads` is the number of threads of the cost model.
     """
 
     target: Target
@@ -52,7 +52,7 @@ class SearchOptions:
 
 
 class Contest:
-    """A workload that is being tuned: the best library so far, and the search that proposes others."""
+    """The tuning of one workload: the best library so far, and the search that proposes others."""
 
     def __init__(
         self,
@@ -78,29 +78,29 @@ class Contest:
         self._kept_seconds = sorted(_or_infinite(entry.seconds) for entry in workload.measurements)
 
     def priority(self, usual_trial_seconds: float) -> tuple[bool, float]:
-        """Return what orders contests: the larger is to go on first.
+        """Return the rank of this contest; the one with the largest rank continues first.
 
         Workloads for which the compiler's own rules have proposals left come first; then those for which another second
-        is expected to save most seconds of the model's run.
+        is expected to save most seconds of the model's run. `usual_trial_seconds` is as in `Forecast.gain_per_second`.
         """
         has_own_proposals = self._search is None or not self._search.is_beyond_rules
         return has_own_proposals, self.workload.share * self.workload.forecast.gain_per_second(usual_trial_seconds)
 
     def propose(self, batch: int, cost_model: object) -> list[Proposal]:
-        """Return the next schedules to measure, none when there are no more.
+        """Return the next schedules to measure, about `batch` of them; an empty list when there are no more.
 
-        Passes on whatever MetaSchedule raises for a function that it has no rule for.
+        Raises MetaSchedule's own errors for a function that it has no rule for.
         """
         if self._search is None:
             self._search = self._make_search(batch, cost_model)
         return self._search.propose()
 
     def build(self, proposals: Sequence[Proposal]) -> list[Library | TrialError]:
-        """Build proposals; in the place of one that cannot be built stands the reason."""
+        """Build proposals, and return for each of them its library, or the error if it cannot be built."""
         return self._measurer.build([replace(self._unscheduled, trace=proposal.trace) for proposal in proposals])
 
     def refresh_best_seconds(self) -> None:
-        """Measure the best library again, because other work on this machine comes and goes."""
+        """Measure the best library again, because the load of this machine changes; keep the old time on failure."""
         try:
             self.best_seconds = self._measurer.time(self._best)
         except TrialError as error:
@@ -108,20 +108,21 @@ class Contest:
 
     @property
     def time_limit(self) -> float:
-        """The seconds of a call above which a candidate needs no precise measurement."""
+        """The seconds of a call above which one rough sample of a candidate is enough."""
         return self.best_seconds * _HOPELESS
 
     def learn(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
-        """Tell the search what its proposals have measured, None where they failed."""
+        """Pass the measured seconds of proposals to the search, None for those that failed."""
         if self._search is not None:
             self._search.tell(proposals, seconds)
 
     def judge(
         self, proposal: Proposal, library: Library | TrialError, measured: float | TrialError, trial: int
     ) -> float | None:
-        """Decide about a candidate and return its seconds, None if it failed or computes something wrong.
+        """Judge a measured candidate, and return the seconds of its call; None if it failed or its results are wrong.
 
-        One that is faster than the best becomes the best and a record; other ones may be kept for cost models.
+        A candidate that is faster than the best becomes the best and a record; others may be stored for cost models to
+        learn from. `trial` is the number of the trial within the run.
         """
         name = self.workload.task.name
         seconds: float | None = None
@@ -144,9 +145,9 @@ class Contest:
         return seconds
 
     def _challenge(self, proposal: Proposal, library: Library, trial: int) -> bool:
-        """Make `library` the best if it is right and, measured in turn with the best, faster; return whether it is.
+        """Make `library` the best if its results are right and it is faster, and return whether it is.
 
-        Raises TrialError when it is wrong or fails.
+        It is measured in turn with the best. Raises TrialError when it is wrong or fails.
         """
         workload = self.workload
         self._measurer.check(library, self._expected())
@@ -256,10 +257,11 @@ class Contest:
 def open_contest(
     workload: Workload, options: SearchOptions, measurer: Measurer, is_over: Callable[[], bool]
 ) -> Contest | None:
-    """Build and measure what candidates must beat: the analytic schedule and the best record, else the plain function.
+    """Build and measure the schedules that candidates must beat, and return the workload's contest.
 
-    Returns None, with the workload's `reason` set, when none of them can be built and measured; `is_over` says whether
-    the run's budget is spent.
+    These are the best record and the analytic schedule; the unscheduled function stands in where there is no analytic
+    schedule or nothing else can be measured. Returns None, with the workload's `reason` set, when none of them can be
+    built and measured. `is_over` tells whether the run's budget is spent.
     """
     from tvm import ir
 
@@ -299,7 +301,10 @@ def open_contest(
 
 
 def make_warm_cost_model(options: SearchOptions) -> object:
-    """Return the cost model of a run, which has learnt from what the store has of the target; None for some tuners."""
+    """Return the cost model of a run; None for a tuner that uses none.
+
+    The model of `xgb` has learnt from the measurements that the store has for the target.
+    """
     cost_model = make_cost_model(options.tuner, seed=options.seed, threads=options.threads)
     if options.tuner != "xgb":
         return cost_model

@@ -1,4 +1,4 @@
-"""The training of a cost model before a run, with the measurements of earlier runs on all workloads."""
+"""Trains a cost model before a run, with the measurements of earlier runs on all workloads."""
 
 import itertools
 import json
@@ -23,8 +23,8 @@ def warm_up(
 ) -> int:
     """Train MetaSchedule's `XGBModel` with measurements for `target` (TVM target as JSON) and return their number.
 
-    It learns at most `limit` of them, equally many of each workload, the fastest and the slowest first; the order of
-    `measurements` does not matter. Schedules that no longer replay are passed over.
+    The model learns at most `limit` of them, equally many of each workload, the fastest and the slowest first; the
+    order of `measurements` does not matter. Schedules that no longer replay are skipped.
     """
     import tvm
     from tvm.s_tir import meta_schedule as ms

@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class Site(Protocol):
-    """A place in the model where the compiler decides between options."""
+    """A decision of the compiler that a model contains (`tvmflow.compiler.choices.Site`)."""
 
     @property
     def key(self) -> str:
-        """The decision's identity, in every model and run."""
+        """The name of the decision, the same in every model and run."""
 
     @property
     def kind(self) -> str:
@@ -59,12 +59,16 @@ class Site(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Subjects that an option may leave without functions of their own."""
+        """The subjects of the operators that one option joins in a function and another does not."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function that the model is lowered to: unscheduled, scheduled by the rules, and its number of call sites."""
+    """A function that the model is lowered to, unscheduled (`func`) and as the compiler's rules schedule it.
+
+    `subject` is the subject of the decisions about it, empty where there are none; `calls` is the number of its call
+    sites.
+    """
 
     name: str
     func: "PrimFunc"
@@ -75,7 +79,10 @@ class Function:
 
 @dataclass(frozen=True)
 class MeasuredDecision:
-    """The fastest option of a decision; seconds are of all calls of its functions, with it and with the default."""
+    """The fastest option of the decision `key`.
+
+    `seconds` and `default_seconds` are the time of all calls of its functions, with this option and with the default.
+    """
 
     key: str
     option: str
@@ -86,7 +93,7 @@ class MeasuredDecision:
 
 @dataclass(frozen=True)
 class TrialCount:
-    """How many functions were measured: in this run, and in earlier runs on the same decisions."""
+    """The number of measured functions: in this run, and in earlier runs on the same decisions."""
 
     trials: int
     earlier: int
@@ -111,8 +118,9 @@ def decide(
     """Measure the options of the decisions that the store has no measurement of, and add the results to the store.
 
     `trials` bounds the number of functions that are measured, together with earlier runs on the same decisions, and
-    `seconds` bounds the time; a single build or run is given up after `timeout` seconds. `measurer` builds and measures
-    in the place of processes of this machine. Nothing is measured for a target that this machine cannot run.
+    `seconds` bounds the time; None means no bound. A single build or run is killed after `timeout` seconds. `measurer`
+    builds and measures in place of processes of this machine. Nothing is measured for a target that this machine cannot
+    run. Returns the number of measured functions.
     """
     if trials == 0 or why_not_measurable_here(target) is not None:
         return TrialCount(0, 0)
@@ -144,7 +152,7 @@ def decide(
 
 
 class Decider:
-    """Measures the options of a model's decisions."""
+    """Measures the options of a model's decisions; `trials` is the number of functions measured so far."""
 
     def __init__(
         self, lower: Lower, measurer: Measurer, *, deadline: float = math.inf, trials: int | None = None
@@ -190,7 +198,7 @@ class Decider:
     ) -> dict[str, str]:
         """Decide all sites of a kind, lowering the model once for each place in their lists of options.
 
-        A function's subject tells which site it belongs to.
+        A function belongs to the site with its subject.
         """
         sites, functions = self._lower(options)
         seconds = self._seconds_by_subject(functions)

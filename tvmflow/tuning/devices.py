@@ -1,4 +1,4 @@
-"""This machine as devices to measure on: RPC servers and their tracker are started, looked at and ended.
+"""Starts, queries and ends the devices of this machine: RPC servers for measurements, and their tracker.
 
 A supervisor process (`tvmflow.tuning.devicesupervisor`) keeps them running. It outlives the command that starts it, and
 nothing that it started outlives the supervisor.
@@ -50,7 +50,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True)
 class Server:
-    """A server or the tracker as the supervisor sees it: how often it has died, and the message about the last time."""
+    """The state of a server or the tracker; `deaths` counts its deaths, and `message` describes the last one."""
 
     state: State = "starting"
     port: int | None = None
@@ -61,9 +61,10 @@ class Server:
 
 @dataclass(frozen=True)
 class Status:
-    """The devices that run in a state folder; `own_tracker` is None where they belong to somebody else's tracker.
+    """The devices that run in a state folder; `own_tracker` is None where they belong to a tracker that runs elsewhere.
 
-    `pid` and `birth` identify the supervisor process; `tracker` is the tracker's address (HOST:PORT) once it has one.
+    `pid` and `birth` identify the supervisor process; `tracker` is the tracker's address (HOST:PORT), None until it is
+    known.
     """
 
     pid: int
@@ -80,7 +81,7 @@ class Status:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every server is at the tracker or was given up."""
+        """Whether the tracker lists every server that was not dropped."""
         return self.tracker is not None and all(server.state != "starting" for server in self.servers)
 
 
@@ -98,12 +99,12 @@ def status_file(state: Path) -> Path:
 
 
 def work_folder(state: Path) -> Path:
-    """Return where the servers of a state folder keep what they are sent."""
+    """Return the folder in which the servers of a state folder keep the files that they receive."""
     return device_folder(state) / "work"
 
 
 def log_file(state: Path, name: str) -> Path:
-    """Return the log of the server, the tracker or the supervisor of that name."""
+    """Return the path of the log of the server, the tracker or the supervisor called `name`."""
     return device_folder(state) / f"{name}.log"
 
 
@@ -133,10 +134,10 @@ def status(state: Path) -> Status | None:
 
 
 def up(state: Path, config: DeviceConfig) -> Status:
-    """Start devices and wait until they are at their tracker; the same devices that run already are left alone.
+    """Start devices, wait until they are at their tracker, and return their status; the same devices may run already.
 
     Raises SettingsError when other devices run in the state folder or another command is at work there, RemoteError
-    when there is no tracker at `config.tracker`, and StackError when the devices do not start: none is left then.
+    when there is no tracker at `config.tracker`, and StackError when the devices do not start, after it has ended them.
     """
     with _hold_lock(state):
         running = status(state)
@@ -171,7 +172,7 @@ def up(state: Path, config: DeviceConfig) -> Status:
 
 
 def down(state: Path) -> bool:
-    """End the devices of a state folder with all that they started, and return whether there were any."""
+    """End the devices of a state folder with all processes that they started, and return whether there were any."""
     with _hold_lock(state):
         running = status(state)
         if running is not None:

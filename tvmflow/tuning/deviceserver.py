@@ -28,7 +28,7 @@ _PAUSE_SECONDS = 0.2
 
 
 def run_tracker(channel: Channel, host: str, port: int) -> None:
-    """Run a tracker that listens at `host` and `port`. Raises OSError when it cannot listen there."""
+    """Run a tracker at `host` and `port` until it is killed. Raises OSError when it cannot listen there."""
     listening = _listen(channel, host, port)
     from tvm.rpc import tracker
 
@@ -37,7 +37,10 @@ def run_tracker(channel: Channel, host: str, port: int) -> None:
 
 
 def run_server(channel: Channel, host: str, tracker: tuple[str, int], key: str) -> None:
-    """Run a server with `key` of a tracker, at a free port of `host`. Raises OSError when it cannot listen there."""
+    """Run a server with `key` of a tracker, at a free port of `host`, until it is killed.
+
+    Raises OSError when it cannot listen there.
+    """
     listening = _listen(channel, host, 0)
     library.load()  # With its extras, which candidates may call.
     request_amx()
@@ -84,7 +87,7 @@ def _listen(channel: Channel, host: str, port: int) -> socket.socket:
 
 
 def main() -> None:
-    """Run the tracker or the server of the command line."""
+    """Run the tracker or the server that the command line names."""
     kind, host, *arguments = sys.argv[1:]
     forbid_torch()
     channel = Channel()

@@ -80,14 +80,14 @@ class _ServerProcess:
         return self._process.pid
 
     def port(self) -> int | None:
-        """The port at which it listens, None as long as it does not."""
+        """Return the port at which the process listens, None before it does."""
         if self._port is None:
             with contextlib.suppress(TimeoutError, EOFError):
                 self._port = int(self._process.receive(time.monotonic())["port"])
         return self._port
 
     def end(self) -> str | None:
-        """How it ended, as the rest of a sentence; None while it lives."""
+        """Return how the process ended, as the rest of a sentence; None while it lives."""
         code = self._process.exit_code()
         return None if code is None else describe_exit(code)
 
@@ -118,7 +118,7 @@ class _SupervisedServer:
         self._early_deaths = 0
 
     def ensure_running(self, arguments: list[str], threads: int) -> None:
-        """Start it where it does not run, unless it was dropped."""
+        """Start the server if it does not run, unless it was dropped."""
         if self._process is not None and (end := self._process.end()) is not None:
             self._replace(end)
         if self._process is None:
@@ -133,7 +133,7 @@ class _SupervisedServer:
             self._replace(f"was not ready within {START_SECONDS:.0f} s")
 
     def note_listed(self) -> None:
-        """Note that the tracker has it, or that the tracker itself answers: it is ready."""
+        """Note that the tracker lists the server, or that the tracker itself answers: it is ready."""
         self._last_listed = time.monotonic()
         if self._ready_since is None:
             self._ready_since = self._last_listed
@@ -141,13 +141,13 @@ class _SupervisedServer:
             _log(f"{self.name} is up (pid {self.server.pid}, port {self.server.port})")
 
     def note_missing(self, since: float) -> None:
-        """Note that the tracker, which has answered since then, does not have it."""
+        """Note that the tracker, which has answered from `since` on, does not list the server."""
         seconds = time.monotonic() - max(since, self._last_listed)
         if self._ready_since is not None and seconds > _MISSING_SECONDS:
             self._replace(f"had left the tracker for {seconds:.0f} s")
 
     def probe(self, host: str) -> None:
-        """Ask it now and then whether it answers, unless a session keeps it from answering."""
+        """Check every two seconds whether the server answers, unless a session keeps it from answering."""
         if self._process is None or self._ready_since is None or self.server.port is None:
             return
         if time.monotonic() < self._last_probe + _PROBE_SECONDS:
@@ -161,12 +161,12 @@ class _SupervisedServer:
             self._replace("did not answer any more")
 
     def kill(self) -> None:
-        """End it for good."""
+        """Kill the server; it is not started again."""
         if self._process is not None:
             self._process.close()
 
     def _replace(self, end: str) -> None:
-        """Kill what is left of its process, to be started again or, where that happened too often, dropped."""
+        """Kill the rest of the server's process; it is started again or, after too many early deaths, dropped."""
         if self._process is None:
             return
         pid = self._process.pid

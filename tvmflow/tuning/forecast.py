@@ -1,4 +1,4 @@
-"""The forecast of what more tuning will save, from what it has saved so far."""
+"""Forecasts the saving of further tuning from the savings so far."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,11 +17,12 @@ _HALF = 0.5
 
 @dataclass
 class Forecast:
-    """What another round of trials is expected to save of one workload's time.
+    """The expected saving of another round of trials on one workload.
 
-    `gain` is the part of its time that the next round is expected to save: one half before the first round, then the
-    mean of the expectation before the last round and of what that round saved. `stale` counts the trials since one was
-    faster than all before it. Those of its `trials` that were timed took `seconds`.
+    `gain` is the part of the workload's time, 0 to 1, that the next round is expected to save: one half before the
+    first round, then the mean of the expectation before the last round and of what that round saved. `stale` counts the
+    trials since the last one that was faster than all before it. `trials` counts the timed trials, which took `seconds`
+    in all.
     """
 
     gain: float = _HALF
@@ -30,7 +31,10 @@ class Forecast:
     seconds: float = 0.0
 
     def update(self, trials: int, saved: float, seconds: float = 0.0) -> None:
-        """Learn from trials that saved this part of the workload's time; `seconds` is 0 if they were not timed."""
+        """Learn from `trials` trials that saved the part `saved` of the workload's time.
+
+        They took `seconds`; 0 means that they were not timed.
+        """
         rounds = max(1.0, trials / ROUND)
         weight = _HALF**rounds
         self.gain = weight * self.gain + (1 - weight) * (1 - (1 - saved) ** (1 / rounds))
@@ -49,7 +53,7 @@ class Forecast:
 
 
 def forecast_from_records(efforts: Iterable[Effort], records: Iterable[Record]) -> Forecast:
-    """Return the forecast for a workload from the efforts of earlier runs and the records that they led to."""
+    """Return the forecast for a workload from the efforts of earlier runs and their records."""
     forecast, best = Forecast(), math.inf
     later = sorted(records, key=lambda record: record.created_at)
     for effort in sorted(efforts, key=lambda effort: effort.created_at):
@@ -68,7 +72,7 @@ def forecast_from_records(efforts: Iterable[Effort], records: Iterable[Record]) 
 
 
 def mean_trial_seconds(forecasts: Iterable[Forecast]) -> float:
-    """Return the mean duration of the trials that were timed, a usual one where none was."""
+    """Return the mean seconds of the timed trials; `TRIAL_SECONDS` where there are none."""
     timed = [forecast for forecast in forecasts if forecast.seconds]
     trials = sum(forecast.trials for forecast in timed)
     return sum(forecast.seconds for forecast in timed) / trials if trials else TRIAL_SECONDS

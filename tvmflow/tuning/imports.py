@@ -1,4 +1,4 @@
-"""The import of tuning records from our own files and from MetaSchedule's JSON databases, and their export."""
+"""Imports tuning records from tvmflow's own files and from MetaSchedule's JSON databases, and exports them."""
 
 import base64
 import json
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ImportCounts:
-    """The numbers of an import: entries read, entries added to the store, and refused entries by the reason."""
+    """The counts of an import: entries read, entries added to the store, and refused entries by the reason."""
 
     read: int
     added: int
@@ -52,17 +52,17 @@ class ImportCounts:
 
 
 def is_database(path: Path) -> bool:
-    """Return whether `path` is a folder with MetaSchedule's JSON database, or one of the database's two files."""
+    """Whether `path` is a folder with MetaSchedule's JSON database, or one of the database's two files."""
     folder = path if path.is_dir() else path.parent
     may_be = path.is_dir() or path.name in (WORKLOADS, RECORDS)
     return may_be and (folder / WORKLOADS).is_file() and (folder / RECORDS).is_file()
 
 
 def import_records(store: RecordStore, path: Path) -> ImportCounts:
-    """Add the entries of a file or folder of our own records that `store` does not have yet.
+    """Add the entries of a file or folder of tvmflow's own records that `store` does not have yet.
 
     Trials are not counted twice: where both sides have efforts on a workload, the larger number of trials holds. Raises
-    InputError when there is nothing to read.
+    InputError when there is no entry to read.
     """
     entries = list(RecordStore(path).entries())
     if not entries:
@@ -78,9 +78,9 @@ def import_records(store: RecordStore, path: Path) -> ImportCounts:
 
 
 def export_records(store: RecordStore, everything: bool) -> list[Entry]:
-    """Return the best record of each workload in each context, its effort, and all decisions; or all entries.
+    """Return the best record and the effort of each workload in each context, and the newest of each decision.
 
-    `everything` asks for all entries.
+    With `everything`, return all entries instead, the oldest first.
     """
     entries = sorted(store.entries(), key=lambda entry: entry.created_at)
     if everything:
@@ -95,11 +95,13 @@ def export_records(store: RecordStore, everything: bool) -> list[Entry]:
 
 
 def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -> ImportCounts:
-    """Add the records of a MetaSchedule database, which the installed TVM has measured, that replay on their workload.
+    """Add the records of a MetaSchedule database to `store` that replay on their workload with the installed TVM.
 
-    A record's time is the median of its `run_secs`. It is added for `target`, or without one for the target that it
-    names. Where this machine can run them, the records of each workload are checked, the fastest first, until one
-    computes what the workload does. Raises InputError when the files are no such database.
+    A record's time is the median of its `run_secs`. It is added for `target` or, if that is None, for the target that
+    it names. Where this machine can run them, the records of each workload are checked, the fastest first: those with
+    wrong results are refused, the first right one becomes a record, and the others become trials, from which only cost
+    models learn. Otherwise the fastest becomes a record unchecked. Raises InputError when the files are no such
+    database.
     """
     folder = path if path.is_dir() else path.parent
     refused: Counter[str] = Counter()
@@ -156,14 +158,14 @@ def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -
             for record in records[:1]:
                 store.append(record)
             for record in records[1:]:
-                # These are not checked, and so they only serve cost models to learn from.
+                # These are not checked, so only cost models learn from them.
                 store.append(Trial(**{field.name: getattr(record, field.name) for field in fields(Trial)}))
             added += len(records)
     return ImportCounts(len(lines), added, dict(refused))
 
 
 def _additional_efforts(entries: Sequence[Entry], present: set[Entry]) -> Iterator[Effort]:
-    """Yield for each workload an effort with as many trials as `entries` have more than `stored`."""
+    """Yield for each workload an effort with as many trials as `entries` have more than `present`."""
     stored_efforts = _efforts(present)
     for workload, efforts in _efforts(entries).items():
         effort = merge_efforts(efforts)
@@ -254,7 +256,7 @@ def _replays(record: Record, func: "PrimFunc") -> bool:
 
 
 class _Checker:
-    """Compares schedules with their workloads in worker processes, which are started when they are needed."""
+    """Compares schedules with their workloads in worker processes, which start at the first comparison."""
 
     def __init__(self) -> None:
         self._pools: dict[str, MeasurePool] = {}

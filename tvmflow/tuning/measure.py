@@ -1,4 +1,4 @@
-"""The measuring of candidates: they are built side by side, then run, checked and timed here or on devices."""
+"""Measures candidates: builds them side by side, then runs, checks and times them here or on devices."""
 
 import itertools
 import queue
@@ -24,27 +24,30 @@ class Measurer(Protocol):
     """Builds candidates, runs and times them; `MeasurePool` does so in processes and on devices."""
 
     def build(self, candidates: Sequence[Candidate]) -> list[Library | TrialError]:
-        """Build all `candidates`; in the place of one that cannot be built stands the reason."""
+        """Build all `candidates`, and return for each of them its library, or the error if it cannot be built."""
 
     def time(self, library: Library, limit: float = 1e9) -> float:
-        """Return the seconds of a call; above `limit` a rough measurement will do. Raises TrialError."""
+        """Return the seconds of a call; above `limit` one rough sample is enough. Raises TrialError."""
 
     def times(
         self, libraries: Sequence[Library | TrialError], limit: Callable[[], float]
     ) -> Generator[float | TrialError]:
-        """Yield the seconds of a call of each library in their order; in the place of a failure stands the reason.
+        """Yield for each library, in order, the seconds of a call, or the error if it cannot be built or run.
 
-        `limit` returns what `time` takes as `limit`; it is called when a library's turn comes.
+        `limit` returns the `limit` of `time`; it is called when a library's turn comes.
         """
 
     def compare(self, *libraries: Library) -> list[float]:
         """Return the seconds of a call of each library, measured in turn at one place. Raises TrialError."""
 
     def expect(self, reference: Library) -> None:
-        """Run `reference`, so that the first `check` against it is not charged for that. Raises TrialError."""
+        """Run `reference` and keep its results for `check`, so that the time limit of `check` covers no second run.
+
+        Raises TrialError.
+        """
 
     def check(self, library: Library, reference: Library) -> None:
-        """Raise TrialError unless `library` computes what `reference` does, from the same arguments."""
+        """Raise TrialError unless the results of `library` and `reference` are equal, within a tolerance."""
 
 
 def use_measurer(
@@ -57,7 +60,7 @@ def use_measurer(
     weights: int,
     device: Device | None = None,
 ) -> AbstractContextManager[Measurer]:
-    """Use `measurer` while a body runs, or without one a MeasurePool for the target, which ends with the body.
+    """Return a context that gives `measurer` or, if that is None, a MeasurePool for the target, closed at its end.
 
     The pool has a builder for each core of this machine; the other arguments are those of MeasurePool.
     """
@@ -79,13 +82,12 @@ class MeasurePool:
     """Workers that build candidates side by side on this machine, and runners that check and time them.
 
     On this machine one runner measures one candidate at a time. With `device` there is one runner for each device, so
-    that many candidates are measured at once, each alone on its device. Whatever one request does, it does on one
-    device.
+    that many candidates are measured at once, each alone on its device. A single request uses one device only.
 
     `target` is the canonical TVM target as JSON; `builders` the number of workers that build; `threads` the number of
     threads that a candidate runs with; `timeout` the seconds after which the worker of a single build or run is killed;
     `cross_compiler` links for another architecture. `weights` are the bytes of weights of the model whose functions are
-    measured: as many are read before each call, so that a call finds the caches as within the model. No request
+    measured: as many are read before each sample, so that a call finds the caches as within the model. No request
     outlives `deadline` (of `time.monotonic`) by more than the time to kill a process.
 
     Raises RemoteError when the devices' tracker does not answer or has no device of their key. Any request raises
@@ -148,7 +150,7 @@ class MeasurePool:
         self.close()
 
     def close(self) -> None:
-        """End every worker and remove what they built."""
+        """End every worker and remove the libraries that they built."""
         if self._devices is not None:
             self._devices.stop()
         for worker in self._workers:
@@ -160,11 +162,14 @@ class MeasurePool:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def build(self, candidates: Sequence[Candidate]) -> list[Library | TrialError]:
-        """Build all `candidates`; in the place of one that cannot be built stands the reason."""
+        """Build all `candidates`, and return for each of them its library, or the error if it cannot be built."""
         return list(self._building.map(self._build, candidates))
 
     def time(self, library: Library, limit: float = 1e9) -> float:
-        """Return the seconds of a call, the least of a few samples, one sample above `limit`. Raises TrialError."""
+        """Return the seconds of a call, the least of a few samples; a call longer than `limit` is sampled once.
+
+        Raises TrialError.
+        """
         arguments = _plain(library.arguments)
         preparation = self._preparation
         return float(
@@ -174,10 +179,10 @@ class MeasurePool:
     def times(
         self, libraries: Sequence[Library | TrialError], limit: Callable[[], float]
     ) -> Generator[float | TrialError]:
-        """Yield the `time` of each library in their order; in the place of a failure stands the reason.
+        """Yield for each library, in order, the `time` of it, or the error if it cannot be built or run.
 
         `limit` is called when a library's turn comes. On several devices libraries are measured side by side; on this
-        machine each is measured only when its time is asked for.
+        machine each is measured only when the caller takes its value.
         """
 
         def time_one(library: Library | TrialError) -> float | TrialError:
@@ -200,18 +205,21 @@ class MeasurePool:
                 future.cancel()
 
     def compare(self, *libraries: Library) -> list[float]:
-        """Return the seconds of a call of each, the least of samples taken in turn on one device. Raises TrialError."""
+        """Return the seconds of a call of each library: the least of samples that they take in turn on one device.
+
+        Raises TrialError.
+        """
         arguments = [_plain(library.arguments) for library in libraries]
         paths = [str(library.path) for library in libraries]
         seconds = self._run("compare", libraries=paths, arguments=arguments, preparation=self._preparation)
         return [float(value) for value in seconds]
 
     def expect(self, reference: Library) -> None:
-        """Run `reference`, for `check` to compare with. Raises TrialError."""
+        """Run `reference` and keep its results for `check`. Raises TrialError."""
         self._run("expect", reference=str(reference.path), arguments=_plain(reference.arguments))
 
     def check(self, library: Library, reference: Library) -> None:
-        """Raise TrialError unless `library` computes what `reference` does, from the same arguments."""
+        """Raise TrialError unless the results of `library` and `reference` are equal, within a tolerance."""
         arguments = _plain(library.arguments)
         difference = self._run("check", library=str(library.path), reference=str(reference.path), arguments=arguments)
         if difference is not None:
@@ -219,7 +227,7 @@ class MeasurePool:
 
     @cached_property
     def _preparation(self) -> dict[str, object] | None:
-        """What the worker does before each sample: it calls the reader, or on a device moves as many bytes."""
+        """What the worker does before each sample: it calls the reader or, on a device, moves as many bytes."""
         if self._weights == 0:
             return None
         if self._devices is not None:

@@ -1,4 +1,4 @@
-"""The tuning of a whole model: first the compiler's decisions, then the schedules of the functions they lead to."""
+"""The tuning of a whole model: first the compiler's decisions, then the schedules of the functions that result."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,15 +33,15 @@ _LEAST_MINUTES = 0.01
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What tuning did for a model.
+    """The result of tuning a model.
 
     `lines` are its best records and decisions as `best_records` writes them; `trials` counts those of this run on
     decisions and functions together, and `decisions` the options other than the default. `untuned_ms` and `latency_ms`
     are the model's estimated latency without tuning and now, None where no function has a time; `curve` is the latency
     in ms after some of the trials. `lookup_keys` are the keys of all workloads and decisions of the model, and
     `records_digest` is `best_digest` of them. `tuned` counts workloads with a record or with trials; `share_of_time` is
-    the part of the model's time that these take, None where no function has a time; the functions without one, of
-    which there are `untimed`, do not count there.
+    the part of the model's time, 0 to 1, that these take, None where no function has a time. `untimed` counts the
+    functions without a time, which `share_of_time` leaves out.
     """
 
     functions: TuneReport
@@ -75,9 +75,10 @@ def tune_model(
 ) -> ModelReport:
     """Tune a model within a budget; with a budget of 0 trials, look up the best records and decisions in `store`.
 
-    Of the workloads named in `only` those that the model has are tuned, all of them where it has none of these.
-    `on_message` receives the progress as done, total and text; `on_trial` receives the number of each trial on
-    functions and the model's estimated latency in ms. The other arguments are those of `tune`, and so are the errors.
+    Tunes the workloads that `only` names, and all workloads if the model has none of these. `on_message` receives the
+    progress as done, total and text; `on_trial` receives the number of each trial on functions and the model's
+    estimated latency in ms. The other arguments and the errors are those of `tune`; lowering the model raises the
+    errors of `compiler.lower`.
     """
     start_time = time.monotonic()
     model = _Model(imported, target, options)
@@ -141,9 +142,10 @@ _SHOWN_WORKLOADS = 8
 
 
 def describe(progress: Progress) -> tuple[float, float, str]:
-    """Return how much is done, of how much (0 if that is open), and the times of the model and its costliest functions.
+    """Return the amount done, the total amount (0 if there is no bound), and a text for a person to read.
 
-    Amounts are trials, or seconds where the budget is time.
+    Amounts are trials, or seconds where the budget is time. The text has the times of the model and its costliest
+    functions.
     """
     done, total = float(progress.trials), float(progress.total_trials or 0)
     rest = f"{total - done:.0f} trials left"

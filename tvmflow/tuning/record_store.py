@@ -1,4 +1,4 @@
-"""The store of tuning records: a folder of files that many runs append to at once, and that is read as one."""
+"""The store of tuning records: a folder of files to which many runs append at once, read as one collection."""
 
 import contextlib
 import errno
@@ -48,7 +48,7 @@ FETCHED = "fetched"
 
 @dataclass(frozen=True)
 class Pruned:
-    """What pruning did: the number of entries before and after, and the number of files that were removed."""
+    """The result of pruning: the number of entries before and after, and the number of removed files."""
 
     before: int
     after: int
@@ -67,13 +67,13 @@ class _Parsed:
 
 
 class RecordStore:
-    """A folder of JSON-lines files, a few for each run; their union is the store. A single file can be read as well.
+    """A folder of JSON-lines files, a few for each run; their union is the store. `folder` may also be a single file.
 
     Files are only ever appended to and each run writes its own, so any number of processes may write at once, and
     copying the files of two stores into one folder merges them. A line that a crash has torn is skipped. A file's name
     begins with the digest of its `Context`; each file has the function of a workload once. The folder `fetched` holds
-    the files of other machines. A pruned file names the files that it replaces and up to which size; what was appended
-    to them later still counts, so that nothing is lost of a run that writes meanwhile.
+    the files of other machines. A pruned file names the files that it replaces and up to which size; lines that were
+    appended to them later still count, so that no entry of a run that writes meanwhile is lost.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,11 +102,11 @@ class RecordStore:
         self._writers.clear()
 
     def records(self, target: "Target") -> list[Record]:
-        """Return every record for a target that this TVM and this search space can use."""
+        """Return every record for a target that this TVM and this version of the search space can use."""
         return [entry for entry in self.entries(current_context(target)) if isinstance(entry, Record)]
 
     def efforts(self, target: "Target") -> list[Effort]:
-        """Return what runs have spent on the workloads of a target, with or without success."""
+        """Return the efforts of all runs on the workloads of a target, with or without success."""
         return [entry for entry in self.entries(current_context(target)) if isinstance(entry, Effort)]
 
     def decisions(self, target: "Target") -> dict[str, Decision]:
@@ -123,7 +123,7 @@ class RecordStore:
         return [entry for entry in schedules if (entry.target, entry.tvm_version) == (target.canonical, tvm_version())]
 
     def best(self, func: "PrimFunc", target: "Target") -> Record | None:
-        """Return the fastest record of the workload that `func` is, None without one; names in `func` do not matter."""
+        """Return the fastest record of `func`'s workload, None without one; names in `func` do not matter."""
         key = workload_key(func)
         records = [record for record in self.records(target) if record.key == key]
         return min(records, key=lambda record: record.seconds, default=None)
@@ -133,12 +133,12 @@ class RecordStore:
         return sorted({context_of(entry) for entry in self.entries()}, key=astuple)
 
     def entries(self, context: Context | None = None) -> Iterator[Entry]:
-        """Yield all entries, or those of one context; an entry that two files hold comes once."""
+        """Yield all entries, or those of one context; an entry in two files comes once."""
         files = self._load(None if context is None else context.digest)
         yield from (entry for entry in _union(files) if context is None or context_of(entry) == context)
 
     def own_files(self) -> list[Path]:
-        """Return the files of this machine's runs, less those that somebody else has named."""
+        """Return the files that this machine's runs have written, sorted; other names in the folder do not count."""
         return [path for path in sorted(self.folder.glob("*.jsonl")) if context_digest(path.name) is not None]
 
     def replaced_files(self) -> dict[str, int]:
@@ -150,12 +150,12 @@ class RecordStore:
 
         One effort for each workload and the newest decisions stay as well. For each context one new file appears that
         replaces the others up to the size that was read; then the others are removed, except those that a run of this
-        machine is writing.
+        machine is writing. Returns the counts.
         """
         self.close()
         with hold_lock(self.folder / ".prune"):
             contents = {path: self._read(path) for path in self._files(None)}
-            # Locks are looked at after the files were read: a run locks its file before it writes the first line.
+            # Look at locks after reading the files: a run locks its file before it writes the first line.
             paths = {path.name: path for path, parsed in contents.items() if parsed.size and not _is_live(path)}
             files = {name: contents[path] for name, path in paths.items()}
             replaced = self.replaced_files()
@@ -258,7 +258,8 @@ class _Writer:
 def write_entries(path: Path, entries: Iterable[Entry], replaces: Mapping[str, int] | None = None) -> None:
     """Write a whole file of entries, which appears, or replaces an older one, in one step.
 
-    `replaces` names the files that it replaces in the store, each with the size in bytes up to which it does.
+    `replaces` gives the files that it replaces in the store, by name, each with the size in bytes up to which it does.
+    Raises OSError when it cannot be written.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     with partial.open("wb") as file:
@@ -274,7 +275,7 @@ def write_entries(path: Path, entries: Iterable[Entry], replaces: Mapping[str, i
 
 @contextlib.contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which one process of this machine can do at a time, while the body runs."""
+    """Hold the lock file `path` while the body runs; other processes of this machine wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -282,13 +283,13 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 
 def context_digest(name: str) -> str | None:
-    """Return the digest of a context from the name of its file, None for a file that is named otherwise."""
+    """Return the digest of a context from the name of its file, None for a name of another form."""
     match = _NAME.fullmatch(name)
     return match[1] if match else None
 
 
 def whole_lines(content: bytes) -> bytes:
-    """Return `content` without a line at its end that is torn or still being written."""
+    """Return the whole lines of `content`, without an incomplete line at its end."""
     return content[: content.rfind(b"\n") + 1]
 
 

@@ -1,4 +1,4 @@
-"""Tuning records: what tuning has measured, each good for one target, TVM version and search space."""
+"""Tuning records: the results of measurements, each valid for one target, TVM version and search space."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tvmflow.target import Target
 
-# Raise it when the rules of `space.py` change in such a way that old traces no longer replay or are no longer the best.
+# Raise it when a change of the rules of `space.py` makes old traces fail to replay or no longer the best.
 SPACE_VERSION = "3"
 
 _ON_DECISIONS = "decisions-"
@@ -20,7 +20,7 @@ _ON_DECISIONS = "decisions-"
 
 @cache
 def tvm_version() -> str:
-    """Return the installed TVM's version: a trace is only replayed by the version that recorded it."""
+    """Return the installed TVM's version; only the version that recorded a trace replays it."""
     return version("apache-tvm")
 
 
@@ -54,10 +54,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Effort:
-    """How many trials a run spent on a workload, whether or not they led to a record.
+    """The number of trials that a run spent on a workload, whether or not they led to a record.
 
     It tells a second run that a workload was tuned even where no schedule was faster than the analytic one.
-    `baseline_seconds` is the time of a call with the analytic schedule; `seconds` is how long the trials took in all,
+    `baseline_seconds` is the time of a call with the analytic schedule; `seconds` is the duration of all these trials,
     None where they were not timed.
 
     There is one effort for all decisions of a model together. Its `key` is `decisions_key`, and its `baseline_seconds`
@@ -123,7 +123,7 @@ KINDS: dict[str, type[Entry]] = {"record": Record, "effort": Effort, "trial": Tr
 
 @dataclass(frozen=True)
 class Context:
-    """What a record is good for: one target (`Target.canonical`), TVM version and version of the search space."""
+    """The conditions under which an entry is valid: `Target.canonical`, TVM's version and that of the search space."""
 
     target: str
     tvm_version: str
@@ -131,28 +131,31 @@ class Context:
 
     @property
     def digest(self) -> str:
-        """The first 16 hexadecimal digits of its SHA-256, with which the names of its files begin."""
+        """The first 16 hexadecimal digits of the context's SHA-256; the names of its files begin with them."""
         text = json.dumps([self.target, self.tvm_version, self.space_version])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def is_current(self) -> bool:
-        """Whether this TVM and this search space can use its records."""
+        """Whether this TVM and this version of the search space can use its records."""
         return (self.tvm_version, self.space_version) == (tvm_version(), SPACE_VERSION)
 
 
 def context_of(entry: Entry) -> Context:
-    """Return the context that an entry is good for."""
+    """Return the context in which an entry is valid."""
     return Context(entry.target, entry.tvm_version, entry.space_version)
 
 
 def current_context(target: "Target") -> Context:
-    """Return the context whose records this TVM and this search space can use for `target`."""
+    """Return the context whose records this TVM and this version of the search space can use for `target`."""
     return Context(target.canonical, tvm_version(), SPACE_VERSION)
 
 
 def merge_efforts(efforts: Sequence[Effort]) -> Effort:
-    """Return one effort in the place of several on one workload: the sum of their trials, and their newest baseline."""
+    """Return one effort in place of several on one workload: the sum of their trials, and their newest baseline.
+
+    Its `seconds` are their sum, None where trials of one were not timed. Raises IndexError for no efforts.
+    """
     ordered = sorted(efforts, key=lambda effort: effort.created_at)
     timed = [effort.baseline_seconds for effort in ordered if effort.baseline_seconds is not None]
     seconds = [effort.seconds for effort in efforts if effort.trials]
@@ -165,5 +168,5 @@ def merge_efforts(efforts: Sequence[Effort]) -> Effort:
 
 
 def decisions_key(keys: Iterable[str]) -> str:
-    """Return the key of all decisions of a model together, from their own keys in any order."""
+    """Return the key of all decisions of a model together, from the keys of the decisions in any order."""
     return _ON_DECISIONS + hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""The runners of candidates: a worker process on this machine, or one that runs them on a device of an RPC tracker."""
+"""Runs candidates: in a worker process on this machine, or through one on a device of an RPC tracker."""
 
 import logging
 import threading
@@ -40,24 +40,25 @@ class Runner(Protocol):
     """Runs the operations of a worker, one at a time."""
 
     def run(self, operation: str, arguments: Mapping[str, object], remaining: Callable[[], float]) -> Any:
-        """Return the operation's value; it may take `remaining()` seconds from now. Raises TrialError."""
+        """Run an operation of the worker within `remaining()` seconds, and return its value. Raises TrialError."""
 
 
 class LocalRunner:
-    """The runner of this machine."""
+    """Runs operations on this machine."""
 
     def __init__(self, worker: WorkerProcess) -> None:
         self._worker = worker
 
     def run(self, operation: str, arguments: Mapping[str, object], remaining: Callable[[], float]) -> Any:
-        """Run the operation here, again in a new process when the first one dies."""
+        """Run an operation here, again in a new process if the first one dies, and return its value."""
         return self._worker.request(operation, arguments, remaining())
 
 
 class Devices:
     """The devices of a key, shared by all runners of a pool; the tracker says which of them is free.
 
-    `count` is their number. Raises RemoteError when there is no tracker, or when it has no device of the key.
+    `count` is their number, at most 16. Raises RemoteError when there is no tracker, or when it has no device of the
+    key.
     """
 
     def __init__(self, device: Device, deadline: float) -> None:
@@ -125,7 +126,7 @@ class Devices:
 
 
 class DeviceRunner:
-    """The runner of any device that is free; each operation has a session of its own."""
+    """Runs each operation on a free device, in a session of its own."""
 
     def __init__(self, worker: WorkerProcess, devices: Devices, threads: int) -> None:
         self._worker = worker
@@ -133,7 +134,10 @@ class DeviceRunner:
         self._threads = threads
 
     def run(self, operation: str, arguments: Mapping[str, object], remaining: Callable[[], float]) -> Any:
-        """Run the operation on a device, and on others when that one is lost; a timeout is the candidate's failure."""
+        """Run an operation on a device, again on others if that one is lost, and return its value.
+
+        A timeout counts as the candidate's failure. Raises TrialError, and TuneError when all devices are lost.
+        """
         for attempt in range(1, _ATTEMPTS + 1):
             match = self._connect(remaining)
             try:

@@ -1,4 +1,4 @@
-"""The sharing of tuning records between machines: a store is kept in step with a shared place such as a bucket."""
+"""Shares tuning records between machines: keeps a store in step with a shared place such as a bucket."""
 
 import contextlib
 import logging
@@ -17,23 +17,23 @@ class SharedRecords(Protocol):
     """A shared place for files of records, by name; each is written as a whole. Its methods raise StoreError."""
 
     def sizes(self, context: str | None = None) -> dict[str, int]:
-        """Return the names of its files, or of those of one context (`Context.digest`), with their sizes in bytes."""
+        """Return the sizes in bytes of all files, or of those of one context (`Context.digest`), by name."""
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file, None where there is no such file."""
+        """Return the content of a file, None where there is none of that name."""
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file or replace it."""
 
     def remove(self, name: str) -> None:
-        """Remove a file if it is there."""
+        """Remove a file, if it exists."""
 
 
 class Sharing:
-    """A store of records and a shared place.
+    """Exchanges files between a store of records and a shared place.
 
-    Files only grow, so their sizes tell which side has more of them. Only files that this machine wrote are sent. When
-    the shared place fails, nothing is lost here.
+    Files only grow, so of two files with one name the larger has more records. Only files that this machine wrote are
+    sent. When the shared place fails, the store here loses nothing.
     """
 
     def __init__(self, store: RecordStore, shared: SharedRecords) -> None:
@@ -43,7 +43,7 @@ class Sharing:
     def fetch(self, context: str | None = None) -> int:
         """Fetch the files, of one context or all, that are new or have grown, and return their number.
 
-        Raises StoreError.
+        Raises StoreError when the shared place fails.
         """
         fetched = self._store.folder / FETCHED
         own = {path.name for path in self._store.own_files()}
@@ -64,7 +64,10 @@ class Sharing:
         return count
 
     def send(self) -> int:
-        """Send the files of this machine that have grown, and return their number. Raises StoreError."""
+        """Send the files of this machine that have grown, and return their number.
+
+        Raises StoreError when the shared place fails.
+        """
         # One process of this machine at a time: a slow one must not replace a longer file by a shorter one.
         with hold_lock(self._store.folder / ".sending"):
             replaced = self._store.replaced_files()
@@ -83,7 +86,7 @@ class Sharing:
     def clear(self) -> int:
         """Remove files from the shared place that other files replace entirely, and return their number.
 
-        Raises StoreError.
+        Raises StoreError when the shared place fails.
         """
         replaced = self._store.replaced_files()
         names = [name for name, size in self._shared.sizes().items() if size <= replaced.get(name, -1)]
@@ -97,7 +100,7 @@ def sharing(store: RecordStore, shared: SharedRecords | None, context: str, *, i
     """Fetch the records of a context (`Context.digest`), then send new ones every `interval` seconds in the body.
 
     Without a `shared` place it does nothing. When the place fails, one warning is logged, and the body runs with the
-    records that are here; the next run sends what could not be sent.
+    records that are here; the next run sends the others.
     """
     if shared is None:
         yield

@@ -55,13 +55,13 @@ class Search(Protocol):
     """Proposes schedules of one function and learns from their measurements."""
 
     def propose(self) -> list[Proposal]:
-        """Return the next schedules, none of which was proposed before; empty when there are no more."""
+        """Return the next schedules, none of which was proposed before; an empty list when there are no more."""
 
     def tell(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
-        """Learn the seconds of each proposal, None where it failed."""
+        """Learn from the measured seconds of each proposal, None where it failed."""
 
     def start_from(self, trace: str, seconds: float) -> None:
-        """Let later proposals start from a schedule that an earlier run has measured."""
+        """Let later proposals start from a schedule (its trace as JSON) that an earlier run has measured."""
 
     @property
     def is_beyond_rules(self) -> bool:
@@ -310,7 +310,7 @@ class _VariantSearch:
         return not self._open
 
     def start_from(self, trace: str, seconds: float) -> None:
-        """Do not propose it again."""
+        """Do not propose this schedule again."""
         self._open = [proposal for proposal in self._open if proposal.trace != trace]
 
 
@@ -344,7 +344,7 @@ class _Sequence:
 
 
 def runner_result(seconds: float | None) -> Any:
-    """Return MetaSchedule's result for a candidate that took `seconds`, None for one that failed."""
+    """Return MetaSchedule's result for a candidate that took `seconds`, or failed if that is None."""
     from tvm.s_tir import meta_schedule as ms
 
     return ms.runner.RunnerResult(None, "failed") if seconds is None else ms.runner.RunnerResult([seconds], None)
@@ -361,7 +361,7 @@ class _Choice:
 class _GridSearch(_BeyondRules):
     """Walks through the product of all tile sizes and categories in even steps that visit every point once."""
 
-    # Points that a post-processing step refuses are passed over; a batch looks at no more points than this.
+    # Points that a post-processing step refuses are skipped; a batch tries no more points than this.
     _TRIED_PER_BATCH = 400
 
     def __init__(self, func: "PrimFunc", target: str, batch: int, seed: int) -> None:

@@ -1,6 +1,7 @@
 """Workloads and the traces that schedule them.
 
-A workload is a function whatever its names; a trace is TVM's list of the steps of a schedule, which can be replayed.
+A workload is a function regardless of its names; a trace is TVM's list of the steps of a schedule, which can be
+replayed.
 """
 
 import json
@@ -25,7 +26,7 @@ def workload_key(func: "PrimFunc") -> str:
 
 
 def normalize(func: "PrimFunc") -> "PrimFunc":
-    """Return the function under the name `main`, without attributes but those that every PrimFunc of TIR has."""
+    """Return the function with the name `main` and only the attributes that every PrimFunc has."""
     import tvm
     from tvm.tirx import PrimFunc
 
@@ -39,9 +40,9 @@ def trace_of(schedule: "Schedule") -> str:
 
 
 def replay(trace: str, func: "PrimFunc") -> "PrimFunc":
-    """Schedule `func` by a trace (JSON); the result keeps the attributes of `func` and is marked as scheduled.
+    """Schedule `func` by a trace (JSON), and return it with its own attributes, marked as scheduled.
 
-    Passes on whatever TVM raises for a trace that does not fit the function.
+    Raises TVM's own errors for a trace that does not fit the function.
     """
     from tvmflow.compiler.schedules import complete
 
@@ -53,10 +54,10 @@ def replay(trace: str, func: "PrimFunc") -> "PrimFunc":
 
 
 def apply(record: Record, func: "PrimFunc") -> "PrimFunc | None":
-    """Schedule `func` (unscheduled, with any names) by the trace of a record.
+    """Schedule `func` (unscheduled, with any names) by the trace of a record, and return it.
 
-    The result has the parameters and attributes of `func` and the attribute `tirx.is_scheduled`. For a record that does
-    not replay it logs a warning and returns None, so that the caller goes on with the next best schedule.
+    The result has the parameters and attributes of `func` and the attribute `tirx.is_scheduled`. Returns None and logs
+    a warning for a record that does not replay, so that the caller can use the next best schedule.
     """
     try:
         return replay(adapt_record(record, func).trace, func)
@@ -70,7 +71,7 @@ def adapt_record(record: Record, func: "PrimFunc") -> Record:
     """Return a record with its trace in the names of `func`, which is the record's workload under other names.
 
     A trace refers to blocks by name; blocks that it makes itself get names derived from those of blocks and buffers.
-    Passes on whatever TVM raises for a trace that does not fit the function.
+    Raises TVM's own errors for a trace that does not fit the function.
     """
     from tvm import ir
 
@@ -93,9 +94,9 @@ def adapt_record(record: Record, func: "PrimFunc") -> Record:
 
 
 def schedule_steps(record: Record) -> str:
-    """Return the schedule of a record as Python code that makes it, step by step.
+    """Return the schedule of a record as the Python code of its steps.
 
-    Passes on whatever TVM raises for a trace that does not replay.
+    Raises TVM's own errors for a trace that does not replay.
     """
     from tvm import ir
 

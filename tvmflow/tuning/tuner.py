@@ -56,20 +56,22 @@ def tune(
 ) -> TuneReport:
     """Search faster schedules for `tasks` and add them to `store`; candidates run on this machine, or on `device`.
 
-    `baseline` returns the compiler's own schedule of a function. It is measured first. A candidate becomes a record
-    only if it computes what the unscheduled function does and, measured in turn with the best schedule so far, is
-    faster: a function with a record is never slower than one without. Without `baseline`, candidates must be faster
-    than the unscheduled function. `variants` returns what else the compiler's rules can make of a function; these are
-    tried first. Trials go to the workload where another second is expected to save most of the model's time.
+    `baseline` returns the compiler's own schedule of a function, which is measured first. A candidate becomes a record
+    only if its results equal those of the unscheduled function and it is faster than the best schedule so far, measured
+    in turn: a function with a record is never slower than one without. Without `baseline`, candidates must be faster
+    than the unscheduled function. `variants` returns the other schedules that the compiler's rules can make of a
+    function; these are tried first. Trials go to the workload where another second is expected to save most of the
+    model's time.
 
-    A budget of trials is for the model, not for the run: trials of earlier runs in `store` count. A second run, or the
-    run after a retraining, returns at once; so does a run with `until`. A budget of minutes alone is spent in full.
+    A budget of trials is for the model, not for the run: trials of earlier runs in `store` count. So a second run, or
+    the run after a retraining, returns at once, and so does one with `until` that expects too little. A budget of
+    minutes alone is spent in full.
 
-    `threads` is the number that a candidate runs with (default: the target's, at most this machine's cores); a build or
-    run of one candidate is given up after `timeout` seconds. `measurer` builds and measures in the place of processes
-    here or on `device`; it is not closed. Records are on disk at once, so that an interrupt loses nothing; it is passed
-    on after the worker processes have ended. Functions that cannot be tuned (symbolic shapes, a target that this
-    machine cannot run) are reported as skipped.
+    `threads` is the number that a candidate runs with (default: the target's, at most this machine's cores); the build
+    or run of one candidate is killed after `timeout` seconds. `measurer` builds and measures in place of processes here
+    or on `device`; it is not closed. Records are on disk at once, so that an interrupt loses nothing; a
+    KeyboardInterrupt propagates after the worker processes have ended. Functions that cannot be tuned (symbolic shapes,
+    a target that this machine cannot run) are reported as skipped.
 
     Raises TuneError for an unknown tuner, when nothing can be measured, and when all devices are lost; RemoteError when
     there are no devices at first.
@@ -113,7 +115,7 @@ class _Run:
         self.total_trials = self._trials_to_spend()
 
     def open_workloads(self) -> list[Workload]:
-        """Return the workloads that can be tuned and have not been tuned in vain for long enough."""
+        """Return the workloads that can be tuned and have not had `early_stopping` trials in vain."""
         return [item for item in self._workloads if item.reason is None and not self._is_exhausted(item)]
 
     def weight_bytes(self) -> int:
@@ -121,7 +123,7 @@ class _Run:
         return weight_bytes([(arguments_of(item.task.func) or (), item.task.weight) for item in self._workloads])
 
     def is_enough(self, workloads: Sequence[Workload]) -> bool:
-        """Return whether another minute spent on `workloads` is expected to save less than the budget asks for."""
+        """Whether another minute spent on `workloads` is expected to save less than the budget's `until`."""
         if self._budget.until is None or any(workload.seconds is None for workload in workloads):
             return False
         return self._expected_saving(workloads) < self._budget.until
@@ -166,7 +168,7 @@ class _Run:
                 self._record_effort(contest.workload, 0)
 
     def report(self) -> TuneReport:
-        """Return what the run has done."""
+        """Return the result of the run."""
         return TuneReport(
             tuple(workload.report() for workload in self._workloads),
             self._trials,

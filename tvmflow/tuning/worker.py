@@ -69,7 +69,7 @@ class _Operations:
         place.close()
 
     def drop_lost_device(self) -> bool:
-        """Close the session if its device is gone, and return whether it is."""
+        """Close the session if its device no longer answers, and return whether that is so."""
         if self._place.answers():
             return False
         self.disconnect()
@@ -120,7 +120,7 @@ class _Operations:
         return self._preparation[1]
 
     def expect(self, reference: str, arguments: list[Any]) -> None:
-        """Run `reference` on random input and keep what it computes."""
+        """Run `reference` on random input and keep its results."""
         import numpy as np
 
         inputs = _random_inputs(arguments, signed=True)
@@ -132,7 +132,7 @@ class _Operations:
         self._expected = (reference, inputs, expected)
 
     def check(self, library: str, reference: str, arguments: list[Any]) -> str | None:
-        """Say how the results of `library` differ from those of `reference` on random inputs, None if they agree."""
+        """Return how the results of `library` differ from those of `reference` on random inputs, None if they agree."""
         import numpy as np
 
         if self._expected[0] != reference:
@@ -310,7 +310,7 @@ def _load_reader(place: _Place, library: str, arguments: list[Any]) -> _Preparat
 
 
 def _random_inputs(arguments: list[Any], *, signed: bool) -> list[Any]:
-    """Random arrays, the same at every call; integers that may be indices are 0, which is inside every array."""
+    """Return random arrays, the same at every call; integers that may be indices are 0, which every array has."""
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -339,7 +339,7 @@ def _widen(array: Any) -> Any:
 
 
 def _run(place: _Place, library: str, inputs: list[Any]) -> list[Any]:
-    """Every argument after a call: to compare all of them, nobody needs to know which are outputs."""
+    """Return every argument after a call: comparing all of them needs no knowledge of which are outputs."""
     tensors = [place.tensor(array) for array in inputs]
     place.load(library)["main"](*tensors)
     return [tensor.numpy() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""A worker process of the tuner, seen from the tuner: requests, timeouts, and another process where one has died."""
+"""A worker process of the tuner, from the tuner's side: requests, timeouts, and a new process after a death."""
 
 import os
 import time
@@ -14,7 +14,7 @@ _START_ATTEMPTS = 2
 
 
 class TrialError(Exception):
-    """One build or run failed, crashed or ran out of time; other trials are not affected."""
+    """A build or run failed, crashed or took too long; other trials are not affected."""
 
 
 class LateError(TrialError):
@@ -30,7 +30,7 @@ class LostError(TrialError):
 
 
 class WorkerProcess:
-    """One process of `tvmflow.tuning.worker`; a request that finds it dead starts another one.
+    """One process of `tvmflow.tuning.worker`; a request starts a new one if the last one is dead.
 
     The process logs to the file `log`; `environment` is added to the variables of this process.
     """
@@ -46,8 +46,8 @@ class WorkerProcess:
     def request(self, operation: str, arguments: Mapping[str, object], timeout: float, *, attempts: int = 2) -> Any:
         """Run `operation` in the worker and return its value.
 
-        A worker that dies is replaced and asked again, up to `attempts` times in all, for it may have been killed from
-        outside. Raises CrashError when all of them died, LateError after `timeout` seconds, LostError when the worker's
+        A worker that dies may have been killed from outside. So a new one gets the same request, up to `attempts` times
+        in all. Raises CrashError when all of them died, LateError after `timeout` seconds, LostError when the worker's
         device is gone, and TrialError when the operation failed; TuneError when no worker starts.
         """
         if timeout <= 0:
@@ -73,7 +73,7 @@ class WorkerProcess:
         self._is_ready = False
 
     def stop(self) -> None:
-        """Kill the process, from any thread, and start no other one."""
+        """Kill the process for good; may be called from any thread."""
         self._is_stopped = True
         process = self._process
         if process is not None:

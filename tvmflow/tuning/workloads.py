@@ -1,4 +1,4 @@
-"""The workloads of a model, each with what earlier runs have left in the store: record, efforts and measurements."""
+"""The workloads of a model, each with the record, the efforts and the measurements of earlier runs."""
 
 import logging
 from collections.abc import Sequence
@@ -31,12 +31,13 @@ class Task:
 
 @dataclass
 class Workload:
-    """A function to tune, what earlier runs have left of it, and what this run makes of it.
+    """A function to tune, with the results of earlier runs and of this run.
 
-    `record` is the best record in the names of the function, None without one; `measurements` are all schedules that
-    earlier runs measured. `reason` says why it cannot be tuned. `baseline_seconds` and `best_seconds` are those of a
-    call with the analytic schedule and with the best one, perhaps measured at different times. `untuned_seconds` and
-    `seconds` are the same as if both were measured now: other work on this machine affects both alike.
+    `key` is its `workload_key`. `record` is the best record in the names of the function, None without one;
+    `measurements` are all schedules that earlier runs measured. `reason` says why it cannot be tuned.
+    `baseline_seconds` and `best_seconds` are those of a call with the analytic schedule and with the best one, perhaps
+    measured at different times. `untuned_seconds` and `seconds` estimate both under the same load of the machine.
+    `trials` are those of this run; `is_tuned` is true once this run has found a faster schedule.
     """
 
     task: Task
@@ -55,15 +56,15 @@ class Workload:
 
     @property
     def share(self) -> float:
-        """The seconds that its calls take of a run of the model, 0 where it was not measured."""
+        """The seconds of all its calls in one run of the model, 0 where it was not measured."""
         return self.task.weight * (self.seconds or 0.0)
 
     def standing(self) -> Standing:
-        """Return where it stands now."""
+        """Return its times and trials so far."""
         return Standing(self.task.name, self.task.weight, self.untuned_seconds, self.seconds, self.trials)
 
     def report(self) -> TaskReport:
-        """Return what the run has done for it."""
+        """Return the result of the run for it."""
         status: Status
         if self.is_tuned:
             status = "tuned"
@@ -85,7 +86,10 @@ class Workload:
 def load_workloads(
     tasks: Sequence[Task], target: Target, store: RecordStore, budget: Budget, reason: str | None
 ) -> list[Workload]:
-    """Return the workloads of a model's functions, equal functions as one; all are skipped for a `reason` if given."""
+    """Return the workloads of a model's functions; equal functions are one workload with the sum of their weights.
+
+    A `reason` other than None says why none of them can be tuned.
+    """
     records: dict[str, list[Record]] = {}
     for record in sorted(store.records(target), key=lambda record: -record.seconds):
         records.setdefault(record.key, []).append(record)
@@ -123,7 +127,7 @@ def load_workloads(
 
 
 def estimate_latency(workloads: Sequence[Workload]) -> Latency | None:
-    """Return the estimated latency of the model, None where no workload has a time."""
+    """Return the estimated latency of the model in seconds, None where no workload has a time."""
     timed = [workload for workload in workloads if workload.seconds]
     if not timed:
         return None
