@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support import scale
+from support.command_server import CommandServer
 from support.databases import Databases
 from support.pages import Session, blocks, missing_lines, printed_ids, with_ids
 from support.processes import clean_environment
@@ -32,14 +35,29 @@ def _name(page: Path) -> str:
 
 
 @pytest.fixture
-def session(tmp_path: Path, databases: Databases) -> Iterator[Session]:
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """Variables by which `tvmflow` is a fork and Prefect's server shared; with `--long` all starts as for a reader."""
+    if scale.is_long():
+        return {}
+    commands: CommandServer = request.getfixturevalue("commands")
+    command = tmp_path / "bin" / "tvmflow"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {shlex.join(commands.stand_in)} "$PPID" "$@"\n')
+    command.chmod(0o755)
+    return {"PATH": str(command.parent), "TVMFLOW_PREFECT_API_URL": request.getfixturevalue("prefect_server")}
+
+
+@pytest.fixture
+def session(tmp_path: Path, databases: Databases, settings: dict[str, str]) -> Iterator[Session]:
     """A shell in a folder of its own, with the repository's examples and a state folder that holds empty databases."""
     folder = tmp_path / "work"
     folder.mkdir()
     shutil.copytree(ROOT / "examples", folder / "examples")
     databases.prepare(folder / ".tvmflow")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    shell = Session(folder, clean_environment(PATH=path, REPOSITORY=str(ROOT), COLUMNS="200"), is_isolated=True)
+    places = (settings.pop("PATH", None), str(Path(sys.executable).parent), os.environ["PATH"])
+    path = os.pathsep.join(filter(None, places))
+    environment = clean_environment(PATH=path, REPOSITORY=str(ROOT), COLUMNS="200", **settings)
+    shell = Session(folder, environment, is_isolated=True)
     yield shell
     # A page that fails half-way leaves a stack and devices behind.
     if (folder / ".tvmflow" / "stack").exists():

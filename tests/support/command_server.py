@@ -51,6 +51,11 @@ class CommandServer:
 
     address: str
 
+    @property
+    def stand_in(self) -> list[str]:
+        """A command line that stands for `tvmflow`, but for its last words: the parent's id, then the arguments."""
+        return _stand_in(self.address)
+
     def run(
         self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, timeout: float
     ) -> "subprocess.CompletedProcess[str]":
@@ -98,6 +103,10 @@ def command_server(environment: Mapping[str, str]) -> Iterator[CommandServer]:
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode()
+
+
+def _stand_in(address: str) -> list[str]:
+    return [sys.executable, "-I", "-S", str(_STAND_IN), str(_ROOT), address]
 
 
 def _command(kind: str, listener: socket.socket) -> list[str]:
@@ -216,8 +225,7 @@ def _start_steps_in_forks(folder: Path) -> dict[int, tuple[str, socket.socket]]:
         kind = _kind_of(module, arguments)
         if kind is None:
             return command
-        stand_in = [sys.executable, "-I", "-S", str(_STAND_IN), str(_ROOT), str(folder / kind)]
-        return [*stand_in, *command[command.index(launch.__file__) + 1 :]]
+        return [*_stand_in(str(folder / kind)), *command[command.index(launch.__file__) + 1 :]]
 
     supervisor.module_command = module_command
     listeners = {}
