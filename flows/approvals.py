@@ -1,4 +1,4 @@
-"""Promotions that wait for a person: listing them, and answering one."""
+"""Promotions that wait for a person: a list of them, and the answer to one."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ def list_waiting() -> list[dict[str, Any]]:
     """List the promotions that wait for approval, the oldest first.
 
     Each has `run`, the flow run's id; `name`, `version` and `channel`; `who` asked for it and `why`; `since` (UTC, ISO
-    8601); and `report`, the outcome of the checks, in Markdown. Raises PrefectError.
+    8601); and `report`, the outcome of the checks, in Markdown. Raises PrefectError when the server fails.
     """
     with connect("look for promotions that wait") as client:
         return [_describe(client, run) for run in _suspended_runs(client)]
@@ -24,8 +24,8 @@ def answer(run: str, *, approve: bool, who: str, why: str) -> dict[str, Any]:
     """Approve or reject the promotion that waits in the flow run `run`, an id or the beginning of one.
 
     The run goes on: it moves the channel, or records that `who` rejected the release and `why`. Returns the promotion
-    at once, without waiting for the run, with the keys that `list_waiting` describes. Raises PrefectError when none
-    or several runs match, or the run no longer waits.
+    at once, without waiting for the run, with the keys that `list_waiting` describes. Raises PrefectError when none or
+    several runs match, the run no longer waits, or the server fails.
     """
     with connect("answer the promotion") as client:
         runs = _suspended_runs(client)

@@ -1,4 +1,4 @@
-"""The context of a flow run: what the functions of a flow share. Steps are given only what they need of it."""
+"""The context of a flow run, which the functions of a flow share; a step gets only the parts that it needs."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,11 +40,11 @@ class RunContext:
 
     @cached_property
     def shared_records(self) -> RecordObjects | None:
-        """Where machines exchange tuning records; None where they do not."""
+        """The store through which machines exchange tuning records; None where they exchange none."""
         return open_records(self.settings, self.store, self.spec.store)
 
     def find_original(self, weights: Artifact | None = None) -> Original:
-        """Find the original of the release file; `weights` are the result of its training, if it has one.
+        """Find the original of the release file; `weights` are the weights that its training made, or None.
 
         Raises ExportError when the file names a registered model that is neither PyTorch nor ONNX, RegistryError when
         the registry cannot be read.

@@ -1,6 +1,6 @@
-"""Deployments: which flows run for a release file, when, and how many at once; registered with Prefect.
+"""Deployments: the flows that run for a release file, their schedules, and their limits; registered with Prefect.
 
-Entry points are modules, so that a worker needs tvmflow installed and nothing of this machine; a run starts in the
+Entry points are modules, so that a worker needs tvmflow installed and no file of this machine; a run starts in the
 folder that its work pool names.
 """
 
@@ -28,7 +28,7 @@ _RETUNE_MINUTES = 30
 
 @dataclass(frozen=True)
 class Deployed:
-    """A registered deployment: its schedules in words, and the events that start it."""
+    """A registered deployment: its schedules in words, its start events, and the default parameters of its runs."""
 
     name: str
     pool: str
@@ -38,11 +38,11 @@ class Deployed:
 
 
 def register(entries: Sequence[ManagedModel], pool: str, target_pools: Sequence[str] = ()) -> list[Deployed]:
-    """Register the deployments of release files, and reconcile/all, on a work pool; return what is registered now.
+    """Register the deployments of release files, and reconcile/all, on a work pool; return all that are registered.
 
-    Each of `target_pools`, the work pools that make targets of releases, gets the deployment make/POOL. Registering
-    again updates the deployments: a schedule that was paused stays paused, and a deployment that a release file no
-    longer asks for is deleted. The work pools must exist. Raises PrefectError.
+    Each of `target_pools`, the work pools that make targets of releases, gets the deployment make/POOL. A second call
+    updates the deployments: a paused schedule stays paused, and a deployment that a release file no longer asks for is
+    deleted. The work pools must exist. Raises PrefectError when the server fails or refuses a deployment.
     """
     deployments = [(item, pool) for entry in entries for item in _deployments_of(entry)]
     deployments += [(_reconcile_deployment(), pool), *((_make_deployment(name), name) for name in target_pools)]
@@ -112,8 +112,11 @@ def _deployment(
     is_limited: bool = True,
     waits: bool = True,
 ) -> "RunnerDeployment":
-    """A deployment; `model` tags it with its name as a model's. With a limit it has one run at a time: others wait for
-    it in the order in which they came, or, if they do not wait, are cancelled."""
+    """Return a deployment; `model` tags it with its name as a model's.
+
+    With a limit it has one run at a time. Others wait for it in the order in which they came, or, without `waits`, are
+    cancelled.
+    """
     from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
     from prefect.types.entrypoint import EntrypointType
 
@@ -132,7 +135,7 @@ def _deployment(
 
 
 def _cron(slug: str, cron: str, parameters: Mapping[str, Any] | None = None) -> "DeploymentScheduleCreate":
-    """A schedule in UTC; it says nothing of being active, so that one that was paused stays paused."""
+    """Return a schedule in UTC. It does not say whether it is active, so that a paused schedule stays paused."""
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.schedules import CronSchedule
 
@@ -141,7 +144,7 @@ def _cron(slug: str, cron: str, parameters: Mapping[str, Any] | None = None) -> 
 
 
 def _new_data(name: str) -> "DeploymentEventTrigger":
-    """The trigger that `tvmflow notify`, or any program, sets off by an event:
+    """Return the trigger that starts a retraining on an event, which `tvmflow notify` or any program emits:
 
     prefect event emit tvmflow.data.arrived --resource-id tvmflow.model.NAME --payload '{"arguments": {"epochs": 8}}'
     """
@@ -203,7 +206,7 @@ def _events(deployment: "RunnerDeployment") -> tuple[str, ...]:
 
 
 def _in_words(item: Any) -> str:
-    """A schedule as "0 2 * * * UTC", or "0 2 * * * UTC (paused)"."""
+    """Return a schedule as "0 2 * * * UTC", or "0 2 * * * UTC (paused)"."""
     schedule = item.schedule
     words = f"{schedule.cron} {schedule.timezone}" if hasattr(schedule, "cron") else type(schedule).__name__
     return words if item.active else f"{words} (paused)"

@@ -1,4 +1,4 @@
-"""A target of a release, made and measured on this machine."""
+"""The work on one target of a release on this machine: tune, build, choose and measure."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,10 @@ from tvmflow.workspace import Outcome
 
 @dataclass(frozen=True)
 class ModelSteps:
-    """The results of the steps before a target: the original, its ONNX file, its Relax module, and its reference."""
+    """The results of the steps before a target: the original, its ONNX file, its Relax module, its reference outputs.
+
+    `reference` is None without held-out data.
+    """
 
     original: Original
     exported: ExportResult
@@ -30,7 +33,10 @@ class ModelSteps:
 
 @dataclass(frozen=True)
 class LocalBuilds:
-    """The candidates of one target: the build to ship, or the tuned and the untuned one, in this order."""
+    """The candidates of one target: the build to ship, or the tuned and the untuned one, in this order.
+
+    `builder` made them, and `tuned` is the outcome of the tuning.
+    """
 
     builder: TargetBuilder
     tuned: Outcome[TuneResult]
@@ -38,7 +44,10 @@ class LocalBuilds:
 
 
 def build_here(context: RunContext, model: ModelSteps, target: Target) -> LocalBuilds:
-    """Tune for one target, then build, package and validate; with and without the tuning where it changes the build."""
+    """Tune for one target, then build, package and validate; with and without the tuning where it changes the build.
+
+    Raises TuneError, TargetError, BuildError and StepError.
+    """
     spec, runner = context.spec, context.runner
     tuned = tune(runner, TuneJob.of(spec, model.imported, target), context.shared_records)
     builder = TargetBuilder(
@@ -48,9 +57,9 @@ def build_here(context: RunContext, model: ModelSteps, target: Target) -> LocalB
 
 
 def choose_here(builds: LocalBuilds) -> TargetResult:
-    """Choose the candidate to ship, by latency on this machine where there is a choice.
+    """Choose the candidate to ship, by latency on this machine where there are several.
 
-    The result has neither a benchmark nor failed gates.
+    The result has neither a benchmark nor failed gates. Raises BundleError for a bundle that does not run here.
     """
     best, choice = builds.builder.best(builds.candidates)
     steps = {"tune": builds.tuned.summary, **best.steps}
@@ -72,8 +81,8 @@ def choose_here(builds: LocalBuilds) -> TargetResult:
 def measure_here(context: RunContext, model: ModelSteps, builds: LocalBuilds) -> TargetResult:
     """Choose the candidate to ship, run the release file's benchmark on it, and check the gates.
 
-    There is no benchmark of a candidate that failed its validation or could not be validated on this machine: its
-    result has `measured` None and no gates.
+    A candidate that failed its validation or could not be validated on this machine is not measured: its result has
+    `measured` None and no gates. Raises VerdictError for a gate on a peer that was not measured.
     """
     result = choose_here(builds)
     if not (result.verdict.passed and result.verdict.verified):
@@ -88,7 +97,7 @@ def measure_here(context: RunContext, model: ModelSteps, builds: LocalBuilds) ->
 
 
 def refuse_unverifiable(spec: Spec, targets: tuple[Target, ...]) -> None:
-    """Refuse, before any work is spent, a target whose bundle could not pass here. Raises TargetError."""
+    """Raise TargetError, before any work begins, for a target whose bundle could not pass on this machine."""
     for target in targets:
         reason = why_not_here(target, spec.build.precision)
         if reason is not None and spec.gates.unverified_targets == "refuse":

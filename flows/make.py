@@ -1,4 +1,4 @@
-"""The make flow: one target of a release, made and measured on a worker of the work pool that is its machine.
+"""The make flow: it makes and measures one target of a release on a worker, whose work pool has the target's machines.
 
 Releases start it and wait for it; `flows.remote` is their side.
 """
@@ -41,11 +41,12 @@ _log = logging.getLogger(__name__)
 
 
 class MakeJob(Job):
-    """One target of a release, and all that a worker needs to make it.
+    """One target of a release, and all inputs that a worker needs to make it.
 
-    `document` is the release file's, with this one target; `files` are those that the release reads of its folder, by
-    their paths in it. `signer` is the public key that bundles are signed with. `records` are the shared files of tuning
-    records with their sizes, for a release that has no budget for tuning and so depends on them.
+    `document` is the release file's, with this one target; `files` are the files in its folder that the release reads,
+    by their paths in it. `signer` is the public key that belongs to the bundles' signing key, None without signatures.
+    `records` are the sizes in bytes of the shared files of tuning records, by file name, for a release that has no
+    budget for tuning and so depends on them.
     """
 
     document: dict[str, Any]
@@ -65,7 +66,7 @@ class MakeJob(Job):
         return self.target
 
     def artifacts(self) -> Iterator[Artifact]:
-        """The artifacts that the worker fetches: files of the release file's folder, results of steps, weights."""
+        """Yield the artifacts that the worker fetches: files of the release file, results of steps, and weights."""
         yield from self.files.values()
         for result in (self.exported, self.imported, self.reference):
             if result is not None:
@@ -79,7 +80,8 @@ def make(name: str, target: str, store: dict[str, Any], key: str, job: dict[str,
     """Make one target of a release; the release finds the result in the shared workspace.
 
     `store` is the section of that name of the release file, `job` the artifact of a MakeJob in the shared workspace,
-    and `key` the cache key of the result. An error is left as an artifact of the flow run as well.
+    and `key` the cache key of the result. An error is also left as an artifact of the flow run. Raises SettingsError
+    when this worker has other versions or another signing key than the machine that releases, and what the steps raise.
     """
     with _error_artifact(), _heartbeats() as heartbeats, reporting_to(heartbeats):
         _make(key, Artifact.model_validate(job), Store.model_validate(store))
@@ -123,12 +125,12 @@ MAKE = Step(STEP, TargetResult, _work)
 
 
 def workspace_runner(workspace: Workspace, settings: Settings, job: MakeJob) -> StepRunner:
-    """The runner of the step itself; the steps within it have the runner of the release file."""
+    """Return the runner of the step `make` itself; the steps within it have the release file's runner."""
     return StepRunner(workspace, str(job.document["name"]), Path(), settings.step_timeout_minutes * 60)
 
 
 def signer_of(settings: Settings) -> str | None:
-    """The public key that this machine signs bundles with; None when it does not sign them."""
+    """Return the public key, in hexadecimal, of this machine's signing key; None when it has none."""
     return None if settings.signing_key is None else str(public_key(settings.signing_key))
 
 
@@ -169,7 +171,7 @@ def _error_artifact() -> Iterator[None]:
 
 
 class _ProgressKeeper(Reporter):
-    """Keeps the latest progress of the run, and passes all events on."""
+    """A reporter that keeps the latest progress of the run, and passes all events on."""
 
     def __init__(self, receiver: Reporter) -> None:
         self._receiver = receiver
@@ -193,7 +195,7 @@ class _ProgressKeeper(Reporter):
 
 @contextmanager
 def _heartbeats() -> Iterator[Reporter]:
-    """Update a progress artifact of this flow run every few seconds: the run's heartbeat and its latest progress."""
+    """Update a progress artifact of this flow run every few seconds; it shows that the run lives, and its progress."""
     from prefect.artifacts import create_progress_artifact
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import ArtifactUpdate

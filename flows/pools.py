@@ -1,4 +1,4 @@
-"""Work pools: creating them, and finding out whether a worker takes their runs."""
+"""Work pools: how they are created, and whether a worker takes their runs."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -18,11 +18,12 @@ _KUBERNETES_ENVIRONMENT = "tvmflow"
 
 
 def ensure_pool(name: str, kind: PoolType | None = None, image: str | None = None) -> bool:
-    """Create a work pool where there is none, by default of type process; return whether it was created.
+    """Create a work pool if it is missing, by default of type process; return whether it was created.
 
     Runs of a process pool start in the current folder, where the settings file and the state folder are. Runs of the
-    other two start in containers of `image`; a Docker worker, or the secret and the config map `tvmflow` of the
-    cluster, give them their settings. Raises SettingsError when the pool is of another type, or `image` is missing.
+    other two types start in containers of `image`; a Docker worker, or the secret and the config map `tvmflow` of the
+    cluster, give them their settings. Raises SettingsError when the pool is of another type, or `image` is missing, and
+    PrefectError when the server fails.
     """
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectNotFound
@@ -43,7 +44,7 @@ def ensure_pool(name: str, kind: PoolType | None = None, image: str | None = Non
 
 
 def why_idle(client: "SyncPrefectClient", pool: "WorkPool") -> str | None:
-    """Why nobody takes runs of a pool, as the end of a sentence; None if somebody does."""
+    """Return why no worker takes runs of a pool, as the end of a sentence; None if one does."""
     if pool.is_paused:
         return f"which is paused; resume it with `prefect work-pool resume {pool.name}`"
     if pool.is_push_pool or pool.is_managed_pool:

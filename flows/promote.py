@@ -23,7 +23,7 @@ from tvmflow.workspace import Record, Workspace
 
 
 class Approval(RunInput):
-    """A person's answer: whether the release may be promoted, why, and who says so."""
+    """A person's answer: whether the release may be promoted, the reason, and the person."""
 
     approve: bool
     why: str
@@ -31,10 +31,10 @@ class Approval(RunInput):
 
 
 class PromotionSummary(Record):
-    """The outcome of a promotion: what `tvmflow promote --json` prints.
+    """The outcome of a promotion, which `tvmflow promote --json` prints.
 
-    `status` is `moved`, `unchanged` when the channel holds the release already, `waiting` for a person's approval in
-    the flow run `flow_run_id`, `left` when the channel was not touched, or, of an automatic channel, `refused`;
+    `status` is `moved`; `unchanged` when the channel holds the release already; `waiting` for a person's approval in
+    the flow run `flow_run_id`; `left` when the channel was not changed; or, of an automatic channel, `refused`.
     `message` says it in a sentence. `checks` are the checks of the release, `mlflow_run_id` is the run that keeps them.
     """
 
@@ -63,12 +63,12 @@ def promote(
     approved: bool = False,
     while_wanted: bool = False,
 ) -> dict[str, Any]:
-    """Promote a release to a channel when it is complete and keeps the channel's gates.
+    """Promote a release to a channel when it is complete and passes the channel's gates.
 
     `approved` says that `who` approves of it; without it, a channel that requires approval suspends a run of a
-    deployment until somebody answers. With `while_wanted`, a channel whose alias names another version by now is not
-    touched: the alias asks for something else. Returns a PromotionSummary as JSON. Raises VerdictError when the release
-    is refused: the channel stays, and an alias that was set to the release is set back.
+    deployment until a person answers. With `while_wanted`, the channel stays if its alias names another version by now.
+    Returns a PromotionSummary as JSON. Raises VerdictError when the release is refused: the channel stays, and an alias
+    that was set to the release is set back.
     """
     from prefect.runtime import deployment, flow_run
 
@@ -104,7 +104,7 @@ def promote_release(
     while_wanted: bool = False,
     flow_run_id: str | None = None,
 ) -> PromotionSummary:
-    """Promote a release to a channel when it is complete and keeps the channel's gates; call this within a flow.
+    """Promote a release to a channel when it is complete and passes the channel's gates; call this within a flow.
 
     `who` promotes and `why` are kept in the channel's history. `approved` says that `who` approves. `flow_run_id` is
     the id of a deployment's run, which is suspended where the channel requires approval; None for other runs. With
@@ -172,10 +172,11 @@ def promote_release(
 
 
 def promote_automatically(context: RunContext, version: str) -> tuple[PromotionSummary, ...]:
-    """Promote a new release to the automatic channels of its release file; a refusal is an outcome, not an error.
+    """Promote a new release to the automatic channels of its release file; return an outcome for each channel.
 
-    A channel that refused the release before, or held it and was moved away since, is left to a person. So is one that
-    requires approval, unless there is a deployment to ask for it.
+    A refusal is an outcome, not an error. A channel is left to a person if it refused the release before, or held it
+    and was moved away since. So is one that requires approval, unless a deployment can ask for it. Raises StoreError
+    and RegistryError.
     """
     outcomes = []
     for channel in context.spec.automatic_channels():
@@ -236,9 +237,9 @@ def _promote_automatically(
 
 
 def ask_for_approval(name: str, version: str, channel: str, *, who: str, why: str) -> str:
-    """Start the deployment promote/NAME, which suspends its run for approval; return the run's id. Raises PrefectError.
+    """Start the deployment promote/NAME, which suspends its run for approval; return the run's id.
 
-    A run that waits for the same promotion already is not started again.
+    If a run waits for the same promotion already, its id is returned. Raises PrefectError.
     """
     from flows.runs import list_active, start
 
@@ -250,7 +251,7 @@ def ask_for_approval(name: str, version: str, channel: str, *, who: str, why: st
 
 
 def how_to_approve(job: GateJob) -> str:
-    """How a person promotes to a channel that requires approval, as part of a sentence."""
+    """Return how a person promotes to a channel that requires approval, as part of a sentence."""
     return (
         f"approve it yourself with `tvmflow promote {job.name} {job.version} --channel {job.channel} --approve`, "
         f"or register the deployment promote/{job.name} with `tvmflow deploy`, which asks for it"
@@ -258,7 +259,7 @@ def how_to_approve(job: GateJob) -> str:
 
 
 def _check(job: GateJob, services: Services, settings: Settings, workspace: Workspace) -> tuple[Check, ...]:
-    """Make all checks of a promotion; a release that is not complete is not run."""
+    """Make all checks of a promotion; the gates do not run for a release that is not complete."""
     runner = StepRunner(workspace, job.name, Path(), settings.step_timeout_minutes * 60)
     cache = cache_folder(settings)
     first = integrity(runner, job, services.store, cache).result
@@ -318,7 +319,7 @@ def _ask(job: GateJob, checks: tuple[Check, ...], who: str, why: str) -> Approva
 
 
 def _report(job: GateJob, checks: tuple[Check, ...], who: str, why: str) -> str:
-    """The report that a person decides by, in Markdown."""
+    """Return the report on which a person decides, in Markdown."""
     lines = [
         f"# {job.name}: {job.channel} from {job.current_version or 'nothing'} to {job.version}",
         "",

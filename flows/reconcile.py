@@ -1,4 +1,4 @@
-"""The reconcile flow: it does what aliases ask for and no run has done, and completes interrupted moves of channels.
+"""The reconcile flow: it starts runs that aliases ask for and nobody has started, and completes interrupted moves.
 
 The aliases of the registry are the desired state. Webhooks only make the runs start sooner.
 """
@@ -29,9 +29,9 @@ Action = Literal["started", "ran", "refused", "alias set", "alias put back", "wa
 class Finding(Record):
     """One alias that disagrees with its channel or has no release, and the action that was taken.
 
-    `what` says what disagrees. Of `done`, `waiting` means that there is a run for it already; `given up`, that its runs
-    failed too often; `approval needed`, that a person must approve and there is no deployment to ask one. `flow_run` is
-    the id of the run that was started, None for other actions.
+    `what` describes the disagreement. `done` is the action: `waiting` means that a run is active already; `given up`,
+    that the runs failed too often; `approval needed`, that a person must approve and no deployment can ask one.
+    `flow_run` is the id of the run that was started, None for other actions.
     """
 
     name: str
@@ -54,7 +54,8 @@ class ReconcileSummary(Record):
 def reconcile() -> Any:
     """Make channels and releases agree with the aliases, for every release file in the setting models.
 
-    Returns a ReconcileSummary as JSON; the flow run fails when there were problems, after all else is done.
+    Returns a ReconcileSummary as JSON, in a failed state when there were problems; an error of one model does not stop
+    the others.
     """
     log = get_run_logger()
     settings = machine.load()
@@ -92,7 +93,7 @@ def _checks(services: Services, entry: ManagedModel) -> Iterator[Callable[[], Fi
 
 
 def _channels(services: Services, entry: ManagedModel) -> list[str]:
-    """The channels of the release file; where it names none, every alias and every pointer is a channel."""
+    """Return the channels of the release file; where it names none, every alias and every pointer is a channel."""
     if entry.spec.channels:
         return list(entry.spec.channels)
     pointers = {pointer.channel for pointer in channels.list_all(services.store, entry.name)}
@@ -100,7 +101,7 @@ def _channels(services: Services, entry: ManagedModel) -> list[str]:
 
 
 def _reconcile_channel(services: Services, entry: ManagedModel, channel: str) -> Finding | None:
-    """Make a channel and its alias agree; None when they do."""
+    """Make a channel and its alias agree; return None when they do."""
     state = read_state(services, entry.name, channel, entry.registered_model)
     if state.is_settled:
         return None
@@ -124,14 +125,14 @@ def _reconcile_channel(services: Services, entry: ManagedModel, channel: str) ->
 
 
 def _why_not_promotable(services: Services, entry: ManagedModel, state: ChannelState) -> str | None:
-    """Why the version that the alias names cannot be promoted; None when it can."""
+    """Return why the version that the alias names cannot be promoted; None when it can."""
     if state.alias_version is not None and not services.store.has_release(entry.name, state.alias_version):
         return "this version is not released"
     return f"the channel refused this version: {state.refusal}" if state.refusal is not None else None
 
 
 def _reconcile_source(services: Services, entry: ManagedModel) -> Finding | None:
-    """Release the version that the source model's alias names; None when it has a release or a verdict."""
+    """Release the version that the source model's alias names; return None when it has a release or a verdict."""
     source = entry.source_alias
     version = services.registry.get_alias_version(source.model, source.alias) if source is not None else None
     if source is None or version is None:
@@ -152,7 +153,7 @@ def _reconcile_source(services: Services, entry: ManagedModel) -> Finding | None
 def _start(
     request: RunRequest, entry: ManagedModel, alias: str, version: str, what: str, max_tries: int | None
 ) -> Finding:
-    """Start a run unless there is one; where its deployment is not registered, run the flow in this process."""
+    """Start a run unless one is active; where its deployment is not registered, run the flow in this process."""
 
     def finding(done: Action, flow_run: str | None = None) -> Finding:
         return Finding(name=entry.name, alias=alias, version=version, what=what, done=done, flow_run=flow_run)

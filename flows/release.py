@@ -38,6 +38,7 @@ from tvmflow.workspace import Outcome, Record, StepSummary
 class TargetSummary(Record):
     """One target of a release; figures are None where this machine could not run the bundle.
 
+    `bundle_size` is in bytes, `latency_ms` in milliseconds, `ratio` the bundle's median latency over each peer's.
     `choice` says which of the tuned and the untuned build is shipped, None where tuning changed nothing.
     """
 
@@ -60,9 +61,9 @@ class TargetSummary(Record):
 
 
 class ReleaseSummary(Record):
-    """The outcome of a release and of its automatic promotions: what `tvmflow release --json` prints.
+    """The outcome of a release and of its automatic promotions, which `tvmflow release --json` prints.
 
-    `warnings` are sentences about what the release cannot promise.
+    `warnings` are sentences about limits of the release.
     """
 
     name: str
@@ -87,7 +88,7 @@ def release(
 
     `targets`, `trials` and `runs` replace those of the file; `source`, the version of a registered PyTorch or ONNX
     model as MODEL/3, replaces its model. A channel that refuses the release does not undo it. Returns a ReleaseSummary
-    as JSON. Raises VerdictError when a bundle is out of bounds or does not keep a gate: nothing is published then.
+    as JSON. Raises VerdictError when a bundle is out of bounds or fails a gate: nothing is published then.
     """
     spec = override(release_file.load(Path(file)), targets, trials, runs, source)
     settings = machine.load()
@@ -104,7 +105,10 @@ def release(
 def override(
     spec: Spec, targets: list[str] | None, trials: int | None, runs: int | None, source: str | None = None
 ) -> Spec:
-    """The release file with the changes of one run; `runs` is the number of timed runs of each runner in all."""
+    """Return the release file with the changes of one run; `runs` is each runner's total number of timed runs.
+
+    `source` is a version of a registered model, as MODEL/3. None changes nothing. Raises SpecError.
+    """
     changes: dict[str, object] = {}
     if targets:
         changes["targets"] = targets
@@ -124,8 +128,8 @@ def release_model(
 
     `trained` is the outcome of a training that has already run: without it, the model is trained if the file says so.
     `source` is the registered version of these weights, as MODEL/3; the release's provenance names it. A channel that
-    refuses the release does not undo it. Raises VerdictError when a bundle is out of bounds or does not keep a gate:
-    nothing is published then.
+    refuses the release does not undo it. Raises VerdictError when a bundle is out of bounds or fails a gate: nothing is
+    published then.
     """
     spec, runner = context.spec, context.runner
     targets = spec.resolve_targets()
@@ -190,7 +194,7 @@ def release_model(
 
 
 def _warnings(spec: Spec, exported: ExportResult) -> tuple[str, ...]:
-    """What a release cannot promise or returns otherwise than the original, a sentence each."""
+    """Return sentences about what the release cannot guarantee or returns in another form than the original."""
     warnings = exported.notes()
     if not exported.is_repeatable:
         warnings.append(
@@ -207,7 +211,7 @@ def _make_all(
     pools: Mapping[str, str],
     is_interrupted: Event,
 ) -> tuple[LocalBuilds | TargetResult, ...]:
-    """Make every target: those on pools all at once, the others as many at a time as there are cores for.
+    """Make every target: those on pools all at once, the others two or more at a time if there are cores for it.
 
     A build keeps about one and a half cores busy. An interrupt sets `is_interrupted` and kills child processes.
     """

@@ -1,8 +1,8 @@
 """Targets that are made on other machines: the release's side of the make flow, from finding a worker to the result.
 
-Prefect runs the flow; what it lacks is here. Its heartbeats are events of at least 30 seconds apart that only
-automations see, and its `wait_for_flow_run` neither reports progress nor notices that a worker is gone. So a run
-updates a progress artifact every few seconds, and this side polls it.
+Prefect runs the flow, but its heartbeats are events at least 30 seconds apart that only automations see, and its
+`wait_for_flow_run` neither reports progress nor notices the loss of a worker. So a run updates a progress artifact
+every few seconds, and this module polls it.
 """
 
 import json
@@ -43,9 +43,10 @@ _log = logging.getLogger(__name__)
 
 
 def pools_of(settings: Settings, targets: tuple[Target, ...]) -> dict[str, str]:
-    """The work pool of each target that is made on one, by the target's name; the others are made here.
+    """Return the work pool of each target that is made on one, by the target's name; the others are made here.
 
-    Raises SettingsError, before any work is spent, when a pool could not take its target.
+    Raises SettingsError, before any work begins, when a pool could not take its target, and PrefectError when the
+    server fails.
     """
     pools = {
         target.name: settings.target_pools[target.name] for target in targets if target.name in settings.target_pools
@@ -74,10 +75,11 @@ def make_on_pool(
     target: Target,
     is_interrupted: threading.Event,
 ) -> TargetResult:
-    """Have one target made and measured on a worker of a work pool; a result that the shared workspace has is cached.
+    """Make and measure one target on a worker of a work pool; take a result that the shared workspace has.
 
-    `weights` are those that were trained for the model. Raises the error that the run raised, and StepError when its
-    worker is gone or the run was cancelled. The run is cancelled when `is_interrupted` is set.
+    `weights` are those that were trained for the model. Raises the error that the run raised; StepError when its worker
+    is lost or the run was cancelled; StoreError when its result is missing. The run is cancelled when `is_interrupted`
+    is set.
     """
     workspace, started_at = context.workspace, time.perf_counter()
     job = _make_job(context, pool, model, weights, target)
@@ -107,7 +109,7 @@ def make_on_pool(
 
 
 def _as_cached(result: TargetResult) -> TargetResult:
-    """The result of a target whose steps were all cached; a result that has just been made has the worker's steps."""
+    """Return the result with all steps marked as cached; a new result has the worker's own steps."""
     steps = {name: StepSummary(status="cached", seconds=0.0) for name in result.steps}
     return result.model_copy(update={"steps": steps})
 
@@ -139,7 +141,7 @@ def _make_job(context: RunContext, pool: str, model: ModelSteps, weights: Artifa
 
 
 def _files(context: RunContext, results: list[StepResult]) -> dict[str, Artifact]:
-    """The files in the folder of the release file that the release names, and the modules that its steps imported."""
+    """Return the files in the release file's folder that it names, and the modules that its steps imported, by path."""
     spec, model = context.spec, context.spec.model
     files_in_spec = [model.onnx, model.pt2, model.weights, *(item.samples.file for item in spec.inputs)]
     paths = {str(path) for path in files_in_spec if path is not None and not path.is_absolute()}
@@ -157,7 +159,7 @@ def _files(context: RunContext, results: list[StepResult]) -> dict[str, Artifact
 
 
 def _check_pool(target: str, pool: str) -> None:
-    """Raise SettingsError when a work pool has no deployment, or nobody who takes its runs."""
+    """Raise SettingsError when a work pool has no deployment, or no worker that takes its runs."""
     from prefect.exceptions import ObjectNotFound
 
     with connect(f"look for the work pool {pool}") as client:
@@ -181,7 +183,7 @@ def _check_pool(target: str, pool: str) -> None:
 
 
 class _LostWorkerError(StepError):
-    """The worker of a run is gone."""
+    """The worker of a run sends no more heartbeats."""
 
 
 def _run(context: RunContext, job: MakeJob, key: str, report: Progress, is_interrupted: threading.Event) -> None:
@@ -266,7 +268,7 @@ def _set_state(run_id: UUID, job: MakeJob, state: "State[Any]") -> None:
 
 
 def _raise_unless_completed(run: "FlowRun", job: MakeJob) -> None:
-    """Raise the error that the run left, as if it had been raised here; a StepError when it left none."""
+    """Raise the error that the run left as an artifact; a StepError when it left none."""
     state = run.state
     if state is not None and state.is_completed():
         return
@@ -286,7 +288,7 @@ def _raise_unless_completed(run: "FlowRun", job: MakeJob) -> None:
 
 
 def _error(data: object) -> TvmflowError | None:
-    """The error in a run's artifact; None when that is damaged."""
+    """Return the error in a run's artifact; None when the artifact is damaged."""
     try:
         return errors.from_data(json.loads(str(data)))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The retrain flow: train, evaluate against what is in production, and release what is at least as good."""
+"""The retrain flow: it trains, compares the model with the release in production, and releases a better one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +26,7 @@ from tvmflow.workspace import Record
 
 
 class RetrainSummary(Record):
-    """The outcome of a retraining that passed: what `tvmflow retrain --json` prints.
+    """The outcome of a retraining that passed, which `tvmflow retrain --json` prints.
 
     `source` is the version of the registered PyTorch model, as MODEL/3, `mlflow_run_id` the run that keeps the verdict.
     """
@@ -40,7 +40,7 @@ class RetrainSummary(Record):
 
 @flow(name="retrain", flow_run_name="retrain {file}", validate_parameters=True)
 def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", who: str = "") -> dict[str, Any]:
-    """Train the model of a release file again, and release it when it is as good as the current release.
+    """Train the model of a release file again, and release it when it is good enough beside the current release.
 
     `arguments` are added to those of the file's section `train`, or replace them. The trained model, the challenger,
     must score at least `retrain.min_gain` more on the held-out data than the champion, which is the bundle that the
@@ -59,7 +59,7 @@ def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", w
 
 
 def with_arguments(spec: Spec, arguments: Mapping[str, Any], source: str = "release file") -> Spec:
-    """The release file with these arguments of its training, and without a budget of minutes for tuning.
+    """Return the release file with these training arguments, and without a budget of minutes for tuning.
 
     Errors name it `source`. Raises SpecError for a file without training or without held-out data.
     """

@@ -41,10 +41,10 @@ class RetunedTarget(Record):
 
 
 class RetuneSummary(Record):
-    """The outcome of a retuning, as `tvmflow retune --json` prints it.
+    """The outcome of a retuning, which `tvmflow retune --json` prints.
 
-    `version` is the channel's version before, `mlflow_run_id` the run that has the verdict, and `release` the new
-    release, None where there was no gain.
+    `version` is the version that the channel held before, `mlflow_run_id` the run that keeps the verdict, and `release`
+    the new release, None where there was no gain.
     """
 
     name: str
@@ -64,7 +64,8 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
     The model is the one of the channel's release. A build with all records becomes a release only when it is faster
     than the bundle in production, measured in turn with it; otherwise the verdict is "no gain", and the records stay.
     Targets that this machine cannot run are released as well, but not tuned. Returns a RetuneSummary as JSON. Raises
-    StoreError when the channel has no release, TuneError when the release file describes another model by now.
+    StoreError when the channel has no release, TuneError when `minutes` is not above 0 or the release file describes
+    another model by now, and TargetError when this machine can measure none of the release's targets.
     """
     if not minutes > 0:
         raise TuneError(f"a budget of {minutes:g} minutes was given; give more than 0")
@@ -134,7 +135,10 @@ def _retune(
 
 
 def _bundles(context: RunContext, production: Mapping[str, Any]) -> tuple[tuple[Target, Path], ...]:
-    """The bundles in production for the targets that this machine can measure."""
+    """Return the bundles in production for the targets that this machine can measure.
+
+    Raises TargetError without any.
+    """
     entries = {entry.target: entry for entry in TargetEntry.read_all(production)}
     bundles: list[tuple[Target, Path]] = []
     for target in context.spec.resolve_targets():
@@ -154,7 +158,7 @@ def _bundles(context: RunContext, production: Mapping[str, Any]) -> tuple[tuple[
 
 
 def _weights(registry: Registry, workspace: Workspace, production: Mapping[str, Any]) -> Outcome[TrainResult] | None:
-    """The weights of the release in production from its MLflow run, None where the run has none."""
+    """Return the weights of the release in production from its MLflow run, None where the run has none."""
     with workspace.scratch() as folder:
         path = registry.fetch_artifact(str(production["mlflow_run_id"]), WEIGHTS, folder)
         return None if path is None else Outcome(TrainResult(weights=workspace.keep(path)), "cached", 0.0)

@@ -1,4 +1,4 @@
-"""Flow runs of deployments: starting and listing them, and letting the runs of one model take turns."""
+"""Flow runs of deployments: they are started and listed here, and the runs of one model take turns."""
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ LOGIN_REFUSED = "its server refuses the login; set PREFECT_API_AUTH_STRING to US
 
 @dataclass(frozen=True)
 class Run:
-    """A flow run of a deployment; `state` is Prefect's name of it, e.g. `Running`, `Suspended`, `Late`."""
+    """A flow run of a deployment; `state` is Prefect's name of its state, e.g. `Running`, `Suspended`, `Late`."""
 
     id: str
     name: str
@@ -48,7 +48,7 @@ def start(deployment: str, parameters: Mapping[str, Any], *, key: str | None = N
 
 
 def is_registered(deployment: str) -> bool:
-    """Whether the server has the deployment `FLOW/NAME`. Raises PrefectError."""
+    """Whether the server has the deployment `FLOW/NAME`. Raises PrefectError when the server fails."""
     with connect(f"look for {deployment}") as client:
         return find_deployment(client, deployment) is not None
 
@@ -56,7 +56,7 @@ def is_registered(deployment: str) -> bool:
 def list_active(deployment: str, tags: Sequence[str] = ()) -> list[Run]:
     """List the runs of a deployment that are running, suspended or due, with all of these tags; the oldest first.
 
-    Runs that a schedule plans for later are left out. Raises PrefectError.
+    Runs that a schedule plans for later are left out. Raises PrefectError when the server fails.
     """
     with connect(f"look for runs of {deployment}") as client:
         runs = _read_runs(client, deployment, tags, _ACTIVE_STATES)
@@ -72,10 +72,11 @@ def list_ended(deployment: str, tags: Sequence[str] = ()) -> list[Run]:
 
 @contextmanager
 def one_at_a_time(name: str) -> Iterator[None]:
-    """Wait until no other flow run releases, retrains or retunes this model, and hold that place while the body runs.
+    """Wait until no other flow run releases, retrains or retunes this model, and exclude others while the body runs.
 
-    Runs wait on a server that has a concurrency limit for the model, which `flows.deployments.register` creates;
-    elsewhere nobody waits. Prefect frees the concurrency slot of a dead run within five minutes.
+    Runs wait on a server that has a concurrency limit for the model, which `flows.deployments.register` creates; on
+    other servers they do not wait. Prefect frees the concurrency slot of a dead run within five minutes. Raises
+    PrefectError.
     """
     from prefect.concurrency.sync import concurrency
     from prefect.exceptions import ObjectNotFound
@@ -91,12 +92,12 @@ def one_at_a_time(name: str) -> Iterator[None]:
 
 
 def limit_name(name: str) -> str:
-    """The name of the concurrency limit of a model's runs."""
+    """Return the name of the concurrency limit of a model's runs."""
     return f"tvmflow-{name}"
 
 
 def find_deployment(client: "SyncPrefectClient", deployment: str) -> "DeploymentResponse | None":
-    """The deployment `FLOW/NAME` as the server has it; None where there is none."""
+    """Return the deployment `FLOW/NAME` as the server has it; None where there is none."""
     from prefect.exceptions import ObjectNotFound
 
     try:
@@ -109,7 +110,7 @@ def find_deployment(client: "SyncPrefectClient", deployment: str) -> "Deployment
 def connect(action: str) -> "Iterator[SyncPrefectClient]":
     """Open Prefect's client of the server that its own settings name, for the body.
 
-    Raises PrefectError, whose sentence names `action`, when the server does not answer or refuses.
+    Raises PrefectError when the server does not answer or refuses; its sentence says that Prefect could not `action`.
     """
     import httpx
     from prefect.client.orchestration import get_client
@@ -133,7 +134,7 @@ def connect(action: str) -> "Iterator[SyncPrefectClient]":
 
 
 def is_login_refused(error: Exception) -> bool:
-    """Whether an error of Prefect's client says that the server wants a login, or refuses the one it was given."""
+    """Whether an error of Prefect's client says that the server requires a login or refuses the given one."""
     import httpx
 
     return isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403)
