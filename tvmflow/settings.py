@@ -31,7 +31,7 @@ _DEVICE = {TRUSTED_KEYS_VARIABLE}
 
 
 def settings_file() -> Path:
-    """The settings file: `$TVMFLOW_SETTINGS`, else `tvmflow.toml` in the current folder."""
+    """Return the path of the settings file: `$TVMFLOW_SETTINGS`, else `tvmflow.toml` in the current folder."""
     return Path(os.environ.get(_FILE_VARIABLE, "tvmflow.toml"))
 
 
@@ -61,7 +61,7 @@ class _RunningStack(PydanticBaseSettingsSource):
         raise NotImplementedError
 
     def __call__(self) -> dict[str, Any]:
-        """The stack's values; those of its S3 server only when no other source names a part of an S3 server."""
+        """Return the stack's values; those of its S3 server only when no other source names a part of an S3 server."""
         others = self.current_state
         home = others.get("home", self.settings_cls.model_fields["home"].default)
         values = record.settings(Path(str(home)).expanduser().absolute())
@@ -114,12 +114,12 @@ class Settings(BaseSettings):
     """The release files that this installation manages, in the environment as a JSON list: those that aliases may
     start and `tvmflow deploy` registers."""
     webhook_secret: SecretStr | None = None
-    """The secret that MLflow signs its webhooks with."""
+    """The secret with which MLflow signs its webhooks."""
     database_url: SecretStr | None = None
     """A PostgreSQL server in which `tvmflow up` keeps the state of Prefect and MLflow:
     `postgresql://USER:PASSWORD@HOST:PORT`. SQLite unless given."""
     work_pool: str = "tvmflow"
-    """The Prefect work pool that deployments run on."""
+    """The Prefect work pool on which deployments run."""
     target_pools: dict[str, str] = {}
     """Targets that workers of a Prefect work pool build, as `{"TARGET": "POOL"}`; needs a shared workspace
     ([how to](../how-to/spread-over-workers.md))."""
@@ -130,7 +130,7 @@ class Settings(BaseSettings):
     parallel_targets: Annotated[int, Field(ge=1)] | None = None
     """Targets that are built at a time; half of the cores unless given."""
     signing_key: Path | None = None
-    """The private key that bundles are signed with."""
+    """The private key with which bundles are signed."""
     step_timeout_minutes: Annotated[float, Field(gt=0)] = 120.0
     """Minutes after which a step's process is ended."""
 
@@ -143,7 +143,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The sources in their order: explicit arguments, the environment, the settings file, a running stack."""
+        """Return the sources in order: explicit arguments, the environment, the settings file, a running stack."""
         file = _SettingsFile(settings_cls, settings_file())
         return init_settings, env_settings, file, _RunningStack(settings_cls)
 
@@ -154,7 +154,7 @@ class Settings(BaseSettings):
 
 
 def load() -> Settings:
-    """Read the settings of this machine. Raises SettingsError with one sentence that names the setting."""
+    """Read the settings of this machine. Raises SettingsError, whose sentence names the setting, for a wrong one."""
     path = settings_file()
     if _FILE_VARIABLE in os.environ and not path.is_file():
         raise SettingsError(f"settings file {str(path)!r}, named by {_FILE_VARIABLE}, does not exist")

@@ -1,4 +1,4 @@
-"""The command `tvmflow`: the front door."""
+"""The command `tvmflow`, with all its subcommands."""
 
 import json
 import os
@@ -95,7 +95,10 @@ for command in (
 
 
 def main() -> None:
-    """Run the command line: a user's mistake is one sentence and a non-zero exit, never a traceback."""
+    """Run the command line.
+
+    A user's mistake prints one sentence and exits with a code other than 0, without a traceback.
+    """
     signal.signal(signal.SIGTERM, _interrupt)
     end_quickly()
     try:
@@ -121,7 +124,7 @@ def main() -> None:
 
 
 def _describe_interrupt(arguments: Sequence[str]) -> str:
-    """The message after an interrupt of the command with these arguments."""
+    """Return the message after an interrupt of the command with these arguments."""
     command = next((word for word in arguments if word in cli.commands), "")
     return f"interrupted; {_AFTER_INTERRUPT[command]}" if command in _AFTER_INTERRUPT else "interrupted"
 

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 @click.command("approve")
 @click.argument("run", required=False)
-@click.option("--reject", is_flag=True, help="Say no instead of yes.")
+@click.option("--reject", is_flag=True, help="Reject the promotion instead.")
 @click.option("--why", default="", help="Kept with the verdict and in the channel's history.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> None:
-    """Approve the promotion that waits in the flow run RUN, an id or its beginning; without RUN, list what waits."""
+    """Approve the promotion that waits in the flow run RUN, an id or its beginning; without RUN, list all that wait."""
     from tvmflow import promotion
     from tvmflow import settings as machine
     from tvmflow.cli.prefect import prefect_server

@@ -1,4 +1,4 @@
-"""`tvmflow bisect`: the node of an ONNX file that is compiled wrongly."""
+"""`tvmflow bisect`: find the node of an ONNX file that is compiled wrongly."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def bisect_command(
 
 
 def _make(path: Path, model: "onnx.ModelProto") -> "dict[str, Array]":
-    """Random inputs, of sizes at which ONNX Runtime runs the model. Raises ExportError where it runs at none."""
+    """Return random inputs, of sizes at which ONNX Runtime runs the model. Raises ExportError where it runs at none."""
     from tasks.export import described_by
     from tvmflow import samples
     from tvmflow.cli.sizes import find_ranges

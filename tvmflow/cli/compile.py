@@ -1,4 +1,4 @@
-"""`tvmflow compile`: one ONNX file to one bundle, without registry and store."""
+"""`tvmflow compile`: compile one ONNX file to one bundle, without registry and store."""
 
 import dataclasses
 import json
@@ -144,7 +144,7 @@ def compile_command(
     dump_code: tuple[Code, ...],
     as_json: bool,
 ) -> None:
-    """Compile the ONNX file MODEL to a bundle, which is written if its outputs are those of ONNX Runtime.
+    """Compile the ONNX file MODEL to a bundle, which is written if its outputs equal ONNX Runtime's within the bounds.
 
     Exit code 3: the outputs differ, no bundle was written.
     """
@@ -232,7 +232,7 @@ def compile_command(
 
 
 def parse_shapes(text: str) -> dict[str, tuple[int | str, ...]]:
-    """Return shapes by input name from text like `x:[1,3] mask:[batch,128]`; a word among the numbers is a symbol.
+    """Return shapes by input name from text like `x:[1,3] mask:[batch,128]`; a word is a symbolic dimension.
 
     Raises InputError for text of another form.
     """
@@ -250,7 +250,7 @@ def parse_shapes(text: str) -> dict[str, tuple[int | str, ...]]:
 
 
 def _linker(command: str | None, options: str) -> str | None:
-    """The command line of the linker; None for the target's own linker."""
+    """Return the command line of the linker; None for the target's own linker."""
     if command is None:
         return None
     for text, hint in ((command, "--cross-compiler"), (options, "--cross-compiler-options")):
@@ -266,9 +266,11 @@ def _linker(command: str | None, options: str) -> str | None:
 def make_spec(
     model: Path, target: str, shapes: dict[str, tuple[int | str, ...]], build: dict[str, object], trials: int
 ) -> "Spec":
-    """Return the release file that stands for a command line: one ONNX file, one target, the section `build`.
+    """Return the release file that a command line describes: one ONNX file, one target, the section `build`.
 
-    Raises InputError for a shape of an input that the model does not have, and SpecError.
+    `shapes` are new shapes by input name, `trials` is the number of tuning trials. Raises InputError for a shape of an
+    input that the model does not have, ExportError for a file that is not ONNX, and SpecError for a wrong target or
+    option.
     """
     from tasks.export import described_by, read_onnx
     from tvmflow import spec as release_file
@@ -325,7 +327,7 @@ def _warn_of_absent_passes(names: tuple[str, ...], passes: list[dict[str, str]])
 
 
 def _copy(bundle: Path, output: Path) -> None:
-    """Copy the bundle to the output, as a whole or not at all."""
+    """Copy the bundle to the output, which is complete or unchanged afterwards."""
     partial = None
     try:
         descriptor, partial = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")

@@ -1,4 +1,4 @@
-"""`tvmflow deploy`: the deployments of release files, and MLflow's webhook."""
+"""`tvmflow deploy`: register the deployments of release files, and MLflow's webhook."""
 
 import json
 import sys
@@ -24,11 +24,11 @@ _WEBHOOK = "tvmflow"
     "--pool-type",
     "kind",
     type=click.Choice(["process", "docker", "kubernetes"]),
-    help="What the work pool is created as where there is none; by default process.",
+    help="The type of a work pool that does not exist yet; by default process.",
 )
 @click.option("--image", help="The image that the containers of a new docker or kubernetes pool run.")
 @click.option(
-    "--receiver", metavar="URL", help="Have MLflow tell the receiver at this address of aliases that are set."
+    "--receiver", metavar="URL", help="Make MLflow report aliases that are set to the receiver at this address."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def deploy_command(

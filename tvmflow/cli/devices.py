@@ -1,4 +1,4 @@
-"""`tvmflow devices`: starts, ends and lists RPC servers that candidates are measured on, and lists a tracker's."""
+"""`tvmflow devices`: start, end and list the RPC servers that measure candidates, and list a tracker's servers."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _MARKS = {"up": "green", "starting": "yellow", "dropped": "red"}
 
 
 def tracker_address(text: str) -> "Address":
-    """Parse the address of --tracker. Raises click's BadParameter when it is not HOST:PORT."""
+    """Return the address that --tracker gives. Raises click's BadParameter when it is not HOST:PORT."""
     from tvmflow.runtime.tracker import Address
 
     try:
@@ -42,7 +42,7 @@ def own_tracker(state: Path) -> str:
 
 @click.group("devices")
 def devices_command() -> None:
-    """Devices to tune on: RPC servers of TVM that a tracker finds by their key."""
+    """Start, end and list devices for tuning: RPC servers of TVM that a tracker finds by their key."""
 
 
 @devices_command.command("up")
@@ -58,8 +58,8 @@ def up_command(
 ) -> None:
     """Start RPC servers and their tracker on this machine, and keep them running until `tvmflow devices down`.
 
-    A server that dies or leaves the tracker is started again. Whoever reaches a server can run any code on this
-    machine: listen elsewhere than on 127.0.0.1 only in a network whose users may all do so.
+    A server that dies or leaves the tracker is started again. Anyone who reaches a server can run any code on this
+    machine: listen on another address than 127.0.0.1 only in a network whose users may all do so.
     """
     from tvmflow import settings as machine
     from tvmflow.tuning import devices
@@ -98,7 +98,7 @@ def down_command(as_json: bool) -> None:
 @click.option("--tracker", metavar="HOST:PORT", help="The tracker to ask, by default the one of `tvmflow devices up`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_command(tracker: str | None, as_json: bool) -> None:
-    """List the keys and servers that a tracker knows, and how the servers of this machine are."""
+    """List a tracker's keys and servers, and the state of this machine's servers."""
     from tvmflow import settings as machine
     from tvmflow.tuning import devices
 

@@ -25,7 +25,7 @@ class _Bars(Progress):
 
 
 class RichReporter:
-    """Shows the events of a run on a console; on one that is no terminal, plain lines."""
+    """A reporter that shows the events of a run on a console; plain lines where it is no terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -49,12 +49,12 @@ class RichReporter:
             yield
 
     def started(self, step: str, target: str | None) -> None:
-        """Begin a spinner."""
+        """Show a spinner for the step."""
         with self._lock:
             self._task_ids[step, target] = self._progress.add_task(_label(step, target), total=None, message="")
 
     def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
-        """Turn the spinner into a bar; the first line of the message stands beside it, the others below all bars."""
+        """Turn the spinner into a bar; show the first line of the message beside it, the others below all bars."""
         first, _, more = message.partition("\n")
         with self._lock:
             task_id = self._task_ids.get((step, target))

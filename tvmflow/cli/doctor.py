@@ -1,4 +1,4 @@
-"""`tvmflow doctor`: what compiling an ONNX file will do, before any build."""
+"""`tvmflow doctor`: report how an ONNX file will be compiled, before any build."""
 
 import dataclasses
 import json
@@ -24,15 +24,15 @@ _REFUSED = 4
 @model_argument
 @target_option
 @precision_option("The precision to compile for.")
-@input_shapes_option("; what is not given stays free.")
+@input_shapes_option("; other dimensions stay free.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def doctor_command(model: Path, target: str, precision: str, input_shapes: str | None, as_json: bool) -> None:
-    """Say of every operator of the ONNX file MODEL how it will be compiled, or why not and what to do instead.
+    """Explain for every operator of the ONNX file MODEL how it will be compiled, or why it cannot be and what to do.
 
-    Nothing is built. Each kind of node is lowered by itself, and "rule" is the schedule rule that takes it. "fast" is
-    what a rule was written for, or what is fused into a neighbour; "fallback" is what only the general schedule takes;
-    "folded" is computed at import. "time" is the expected share of the run time, from operations and bytes.
-    Exit code 4: something is refused.
+    Nothing is built. Each kind of node is lowered by itself, and "rule" is the schedule rule that takes it. "fast"
+    means that a rule was written for it, or that it is fused into a neighbour; "fallback", that only the general
+    schedule takes it; "folded", that it is computed at import. "time" is the expected share of the run time, from
+    operations and bytes. Exit code 4: something is refused.
     """
     from rich.console import Console
 
@@ -55,7 +55,7 @@ def doctor_command(model: Path, target: str, precision: str, input_shapes: str |
 
 
 def _ranges(model: Path, shapes: dict[str, tuple[int | str, ...]]) -> "dict[str, Dimension]":
-    """The ranges of the free dimensions, empty where ONNX Runtime does not run the model."""
+    """Return the ranges of the free dimensions, empty where ONNX Runtime does not run the model."""
     from tasks.export import read_onnx
     from tvmflow.cli.sizes import find_ranges
     from tvmflow.errors import ExportError, ModelImportError

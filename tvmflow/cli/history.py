@@ -1,4 +1,4 @@
-"""`tvmflow history`: the moves of a channel."""
+"""`tvmflow history`: show the moves of a channel."""
 
 import dataclasses
 import json

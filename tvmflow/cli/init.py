@@ -1,4 +1,4 @@
-"""`tvmflow init`: writes a new, commented release file."""
+"""`tvmflow init`: write a new, commented release file."""
 
 import re
 from pathlib import Path

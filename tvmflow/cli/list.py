@@ -1,4 +1,4 @@
-"""`tvmflow list`: the releases in the store."""
+"""`tvmflow list`: list the releases in the store."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ def list_command(name: str | None, as_json: bool) -> None:
 
 
 def _read_channels(store: "ReleaseStore", releases: list[dict[str, Any]]) -> list[list[str]]:
-    """The channels that hold each of the releases."""
+    """Return the channels that hold each of the releases."""
     from tvmflow.store import channels
 
     names = {str(release.get("name")) for release in releases}
@@ -62,7 +62,10 @@ def _read_channels(store: "ReleaseStore", releases: list[dict[str, Any]]) -> lis
 
 
 def read_rows(release: dict[str, Any], channels: list[str]) -> list[tuple[str, ...]]:
-    """The table's rows for a release, one for each target. Raises StoreError for a document that is damaged."""
+    """Return the table's rows for a release, one for each target; `channels` are those that hold it.
+
+    Raises StoreError for a damaged document.
+    """
     from tvmflow.errors import StoreError
 
     try:

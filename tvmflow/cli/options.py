@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have, and how a command reads what they name."""
+"""Arguments and options of several commands, and readers of the files that they name."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -35,7 +35,7 @@ def prepare_environment() -> None:
 
 
 def point_at_server(settings: "Settings") -> None:
-    """Point Prefect at the server that settings name, whether it is up or not; call this before Prefect is imported.
+    """Point Prefect at the server that settings name, even if it is down; call this before Prefect is imported.
 
     Raises SettingsError when they name none.
     """
@@ -136,7 +136,7 @@ def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def answers(address: str, seconds: float) -> bool:
-    """Whether a Prefect server answers at the address within that time."""
+    """Whether a Prefect server answers at `address`, which ends in /api, within `seconds`."""
     try:
         with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=seconds) as response:  # noqa: S310
             return bool(response.read().strip() == b"true")

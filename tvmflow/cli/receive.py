@@ -1,4 +1,4 @@
-"""`tvmflow receive`: the receiver of MLflow's webhooks."""
+"""`tvmflow receive`: receive MLflow's webhooks."""
 
 import json
 import logging
@@ -23,8 +23,8 @@ def receive_command(host: str, port: int, as_json: bool) -> None:
     """Receive MLflow's webhooks: an alias that is set starts the release or the promotion that it asks for.
 
     The receiver accepts deliveries that are signed with the setting webhook_secret, at most five minutes old, and about
-    models of the release files in the setting models. `tvmflow reconcile` finds the events that come while the receiver
-    is down.
+    models of the release files in the setting models. `tvmflow reconcile` acts on events that came while the receiver
+    was down.
     """
     from tvmflow import settings as machine
     from tvmflow.cli.prefect import point_at_server

@@ -18,8 +18,8 @@ def reconcile_command(as_json: bool) -> None:
     """Make channels and releases agree with MLflow's aliases, for every release file in the setting models.
 
     It starts the runs that lost webhooks would have started and completes interrupted moves of channels. An alias is
-    put back when its version was refused or never released. The exit code is 1 when a model or channel could not be
-    checked; the others were.
+    put back when its version was refused or never released. Exit code 1: a model or channel could not be checked; all
+    others were.
     """
     from tvmflow import settings as machine
     from tvmflow.cli.prefect import prefect_server

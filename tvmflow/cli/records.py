@@ -1,4 +1,4 @@
-"""`tvmflow records`: lists, shows, exports, imports and prunes tuning records."""
+"""`tvmflow records`: list, show, export, import and prune tuning records."""
 
 import json
 import statistics
@@ -215,7 +215,7 @@ def prune(keep: int, as_json: bool) -> None:
 
 @contextmanager
 def _open_records() -> "Iterator[tuple[RecordStore, Sharing | None]]":
-    """The store of the state folder, and its sharing with the release store where the settings name one."""
+    """Open the store of the state folder, and its sharing with the release store where the settings name one."""
     from tvmflow import settings as machine
     from tvmflow.tuning.record_store import RecordStore
     from tvmflow.tuning.sharing import Sharing
@@ -233,12 +233,12 @@ def _open_records() -> "Iterator[tuple[RecordStore, Sharing | None]]":
 
 
 def _fetch(sharing: "Sharing | None") -> bool:
-    """Fetch the records of the release store, if there is one; False where that failed."""
+    """Fetch the records of the release store, if there is one; return whether that succeeded."""
     return sharing is None or _attempt(sharing.fetch) is not None
 
 
 def _attempt(action: Callable[[], int]) -> int | None:
-    """Do something with the release store; when it fails, say so and return None: the records here will do."""
+    """Do something with the release store; when it fails, print the error and return None."""
     from tvmflow.errors import StoreError
 
     try:
@@ -255,7 +255,7 @@ def _is_wanted(context: "Context", target: str | None) -> bool:
 
 
 def _summary(store: "RecordStore", context: "Context") -> dict[str, Any]:
-    """The row of a context: numbers of its entries, and the geometric mean of best over untuned times."""
+    """Return the row of a context: numbers of its entries, and the geometric mean of best over untuned times."""
     from tvmflow.tuning.records import Decision, Effort
 
     rows = _by_workload(store, context)
@@ -275,7 +275,7 @@ def _summary(store: "RecordStore", context: "Context") -> dict[str, Any]:
 
 
 def _by_workload(store: "RecordStore", context: "Context") -> list[dict[str, Any]]:
-    """The rows of a context's workloads, the slowest first; the ratio of a workload without a record is 1."""
+    """Return the rows of a context's workloads, the slowest first; the ratio of a workload without a record is 1."""
     from tvmflow.tuning.records import Decision, Effort, Record
 
     groups: dict[str, list[Entry]] = {}
@@ -309,7 +309,7 @@ def _by_workload(store: "RecordStore", context: "Context") -> list[dict[str, Any
 
 
 def _function(workload: str) -> str | None:
-    """A workload as TVMScript, None where there is none or this TVM cannot read it."""
+    """Return a workload as TVMScript, None where there is none or this TVM cannot read it."""
     from tvm import ir
 
     try:
@@ -319,7 +319,7 @@ def _function(workload: str) -> str | None:
 
 
 def _schedule(record: "Record") -> str:
-    """The steps of a record's schedule, or its trace where that does not replay."""
+    """Return the steps of a record's schedule, or its trace where that does not replay."""
     from tvmflow.tuning.traces import schedule_steps
 
     try:
@@ -346,7 +346,7 @@ def _print(table: "Table") -> None:
 
 
 def _short(target: str) -> str:
-    """A short name of a target: its preset's, or else its kind, CPU and number of cores."""
+    """Return a short name of a target: its preset's, or else its kind, CPU and number of cores."""
     from tvmflow.errors import TargetError
     from tvmflow.target import presets, resolve
 

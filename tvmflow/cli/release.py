@@ -1,4 +1,4 @@
-"""`tvmflow release`: the main job."""
+"""`tvmflow release`: release the model of a release file."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
 
 
 def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") -> None:
-    """Print the outcome of a release: the figures of each target, and where bundles, release and MLflow run are."""
+    """Print the outcome of a release: each target's figures, and the places of bundles, release and MLflow run."""
     from rich import box
     from rich.table import Table
 

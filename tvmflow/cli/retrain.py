@@ -1,4 +1,4 @@
-"""`tvmflow retrain` and `tvmflow notify`: retrain a model now, or tell its deployment of new data."""
+"""`tvmflow retrain` and `tvmflow notify`: retrain a model now, or report new data to its deployment."""
 
 import json
 import sys
@@ -17,12 +17,13 @@ _RESOURCE = "tvmflow.model."
 @click.command("retrain")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="A training argument; repeatable.")
-@click.option("--why", default="", help="A word on the occasion, kept with the verdict.")
+@click.option("--why", default="", help="The reason, kept with the verdict.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json: bool) -> None:
-    """Train the model of FILE again, and release it if it is at least as good as production's.
+    """Train the model of FILE again, and release it if it is at least as good as the release in production.
 
-    Both are judged by validate.task on the same held-out data. Exit code 3: it is not, and production is as it was.
+    Both are scored by validate.task on the same held-out data; retrain.min_gain is the least gain. Exit code 3: the
+    model is not good enough, and production stays as it was.
     """
     from rich.console import Console
 
@@ -59,10 +60,10 @@ def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json:
 @click.command("notify")
 @click.argument("name")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="A training argument; repeatable.")
-@click.option("--why", default="", help="A word on the occasion, kept with the verdict.")
+@click.option("--why", default="", help="The reason, kept with the verdict.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def notify_command(name: str, assignments: tuple[str, ...], why: str, as_json: bool) -> None:
-    """Tell that there is new data for the model NAME, so that its deployment retrain/NAME starts.
+    """Report new data for the model NAME, so that its deployment retrain/NAME starts.
 
     Emits Prefect's event tvmflow.data.arrived, as any program may; `tvmflow deploy` registers the trigger for it.
     """
@@ -111,7 +112,7 @@ def _emit(name: str, payload: dict[str, Any]) -> str:
 
 
 def _parse_arguments(assignments: "Sequence[str]") -> dict[str, Any]:
-    """The arguments of `--set`: values are read as YAML, as in a release file."""
+    """Return the arguments of `--set`; values are read as YAML, as in a release file."""
     import yaml
 
     arguments = {}

@@ -1,4 +1,4 @@
-"""`tvmflow retune`: spend time on what costs most in production; a faster build becomes a release."""
+"""`tvmflow retune`: tune the costliest workloads in production, and release a faster build."""
 
 import json
 import sys
@@ -16,12 +16,13 @@ import click
     show_default=True,
     help="The time to spend on tuning, of all targets together.",
 )
-@click.option("--channel", default="production", show_default=True, help="The channel that holds what to make faster.")
+@click.option("--channel", default="production", show_default=True, help="The channel whose release to make faster.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def retune_command(file: Path, minutes: float, channel: str, as_json: bool) -> None:
-    """Tune the workloads that cost most in what production holds of FILE's model, and release a faster build.
+    """Tune the costliest workloads of the release of FILE's model in production, and release a faster build.
 
-    A build that is not measured faster, beside the one in production, is no release; what was found is kept as records.
+    A build becomes a release only if it is measured faster than the one in production, in turn with it. Faster
+    schedules are kept as records in any case.
     """
     from rich.console import Console
 

@@ -13,9 +13,9 @@ import click
 @click.option("--why", default="", help="Kept in the channel's history.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def rollback_command(name: str, channel: str, to: str | None, why: str, as_json: bool) -> None:
-    """Move a channel of NAME back to the release that it held before: alias and pointer, its digests checked.
+    """Move a channel of NAME, alias and pointer, back to the release that it held before.
 
-    Again, it goes one further back. No gates are run.
+    The digests of that release are checked; no gates run. A second rollback goes one release further back.
     """
     from tvmflow import promotion
     from tvmflow import settings as machine

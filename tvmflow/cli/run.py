@@ -1,4 +1,4 @@
-"""`tvmflow run`: runs a bundle on arrays of an .npz file, times it, and shows where the time goes."""
+"""`tvmflow run`: run a bundle on the arrays of an .npz file, time it, and show where the time goes."""
 
 import json
 import math
@@ -147,7 +147,7 @@ class _Run:
 
 
 def fill_inputs(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> "dict[str, Array]":
-    """Return inputs by name for sizes of the symbolic dimensions; `mode` is zeros, ones or random.
+    """Return arrays by input name for these sizes of the symbolic dimensions; `mode` is zeros, ones or random.
 
     Random values lie between the smallest and the largest value of the golden sample's input, so that indices remain
     valid; where these are equal, the values of a floating-point input lie between 0 and 1.
@@ -174,7 +174,7 @@ def fill_inputs(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> 
 
 
 def _sizes(model: "CompiledModel", options: Sequence[str]) -> dict[str, int]:
-    """The sizes of the symbolic dimensions: those of the options NAME=SIZE, else the golden sample's."""
+    """Return the sizes of the symbolic dimensions: those of the options NAME=SIZE, else the golden sample's."""
     sizes: dict[str, int] = {}
     for spec in model.inputs:
         for dim, size in zip(spec.shape, model.sample[0][spec.name].shape, strict=True):
@@ -207,7 +207,7 @@ def _profile(bundle: str, model: "CompiledModel", arrays: "Mapping[str, Array]",
 
 
 def _top(outputs: "Mapping[str, Array]", count: int | None) -> dict[str, list[tuple[int, float]]]:
-    """The largest values in the first row of each output, with their indices along the last axis."""
+    """Return the largest values in the first row of each output, with their indices along the last axis."""
     import numpy as np
 
     if count is None:

@@ -32,7 +32,7 @@ _RELEASE = re.compile(r"([^/@]+)(?:@([^/@]+)|/([^/@]+))")
     type=click.FloatRange(min=0),
     default=0,
     show_default=True,
-    help="How long an idle server lets a request wait for others to run with.",
+    help="The longest time that a request waits for others to join its batch.",
 )
 @click.option(
     "--max-body-mb",
@@ -88,7 +88,7 @@ def serve_command(
 
 
 def _source(model: str, stack: ExitStack) -> "Source":
-    """The source that the argument names; a store that it needs stays open as long as the stack."""
+    """Return the source that the argument names; a store that it needs stays open as long as the stack."""
     from tvmflow.serving import bundle_source, channel_source, release_source
 
     path = Path(model)

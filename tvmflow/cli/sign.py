@@ -1,4 +1,4 @@
-"""`tvmflow keygen` and `tvmflow sign`: key pairs, and signatures of bundles."""
+"""`tvmflow keygen` and `tvmflow sign`: write key pairs, and sign bundles."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] | None":
-    """Return a range for each free dimension of a model that `read_onnx` read from `path`, found by trying.
+    """Return a range for each free dimension of a model that `read_onnx` read from `path`; it is found by trial.
 
     A range begins with the smallest size that ran. None where the model runs at no size that is tried. Raises
     ExportError when ONNX Runtime cannot load the file, or an input is no tensor of numbers.

@@ -1,4 +1,4 @@
-"""`tvmflow tune`: spends a budget on a model's workloads; every later release uses the records."""
+"""`tvmflow tune`: tune a model's workloads within a budget; every later release uses the records."""
 
 import json
 import sys
@@ -47,10 +47,10 @@ def tune_command(
     targets: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Tune the model that FILE describes, for --minutes, --trials or --until, here or on devices; nothing is released.
+    """Tune the model that FILE describes, for --minutes, --trials or --until, on this machine or on devices.
 
-    The budget is the file's own where none is given. What is faster becomes a record at once: an interrupt loses
-    nothing, the next run goes on, and the next release uses it.
+    Without these options the file's own budget is used. Each faster schedule becomes a record at once: an interrupt
+    loses none, the next run continues, and the next release uses them. Nothing is released.
     """
     if minutes is not None and trials is not None:
         raise click.UsageError("--minutes and --trials are two budgets; give one")
@@ -117,7 +117,7 @@ def tune_command(
 
 
 def _budget(spec: "Spec", options: "Mapping[str, object]") -> "Tune":
-    """The budget of this run: from the options of the command line, else from the release file.
+    """Return the budget of this run: from the options of the command line, else from the release file.
 
     Raises UsageError where there is none, SpecError for an option that is out of range.
     """

@@ -1,4 +1,4 @@
-"""`tvmflow up`: the local stack."""
+"""`tvmflow up`: start the local stack, or show its status."""
 
 import json
 import sys

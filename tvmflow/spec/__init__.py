@@ -1,8 +1,8 @@
-"""The release file: what a user asks for of a model, as validated sections.
+"""The release file: how a user wants a model released, as validated sections.
 
 `load` reads a release file, `parse` validates one that is in memory, and `amend` replaces values in one. The sections
 are in `model` (the model and how it is exported, built and tuned), `inputs` (its inputs and their samples), `checks`
-(what a release has to show) and `channels` (what a promotion has to show); `document` puts them together.
+(the checks of a release) and `channels` (the checks of a promotion); `document` puts them together.
 """
 
 from tvmflow.spec.channels import Channel, ChannelGates, Retrain

@@ -1,4 +1,4 @@
-"""The sections on channels: what a release has to show to be promoted, and a retrained model to be released."""
+"""The sections on channels: the checks before a promotion, and before a retrained model is released."""
 
 from typing import Literal
 
@@ -9,9 +9,9 @@ class ChannelGates(Section):
     """Bounds that a release must keep to be promoted to a channel; a bound that is not set is not checked.
 
     The current release is the one that the channel holds. `max_ratio_current` bounds the median latency over the
-    current release's, both measured side by side on the machine that promotes. `max_metric_drop` bounds how far the
-    task metric lies below the current release's. `max_latency_ms` and `min_metric` bound what was measured when the
-    release was made. On a channel without a release the two comparing gates pass. A gate that cannot be checked
+    current release's, both measured in turn on the machine that promotes. `max_metric_drop` bounds how far the task
+    metric lies below the current release's. `max_latency_ms` and `min_metric` bound figures that were measured when the
+    release was made. On a channel without a release the two gates that compare pass. A gate that cannot be checked
     refuses: nothing was measured, there is no task metric, no bundle runs here, or the inputs have changed.
     """
 
@@ -41,7 +41,7 @@ class Channel(Section):
 
 
 class Retrain(Section):
-    """When a retrained model is good enough to be released.
+    """The rule by which a retrained model is released.
 
     The champion is the release that `channel` holds. The retrained model's task metric on the same held-out data must
     reach the champion's plus `min_gain`, which may be negative. The retrained model is registered in MLflow as a

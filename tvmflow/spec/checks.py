@@ -1,4 +1,4 @@
-"""The sections on what a release has to show: equal outputs, a task metric, times, and bounds on these."""
+"""The sections on the checks of a release: equal outputs, a task metric, times, and bounds on these."""
 
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ class TaskMetric(Section):
 
 
 class Validate(Section):
-    """When a bundle counts as equal to the original model, judged on `samples` samples.
+    """The rule by which a bundle counts as equal to the original model, on `samples` samples.
 
     `rtol` and `atol` bound the error of every element. `max_relative_error`, where it is set, replaces both: it bounds
     the largest error of an output relative to the output's largest magnitude.
@@ -61,8 +61,8 @@ class Validate(Section):
     """Largest error of an output over its largest magnitude; replaces `rtol` and `atol`. Without any bound it is 0.05
     for a reduced precision."""
     top1_agreement: Share | None = 1.0
-    """The share of samples whose largest output is the same as the original's. `null` where outputs are not class
-    scores."""
+    """The least share of samples whose largest output has the same index as the original's. `null` where outputs are
+    not class scores."""
     task: TaskMetric | None = None
     """A metric on held-out data."""
 
@@ -73,7 +73,7 @@ class Validate(Section):
 
 
 class Benchmark(Section):
-    """How a bundle is measured, and what it is compared with."""
+    """The measurement of a bundle, and the peers to which it is compared."""
 
     repeats: PositiveInt = 50
     """Runs in each round."""
@@ -84,7 +84,7 @@ class Benchmark(Section):
     threads: PositiveInt | None = None
     """Threads of each runner; the target's unless given."""
     peers: tuple[Literal["onnxruntime", "pytorch"], ...] = ("onnxruntime", "pytorch")
-    """What the bundle is compared with."""
+    """The runners with which the bundle is compared."""
 
 
 class Gates(Section):

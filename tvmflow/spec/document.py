@@ -21,7 +21,7 @@ class RegistrySection(Section):
     """Names in MLflow."""
 
     experiment: str | None = None
-    """The experiment of the runs; the release's name unless given."""
+    """The experiment of the runs; `tvmflow` unless given."""
     model: str | None = None
     """The registered model; the release's name unless given."""
     tags: dict[str, str] = Field(default={})
@@ -29,7 +29,7 @@ class RegistrySection(Section):
 
 
 class Store(Section):
-    """Where releases are kept. This machine's settings override it; credentials come from the settings alone."""
+    """The place of releases. This machine's settings override it; credentials come from the settings alone."""
 
     endpoint: str | None = None
     """The S3 endpoint, as `https://HOST`."""
@@ -45,11 +45,11 @@ class Spec(Section):
     name: str
     """The release's name: letters, digits, dots, dashes and underscores."""
     model: Model
-    """Where the model comes from."""
+    """The origin of the model."""
     train: Train | None = None
-    """How the weights of a factory's model are trained."""
+    """The training of the weights of a factory's model."""
     inputs: tuple[Input, ...] = ()
-    """The inputs. An ONNX file describes its own; an unnamed free dimension is called after input and axis: `x_0`."""
+    """The inputs. An ONNX file describes its own; an unnamed free dimension is named after input and axis: `x_0`."""
     dimensions: dict[str, Dimension] = Field(default={})
     """The symbolic dimensions, by name."""
     outputs: tuple[str, ...] = ()
@@ -149,7 +149,7 @@ class Spec(Section):
 
     @property
     def bounds(self) -> Validate:
-        """The bounds of validation: the release file's; where it sets none, a reduced precision has wider ones."""
+        """The bounds of validation: the release file's, or wider ones for a reduced precision where it sets none."""
         error = _REDUCED_PRECISION_ERROR.get(self.build.precision)
         if error is None or self.validation.has_bounds:
             return self.validation
@@ -161,18 +161,18 @@ class Spec(Section):
         return self._folder
 
     def path(self, path: Path) -> Path:
-        """Return a path of the release file as an absolute one."""
+        """Return a path in the release file as an absolute one."""
         return path if path.is_absolute() else self._folder / path
 
     def dimension(self, name: str) -> Dimension:
-        """Return the range of a symbolic dimension; without an entry in the release file, it is 1 or more."""
+        """Return the range of a symbolic dimension; 1 or more without an entry in the release file."""
         return self.dimensions.get(name, Dimension())
 
     @property
     def source_alias(self) -> tuple[str, str] | None:
-        """MLflow's model and alias that ask to release a retrained model; None without a section `retrain`.
+        """The registered model and the alias that ask to release a retrained model; None without a section `retrain`.
 
-        The model is the one that retraining registers versions of, the alias has the name of the retraining's channel.
+        The model is the one that retraining registers; the alias has the name of the retraining's channel.
         """
         return None if self.retrain is None else (self.retrain.source or f"{self.name}-source", self.retrain.channel)
 
@@ -182,7 +182,7 @@ class Spec(Section):
         return tuple({target.name: target for target in targets}.values())
 
     def automatic_channels(self) -> tuple[str, ...]:
-        """Return the channels that every release is promoted to: in the file's order, each after its predecessors."""
+        """Return the channels to which every release is promoted: in the file's order, but each after its `after`."""
         order: list[str] = []
         waiting = [name for name, channel in self.channels.items() if channel.automatic]
         while waiting:

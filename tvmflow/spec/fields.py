@@ -1,4 +1,4 @@
-"""What the sections of a release file share: their base class, the types of their fields and the form of names."""
+"""The common parts of a release file's sections: their base class, the types of their fields, and the form of names."""
 
 import re
 from collections.abc import Iterable
@@ -13,25 +13,25 @@ NAME_RULE = "must consist of letters, digits, dots, dashes and underscores"
 
 
 class Section(BaseModel):
-    """A section of the release file: immutable, and without keys other than its own."""
+    """A section of the release file: immutable, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 def is_name(text: str) -> bool:
-    """Whether a release or a channel can have this name: see NAME_RULE; it begins with a letter or a digit."""
+    """Whether a release or a channel can have this name: NAME_RULE, with a letter or a digit first."""
     return _NAME.fullmatch(text) is not None
 
 
 def check_function(text: str) -> str:
-    """Return a function's address as it is. Raises ValueError unless it is of the form package.module:function."""
+    """Return `text` unchanged. Raises ValueError unless it is of the form package.module:function."""
     if not _FUNCTION.fullmatch(text):
         raise ValueError(f"{text!r} is not of the form package.module:function")
     return text
 
 
 def parse_fraction(value: object) -> object:
-    """Return a percentage, as "2%", as a fraction of one; any other value as it is.
+    """Return a percentage such as "2%" as a fraction of one, here 0.02; return any other value unchanged.
 
     Raises ValueError for a percent sign that follows no number.
     """
@@ -41,7 +41,7 @@ def parse_fraction(value: object) -> object:
 
 
 def likely_name(name: str, names: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" with the one of `names` that is most like `name`, or "" if none is like it."""
+    """Return "; did you mean 'x'?" with the member of `names` that is most like `name`, or "" if none is like it."""
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 

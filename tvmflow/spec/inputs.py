@@ -1,4 +1,4 @@
-"""The sections on the model's inputs: their shapes, the ranges of symbolic dimensions, and how samples are made."""
+"""The sections on the model's inputs: their shapes, the ranges of symbolic dimensions, and their samples."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -11,14 +11,14 @@ Dtype = Literal["float32", "float64", "float16", "int64", "int32", "int16", "int
 
 
 class Samples(Section):
-    """How the samples of one input are made.
+    """The way in which the samples of one input are made.
 
     `low` and `high` belong to the kinds `uniform` (by default 0 and 1) and `integers` (from `low` up to, but without,
     `high`), `mean` and `std` to `normal`, `file` and `key` to `npz`, `function` to `function`.
     """
 
     kind: Literal["ones", "uniform", "normal", "integers", "npz", "function"] = "normal"
-    """Where the values come from."""
+    """The kind of values: a constant, a distribution, a file or a function."""
     low: float | None = None
     """The lowest value; 0 for `uniform` unless given, required for `integers`."""
     high: float | None = None
@@ -53,7 +53,7 @@ class Samples(Section):
 
 
 class Input(Section):
-    """One input: its shape in elements per dimension, where a name stands for a symbolic dimension."""
+    """One input: its shape, where a name means a symbolic dimension, and its dtype and samples."""
 
     name: str
     """The input's name in the model."""
@@ -62,7 +62,7 @@ class Input(Section):
     dtype: Dtype = "float32"
     """The element type."""
     samples: Samples = Samples()
-    """How samples of it are made."""
+    """The way in which its samples are made."""
 
     @field_validator("shape")
     @classmethod
@@ -88,7 +88,7 @@ class Dimension(Section):
     max: PositiveInt | None = None
     """The largest size; any unless given."""
     tune: PositiveInt | None = None
-    """A size that the bundle has a function of its own for, with static shapes and tuned."""
+    """A size for which the bundle gets a tuned function with static shapes."""
     measure: tuple[PositiveInt, ...] = ()
     """The sizes to measure. Gates look at the first."""
 
@@ -101,5 +101,5 @@ class Dimension(Section):
 
     @property
     def typical_size(self) -> int:
-        """The size that is measured and reported first: of `measure` the first, else `tune`, else `min`."""
+        """The size that is measured and reported first: the first of `measure`, else `tune`, else `min`."""
         return self.measure[0] if self.measure else self.tune or self.min

@@ -1,4 +1,4 @@
-"""The sentence that is shown for a release file that breaks a rule."""
+"""The sentence that reports a release file that breaks a rule."""
 
 from typing import get_origin
 
@@ -14,7 +14,10 @@ def printable(text: str) -> str:
 
 
 def describe(error: ValidationError) -> str:
-    """Return the first problem of a release file in one sentence, unknown keys first, and how many more there are."""
+    """Return the first problem of a release file in one sentence, and the number of further ones.
+
+    An unknown key comes before other problems.
+    """
     problems = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
     first = problems[0]
     where = ".".join(str(part) for part in first["loc"])
@@ -31,7 +34,7 @@ def describe(error: ValidationError) -> str:
 
 
 def _keys_at(location: tuple[int | str, ...]) -> set[str]:
-    """The keys that the release file can have at a location."""
+    """Return the keys that the release file can have at a location."""
     model: type[BaseModel] = Spec
     is_users_name = False  # whether the next part is a name that the user gave: a dimension's, a channel's
     for part in location:
@@ -50,7 +53,7 @@ def _keys_at(location: tuple[int | str, ...]) -> set[str]:
 
 
 def _classes_in(annotation: object) -> list[type]:
-    """All classes that stand anywhere in a type annotation."""
+    """Return all classes anywhere in a type annotation."""
     if isinstance(annotation, type) and not getattr(annotation, "__args__", ()):
         return [annotation]
     return [item for part in getattr(annotation, "__args__", ()) for item in _classes_in(part)]

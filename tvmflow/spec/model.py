@@ -1,4 +1,4 @@
-"""The sections on the model itself: where it comes from, and how it is trained, exported, built and tuned."""
+"""The sections on the model itself: its origin, and how it is trained, exported, built and tuned."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ _MLFLOW_URI = re.compile(r"models:/[^/@]+(@[^/@]+|/[^/@]+)")
 
 
 class Model(Section):
-    """Where the model comes from: exactly one of `factory`, `pt2`, `onnx` and `mlflow`."""
+    """The origin of the model: exactly one of `factory`, `pt2`, `onnx` and `mlflow`."""
 
     factory: str | None = None
     """A function that returns the module: `package.module:function`."""
@@ -53,12 +53,12 @@ class Model(Section):
 
     @property
     def label(self) -> str:
-        """What messages call the model: the factory, file or registered model that the release file names."""
+        """The model's name in messages: the factory, file or registered model that the release file names."""
         return self.factory or self.mlflow or str(self.pt2 or self.onnx)
 
 
 class Train(Section):
-    """How the weights are trained: `function(output: pathlib.Path, **arguments)` writes a state dict to `output`.
+    """The training of the weights: `function(output: pathlib.Path, **arguments)` writes a state dict to `output`.
 
     `reads` are the files that the function reads: when one of them changes, the model is trained again.
     """
@@ -87,7 +87,7 @@ class Export(Section):
 
 
 class Build(Section):
-    """How TVM builds the library."""
+    """The options with which TVM builds the library."""
 
     opt_level: Annotated[int, Field(ge=0, le=4)] = 3
     """TVM's optimisation level."""
@@ -102,7 +102,7 @@ class Build(Section):
     weights: Literal["inside", "apart"] = "inside"
     """Where the weights are: in the library, or in a file of their own that targets and releases share."""
     precision: Precision = "fp32"
-    """What convolutions and matrix products compute in; everything else stays in float32. See [reduced
+    """The precision of convolutions and matrix products; all other operators stay in float32. See [reduced
     precision](../explanation/the-cpu-compiler.md#reduced-precision)."""
     fast_algorithms: Literal["allow", "forbid"] = "allow"
     """Whether algorithms may be used that multiply less and round more. See
@@ -126,7 +126,7 @@ class Tune(Section):
     early_stopping: PositiveInt = 256
     """Tuning leaves a workload after this many trials in a row that were not faster."""
     tuner: Literal["xgb", "ga", "random", "grid"] = "xgb"
-    """How schedules are searched: with a learned cost model, by a genetic algorithm, at random, or all in turn."""
+    """The search for schedules: with a learned cost model, by a genetic algorithm, at random, or all in turn."""
     seed: int = 0
     """The seed of the search."""
 
@@ -138,5 +138,5 @@ class Tune(Section):
 
     @property
     def has_budget(self) -> bool:
-        """Whether there is a budget to measure anything with."""
+        """Whether the budget allows any measurement."""
         return self.trials != 0 and (self.trials or self.minutes or self.until) is not None

@@ -16,7 +16,7 @@ from tvmflow.target import explain_missing_unit
 def load(path: Path) -> Spec:
     """Read and validate a release file.
 
-    Raises SpecError with one sentence that names the file, the key and, for an unknown key, the likely one.
+    Raises SpecError, whose sentence names the file, the key and, for an unknown key, the likely one.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def load(path: Path) -> Spec:
 def parse(document: object, folder: Path, source: str = "release file") -> Spec:
     """Validate the document of a release file; its relative paths are looked up in `folder`.
 
-    Raises SpecError with one sentence that begins with `source`: for a key or value that is wrong, for a target that is
+    Raises SpecError, whose sentence begins with `source`, for a key or value that is wrong, for a target that is
     impossible or that cannot compute in the precision, and for a file that does not exist.
     """
     if not isinstance(document, Mapping):
@@ -77,9 +77,9 @@ def parse(document: object, folder: Path, source: str = "release file") -> Spec:
 def amend(spec: Spec, changes: Mapping[str, object], source: str = "release file") -> Spec:
     """Return a specification with some values replaced, validated as a release file is.
 
-    A key of `changes` names a section, as "targets", or a key in a section, as "tune.trials"; the value is what the
-    release file would say there, None being YAML's null. Keys that the release file does not set remain unset.
-    Raises SpecError as `parse` does.
+    A key of `changes` names a section, as "targets", or a key in a section, as "tune.trials"; the value is the one in
+    the release file, with None for YAML's null. Keys that the release file does not set remain unset. Raises SpecError
+    as `parse` does; its message begins with `source`.
     """
     document = spec.model_dump(by_alias=True, exclude_unset=True)
     for key, value in changes.items():

@@ -8,7 +8,7 @@ from tvmflow.target import presets
 
 
 def template(name: str) -> str:
-    """Return a new, commented release file. Raises SpecError for a name that no release can have."""
+    """Return the text of a new, commented release file. Raises SpecError for a name that no release can have."""
     if not is_name(name):
         raise SpecError(f"name {name!r} {NAME_RULE}; give another")
     is_plain = yaml.safe_load(name) == name  # and not a number, a date or a truth value
