@@ -1,4 +1,4 @@
-"""Sizes of free dimensions that a model can take, found by trying, where the release file does not say them.
+"""Sizes of free dimensions that a model can take, found by trial, where the release file gives none.
 
 An audio network may need more than one frame, an image network a multiple of its stride.
 """
@@ -24,8 +24,9 @@ def find_dimensions(
 ) -> dict[str, Dimension] | None:
     """Return the ranges of the dimensions that `stated` lacks; None where the model runs at no size that is tried.
 
-    `runs` tells whether the model runs at these sizes of all symbolic dimensions. A range begins with the smallest size
-    at which the model runs while the other dimensions stay, and has the size found as the one to measure.
+    `runs` says whether the model runs at these sizes of all symbolic dimensions. A range begins with the smallest size
+    at which the model runs while the other dimensions stay; the size of the first run that succeeded is the one to
+    measure. The search ends after 300 runs or 60 seconds.
     """
     symbols = {size for item in inputs for size in item.shape if isinstance(size, str)}
     names = sorted(symbols - stated.keys())
@@ -47,7 +48,7 @@ def find_dimensions(
 
 
 def _candidates(others: Sequence[str], batches: Sequence[str]) -> Iterator[Sizes]:
-    """Sizes to try: all ones; one size for all dimensions but batches; one for all; then each its own."""
+    """Yield sizes to try: all ones; one size for all dimensions but batches; one for all; then one for each."""
     names = [*others, *batches]
     yield dict.fromkeys(names, 1)
     if others:
@@ -62,7 +63,7 @@ def _candidates(others: Sequence[str], batches: Sequence[str]) -> Iterator[Sizes
 
 
 def _smallest(name: str, sizes: Sizes, runs: Runs, end: float) -> int:
-    """The smallest size of one dimension at which the model runs, by halving what lies between."""
+    """Return the smallest size of one dimension at which the model runs, by bisection."""
     low, high = 0, sizes[name]
     while high - low > 1 and time.monotonic() < end:
         middle = (low + high) // 2
@@ -74,9 +75,9 @@ def _smallest(name: str, sizes: Sizes, runs: Runs, end: float) -> int:
 
 
 def alternatives(sizes: Sizes, dimensions: Mapping[str, Dimension], typical: Sizes) -> Iterator[Sizes]:
-    """The sizes themselves, then others within the ranges that a model takes more likely, last the typical ones.
+    """Yield the sizes themselves, then others within the ranges that a model may accept, and the typical ones last.
 
-    These are multiples of powers of two, and for several dimensions all but one, or one alone, with the others typical.
+    The others are multiples of powers of two; then each dimension in turn gets its typical size, or all others do.
     """
     yield sizes
     for step in (2, 4, 8, 16, 32, 64):

@@ -33,7 +33,7 @@ from typing import Any, TypedDict
 
 
 class TvmflowError(Exception):
-    """Something the user can act on: shown as one sentence, with exit code `exit_code`."""
+    """An error that the user can correct: shown as one sentence, with exit code `exit_code`."""
 
     exit_code = 1
 
@@ -67,7 +67,7 @@ class ModelImportError(TvmflowError):
 
 
 class UnsupportedOperatorError(ModelImportError):
-    """The ONNX model uses an operator that TVM's importer does not know."""
+    """The ONNX model uses an operator that TVM's importer does not support."""
 
 
 class TuneError(TvmflowError):
@@ -79,7 +79,7 @@ class BuildError(TvmflowError):
 
 
 class OptionError(BuildError):
-    """A pass or an option of the build is unknown, or has a value that it cannot have."""
+    """A pass or an option of the build is unknown, or has a wrong value."""
 
     exit_code = 2
 
@@ -97,13 +97,13 @@ class RemoteError(TvmflowError):
 
 
 class VerdictError(TvmflowError):
-    """The release was measured and refused; the verdict says why. Nothing was published."""
+    """A release, bundle or promotion was measured and refused; the message says why. Nothing was published or moved."""
 
     exit_code = 3
 
 
 class StoreError(TvmflowError):
-    """The S3 endpoint is down, refuses the credentials, or holds something else than expected."""
+    """The S3 endpoint is down, refuses the credentials, or holds other content than expected."""
 
 
 class RegistryError(TvmflowError):
@@ -135,10 +135,7 @@ class ErrorData(TypedDict):
 
 
 def to_data(error: TvmflowError) -> ErrorData:
-    """Return an error as JSON data, for `from_data` in another process.
-
-    Attributes that are no JSON values are left out.
-    """
+    """Return an error as JSON data, for `from_data` in another process, without attributes that JSON cannot hold."""
     return {
         "types": [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, TvmflowError)],
         "message": str(error),
@@ -147,10 +144,10 @@ def to_data(error: TvmflowError) -> ErrorData:
 
 
 def from_data(data: Mapping[str, Any]) -> TvmflowError:
-    """Return the error that `to_data` wrote in another process; its traceback and its cause stay there.
+    """Return the error that `to_data` wrote in another process, without its traceback and its cause.
 
     An error of a class that this module does not define becomes one of its nearest base class that this module defines.
-    Raises ValueError when `data` is not an error's.
+    Raises ValueError when `data` does not describe an error.
     """
     try:
         names, message, fields = list(data["types"]), str(data["message"]), dict(data["fields"])
@@ -166,7 +163,7 @@ def from_data(data: Mapping[str, Any]) -> TvmflowError:
 
 @contextmanager
 def naming_model(label: str) -> Iterator[None]:
-    """Make every TvmflowError that is raised inside name the model: `model 'LABEL': ` precedes a message without it."""
+    """Make every TvmflowError from the body name the model: `model 'LABEL': ` precedes a message without the label."""
     try:
         yield
     except TvmflowError as error:

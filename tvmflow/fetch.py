@@ -1,4 +1,4 @@
-"""Fetching bundles of releases and objects on S3, into a cache by digest."""
+"""Bundles of releases and objects on S3, fetched into a cache by digest."""
 
 import os
 import re
@@ -21,7 +21,7 @@ _RELEASE = re.compile(r"release://(?P<name>[^/@]+)(?:@(?P<channel>[^/@]+)|/(?P<v
 
 
 def bundles(uri: str) -> Iterator[Path]:
-    """Yield the bundles of a `release://` URI, the best for this machine first, or the one bundle of an `s3://` URI.
+    """Yield the paths of the bundles of a `release://` URI, the best for this machine first, or of an `s3://` URI.
 
     Each is fetched when the caller asks for it. Raises StoreError when the store cannot be read or has no such bundle,
     and BundleError when this machine can run none of a release's bundles.

@@ -1,4 +1,4 @@
-"""Heavy imports without the garbage collector, which finds nothing in them and takes a quarter of their time."""
+"""Heavy imports without the garbage collector, which finds no garbage in them and takes a quarter of their time."""
 
 import atexit
 import gc
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import modules in the body; the collector leaves alone what they made, also later."""
+    """Pause the garbage collector while the body imports modules; it ignores their objects afterwards, too."""
     gc.disable()
     try:
         yield
@@ -18,5 +18,5 @@ def importing() -> Iterator[None]:
 
 
 def end_quickly() -> None:
-    """Have this process end without a search for garbage, after all exit handlers that are registered from now on."""
+    """Make this process end without a search for garbage, after the exit handlers that are registered from now on."""
     atexit.register(gc.freeze)

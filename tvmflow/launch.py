@@ -1,4 +1,4 @@
-"""The first code of a child process: it ties the process to its parent, then becomes a Python module or a program."""
+"""The start of a child process: this code ties it to its parent, then runs a Python module or a program in it."""
 
 import ctypes
 import os
@@ -27,9 +27,9 @@ def program_command(command: Sequence[str]) -> list[str]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, which is one of the process `parent`.
+    """Make the kernel kill this process when the thread that started it, a thread of the process `parent`, ends.
 
-    Raises SystemExit when the parent is gone already, OSError when the kernel refuses.
+    Raises SystemExit when the parent has ended already, OSError when the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):

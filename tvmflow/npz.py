@@ -1,4 +1,4 @@
-"""Arrays by name in .npz files: read safely from any source, written under any name."""
+"""Arrays by name in .npz files: they can be read from an untrusted source and have any name."""
 
 import zipfile
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ Array = npt.NDArray[Any]
 
 
 def read(path: Path) -> dict[str, Array]:
-    """Return the arrays by name. Raises OSError for a file that cannot be opened, ValueError for one without arrays.
+    """Return the arrays by name. Raises OSError for a file that cannot be opened, ValueError for a file without arrays.
 
     Nothing is unpickled: an array of Python objects raises ValueError.
     """
@@ -27,7 +27,7 @@ def read(path: Path) -> dict[str, Array]:
 
 
 def write(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write arrays as `numpy.savez` does; other than there, the names `file` and `allow_pickle` are possible, too."""
+    """Write arrays as `numpy.savez` does, but also with the names `file` and `allow_pickle`. Raises OSError."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:

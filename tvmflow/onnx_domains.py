@@ -1,4 +1,4 @@
-"""The domains of an ONNX file's operators, as ONNX's own checker needs them."""
+"""The domains of an ONNX file's operators, as ONNX's own checker expects them."""
 
 from typing import TYPE_CHECKING
 
@@ -10,10 +10,10 @@ _FIRST_LAYER_NORM = 17
 
 
 def with_own_domain(model: "onnx.ModelProto") -> "onnx.ModelProto":
-    """Return a model whose norms of ONNX Runtime are in its domain com.microsoft; the model itself where it has none.
+    """Return the model with ONNX Runtime's norms moved to its domain com.microsoft; the same object if it has none.
 
-    ONNX Runtime's optimizer writes them into the standard's domain, and finds them there alone. The standard does not
-    have SimplifiedLayerNormalization, and LayerNormalization from opset 17 on only.
+    ONNX Runtime's optimizer writes them into the standard's domain, and finds them only there. The standard lacks
+    SimplifiedLayerNormalization, and before opset 17 LayerNormalization.
     """
     import onnx
 

@@ -1,4 +1,4 @@
-"""The inputs of an ONNX graph, and names for those of their dimensions that may take any size."""
+"""The inputs of an ONNX graph, and names for those of their dimensions that may have any size."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 def graph_inputs(graph: "onnx.GraphProto") -> "list[onnx.ValueInfoProto]":
-    """The inputs that a caller gives: those of the graph without its weights."""
+    """Return the inputs that a caller passes: those of the graph without its weights."""
     weights = {tensor.name for tensor in graph.initializer}
     return [value for value in graph.input if value.name not in weights]
 
 
 def fix_shapes(graph: "onnx.GraphProto", shapes: Mapping[str, tuple[int | str, ...]]) -> None:
-    """Give inputs other shapes, in place: sizes and names for dimensions that may take any size.
+    """Give inputs other shapes, in place: sizes, and names for dimensions that may have any size.
 
-    A dimension that gets another name or a size gets it wherever the graph's values mention it. Raises ExportError for
-    a name that is no input, and for a shape that the input cannot have.
+    `shapes` are the new shapes by input name. A dimension that gets another name or a size gets it in all values of the
+    graph. Raises ExportError for a name that is no input, and for a shape that the input cannot have.
     """
     inputs = {value.name: value for value in graph_inputs(graph)}
     new_sizes: dict[str, int | str] = {}
@@ -61,9 +61,9 @@ def _set_size(dim: "onnx.TensorShapeProto.Dimension", size: int | str) -> None:
 def name_free_dimensions(graph: "onnx.GraphProto", *, zero_is_free: bool = False) -> None:
     """Give every dimension of an input that has no fixed size a name that is an identifier, in place.
 
-    A dimension without a name, or with the size -1 that some exporters write for one, is called after its input and
-    axis: `x_0` is the first of input `x`. With `zero_is_free` so is one of size 0. In a name that the file gives,
-    underscores replace the characters that no identifier has, wherever the graph's values mention it. Dimensions of
+    A dimension without a name, or with the size -1 that some exporters write instead, is named after its input and
+    axis: `x_0` is the first of input `x`. With `zero_is_free` a dimension of size 0 counts as free, too. In a name from
+    the file, underscores replace the characters that no identifier has, in all values of the graph. Dimensions of
     different names keep different names.
     """
     for value in _values(graph):

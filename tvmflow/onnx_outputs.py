@@ -1,4 +1,4 @@
-"""The outputs of an ONNX graph: dictionaries become the tensors that they are made of."""
+"""The outputs of an ONNX graph: a dictionary becomes the tensor of its values."""
 
 from typing import TYPE_CHECKING
 

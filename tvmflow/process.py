@@ -1,7 +1,7 @@
-"""The steps of a run as child processes: heavy libraries and a user's code run there, and can be ended at any time.
+"""Steps as child processes: heavy libraries and a user's code run there, and can be killed at any time.
 
-A child takes jobs as JSON from this process and sends back its progress and, for each job, a result or an error. It is
-a new interpreter or, within `shared_imports`, a fork of one that has imported what the job needs.
+A child gets jobs as JSON from this process and sends back its progress and, for each job, a result or an error. It is a
+new interpreter or, within `shared_imports`, a fork of a process that has imported the job's modules.
 """
 
 import contextlib
@@ -49,10 +49,10 @@ class Child:
         environment: Mapping[str, str] | None = None,
         torch: bool = False,
     ) -> None:
-        """Start the child.
+        """Start the child. Raises OSError when the process or its log cannot be created.
 
         `paths` come first in its module search path, `environment` is added to the variables of this process, and
-        `torch=False` keeps it from importing torch.
+        `torch=False` prevents it from importing torch.
         """
         self.step = _step_name(function)
         self.log = log
@@ -76,13 +76,13 @@ class Child:
     ) -> T:
         """Send one job, pass its progress on to `emit`, and return its result as a `result`.
 
-        Raises the TvmflowError that the child raised. Raises StepError when the child crashed or took longer than
-        `timeout` seconds; it is gone then.
+        Raises the TvmflowError that the child raised, and StepError when the child crashed or took longer than
+        `timeout` seconds; the child has ended then.
         """
         return _exchange(self._process, self.step, {"job": job.model_dump_json()}, result, timeout, emit)
 
     def close(self) -> None:
-        """End the child and all that it started."""
+        """End the child and all processes that it started."""
         self._process.close()
 
     def __enter__(self) -> "Child":
@@ -105,9 +105,11 @@ def call(
     torch: bool = False,
     imports: Sequence[str] = (),
 ) -> T:
-    """Run one job in a child process of its own; the arguments are those of `Child` and of its `call`.
+    """Run one job in a new child process and return its result; the arguments are those of `Child` and of its `call`.
 
     Within `shared_imports` the child is a fork of a process that has imported the modules `imports`, if any are named.
+    Raises the TvmflowError that the child raised, StepError when the child crashed or took longer than `timeout`
+    seconds.
     """
     servers = _fork_servers.get()
     if imports and servers is not None:
@@ -119,10 +121,10 @@ def call(
 
 @contextlib.contextmanager
 def shared_imports() -> Iterator[None]:
-    """Let the calls in the body that name the same imports share a process that imports them, and forks for each job.
+    """Let calls in the body with the same imports share a process that imports them once and forks for each job.
 
-    A job still has a process, an environment and a log of its own. A fork that crashes or is killed takes the process
-    that it was forked from with it; the next call starts another.
+    Each job still has its own process, environment and log. A fork that crashes or is killed also ends the process from
+    which it was forked; the next call starts another.
     """
     servers = _ForkServers()
     token = _fork_servers.set(servers)
@@ -186,7 +188,7 @@ class _ForkServers:
         self._all: list[_ForkServer] = []
 
     def find(self, imports: Sequence[str], log: Path, paths: Sequence[Path], torch: bool) -> _ForkServer:
-        """This thread's server for these imports, started if there is none."""
+        """Return this thread's server for these imports; start one if there is none."""
         key = (tuple(imports), tuple(paths), torch)
         servers: dict[Any, _ForkServer] = self._own.__dict__
         if key not in servers or not servers[key].is_alive:
@@ -244,14 +246,14 @@ def _step_name(function: str) -> str:
 
 
 def _serve(function: str) -> None:
-    """The child's side: work on one job after the other, until there are no more."""
+    """Work on one job after the other until the parent sends no more; this is the child's side."""
     channel = _take_channel()
     while (message := channel.receive()) is not None:
         _work(channel, function, message["job"])
 
 
 def _serve_forks(imports: Sequence[str]) -> None:
-    """The fork server's side: fork for each job, until there are no more or a fork does not end well."""
+    """Fork for each job until the parent sends no more or a fork fails; this is the fork server's side."""
     channel = _take_channel()
     with importing():
         for module in imports:
@@ -282,7 +284,7 @@ def _serve_forks(imports: Sequence[str]) -> None:
 
 
 def _take_channel() -> Channel:
-    """The child's end of the pipes, in a process that may import torch only where its job needs that."""
+    """Return the child's end of the pipes; forbid torch in a process whose job does not need it."""
     if os.environ[CHILD_VARIABLE] == "no-torch":
         forbid_torch()
     # A user's code that asks a question reads the end of a file, not a job.
@@ -310,7 +312,7 @@ def _work(channel: Channel, function: str, job_json: str) -> None:
 
 
 def _as_step_error(error: Exception, step: str) -> TvmflowError:
-    """The error as the parent raises it: one of ours as it is, any other as a StepError of one sentence."""
+    """Return the error that the parent raises: a TvmflowError unchanged, any other as a StepError of one sentence."""
     if isinstance(error, TvmflowError):
         return error
     if isinstance(error, MemoryError):

@@ -11,20 +11,20 @@ _log = logging.getLogger("tvmflow")
 
 
 class Reporter(Protocol):
-    """Receives the events of a run, possibly from several threads; `target` is None for steps shared by all."""
+    """A receiver of the events of a run, possibly from several threads; `target` is None for steps of the release."""
 
     def started(self, step: str, target: str | None) -> None:
         """Receive that a step begins its work; a cached step never starts."""
 
     def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
-        """Receive that a step has done `done` of `total` units; `total` is 0 where nobody knows it."""
+        """Receive that a step has done `done` of `total` units; `total` is 0 where it is unknown."""
 
     def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
-        """Receive that a step ended after so many seconds, or that it was cached."""
+        """Receive that a step ended, was cached or failed after `seconds`."""
 
 
 class LogReporter:
-    """Writes the events to the log, for runs without a terminal."""
+    """A reporter that writes the events to the log, for runs without a terminal."""
 
     def started(self, step: str, target: str | None) -> None:
         """Log the start."""

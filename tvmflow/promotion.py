@@ -1,7 +1,7 @@
-"""Promotion: what a channel asks of a release, and moving a channel together with the registry's alias of its name.
+"""Promotion: a channel's policy for a release, and moves of a channel together with the registry's alias of its name.
 
 The alias is the desired state, the pointer in the release store the state that devices read. Both move under the
-channel's claim, the alias first: an interrupted move leaves the alias ahead, and promoting again completes it.
+channel's claim, the alias first: an interrupted move leaves the alias ahead, and a second promotion completes it.
 """
 
 import getpass
@@ -39,10 +39,10 @@ class RegisteredVersion(NamedTuple):
 
 @dataclass(frozen=True)
 class ChannelState:
-    """A channel as the registry's alias asks for it and as devices see it.
+    """The state of a channel: the version that the registry's alias asks for, and the version that devices see.
 
-    `alias_version` is the version that the alias of the registered model `model` points at, `current_version` the one
-    that the channel's pointer holds; None where there is none. `refusal` is the reason why the channel refused
+    `alias_version` is the version that the alias of the registered model `model` names, `current_version` the one that
+    the channel's pointer holds; None where there is none. `refusal` is the reason why the channel refused
     `alias_version`, None if it did not.
     """
 
@@ -63,7 +63,7 @@ def read_state(services: Services, name: str, channel: str, model: str | None = 
     """Read the version that a channel's alias asks for and the version that the channel holds.
 
     `model` is the registered model of the releases. By default it is taken from the release that the channel holds, or
-    from the latest release. Raises StoreError or RegistryError.
+    from the latest release. Raises StoreError or RegistryError when a server fails.
     """
     pointer = channels.find(services.store, name, channel)
     if model is None:
@@ -78,7 +78,7 @@ def read_state(services: Services, name: str, channel: str, model: str | None = 
 
 
 def read_policy(release: Mapping[str, Any], channel: str) -> Channel:
-    """Read what a channel asks of a release, from the release's document: nothing where the document has no channels.
+    """Read a channel's policy from a release's document; a document without channels has an empty policy.
 
     Raises SpecError for a channel that is not among those of the document, StoreError for a document that is damaged or
     was written by a newer tvmflow.
@@ -108,7 +108,7 @@ def read_policy(release: Mapping[str, Any], channel: str) -> Channel:
 
 
 def get_registered_version(release: Mapping[str, Any]) -> RegisteredVersion:
-    """The version of a registered model that a release is. Raises StoreError when its document names none."""
+    """Return the registered version that belongs to a release. Raises StoreError when its document names none."""
     match = _MODEL_URI.fullmatch(str(release.get("model")))
     if match is None:
         raise StoreError(
@@ -119,12 +119,12 @@ def get_registered_version(release: Mapping[str, Any]) -> RegisteredVersion:
 
 
 def hash_release(release: Mapping[str, Any]) -> str:
-    """The SHA-256 of a release's document, which names all its blobs by their digests."""
+    """Return the SHA-256, in hexadecimal, of a release's document, which names all its blobs by their digests."""
     return hashlib.sha256(json.dumps(release, sort_keys=True).encode()).hexdigest()
 
 
 def identify_user() -> str:
-    """The user of this process, as USER@HOST."""
+    """Return the user of this process, as USER@HOST."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
@@ -133,7 +133,7 @@ def identify_user() -> str:
 
 
 def format_refusal_tag(channel: str) -> str:
-    """The name of the tag that says why a channel refused a registered version."""
+    """Return the name of the tag that says why a channel refused a registered version."""
     return f"tvmflow.refused.{channel}"
 
 
@@ -150,9 +150,9 @@ def move_channel(
 ) -> Pointer:
     """Move alias and pointer of a channel to a release; return the new pointer.
 
-    `expected` is the version that the mover saw in the channel, None for a new channel. When the channel holds another
-    version by now, neither is touched, and the StoreError says who moved it. When it holds `version` already, only an
-    alias that differs is written.
+    `expected` is the version that the caller saw in the channel, None for a new channel. When the channel holds another
+    version by now, neither is changed, and the StoreError says who moved it. When it holds `version` already, only an
+    alias that differs is written. Raises StoreError and RegistryError when a server fails.
     """
     model, number = get_registered_version(services.store.get_release(name, version))
 
@@ -177,7 +177,10 @@ def move_channel(
 
 
 def refuse(services: Services, release: Mapping[str, Any], channel: str, *, who: str, reason: str) -> None:
-    """Tag the registered version with the reason why a channel refused it, and restore the channel's alias."""
+    """Tag the registered version with the reason why a channel refused it, and restore the channel's alias.
+
+    Raises StoreError and RegistryError.
+    """
     model, number = get_registered_version(release)
     services.registry.set_version_tag(model, number, format_refusal_tag(channel), reason[:_LONGEST_TAG])
     restore_alias(services, release, channel, who=who)
@@ -186,7 +189,7 @@ def refuse(services: Services, release: Mapping[str, Any], channel: str, *, who:
 def restore_alias(services: Services, release: Mapping[str, Any], channel: str, *, who: str) -> None:
     """Point an alias that asks for this release at the version that the channel holds; delete it if there is none.
 
-    An alias that asks for another version stays as it is.
+    An alias that asks for another version stays as it is. Raises StoreError and RegistryError.
     """
     model, number = get_registered_version(release)
     if services.registry.get_alias_version(model, channel) != number:
@@ -211,7 +214,8 @@ def roll_back(
 
     `who` moves it and `why` are kept in the channel's history. Every digest of that release is checked. No gates run,
     because the release has passed them. Raises StoreError when the channel has never held such a version, when a file
-    of the release is missing or damaged, or when somebody else moves the channel meanwhile.
+    of the release is missing or damaged, or when someone else moves the channel meanwhile; RegistryError when MLflow
+    fails.
     """
     before = channels.read(services.store, name, channel)
     if to is None:
@@ -243,8 +247,8 @@ def log_verdict(
 ) -> str:
     """Log the verdict on a promotion as a run in MLflow, inside the run of the release; return the run's id.
 
-    `verdict` becomes verdict.json and `report`, in Markdown, report.md. `done` closes the run. A flow run that waits
-    for approval leaves it open and gets the same run when it logs again.
+    `verdict` becomes verdict.json and `report`, in Markdown, report.md. `done` ends the run. A flow run that waits for
+    approval leaves its MLflow run open, and uses it again when it logs the next time. Raises RegistryError.
     """
     name, version = str(release["name"]), str(release["version"])
     all_tags = {

@@ -1,4 +1,4 @@
-"""Sample inputs as the release file describes them, and the files that keep them with the original's outputs."""
+"""Sample inputs from the release file's description, and files with samples and the original's outputs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ NamedArrays = dict[str, Array]
 
 
 def measured_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension]) -> list[dict[str, int]]:
-    """Return the sizes of the symbolic dimensions at each point to measure; for static shapes one empty point."""
+    """Return the sizes of the symbolic dimensions, by name, at each point to measure; one empty point without any."""
     symbols = sorted({size for item in inputs for size in item.shape if isinstance(size, str)})
     ranges = {name: dimensions.get(name, Dimension()) for name in symbols}
     points = max((len(dimension.measure) for dimension in ranges.values()), default=0) or 1
@@ -32,7 +32,7 @@ def measured_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension])
 
 
 def choose_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int) -> dict[str, int]:
-    """Return the sizes of the symbolic dimensions for sample `index`.
+    """Return the sizes of the symbolic dimensions, by name, for sample `index`.
 
     The first samples have the sizes to measure. The others go through the size to tune for, an odd one and the ends of
     the range, so that a size that was built into the model by mistake shows.
@@ -68,10 +68,11 @@ def make(
     folder: Path,
     sizes: Mapping[str, int] | None = None,
 ) -> NamedArrays:
-    """Return sample `index`: one array per input by name; equal seeds give equal samples. Raises SpecError.
+    """Return sample `index`: one array per input by name; equal seeds give equal samples.
 
     `folder` is the folder of the release file, where files and modules of samples are looked up. `sizes` are those of
-    the symbolic dimensions, by default what `choose_sizes` returns.
+    the symbolic dimensions, by default what `choose_sizes` returns. Raises SpecError for samples of the wrong shape or
+    dtype, a file or function that fails, and arrays that are too large.
     """
     chosen = choose_sizes(inputs, dimensions, index) if sizes is None else sizes
     arrays = {}
@@ -88,7 +89,7 @@ def make(
 
 
 def make_at_sizes(inputs: Sequence[Input], sizes: Mapping[str, int], seed: int, folder: Path) -> NamedArrays:
-    """Return a sample whose symbolic dimensions have these sizes. Raises SpecError."""
+    """Return a sample whose symbolic dimensions have these sizes, as `make` does. Raises SpecError."""
     return make(inputs, {}, 0, seed, folder, sizes)
 
 
@@ -130,7 +131,7 @@ def _from_npz(item: Input, folder: Path) -> Array:
 
 
 def save(path: Path, pairs: Sequence[tuple[NamedArrays, NamedArrays]]) -> None:
-    """Write samples to a file: the inputs and the original's outputs of each, by name."""
+    """Write samples to a file: pairs of the inputs and the original's outputs, by name."""
     arrays = {}
     for index, (inputs, outputs) in enumerate(pairs):
         arrays.update({f"{index}/input:{name}": array for name, array in inputs.items()})
@@ -140,7 +141,7 @@ def save(path: Path, pairs: Sequence[tuple[NamedArrays, NamedArrays]]) -> None:
 
 
 def load(path: Path) -> list[tuple[NamedArrays, NamedArrays]]:
-    """Read the samples that `save` wrote: the inputs and the outputs of each, by name."""
+    """Read the samples that `save` wrote: pairs of inputs and outputs, by name."""
     pairs: list[tuple[NamedArrays, NamedArrays]] = []
     with np.load(path, allow_pickle=False) as archive:
         for name in archive.files:

@@ -29,9 +29,10 @@ class Services:
 
 @contextmanager
 def open_store(settings: Settings, section: Store | None = None) -> Iterator[ReleaseStore]:
-    """Open the release store that the settings name, else the one of the release file's `section`.
+    """Open the release store that the settings name, else the one in the release file's `section`.
 
-    When neither names a server, an embedded S3 server runs for as long as the body does. Raises StoreError.
+    When neither names a server, an embedded S3 server runs while the body runs. Raises StoreError when it does not
+    start, SettingsError for an address or credentials that no S3 server accepts.
     """
     section = section or Store()
     endpoint = settings.s3_endpoint or section.endpoint
@@ -57,7 +58,10 @@ def open_store(settings: Settings, section: Store | None = None) -> Iterator[Rel
 
 
 def open_registry(settings: Settings, section: RegistrySection | None = None) -> Registry:
-    """The registry that the settings name, else one in a SQLite file in the state folder. Connects when it is used."""
+    """Return the registry that the settings name, else one in a SQLite file in the state folder.
+
+    Its first use connects. Raises SettingsError for an address of another kind.
+    """
     experiment = section.experiment if section is not None and section.experiment else "tvmflow"
     if settings.mlflow_tracking_uri is None:
         return Registry(replace(embedded_registry(settings.state / "mlflow"), experiment=experiment))
@@ -66,7 +70,10 @@ def open_registry(settings: Settings, section: RegistrySection | None = None) ->
 
 @contextmanager
 def open_services(settings: Settings, store: Store, registry: RegistrySection) -> Iterator[Services]:
-    """Open store and registry, and check both before any work is spent. Raises StoreError or RegistryError."""
+    """Open store and registry, and check both before any work begins.
+
+    Raises StoreError, RegistryError or SettingsError.
+    """
     services_registry = open_registry(settings, registry)
     with open_store(settings, store) as services_store:
         services_store.check()
@@ -77,7 +84,8 @@ def open_services(settings: Settings, store: Store, registry: RegistrySection) -
 def open_workspace(settings: Settings, store: ReleaseStore, section: Store | None = None) -> Workspace:
     """Open this machine's workspace, shared through the release store where the settings ask for that.
 
-    Raises SettingsError when the store is embedded, which no other machine can reach.
+    Raises SettingsError when the store is embedded, because no other machine can reach it, and StepError when the state
+    folder cannot be written.
     """
     if not settings.shared_workspace:
         return Workspace(settings.state)
@@ -89,7 +97,10 @@ def open_workspace(settings: Settings, store: ReleaseStore, section: Store | Non
 
 
 def open_records(settings: Settings, store: ReleaseStore, section: Store | None = None) -> RecordObjects | None:
-    """The tuning records that machines share, beside the releases on a named S3 server; None where they share none."""
+    """Return the store of tuning records that machines share; None where they share none.
+
+    The records are beside the releases on an S3 server that the settings or the release file name.
+    """
     servers = (settings.s3_endpoint, settings.s3_bucket, section.endpoint if section is not None else None)
     return RecordObjects(store) if settings.share_records and any(servers) else None
 

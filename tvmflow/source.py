@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Source(Record):
-    """The original model on this machine: `path` is a weights file, a .pt2, an ONNX file or the folder of a flavor."""
+    """The original model on this machine: `path` is a weights file, a .pt2, an ONNX file or the folder of a flavor.
+
+    `path` is None for a factory without a weights file.
+    """
 
     kind: Literal["factory", "pt2", "onnx", "mlflow-pytorch"]
     model: Model
@@ -80,9 +83,11 @@ def _load_weights(module: "torch.nn.Module", path: Path, model: Model) -> None:
 
 
 def run_module(module: "torch.nn.Module", inputs: NamedArrays, names: tuple[str, ...] = ()) -> NamedArrays:
-    """Return the module's outputs by name; the arrays are its arguments in order, and nested outputs are flattened.
+    """Run a PyTorch module and return its outputs by name.
 
-    Without `names` the outputs are output_0, output_1, ... Raises ExportError for another number of outputs than names.
+    The values of `inputs` are its arguments, in order; nested outputs are flattened to the tensors in them. Without
+    `names` the outputs are output_0, output_1, ... Raises ExportError when the number of outputs differs from that of
+    `names`, and the module's own errors.
     """
     import torch
     from torch.utils._pytree import tree_leaves
@@ -101,7 +106,8 @@ def open_session(
 ) -> "onnxruntime.InferenceSession":
     """Load an ONNX file with ONNX Runtime on the CPU. Raises ExportError when ONNX Runtime cannot load it.
 
-    With `prints_errors`, ONNX Runtime itself prints the error of a run that fails.
+    `threads` is the number of threads of an operator, by default ONNX Runtime's choice. With `prints_errors`, ONNX
+    Runtime itself prints the error of a run that fails.
     """
     import onnxruntime
 

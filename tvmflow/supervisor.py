@@ -1,7 +1,7 @@
-"""Child processes under supervision: a session and a log for each, deadlines for what they do, and a clean end.
+"""Child processes under supervision: a session and a log for each, deadlines, and a clean end.
 
-A child dies with its parent. What it started ends with it, for all of them are one process group. The steps of a run
-(`tvmflow.process`), the tuner's workers, devices and the verification of bundles are built on this.
+A child dies with its parent. The processes that it started end with it, because all are one process group. The steps of
+a run (`tvmflow.process`), the tuner's workers, devices and the verification of bundles use this module.
 """
 
 import contextlib
@@ -51,8 +51,8 @@ class ChildProcess:
     ) -> None:
         """Start `python -m module arguments`.
 
-        `append` keeps what the log holds, `folder` is the child's working folder, and `from_working_folder` lets it
-        import modules from there. Raises OSError when the process or its log cannot be made.
+        `append` keeps the log's content, `folder` is the child's working folder, and `from_working_folder` lets it
+        import modules from there. Raises OSError when the process or its log cannot be created.
         """
         self.log = log
         self._lock = threading.RLock()
@@ -80,7 +80,10 @@ class ChildProcess:
         return self._process.pid
 
     def send(self, message: Mapping[str, Any], deadline: float) -> None:
-        """Write a message to the child. Raises EOFError when it is gone, TimeoutError at `deadline` (monotonic)."""
+        """Write a message to the child; `deadline` is a time of `time.monotonic`.
+
+        Raises EOFError when the child has ended, TimeoutError at the deadline.
+        """
         descriptor, data = _open(self._process.stdin).fileno(), _encode(message)
         while data:
             if not _ready(descriptor, select.POLLOUT, deadline, self):
@@ -93,7 +96,10 @@ class ChildProcess:
                 raise EOFError from error
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """Return the child's next message. Raises EOFError when it is gone, TimeoutError at `deadline` (monotonic)."""
+        """Return the child's next message; `deadline` is a time of `time.monotonic`.
+
+        Raises EOFError when the child has ended, TimeoutError at the deadline.
+        """
         descriptor = _open(self._process.stdout).fileno()
         while b"\n" not in self._pending:
             if not _ready(descriptor, select.POLLIN, deadline, self):
@@ -106,7 +112,7 @@ class ChildProcess:
         return cast(dict[str, Any], json.loads(line))
 
     def exit_code(self) -> int | None:
-        """Return the exit code, minus the signal's number where a signal ended the child, None while it lives."""
+        """Return the exit code, minus the signal's number where a signal ended the child, None while it runs."""
         with self._lock:
             if self._exit_code is not None:
                 return self._exit_code
@@ -117,7 +123,10 @@ class ChildProcess:
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     def wait(self, deadline: float) -> int:
-        """Wait for the child's end and return its exit code. Raises TimeoutError at `deadline` (monotonic)."""
+        """Wait for the child's end and return its exit code; `deadline` is a time of `time.monotonic`.
+
+        Raises TimeoutError at the deadline. A signal that ended the child gives minus its number.
+        """
         while (code := self.exit_code()) is None:
             seconds = deadline - time.monotonic()
             if seconds <= 0:
@@ -138,14 +147,14 @@ class ChildProcess:
         return f"{end}, last output {line!r}" if line else end
 
     def kill(self) -> None:
-        """Kill the child and all that it started, from any thread; a child that has been closed is left alone."""
+        """Kill the child and all processes that it started, from any thread; do nothing after `close`."""
         with self._lock:
             if self._exit_code is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the child and all that it started, and free what it held here."""
+        """Kill the child and all processes that it started, and close its pipes."""
         with self._lock:
             code = self.exit_code()
             self.kill()
@@ -169,8 +178,8 @@ class ChildProcess:
 class Channel:
     """The child's end of the pipes: messages from the parent and to it.
 
-    From its construction on, standard input is empty and standard output goes to the log, so that nothing that a
-    library prints is taken for a message.
+    After its construction, standard input is empty and standard output goes to the log, so that text that a library
+    prints is not read as a message.
     """
 
     def __init__(self) -> None:
@@ -183,12 +192,12 @@ class Channel:
         os.dup2(2, 1)
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the parent's next message, None when there will be no more."""
+        """Return the parent's next message, None when the parent has closed the pipe."""
         line = self._requests.readline()
         return cast(dict[str, Any], json.loads(line)) if line.endswith(b"\n") else None
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Write a message to the parent at once, from any thread. Raises BrokenPipeError when nobody reads it."""
+        """Write a message to the parent at once, from any thread. Raises BrokenPipeError when the parent has ended."""
         with self._lock:
             self._replies.write(_encode(message))
             self._replies.flush()
@@ -203,7 +212,7 @@ def kill_all() -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Say in words how a process ended, by its exit code or, if negative, by minus the signal's number."""
+    """Return in words how a process ended; a negative `code` is minus the number of a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     names = {item.value: item.name for item in signal.Signals}
@@ -212,7 +221,7 @@ def describe_exit(code: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log, at most 200 characters, "" where there is none."""
+    """Return the last line of a log, at most 200 characters; "" for an empty or missing log."""
     try:
         with log.open("rb") as stream:
             stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
@@ -223,7 +232,7 @@ def last_line(log: Path) -> str:
 
 
 def forbid_torch() -> None:
-    """Keep this process from importing torch: tvm_ffi would, which takes seconds and a third of a gigabyte.
+    """Prevent this process from importing torch: tvm_ffi would, which takes seconds and a third of a gigabyte.
 
     To the user's code torch is not installed. A None in `sys.modules` would break libraries that look there for torch,
     as SciPy does.
@@ -232,7 +241,7 @@ def forbid_torch() -> None:
 
 
 class _FinderWithoutTorch:
-    """A finder of modules that finds no torch, and everything else as the finder that it stands for."""
+    """A finder of modules that finds no torch, and all other modules with another finder."""
 
     def __init__(self, finder: Any) -> None:
         self._finder = finder
@@ -245,7 +254,7 @@ class _FinderWithoutTorch:
 
 
 def _ready(descriptor: int, event: int, deadline: float, child: ChildProcess) -> bool:
-    """Wait until a pipe is ready; False when the child has ended before. Raises TimeoutError at `deadline`."""
+    """Wait until a pipe is ready; return False when the child ends first. Raises TimeoutError at `deadline`."""
     poll = select.poll()
     poll.register(descriptor, event)
     while True:

@@ -95,7 +95,8 @@ class Target:
     """A machine to build for.
 
     `tvm` is the TVM target as JSON data. `features` are the CPU features that the machine must have, in the words of
-    /proc/cpuinfo. `cross_compiler` is the linker for another architecture; None is this machine's own compiler.
+    /proc/cpuinfo. `cross_compiler` is the command that links for another architecture; None means this machine's
+    compiler.
     """
 
     name: str
@@ -111,7 +112,7 @@ class Target:
 
     @property
     def threads(self) -> int:
-        """The number of worker threads the target is built for."""
+        """The number of worker threads that the target is built for."""
         return int(self.tvm.get("num-cores", 1))
 
 
@@ -145,7 +146,7 @@ def missing_features(features: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def needed_features(target: Target, precision: Precision) -> tuple[str, ...]:
-    """Return those of a target's CPU features that its code may use in a precision: AMX in bf16 and int8 only."""
+    """Return those of a target's CPU features that its code may use in a precision: AMX only in bf16 or int8."""
     return tuple(name for name in target.features if not name.startswith("amx_") or name in _AMX.get(precision, ()))
 
 
@@ -161,7 +162,7 @@ def request_amx() -> bool:
 
 
 def explain_missing_unit(target: Target, precision: Precision) -> str | None:
-    """Return the reason why a target cannot compute in a precision, in one sentence, or None if it can."""
+    """Return the sentence that says why a target cannot compute in a precision; None if it can."""
     units = _UNITS[precision]
     if not units or set(units) & set(target.features):
         return None
@@ -174,7 +175,7 @@ def explain_missing_unit(target: Target, precision: Precision) -> str | None:
 
 
 def presets() -> dict[str, str]:
-    """Return the named targets, each with a line that describes it."""
+    """Return a line of description for each named target, by name."""
     return {
         "native": "the machine that builds",
         "x86-64-v2": "x86-64 with SSE4.2: any server of the last 15 years",
@@ -193,10 +194,11 @@ def presets() -> dict[str, str]:
 
 
 def resolve(text: str | Mapping[str, Any]) -> Target:
-    """Resolve a preset's name, or a TVM target as JSON, as JSON data or in the older form `llvm -mcpu=...`.
+    """Return the target for a preset's name or a TVM target.
 
-    Raises TargetError for an unknown preset, kind, architecture or CPU, and for an option of a wrong form. Whether the
-    installed TVM can build for the target is checked by the compiler.
+    A TVM target is JSON text, JSON data or the older form `llvm -mcpu=...`. Raises TargetError for an unknown preset,
+    kind, architecture or CPU, and for an option of a wrong form. The compiler checks whether the installed TVM can
+    build for it.
     """
     if isinstance(text, Mapping):
         try:

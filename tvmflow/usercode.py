@@ -20,7 +20,7 @@ def find(path: str, what: str, error: type[TvmflowError]) -> Callable[..., Any]:
     """Import `package.module:function` and return the function.
 
     Raises `error` when there is no such module or function, its import fails, or it cannot be called; `what` names the
-    function in the message, such as "model factory".
+    function's role in the message, such as "model factory".
     """
     module, _, name = path.partition(":")
     try:
@@ -43,7 +43,7 @@ def find(path: str, what: str, error: type[TvmflowError]) -> Callable[..., Any]:
 def call(path: str, what: str, error: type[TvmflowError], /, *args: object, **arguments: object) -> Any:
     """Call the function `package.module:function` and return its result.
 
-    Raises `error` as `find` does, and with the type and message of whatever the function raises.
+    Raises `error` when `find` does, and when the function raises an exception, with its type and message.
     """
     function = find(path, what, error)
     try:
@@ -53,13 +53,13 @@ def call(path: str, what: str, error: type[TvmflowError], /, *args: object, **ar
 
 
 def describe(problem: BaseException) -> str:
-    """Return the type of an exception and the first line of its message."""
+    """Return the type of an exception and the first line of its message, at most 300 characters of it."""
     words = str(problem).strip().splitlines()
     return f"{type(problem).__name__}: {words[0][:300]}" if words else type(problem).__name__
 
 
 def imported_sources(folder: Path | None = None) -> Sources:
-    """Return the user's modules that this process has imported, with their digests.
+    """Return the user's modules that this process has imported, with their SHA-256.
 
     Modules of Python, of installed packages and of this project do not count. Paths in `folder` are relative to it, all
     others absolute.

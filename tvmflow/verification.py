@@ -1,4 +1,4 @@
-"""The verification of a bundle in a process of its own: nothing that the bundle holds can end the caller."""
+"""The verification of a bundle in another process: a bundle that crashes cannot end the caller."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _REFUSALS = (BundleError, VerdictError, SettingsError)
 
 @dataclass(frozen=True)
 class Verification:
-    """A bundle that is whole, may run here, and gives the original's outputs on its golden sample.
+    """A bundle that is complete, can run on this machine, and gives the original's outputs on its golden sample.
 
     `max_abs_error` is the largest absolute difference between its outputs and the original's.
     """
@@ -36,11 +36,11 @@ class Verification:
 
 
 def verify(bundle: Path, *, trusted: Sequence[Path] | None = None, timeout: float = 300.0) -> Verification:
-    """Check a bundle's form, digests, signature and needs, then run its golden sample, all in another process.
+    """Check a bundle's digests, signature and requirements, then run its golden sample, all in another process.
 
     `trusted` are files with public keys, one of which must have signed it, by default those that TVMFLOW_TRUSTED_KEYS
-    names. Raises BundleError when it is refused, crashes or takes longer than `timeout` seconds, VerdictError when its
-    outputs differ from the original's, and SettingsError when a file of keys cannot be read.
+    names. Raises BundleError when the bundle is refused, crashes or takes longer than `timeout` seconds, VerdictError
+    when its outputs differ from the original's, and SettingsError when a file of keys cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="tvmflow-", ignore_cleanup_errors=True) as scratch:
         reply = Path(scratch) / "reply.json"
@@ -79,7 +79,10 @@ def _environment(trusted: Sequence[Path] | None, scratch: Path) -> dict[str, str
 
 
 def _read_reply(reply: Path, exit_code: int) -> Verification:
-    """The child's reply. Raises what it refused the bundle for, and ValueError or the like for any other reply."""
+    """Return the child's reply.
+
+    Raises the error with which it refused the bundle, and ValueError or the like for any other.
+    """
     if exit_code != 0:
         raise ValueError("the child did not end by itself")
     with reply.open("rb") as stream:
@@ -93,7 +96,7 @@ def _read_reply(reply: Path, exit_code: int) -> Verification:
 
 
 def _run_sample(bundle: Path) -> dict[str, Any]:
-    """The child's side: open and load the bundle, run its golden sample, and compare the outputs."""
+    """Load the bundle, run its golden sample, and compare the outputs; this is the child's side."""
     import numpy as np
 
     from tvmflow import runtime

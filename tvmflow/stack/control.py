@@ -1,4 +1,4 @@
-"""The life of the local stack: start what does not run, read its status, end it."""
+"""The control of the local stack: start servers that do not run, read their status, end them."""
 
 import contextlib
 import errno
@@ -45,7 +45,10 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Status:
-    """The status of a server of the stack; the receiver is `off` while there are no release files."""
+    """The status of a server of the stack; the receiver is `off` while there are no release files.
+
+    `pid` is None for a server that does not run; `log` is the path of its log.
+    """
 
     name: str
     state: State
@@ -56,7 +59,7 @@ class Status:
 
 @dataclass(frozen=True)
 class StackOptions:
-    """The options of a start: ports other than the remembered ones, release files, work pool, PostgreSQL's address."""
+    """The options of a start: new ports by server, release files, the work pool, PostgreSQL's address."""
 
     state: Path
     ports: Mapping[str, int]
@@ -68,8 +71,8 @@ class StackOptions:
 def up(options: StackOptions) -> list[Status]:
     """Start the servers that are not healthy, wait until all are, and register the release files' deployments.
 
-    Servers that this call started are ended again when it fails or is interrupted. Raises SettingsError for a mistake
-    that the user can correct, StackError when a server does not start.
+    Returns the status of each server. Servers that this call started are ended again when it fails or is interrupted.
+    Raises SettingsError for a mistake that the user can correct, StackError when a server does not start.
     """
     with record.lock(options.state):
         previous = record.read(options.state)
@@ -115,7 +118,7 @@ def up(options: StackOptions) -> list[Status]:
 
 
 def status(state: Path) -> list[Status]:
-    """Read the status of each server of the stack; none when no stack was ever started."""
+    """Return the status of each server of the stack; empty when no stack was ever started. Raises SettingsError."""
     stack = record.read(state)
     if not stack.ports:
         return []
@@ -134,7 +137,10 @@ def status(state: Path) -> list[Status]:
 
 
 def down(state: Path) -> list[str]:
-    """End every server of the stack and the processes that they started; return the names of the servers that ran."""
+    """End every server of the stack and the processes that they started; return the names of the servers that ran.
+
+    Raises SettingsError while another command starts or ends the stack.
+    """
     with record.lock(state):
         servers = record.read(state).servers
         names = [name for name, server in servers.items() if server.is_alive or _find_marked(server)]
@@ -221,7 +227,7 @@ def _require_free_port(name: str, port: int) -> None:
 
 
 def _describe_user(port: int) -> str:
-    """The process that listens at a port, as the end of a sentence; empty when it cannot be seen."""
+    """Return the process that listens at a port, as the end of a sentence; empty when it cannot be seen."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
@@ -309,7 +315,7 @@ def _register(plan: Plan, models: Sequence[str]) -> None:
 
 
 def _describe_log(plan: Plan, name: str) -> str:
-    """The last line of a server's log and the log's path, as the end of a sentence."""
+    """Return the last line of a server's log and the log's path, as the end of a sentence."""
     log = _log(plan.state, name)
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     last_line = f": {lines[-1][:300].rstrip('.')}" if lines else ""
@@ -332,7 +338,7 @@ def _reporting(step: str) -> Iterator[None]:
 
 
 def _terminate(name: str, server: ServerProcess) -> None:
-    """Send SIGTERM to a server's process; also to a worker's runs, for which the worker would otherwise wait."""
+    """Send SIGTERM to a server's process, and to a worker's runs, for which the worker would otherwise wait."""
     processes = _list_processes(server)
     leader = [process for process in processes if process.pid == server.pid and server.is_alive]
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -343,7 +349,7 @@ def _terminate(name: str, server: ServerProcess) -> None:
 
 
 def _list_processes(server: ServerProcess) -> list[psutil.Process]:
-    """The living processes of a server: its own, the children of that, and all that have its mark."""
+    """Return the living processes of a server: its own, the children of that, and all that have its mark."""
     processes = {process.pid: process for process in _find_marked(server)}
     if server.is_alive:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -21,7 +21,7 @@ _LOCK = "lock"
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """The process of a server, identified so that no other process is taken for it."""
+    """The process of a server, identified so that another process with the same id is not mistaken for it."""
 
     pid: int
     birth: str
@@ -31,13 +31,13 @@ class ServerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether that very process runs."""
+        """Whether exactly this process runs."""
         return birth(self.pid) == self.birth
 
 
 @dataclass(frozen=True)
 class Record:
-    """The stack of a state folder as it was last started."""
+    """The last start of the stack of a state folder."""
 
     servers: dict[str, ServerProcess] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
@@ -51,13 +51,13 @@ class Record:
 
     @property
     def is_running(self) -> bool:
-        """Whether any of its servers runs."""
+        """Whether any of the stack's servers runs."""
         return any(server.is_alive for server in self.servers.values())
 
 
 @dataclass(frozen=True)
 class Secrets:
-    """Secrets that only the servers of a stack and its commands know; made up once for a state folder."""
+    """Secrets that only the servers of a stack and its commands have; generated once for a state folder."""
 
     s3_access_key: str
     s3_secret_key: str
@@ -67,12 +67,15 @@ class Secrets:
 
 
 def folder(state: Path) -> Path:
-    """The stack's own folder in the state folder; it is created with access for its owner alone."""
+    """Return the stack's own folder in the state folder, which only its owner can access."""
     return state / "stack"
 
 
 def read(state: Path) -> Record:
-    """Read the record; an empty one where no stack was ever started. Raises SettingsError for a damaged record."""
+    """Read the record; an empty one where no stack was ever started, or it belongs to another user.
+
+    Raises SettingsError for a damaged record.
+    """
     path = folder(state) / _RECORD
     try:
         document = json.loads(path.read_text())
@@ -90,12 +93,15 @@ def read(state: Path) -> Record:
 
 
 def write(state: Path, record: Record) -> None:
-    """Replace the record in one step."""
+    """Replace the record in one step. Raises OSError when it cannot be written."""
     _write(folder(state) / _RECORD, asdict(record))
 
 
 def make_secrets(state: Path) -> Secrets:
-    """Read the secrets of this state folder, made up and kept if there are none yet. Raises SettingsError."""
+    """Return the secrets of this state folder; generate and keep them if there are none yet.
+
+    Raises SettingsError when the file of secrets is damaged.
+    """
     path = folder(state) / _SECRETS
     if (earlier := _read_secrets(path)) is not None:
         return earlier
@@ -110,7 +116,10 @@ def make_secrets(state: Path) -> Secrets:
 
 
 def settings(state: Path) -> dict[str, Any]:
-    """The settings for commands that use a running stack, secrets included; none while no server of it runs."""
+    """Return the settings for commands that use a running stack, with its secrets; empty while no server runs.
+
+    Raises SettingsError for a damaged record.
+    """
     record = read(state)
     if not record.is_running:
         return {}
@@ -127,7 +136,10 @@ def settings(state: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def lock(state: Path) -> Iterator[None]:
-    """Keep other commands from starting or ending servers of this stack while the body runs. Raises SettingsError."""
+    """Prevent other commands from starting or ending servers of this stack while the body runs.
+
+    Raises SettingsError when another command is doing so.
+    """
     place = folder(state)
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (place / _LOCK).open("w") as file:
@@ -141,10 +153,10 @@ def lock(state: Path) -> Iterator[None]:
 
 
 def birth(pid: int) -> str | None:
-    """The time at which a process began, as a text that identifies it; None when it has ended.
+    """Return the time at which a process began, as a text that identifies the process; None when it has ended.
 
-    The text holds the start of the system and Linux's clock ticks since then. A process that waits to be reaped has
-    ended.
+    The text holds the id of the system's start and Linux's clock ticks since then. A process that has ended but has not
+    been reaped counts as ended.
     """
     try:
         # The name, in parentheses, may hold anything, spaces and parentheses too.

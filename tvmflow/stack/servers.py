@@ -39,7 +39,7 @@ _WORKER_QUERY_SECONDS = "3"
 
 @dataclass(frozen=True)
 class Server:
-    """The command of a server of the stack; `environment` is its whole environment."""
+    """The command of a server of the stack; `environment` is its whole environment, `folder` its working folder."""
 
     name: str
     command: Sequence[str]
@@ -49,7 +49,10 @@ class Server:
 
 @dataclass(frozen=True)
 class Plan:
-    """A stack: its state folder, the port of each server, the work pool, the addresses of its PostgreSQL databases."""
+    """A stack: its state folder, the port of each server, the work pool, and the addresses of its PostgreSQL databases.
+
+    The addresses of databases are None with SQLite.
+    """
 
     state: Path
     ports: Mapping[str, int]
@@ -66,7 +69,7 @@ class Plan:
         return f"{self._url('prefect')}/api"
 
     def settings(self) -> dict[str, str]:
-        """Settings for commands that use this stack, without its secrets."""
+        """Return the settings for commands that use this stack, by name, without its secrets."""
         return {
             "s3_endpoint": self._url("s3"),
             "s3_bucket": BUCKET,
@@ -76,7 +79,7 @@ class Plan:
         }
 
     def address(self, name: str) -> str:
-        """The address of a server; for the receiver that of its webhooks, for the worker the pool that it serves."""
+        """Return the address of a server; for the receiver its webhook's URL, for the worker its pool in words."""
         match name:
             case "worker":
                 return f"work pool {self.pool}"
@@ -86,7 +89,7 @@ class Plan:
                 return self._url(name)
 
     def server(self, name: str) -> Server:
-        """The command of a server. Raises StoreError without rclone, RegistryError for a damaged registry."""
+        """Return the command of a server. Raises StoreError without rclone, RegistryError for a damaged registry."""
         match name:
             case "s3":
                 return self._s3()
@@ -106,10 +109,10 @@ class Plan:
         return Server("worker", command, environment, Path.cwd())
 
     def is_healthy(self, name: str, process: ServerProcess) -> bool:
-        """Whether the server `name` is ready to work: False for an error, and for no answer in `_ANSWER_SECONDS`.
+        """Whether the server `name` is ready to work; an error, or no answer within ten seconds, means that it is not.
 
         S3 must list its bucket; Prefect, MLflow and the receiver must answer at `/health`; the worker must have sent
-        Prefect a heartbeat since `process`, its process, began.
+        Prefect a heartbeat since its process, `process`, began.
         """
         match name:
             case "s3":
@@ -167,7 +170,7 @@ class Plan:
         return Server("mlflow", command, _environment(settings), folder(self.state))
 
     def command_environment(self) -> dict[str, str]:
-        """The environment of tvmflow's own commands that use the stack: the user's, with absolute paths."""
+        """Return the environment of tvmflow's own commands that use the stack: the user's, with absolute paths."""
         from tvmflow.settings import settings_file
 
         fixed = {**_PREFECT, "PREFECT_HOME": str(self.state / "prefect"), "PREFECT_API_URL": self.prefect_api}
@@ -219,12 +222,12 @@ class Plan:
 
 
 def tvmflow_command(*arguments: str) -> list[str]:
-    """The command line of `tvmflow` in this very installation."""
+    """Return the command line that runs `tvmflow` with these arguments from this installation."""
     return [sys.executable, "-P", "-c", "from tvmflow.cli import main; main()", *arguments]
 
 
 def is_deployed(plan: Plan) -> bool:
-    """Whether the stack's Prefect server has the deployment `reconcile/all`, which `tvmflow deploy` always makes.
+    """Whether the stack's Prefect server has the deployment `reconcile/all`, which `tvmflow deploy` always registers.
 
     No other deployment counts. False as well when the server does not answer.
     """
@@ -234,7 +237,8 @@ def is_deployed(plan: Plan) -> bool:
 def crash_left_runs(plan: Plan) -> int:
     """Mark the unfinished runs of a killed worker as crashed; return their number.
 
-    They would stay `Running` for ever and block the runs behind them. Call this only for a pool that no worker serves.
+    Otherwise they would stay `Running` for ever and block the runs behind them. Call this only for a pool without a
+    worker.
     """
     query = {
         "work_pools": {"name": {"any_": [plan.pool]}},
@@ -248,10 +252,10 @@ def crash_left_runs(plan: Plan) -> int:
 
 
 def databases(url: str) -> tuple[str, str, str]:
-    """Create the databases `prefect` and `mlflow` of a PostgreSQL server where they are missing.
+    """Create the databases `prefect` and `mlflow` on a PostgreSQL server where they are missing.
 
-    Returns the address of Prefect's database, the one of MLflow's, and the server's HOST:PORT. Raises SettingsError
-    when the address is wrong, the server does not answer, or the user may not create a database.
+    Returns the address of Prefect's database, the one of MLflow's, both with the password, and the server's HOST:PORT.
+    Raises SettingsError when the address is wrong, the server does not answer, or the user may not create a database.
     """
     import psycopg
     import sqlalchemy.exc
@@ -308,7 +312,7 @@ def _environment(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def _get(url: str, body: Mapping[str, Any] | None = None) -> bytes | None:
-    """The answer of a server to a GET, or to a POST of a JSON document; None for an error or no answer."""
+    """Return the answer of a server to a GET, or to a POST of a JSON document; None for an error or no answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -26,7 +26,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A request to run a deployment; all runs for the same purpose have the same tag, by which they are found."""
+    """A request to run a deployment; all runs for the same purpose have the same `tag`, by which they can be found."""
 
     deployment: str
     parameters: dict[str, Any]
@@ -35,7 +35,7 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class ManagedModel:
-    """A release file of the catalogue, by its absolute path."""
+    """A release file of the catalogue: its absolute path and its content."""
 
     file: Path
     spec: Spec
@@ -52,10 +52,10 @@ class ManagedModel:
 
     @property
     def source_alias(self) -> Alias | None:
-        """The alias in MLflow that names the model to release, None where no alias does.
+        """The alias in MLflow that names the model to release; None where the model does not come from an alias.
 
-        It is the alias in `model.mlflow`. For a model that is retrained it is the alias of the channel's name on the
-        model that retraining registers.
+        It is the alias in `model.mlflow`. For a model that is retrained it is the alias with the name of the
+        retraining's channel, on the model that retraining registers.
         """
         match = _SOURCE.fullmatch(self.spec.model.mlflow or "")
         if match is not None:
@@ -64,21 +64,21 @@ class ManagedModel:
         return None if alias is None else Alias(*alias)
 
     def has_channel(self, alias: str) -> bool:
-        """Whether the alias is a channel: one of those that the file names, any when it names none."""
+        """Whether the alias is a channel: one of the file's channels; every alias is one when the file names none."""
         return not self.spec.channels or alias in self.spec.channels
 
     def request_release(self, version: str) -> RunRequest:
-        """The request to release that version of the source model.
+        """Return the request to release that version of the source model.
 
-        The flow releases the version that `model.mlflow` names when the flow starts: where the alias has moved on by
-        then, the latest version wins. Of a model that is retrained it releases this version.
+        The flow releases the version that the alias in `model.mlflow` names when the flow starts, even if the alias has
+        moved on. Of a model that is retrained it releases this version.
         """
         source = f"{self.source_alias.model if self.source_alias else ''}/{version}"
         parameters = {"file": str(self.file), **({"source": source} if self.spec.source_alias else {})}
         return RunRequest(f"release/{self.name}", parameters, f"source:{source}")
 
     def request_promotion(self, channel: str, version: str, *, who: str, why: str) -> RunRequest:
-        """The request to promote that release to a channel, if the channel's alias still names that version by then."""
+        """Return the request to promote a release to a channel, unless the channel's alias names another by then."""
         parameters = {
             "name": self.name,
             "version": version,
@@ -92,12 +92,12 @@ class ManagedModel:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The release files that are managed, each with names of its own."""
+    """The managed release files; no two have the same name, registered model or source."""
 
     entries: tuple[ManagedModel, ...]
 
     def find_request(self, alias: Alias, version: str) -> RunRequest | None:
-        """The run that is asked for when the alias is set to that version; None when the alias is not managed here."""
+        """Return the request that setting the alias to that version makes; None when the alias is not managed here."""
         for entry in self.entries:
             if alias == entry.source_alias:
                 return entry.request_release(version)
@@ -108,10 +108,10 @@ class Catalogue:
 
 
 def load(files: Iterable[Path]) -> Catalogue:
-    """Read the release files.
+    """Read the release files and return the catalogue of them.
 
-    Raises SpecError for a file that is missing or wrong, SettingsError naming both files when two of them have the same
-    name, registered model or source, or when one releases the releases of another.
+    Raises SpecError for a file that is missing or wrong. Raises SettingsError, which names both files, when two of them
+    have the same name, registered model or source, or when one releases the releases of another.
     """
     entries = tuple(ManagedModel(file.absolute(), release_file.load(file)) for file in dict.fromkeys(files))
     owners: dict[tuple[str, str], ManagedModel] = {}

@@ -22,11 +22,12 @@ Submit = Callable[[RunRequest, str], str]
 
 
 def application(secret: str, catalogue: Callable[[], Catalogue], submit: Submit) -> FastAPI:
-    """Make the application. It calls `catalogue` for every delivery, so that changed release files count at once.
+    """Create the application.
 
-    Answers 202 when a flow run was started, 200 for an event that is not managed here, 401 for a delivery that is
-    forged or old, 413 for one that is too large, 422 for one that MLflow does not send, and 503 when the flow run could
-    not be started, which makes MLflow retry.
+    It calls `catalogue` for every delivery, so that changed release files take effect at once. `secret` is the key of
+    the deliveries' signatures; `submit` starts a requested run. Answers 202 when a flow run was started, 200 for an
+    event that is not managed here, 401 for a delivery that is forged or old, 413 for one that is too large, 422 for one
+    that MLflow does not send, and 503 when the flow run could not be started, so that MLflow retries.
     """
     app = FastAPI(title="tvmflow", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
 

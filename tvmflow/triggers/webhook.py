@@ -1,6 +1,6 @@
 """MLflow's webhooks: the check of a delivery's signature and age, and its content.
 
-Deliveries are signed as Standard Webhooks are: `v1,` and base64(HMAC-SHA256(secret, "{id}.{timestamp}.{body}")).
+Deliveries are signed by Standard Webhooks: `v1,` and base64(HMAC-SHA256(secret, "{id}.{timestamp}.{body}")).
 """
 
 import base64
@@ -25,7 +25,7 @@ _SECONDS = re.compile(r"[0-9]{1,12}")
 
 
 class DeliveryError(Exception):
-    """A delivery that is refused: the HTTP status and the reason to answer with."""
+    """A delivery that is refused: the HTTP status and the reason of the answer."""
 
     def __init__(self, status: Literal[401, 422], reason: str) -> None:
         super().__init__(reason)
@@ -51,7 +51,7 @@ class _Body(BaseModel):
 
 @dataclass(frozen=True)
 class AliasEvent:
-    """A delivery that reports that the alias of a registered model was set to a version."""
+    """A delivery that reports that the alias of a registered model was set to a version; `delivery` is its id."""
 
     delivery: str
     name: str
@@ -60,17 +60,17 @@ class AliasEvent:
 
 
 def sign(secret: str, delivery: str, timestamp: str, body: bytes) -> str:
-    """The signature of a delivery, as MLflow makes it."""
+    """Return MLflow's signature of a delivery: `v1,` and the HMAC-SHA256 in base64."""
     content = f"{delivery}.{timestamp}.".encode() + body
     digest = hmac.new(secret.encode(), content, hashlib.sha256).digest()
     return f"{_VERSION},{base64.b64encode(digest).decode()}"
 
 
 def read_delivery(secret: str, headers: Mapping[str, str], body: bytes, now: float) -> AliasEvent | None:
-    """Read a delivery; None for an event of another kind. `now` is in seconds since 1970.
+    """Read a delivery; return None for an event of another kind. `now` is in seconds since 1970.
 
-    Raises DeliveryError: with 401 for a wrong signature or a time more than five minutes off, with 422 for a body that
-    MLflow does not send. The body is parsed only after the signature was found right.
+    Raises DeliveryError with 401 for a wrong signature or a time more than five minutes off, with 422 for a body that
+    MLflow does not send. The body is parsed only when its signature is right.
     """
     delivery, timestamp = headers.get(DELIVERY_HEADER, ""), headers.get(TIMESTAMP_HEADER, "")
     signature = headers.get(SIGNATURE_HEADER, "")
