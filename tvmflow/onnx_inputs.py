@@ -19,8 +19,10 @@ def graph_inputs(graph: "onnx.GraphProto") -> "list[onnx.ValueInfoProto]":
 def fix_shapes(graph: "onnx.GraphProto", shapes: Mapping[str, tuple[int | str, ...]]) -> None:
     """Give inputs other shapes, in place: sizes, and names for dimensions that may have any size.
 
-    `shapes` are the new shapes by input name. A dimension that gets another name or a size gets it in all values of the
-    graph. Raises ExportError for a name that is no input, and for a shape that the input cannot have.
+    `shapes` are the new shapes by input name. A dimension that gets another name gets it in all values of the graph.
+    Where it gets a size, other values lose theirs: exporters call dimensions of other sizes by the same name, and
+    shapes are inferred anew. Raises ExportError for a name that is no input, and for a shape that the input cannot
+    have.
     """
     inputs = {value.name: value for value in graph_inputs(graph)}
     new_sizes: dict[str, int | str] = {}
@@ -47,8 +49,11 @@ def fix_shapes(graph: "onnx.GraphProto", shapes: Mapping[str, tuple[int | str, .
             _set_size(dim, size)
     for value in (*graph.output, *graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in new_sizes:
-                _set_size(dim, new_sizes[dim.dim_param])
+            new_size = new_sizes.get(dim.dim_param)
+            if isinstance(new_size, int):
+                dim.Clear()
+            elif new_size is not None:
+                dim.dim_param = new_size
 
 
 def _set_size(dim: "onnx.TensorShapeProto.Dimension", size: int | str) -> None:

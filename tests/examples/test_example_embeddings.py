@@ -68,6 +68,7 @@ def test_no_tokenizer_ends_with_one_sentence(example: Example, tmp_path: Path) -
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_the_released_model_ranks_sentences(tmp_path: Path) -> None:
     folder = release_of(EXAMPLE, tmp_path)
     folder.release("release.yaml")

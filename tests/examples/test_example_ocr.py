@@ -58,6 +58,7 @@ def test_pages_repeat_and_their_masks_cover_the_ink(example: Example) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_the_released_models_read_a_page(example: Example, tmp_path: Path) -> None:
     folder = release_of(EXAMPLE, tmp_path)
     for name in ("detect", "read"):

@@ -49,6 +49,7 @@ def test_windows_are_right_on_their_side_of_one_half(example: Example) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_the_released_model_finds_the_three_sentences(tmp_path: Path) -> None:
     folder = release_of(EXAMPLE, tmp_path)
     folder.release("release.yaml")

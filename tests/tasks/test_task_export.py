@@ -247,6 +247,16 @@ def test_a_model_without_operators_of_onnx_itself_has_the_version_of_its_own(exp
     assert export_spec(parse({"name": "forest", "model": {"onnx": "model.onnx"}}, tmp_path)).opset == 3
 
 
+def test_an_output_that_shares_only_the_name_of_a_fixed_dimension_has_its_own_size(
+    export_spec: Any, tmp_path: Path
+) -> None:
+    node = helper.make_node("ReduceSum", ["x"], ["y"])
+    save_model(tmp_path / "model.onnx", [node], [("x", ["batch", 3])], [("y", ["batch", "batch"])])
+    inputs = [{"name": "x", "shape": [2, 3]}]
+    result = export_spec(parse({"name": "named", "model": {"onnx": "model.onnx"}, "inputs": inputs}, tmp_path))
+    assert result.outputs[0].shape == (1, 1)
+
+
 def test_sizes_at_which_an_onnx_model_runs_are_found_by_trying(
     export_spec: Any, kept_samples: Any, tmp_path: Path
 ) -> None:
