@@ -12,6 +12,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 Import = Callable[[str], ModuleType]
 
 
+@pytest.mark.long
 def test_a_model_is_measured_beside_its_peers(command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = ("--rounds", "2", "--seconds", "0.01", "--threads", "1", "--cpu-time", "--json", str(figures))

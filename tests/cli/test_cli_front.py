@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from support import scale
+
 Command = Callable[..., Any]
 
 COMMANDS = (
@@ -94,10 +96,10 @@ def test_a_mistake_in_the_settings_exits_with_two(tvmflow: Command) -> None:
     assert "setting 'hom' is unknown" in result.sentence
 
 
-UNREAD = ["--help", "run BUNDLE", "run BUNDLE --json", "verify BUNDLE", "run absent --json"]
+UNREAD = ["--help", "run BUNDLE", "run absent --json", "run BUNDLE --json", "verify BUNDLE"]
 
 
-@pytest.mark.parametrize("arguments", UNREAD)
+@pytest.mark.parametrize("arguments", scale.choose(normal=UNREAD[:3], long=UNREAD))
 def test_a_reader_that_goes_away_is_no_error_to_tell(
     executable: str, environment: dict[str, str], bundle: Path, arguments: str
 ) -> None:

@@ -87,6 +87,7 @@ def house(stack: Any, managed: Managed) -> House:
     return House(stack, managed, MlflowClient(address, registry_uri=address))
 
 
+@pytest.mark.timeout(1200)
 def test_from_an_alias_to_production_through_retraining_and_back(house: House) -> None:
     # An alias is all it takes: released, judged, and moved on to both channels.
     source = house.train_and_register()
