@@ -16,7 +16,7 @@ from tvmflow.compiler.dotproduct import DOTS, WIDE, Dot
 
 # The rows and the 32-bit lanes of a tile.
 ROWS = LANES = 16
-# A product of fewer rows, or one whose depth is cut into steps of fewer groups, leaves its tiles too empty to pay.
+# A product of fewer rows, or one whose depth is cut into steps of fewer groups, leaves tiles too empty for AMX.
 _FEWEST_ROWS, _FEWEST_GROUPS = 4, 8
 # The number of tile registers that hold results, then the first register of the left and of the right operand.
 _RESULTS, _LEFT, _RIGHT = 4, 4, 6

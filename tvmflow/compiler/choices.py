@@ -47,8 +47,8 @@ class Choices:
     def choose(self, kind: str, subject: str, options: Mapping[str, T], parts: tuple[str, ...] = ()) -> T:
         """Return the value of one of `options`: the first, unless `made` names another one.
 
-        Adds the decision to `met`. Ignores a name in `made` that is not among the options, such as one of an earlier
-        compiler.
+        Adds the decision, with its `parts` (see `Site`), to `met`. Ignores a name in `made` that is not among the
+        options, such as one of an earlier compiler.
         """
         site = Site(kind, subject, tuple(options), parts)
         self.met[site.key] = site

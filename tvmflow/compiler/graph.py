@@ -67,7 +67,7 @@ def variant_name(sizes: Mapping[str, int]) -> str:
 
 
 def workloads(lowered: tvm.IRModule) -> list[Workload]:
-    """Return the distinct fused functions of a lowered module, in the order of their first call."""
+    """Return the distinct fused functions of a lowered module, in the order in which it calls them first."""
     by_hash: dict[int, list[tuple[str, PrimFunc]]] = {}
     counts: dict[str, int] = {}
 

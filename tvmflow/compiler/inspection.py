@@ -35,7 +35,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class PassIR:
-    """A module as TVMScript, before or after a pass ran on it; constants larger than a scalar are not listed."""
+    """A module as TVMScript, `when` the pass `name` ran on it; constants larger than a scalar have no values."""
 
     when: Literal["before", "after"]
     name: str

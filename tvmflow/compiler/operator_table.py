@@ -47,7 +47,7 @@ def list_operators() -> list[Operator]:
 
 
 def list_contributed() -> dict[str, tuple[str, ...]]:
-    """Return the operators of com.microsoft that are imported, sorted, each with the forms that are refused."""
+    """Return the operators of com.microsoft that have a converter, sorted, each with the forms that it refuses."""
     prefix = "com.microsoft."
     names = sorted((name.removeprefix(prefix) for name in CONVERTERS if name.startswith(prefix)), key=str.lower)
     return {name: tuple(_refused_forms(CONVERTERS[prefix + name])) for name in names}

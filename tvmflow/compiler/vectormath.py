@@ -136,5 +136,5 @@ def gelu(x: Any) -> Any:
 
 @_bound
 def gelu_tanh(x: Any) -> Any:
-    """Return the approximation of the Gaussian error linear unit by the hyperbolic tangent."""
+    """Return the approximation of `gelu` by tanh: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))."""
     return 0.5 * x * (1.0 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))

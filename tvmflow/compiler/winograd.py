@@ -73,7 +73,10 @@ def cost(
     stride: int = 1,
     group: int = 1,
 ) -> float:
-    """Return a core's cycles for one image with output tiles of `size`, or by direct convolution if `size` is None."""
+    """Return a core's cycles for one image with output tiles of `size`, or by direct convolution if `size` is None.
+
+    The other arguments are those of `rank_sizes`.
+    """
     vectors = -(-out_channels // machine.lanes)
     if size is None:
         return _cost(height * width, 1, 9 * channels / group, vectors, machine)
@@ -88,7 +91,7 @@ def cost(
 
 
 def takes_narrow(size: int, stride: int, channels: int) -> bool:
-    """Whether the transformed numbers may be rounded to bfloat16.
+    """Whether the transformed numbers may be rounded to bfloat16: with tiles of two, stride one and even `channels`.
 
     Relative to a direct convolution in bfloat16, the error is 1.5 times as large with tiles of two, and four times with
     tiles of four.
@@ -109,16 +112,20 @@ def _cost(results: float, taps: int, depth: float, vectors: int, machine: Machin
 
 
 def choose_tile(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> tiles.Tile:
-    """Choose the register tile for images of `high` by `wide` output tiles.
+    """Choose the register tile of the products for images of `high` by `wide` output tiles.
 
-    Its rows divide one line of output tiles if the line is long, or if the weights stay in the cache, so that a line
-    can go through all stages at once. Otherwise they divide the number of output tiles of an image.
+    `taps` are the elements of an input tile, `channels` is the depth of a product, and `vectors` the vectors of output
+    channels. The tile's rows divide one line of output tiles if the line is long, or if the weights stay in the cache,
+    so that a line can go through all stages at once. Otherwise they divide the number of output tiles of an image.
     """
     return rank_tiles(high, wide, taps, channels, vectors, machine)[0]
 
 
 def rank_tiles(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> list[tiles.Tile]:
-    """Rank register tiles: first the one that `choose_tile` returns, then others that are worth measuring."""
+    """Rank register tiles: first the one that `choose_tile` returns, then others that are worth measuring.
+
+    The arguments are those of `choose_tile`.
+    """
     line, lines = (tiles.rank(rows, vectors, machine, 4 * channels, exact=True) for rows in (wide, high * wide))
     in_cache = 4 * taps * channels * vectors * machine.lanes <= machine.cache
     in_lines = wide >= _LONG_LINE or (in_cache and line[0].rows * line[0].vectors >= _ENOUGH)

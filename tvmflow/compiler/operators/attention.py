@@ -62,11 +62,11 @@ def attention(
 ) -> te.Tensor:
     """Define scaled dot-product attention (Vaswani et al., 2017) in float32.
 
-    The result has the `shape` `[batch, queries, heads, channels]`. `query`, `key` and `value` return the elements of
-    the operands. `keys` is the number of keys and of values; each query and key has as many channels as the result. The
-    mask is added to the scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. Every strip of
-    queries goes through all stages at once, as in "FlashAttention" (Dao et al., 2022), but with whole rows of scores,
-    which fit the cache.
+    The result has the `shape` `[batch, queries, heads, channels]`. `query`, `key` and `value` return the element of an
+    operand at a batch, position, head and channel. `keys` is the number of keys and of values; each query and key has
+    as many channels as the result. The mask is added to the scaled scores and has the shape `[batch or 1, heads or 1,
+    queries or 1, keys]`. Every strip of queries goes through all stages at once, as in "FlashAttention" (Dao et al.,
+    2022), but with whole rows of scores, which fit the cache.
     """
     batch, queries, heads, channels = shape
     depth = int(channels)

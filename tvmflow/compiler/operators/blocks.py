@@ -30,8 +30,9 @@ Epilogue = Callable[[Any, Any, Sequence[te.Tensor]], Any]
 class Convolution:
     """One convolution of a block: its kernel, and the element-wise operations that follow it.
 
-    `winograd` is the size of the output tiles of Winograd's algorithm, None for a direct convolution. `reads` is the
-    number of tensors that the epilogue reads.
+    `channels` are those of its result, and `padding` is top, left, bottom, right. `winograd` is the size of the output
+    tiles of Winograd's algorithm, None for a direct convolution. `reads` is the number of tensors that the epilogue
+    reads.
     """
 
     channels: int

@@ -30,13 +30,13 @@ def static(dim: Any) -> int | None:
 
 
 def size_parameter(size: Any, name: str) -> Any:
-    """A size of a function's buffers: a number, or the variable `name` where it is symbolic."""
+    """Return a size of a function's buffers: a number, or the variable `name` where it is symbolic."""
     number = static(size)
     return tirx.Var(name, "int64") if number is None else tirx.IntImm("int64", number)
 
 
 def buffer(name: str, shape: Sequence[Any], dtype: str = "float32") -> Any:
-    """A parameter of a function that is built statement by statement."""
+    """Return a buffer as a parameter of a function that is built statement by statement."""
     return tirx.decl_buffer(shape, dtype, name, layout=None)
 
 

@@ -34,7 +34,7 @@ def lanes_of(channels: int, groups: int, machine: Machine) -> int:
 
 
 def pack_conv2d(weight: Array, lanes: int, dot: Dot) -> Array:
-    """Pack weights `[CO][CI][KH][KW]`, float32 or int8, into the layout of this module."""
+    """Pack weights `[CO][CI][KH][KW]`, float32 or int8, into `[CO/v][KH][KW][CI/g][v][g]` of type `dot.weight`."""
     channels, depth, kernel_h, kernel_w = weight.shape
     vectors, steps = -(-channels // lanes), -(-depth // dot.group)
     value = np.zeros((vectors * lanes, steps * dot.group, kernel_h, kernel_w), dot.weight)
@@ -43,7 +43,7 @@ def pack_conv2d(weight: Array, lanes: int, dot: Dot) -> Array:
 
 
 def pack_dense(weight: Array, lanes: int, dot: Dot) -> Array:
-    """Pack weights `[K][N]`, float32 or int8, into the layout of this module."""
+    """Pack weights `[K][N]`, float32 or int8, into `[N/v][K/g][v][g]` of type `dot.weight`."""
     return pack_conv2d(weight.T[:, :, None, None], lanes, dot)[:, 0, 0]
 
 
@@ -64,7 +64,10 @@ def conv2d(
     dilation: Sequence[int],
     zero: Any = 0,
 ) -> te.Tensor:
-    """Convolution of NHWC data with weights from `pack_conv2d`; the padding is of `zero`, a number or an expression."""
+    """Define a convolution of narrow NHWC data with weights from `pack_conv2d`.
+
+    The padding has the value `zero`, a number or an expression. The result is NHWC, in the accumulator's type.
+    """
     batch, in_h, in_w, in_c = data.shape
     vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
@@ -122,7 +125,7 @@ def conv2d(
 
 
 def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, machine: Machine) -> te.Tensor:
-    """1x1 convolution: the pixels of an image are the rows of a matrix product."""
+    """Define a 1x1 convolution: the pixels of an image are the rows of a matrix product."""
     batch, height, width, depth = data.shape
     vectors, _, _, _, lanes, _ = (int(dim) for dim in weight.shape)
     product = _rows_product(

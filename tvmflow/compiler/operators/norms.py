@@ -14,7 +14,7 @@ from tvmflow.compiler.operators.common import is_float32, static
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """Define instance and group norm; None for other axes, and where a size other than the batch is unknown."""
+    """Define float32 instance or group norm; None for other types and axes, and for symbolic sizes after the batch."""
     attrs = call.attrs
     if not is_float32(*call.args):
         return None

@@ -132,7 +132,7 @@ def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> 
 
 
 def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
-    """Pack weights `[K][N]` into `[N/v][K][v]`, with zeros after the last column."""
+    """Pack weights `[K][N]` into float32 `[N/v][K][v]`, with zeros after the last column."""
     depth, units = weight.shape
     vectors = -(-units // lanes)
     value = np.zeros((depth, vectors * lanes), "float32")

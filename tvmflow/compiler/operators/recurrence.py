@@ -167,7 +167,7 @@ def tiles(cell: Cell, units: int, batch: int | None, machine: Machine) -> Tiles:
     rows = max(1, (machine.registers - 1) // (gates + 1))
     if batch is not None:
         batch = _rows_per_task(cell, batch, machine)
-        # Each group of sequences reads the weights once, and a sequence left over is a group by itself.
+        # Each group of sequences reads the weights once, and a remaining sequence is a group by itself.
         rows = min(range(1, min(rows, batch) + 1), key=lambda count: (batch // count + batch % count, count))
     vectors = -(-units // lanes)
     most = min((machine.registers - 1 - rows) // (gates * rows), -(-_CHAINS // (gates * rows)), vectors)
@@ -336,7 +336,7 @@ class Recurrence:
                 self._rows(phase, direction, tile, step, end - 1 - row, 1)
 
     def _rows(self, phase: int, direction: Any, tile: Any, step: Any, first: Any, rows: int) -> None:
-        """Compute a tile's units of one step for `rows` sequences: their products, then what follows them."""
+        """Compute a tile's units of one step for `rows` sequences: their products, then their gates and states."""
         gates, blocks, lanes = self.cell.phases[phase], self.tiles.blocks, self.tiles.lanes
         weights = self._weights[phase]
         sums = T.alloc_buffer((rows, blocks, len(gates), lanes), "float32", scope="local", layout=None)

@@ -91,7 +91,7 @@ class View:
         return math.prod(int(size) for size in self.shape[self.last + 1 :])
 
     def position(self, outer: Sequence[Any], r: Any, c: Any) -> list[Any]:
-        """Return the tensor's index of element `r` of the reduced and `c` of the inner elements, at `outer`."""
+        """Return the index of an element: of place `r` among the reduced and `c` among the inner ones, at `outer`."""
         return [*outer, *unravel(r, self.shape[self.first : self.last + 1]), *unravel(c, self.shape[self.last + 1 :])]
 
 

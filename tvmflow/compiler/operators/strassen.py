@@ -59,7 +59,7 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decis
     """Choose between Strassen's algorithm and the direct product of `[*outer, depth]` and `[depth, units]`.
 
     Returns the register tile for Strassen's algorithm; None for the direct product. The `decisions` about the product
-    choose, by default the faster one.
+    choose between them; the default is the faster one.
     """
     tile_and_share = estimate(outer, depth, units, machine)
     if tile_and_share is None:

@@ -275,7 +275,7 @@ class Trees:
 
 
 def _is_nan(value: Any, dtype: str) -> Any:
-    """Whether a number is NaN, by its bits: the compiler takes a comparison of a number with itself for true."""
+    """Whether a number is NaN, by its bits: the compiler assumes that a number equals itself."""
     integer, exponent = {"float32": ("int32", 0x7F800000), "float64": ("int64", 0x7FF0000000000000)}[dtype]
     size = tirx.reinterpret(integer, value) & tirx.const(tirx.max_value(integer).value, integer)
     return size > tirx.const(exponent, integer)

@@ -97,7 +97,7 @@ def conv2d(
         name="product",
         attrs=annotations(rows, lanes, size),
     )
-    # The dimensions of tiles come first. In the order of the product, MetaSchedule would take this stage for its copy.
+    # The dimensions of tiles come first. In the product's order, MetaSchedule would mistake this stage for its copy.
     back = te.compute(
         (*dimensions, size, side, vectors * lanes),
         lambda *index: combine(outputs, index[-3], lambda i: product[(i, index[-2], *index[:-3], index[-1])]),

@@ -23,7 +23,7 @@ from tvmflow.target import Precision, Target, explain_missing_unit
 
 
 def canonicalize() -> list[tvm.transform.Pass]:
-    """Return the passes that bring the many forms in which exporters write an operator to one."""
+    """Return the passes that bring the many forms in which exporters write an operator to one form."""
     return [
         relax.transform.CanonicalizeBindings(),
         simplify.evaluate_constants(),
@@ -60,7 +60,7 @@ class MarkFollowers:
 
 
 def tidy() -> list[tvm.transform.Pass]:
-    """Return the passes that clean up after other passes: constants, merged reshapes, operators without effect."""
+    """Return the passes that evaluate constants, merge reshapes and remove operators without effect."""
     return [
         simplify.count_axes_from_the_front(),
         simplify.evaluate_constants(),
@@ -107,7 +107,7 @@ def lower_passes(
 ) -> list[tvm.transform.Pass]:
     """Return the passes that lower a Relax module with constant weights to calls of fused functions.
 
-    `choices` makes the compiler's decisions; `fast` allows Winograd's and Strassen's algorithms; `weights` is the size
+    `choices` takes the compiler's decisions; `fast` allows Winograd's and Strassen's algorithms; `weights` is the size
     of the module's weights in bytes.
     """
     integer_passes: list[tvm.transform.Pass] = []
@@ -127,7 +127,7 @@ def lower_passes(
             "fp16": [HalveProducts(cpu, choices)],
             "int8": [],
         }
-        # Operators of integers, as ConvInteger, are computed in integers in every precision; AMX is for its own.
+        # Integer operators such as ConvInteger compute in integers in every precision; AMX serves `precision` only.
         has_dots = explain_missing_unit(target, "int8") is None
         integers = IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, has_dots)
         strassen = [StrassenProducts(cpu, choices)] if fast else []

@@ -50,7 +50,10 @@ def merge_transposes() -> tvm.transform.Pass:
 
 
 def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Write softmax(scale q k^T + mask) v over `[batch, heads, positions, channels]`, or without heads, as one."""
+    """Write softmax(scale q k^T + mask) v over `[batch, heads, positions, channels]` as one operator.
+
+    The dimension of heads may be absent.
+    """
     softmax = rewriter.call(call.args[0], "nn.softmax")
     count = rank(call)
     if softmax is None or count not in (3, 4) or dtype(call) != "float32" or not rewriter.used_once(call.args[0]):
@@ -91,7 +94,7 @@ def _sides(query: relax.Expr, key: relax.Expr, value: relax.Expr) -> list[tuple[
 
 
 def _scores(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Call, float, list[relax.Expr]] | None:
-    """The product of queries and keys in an expression, its scale, and the masks added to it."""
+    """Find the product of queries and keys in an expression, its scale, and the masks added to it; None without one."""
     masks: list[relax.Expr] = []
     shape = sizes(expr)
     while True:
@@ -124,13 +127,13 @@ def _holds_product(rewriter: Rewriter, expr: relax.Expr) -> bool:
 
 
 def _scaled(rewriter: Rewriter, expr: relax.Expr, scale: float) -> tuple[float, list[relax.Expr]]:
-    """Take the number out of an operand that is multiplied with it: the new scale, and the operand alone."""
+    """Split the number off an operand that is multiplied with it; return the new scale and the operand alone."""
     own, parts = factors(rewriter, expr)
     return (scale * own, parts) if len(parts) == 1 and same_shape(sizes(parts[0]), sizes(expr)) else (scale, [expr])
 
 
 def _four_dimensions(rewriter: Rewriter, mask: relax.Expr, count: int, scores: list[Any]) -> relax.Expr | None:
-    """The mask with four dimensions, `[batch, heads, queries, keys]`, each of its own size or one."""
+    """Reshape the mask to `[batch, heads, queries, keys]`, each of its own size or one; None if that fails."""
     dims = sizes(mask)
     if (
         dims is None

@@ -212,7 +212,7 @@ def _is_depthwise(call: relax.Call) -> bool:
 
 
 def _is_spatial(call: relax.Call) -> bool:
-    """Whether a convolution is dense and reads more than one pixel for each of its result."""
+    """Whether a convolution is dense and reads more than one pixel for each pixel of its result."""
     return _groups(call) == 1 and _geometry(call)["kernel"] != (1, 1)
 
 
@@ -272,9 +272,10 @@ class _Candidate:
 
 
 def _describe(steps: _Steps, machine: Machine, choices: Choices, fast: bool, one_item: bool) -> _Candidate | None:
-    """The block of these convolutions; None where there is none, or one far slower than the convolutions one by one.
+    """Return the candidate block of these convolutions; None where they make no block, or one far slower than they are.
 
-    One by one, pointwise convolutions may use Strassen's algorithm in a function of `one_item`.
+    The comparison is with the convolutions one by one, of which pointwise ones may use Strassen's algorithm in a
+    function of `one_item`.
     """
     first, last = (None if step is None else _convolution(step, None) for step in (steps[0], steps[2]))
     middle = _convolution(steps[1], _winograd_size(steps[1].call, machine, choices) if fast else None)
@@ -287,7 +288,7 @@ def _describe(steps: _Steps, machine: Machine, choices: Choices, fast: bool, one
 
 
 def _choose(candidate: _Candidate, steps: _Steps, machine: Machine, choices: Choices) -> _FusedBlock | None:
-    """The block, if the decision about it is to fuse; else None."""
+    """Return the block, if the decision about it is to fuse; else None."""
     block, ranked = candidate.block, candidate.plans
     parts = tuple(convolution.subject_of(step.call) for step in steps if step)
     decisions = choices.about(f"block {' and '.join(parts)}")
@@ -310,7 +311,7 @@ def _data(steps: _Steps) -> relax.Expr:
 
 
 def _winograd_size(call: relax.Call, machine: Machine, choices: Choices) -> int | None:
-    """The size of Winograd's output tiles for a convolution; None for the direct way."""
+    """Return the size of Winograd's output tiles for a convolution; None for a direct convolution."""
     if _is_depthwise(call):
         return None
     geometry = {name: list(_geometry(call)[name]) for name in ("strides", "padding", "dilation")}

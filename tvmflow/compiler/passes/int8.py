@@ -1,7 +1,7 @@
 """Computes the convolutions and dense layers of quantised models in integers.
 
-A model says so by pairs of operators (QDQ), DequantizeLinear before what computes and QuantizeLinear after it, where a
-release asks for int8; or by operators whose operands are integers, such as ConvInteger.
+A model is quantised in one of two forms. Pairs of operators (QDQ), DequantizeLinear before a layer and QuantizeLinear
+after it, count where a release asks for int8. Operators with integer operands, such as ConvInteger, always count.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,10 +23,10 @@ from tvmflow.errors import BuildError
 
 Array = np.ndarray[Any, Any]
 
-# From signed 8-bit integers to unsigned ones.
+# The difference between unsigned 8-bit integers and the signed ones that they replace.
 _SHIFT = 128
 _LARGEST_PRODUCT = 255 * 128
-# Operators that move numbers or choose among them: they work on integers as on the numbers that these stand for.
+# Operators that move or select numbers: integers give the same result as the numbers that they represent.
 _MOVING = ("relax.nn.max_pool2d", "relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims")
 
 
@@ -34,8 +34,9 @@ _MOVING = ("relax.nn.max_pool2d", "relax.reshape", "relax.permute_dims", "relax.
 class IntegerArithmetic:
     """Turns convolutions and dense layers of dequantised numbers into layers of integers, whose results are scaled.
 
-    The integers are centred, so that padding is zero; they come from unsigned 8-bit integers, signed ones are shifted.
-    Quantisation itself becomes element-wise operators. Raises BuildError for a model that has no such layer.
+    The integers are centred (their zero point is subtracted), so that padding is zero. They are made from unsigned
+    8-bit integers; signed ones are shifted by 128 first. Quantisation itself becomes element-wise operators. Raises
+    BuildError for a model that has no such layer.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -138,7 +139,7 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
         return value.astype("int64") - zero.reshape(shape), scale.reshape(shape)
 
     def _quantize_unsigned(self, expr: relax.Expr) -> relax.Var | None:
-        """The unsigned integers in place of signed ones that the model computes by quantising."""
+        """Emit the unsigned integers that replace the signed ones of a quantisation; None for other expressions."""
         call = self.call(expr, "relax.quantize")
         scalars = self.scalars(call) if call is not None else None
         if call is None or scalars is None or not _is_float32(call.args[0]):
@@ -150,7 +151,10 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
 
 
 def quantise(rewriter: _ToIntegers, expr: relax.Expr, scale: float, zero: int) -> relax.Var:
-    """Emit the quantisation of float32 numbers to unsigned 8-bit integers, and return the variable."""
+    """Emit the quantisation of a float32 expression to uint8, and return the variable.
+
+    An element x becomes round(x / scale) + zero, limited to 0 to 255; ties are rounded to even.
+    """
     emit = rewriter.emit
     value = emit(relax.op.multiply(rewriter.visit_expr(expr), relax.const(np.float32(1 / np.float32(scale)))))
     # The bounds come first: a number beyond the range of the integers has no defined conversion.
@@ -267,9 +271,9 @@ def _is_dot(weight: Array, groups: int, machine: Machine) -> bool:
 
 
 def _offsets(weight: Array) -> Array | None:
-    """What to subtract from each output channel's weights so that they are 8-bit integers; zero where they are.
+    """Return what each output channel's weights must be reduced by to fit 8-bit integers, zero if they fit.
 
-    Weights of uint8 less their zero point may be beyond. None where a channel spans more than 8 bits, or its products
+    Weights of uint8 less their zero point may not fit. None where a channel spans more than 8 bits, or its products
     could overflow an accumulator. Output channels come first.
     """
     rows = weight.reshape(len(weight), -1)
@@ -297,9 +301,9 @@ class IntegerProducts:
     """Lowers layers of centred integers to dot products, once the layout is known.
 
     The products read unsigned integers; the part of the sum that the zero point adds is subtracted afterwards.
-    Depthwise convolutions compute the same integers in float32, which holds them exactly. So do other layers whose sums
-    float32 holds where there are no dot products for them, by algorithms that round nothing; `has_dots` is false where
-    there are none at all.
+    Depthwise convolutions compute the same integers in float32, which holds them exactly. Other layers without dot
+    products also compute in float32, by exact algorithms, if it holds their sums exactly. `has_dots` is false where the
+    target has no dot products.
     """
 
     def __init__(self, machine: Machine, choices: Choices, has_dots: bool) -> None:
@@ -338,7 +342,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         return self._in_float32(call) if result is None else result
 
     def _in_float32(self, call: relax.Call) -> relax.Expr:
-        """The product in float32 where that holds every sum exactly, else the product as it is."""
+        """Return the product in float32 if that holds every sum exactly, else the unchanged product."""
         weight = call.args[1].value.numpy()
         sums = np.abs(weight).sum(axis=0 if call.op.name == "relax.matmul" else (1, 2, 3))
         if not sums.size or 255 * int(sums.max()) >= 2**24:
@@ -356,7 +360,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         return call if exact is None else relax.op.astype(builder.emit(exact), "int32")
 
     def _source(self, expr: relax.Expr) -> tuple[relax.Var, relax.Expr] | None:
-        """The unsigned integers, and their zero point as an int32, of which an expression is the centred form."""
+        """Find the unsigned integers of which an expression is the centred form, and their zero point (int32)."""
         move = self._bound_call(expr, "relax.permute_dims", "relax.reshape")
         if move is not None:
             source = self._source(move.args[0])
@@ -396,7 +400,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
             "dilation": [int(item) for item in attrs.dilation],
         }
         number = _number(zero)
-        # A zero point that is computed is an operand of the function, whose padding it is.
+        # A computed zero point is an operand of the function, because the padding has its value.
         zeros = [zero] if number is None else []
         if _is_depthwise(weight, groups):
             packed_weight = depthwise.pack(
@@ -463,12 +467,12 @@ _INT32_SHIFT = relax.const(_SHIFT, "int32")
 
 
 def _with_ones(weight: Array, offsets: Array) -> Array:
-    """The weights, output channels first, followed by a channel of ones where there are offsets: it sums the data."""
+    """Return the weights, output channels first; with offsets, a channel of ones follows, which sums the data."""
     return np.concatenate([weight, np.ones_like(weight[:1])]) if offsets.any() else weight
 
 
 def _number(zero: relax.Expr) -> int | None:
-    """A zero point that is known; None for one that is computed."""
+    """Return a constant zero point as a number; None for one that the model computes."""
     return int(zero.value.numpy()) if isinstance(zero, tvm.ir.GenericConst) else None
 
 

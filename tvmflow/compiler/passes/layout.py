@@ -159,7 +159,7 @@ def _operands(layout: _Layout, exprs: Sequence[relax.Expr]) -> list[_Permuted] |
 
 
 def _order(values: Sequence[_Permuted]) -> tuple[int, ...] | None:
-    """The order of the largest operand, of two equally large ones the one that is not plain; None if it is plain."""
+    """Return the order of the largest operand, among equal ones of one that is not plain; None if it is plain."""
     rank = max(len(value.axes) for value in values)
     full = [value for value in values if len(value.axes) == rank and not isinstance(value.base, tvm.ir.GenericConst)]
     best = max(full, key=lambda value: (_elements(value.sizes), not value.is_plain), default=None)
@@ -428,9 +428,9 @@ def _reshape(layout: _Layout, call: relax.Call) -> _Permuted | None:
 
 
 def _groups(sizes: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int], list[int]]] | None:
-    """The dimensions of a reshape that become each other, as (before, after), without those of size one.
+    """Group the dimensions that a reshape merges or splits, as (before, after), without those of size one.
 
-    None where symbols leave this open.
+    None where symbols leave the groups unknown.
     """
     left = [place for place, size in enumerate(sizes) if not _is_one(size)]
     right = [place for place, size in enumerate(target) if not _is_one(size)]

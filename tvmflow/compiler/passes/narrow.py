@@ -29,7 +29,7 @@ class Numbers(Protocol):
 
 
 def narrow_products(mod: tvm.IRModule, numbers: Numbers) -> tvm.IRModule:
-    """Return the module with the products that `numbers` take computed in these numbers."""
+    """Return the module with those products in these numbers for which `numbers.operands` returns operands."""
     rounding = _Round(mod, numbers)
     for variable, function in mod.functions_items():
         if isinstance(function, relax.Function):
@@ -109,7 +109,7 @@ class _Round(PyExprMutator):  # type: ignore[misc]
         return self._numbers.matmul(self.builder_, op, low)
 
     def _read(self, arg: relax.Expr) -> relax.Expr:
-        """An operand of another operator: it reads the rounded value too, which is in memory once."""
+        """Return an operand of another operator, widened from the rounded value if there is one."""
         if isinstance(arg, relax.Tuple):
             return relax.Tuple([self._read(field) for field in arg.fields])
         if isinstance(arg, relax.Var) and arg in self._rounded:

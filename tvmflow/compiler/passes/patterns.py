@@ -75,7 +75,7 @@ def _without(
 
 
 def _plus(rewriter: Rewriter, expr: relax.Expr, number: float) -> relax.Expr | None:
-    """x where an expression is `x + number`."""
+    """Return x if an expression is `x + number`, else None."""
     call = rewriter.call(expr, "add")
     if call is None:
         return None
@@ -90,7 +90,7 @@ def _is_float(expr: relax.Expr) -> bool:
 
 
 def _of(rewriter: Rewriter, expr: relax.Expr, function: str, scale: float) -> relax.Expr | None:
-    """x where an expression is `function(scale * x)`."""
+    """Return x if an expression is `function(scale * x)`, else None."""
     call = rewriter.call(expr, function)
     if call is None:
         return None
@@ -99,7 +99,7 @@ def _of(rewriter: Rewriter, expr: relax.Expr, function: str, scale: float) -> re
 
 
 def _gelu(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """0.5 x (1 + erf(x / sqrt(2))), or with tanh(sqrt(2 / pi) (x + 0.044715 x^3)) in the place of erf."""
+    """Write 0.5 x (1 + erf(x / sqrt(2))), or with tanh(sqrt(2 / pi) (x + 0.044715 x^3)) for erf, as one operator."""
     if not _is_float(call):
         return None
     scale, parts = factors(rewriter, call)
@@ -118,7 +118,7 @@ def _gelu(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def _cubic_tanh(rewriter: Rewriter, expr: relax.Expr) -> relax.Expr | None:
-    """x where an expression is tanh(sqrt(2 / pi) (x + 0.044715 x^3)), the cube also as x (1 + 0.044715 x^2)."""
+    """Return x if an expression is tanh(sqrt(2 / pi) (x + 0.044715 x^3)) or has x (1 + 0.044715 x^2); else None."""
     tanh = rewriter.call(expr, "tanh")
     if tanh is None:
         return None
@@ -144,12 +144,12 @@ def _cubic_tanh(rewriter: Rewriter, expr: relax.Expr) -> relax.Expr | None:
 
 
 def compose_gelu() -> tvm.transform.Pass:
-    """Return the pass that recognises the Gaussian error linear unit, by erf or by its approximation with tanh."""
+    """Return the pass that composes the Gaussian error linear unit, from erf or its approximation with tanh."""
     return rewriting("ComposeGelu", {"multiply": (_gelu,)})
 
 
 def _logistic(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """1 / (1 + e^-x) as sigmoid, x / (1 + e^-x) as SiLU."""
+    """Write 1 / (1 + e^-x) as sigmoid, x / (1 + e^-x) as SiLU."""
     above, below = call.args
     exponential = _plus(rewriter, below, 1.0) if _is_float(call) else None
     x = None if exponential is None else _of(rewriter, exponential, "exp", -1.0)
@@ -173,12 +173,12 @@ def _silu(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def compose_silu() -> tvm.transform.Pass:
-    """Return the pass that recognises the logistic function, and its product with its argument, SiLU or swish."""
+    """Return the pass that composes the logistic function, and SiLU (swish), its product with its argument."""
     return rewriting("ComposeSilu", {"divide": (_logistic,), "multiply": (_silu,)})
 
 
 def _softplus(rewriter: Rewriter, expr: relax.Expr) -> relax.Expr | None:
-    """x where an expression is ln(1 + e^x), plainly or as max(x, 0) + ln(1 + e^-|x|)."""
+    """Return x if an expression is ln(1 + e^x), plainly or as max(x, 0) + ln(1 + e^-|x|); else None."""
     log = rewriter.call(expr, "log")
     if log is not None:
         exponential = _plus(rewriter, log.args[0], 1.0)
@@ -320,7 +320,7 @@ def _rms_norm(x: relax.Expr, axes: list[int], epsilon: float) -> relax.Expr | No
 
 
 def _neutral(size: int) -> tuple[relax.Expr, relax.Expr]:
-    """A scale and a bias that change nothing."""
+    """Return a scale and a bias that change nothing."""
     return constant(np.ones(size, "float32")), constant(np.zeros(size, "float32"))
 
 

@@ -100,7 +100,7 @@ def _dense(
 def _winograd(
     sch: Schedule, product: SBlockRV, filtered: SBlockRV, task: LoopRV, machine: Machine, choices: Choices
 ) -> LoopRV:
-    """Let a strip go through the stages of Winograd's algorithm, and return the loop to compute its input at."""
+    """Let a strip go through the stages of Winograd's algorithm; return the loop at which its input is computed."""
     rows, count, lanes, size = (_number(sch, product, name) for name in (TILE, CHUNK, LANES, WINOGRAD))
     (vertical,), (transformed,), (back,) = (
         common.find_blocks(sch, name) for name in ("input_vertical", "input", "output_vertical")
@@ -127,7 +127,7 @@ def _winograd(
 
 
 def _first(sch: Schedule, at: LoopRV, task: LoopRV, machine: Machine, choices: Choices) -> None:
-    """Compute what the middle convolution reads, with zeros around it."""
+    """Compute the middle convolution's input, with zeros around it."""
     (expanded,) = common.find_blocks(sch, "expanded")
     sch.compute_at(expanded, at, preserve_unit_loops=True)
     first = common.find_kernel(sch, "block.first")

@@ -14,7 +14,7 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, registers
 
-# The most taps of a kernel of which all are unrolled, and the most of which the rows are unrolled.
+# The most taps of a kernel that are all unrolled, and the most of a kernel whose rows are unrolled.
 _TAPS_UNROLLED, _ROWS_UNROLLED = 9, 49
 
 

@@ -34,7 +34,7 @@ def _kind(sch: Schedule, block: SBlockRV) -> str:
 
 
 def inline_around(sch: Schedule) -> None:
-    """Inline the element-wise blocks that read no reduction; every reader would compute others again."""
+    """Inline element-wise blocks, except readers of a reduction, which others would compute again."""
     for block in common.blocks(sch):
         if common.is_reduction(sch, block) or not sch.get_consumers(block):
             continue
@@ -99,7 +99,7 @@ def _after_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
 
 
 def accumulate(sch: Schedule, block: SBlockRV) -> None:
-    """Keep the accumulators of `reduction_lanes` or `reduction_fold` in registers."""
+    """Keep the accumulators of a block annotated `reduction_lanes` or `reduction_fold` in registers."""
     *outer, lane, reduced = sch.get_loops(block)
     is_fold = _kind(sch, block) == "reduction_fold"
     tile = [lane] if is_fold else [outer[-1], lane]
