@@ -59,7 +59,7 @@ def set_threads(lines: Iterable[str], threads: int) -> list[str]:
 
 
 def read_decisions(path: Path) -> dict[str, str]:
-    """Return the compiler's option by the key of its decision, from a file of such lines."""
+    """Return the options that a file decides for the compiler, by the decision's key."""
     options = _read_options(path)
     options.pop(_THREADS, None)
     return options

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # A candidate this many times slower than the best is measured by a single call.
 _HOPELESS = 2.0
-# A candidate counts as faster below this part of the best's time; differences beyond are noise of measuring in turn.
+# A candidate counts as faster below this part of the best's time; smaller differences are noise.
 _MARGIN = 0.98
 # The store keeps the first trials of a workload and later ones among its fastest, for cost models to learn from.
 _POPULATION, _KEPT_FASTEST = 48, 32
@@ -81,7 +81,8 @@ class Contest:
         """Return the rank of this contest; the one with the largest rank continues first.
 
         Workloads for which the compiler's own rules have proposals left come first; then those for which another second
-        is expected to save most seconds of the model's run. `usual_trial_seconds` is as in `Forecast.gain_per_second`.
+        is expected to save most seconds of the model's run. `usual_trial_seconds` is the duration of a trial, for a
+        workload of which none was timed.
         """
         has_own_proposals = self._search is None or not self._search.is_beyond_rules
         return has_own_proposals, self.workload.share * self.workload.forecast.gain_per_second(usual_trial_seconds)
@@ -249,7 +250,7 @@ class Contest:
             if seconds is not None and trace != best_trace:
                 try:
                     search.start_from(trace, seconds)
-                except Exception as error:  # TVM raises whatever it likes for a trace that does not fit.
+                except Exception as error:  # TVM raises errors of many types for a trace that does not fit.
                     name = self.workload.task.name
                     logger.debug("%s: a schedule of an earlier run does not replay: %s", name, last_line(error))
 
@@ -311,7 +312,7 @@ def make_warm_cost_model(options: SearchOptions) -> object:
     try:
         number = warm_up(cost_model, options.store.measurements(options.target), options.target.canonical)
         logger.info("the cost model starts from %d schedules", number)
-    except Exception as error:  # TVM raises whatever it likes for what another version recorded.
+    except Exception as error:  # TVM raises errors of many types for what another version recorded.
         logger.warning("the cost model starts from nothing: %s", last_line(error))
         return make_cost_model(options.tuner, seed=options.seed, threads=options.threads)
     return cost_model

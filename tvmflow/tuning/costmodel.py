@@ -80,7 +80,7 @@ def _candidate(entry: "Record | Trial", module: Any) -> Any | None:
         schedule = Schedule(module, error_render_level="none")
         Trace.apply_json_to_schedule(json.loads(entry.trace), schedule)
         arguments = ms.arg_info.ArgInfo.from_entry_func(schedule.mod, remove_preproc=True)
-    except Exception as error:  # TVM raises whatever it likes for what another version recorded.
+    except Exception as error:  # TVM raises errors of many types for what another version recorded.
         logger.debug("a schedule of workload %s is not learnt from: %s", entry.key, error)
         return None
     return ms.search_strategy.MeasureCandidate(schedule, arguments)

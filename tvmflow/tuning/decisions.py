@@ -25,12 +25,12 @@ from tvmflow.tuning.workloads import why_not_measurable_here
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
-# Each of these kinds is decided at once: the model is lowered with one option of all its decisions at a time.
+# All decisions of such a kind are measured together: each lowering of the model takes the next option of every one.
 _TOGETHER = ("algorithm", "lines", "first", "last", "rows", "panel")
 # In this order: after the kinds above come how the model's input is read and its output written, and whether blocks are
 # computed whole; then the kinds above once more, for the functions that are new.
 KINDS = (*_TOGETHER, "edge", "output", "block", *_TOGETHER)
-# An option counts as faster below this part of the default's time; differences beyond are noise.
+# An option counts as faster below this part of the default's time; smaller differences are noise.
 _MARGIN = 0.97
 # Functions that together take less of the model's time than this are not worth a decision.
 _SMALLEST_SHARE = 0.002
@@ -47,7 +47,7 @@ class Site(Protocol):
 
     @property
     def kind(self) -> str:
-        """One of KINDS."""
+        """The kind of the decision, one of KINDS."""
 
     @property
     def subject(self) -> str:
@@ -308,7 +308,7 @@ class Decider:
                 logger.debug("%s cannot be measured: %s", unique[key].name, error)
 
     def _compare(self, default: Sequence[Function], challengers: Sequence[Function]) -> tuple[float, float] | None:
-        """The seconds of challengers and default, measured in turn, if the challengers are right and faster."""
+        """Measure both in turn; return the seconds of both if the challengers are right and faster, else None."""
         try:
             for function in challengers:
                 library = self._library(function)

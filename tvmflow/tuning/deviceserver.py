@@ -23,7 +23,7 @@ from tvmflow.target import request_amx
 _BACKLOG = 64
 # How soon a server looks again for a tracker that is away; TVM's own looks every five seconds.
 _RETRY_SECONDS = 0.5
-# So that a loop that fails at once does not keep a core busy.
+# The pause after a failure, so that a loop that fails at once does not keep a core busy.
 _PAUSE_SECONDS = 0.2
 
 
@@ -55,7 +55,7 @@ def run_server(channel: Channel, host: str, tracker: tuple[str, int], key: str) 
         return connection
 
     server.base.connect_with_retry = connect_soon
-    # Each session is a fork of this process, and a fork does not inherit that it dies with its parent.
+    # Each session is a fork of this process, and a fork does not inherit the setting to die with its parent.
     os.register_at_fork(after_in_child=functools.partial(_die_with, os.getpid()))
     folder = os.getcwd()  # noqa: PTH109 -- a session that dies leaves the process in the session's folder
     while True:

@@ -50,7 +50,7 @@ class _ServerProcess:
 
     def __init__(self, name: str, state: Path, arguments: list[str], threads: int, cores: set[int] | None) -> None:
         folder = work_folder(state) / name
-        shutil.rmtree(folder, ignore_errors=True)  # What the processes before it left there when they were killed.
+        shutil.rmtree(folder, ignore_errors=True)  # Files that earlier processes left when they were killed.
         folder.mkdir(parents=True)
         environment = {
             **os.environ,

@@ -193,7 +193,7 @@ def _workloads(path: Path) -> "list[PrimFunc | None]":
         try:
             module: Any = _load_module(line[1], tvm)
             (func,) = [item for item in module.functions.values() if isinstance(item, PrimFunc)]
-        except Exception as error:  # TVM raises whatever it likes for what it cannot read.
+        except Exception as error:  # TVM raises errors of many types for what it cannot read.
             logger.debug("a workload of %s is not one function: %s", path, error)
             func = None
         functions.append(func)
@@ -250,7 +250,7 @@ def _to_json(func: "PrimFunc") -> str:
 def _replays(record: Record, func: "PrimFunc") -> bool:
     try:
         return arguments_of(replay(record.trace, func)) == arguments_of(func)
-    except Exception as error:  # TVM raises whatever it likes for a trace that does not fit.
+    except Exception as error:  # TVM raises errors of many types for a trace that does not fit.
         logger.debug("a trace does not replay: %s", error)
         return False
 

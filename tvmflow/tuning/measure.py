@@ -116,7 +116,7 @@ class MeasurePool:
         self._scratch = Path(tempfile.mkdtemp(prefix="tvmflow-tune-"))
         self._numbers = itertools.count()
         environment = {"TVM_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
-        # Without the compiler TVM loads in a fraction of the time, which each candidate that crashes costs again.
+        # Without the compiler TVM loads in a fraction of the time, and each crash of a candidate loads it again.
         runtime = {**environment, "TVM_USE_RUNTIME_LIB": "1"}
         self._builders = [
             WorkerProcess(self._scratch / f"builder{index}.log", environment) for index in range(builders)
@@ -179,7 +179,7 @@ class MeasurePool:
     def times(
         self, libraries: Sequence[Library | TrialError], limit: Callable[[], float]
     ) -> Generator[float | TrialError]:
-        """Yield for each library, in order, the `time` of it, or the error if it cannot be built or run.
+        """Yield for each library, in order, its `time`, or the error if it cannot be built or run.
 
         `limit` is called when a library's turn comes. On several devices libraries are measured side by side; on this
         machine each is measured only when the caller takes its value.
@@ -227,7 +227,7 @@ class MeasurePool:
 
     @cached_property
     def _preparation(self) -> dict[str, object] | None:
-        """What the worker does before each sample: it calls the reader or, on a device, moves as many bytes."""
+        """The action of the worker before each sample: it calls the reader or, on a device, moves as many bytes."""
         if self._weights == 0:
             return None
         if self._devices is not None:

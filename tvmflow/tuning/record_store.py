@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A run begins another file beyond this size, because a shared store is sent whole files, again each time they grow.
+# A run begins another file beyond this size, because sharing sends a whole file each time it grows.
 _FILE_BYTES = 2**20
 _NAME = re.compile(r"([0-9a-f]{16})-[\w.-]+\.jsonl")
 # The folder, within a store's own, of the files that other machines wrote.
@@ -96,7 +96,7 @@ class RecordStore:
         writer.write(entry)
 
     def close(self) -> None:
-        """Close the files of this run; the next entry begins another one."""
+        """Close the files of this run; the next `append` begins a new one."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
@@ -248,7 +248,7 @@ class _Writer:
 
     def write(self, entry: Entry) -> None:
         lines = _lines(entry, self._workloads)
-        # In one call, so that no reader and no crash finds more than the last line torn.
+        # In one call, so that at most the last line is torn, for a reader or after a crash.
         if os.write(self._file, lines) != len(lines):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.size += len(lines)
@@ -318,7 +318,7 @@ def _entry(kind: type[Entry], obj: Mapping[str, Any], workloads: Mapping[str, st
 
 
 def _digests(name: str, parsed: _Parsed) -> set[str]:
-    """The digests of a file's contexts: from its name, or from its entries where somebody else has named it."""
+    """Return the digests of a file's contexts: from its name or, if the name has none, from its entries."""
     digest = context_digest(name)
     return {context_of(entry).digest for _, entry in parsed.entries} if digest is None else {digest}
 

@@ -50,7 +50,10 @@ class LocalRunner:
         self._worker = worker
 
     def run(self, operation: str, arguments: Mapping[str, object], remaining: Callable[[], float]) -> Any:
-        """Run an operation here, again in a new process if the first one dies, and return its value."""
+        """Run an operation here, again in a new process if the first one dies, and return its value.
+
+        Raises TrialError.
+        """
         return self._worker.request(operation, arguments, remaining())
 
 
@@ -104,7 +107,7 @@ class Devices:
             self._busy += 1
 
     def disconnected(self) -> None:
-        """Count one device fewer with an open session, and take this moment for its last answer."""
+        """Count one device fewer with an open session, and record this moment as the last answer of a device."""
         with self._lock:
             self._busy -= 1
             self._last_answer = time.monotonic()
@@ -181,7 +184,7 @@ class DeviceRunner:
             return match
 
     def _disconnect(self) -> None:
-        """Close the session; what was measured in it counts all the same when that fails."""
+        """Close the session; its measurements count even if that fails."""
         try:
             self._worker.request("disconnect", {}, _DISCONNECT_SECONDS, attempts=1)
         except TrialError as error:

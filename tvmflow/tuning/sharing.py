@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class SharedRecords(Protocol):
-    """A shared place for files of records, by name; each is written as a whole. Its methods raise StoreError."""
+    """A shared place for files of records, such as a bucket. Its methods raise StoreError when the place fails.
+
+    Files have names, and each is written as a whole.
+    """
 
     def sizes(self, context: str | None = None) -> dict[str, int]:
         """Return the sizes in bytes of all files, or of those of one context (`Context.digest`), by name."""

@@ -344,7 +344,7 @@ class _Sequence:
 
 
 def runner_result(seconds: float | None) -> Any:
-    """Return MetaSchedule's result for a candidate that took `seconds`, or failed if that is None."""
+    """Return MetaSchedule's result for a candidate that took `seconds`, or for a failed one if that is None."""
     from tvm.s_tir import meta_schedule as ms
 
     return ms.runner.RunnerResult(None, "failed") if seconds is None else ms.runner.RunnerResult([seconds], None)
@@ -403,7 +403,7 @@ class _GridSearch(_BeyondRules):
             )
             schedule.enter_postproc()
             applied = all(step.apply(schedule) for step in self._context.space_generator.postprocs)
-        except Exception as error:  # TVM raises whatever it likes for decisions that do not go together.
+        except Exception as error:  # TVM raises errors of many types for decisions that do not go together.
             logger.debug("a point of the grid is no schedule: %s", error)
             return None
         if not applied:

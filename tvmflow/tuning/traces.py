@@ -61,7 +61,7 @@ def apply(record: Record, func: "PrimFunc") -> "PrimFunc | None":
     """
     try:
         return replay(adapt_record(record, func).trace, func)
-    except Exception as error:  # TVM raises whatever it likes for a trace that does not fit.
+    except Exception as error:  # TVM raises errors of many types for a trace that does not fit.
         reason = str(error).strip().splitlines()
         logger.warning("record %s (%s) does not replay: %s", record.key, record.created_at, reason[-1:] or error)
         return None

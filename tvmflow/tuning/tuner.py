@@ -64,8 +64,8 @@ def tune(
     model's time.
 
     A budget of trials is for the model, not for the run: trials of earlier runs in `store` count. So a second run, or
-    the run after a retraining, returns at once, and so does one with `until` that expects too little. A budget of
-    minutes alone is spent in full.
+    the run after a retraining, returns at once. A run with `until` returns at once if little more can be gained. A
+    budget of minutes alone is spent in full.
 
     `threads` is the number that a candidate runs with (default: the target's, at most this machine's cores); the build
     or run of one candidate is killed after `timeout` seconds. `measurer` builds and measures in place of processes here
@@ -151,7 +151,7 @@ class _Run:
             contest, start_time = max(active, key=lambda item: item.priority(usual)), time.monotonic()
             try:
                 proposals = contest.propose(batch, cost_model)
-            except Exception as error:  # MetaSchedule raises whatever it likes for a function that it has no rule for.
+            except Exception as error:  # MetaSchedule raises errors of many types without a rule for it.
                 contest.workload.reason = f"MetaSchedule cannot schedule it: {last_line(error)}"
                 active.remove(contest)
                 continue
@@ -163,7 +163,7 @@ class _Run:
             if contest.workload.reason is not None or self._is_exhausted(contest.workload):
                 active.remove(contest)
         for contest in contests:
-            # An effort without trials tells the next run that the workload had its chance.
+            # An effort without trials tells the next run that the workload was considered.
             if contest.workload.trials == 0:
                 self._record_effort(contest.workload, 0)
 
@@ -243,7 +243,7 @@ class _Run:
         return is_spent or time.monotonic() >= self.deadline
 
     def _is_exhausted(self, workload: Workload) -> bool:
-        """Whether the trials of a workload have been in vain for long enough."""
+        """Whether the last `early_stopping` trials of a workload were not faster."""
         return workload.forecast.stale >= self._budget.early_stopping
 
     def _expected_saving(self, workloads: Sequence[Workload]) -> float:

@@ -214,7 +214,7 @@ class _Remote(_Place):
             return super().random(shape, dtype)
         try:
             fill = self._session.get_function("tvm.contrib.random.random_fill_for_measure")
-        except AttributeError:  # A server whose runtime is a small one.
+        except AttributeError:  # The server has a small runtime, without this function.
             return super().random(shape, dtype)
         tensor = tvm.runtime.empty(shape, dtype, self.device())
         fill(tensor)
@@ -232,7 +232,7 @@ class _Remote(_Place):
         """Return whether the session still answers."""
         try:
             self._session.get_function("runtime.NumThreads")()
-        except Exception:  # TVM has many words for a closed connection.
+        except Exception:  # TVM raises errors of many types for a closed connection.
             return False
         return True
 

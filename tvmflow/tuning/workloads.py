@@ -56,15 +56,15 @@ class Workload:
 
     @property
     def share(self) -> float:
-        """The seconds of all its calls in one run of the model, 0 where it was not measured."""
+        """The seconds of all calls of the function in one run of the model, 0 where it was not measured."""
         return self.task.weight * (self.seconds or 0.0)
 
     def standing(self) -> Standing:
-        """Return its times and trials so far."""
+        """Return the function's times and trials so far."""
         return Standing(self.task.name, self.task.weight, self.untuned_seconds, self.seconds, self.trials)
 
     def report(self) -> TaskReport:
-        """Return the result of the run for it."""
+        """Return the result of the run for the function."""
         status: Status
         if self.is_tuned:
             status = "tuned"
@@ -168,6 +168,6 @@ def _why_not_tunable(task: Task) -> str | None:
 def _adapted(record: Record, task: Task) -> Record | None:
     try:
         return adapt_record(record, task.func)
-    except Exception as error:  # TVM raises whatever it likes for a trace that does not fit.
+    except Exception as error:  # TVM raises errors of many types for a trace that does not fit.
         logger.warning("%s: the best record does not replay: %s", task.name, last_line(error))
         return None
