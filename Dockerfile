@@ -1,9 +1,9 @@
 # Images of tvmflow, one target each:
 #
 #   runtime   runs, verifies and serves bundles: TVM's runtime and NumPy; no compiler, no torch
-#   serve     the same, as a server with a health check
+#   serve     runtime as a server with a health check
 #   mlflow    the tracking server: MLflow with basic authentication, PostgreSQL and S3
-#   worker    everything: Prefect's server and worker, the webhook receiver, all steps of a release
+#   worker    all other programs: Prefect's server and worker, the webhook receiver, the steps of a release
 #
 #   docker build --target worker --tag tvmflow/worker:0.1.0 .
 #
@@ -17,16 +17,16 @@ ENV PATH=/opt/tvmflow/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/var/lib/tvmflow \
     TVMFLOW_HOME=/var/lib/tvmflow/state
-# A fixed user id, so that volumes keep their owner from image to image. All state is under its home, a volume: the rest of
-# the file system may be mounted read-only, with a /tmp beside it.
+# The user id is fixed, so that volumes keep their owner from image to image. All state is under the user's home, a volume:
+# the rest of the file system may be mounted read-only, except for /tmp.
 RUN groupadd --gid 10001 tvmflow \
  && useradd --uid 10001 --gid tvmflow --home-dir /var/lib/tvmflow --create-home --shell /usr/sbin/nologin tvmflow
 WORKDIR /var/lib/tvmflow
 
 
-# Where packages are installed; nothing of this stage but /opt/tvmflow gets into an image.
+# Packages are installed in this stage; the images copy only /opt/tvmflow from it.
 FROM base AS install
-# torch is the CPU build; cu130, say, is another.
+# The build of torch; cu130, for example, is one with CUDA.
 ARG UV_TORCH_BACKEND=cpu
 ENV UV_COMPILE_BYTECODE=1 UV_NO_CACHE=1 UV_PYTHON_DOWNLOADS=never VIRTUAL_ENV=/opt/tvmflow HOME=/root
 WORKDIR /src
@@ -36,7 +36,7 @@ RUN pip install --no-cache-dir --root-user-action=ignore uv --constraint constra
 COPY pyproject.toml .
 
 
-# Dependencies come before the source: a change of the source costs seconds.
+# Dependencies are installed before the source, so that a change of the source costs seconds.
 FROM install AS install-runtime
 RUN uv pip install --constraint constraints.txt --requirements pyproject.toml --extra store --extra serve --extra sign \
  && rm -r /opt/tvmflow/lib/python3*/site-packages/tvm/lib/libtvm_compiler.so \
@@ -77,7 +77,7 @@ EXPOSE 8080
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s --retries=3 \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8080/v2/health/ready', timeout=2)"]
-# What to serve comes behind: docker run tvmflow/serve digits@production
+# The model to serve is the container's argument: docker run tvmflow/serve digits@production
 ENTRYPOINT ["tvmflow", "serve", "--host", "0.0.0.0"]
 CMD []
 
@@ -107,14 +107,14 @@ FROM base AS worker
 LABEL org.opencontainers.image.title="tvmflow worker" \
       org.opencontainers.image.description="Prefect worker and server, webhook receiver and every step of a tvmflow release" \
       org.opencontainers.image.licenses="Apache-2.0"
-# Linkers for this machine and for 64-bit ARM. Debian keeps no old versions, so that a pinned one would fail tomorrow; the
-# base image's tag pins the release.
+# Linkers for this machine and for 64-bit ARM. Debian keeps no old versions, so that a pinned version would soon be missing;
+# the base image's tag pins the release of Debian.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends g++ g++-aarch64-linux-gnu libc6-dev-arm64-cross \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=install-worker /opt/tvmflow /opt/tvmflow
-# Prefect's server writes its pages anew at each start.
+# Prefect's server writes its pages at each start, into a folder that must be writable.
 ENV PREFECT_SERVER_UI_STATIC_DIRECTORY=/var/lib/tvmflow/ui \
     PREFECT_SERVER_ANALYTICS_ENABLED=false \
     MLFLOW_DISABLE_TELEMETRY=true \

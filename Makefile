@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-# Every process would compile the project's modules anew.
+# Without this, every process would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 # torch must be the CPU build: from local wheels where PIP_FIND_LINKS names them, else from PyTorch's own index.

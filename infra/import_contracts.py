@@ -1,4 +1,4 @@
-"""The import contract that import-linter does not bring: no circle among the modules of the whole project."""
+"""An import contract that import-linter lacks: no circle among the modules of the whole project."""
 
 from collections.abc import Iterator
 
@@ -8,18 +8,18 @@ from importlinter.application import output
 
 
 class NoCirclesContract(Contract):
-    """No module may import itself by way of others, wherever the import statements stand.
+    """A contract that no module imports itself through other modules.
 
-    What counts: every import statement between modules of the root packages, at the top of a module, in a function, and
-    under TYPE_CHECKING. An import of a package is an import of its `__init__`. What does not count: Python imports a
-    module's package before the module, so a package whose `__init__` collects names from its own modules is no circle
-    as long as these modules import nothing from the package itself.
+    Every import statement between modules of the root packages counts: at the top of a module, in a function, and
+    under TYPE_CHECKING. An import of a package is an import of its `__init__`. Python's own import of a module's
+    package does not count, so a package whose `__init__` collects names from its modules is no circle as long as these
+    modules import nothing from the package itself.
     """
 
     type_name = "no_circles"
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
-        """Look for circles in the graph."""
+        """Look for circles in the graph; the contract is kept when there are none."""
         circles = list(find_circles(graph))
         return ContractCheck(kept=not circles, metadata={"graph": graph, "circles": circles})
 
@@ -36,9 +36,9 @@ class NoCirclesContract(Contract):
 
 
 def find_circles(graph: ImportGraph) -> Iterator[tuple[str, ...]]:
-    """Yield circles as chains of modules, the last of which imports the first; each module is in at most one of them.
+    """Yield circles as chains of modules, the last of which imports the first.
 
-    Where there is a circle, at least one is yielded.
+    Each module is in at most one chain. If the graph has circles, at least one of them is yielded.
     """
     reported: set[str] = set()
     for importer in sorted(graph.modules):
