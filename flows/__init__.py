@@ -1,1 +1,1 @@
-"""What runs, and in which order: one file per deployment, each a Prefect flow."""
+"""Prefect flows, and what they share: the steps that run, their order and their place."""

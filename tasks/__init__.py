@@ -1,1 +1,1 @@
-"""The steps of a release, one file each: each a Prefect task with a typed result."""
+"""The steps of a release, one file each: a job, a typed result, and the work from one to the other."""

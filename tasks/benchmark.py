@@ -1,6 +1,6 @@
-"""Benchmark: the latency of the bundle and of its peers, measured in turn, each in a process of its own.
+"""Benchmark: measure the latency of the bundle and of its peers in turn, each in its own process.
 
-All of them use the same number of threads.
+The peers use the same number of threads; the bundle uses fewer where its build was faster on fewer.
 """
 
 import resource
@@ -138,10 +138,10 @@ class Measurement(Record):
 
 
 class Point(Record):
-    """The runners measured side by side at one choice of the symbolic dimensions' sizes.
+    """The runners measured in turn at one choice of the symbolic dimensions' sizes.
 
     `ratio` is the bundle's median latency over each peer's: below one, the bundle is faster. `noise` is the largest
-    difference between the bundle's round medians, relative to their median.
+    difference between the bundle's round medians, divided by their median.
     """
 
     sizes: dict[str, int]

@@ -37,7 +37,7 @@ class Curve:
     def __init__(
         self, spec: Spec, workspace: Workspace, registry: Registry, target: Target, budget: Tune, path: Path
     ) -> None:
-        """Open the run and follow the file."""
+        """Open the MLflow run and start to follow the file; keep an error of the registry in `error`."""
         self.path = path
         self.error: RegistryError | None = None
         self._spec = spec

@@ -108,9 +108,9 @@ def scores_work(job: EvaluateJob, emit: Emit) -> Scores:
 def work(job: EvaluateJob, runner: StepRunner) -> Evaluation:
     """Compare the challenger's metric on the held-out data with the champion's, and return the verdict.
 
-    The verdict is passed when the challenger's metric is at least the champion's plus `min_gain` of the rule, or when
-    the channel holds no release; a metric of NaN never passes. Raises BundleError when the champion does not run here,
-    InputError when it takes other inputs than the held-out data has, StepError when its process crashes.
+    The challenger passes when its metric is at least the champion's plus `min_gain` of the rule, or when the channel
+    holds no release; a metric of NaN never passes. Raises BundleError when the champion does not run here, InputError
+    when it takes other inputs than the held-out data has, StepError when its process crashes.
     """
     rule, champion = job.rule, f"{job.name} {job.champion}"
     try:

@@ -107,7 +107,7 @@ class GateResult(StepResult):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the release may not be promoted; empty when it may."""
+        """The reasons why the release may not be promoted; empty when it may."""
         return tuple(check.message for check in self.checks if not check.passed)
 
 

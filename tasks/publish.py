@@ -16,7 +16,7 @@ from tvmflow.workspace import Artifact, StepResult
 
 
 class PublishJob(Job):
-    """The release's document and its bundles; `store` and `endpoint` are the addresses that it is published at."""
+    """The release's document and its bundles; `store` and `endpoint` are the addresses of the store."""
 
     name: str
     tracked: TrackResult

@@ -24,7 +24,7 @@ class TrainJob(Job):
 
     @property
     def needs_torch(self) -> bool:
-        """Always: training functions use PyTorch."""
+        """True: training functions use PyTorch."""
         return True
 
     @classmethod

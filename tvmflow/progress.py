@@ -14,7 +14,7 @@ class Reporter(Protocol):
     """A receiver of the events of a run, possibly from several threads; `target` is None for steps of the release."""
 
     def started(self, step: str, target: str | None) -> None:
-        """Receive that a step begins its work; a cached step never starts."""
+        """Receive that a step begins its work, or to fetch its cached result; other cached steps never start."""
 
     def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
         """Receive that a step has done `done` of `total` units; `total` is 0 where it is unknown."""

@@ -183,7 +183,7 @@ class Channel:
     """
 
     def __init__(self) -> None:
-        """Take standard input and output."""
+        """Take over standard input and output for messages."""
         self._requests = os.fdopen(os.dup(0), "rb")
         self._replies = os.fdopen(os.dup(1), "wb")
         self._lock = threading.Lock()

@@ -103,7 +103,10 @@ def pack(
 
 
 def read_manifest(bundle: Path) -> Manifest:
-    """Read a bundle's manifest; its signature and its other files are not checked. Raises BundleError."""
+    """Read a bundle's manifest; its signature and its other files are not checked.
+
+    Raises BundleError for a file that is no bundle or has a damaged manifest.
+    """
     with _open_bundle(bundle) as stream:
         return Manifest.from_json(_read_manifest(_members(stream), bundle), str(bundle))
 

@@ -133,9 +133,10 @@ class Manifest:
 def check_machine(
     name: str, target: str, arch: str, tvm_target: Mapping[str, Any], cpu_features: tuple[str, ...]
 ) -> None:
-    """Raise BundleError if this machine's processor cannot run a bundle with these needs.
+    """Raise BundleError if this machine's processor cannot run a bundle with these requirements.
 
-    A bundle that uses AMX needs the kernel's permission: this function requests it for the process.
+    `name` and `target` name the bundle in the message. A bundle that uses AMX needs the kernel's permission: this
+    function requests it for the process.
     """
     machine = host()
     if arch == "cuda":

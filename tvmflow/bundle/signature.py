@@ -56,12 +56,18 @@ def sign(manifest: bytes, key: Path) -> bytes:
 
 
 def public_key(path: Path) -> str:
-    """Return the public key, in hexadecimal, of a PEM file with a public or a private key. Raises SettingsError."""
+    """Return the public key, in hexadecimal, of a PEM file with a public or a private key.
+
+    Raises SettingsError for a file without an Ed25519 key.
+    """
     return _raw(_public(path)).hex()
 
 
 def signer(signature: bytes, source: str) -> str:
-    """Return the public key, in hexadecimal, that a signature names. Raises BundleError for a damaged signature."""
+    """Return the public key, in hexadecimal, that a signature names; `source` names the bundle in errors.
+
+    Raises BundleError for a damaged signature.
+    """
     form = _FORM.fullmatch(signature)
     if form is None:
         raise BundleError(f"bundle {source!r} has a damaged signature; fetch it again")
@@ -74,7 +80,10 @@ def trusted_keys() -> tuple[Path, ...]:
 
 
 def check(manifest: bytes, signature: bytes | None, trusted: Sequence[Path], source: str) -> None:
-    """Raise BundleError unless one of the `trusted` keys has signed the manifest; without trusted keys, do nothing."""
+    """Raise BundleError unless one of the `trusted` keys has signed the manifest; without trusted keys, do nothing.
+
+    `source` names the bundle in the message.
+    """
     if not trusted:
         return
     keys = {_raw(key).hex(): key for key in map(_public, trusted)}

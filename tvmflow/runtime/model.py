@@ -158,8 +158,9 @@ class CompiledModel:
     ) -> None:
         """Load the library from the folder that `extract` filled.
 
-        `session` is TVM's RPC session of another machine, which runs the model then. Raises BundleError when the
-        library cannot be loaded or the machine has not the GPU that it needs.
+        `threads` is the number of worker threads of a call; with `warn_of_fewer_threads` a call warns when it runs on
+        fewer. `session` is TVM's RPC session of another machine, which runs the model then. Raises BundleError when the
+        library cannot be loaded or the machine lacks the GPU that it needs.
         """
         self.manifest = manifest
         self.threads = threads

@@ -117,7 +117,10 @@ class Watcher:
                     raise
 
     def poll(self) -> None:
-        """Poll once: if the channel points at another version, load, verify and warm it, then swap."""
+        """Poll once: if the channel holds another version, load and verify it, run it once, then swap to it.
+
+        A version that fails is refused until the channel has held another one; a store that fails is polled again.
+        """
         try:
             version = self._source.desired_version()
         except TvmflowError as error:

@@ -18,7 +18,7 @@ _REDUCED_PRECISION_ERROR: dict[Precision, float] = {"bf16": 5e-2, "fp16": 5e-2, 
 
 
 class RegistrySection(Section):
-    """Names in MLflow."""
+    """Names and tags in MLflow."""
 
     experiment: str | None = None
     """The experiment of the runs; `tvmflow` unless given."""
@@ -69,7 +69,7 @@ class Spec(Section):
     gates: Gates = Gates()
     """Bounds that a release must keep to be published."""
     channels: dict[str, Channel] = Field(default={})
-    """What a release needs to reach a channel, by the channel's name. Without channels, a release may go to any."""
+    """The requirements of each channel on a release, by its name. Without channels, a release may go to any."""
     retrain: Retrain | None = None
     """When a retrained model is released."""
     registry: RegistrySection = RegistrySection()

@@ -72,7 +72,7 @@ class Train(Section):
 
 
 class Export(Section):
-    """How PyTorch is exported to ONNX; ONNX Runtime must agree with PyTorch within `rtol` and `atol`."""
+    """The export of PyTorch to ONNX; ONNX Runtime must agree with PyTorch within `rtol` and `atol`."""
 
     opset: Annotated[int, Field(ge=18, le=24)] = 18
     """The version of ONNX's operators."""

@@ -26,7 +26,7 @@ def encode(name: str, version: str, release: Mapping[str, Any]) -> bytes:
 
 
 def decode(content: bytes, uri: str) -> dict[str, Any]:
-    """Read a release document; `uri` names it in errors.
+    """Read a release document and return it; `uri` names it in errors.
 
     Raises StoreError for content that is not a JSON object, and for a document whose `format` is newer than this
     version reads. A document without a format is one of the first format.
