@@ -25,12 +25,12 @@ class RunContext:
 
     @property
     def store(self) -> ReleaseStore:
-        """The release store."""
+        """The release store that the settings or the release file name."""
         return self.services.store
 
     @property
     def registry(self) -> Registry:
-        """The registry."""
+        """The MLflow registry that the settings name, or the embedded one."""
         return self.services.registry
 
     @property

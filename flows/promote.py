@@ -65,10 +65,11 @@ def promote(
 ) -> dict[str, Any]:
     """Promote a release to a channel when it is complete and passes the channel's gates.
 
-    `approved` says that `who` approves of it; without it, a channel that requires approval suspends a run of a
-    deployment until a person answers. With `while_wanted`, the channel stays if its alias names another version by now.
-    Returns a PromotionSummary as JSON. Raises VerdictError when the release is refused: the channel stays, and an alias
-    that was set to the release is set back.
+    `who` promotes, by default the user or the flow run, and `why` are kept in the channel's history. `approved` says
+    that `who` approves of it; without it, a channel that requires approval suspends a run of a deployment until a
+    person answers. With `while_wanted`, the channel stays if its alias names another version by now. Returns a
+    PromotionSummary as JSON. Raises VerdictError when the release is refused: the channel stays, and an alias that was
+    set to the release is set back.
     """
     from prefect.runtime import deployment, flow_run
 

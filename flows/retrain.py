@@ -40,12 +40,12 @@ class RetrainSummary(Record):
 
 @flow(name="retrain", flow_run_name="retrain {file}", validate_parameters=True)
 def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", who: str = "") -> dict[str, Any]:
-    """Train the model of a release file again, and release it when it is good enough beside the current release.
+    """Train the model of a release file again, and release it when it is good enough.
 
     `arguments` are added to those of the file's section `train`, or replace them. The trained model, the challenger,
     must score at least `retrain.min_gain` more on the held-out data than the champion, which is the bundle that the
-    channel `retrain.channel` holds. Returns a RetrainSummary as JSON. Raises VerdictError when it does not: nothing is
-    registered, released or moved then.
+    channel `retrain.channel` holds. `who` retrains and `why` are kept with the verdict. Returns a RetrainSummary as
+    JSON. Raises VerdictError when the challenger scores less: nothing is registered, released or moved then.
     """
     spec = with_arguments(release_file.load(Path(file)), arguments or {}, file)
     settings = machine.load()

@@ -30,6 +30,7 @@ _FORK = "--fork"
 
 T = TypeVar("T", bound=BaseModel)
 Emit = Callable[[float, float, str], None]
+"""Reports the progress of a job: the units done, the units in all, and a message."""
 
 
 def in_child() -> bool:

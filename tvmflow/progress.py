@@ -27,7 +27,7 @@ class LogReporter:
     """A reporter that writes the events to the log, for runs without a terminal."""
 
     def started(self, step: str, target: str | None) -> None:
-        """Log the start."""
+        """Log that a step starts."""
         _log.info("%s started%s", step, _of(target))
 
     def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
@@ -35,7 +35,7 @@ class LogReporter:
         _log.debug("%s%s: %g of %g %s", step, _of(target), done, total, message)
 
     def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
-        """Log the end with its time in seconds."""
+        """Log that a step ended, with its status and its time in seconds."""
         _log.info("%s %s%s in %.1f s", step, status, _of(target), seconds)
 
 

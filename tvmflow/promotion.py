@@ -150,9 +150,10 @@ def move_channel(
 ) -> Pointer:
     """Move alias and pointer of a channel to a release; return the new pointer.
 
-    `expected` is the version that the caller saw in the channel, None for a new channel. When the channel holds another
-    version by now, neither is changed, and the StoreError says who moved it. When it holds `version` already, only an
-    alias that differs is written. Raises StoreError and RegistryError when a server fails.
+    `who` moves it, `why`, and whether it is a `rollback` become part of the channel's history. `expected` is the
+    version that the caller saw in the channel, None for a new channel. When the channel holds another version by now,
+    neither is changed, and the StoreError says who moved it. When it holds `version` already, only an alias that
+    differs is written. Raises StoreError and RegistryError when a server fails.
     """
     model, number = get_registered_version(services.store.get_release(name, version))
 
@@ -179,7 +180,7 @@ def move_channel(
 def refuse(services: Services, release: Mapping[str, Any], channel: str, *, who: str, reason: str) -> None:
     """Tag the registered version with the reason why a channel refused it, and restore the channel's alias.
 
-    Raises StoreError and RegistryError.
+    `who` refused it, for the claim on the channel. Raises StoreError and RegistryError.
     """
     model, number = get_registered_version(release)
     services.registry.set_version_tag(model, number, format_refusal_tag(channel), reason[:_LONGEST_TAG])

@@ -26,7 +26,7 @@ class ChannelGates(Section):
 
 
 class Channel(Section):
-    """What a release needs to reach a channel; `after` names another channel that must have held the release before."""
+    """The requirements of a channel on a release; `after` names another channel that must have held it before."""
 
     automatic: bool = False
     """Whether every release is promoted to this channel, in the file's order."""

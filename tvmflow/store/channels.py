@@ -116,11 +116,12 @@ def move(
 ) -> Pointer:
     """Point a channel at a published version; return the new pointer.
 
-    `expected` is the version that the caller saw in the channel, None for a channel that does not exist yet. When the
-    channel holds another version by now, nothing is written, and the StoreError says who moved it: of several callers
-    that expect the same version exactly one succeeds. Readers see the old pointer or the new one. A channel that holds
-    `version` already stays as it is. `prepare` is called when the channel is claimed and holds `expected`, before the
-    pointer is written. Raises StoreError for a version that is not published, too.
+    `who` moves it, `why`, and whether it is a `rollback` become part of its history. `expected` is the version that the
+    caller saw in the channel, None for a channel that does not exist yet. When the channel holds another version by
+    now, nothing is written, and the StoreError says who moved it: of several callers that expect the same version
+    exactly one succeeds. Readers see the old pointer or the new one. A channel that holds `version` already stays as it
+    is. `prepare` is called when the channel is claimed and holds `expected`, before the pointer is written. Raises
+    StoreError for a version that is not published, too.
     """
     key = channel_key(name, channel)
     if not store.has_release(name, version):
@@ -156,8 +157,8 @@ def move(
 def claim(store: ReleaseStore, name: str, channel: str, who: str) -> Iterator[None]:
     """Be the only one who moves a channel while the body runs, on servers that ignore `IfMatch` too (see `claims`).
 
-    The claim of a process of this machine that has ended is void at once. Raises StoreError when another process keeps
-    the channel for longer than 15 seconds.
+    `who` is the name that a rival sees. The claim of a process of this machine that has ended is void at once. Raises
+    StoreError when another process keeps the channel for longer than 15 seconds.
     """
     prefix = f"claims/{name}/@{channel}/"
     deadline = time.monotonic() + claims.PATIENCE_SECONDS
