@@ -19,6 +19,7 @@ from tvmflow.errors import ExportError, naming_model
 from tvmflow.onnx_domains import with_own_domain
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
+from tvmflow.operators import define, load_operators
 from tvmflow.process import Emit
 from tvmflow.samples import NamedArrays
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
@@ -36,7 +37,10 @@ _DTYPES = get_args(Dtype)
 
 
 class ExportJob(Job):
-    """The original, its inputs, and how to export it; `files` are the SHA-256 of sample files by input name."""
+    """The original, its inputs, and how to export it; `files` are the SHA-256 of sample files by input name.
+
+    `operators` are the user's own, as `package.module:operator`.
+    """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
 
@@ -48,6 +52,7 @@ class ExportJob(Job):
     samples: int
     seed: int
     files: dict[str, str]
+    operators: tuple[str, ...] = ()
 
     @property
     def needs_torch(self) -> bool:
@@ -71,6 +76,7 @@ class ExportJob(Job):
             samples=spec.validation.samples,
             seed=spec.validation.seed,
             files=files,
+            operators=spec.model.operators,
         )
 
 
@@ -129,6 +135,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             inputs = _pinned(job.inputs, job.dimensions)
             emit(1, 3, "exporting")
             model = _export(module, inputs, job, path)
+        define(model, load_operators(job.operators))
         _check(model)
         _save(model, path)
         emit(2, 3, "comparing with ONNX Runtime")

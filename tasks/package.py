@@ -79,6 +79,8 @@ class PackageJob(Job):
                 "samples": exported.samples.sha256,
                 "options": options(spec),
                 "code": code_digest(),
+                # The modules of the user's operators, with their digests.
+                **({"operators": json.dumps(imported.sources.files)} if spec.model.operators else {}),
             },
         )
         return cls(manifest=manifest, built=built, samples=exported.samples, target=target, signer=signer)
@@ -137,6 +139,8 @@ def options(spec: Spec) -> str:
     sections = spec.model_dump(mode="json", include={"inputs", "dimensions", "outputs", "export", "build"})
     sections["validate"] = spec.validation.model_dump(mode="json", include={"samples", "seed"})
     sections["original"] = "onnx" if spec.model.onnx is not None else "other"
+    if spec.model.operators:
+        sections["operators"] = list(spec.model.operators)
     return json.dumps(sections, sort_keys=True)
 
 

@@ -132,13 +132,13 @@ def _spec(bundle: Path, source: Path, manifest: Manifest, sections: dict[str, An
                     f"bundle {str(bundle)!r} was not built from {str(source)!r} as it is now: {section} differs"
                 )
         return spec
-    document = {name: value for name, value in sections.items() if name != "original"}
+    document = {name: value for name, value in sections.items() if name not in ("original", "operators")}
     if sections["original"] != "onnx":
         # The bundle keeps its own golden sample, so that any inputs will do.
         document["inputs"] = [{**item, "samples": {"kind": "ones"}} for item in sections["inputs"]]
     document |= {
         "name": manifest.name,
-        "model": {"onnx": str(source.absolute())},
+        "model": {"onnx": str(source.absolute()), "operators": sections.get("operators", [])},
         "targets": [manifest.tvm_target],
     }
     return release_file.parse(document, source.absolute().parent, str(source))

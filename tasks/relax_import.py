@@ -5,23 +5,26 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.export import ExportResult
 from tasks.step import ChildStep, Job
+from tvmflow import usercode
 from tvmflow.bundle import TensorSpec
+from tvmflow.operators import load_operators
 from tvmflow.process import Emit
 from tvmflow.spec import Spec
-from tvmflow.workspace import Artifact, StepResult, Workspace
+from tvmflow.workspace import Artifact, Sources, StepResult, Workspace
 
 if TYPE_CHECKING:
     from tvmflow.compiler import Imported
 
 
 class ImportJob(Job):
-    """The ONNX file, the shape of each input by name, and the model's name for messages."""
+    """The ONNX file, the shape of each input by name, the user's operators, and the model's name for messages."""
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"model_label": True}
 
     model_label: str
     onnx: Artifact
     shapes: dict[str, tuple[int | str, ...]]
+    operators: tuple[str, ...] = ()
 
     @property
     def needs_compiler(self) -> bool:
@@ -32,7 +35,7 @@ class ImportJob(Job):
     def of(cls, spec: Spec, exported: ExportResult) -> "ImportJob":
         """Return the job that imports a release file's exported model."""
         shapes = {item.name: item.shape for item in exported.inputs}
-        return cls(model_label=spec.model.label, onnx=exported.onnx, shapes=shapes)
+        return cls(model_label=spec.model.label, onnx=exported.onnx, shapes=shapes, operators=spec.model.operators)
 
 
 class ImportResult(StepResult):
@@ -55,7 +58,8 @@ def work(job: ImportJob, emit: Emit) -> ImportResult:
 
     workspace = job.workspace
     with workspace.scratch() as folder:
-        imported = compiler.import_onnx(workspace.path(job.onnx), job.shapes, job.model_label)
+        own = load_operators(job.operators)
+        imported = compiler.import_onnx(workspace.path(job.onnx), job.shapes, job.model_label, own)
         compiler.save_module(imported.mod, folder / "ir.json")
         compiler.save_params(imported.params, folder / "params.npz")
         (folder / "ir.txt").write_text(compiler.ir_text(imported.mod))
@@ -65,6 +69,7 @@ def work(job: ImportJob, emit: Emit) -> ImportResult:
             params=workspace.keep(folder / "params.npz"),
             inputs=imported.inputs,
             outputs=imported.outputs,
+            sources=usercode.imported_sources(job.folder) if own else Sources(),
         )
 
 

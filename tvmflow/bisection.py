@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from tvmflow import npz
 from tvmflow.compiler import BuildOptions, build, import_onnx
 from tvmflow.compiler.importer import node_name, operator_name
+from tvmflow.compiler.onnx import Converter
 from tvmflow.errors import TvmflowError
 from tvmflow.source import open_session, run_session
 from tvmflow.target import Target
@@ -78,15 +79,17 @@ def bisect(
     bounds: Bounds,
     options: BuildOptions | None = None,
     report: Callable[[str], None] = lambda _: None,
+    operators: Mapping[str, Converter] | None = None,
 ) -> Bisection | None:
     """Find the first node whose compiled result differs from ONNX Runtime's by more than the bounds.
 
     `inputs` are arrays by name. The search compiles parts of the model that end at one node, about twice the logarithm
-    of the number of nodes. It follows one output that is out of bounds; `report` gets a line for each part. Returns
-    None if all outputs are within the bounds. Raises ExportError where ONNX Runtime cannot run the model, and the
-    compiler's errors where the whole model cannot be compiled.
+    of the number of nodes. It follows one output that is out of bounds; `report` gets a line for each part.
+    `operators` are converters, as in `import_onnx`. Returns None if all outputs are within the bounds. Raises
+    ExportError where ONNX Runtime cannot run the model, and the compiler's errors where the whole model cannot be
+    compiled.
     """
-    search = _Search(model, inputs, target, bounds, options or BuildOptions(), report)
+    search = _Search(model, inputs, target, bounds, options or BuildOptions(), report, operators or {})
     outputs = search.errors(range(len(search.nodes)), search.graph_outputs)
     first = next((name for name in search.graph_outputs if outputs.get(name) is not None), None)
     if first is None or first not in search.producers:
@@ -135,10 +138,11 @@ class _Search:
         bounds: Bounds,
         options: BuildOptions,
         report: Callable[[str], None],
+        operators: Mapping[str, Converter],
     ) -> None:
         self.builds = 0
         self._model, self._inputs, self._target = model, inputs, target
-        self._bounds, self._options, self._report = bounds, options, report
+        self._bounds, self._options, self._report, self._operators = bounds, options, report, operators
         graph = model.graph
         self.nodes: list[onnx.NodeProto] = list(graph.node)
         self.graph_outputs = [value.name for value in graph.output]
@@ -235,7 +239,7 @@ class _Search:
         self.builds += 1
         last = part.graph.node[-1]
         self._report(f"{self.builds}: {len(part.graph.node)} nodes to {last.op_type} {last.name or last.output[0]!r}")
-        actual = _run(part, fed, self._target, self._options)
+        actual = _run(part, fed, self._target, self._options, self._operators)
         return {
             name: None if self._bounds.is_met(self.values[name], array) else largest_error(self.values[name], array)
             for name, array in actual.items()
@@ -301,7 +305,13 @@ def _is_shape(value: Array) -> bool:
     return value.dtype.kind in "iub" and value.ndim <= 1 and value.size <= _LARGEST_SHAPE
 
 
-def _run(part: onnx.ModelProto, fed: Mapping[str, Array], target: Target, options: BuildOptions) -> dict[str, Array]:
+def _run(
+    part: onnx.ModelProto,
+    fed: Mapping[str, Array],
+    target: Target,
+    options: BuildOptions,
+    operators: Mapping[str, Converter],
+) -> dict[str, Array]:
     """Compile a part and run it in this process; return its outputs by name."""
     import tvm
     from tvm import relax
@@ -309,7 +319,7 @@ def _run(part: onnx.ModelProto, fed: Mapping[str, Array], target: Target, option
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         onnx.save(part, str(path))
-        imported = import_onnx(path, label="the part of the model")
+        imported = import_onnx(path, label="the part of the model", operators=operators)
     compiled = build(imported, target, options)
     main = relax.VirtualMachine(compiled.executable, tvm.cpu())["main"]
     arguments = [np.asarray(fed[spec.name], order="C") for spec in imported.inputs]

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import click
 
 from tvmflow.cli.compile import parse_shapes
-from tvmflow.cli.options import input_shapes_option, model_argument, precision_option, read_inputs, target_option
+from tvmflow.cli.options import (
+    input_shapes_option,
+    load_own_operators,
+    model_argument,
+    operator_option,
+    precision_option,
+    read_inputs,
+    target_option,
+)
 from tvmflow.errors import ExportError, TargetError, VerdictError
 
 if TYPE_CHECKING:
@@ -23,6 +31,7 @@ if TYPE_CHECKING:
 @target_option
 @precision_option("The precision to compile in.")
 @input_shapes_option(".")
+@operator_option
 @click.option("--inputs", type=click.Path(path_type=Path), help="An .npz by input name; without it, random inputs.")
 @click.option("--rtol", type=click.FloatRange(min=0), help="The relative tolerance of each element.")
 @click.option("--atol", type=click.FloatRange(min=0), help="The absolute tolerance of each element.")
@@ -38,6 +47,7 @@ def bisect_command(
     target: str,
     precision: str,
     input_shapes: str | None,
+    operators: tuple[str, ...],
     inputs: Path | None,
     rtol: float | None,
     atol: float | None,
@@ -53,7 +63,7 @@ def bisect_command(
     from tasks.validate import why_not_here
     from tvmflow.cli.compile import make_spec
 
-    spec = make_spec(model, target, parse_shapes(input_shapes or ""), {"precision": precision}, 0)
+    spec = make_spec(model, target, parse_shapes(input_shapes or ""), {"precision": precision}, 0, operators)
     (resolved,) = spec.resolve_targets()
     refusal = why_not_here(resolved, spec.build.precision)
     if refusal is not None:
@@ -67,8 +77,11 @@ def bisect_command(
     from tvmflow.bisection import Bounds, bisect
     from tvmflow.compiler import BuildOptions
     from tvmflow.onnx_inputs import fix_shapes
+    from tvmflow.operators import define
 
+    own = load_own_operators(operators)
     original = read_onnx(model)
+    define(original, own)
     fix_shapes(original.graph, {item.name: item.shape for item in spec.inputs})
     arrays = read_inputs(inputs) if inputs is not None else _make(model, original)
     bounds = Bounds(spec.bounds.rtol, spec.bounds.atol, spec.bounds.max_relative_error)
@@ -77,7 +90,7 @@ def bisect_command(
     console = Console(stderr=True)
     with console.status("compiling the whole model") as status:
         options = BuildOptions(precision=spec.build.precision)
-        bisection = bisect(original, arrays, resolved, bounds, options, status.update)
+        bisection = bisect(original, arrays, resolved, bounds, options, status.update, own)
     if bisection is None:
         text = json.dumps({"within_bounds": True}) if as_json else f"{model}: all outputs are within the bounds"
         click.echo(text)

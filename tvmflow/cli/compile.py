@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from tvmflow.cli.options import input_shapes_option, model_argument, precision_option, target_option
+from tvmflow.cli.options import input_shapes_option, model_argument, operator_option, precision_option, target_option
 from tvmflow.errors import InputError, StepError, VerdictError, naming_model
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class _Setting(click.ParamType[tuple[str, Any]]):
 )
 @target_option
 @input_shapes_option(". A free dimension that the file leaves unnamed is called after its input and axis, as x_0.")
+@operator_option
 @precision_option("The type of the operands of convolutions and matrix products; int8 is for quantised models.")
 @click.option(
     "--fast-algorithms",
@@ -127,6 +128,7 @@ def compile_command(
     output: Path,
     target: str,
     input_shapes: str | None,
+    operators: tuple[str, ...],
     precision: str,
     fast_algorithms: str,
     desired_layout: str,
@@ -175,7 +177,7 @@ def compile_command(
         "disabled_passes": (*disabled_pass, *(["ChannelsLast"] if desired_layout == "NCHW" else [])),
         "required_passes": required_pass,
     }
-    spec = make_spec(model, target, parse_shapes(input_shapes or ""), section, trials)
+    spec = make_spec(model, target, parse_shapes(input_shapes or ""), section, trials, operators)
     workspace = Workspace(settings.state)
     runner = StepRunner.of(spec, settings, workspace)
     (resolved,) = spec.resolve_targets()
@@ -264,20 +266,25 @@ def _linker(command: str | None, options: str) -> str | None:
 
 
 def make_spec(
-    model: Path, target: str, shapes: dict[str, tuple[int | str, ...]], build: dict[str, object], trials: int
+    model: Path,
+    target: str,
+    shapes: dict[str, tuple[int | str, ...]],
+    build: dict[str, object],
+    trials: int,
+    operators: tuple[str, ...] = (),
 ) -> "Spec":
     """Return the release file that a command line describes: one ONNX file, one target, the section `build`.
 
-    `shapes` are new shapes by input name, `trials` is the number of tuning trials. Raises InputError for a shape of an
-    input that the model does not have, ExportError for a file that is not ONNX, and SpecError for a wrong target or
-    option.
+    `shapes` are new shapes by input name, `trials` is the number of tuning trials, `operators` are the user's own, of
+    modules in the current folder. Raises InputError for a shape of an input that the model does not have, ExportError
+    for a file that is not ONNX, and SpecError for a wrong target or option.
     """
     from tasks.export import described_by, read_onnx
     from tvmflow import spec as release_file
 
     document: dict[str, object] = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", model.stem).lstrip("-._") or "model",
-        "model": {"onnx": str(model.absolute())},
+        "model": {"onnx": str(model.absolute()), "operators": list(operators)},
         "targets": [target],
         "build": build,
         "tune": {"trials": trials},

@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING
 import click
 
 from tvmflow.cli.compile import parse_shapes
-from tvmflow.cli.options import input_shapes_option, model_argument, precision_option, target_option
+from tvmflow.cli.options import (
+    input_shapes_option,
+    load_own_operators,
+    model_argument,
+    operator_option,
+    precision_option,
+    target_option,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tvmflow.compiler.diagnosis import Diagnosis
+    from tvmflow.operators import OwnOperator
     from tvmflow.spec import Dimension
 
 _REFUSED = 4
@@ -25,8 +33,11 @@ _REFUSED = 4
 @target_option
 @precision_option("The precision to compile for.")
 @input_shapes_option("; other dimensions stay free.")
+@operator_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def doctor_command(model: Path, target: str, precision: str, input_shapes: str | None, as_json: bool) -> None:
+def doctor_command(
+    model: Path, target: str, precision: str, input_shapes: str | None, operators: tuple[str, ...], as_json: bool
+) -> None:
     """Explain for every operator of the ONNX file MODEL how it will be compiled, or why it cannot be and what to do.
 
     Nothing is built. Each kind of node is lowered by itself, and "rule" is the schedule rule that takes it. "fast"
@@ -39,11 +50,12 @@ def doctor_command(model: Path, target: str, precision: str, input_shapes: str |
     from tvmflow.compiler.diagnosis import diagnose
     from tvmflow.target import resolve
 
-    shapes = parse_shapes(input_shapes or "")
+    own, shapes = load_own_operators(operators), parse_shapes(input_shapes or "")
     with Console(stderr=True).status(f"reading {model}"):
-        ranges = _ranges(model, shapes)
+        ranges = _ranges(model, shapes, own)
         sizes = {name: item.typical_size for name, item in ranges.items()}
-        diagnosis = diagnose(model, resolve(target), precision, shapes, sizes)  # type: ignore[arg-type]
+        resolved = resolve(target)
+        diagnosis = diagnose(model, resolved, precision, shapes, sizes, operators=own)  # type: ignore[arg-type]
     if as_json:
         smallest = {name: item.min for name, item in ranges.items()}
         document = {**dataclasses.asdict(diagnosis), "smallest": smallest, "refused": bool(diagnosis.refusals)}
@@ -54,17 +66,21 @@ def doctor_command(model: Path, target: str, precision: str, input_shapes: str |
         sys.exit(_REFUSED)
 
 
-def _ranges(model: Path, shapes: dict[str, tuple[int | str, ...]]) -> "dict[str, Dimension]":
+def _ranges(
+    model: Path, shapes: dict[str, tuple[int | str, ...]], operators: "dict[str, OwnOperator]"
+) -> "dict[str, Dimension]":
     """Return the ranges of the free dimensions, empty where ONNX Runtime does not run the model."""
     from tasks.export import read_onnx
     from tvmflow.cli.sizes import find_ranges
     from tvmflow.errors import ExportError, ModelImportError
     from tvmflow.onnx_inputs import fix_shapes
+    from tvmflow.operators import define
 
     try:
         original = read_onnx(model)
     except ExportError:  # diagnose says it.
         return {}
+    define(original, operators)
     fix_shapes(original.graph, shapes)
     try:
         return find_ranges(model, original) or {}

@@ -1,5 +1,6 @@
 """Arguments and options of several commands, and readers of the files that they name."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from tvmflow.errors import InputError
 
 if TYPE_CHECKING:
     from tvmflow.npz import Array
+    from tvmflow.operators import OwnOperator
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -28,6 +30,27 @@ def precision_option(text: str) -> Decorator:
 def input_shapes_option(text: str) -> Decorator:
     """Return the option `--input-shapes`, whose help ends with `text`."""
     return click.option("--input-shapes", help=f'Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]"{text}')
+
+
+operator_option: Decorator = click.option(
+    "--operator",
+    "operators",
+    metavar="MODULE:OPERATOR",
+    multiple=True,
+    help="An operator of your own, of a module in this folder. Repeatable.",
+)
+
+
+def load_own_operators(addresses: tuple[str, ...]) -> "dict[str, OwnOperator]":
+    """Return the operators that the option names, by name; modules of the current folder can be imported from now on.
+
+    Raises ExportError.
+    """
+    from tvmflow.operators import load_operators
+
+    if addresses:
+        sys.path.insert(0, str(Path.cwd()))
+    return load_operators(addresses)
 
 
 def read_inputs(path: Path) -> "dict[str, Array]":

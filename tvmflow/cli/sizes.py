@@ -1,5 +1,6 @@
 """The sizes of an ONNX file's free dimensions at which ONNX Runtime runs it."""
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
 def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] | None":
     """Return a range for each free dimension of a model that `read_onnx` read from `path`; it is found by trial.
 
-    A range begins with the smallest size that ran. None where the model runs at no size that is tried. Raises
-    ExportError when ONNX Runtime cannot load the file, or an input is no tensor of numbers.
+    A range begins with the smallest size that ran. The model may define functions that the file lacks. None where the
+    model runs at no size that is tried. Raises ExportError when ONNX Runtime cannot load the file, or an input is no
+    tensor of numbers.
     """
     from tasks.export import described_by
     from tvmflow import samples
@@ -23,7 +25,11 @@ def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] |
     from tvmflow.source import open_session, run_session
 
     items = described_by(model)
-    session = open_session(path, prints_errors=False)
+    with tempfile.TemporaryDirectory() as folder:
+        if model.functions:
+            path = Path(folder) / "model.onnx"
+            path.write_bytes(model.SerializeToString())
+        session = open_session(path, prints_errors=False)
 
     def runs(sizes: dict[str, int]) -> bool:
         try:

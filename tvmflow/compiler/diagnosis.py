@@ -20,6 +20,7 @@ from tvmflow.compiler.graph import workloads
 from tvmflow.compiler.importer import Imported, NodeRecord, Refusal, Survey, node_name, operator_name, survey_onnx
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.messages import shorten
+from tvmflow.compiler.onnx import Converter
 from tvmflow.compiler.schedules import is_elementwise, iterations_of, kernels_of
 from tvmflow.errors import BuildError
 from tvmflow.target import Precision, Target, explain_missing_unit
@@ -97,14 +98,15 @@ def diagnose(
     shapes: Mapping[str, Sequence[int | str]] | None = None,
     sizes: Mapping[str, int] | None = None,
     label: str | None = None,
+    operators: Mapping[str, Converter] | None = None,
 ) -> Diagnosis:
     """Import an ONNX file, lower each kind of node by itself, and report the rule that each gets.
 
-    `shapes` fixes or renames dimensions as in `import_onnx`; `sizes` are sizes of free dimensions to estimate times
-    with, by default 1. Raises ModelImportError for a file that is damaged and for shapes that contradict the model,
-    TargetError for a precision that the target's processor has no instructions for.
+    `shapes` fixes or renames dimensions, and `operators` are converters, as in `import_onnx`; `sizes` are sizes of free
+    dimensions to estimate times with, by default 1. Raises ModelImportError for a file that is damaged and for shapes
+    that contradict the model, TargetError for a precision that the target's processor has no instructions for.
     """
-    survey = survey_onnx(path, shapes, label)
+    survey = survey_onnx(path, shapes, label, operators)
     sizes = {name: (sizes or {}).get(name, 1) for name in survey.free}
     kinds = _kinds(survey)
     options = BuildOptions(precision=precision)

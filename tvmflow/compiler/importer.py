@@ -4,7 +4,7 @@ import contextlib
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,6 +27,7 @@ from tvmflow.compiler.onnx import (
     FOLDED,
     NOT_STANDARD,
     TAKES_SIZES,
+    Converter,
     Node,
     UnsupportedFormError,
     const,
@@ -127,19 +128,23 @@ class Survey:
 
 
 def import_onnx(
-    path: Path, shapes: Mapping[str, Sequence[int | str]] | None = None, label: str | None = None
+    path: Path,
+    shapes: Mapping[str, Sequence[int | str]] | None = None,
+    label: str | None = None,
+    operators: Mapping[str, Converter] | None = None,
 ) -> Imported:
     """Import an ONNX file of opset 7 or later into Relax.
 
     `shapes` fixes or renames symbolic dimensions of inputs by name: `{"x": (1, 3, 224, 224)}`, `{"x": ("batch", 10)}`.
     Other symbolic dimensions stay symbolic; one without a name is called after its input and axis, as `x_0`. Messages
-    call the file `label`, by default its path.
+    call the file `label`, by default its path. `operators` are converters of the caller's own, by domain and operator
+    as in `org.example.Twice`; a function of that name in the file is not inlined.
 
     Raises UnsupportedOperatorError for an operator without a converter, ModelImportError for a file that is damaged,
     for shapes that contradict the model, and for anything else that TVM's importer refuses. The message names all that
     is refused.
     """
-    survey = survey_onnx(path, shapes, label)
+    survey = survey_onnx(path, shapes, label, operators)
     if survey.imported is None:
         kind = UnsupportedOperatorError if survey.is_operator_error else ModelImportError
         raise kind(f"{survey.label}: {describe_refusals(survey.refusals)}")
@@ -147,19 +152,23 @@ def import_onnx(
 
 
 def survey_onnx(
-    path: Path, shapes: Mapping[str, Sequence[int | str]] | None = None, label: str | None = None
+    path: Path,
+    shapes: Mapping[str, Sequence[int | str]] | None = None,
+    label: str | None = None,
+    operators: Mapping[str, Converter] | None = None,
 ) -> Survey:
     """Import an ONNX file as `import_onnx` does, and go on after what is refused.
 
     Raises ModelImportError for a file that is damaged and for shapes that contradict the model.
     """
     label = label or str(path)
-    model = _expand_functions(label, _load(Path(path), label))
+    own = operators or {}
+    model = _expand_functions(label, _load(Path(path), label), own.keys())
     graph = model.graph
     inputs = graph_inputs(graph)
     sizes = _apply_shapes(label, graph, inputs, shapes or {})
     opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=1)
-    importer = _Importer(model, sizes, _advice(inputs))
+    importer = _Importer(model, sizes, _advice(inputs), own)
     importer.refusals.extend(_type_refusals(graph))
     output = io.StringIO()
     mod: tvm.IRModule | None = None
@@ -171,7 +180,7 @@ def survey_onnx(
     except Exception as error:  # TVM raises every kind of exception for graphs that it does not expect.
         if not importer.records:
             # The inputs already are in the way; the nodes are none the less looked through.
-            importer.refusals.extend(_missing_converter(node) for node in _nodes(graph) if not has_converter(node))
+            importer.refusals.extend(_missing_converter(node) for node in _nodes(graph) if not importer.takes(node))
         if not importer.refusals:
             importer.refusals.append(Refusal("", "", f"TVM cannot import the model: {shorten(error)}", _advice(inputs)))
     free: dict[str, list[tuple[str, int]]] = {}
@@ -333,17 +342,23 @@ def _with_inner(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
             yield from _nodes(attribute.g)
 
 
-def _expand_functions(label: str, model: onnx.ModelProto) -> onnx.ModelProto:
-    """Inline the model's own functions, and ONNX's function bodies of operators that have no converter.
+def _expand_functions(label: str, model: onnx.ModelProto, own: Collection[str]) -> onnx.ModelProto:
+    """Inline the model's functions but for `own`, and ONNX's function bodies of operators that have no converter.
 
     Attention is one: TVM's importer has a converter for another operator of that name.
     """
     try:
         if model.functions:
-            model = onnx.inliner.inline_local_functions(model)
+            defaults = {(item.domain, item.name): list(item.attribute_proto) for item in model.functions}
+            inner = [node for item in model.functions for node in item.node]
+            for node in (*_nodes(model.graph), *inner):
+                _add_defaults(node, defaults.get((node.domain, node.op_type), []))
+            names = [(item.domain, item.name) for item in model.functions if f"{item.domain}.{item.name}" in own]
+            model = onnx.inliner.inline_selected_functions(model, names, True)
         while nodes := [node for node in _nodes(model.graph) if not has_converter(node) and is_function(node)]:
             for node in nodes:
-                _add_defaults(node)
+                schema = onnx.defs.get_schema(node.op_type)
+                _add_defaults(node, [attribute.default_value for attribute in schema.attributes.values()])
             _describe_weights(model.graph)
             names = sorted({("", node.op_type) for node in nodes})
             model = onnx.inliner.inline_selected_functions(model, names, False, True)
@@ -364,12 +379,12 @@ def _describe_weights(graph: onnx.GraphProto) -> None:
     )
 
 
-def _add_defaults(node: onnx.NodeProto) -> None:
+def _add_defaults(node: onnx.NodeProto, defaults: Sequence[onnx.AttributeProto]) -> None:
     """Add the default values of absent attributes: the inliner would leave references to them."""
     names = {attribute.name for attribute in node.attribute}
-    for name, attribute in onnx.defs.get_schema(node.op_type).attributes.items():
-        if name not in names and attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
-            node.attribute.append(attribute.default_value)
+    for default in defaults:
+        if default.name not in names and default.type != onnx.AttributeProto.UNDEFINED:
+            node.attribute.append(default)
 
 
 def is_function(node: onnx.NodeProto) -> bool:
@@ -406,6 +421,8 @@ def _missing_converter(node: onnx.NodeProto) -> Refusal:
         return Refusal(f"{_LAYOUT_DOMAIN}.*", node_name(node), reason, advice)
     if node.domain.startswith("com.microsoft"):
         advice = "export the model anew, without the optimizer of ONNX Runtime, which writes this operator"
+    elif node.domain and not node.domain.startswith("ai.onnx"):
+        advice = "export the model without it, or give a converter of your own"
     reason = f"cannot be imported by TVM {tvm.__version__}"
     return Refusal(operator_name(node), node_name(node), reason, advice)
 
@@ -445,11 +462,15 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     """TVM's importer with our converters; weights become parameters, and constant operands are evaluated.
 
     `sizes` are the new sizes or names of symbols that the shapes recorded in the graph still mention. A node that
-    cannot be imported is a refusal with `advice`, and the import goes on with placeholders for its results.
+    cannot be imported is a refusal with `advice`, and the import goes on with placeholders for its results. `own` are
+    the caller's converters.
     """
 
-    def __init__(self, model: onnx.ModelProto, sizes: Mapping[str, int | str], advice: str) -> None:
+    def __init__(
+        self, model: onnx.ModelProto, sizes: Mapping[str, int | str], advice: str, own: Mapping[str, Converter]
+    ) -> None:
         super().__init__({}, None, keep_params_in_input=True)
+        self._own = own
         self.refusals: list[Refusal] = []
         self.records: list[NodeRecord] = []
         self.is_operator_error = False
@@ -487,6 +508,10 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     def _parse_graph_input(self, graph: onnx.GraphProto) -> None:
         super()._parse_graph_input(graph)
         self._evaluator.declare(self._symbols().values())
+
+    def takes(self, node: onnx.NodeProto) -> bool:
+        """Whether there is a converter for the node's operator."""
+        return has_converter(node) or operator_name(node) in self._own
 
     def input_variables(self) -> tuple[relax.Var, ...]:
         """The graph's inputs, without its weights."""
@@ -540,7 +565,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         """Import one node; return whether its results are known, so that nothing is left to compute."""
         if self._fold(node) or self._evaluate(node) or self._take_branch(node):
             return True
-        missing = [inner for inner in _with_inner(node) if not has_converter(inner)]
+        missing = [inner for inner in _with_inner(node) if not self.takes(inner)]
         if missing:
             raise _RefusedNodes([_missing_converter(inner) for inner in missing])
         operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
@@ -614,6 +639,8 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             reason, advice = f"not supported in this form ({error})", "export the model without it"
             if "computed" in str(error) or "symbolic" in str(error) or "unknown" in str(error):
                 advice = self._advice
+        elif operator_name(node) in self._own:
+            reason, advice = f"its converter raised {type(error).__name__}: {shorten(error)}", "mend the converter"
         elif isinstance(error, tvm.error.OpNotImplemented):
             self.is_operator_error = True
             reason, advice = shorten(error), "export the model without it"
@@ -772,7 +799,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     ) -> relax.Expr:
         custom = attrs.get("tvm_custom", {})
         name = custom.get("name", "")
-        converter = CONVERTERS.get(op_name)
+        converter = self._own.get(op_name) or CONVERTERS.get(op_name)
         converted = None
         if converter is not None:
             converted = converter(

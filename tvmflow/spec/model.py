@@ -37,6 +37,10 @@ class Model(Section):
     mlflow: str | None = None
     """A model of the MLflow registry, flavor pytorch or onnx: `models:/NAME@ALIAS` or `models:/NAME/VERSION`."""
 
+    operators: tuple[FunctionName, ...] = ()
+    """Operators of your own: `package.module:operator`. See
+    [add your own operator](../how-to/add-your-own-operator.md)."""
+
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
         keys = [key for key in ("factory", "pt2", "onnx", "mlflow") if getattr(self, key) is not None]

@@ -27,6 +27,7 @@ __all__ = [
     "FOLDED",
     "NOT_STANDARD",
     "TAKES_SIZES",
+    "Converter",
     "Node",
     "UnsupportedFormError",
     "const",
