@@ -59,14 +59,14 @@ def set_threads(lines: Iterable[str], threads: int) -> list[str]:
 
 
 def read_decisions(path: Path) -> dict[str, str]:
-    """Return the options that a file decides for the compiler, by the decision's key."""
+    """Return the compiler's options that a file records, by the decision's key."""
     options = _read_options(path)
     options.pop(_THREADS, None)
     return options
 
 
 def read_threads(path: Path, default: int) -> int:
-    """Return the number of threads that a file decides for the model, or `default` if it decides none."""
+    """Return the number of threads that a file records for the model, or `default` if it records none."""
     return int(_read_options(path).get(_THREADS, default))
 
 
@@ -96,7 +96,7 @@ def best_digest(store: RecordStore, target: Target, keys: Sequence[str]) -> str:
 
 
 def store_digest(store: RecordStore, target: Target) -> str:
-    """Return the SHA-256 (hex) of all that a store holds for a target, in whatever files it is.
+    """Return the SHA-256 (hex) of all that a store holds for a target, regardless of its files.
 
     These are the measured schedules (records), the trials spent on each workload (efforts) and the choices of
     algorithms and blocks (decisions).

@@ -50,7 +50,10 @@ class DeviceConfig:
 
 @dataclass(frozen=True)
 class Server:
-    """The state of a server or the tracker; `deaths` counts its deaths, and `message` describes the last one."""
+    """The state of a server or the tracker: starting, up, or dropped after too many early deaths.
+
+    `port` and `pid` are None until they are known. `deaths` counts its deaths, and `message` describes the last one.
+    """
 
     state: State = "starting"
     port: int | None = None
@@ -172,7 +175,10 @@ def up(state: Path, config: DeviceConfig) -> Status:
 
 
 def down(state: Path) -> bool:
-    """End the devices of a state folder with all processes that they started, and return whether there were any."""
+    """End the devices of a state folder with all processes that they started, and return whether there were any.
+
+    Raises SettingsError when another command is at work there or the status file is damaged.
+    """
     with _hold_lock(state):
         running = status(state)
         if running is not None:

@@ -137,7 +137,7 @@ class Context:
 
     @property
     def is_current(self) -> bool:
-        """Whether this TVM and this version of the search space can use its records."""
+        """Whether this TVM and this version of the search space can use the entries of the context."""
         return (self.tvm_version, self.space_version) == (tvm_version(), SPACE_VERSION)
 
 

@@ -74,7 +74,10 @@ def divides(tile: int, size: Any) -> bool:
 def padded_input(
     data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None, value: Any = 0
 ) -> te.Tensor:
-    """Pad a convolution's input with `value` to `height` by `width` pixels and `channels`, if it is smaller."""
+    """Pad a convolution's NHWC input with `value` to `height` by `width` pixels and `channels`.
+
+    `padding` is top, left, bottom, right. An input of that size is returned unchanged.
+    """
     *_, in_w, in_c = data.shape
     wide = channels is not None and channels != int(in_c)
     if not any(padding) and not wide and static(in_w) is not None and static(width) == static(in_w):
@@ -137,7 +140,7 @@ class JoinedRows:
         return topi.utils.simplify(math.prod(others, start=first))
 
     def position(self, *index: Any) -> tuple[Any, ...]:
-        """Return the input's index of the element at the index `[*batch, row, k]` of the product's left operand."""
+        """Convert the index `[*batch, row, k]` of the product's left operand to the input's index of that element."""
         *batch, row, k = index
         position: list[Any] = [None] * len(self.outer)
         for place, value in zip(self.lead, batch, strict=True):
@@ -152,7 +155,7 @@ class JoinedRows:
         return (*position, k)
 
     def row(self, *index: Any) -> tuple[Any, ...]:
-        """Return the product's index `[*batch, row, unit]` of the element at the result's index `[*outer, unit]`."""
+        """Convert the result's index `[*outer, unit]` to the product's index `[*batch, row, unit]` of that element."""
         row = index[self.joined[0]]
         for place in self.joined[1:]:
             row = row * self.outer[place] + index[place]

@@ -73,7 +73,10 @@ def depthwise(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> te.Tensor:
-    """Define a depthwise convolution of NHWC data; with weights from `pack_groups`, a convolution in narrow groups."""
+    """Define a depthwise convolution of NHWC data; with weights from `pack_groups`, a convolution in narrow groups.
+
+    `padding` is top, left, bottom, right. `subject` is the subject of the decisions about the convolution.
+    """
     batch, in_h, in_w, channels = data.shape
     kernel_h, kernel_w, *size, padded_channels = (int(dim) for dim in weight.shape)
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])

@@ -66,7 +66,8 @@ def conv2d(
 ) -> te.Tensor:
     """Define a convolution of narrow NHWC data with weights from `pack_conv2d`.
 
-    The padding has the value `zero`, a number or an expression. The result is NHWC, in the accumulator's type.
+    `padding` is top, left, bottom, right, and has the value `zero`, a number or an expression. The result is NHWC with
+    `channels` channels, in the accumulator's type.
     """
     batch, in_h, in_w, in_c = data.shape
     vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)

@@ -96,9 +96,10 @@ class _Window:
 def pool(
     data: te.Tensor, *, size: Sequence[Any], windows: Sequence[_Window], largest: bool, count_padding: bool
 ) -> te.Tensor:
-    """Define the pooling of float32 `[N, H, W, C]` to the height and width `size`, by a window for each of them.
+    """Define the pooling of float32 `[N, H, W, C]` to the height and width `size`.
 
-    Takes maxima if `largest`, else averages, which count the padding if `count_padding`.
+    `windows` are the windows along the height and the width. Takes maxima if `largest`, else averages, which count the
+    padding if `count_padding`.
     """
     batch, in_h, in_w, channels = data.shape
     down, across = windows

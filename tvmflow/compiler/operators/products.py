@@ -193,7 +193,10 @@ def _place(index: Sequence[Any], tensor: te.Tensor) -> tuple[Any, ...]:
 def batch_matmul(
     left: te.Tensor, right: te.Tensor, *, batch: Sequence[Any], machine: Machine, decisions: Decisions
 ) -> te.Tensor:
-    """Multiply matrices over the leading dimensions `batch`; operands that lack some of them are broadcast."""
+    """Multiply `left` `[..., rows, K]` by `right` `[..., K, units]` over the leading dimensions `batch`.
+
+    Operands that lack some of these dimensions are broadcast. The result is `[*batch, rows, units]`.
+    """
     rows, depth = left.shape[-2:]
     units = right.shape[-1]
     columns = static(units)

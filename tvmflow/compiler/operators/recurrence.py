@@ -94,7 +94,7 @@ class Cell:
     """The computation of one step, as ONNX defines it: `kind` is lstm, gru or rnn.
 
     `activations` are (name, alpha, beta) of the first direction, then of the second. The operands of activations are
-    limited to `-clip` to `clip`; 0 means no limit.
+    limited to `-clip` to `clip`; 0 means no limit. The other fields are ONNX's attributes of these names.
     """
 
     kind: str
@@ -131,7 +131,10 @@ class Cell:
 
     @property
     def phases(self) -> tuple[tuple[int, ...], ...]:
-        """The gates by phase: those whose products need no other gate of the same step, then the others, if any."""
+        """The numbers of the gates, in ONNX's order, by phase.
+
+        The gates of the second phase, if there is one, need gates of the first phase of the same step.
+        """
         if self.kind == "gru" and not self.linear_before_reset:
             return ((0, 1), (2,))
         return (tuple(range(self.gates)),)

@@ -102,7 +102,10 @@ def legalize_norm(builder: relax.BlockBuilder, call: relax.Call, machine: Machin
 def layer_norm(
     data: te.Tensor, scale: te.Tensor, bias: te.Tensor, *, lead: int, epsilon: float, machine: Machine
 ) -> te.Tensor:
-    """Define layer norm over the dimensions from `lead` on; the variance is computed from the centred values."""
+    """Define layer norm over the dimensions from `lead` on.
+
+    The variance is computed from the centred values, and `epsilon` is added to it.
+    """
     element, size = _row(data, lead)
     mean, scaling = moments(element, list(data.shape[:lead]), size, epsilon, machine)
     return te.compute(
@@ -116,7 +119,10 @@ def layer_norm(
 
 
 def rms_norm(data: te.Tensor, scale: te.Tensor, *, lead: int, epsilon: float, machine: Machine) -> te.Tensor:
-    """Divide `data` by the root of its mean square over the dimensions from `lead` on, and multiply by `scale`."""
+    """Divide `data` by the root of its mean square plus `epsilon`, and multiply by `scale`.
+
+    The mean is over the dimensions from `lead` on.
+    """
     element, size = _row(data, lead)
     rows = list(data.shape[:lead])
     squares = row_reduction(
@@ -136,7 +142,8 @@ def moments(
 ) -> tuple[Row, Row]:
     """Return the mean of each row and the inverse of its standard deviation, as functions of the row.
 
-    `element(row, k)` is one of a row's `size` elements. `epsilon` is added to the variance.
+    `rows` are the sizes of a row's index. `element(row, k)` is one of a row's `size` elements. `epsilon` is added to
+    the variance.
     """
     total = row_reduction(element, rows, size, reductions.SUM, "total", machine)
     mean = te.compute(rows, lambda *row: total(row) / tirx.Cast("float32", size), name="mean")

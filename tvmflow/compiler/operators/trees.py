@@ -282,7 +282,7 @@ def _is_nan(value: Any, dtype: str) -> Any:
 
 
 def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr:
-    """Return a call of the ensemble's function on `machine` in place of a call of `trees`."""
+    """Lower a call of `trees` to a call of its function for `machine`, and return the new call."""
     kernel = Trees(forest_of(call.attrs), call.args[0].ty.shape.values[0], machine)
     function = extensions.emit_function(builder, kernel.function(), "trees")
     return relax.call_tir(function, list(call.args), call.ty)

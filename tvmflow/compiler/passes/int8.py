@@ -43,7 +43,7 @@ class IntegerArithmetic:
         self._machine = machine
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Rewrite every Relax function of the module."""
+        """Return the module with every Relax function rewritten. Raises BuildError for a module without such layers."""
         layers = 0
         rewriter = _ToIntegers(mod, self._machine)
         for variable, function in mod.functions_items():
@@ -312,7 +312,7 @@ class IntegerProducts:
         self._has_dots = has_dots
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Rewrite every Relax function of the module."""
+        """Return the module with every Relax function rewritten."""
         lowering = _LowerIntegers(mod, self._machine, self._choices, self._has_dots)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function):

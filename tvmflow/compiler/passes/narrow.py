@@ -29,7 +29,7 @@ class Numbers(Protocol):
 
 
 def narrow_products(mod: tvm.IRModule, numbers: Numbers) -> tvm.IRModule:
-    """Return the module with those products in these numbers for which `numbers.operands` returns operands."""
+    """Return the module with products computed in these numbers: those of which `numbers.operands` is not empty."""
     rounding = _Round(mod, numbers)
     for variable, function in mod.functions_items():
         if isinstance(function, relax.Function):

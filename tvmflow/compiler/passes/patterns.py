@@ -144,7 +144,7 @@ def _cubic_tanh(rewriter: Rewriter, expr: relax.Expr) -> relax.Expr | None:
 
 
 def compose_gelu() -> tvm.transform.Pass:
-    """Return the pass that composes the Gaussian error linear unit, from erf or its approximation with tanh."""
+    """Return the pass that writes a composed Gaussian error linear unit, with erf or with tanh, as one operator."""
     return rewriting("ComposeGelu", {"multiply": (_gelu,)})
 
 
@@ -173,7 +173,7 @@ def _silu(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def compose_silu() -> tvm.transform.Pass:
-    """Return the pass that composes the logistic function, and SiLU (swish), its product with its argument."""
+    """Return the pass that writes a composed logistic function as sigmoid, and x times sigmoid(x) as SiLU."""
     return rewriting("ComposeSilu", {"divide": (_logistic,), "multiply": (_silu,)})
 
 
@@ -213,7 +213,7 @@ def _mish(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def simplify_mish() -> tvm.transform.Pass:
-    """Return the pass that writes the hyperbolic tangent of softplus, Mish's gate, with one exponential."""
+    """Return the pass that writes tanh(softplus(x)), the gate of Mish, with one exponential."""
     return rewriting("SimplifyMish", {"tanh": (_mish,)})
 
 
@@ -402,7 +402,7 @@ def _group_norm(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def compose_norms() -> tvm.transform.Pass:
-    """Return the pass that composes layer, instance, group and RMS norms, with the scale and bias after them."""
+    """Return the pass that writes composed layer, instance, group and RMS norms as one operator with scale and bias."""
     return rewriting(
         "ComposeNorms",
         {
@@ -432,5 +432,5 @@ def _softmax(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def compose_softmax() -> tvm.transform.Pass:
-    """Return the pass that composes softmax from exponentials and their sum."""
+    """Return the pass that writes exponentials divided by their sum as softmax."""
     return rewriting("ComposeSoftmax", {"divide": (_softmax,)})

@@ -91,7 +91,10 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         return expr
 
     def call(self, expr: relax.Expr, *names: str) -> relax.Call | None:
-        """Return the call that an expression is, or is bound to, if its operator is one of `names`; else None."""
+        """Return the call that an expression is, or is bound to, if its operator is one of `names`; else None.
+
+        The names are without `relax.`.
+        """
         expr = self.behind(expr)
         if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op):
             return expr if expr.op.name.removeprefix("relax.") in names else None
@@ -141,7 +144,10 @@ def _children(expr: Any) -> Sequence[Any]:
 
 
 def rewriting(name: str, rules: Mapping[str, Sequence[Rule]]) -> tvm.transform.Pass:
-    """Return the pass `name`, which applies rules to every Relax function of a module until nothing changes."""
+    """Return the pass `name`, which applies rules to every Relax function of a module.
+
+    It goes through the module until nothing changes, at most 20 times.
+    """
 
     def transform(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         for _ in range(_MOST):

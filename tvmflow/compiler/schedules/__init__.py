@@ -108,7 +108,7 @@ def is_of_stages(func: PrimFunc) -> bool:
 
 
 def kernels_of(func: PrimFunc) -> list[str]:
-    """List the kinds of the kernels in a fused function."""
+    """List the kinds of the kernels in a fused function, one for each kernel; empty for a function of TVM's own."""
     sch = _with_blocks(func)
     kernels = [] if sch is None else [sch.get(block).annotations.get(KERNEL) for block in common.blocks(sch)]
     return [str(kernel) for kernel in kernels if kernel is not None]

@@ -170,7 +170,7 @@ def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
 
 
 def join_dimensions(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> None:
-    """Join a block's loops at `places` to one loop, which comes after all other loops but the last.
+    """Join a block's loops at `places` into one loop, which comes after all other loops but the last.
 
     The block's dimensions are joined instead of its loops, so that TVM sees one index rather than a quotient and a
     remainder.
