@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import support
 from tvmflow.bundle import keygen
 
 PERSON = f"{getpass.getuser()}@{socket.gethostname()}"
@@ -47,9 +48,13 @@ def score(outputs, labels):
 # The flow as `tvmflow promote` calls it, many times in one process: to start that costs more than a promotion.
 SESSION = """
 import json, os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
 from flows.promote import promote
+from support.command_server import start_steps_in_forks
 from tvmflow.errors import TvmflowError
 
+start_steps_in_forks(Path(sys.argv[2]))
 answers = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
 for line in sys.stdin:
@@ -135,7 +140,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, machine: Any, make: Any) -
         answers.append(result.document)
     with (key.with_name("log")).open("w") as log:
         session = subprocess.Popen(
-            [sys.executable, "-c", SESSION],
+            [sys.executable, "-c", SESSION, str(Path(support.__file__).parents[1]), machine.commands.address],
             env={**machine.environment, "PREFECT_API_URL": machine.settings["TVMFLOW_PREFECT_API_URL"]},
             cwd=machine.home.parent,
             stdin=subprocess.PIPE,

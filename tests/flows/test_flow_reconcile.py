@@ -1,8 +1,6 @@
 """Reconciling without a deployment or a webhook: what the aliases ask for is done in the command itself."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,6 @@ from tvmflow.settings import Settings
 from tvmflow.store import channels
 
 Findings = list[tuple[str, str, str]]
-
-# A source model in the embedded registry, as a user's own training leaves one.
-_REGISTER = """
-import sys
-
-import mlflow
-import mlflow.onnx
-import onnx
-
-mlflow.set_experiment("training")
-for _ in range(2):
-    mlflow.onnx.log_model(onnx.load(sys.argv[1]), name="graph", registered_model_name="net", pip_requirements=["onnx"])
-"""
 
 
 @dataclass(frozen=True)
@@ -51,23 +36,22 @@ class House:
 
 @pytest.fixture(scope="module")
 def house(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> House:
+    import mlflow.onnx
+    import onnx
+
     folder = tmp_path_factory.mktemp("house")
     model = make.onnx(folder)
     file = make.file(folder, name="house", model={"mlflow": "models:/net@candidate"}, channels={"staging": {}})
     known = replace(machine, settings={**machine.settings, "TVMFLOW_MODELS": json.dumps([str(file)])})
     assert known.versions("net") == []  # which makes the registry's file as tvmflow does
-    address = f"sqlite:///{machine.home}/mlflow/mlflow.db"
-    environment = {**known.environment, "MLFLOW_TRACKING_URI": address, "GIT_PYTHON_REFRESH": "quiet"}
-    made = subprocess.run(
-        [sys.executable, "-c", _REGISTER, str(model)],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert made.returncode == 0, made.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{machine.home}/mlflow/mlflow.db")
+        patch.chdir(folder)
+        mlflow.set_experiment("training")
+        for _ in range(2):
+            mlflow.onnx.log_model(
+                onnx.load(model), name="graph", registered_model_name="net", pip_requirements=["onnx"]
+            )
     return House(known, file)
 
 

@@ -205,6 +205,7 @@ def test_the_list_refuses_a_name_that_was_never_released(digits: Any) -> None:
     assert "digits" in result.sentence
 
 
+@pytest.mark.long
 def test_a_changed_training_source_makes_a_new_version(digits: Any) -> None:
     source = digits.folder / "train.py"
     source.write_text(source.read_text().replace("learning_rate: float = 3e-3", "learning_rate: float = 1e-3"))

@@ -81,7 +81,8 @@ def folder(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) ->
     [
         ("factory", {"factory": "network:create", "arguments": {"width": 6}, "weights": "weights.pt"}),
         ("exported", {"pt2": "network.pt2"}),
-        ("registered-module", {"mlflow": "models:/trained@candidate"}),
+        # A test below releases such a module as well.
+        pytest.param("registered-module", {"mlflow": "models:/trained@candidate"}, marks=pytest.mark.long),
         ("registered-program", {"mlflow": "models:/traced@candidate"}),
     ],
 )

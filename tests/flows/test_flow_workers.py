@@ -6,7 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,10 @@ import requests
 from onnx import helper
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows.deployments import register
 from flows.remote import pools_of
+from support import scale
+from support.databases import Databases
 from support.servers import prefect_server
 from support.waits import wait_until
 from tvmflow.errors import SettingsError
@@ -27,12 +31,6 @@ from tvmflow.services import open_workspace
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore
 from tvmflow.target import resolve
-
-_DEPLOY = """
-import sys
-from flows.deployments import register
-register([], sys.argv[1], sys.argv[1:])
-"""
 
 # A metric that is scored first where the release is made, and then on a worker, where it waits until somebody says go.
 _WAITING = """
@@ -60,7 +58,7 @@ def score(outputs, labels):
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Prefect server on PostgreSQL, an S3 store, and the machines that share them."""
+    """A Prefect server, an S3 store, and the machines that share them."""
 
     api: str
     store: ReleaseStore
@@ -92,7 +90,7 @@ class Cluster:
 
 
 @contextmanager
-def working(cluster: Cluster, make: Any, pool: str, home: str) -> Iterator["subprocess.Popen[str]"]:
+def working(cluster: Cluster, pool: str, home: str) -> Iterator["subprocess.Popen[str]"]:
     """A process worker of a pool with a state folder of its own; it and all that it started end with the body."""
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", home]
     with (cluster.folder / f"{home}.log").open("w") as log:
@@ -122,12 +120,22 @@ def kill(process: "subprocess.Popen[str]") -> None:
 
 @pytest.fixture(scope="module")
 def cluster(
-    tmp_path_factory: pytest.TempPathFactory, postgres: Callable[[str], str], s3: ReleaseStore, machine: Any, make: Any
+    tmp_path_factory: pytest.TempPathFactory,
+    databases: Databases,
+    s3: ReleaseStore,
+    machine: Any,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Cluster]:
-    """The servers, and work pools with their deployments; `bare` has none."""
+    """The servers, Prefect's on PostgreSQL with `--long`, and work pools with their deployments; `bare` has none."""
     folder = tmp_path_factory.mktemp("cluster")
-    database = postgres("workers").replace("postgresql:", "postgresql+asyncpg:")
-    with prefect_server(folder, services=True, PREFECT_API_DATABASE_CONNECTION_URL=database) as api:
+    database = {}
+    if scale.is_long():
+        address = request.getfixturevalue("postgres")("workers").replace("postgresql:", "postgresql+asyncpg:")
+        database["PREFECT_API_DATABASE_CONNECTION_URL"] = address
+    else:
+        databases.prefect(folder / "prefect.db")
+    databases.mlflow(folder / "mlflow.db")
+    with prefect_server(folder, services=True, **database) as api:
         shared = {
             "TVMFLOW_PREFECT_API_URL": api,
             "PREFECT_API_URL": api,
@@ -143,27 +151,22 @@ def cluster(
         }
         store = ReleaseStore(replace(s3.config, prefix="workers"))
         made = Cluster(api, store, folder, replace(machine, home=folder / "nobody", settings=shared))
-        for pool in ("first", "second", "third", "idle", "bare"):
+        for pool in ("first", "second", "idle", "bare"):
             made.ask("/work_pools/", name=pool, type="process")
-        subprocess.run(
-            [sys.executable, "-c", _DEPLOY, "first", "second", "third", "idle"],
-            env=made.machine.environment,
-            cwd=folder,
-            check=True,
-            timeout=120,
-        )
+        with temporary_settings({PREFECT_API_URL: api}):
+            register([], "first", ["first", "second", "idle"])
         yield made
 
 
 @pytest.fixture(scope="module")
-def first(cluster: Cluster, make: Any) -> Iterator["subprocess.Popen[str]"]:
-    with working(cluster, make, "first", "worker-a") as worker:
+def first(cluster: Cluster) -> Iterator["subprocess.Popen[str]"]:
+    with working(cluster, "first", "worker-a") as worker:
         yield worker
 
 
 @pytest.fixture(scope="module")
-def second(cluster: Cluster, make: Any) -> Iterator["subprocess.Popen[str]"]:
-    with working(cluster, make, "second", "worker-b") as worker:
+def second(cluster: Cluster) -> Iterator["subprocess.Popen[str]"]:
+    with working(cluster, "second", "worker-b") as worker:
         yield worker
 
 
@@ -201,48 +204,20 @@ def test_a_release_is_fanned_out_over_two_workers_and_found_by_every_machine(
     assert len(cluster.runs("fanned")) == 2
 
 
-def test_what_a_killed_worker_had_done_is_reused_by_another(cluster: Cluster, make: Any, tmp_path: Path) -> None:
-    file = waiting(make, tmp_path, "killed")
-    machine = cluster.releasing({"native": "third"})
-    with working(cluster, make, "third", "worker-c") as worker:
-        process = machine.start("release", file, "--json")
-        wait_until((tmp_path / "reached").exists, message="the worker scores the bundle", process=process)
-        kill(worker)
-        result = machine.finish(process)
-    assert result.code == 1
-    assert result.document["error"]["type"] == "StepError"
-    assert all(word in result.sentence for word in ("'third'", "'native'", "heartbeat"))
-    assert [run["state_type"] for run in cluster.runs("killed")] == ["CRASHED"]
-    assert cluster.store.list_versions("killed") == []
-
-    (tmp_path / "go").touch()
-    with working(cluster, make, "third", "worker-d"):
-        again = machine.release(file)
-    assert again.code == 0, again.stderr
-    assert {name: again.steps[name] for name in ("tune", "build", "package", "validate")} == {
-        "tune": "cached",
-        "build": "cached",
-        "package": "cached",
-        "validate": "ran",
-    }
-    assert "killed-build-native" in logs(cluster.folder / "worker-c")
-    assert "killed-build-native" not in logs(cluster.folder / "worker-d")
-
-
 def test_an_interrupt_of_the_release_cancels_its_runs(
-    cluster: Cluster, second: "subprocess.Popen[str]", make: Any, tmp_path: Path
+    cluster: Cluster, first: "subprocess.Popen[str]", make: Any, tmp_path: Path
 ) -> None:
     file = waiting(make, tmp_path, "cancelled")
-    process = cluster.releasing({"native": "second"}).start("release", file, "--json")
+    process = cluster.releasing({"native": "first"}).start("release", file, "--json")
     wait_until((tmp_path / "reached").exists, message="the worker scores the bundle", process=process)
-    scoring = psutil.Process(second.pid).children(recursive=True)
+    scoring = psutil.Process(first.pid).children(recursive=True)
     assert scoring
     os.kill(process.pid, signal.SIGINT)
     assert cluster.machine.finish(process).code == 130
     wait_until(
         lambda: [run["state_type"] for run in cluster.runs("cancelled")] == ["CANCELLED"],
         message="it is cancelled",
-        process=second,
+        process=first,
     )
     _, alive = psutil.wait_procs(scoring, timeout=30)
     assert not [child.cmdline() for child in alive]
@@ -257,6 +232,35 @@ def test_what_a_worker_says_arrives(cluster: Cluster, make: Any, tmp_path: Path)
     # The run's error comes back as it was raised on the worker, and names the pool.
     assert result.document["error"]["type"] == "TargetError"
     assert [name for name in ("'aarch64-generic'", "x86_64", "pool 'first'") if name not in result.sentence] == []
+
+
+@pytest.mark.usefixtures("first")
+def test_what_a_killed_worker_had_done_is_reused_by_another(
+    cluster: Cluster, second: "subprocess.Popen[str]", make: Any, tmp_path: Path
+) -> None:
+    file = waiting(make, tmp_path, "killed")
+    with ThreadPoolExecutor(1) as executor:
+        release = executor.submit(cluster.releasing({"native": "second"}).release, file)
+        wait_until(lambda: (tmp_path / "reached").exists() or release.done(), message="the worker scores the bundle")
+        kill(second)
+        result = release.result()
+    assert result.code == 1
+    assert result.document["error"]["type"] == "StepError"
+    assert all(word in result.sentence for word in ("'second'", "'native'", "heartbeat"))
+    assert [run["state_type"] for run in cluster.runs("killed")] == ["CRASHED"]
+    assert cluster.store.list_versions("killed") == []
+
+    (tmp_path / "go").touch()
+    again = cluster.releasing({"native": "first"}).release(file)
+    assert again.code == 0, again.stderr
+    assert {name: again.steps[name] for name in ("tune", "build", "package", "validate")} == {
+        "tune": "cached",
+        "build": "cached",
+        "package": "cached",
+        "validate": "ran",
+    }
+    assert "killed-build-native" in logs(cluster.folder / "worker-b")
+    assert "killed-build-native" not in logs(cluster.folder / "worker-a")
 
 
 def test_a_pool_without_workers_is_reported_before_any_work(cluster: Cluster, make: Any, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ of a running stack.
 """
 
 import gc
-import importlib
 import json
 import os
 import runpy
@@ -21,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import IO, NamedTuple, TypedDict
 
@@ -33,8 +33,9 @@ from tvmflow.runtime.library import without_torch
 _STAND_IN = Path(__file__).with_name("stand_in.py")
 _ROOT = Path(__file__).parents[2]
 # The steps whose processes have neither the compiler nor torch.
-_PLAIN = ("tasks.export:work", "tasks.validate:device_work", "tasks.validate:judge_work", "tasks.benchmark:round_work")
-_PLAIN += ("tasks.comparison:work",)
+_PLAIN = ("tasks.export:work", "tasks.validate:judge_work", "tasks.benchmark:round_work", "tasks.comparison:work")
+# Builds that tests compare differ by more than short rounds do.
+_ROUND_SECONDS = 0.03
 
 
 class Request(TypedDict):
@@ -59,7 +60,10 @@ class CommandServer:
     def run(
         self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, timeout: float
     ) -> "subprocess.CompletedProcess[str]":
-        """Run `tvmflow` with these arguments to its end; it and its children are killed after `timeout` seconds."""
+        """Run `tvmflow` with these arguments to its end; it and its children are killed after `timeout` seconds.
+
+        Arguments that begin with `-m` are those of the interpreter.
+        """
         request = Request(arguments=list(arguments), environment=dict(environment), folder=str(folder))
         with (
             tempfile.TemporaryFile() as out,
@@ -141,30 +145,23 @@ def _import_commands() -> None:
 
 def _import_steps() -> None:
     with without_torch():
-        import tvm_ffi  # noqa: F401
-    import onnx  # noqa: F401
-
-    import tvmflow.runtime  # noqa: F401
-
-    for step in _PLAIN:
-        importlib.import_module(step.partition(":")[0])
+        import_module("tvm_ffi")
+    _import_all("onnx", "onnxruntime", "tvmflow.runtime", "tvmflow.tuning.worker")
+    _import_all("tasks.benchmark", "tasks.comparison")
 
 
 def _import_compiler() -> None:
     supervisor.forbid_torch()
-    import tasks.build
-    import tasks.relax_import
-    import tasks.tune  # noqa: F401
-    import tvmflow.compiler
-    import tvmflow.tuning.model  # noqa: F401
+    _import_all("tvmflow.compiler", "tvmflow.tuning.model", "tasks.build", "tasks.relax_import", "tasks.tune")
 
 
 def _import_torch() -> None:
-    import torch.onnx  # noqa: F401
+    _import_all("torch.onnx", "tasks.export", "tasks.train", "tasks.validate")
 
-    import tasks.export
-    import tasks.train
-    import tasks.validate  # noqa: F401
+
+def _import_all(*modules: str) -> None:
+    for module in modules:
+        import_module(module)
 
 
 class _Kind(NamedTuple):
@@ -186,8 +183,11 @@ def _run_command(arguments: list[str]) -> None:
             os.environ["PREFECT_API_URL"] = address
     prepare_environment()
     refresh_global_settings_context()
-    sys.argv = ["tvmflow", *arguments]
-    main()
+    if arguments[0] == "-m":
+        _run_module(arguments)
+    else:
+        sys.argv = ["tvmflow", *arguments]
+        main()
 
 
 def _run_module(arguments: list[str]) -> None:
@@ -212,26 +212,35 @@ _KINDS = {
 def _kind_of(module: str, arguments: Sequence[str]) -> str | None:
     """The server that has imported what a child process imports; None if there is no such server."""
     if module == "tvmflow.process" and arguments[0] == "--fork":
-        return "compiler" if "tvmflow.compiler" in arguments else "torch"
+        return "compiler" if "tvmflow.compiler" in arguments else "torch" if "torch" in arguments else "steps"
     is_plain = module == "tvmflow.verification" or (module == "tvmflow.process" and arguments[0] in _PLAIN)
-    return "steps" if is_plain else None
+    return "steps" if is_plain else "compiler" if module == "tvmflow.tuning.worker" else None
 
 
-def _start_steps_in_forks(folder: Path) -> dict[int, tuple[str, socket.socket]]:
-    """Have the commands that are forked from now on start their children so; return the sockets for these by number."""
+def start_steps_in_forks(commands: Path) -> None:
+    """Have this process, and those forked from it, start children in forks of the servers beside the one of commands.
+
+    Two builds are compared in shorter rounds.
+    """
+    import tasks.comparison
 
     def module_command(module: str, *arguments: str, from_working_folder: bool = False) -> list[str]:
         command = launch.module_command(module, *arguments, from_working_folder=from_working_folder)
         kind = _kind_of(module, arguments)
         if kind is None:
             return command
-        return [*_stand_in(str(folder / kind)), *command[command.index(launch.__file__) + 1 :]]
+        return [*_stand_in(str(commands.with_name(kind))), *command[command.index(launch.__file__) + 1 :]]
 
     supervisor.module_command = module_command
+    tasks.comparison._ROUND_SECONDS = _ROUND_SECONDS
+
+
+def _listen(commands: Path) -> dict[int, tuple[str, socket.socket]]:
+    """Make the sockets of the other servers; by number, with the kinds of the servers."""
     listeners = {}
     for kind in _KINDS.keys() - {"commands"}:
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(folder / kind))
+        listener.bind(str(commands.with_name(kind)))
         listener.listen()
         listeners[listener.fileno()] = kind, listener
     return listeners
@@ -313,7 +322,10 @@ if __name__ == "__main__":
     imports, run = _KINDS[kind]
     imports()
     listener = socket.socket(fileno=int(descriptor))
-    others = _start_steps_in_forks(Path(listener.getsockname()).parent) if kind == "commands" else {}
+    others = {}
+    if kind == "commands":
+        others = _listen(Path(listener.getsockname()))
+        start_steps_in_forks(Path(listener.getsockname()))
     # No fork looks through the imported objects for garbage, least of all at its end.
     gc.collect()
     gc.freeze()

@@ -5,6 +5,7 @@ Its arguments are the root of the project, the server's socket, and those of `tv
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,6 +19,9 @@ def main() -> int:
     from tvmflow.launch import die_with_parent
 
     die_with_parent(int(parent))
+    if "TVM_USE_RUNTIME_LIB" in os.environ:
+        # What has loaded the compiler cannot leave it out any more.
+        address = re.sub("compiler$", "steps", address)
     request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}  # noqa: PTH109
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
