@@ -86,7 +86,7 @@ class Block:
         return Case(self.name, self.label, nodes, inputs, weights).model()
 
     def plan(self, machine: "Machine") -> tuple[int, float] | None:
-        """Return the lines of a strip and the cost model's ratio of whole and apart; None where there is no block."""
+        """Return the lines of a strip and the cost model's ratio of whole to apart; None where there is no block."""
         from tvmflow.compiler import winograd
         from tvmflow.compiler.operators.blocks import Block, Convolution, plans
 
@@ -118,7 +118,7 @@ BLOCKS: tuple[Block, ...] = (
 
 
 class BlockJob(Record):
-    """Build a model as one function and as three, and time the functions of both in `rounds` of `repeats` runs."""
+    """The job to build a model as one function and as three, and to time both in `rounds` of `repeats` runs."""
 
     onnx: Path
     target: Target
@@ -135,7 +135,7 @@ class BlockTime(Record):
 
 
 def work(job: BlockJob, emit: Emit) -> BlockTime:
-    """Build and time a block, in a process of its own."""
+    """Build and time a block in a child process."""
     os.environ["TVM_NUM_THREADS"] = str(job.target.threads)
     import tvm
     from tvm import relax

@@ -19,7 +19,7 @@ _EXAMPLES = _HERE.parent / "examples"
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a model: its shape without the batch; `high` is the largest value plus one of integers."""
+    """An input of a model: its shape without the batch; integers lie from 0 to `high` - 1."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Model:
     goals: Mapping[str, float] = field(default_factory=dict)
 
     def sample(self, batch: int, seed: int = 0) -> dict[str, Array]:
-        """Return inputs by name: standard normal numbers, or whole numbers below the input's `high`."""
+        """Return inputs by name: standard normal numbers, or integers below the input's `high`."""
         generator = np.random.default_rng(seed)
         return {
             item.name: (
@@ -91,7 +91,7 @@ MODELS: dict[str, Model] = {
 
 
 def find(names: Sequence[str]) -> list[Model]:
-    """Return the models of these names, all models for no name. Raises InputError for a name without a model."""
+    """Return the models with these names, all models without names. Raises InputError for an unknown name."""
     for name in names:
         if name not in MODELS:
             close = get_close_matches(name, MODELS, n=1)

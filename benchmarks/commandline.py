@@ -1,4 +1,4 @@
-"""The options that the command lines of the benchmarks share, and how their mistakes are reported."""
+"""The common options of the benchmarks' command lines, and the report of their mistakes."""
 
 import argparse
 import platform
@@ -22,7 +22,10 @@ def new_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-    """Return the whole number above zero that `text` is; for `type=` of an option."""
+    """Return the whole number above zero in a text, for `type=` of an option.
+
+    Raises ArgumentTypeError for a number below one, ValueError for other text.
+    """
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
@@ -30,7 +33,7 @@ def positive(text: str) -> int:
 
 
 def state_folder(arguments: argparse.Namespace) -> Path:
-    """Return the folder of `--state`, which is made where it is missing. Raises SettingsError where it cannot be."""
+    """Return the folder of `--state`, which is created if it is missing. Raises SettingsError if that fails."""
     state: Path = (arguments.state or settings.load().state / "benchmarks").absolute()
     try:
         state.mkdir(parents=True, exist_ok=True)
@@ -40,7 +43,7 @@ def state_folder(arguments: argparse.Namespace) -> Path:
 
 
 def processor() -> str:
-    """Return the processor's name, where the system tells it, else its architecture."""
+    """Return the processor's name, or its architecture where the system does not tell the name."""
     try:
         match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

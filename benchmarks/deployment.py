@@ -54,7 +54,7 @@ _PYTHON: dict[FromPython, str] = {
 
 
 class Row(Record):
-    """One way to run the model: milliseconds per run, or `reason`, why there are none."""
+    """One way to run the model: milliseconds per run, or the `reason` why it was not run."""
 
     title: str
     machine: str
@@ -65,7 +65,7 @@ class Row(Record):
 
 
 class Document(Record):
-    """What `--json` writes; latencies are milliseconds."""
+    """The document that `--json` writes; latencies are milliseconds."""
 
     model: str
     batch: int
@@ -86,7 +86,7 @@ class CppRunner:
         self._command, self._bundle, self._job, self._repeat = command, bundle, job, _FEWEST_RUNS
 
     def __call__(self) -> Figures:
-        """Measure one turn. The time of the turn before sets the number of runs; the first turn is a short one.
+        """Measure one turn and return its figures; the turn before sets the number of runs, the first turn is short.
 
         Raises Unavailable with the runner's own sentence.
         """
@@ -116,9 +116,9 @@ class CppRunner:
 
 
 def build_runner(folder: Path, *options: str) -> Path:
-    """Build the C++ runner in a folder, where an earlier build is reused. Raises Unavailable if that fails.
+    """Build the C++ runner in a folder, which may hold an earlier build, and return the path of the command.
 
-    Returns the path of the command.
+    Raises Unavailable if that fails.
     """
     cmake = shutil.which("cmake")
     if cmake is None:
@@ -135,7 +135,7 @@ def build_runner(folder: Path, *options: str) -> Path:
 
 
 def gpu() -> Target:
-    """The target of this machine's GPU. Raises Unavailable without an NVIDIA GPU."""
+    """Return the target of this machine's GPU. Raises Unavailable without an NVIDIA GPU."""
     query = shutil.which("nvidia-smi")
     if query is None:
         raise Unavailable("this machine shows no NVIDIA GPU")
@@ -148,7 +148,7 @@ def gpu() -> Target:
 
 
 def emulated(state: Path) -> tuple[str, ...]:
-    """Build the runner for emulated ARM; returns its command. Raises Unavailable where a tool is missing."""
+    """Build the runner for emulated ARM and return its command. Raises Unavailable where a tool is missing."""
     missing = [name for name in ("aarch64-linux-gnu-g++", _EMULATOR[0]) if shutil.which(name) is None]
     if missing:
         raise Unavailable(f"{' and '.join(missing)} not installed")
@@ -168,7 +168,7 @@ def emulated(state: Path) -> tuple[str, ...]:
 
 
 def measure(model: Model, arguments: argparse.Namespace, state: Path, report: Callable[[str], None]) -> Document:
-    """Export and build the model, and measure every row."""
+    """Export and build the model, measure every row, and return all figures."""
     report("exporting")
     onnx = prepare.export(model, arguments.batch, state)
     sample = prepare.sample(model, arguments.batch, state)
@@ -266,7 +266,7 @@ def _row(title: str, machine: str, rounds: Sequence[Figures], reason: str | None
 
 
 def show(document: Document) -> Table:
-    """The table; a row that was not run says why in place of its figures."""
+    """Return the table; a row that was not run has its reason in place of its figures."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(document.model)
     table.add_column("on")
@@ -286,7 +286,7 @@ def show(document: Document) -> Table:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Return the options of the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("model", nargs="?", default="digits", metavar="MODEL", help=f"of {', '.join(MODELS)} (digits)")
     parser.add_argument("--runs", type=positive, default=150, help="N (150)")
@@ -298,7 +298,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure and print one table; 1 when PyTorch or TVM on this machine's CPU could not be run."""
+    """Measure and print one table; return 1 when PyTorch or TVM on this machine's CPU could not be run."""
     arguments = parse()
     (model,) = find([arguments.model])
     state = state_folder(arguments)

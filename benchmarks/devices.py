@@ -50,7 +50,7 @@ class Outcome:
 
 
 def convolution() -> "PrimFunc":
-    """relu(conv2d(x, w)) of 3 x 3 over 14 x 14 x 32."""
+    """Return relu(conv2d(x, w)) of 3 x 3 over 14 x 14 x 32 as a function of TVM."""
     from tvm import relax, tirx
 
     builder = relax.BlockBuilder()
@@ -67,7 +67,10 @@ def convolution() -> "PrimFunc":
 
 
 class Killer(threading.Thread):
-    """Kills `kills` servers while they measure; also a session for every fifth server, the tracker for every tenth."""
+    """A thread's work that kills `kills` servers while they measure.
+
+    It also kills a session for every fifth server, and the tracker for every tenth.
+    """
 
     def __init__(self, state: Path, kills: int, seed: int, outcome: Outcome) -> None:
         super().__init__(daemon=True)
@@ -139,7 +142,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def run(state: Path, kills: int, count: int, threads: int, seed: int) -> Outcome:
-    """Tune until enough servers were killed, and once more without disturbance."""
+    """Tune until enough servers were killed, and once more without disturbance; return the counts."""
     outcome, start = Outcome(), time.monotonic()
     target = resolve("native")
     store = RecordStore(state / "records")
@@ -188,7 +191,7 @@ def run(state: Path, kills: int, count: int, threads: int, seed: int) -> Outcome
 
 
 def main() -> int:
-    """Run and print the outcome."""
+    """Run the benchmark and print the outcome; return the exit code."""
     parser = new_parser(__doc__)
     parser.add_argument("--kills", type=positive, default=20, help="servers to kill (20)")
     parser.add_argument("--devices", type=positive, default=2, help="servers to start (2)")

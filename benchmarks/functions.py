@@ -32,7 +32,7 @@ _SCRIPT = Path(__file__)
 
 
 class ProfileJob(Record):
-    """Build an ONNX file for this machine and time its functions over `repeats` runs."""
+    """The job to build an ONNX file for this machine and to time its functions over `repeats` runs."""
 
     onnx: Path
     sample: Path
@@ -41,9 +41,9 @@ class ProfileJob(Record):
 
 
 class Function(Record):
-    """A compiled function: microseconds of all its calls in one run, floating-point operations and bytes moved by all.
+    """A compiled function: microseconds of all its calls in one run, and the operations and bytes of all of them.
 
-    `shapes` are the arguments of its first call, the result last.
+    `shapes` are the shapes of the arrays in its first call, the result last.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Profile(Record):
 
 
 def work(job: ProfileJob, emit: Emit) -> Profile:
-    """Build a model and time its functions, in a process of its own."""
+    """Build a model and time its functions in a child process."""
     os.environ["TVM_NUM_THREADS"] = str(job.target.threads)
     from tvmflow import compiler
 
@@ -122,7 +122,7 @@ def profile(onnx: Path, sample: Path, threads: int, repeats: int, state: Path) -
 
 
 def show(name: str, result: Profile, top: int | None) -> Table:
-    """Return the table of one model, of its `top` slowest functions."""
+    """Return the table of one model, with its `top` slowest functions, all of them without `top`."""
     total = sum(function.microseconds for function in result.functions)
     title = f"{name}: {result.whole:.0f} us for a run, {total:.0f} us in its functions"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")

@@ -1,4 +1,4 @@
-"""Architectures that no schedule rule was written for, in plain PyTorch with seeded weights.
+"""Architectures for which no schedule rule was written, in plain PyTorch with seeded weights.
 
 Each takes pictures [batch, 3, height, width]; the classifiers return logits [batch, 1000].
 """
@@ -11,37 +11,37 @@ from torch.nn import functional
 
 
 def efficientnet_b0(seed: int = 0) -> nn.Module:
-    """EfficientNet-B0 (Tan and Le, 2019)."""
+    """Return EfficientNet-B0 (Tan and Le, 2019)."""
     return _seeded(EfficientNetB0, seed)
 
 
 def densenet121(seed: int = 0) -> nn.Module:
-    """DenseNet-121 (Huang et al., 2017)."""
+    """Return DenseNet-121 (Huang et al., 2017)."""
     return _seeded(DenseNet121, seed)
 
 
 def shufflenet_v2(seed: int = 0) -> nn.Module:
-    """ShuffleNetV2 of width 1 (Ma et al., 2018)."""
+    """Return ShuffleNetV2 of width 1 (Ma et al., 2018)."""
     return _seeded(ShuffleNetV2, seed)
 
 
 def squeezenet(seed: int = 0) -> nn.Module:
-    """SqueezeNet 1.1 (Iandola et al., 2016)."""
+    """Return SqueezeNet 1.1 (Iandola et al., 2016)."""
     return _seeded(SqueezeNet, seed)
 
 
 def convnext_tiny(seed: int = 0) -> nn.Module:
-    """ConvNeXt-T (Liu et al., 2022)."""
+    """Return ConvNeXt-T (Liu et al., 2022)."""
     return _seeded(ConvNeXtTiny, seed)
 
 
 def unet(seed: int = 0) -> nn.Module:
-    """A U-Net (Ronneberger et al., 2015) of four levels, 32 channels wide at the first, with batch normalisation."""
+    """Return a U-Net (Ronneberger et al., 2015) of four levels, 32 channels at the first, with batch normalisation."""
     return _seeded(UNet, seed)
 
 
 def vit_tiny(seed: int = 0) -> nn.Module:
-    """ViT-Ti with patches of 16x16: 197 tokens at 224x224 (Dosovitskiy et al., 2021; Touvron et al., 2021)."""
+    """Return ViT-Ti with patches of 16x16: 197 tokens at 224x224 (Dosovitskiy et al., 2021; Touvron et al., 2021)."""
     return _seeded(VisionTransformerTiny, seed)
 
 
@@ -62,7 +62,7 @@ def _convolution(
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales channels by what two 1x1 convolutions make of their means."""
+    """A scale for each channel, which two 1x1 convolutions compute from the channels' means."""
 
     def __init__(self, channels: int, squeezed: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class SqueezeExcitation(nn.Module):
         self.expand = nn.Conv2d(squeezed, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, channels, height, width] to the same."""
+        """Return scaled channels: [batch, channels, height, width] to the same shape."""
         scale = self.reduce(functional.adaptive_avg_pool2d(x, 1))
         return x * torch.sigmoid(self.expand(functional.silu(scale)))
 
@@ -91,13 +91,13 @@ class MBConv(nn.Module):
         self.residual = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, inputs, height, width] to [batch, outputs, height / stride, width / stride]."""
+        """Run the block: [batch, inputs, height, width] to [batch, outputs, height / stride, width / stride]."""
         y: Tensor = self.layers(x)
         return x + y if self.residual else y
 
 
 class EfficientNetB0(nn.Module):
-    """EfficientNet of width and depth 1, as it is at inference: without stochastic depth and dropout."""
+    """EfficientNet of width and depth 1 in its form for inference: without stochastic depth and dropout."""
 
     # expansion, kernel, stride of the first block, channels, blocks
     STAGES = (
@@ -123,14 +123,14 @@ class EfficientNetB0(nn.Module):
         self.classifier = nn.Linear(1280, 1000)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Logits [batch, 1000] of images [batch, 3, height, width]."""
+        """Return logits [batch, 1000] of images [batch, 3, height, width]."""
         pooled = functional.adaptive_avg_pool2d(self.features(image), 1)
         logits: Tensor = self.classifier(pooled.flatten(1))
         return logits
 
 
 class DenseLayer(nn.Module):
-    """Normalise, 1x1 to four times the growth, normalise, 3x3 to the growth; joined to what came in."""
+    """Normalise, 1x1 to four times the growth, normalise, 3x3 to the growth; the result is joined to the input."""
 
     def __init__(self, inputs: int, growth: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class DenseLayer(nn.Module):
         self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, inputs, height, width] to [batch, inputs + growth, height, width]."""
+        """Run the layer: [batch, inputs, height, width] to [batch, inputs + growth, height, width]."""
         y = self.conv1(functional.relu(self.norm1(x)))
         y = self.conv2(functional.relu(self.norm2(y)))
         return torch.cat([x, y], 1)
@@ -170,7 +170,7 @@ class DenseNet121(nn.Module):
         self.classifier = nn.Linear(channels, 1000)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Logits [batch, 1000] of images [batch, 3, height, width]."""
+        """Return logits [batch, 1000] of images [batch, 3, height, width]."""
         pooled = functional.adaptive_avg_pool2d(self.features(image), 1)
         logits: Tensor = self.classifier(pooled.flatten(1))
         return logits
@@ -198,7 +198,7 @@ class ShuffleUnit(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, inputs, height, width] to [batch, outputs, height / stride, width / stride]."""
+        """Run the unit: [batch, inputs, height, width] to [batch, outputs, height / stride, width / stride]."""
         kept_half, input_half = x.chunk(2, 1) if self.stride == 1 else (x, x)
         joined = torch.cat([self.passed(kept_half), self.computed(input_half)], 1)
         batch, channels, height, width = joined.shape
@@ -220,7 +220,7 @@ class ShuffleNetV2(nn.Module):
         self.classifier = nn.Linear(1024, 1000)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Logits [batch, 1000] of images [batch, 3, height, width]."""
+        """Return logits [batch, 1000] of images [batch, 3, height, width]."""
         logits: Tensor = self.classifier(self.features(image).mean((2, 3)))
         return logits
 
@@ -235,7 +235,7 @@ class Fire(nn.Module):
         self.expand3 = nn.Conv2d(squeezed, expanded, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, inputs, height, width] to [batch, 2 * expanded, height, width]."""
+        """Run the block: [batch, inputs, height, width] to [batch, 2 * expanded, height, width]."""
         x = functional.relu(self.squeeze(x))
         return torch.cat([functional.relu(self.expand1(x)), functional.relu(self.expand3(x))], 1)
 
@@ -264,7 +264,7 @@ class SqueezeNet(nn.Module):
         self.classifier = nn.Conv2d(512, 1000, 1)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Logits [batch, 1000] of images [batch, 3, height, width]."""
+        """Return logits [batch, 1000] of images [batch, 3, height, width]."""
         scores = functional.relu(self.classifier(self.features(image)))
         return functional.adaptive_avg_pool2d(scores, 1).flatten(1)
 
@@ -273,7 +273,7 @@ class ChannelNorm(nn.LayerNorm):
     """Layer normalisation over the channels of [batch, channels, height, width]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise each pixel by itself."""
+        """Normalise each pixel by itself: [batch, channels, height, width] to the same shape."""
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
@@ -290,7 +290,7 @@ class ConvNeXtBlock(nn.Module):
         self.scale = nn.Parameter(torch.full((width,), 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, width, height, width of the picture] to the same."""
+        """Run the block: [batch, width, height, width of the picture] to the same shape."""
         y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
         y = self.scale * self.project(functional.gelu(self.expand(y)))
         return x + y.permute(0, 3, 1, 2)
@@ -313,7 +313,7 @@ class ConvNeXtTiny(nn.Module):
         self.classifier = nn.Linear(inputs, 1000)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Logits [batch, 1000] of images [batch, 3, height, width]."""
+        """Return logits [batch, 1000] of images [batch, 3, height, width]."""
         logits: Tensor = self.classifier(self.norm(self.features(image).mean((2, 3))))
         return logits
 
@@ -337,7 +337,7 @@ class UNet(nn.Module):
         return nn.Sequential(_convolution(inputs, outputs, 3), _convolution(outputs, outputs, 3))
 
     def forward(self, image: Tensor) -> Tensor:
-        """Scores [batch, classes, height, width] of images [batch, 3, height, width], sides multiples of 16."""
+        """Return scores [batch, classes, height, width] of images [batch, 3, height, width], sides multiples of 16."""
         skips, x = [], self.down[0](image)
         for level in self.down[1:]:
             skips.append(x)
@@ -362,7 +362,7 @@ class TransformerBlock(nn.Module):
         self.project = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, width] to the same."""
+        """Run the block: [batch, tokens, width] to the same shape."""
         batch, tokens, width = x.shape
         qkv = self.qkv(self.norm1(x)).reshape(batch, tokens, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -385,7 +385,7 @@ class VisionTransformerTiny(nn.Module):
         self.classifier = nn.Linear(width, 1000)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Logits [batch, 1000] of images [batch, 3, 224, 224]."""
+        """Return logits [batch, 1000] of images [batch, 3, 224, 224]."""
         patches = self.patches(image).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.token.expand(image.shape[0], -1, -1), patches], 1) + self.positions
         logits: Tensor = self.classifier(self.norm(self.blocks(tokens))[:, 0])

@@ -50,7 +50,8 @@ ROOT = Path(__file__).parents[1]
 class Suite:
     """The tests that must kill the mutants of some modules, and the libraries that all of these tests import.
 
-    The libraries are imported once for all mutants. Not more than these: pydantic searches all modules for each class.
+    The libraries are imported once for all mutants. There should be no others: pydantic searches all modules for each
+    class.
     """
 
     tests: tuple[str, ...]
@@ -124,10 +125,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant, and the lines that it removes and adds.
+    """The outcome of a mutant, and the lines that it removes and adds.
 
     The outcome is `killed`, `survived`, `timeout`, `untested` when no test reaches its line, `equivalent` when the list
-    of these has it, or `none` when the change makes no other program.
+    of equivalent mutants has it, or `none` when the change gives the same program or no program.
     """
 
     mutant: Mutant
@@ -148,14 +149,14 @@ class Equivalent:
 
 
 def modules_of(place: str, root: Path = ROOT) -> list[str]:
-    """The modules at a place of SUITES, relative to the root."""
+    """Return the modules at a place of SUITES, as paths relative to the root."""
     path = root / place
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     return [str(file.relative_to(root)) for file in files]
 
 
 def mutants_of(module: str, root: Path = ROOT) -> list[Mutant]:
-    """All mutants of a module, outside annotations and the wording of messages."""
+    """Return all mutants of a module, except in annotations and in the wording of messages."""
     from cosmic_ray.ast import ast_nodes, get_ast
 
     source = (root / module).read_text()
@@ -213,7 +214,7 @@ def _operator(name: str) -> Any:
 
 
 def mutated(mutant: Mutant, root: Path = ROOT) -> str | None:
-    """The source of a mutant; None where the change leaves the program as it is or makes it no program."""
+    """Return the source of a mutant; None where the change gives the same program or no program."""
     from cosmic_ray.mutating import mutate_code
 
     original = (root / mutant.module).read_text()
@@ -236,7 +237,7 @@ def _scope(tree: ast.Module, line: int) -> tuple[int, int]:
 
 
 def _excluded(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where a source has what no mutant is made of: (line, column) of the starts and ends."""
+    """Return the parts of a source in which no mutant is made: (line, column) of their starts and ends."""
     excluded = []
     for node in ast.walk(tree):
         values = [getattr(node, name, None) for name in ("annotation", "returns")]
@@ -252,13 +253,13 @@ def _excluded(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]]]
 
 
 def difference(original: str, code: str) -> tuple[str, ...]:
-    """The lines that a mutant removes and adds, each with its sign."""
+    """Return the lines that a mutant removes and adds, each with its sign."""
     lines = difflib.unified_diff(original.splitlines(), code.splitlines(), n=0, lineterm="")
     return tuple(line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---"))
 
 
 def equivalents(root: Path = ROOT) -> list[Equivalent]:
-    """The mutants that no test can notice, as `mutants.toml` lists them."""
+    """Return the mutants that no test can notice, from `mutants.toml`."""
     document = tomllib.loads((root / "benchmarks/mutants.toml").read_text())
     return [
         Equivalent(module, entry["before"], after, entry["reason"])
@@ -278,10 +279,10 @@ def is_equivalent(mutant: Mutant, change: Sequence[str], entries: Sequence[Equiv
 
 
 def chosen_tests(mutant: Mutant, cases: Sequence[Case]) -> list[Case]:
-    """The tests to run for a mutant: those that execute its line, the fastest first, within the budget.
+    """Return the tests to run for a mutant: those that execute its line, the fastest first, within the budget.
 
     A line that runs only when its module is imported, or in another process, is in no test's lines: then all tests are
-    taken, those that execute the function around it first.
+    returned, those that execute the function around it first.
     """
     first, last = mutant.scope
 
@@ -427,7 +428,7 @@ def observe(root: Path, modules: Sequence[str], tests: Sequence[str]) -> list[Ca
 
 
 def judge(root: Path, mutant: Mutant, cases: Sequence[Case], entries: Sequence[Equivalent] = ()) -> Verdict:
-    """Test one mutant in the tree at `root`, which is the original again afterwards."""
+    """Test one mutant in the tree at `root` and return the verdict; the tree is the original again afterwards."""
     file, start = root / mutant.module, time.monotonic()
     original, code = file.read_text(), mutated(mutant, root)
     if code is None:
@@ -526,9 +527,10 @@ def _digest(file: str, modules: Sequence[str]) -> str:
 
 
 def judge_all(suite: str, mutants: Sequence[Mutant], processes: int) -> list[Verdict]:
-    """Test mutants of a suite's modules in several processes, each with a copy of the tree, and print each verdict.
+    """Test mutants of a suite's modules in several processes, print each verdict, and return all verdicts.
 
-    What a test file executes is kept in the folder until the file or a module changes.
+    Each process has a copy of the tree. The lines that a test file executes are kept in a folder until the file or a
+    module changes.
     """
     modules = modules_of(suite)
     folder = ROOT / "build" / "mutants"
@@ -571,7 +573,7 @@ def judge_all(suite: str, mutants: Sequence[Mutant], processes: int) -> list[Ver
 
 
 def selected(places: Sequence[str]) -> dict[str, list[str]]:
-    """The modules of each suite that the command names: all, or those at or below the given places."""
+    """Return the modules of each suite at or below the given places; all modules without places."""
     return {
         suite: modules
         for suite in SUITES
@@ -586,7 +588,7 @@ def selected(places: Sequence[str]) -> dict[str, list[str]]:
 
 
 def sampled(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
-    """A sample of mutants in the order of their places, the same for the same seed."""
+    """Return a sample of mutants in the order of their places; equal seeds give equal samples."""
     if size >= len(mutants):
         return list(mutants)
     indices = random.Random(seed).sample(range(len(mutants)), size)  # noqa: S311
@@ -594,14 +596,17 @@ def sampled(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
 
 
 def share_of(outcomes: Sequence[str]) -> float:
-    """The share of mutants that were killed, timeouts included, among those that are not equivalent; 1 without any."""
+    """Return the share, 0 to 1, of mutants that were killed, timeouts included, among those that are not equivalent.
+
+    Without any such mutant it is 1.
+    """
     counts = Counter(outcomes)
     total = len(outcomes) - counts["equivalent"]
     return (counts["killed"] + counts["timeout"]) / total if total else 1.0
 
 
 def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """The lines of the table: by part and module the mutants, their outcomes, and the share that is killed."""
+    """Yield the lines of the table: for each part and module the mutants, their outcomes, and the share killed."""
     rows = []
     for suite in SUITES:
         outcomes = {
@@ -621,7 +626,7 @@ def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Run the command; 0 unless `--least` is given and not reached."""
+    """Run the command; return 0 unless the share is below `--least`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("places", nargs="*", help="modules or folders; all of SUITES by default")
     parser.add_argument("--sample", type=int, default=160, help="the number of mutants (default 160)")

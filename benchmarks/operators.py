@@ -349,7 +349,7 @@ KINDS = tuple(dict.fromkeys(case.kind for case in CASES))
 
 
 class OperatorJob(Record):
-    """Build the model of one operator into `build.output` and time its functions."""
+    """The job to build the model of one operator into `build.output` and to time its functions."""
 
     build: prepare.BuildJob
     repeats: int
@@ -393,7 +393,7 @@ class Document(Record):
 
 
 def work(job: OperatorJob, emit: Emit) -> OperatorTime:
-    """Build one operator and time it, in a process of its own."""
+    """Build one operator and time it in a child process."""
     os.environ["TVM_NUM_THREADS"] = str(job.build.target.threads)
     bundle = prepare.build_bundle(job.build)
     functions = time_functions(bundle, job.build.sample, job.repeats).functions
@@ -528,7 +528,7 @@ def _select_cases(kinds: Sequence[str]) -> list[Case]:
 
 
 def main() -> int:
-    """Measure the operators and print two tables; 1 when one failed."""
+    """Measure the operators and print two tables; return 1 when one failed."""
     parser = new_parser(__doc__)
     parser.add_argument("classes", nargs="*", metavar="CLASS", help=f"or its beginning, of {', '.join(KINDS)}")
     parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, not wall time; with --threads 1")

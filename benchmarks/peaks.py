@@ -25,7 +25,7 @@ _SECONDS = 0.5
 
 
 class PeakJob(Record):
-    """Measure the machine with the threads of `target`."""
+    """The job to measure the machine with the threads of `target`."""
 
     target: Target
 
@@ -43,7 +43,7 @@ class Peaks(Turn):
     capacity: dict[str, int]
 
     def level(self, bytes_moved: int) -> str:
-        """Return the first level that holds this many bytes."""
+        """Return the name of the first level that holds this many bytes."""
         return next((name for name, size in self.capacity.items() if bytes_moved <= size), "memory")
 
 
@@ -54,7 +54,7 @@ def measure(target: Target, state: Path) -> Peaks:
 
 
 def work(job: PeakJob, emit: Emit) -> Peaks:
-    """Measure the peaks, in a process of its own."""
+    """Measure the peaks in a child process."""
     threads = job.target.threads
     os.environ["TVM_NUM_THREADS"] = str(threads)
     caches = _caches()

@@ -1,4 +1,4 @@
-"""Exports models to ONNX and builds them, each in a process of its own, and caches the files."""
+"""Exports models to ONNX and builds them, each in a child process, and caches the files."""
 
 import contextlib
 import hashlib
@@ -38,7 +38,7 @@ class Completion(Record):
 
 
 class ExportJob(Record):
-    """Export the factory's model with these example inputs, an `.npz`, to `output`."""
+    """The job to export the factory's model with these example inputs, an `.npz`, to `output`."""
 
     source: Source
     example: Path
@@ -46,7 +46,7 @@ class ExportJob(Record):
 
 
 class BuildJob(Record):
-    """Build an ONNX file to a bundle at `output`, after `trials` of tuning."""
+    """The job to build an ONNX file to a bundle at `output`, after `trials` of tuning."""
 
     name: str
     onnx: Path
@@ -97,7 +97,7 @@ def export(model: Model, batch: int, state: Path) -> Path:
 
 
 def source(model: Model) -> Source:
-    """Return the model as `tvmflow.source` loads it."""
+    """Return the model in the form that `tvmflow.source` loads."""
     section = release_file.Model(factory=model.factory, arguments=dict(model.arguments))
     return Source(kind="factory", model=section)
 
@@ -128,7 +128,7 @@ def build(
 
 
 def export_work(job: ExportJob, emit: Emit) -> Completion:
-    """Export a model, in a process of its own."""
+    """Export a model in a child process."""
     import torch
 
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def export_work(job: ExportJob, emit: Emit) -> Completion:
 
 
 def build_work(job: BuildJob, emit: Emit) -> Completion:
-    """Build and pack a bundle, in a process of its own."""
+    """Build and pack a bundle in a child process."""
     build_bundle(job)
     return Completion()
 

@@ -40,7 +40,7 @@ _WARM_UP = 0.2
 
 
 class RunnerJob(Record):
-    """One round: timed runs for `seconds`.
+    """The job of one round: timed runs for `seconds`.
 
     ONNX Runtime writes its outputs to the file `expected`, and the other runners compare theirs with it. Our runner
     needs `bundle`, PyTorch `source`.
@@ -101,7 +101,7 @@ def clock(cpu_time: bool, threads: int) -> Clock:
 
 
 def available(names: Sequence[Runner]) -> dict[Runner, str | None]:
-    """Return, by runner, why it cannot be measured here; None where it can."""
+    """Return for each runner why it cannot be measured on this machine; None where it can."""
     missing = find_spec("openvino") is None
     return {name: INSTALL_OPENVINO if missing and name.startswith("openvino") else None for name in names}
 
@@ -114,7 +114,7 @@ class Turns:
         self._child = Child(function, log=log, paths=(_FOLDER, *paths), torch=torch)
 
     def call(self, job: Record, kind: type[T]) -> T:
-        """Let the process run one job, while the others are stopped."""
+        """Let the process run one job and return its result; other processes are stopped meanwhile."""
         if self._process is not None:
             os.killpg(self._process, signal.SIGCONT)
         result = self._child.call(job, kind, timeout=_TIMEOUT)

@@ -99,7 +99,7 @@ class Cost(Record):
 
 
 class Document(Record):
-    """The medians of each, and ours over ONNX Runtime's."""
+    """The medians of both runtimes, and our figures over ONNX Runtime's."""
 
     model: str
     threads: int
@@ -126,7 +126,7 @@ def measure(name: Name, path: Path, sample: Path, threads: int, calls: int) -> C
 
 
 def summary(model: str, threads: int, rounds: dict[Name, list[Cost]]) -> Document:
-    """Medians over the rounds, and their ratios."""
+    """Return the medians over the rounds, and their ratios."""
     costs = {
         name: Cost(**{field: statistics.median(getattr(item, field) for item in items) for field in Cost.model_fields})
         for name, items in rounds.items()
@@ -137,7 +137,7 @@ def summary(model: str, threads: int, rounds: dict[Name, list[Cost]]) -> Documen
 
 
 def show(document: Document) -> Table:
-    """The figures as a table."""
+    """Return the figures as a table."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(document.model)
     for title in ("", "tvmflow", "ONNX Runtime", "ratio"):
@@ -149,7 +149,7 @@ def show(document: Document) -> Table:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Return the options of the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("model", nargs="?", default="digits", metavar="MODEL", help=f"of {', '.join(MODELS)} (digits)")
     parser.add_argument("--batch", type=positive, default=1, help="size of the first dimension of every input (1)")

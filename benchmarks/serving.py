@@ -39,7 +39,7 @@ _TITLES = {"onnxruntime": "ONNX Runtime", "mlflow": "MLflow"}
 
 @dataclass
 class Server:
-    """A running server, the request to send it, and the seconds of its answers by the number of clients."""
+    """A running server, the request to send it, and the seconds of its answers by number of clients."""
 
     process: "subprocess.Popen[str]"
     address: str
@@ -49,7 +49,7 @@ class Server:
     rates: dict[int, list[float]] = field(default_factory=dict)
 
     def turn(self, clients: int, seconds: float) -> None:
-        """Send requests for `seconds` from that many clients; the process is stopped before and afterwards."""
+        """Send requests for `seconds` from `clients` clients; the process is stopped before and afterwards."""
         os.killpg(self.process.pid, signal.SIGCONT)
         try:
             until = time.perf_counter() + seconds
@@ -92,7 +92,10 @@ class Server:
 
 
 def small_cnn(path: Path) -> Path:
-    """A network of digits' size with seeded weights: two convolutions and a dense layer, the batch symbolic."""
+    """Write a network with seeded weights to `path`, and return the path.
+
+    It has two convolutions and a dense layer, is as large as one for digits, and has a symbolic batch.
+    """
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
@@ -123,7 +126,7 @@ def small_cnn(path: Path) -> Path:
 
 
 def row(model: Path) -> dict[str, Any]:
-    """Inputs of one row by name."""
+    """Return inputs of one row by name."""
     from tasks.export import described_by, read_onnx
 
     inputs = described_by(read_onnx(model))
@@ -133,7 +136,10 @@ def row(model: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], path: str, document: Any, threads: int, port: int = 0) -> Iterator[Server]:
-    """Start a server and wait for its first answer. Without `port` it prints its address as JSON first."""
+    """Start a server, wait for its first answer, and end it with the body; yield it.
+
+    Without `port` it prints its address as JSON first.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     process = subprocess.Popen(
         command,
@@ -164,7 +170,7 @@ def running(command: Sequence[str], path: str, document: Any, threads: int, port
 
 
 def peer(model: Path, threads: int) -> None:
-    """The minimal server of ONNX Runtime; runs until it is killed."""
+    """Run the minimal server of ONNX Runtime until it is killed."""
     import onnxruntime
     import uvicorn
     from starlette.applications import Starlette
@@ -274,7 +280,7 @@ def _ratios(servers: dict[str, Server], counts: Sequence[int]) -> dict[str, dict
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Return the options of the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="an ONNX file; without one, a network of digits' size")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8], help="at a time (1 8)")
@@ -287,7 +293,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Compare, and print one table."""
+    """Compare the servers and print one table."""
     arguments = parse()
     if arguments.peer:
         peer(arguments.model, arguments.threads)

@@ -221,7 +221,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure the models and print one table; 1 when a build failed or computes something else."""
+    """Measure the models and print one table; return 1 when a build failed or gives wrong outputs."""
     arguments = parse()
     models = find(arguments.models)
     clock = runners.clock(arguments.cpu_time, arguments.threads)

@@ -75,7 +75,7 @@ class Row:
 
 
 def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
-    """Tune one model and measure both builds."""
+    """Tune one model, measure both builds, and return the figures."""
     spec = release_file.load(_EXAMPLES / MODELS[name]).model_copy(update={"tune": budget})
     (target,) = spec.resolve_targets()
     settings = machine.load().model_copy(update={"state": state, "share_records": False})
@@ -128,7 +128,7 @@ def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
 
 
 def _describe(choice: Choice) -> str:
-    """As "tuned", "tuned, records alone" or "untuned, 1 thread"."""
+    """Return text such as "tuned", "tuned, records alone" or "untuned, 1 thread"."""
     part = f", {choice.part} alone" if choice.shipped == "tuned" and choice.part != "all" else ""
     threads = f", {choice.threads} thread{'s' if choice.threads > 1 else ''}" if choice.threads else ""
     return f"{choice.shipped}{part}{threads}"

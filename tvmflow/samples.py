@@ -16,7 +16,10 @@ NamedArrays = dict[str, Array]
 
 
 def measured_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension]) -> list[dict[str, int]]:
-    """Return the sizes of the symbolic dimensions, by name, at each point to measure; one empty point without any."""
+    """Return the sizes of the symbolic dimensions, by name, at each point to measure.
+
+    Static shapes give one point without sizes.
+    """
     symbols = sorted({size for item in inputs for size in item.shape if isinstance(size, str)})
     ranges = {name: dimensions.get(name, Dimension()) for name in symbols}
     points = max((len(dimension.measure) for dimension in ranges.values()), default=0) or 1

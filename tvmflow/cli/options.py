@@ -22,13 +22,13 @@ target_option: Decorator = click.option(
 
 
 def precision_option(text: str) -> Decorator:
-    """Return the option `--precision` with its help."""
+    """Return the decorator that adds the option `--precision` with the help `text`."""
     choice = click.Choice(["fp32", "bf16", "fp16", "int8"])
     return click.option("--precision", type=choice, default="fp32", show_default=True, help=text)
 
 
 def input_shapes_option(text: str) -> Decorator:
-    """Return the option `--input-shapes`, whose help ends with `text`."""
+    """Return the decorator that adds the option `--input-shapes`, whose help ends with `text`."""
     return click.option("--input-shapes", help=f'Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]"{text}')
 
 

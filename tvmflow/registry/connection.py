@@ -141,7 +141,7 @@ def prepare_environment() -> None:
 
 
 def get_or_none(read: Any, *args: str) -> Any:
-    """Call a method of MLflow's client that reads something; return None where MLflow says that it does not exist."""
+    """Call a reading method of MLflow's client and return its result; None where the object does not exist."""
     from mlflow.exceptions import MlflowException
 
     try:
