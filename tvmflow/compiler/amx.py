@@ -251,7 +251,7 @@ def write_code(dot: Dot, kernel: Kernel) -> str:
     ]
     results("tilestored64")
     intrinsic("tilerelease", "")
-    declared = "\n".join(
+    declarations = "\n".join(
         f"declare void @{INTRINSICS}{name}({arguments})"
         for name, arguments in (
             ("ldtilecfg", "ptr"),
@@ -266,7 +266,7 @@ def write_code(dot: Dot, kernel: Kernel) -> str:
     )
     tiles = "".join(f"\\{byte:02X}" for byte in _configuration(heights, kernel.vectors, step))
     sizes = f'@{symbol}_tiles = linkonce_odr constant [64 x i8] c"{tiles}", align 64'
-    return "\n".join([sizes, declared, head, "entry:", *lines, "  ret void", "}", ""])
+    return "\n".join([sizes, declarations, head, "entry:", *lines, "  ret void", "}", ""])
 
 
 def _configuration(heights: list[int], vectors: int, step: int) -> bytes:

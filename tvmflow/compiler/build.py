@@ -345,8 +345,8 @@ class TidyShapeFunctions:
                 continue
             stores = list(function.body.seq) if isinstance(function.body, tvm.tirx.SeqStmt) else []
             if stores and all(isinstance(store, tvm.tirx.BufferStore) for store in stores):
-                ordered = tvm.tirx.SeqStmt(sorted(stores, key=lambda store: int(store.indices[0])))
-                function = function.with_body(ordered)
+                sorted_stores = tvm.tirx.SeqStmt(sorted(stores, key=lambda store: int(store.indices[0])))
+                function = function.with_body(sorted_stores)
             mod.update_func(variable, function.with_attr("tirx.noalias", True))
         return mod
 
@@ -431,8 +431,8 @@ class _Timing:
         self._running.append([time.perf_counter(), 0.0])
 
     def run_after_pass(self, _mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
-        started, inner = self._running.pop()
-        elapsed = time.perf_counter() - started
+        start_time, inner = self._running.pop()
+        elapsed = time.perf_counter() - start_time
         self._seconds[info.name] = self._seconds.get(info.name, 0.0) + elapsed - inner
         if self._running:
             self._running[-1][1] += elapsed

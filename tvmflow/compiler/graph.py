@@ -114,11 +114,11 @@ def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.nda
     }
     for variable, function in functions.items():
         weights = list(hoister.variables)
-        extended = relax.Function(
+        function_with_weights = relax.Function(
             [*function.params, *weights], function.body, function.ret_ty, function.is_pure, function.attrs
         )
         # The hoister uses one variable for a weight everywhere; a variable belongs to one function.
-        hoister.builder_.update_func(variable, relax.utils.copy_with_new_vars(extended))
+        hoister.builder_.update_func(variable, relax.utils.copy_with_new_vars(function_with_weights))
     values = [constant.value.numpy() for constant in hoister.constants]
     names = [variable.name for variable in hoister.variables]
     return hoister.builder_.get(), dict(zip(names, values, strict=True))

@@ -87,11 +87,11 @@ def read_schedules(path: Path) -> "Callable[[PrimFunc], PrimFunc | None]":
 
 def best_digest(store: RecordStore, target: Target, keys: Sequence[str]) -> str:
     """Return the SHA-256 (hex) of the best record of each workload, and each decision, whose key is among `keys`."""
-    selected, traces = set(keys), {}
+    key_set, traces = set(keys), {}
     for record in sorted(store.records(target), key=lambda record: (-record.seconds, record.trace)):
-        if record.key in selected:
+        if record.key in key_set:
             traces[record.key] = record.trace
-    options = {key: decision.option for key, decision in store.decisions(target).items() if key in selected}
+    options = {key: decision.option for key, decision in store.decisions(target).items() if key in key_set}
     return hashlib.sha256(json.dumps([traces, options], sort_keys=True).encode()).hexdigest()
 
 

@@ -281,15 +281,15 @@ def open_contest(
         workload.record = None
     if analytic is not None and not any(starts):
         starts = [_measure(workload, measurer, *measurer.build([unscheduled]))]
-    measured = [start for start in starts if start is not None]
-    if not measured:
+    measurements = [start for start in starts if start is not None]
+    if not measurements:
         return None
-    best, best_seconds = min(measured, key=lambda start: start[1])
+    best, best_seconds = min(measurements, key=lambda start: start[1])
     baseline_library = None
     if baseline is not None:
         baseline_library, workload.baseline_seconds = baseline
     workload.reason, workload.best_seconds = None, best_seconds
-    workload.seconds, workload.untuned_seconds = best_seconds, workload.baseline_seconds or measured[0][1]
+    workload.seconds, workload.untuned_seconds = best_seconds, workload.baseline_seconds or measurements[0][1]
     return Contest(
         workload,
         options,

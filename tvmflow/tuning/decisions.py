@@ -234,11 +234,13 @@ class Decider:
         while not self._is_over():
             seconds = self._seconds_by_subject(functions)
             open_sites = self._open_sites(kind, sites, {**options, **new_options})
-            affected = {site.key: sum(seconds[part] for part in (site.subject, *site.parts)) for site in open_sites}
-            open_sites = [site for site in open_sites if self._matters(affected[site.key], seconds)]
+            affected_seconds = {
+                site.key: sum(seconds[part] for part in (site.subject, *site.parts)) for site in open_sites
+            }
+            open_sites = [site for site in open_sites if self._matters(affected_seconds[site.key], seconds)]
             if not open_sites:
                 break
-            site = max(open_sites, key=lambda site: affected[site.key])
+            site = max(open_sites, key=lambda site: affected_seconds[site.key])
             other_sites, other_functions = self._lower({**options, **new_options, site.key: site.options[1]})
             is_faster = sum(self._seconds_by_subject(other_functions).values()) < sum(seconds.values())
             if self._is_over():

@@ -204,9 +204,11 @@ def _await_start(state: Path, process: "subprocess.Popen[bytes]") -> Status:
     while True:
         current = status(state)
         if current is not None and current.is_settled:
-            dropped = [server for server in current.servers if server.state == "dropped"]
-            if dropped:
-                raise StackError(f"a device does not start: {dropped[0].message}; its log is in {device_folder(state)}")
+            dropped_servers = [server for server in current.servers if server.state == "dropped"]
+            if dropped_servers:
+                raise StackError(
+                    f"a device does not start: {dropped_servers[0].message}; its log is in {device_folder(state)}"
+                )
             return current
         if process.poll() is not None or time.monotonic() > deadline:
             problem = last_line(log_file(state, "supervisor")) or "the supervisor's log is empty"

@@ -65,17 +65,17 @@ def forecast_from_records(efforts: Iterable[Effort], records: Iterable[Record]) 
             baselines = [effort.baseline_seconds, *(record.baseline_seconds for record in own)]
             best = next((seconds for seconds in baselines if seconds is not None), math.inf)
         fastest = min((record.seconds for record in own), default=math.inf)
-        saved = _HALF if math.isinf(best) and own else 1 - min(1.0, fastest / best) if own else 0.0
+        saving = _HALF if math.isinf(best) and own else 1 - min(1.0, fastest / best) if own else 0.0
         best = min(best, fastest)
-        forecast.update(effort.trials, saved, effort.seconds or 0.0)
+        forecast.update(effort.trials, saving, effort.seconds or 0.0)
     return forecast
 
 
 def mean_trial_seconds(forecasts: Iterable[Forecast]) -> float:
     """Return the mean seconds of the timed trials; `TRIAL_SECONDS` where there are none."""
-    timed = [forecast for forecast in forecasts if forecast.seconds]
-    trials = sum(forecast.trials for forecast in timed)
-    return sum(forecast.seconds for forecast in timed) / trials if trials else TRIAL_SECONDS
+    timed_forecasts = [forecast for forecast in forecasts if forecast.seconds]
+    trials = sum(forecast.trials for forecast in timed_forecasts)
+    return sum(forecast.seconds for forecast in timed_forecasts) / trials if trials else TRIAL_SECONDS
 
 
 def saving_of_next_minute(workloads: Sequence[tuple[float, Forecast]]) -> float:
@@ -90,7 +90,7 @@ def saving_of_next_minute(workloads: Sequence[tuple[float, Forecast]]) -> float:
     total = 0.0
     for _ in range(_MINUTE if workloads else 0):
         index = max(range(len(seconds)), key=lambda index: seconds[index] * gains[index])
-        saved = seconds[index] * gains[index]
-        seconds[index] -= saved
-        total += saved
+        saving = seconds[index] * gains[index]
+        seconds[index] -= saving
+        total += saving
     return total

@@ -73,8 +73,8 @@ def import_records(store: RecordStore, path: Path) -> ImportCounts:
     for entry in (*new, *efforts):
         store.append(entry)
     number = sum(not isinstance(entry, Effort) for entry in entries)
-    refused = {"already in the store": number - len(new)} if number > len(new) else {}
-    return ImportCounts(number, len(new), refused)
+    refusals = {"already in the store": number - len(new)} if number > len(new) else {}
+    return ImportCounts(number, len(new), refusals)
 
 
 def export_records(store: RecordStore, everything: bool) -> list[Entry]:
@@ -104,7 +104,7 @@ def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -
     database.
     """
     folder = path if path.is_dir() else path.parent
-    refused: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
     workloads = _workloads(folder / WORKLOADS)
     lines = list(_lines(folder / RECORDS))
     present = {(entry.key, entry.trace, entry.target) for entry in store.entries() if isinstance(entry, Record | Trial)}
@@ -120,11 +120,11 @@ def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -
             seconds = None if run_secs is None else statistics.median(float(value) for value in run_secs)
             own_target = target or _resolve(its_target)
         except (ValueError, TypeError, KeyError, IndexError, statistics.StatisticsError):
-            refused["not a record of MetaSchedule"] += 1
+            refusals["not a record of MetaSchedule"] += 1
             continue
         reason = _why_refused(func, seconds, own_target, its_target)
         if reason is not None or func is None or seconds is None or own_target is None:
-            refused[reason or "not a record of MetaSchedule"] += 1
+            refusals[reason or "not a record of MetaSchedule"] += 1
             continue
         key = workload_key(func)
         functions[key], targets[own_target.canonical] = func, own_target
@@ -142,26 +142,26 @@ def import_metaschedule(store: RecordStore, path: Path, target: Target | None) -
             created_at=file_time,
         )
         if (key, record.trace, record.target) in present:
-            refused["already in the store"] += 1
+            refusals["already in the store"] += 1
         elif not _replays(record, func):
-            refused["its trace does not replay on its workload, or changes the function's arguments"] += 1
+            refusals["its trace does not replay on its workload, or changes the function's arguments"] += 1
         else:
             present.add((key, record.trace, record.target))
             groups.setdefault((record.target, key), []).append(record)
-    added = 0
+    added_count = 0
     with _Checker() as checker:
         for (canonical, key), records in groups.items():
             records.sort(key=lambda record: record.seconds)
             while records and not checker.is_right(records[0], functions[key], targets[canonical]):
-                refused["its results differ from its workload's, or it does not run"] += 1
+                refusals["its results differ from its workload's, or it does not run"] += 1
                 del records[0]
             for record in records[:1]:
                 store.append(record)
             for record in records[1:]:
                 # These are not checked, so only cost models learn from them.
                 store.append(Trial(**{field.name: getattr(record, field.name) for field in fields(Trial)}))
-            added += len(records)
-    return ImportCounts(len(lines), added, dict(refused))
+            added_count += len(records)
+    return ImportCounts(len(lines), added_count, dict(refusals))
 
 
 def _additional_efforts(entries: Sequence[Entry], present: set[Entry]) -> Iterator[Effort]:

@@ -113,10 +113,10 @@ def tune_model(
     records = [record for item in tasks if (record := store.best(item.func, target)) is not None]
     decisions = [item for key, item in store.decisions(target).items() if choices.overrides_cost_model(key)]
     # Functions that another option has removed have no times, but the decision knows what it saved.
-    saved = {item.key: 1e3 * (item.default_seconds - item.seconds) for item in decisions}
+    savings = {item.key: 1e3 * (item.default_seconds - item.seconds) for item in decisions}
     curve = [(count.trials + trial, 1e3 * seconds) for trial, seconds in report.curve]
     if curve and count.trials:
-        saved_now = sum(milliseconds for key, milliseconds in saved.items() if key not in earlier_decisions)
+        saved_now = sum(milliseconds for key, milliseconds in savings.items() if key not in earlier_decisions)
         curve.insert(0, (0, curve[0][1] + saved_now))
     keys = {item.name: workload_key(item.func) for item in tasks}
     lookup_keys = tuple(sorted({*keys.values(), *choices.met}))
@@ -126,7 +126,7 @@ def tune_model(
         lines=best_lines(records, decisions),
         trials=report.trials + count.trials,
         decisions=len(decisions),
-        untuned_ms=None if report.latency is None else 1e3 * report.latency.untuned + sum(saved.values()),
+        untuned_ms=None if report.latency is None else 1e3 * report.latency.untuned + sum(savings.values()),
         latency_ms=None if report.latency is None else 1e3 * report.latency.now,
         curve=tuple(curve),
         lookup_keys=lookup_keys,
@@ -243,12 +243,14 @@ def _coverage(
 ) -> tuple[int, float | None, int]:
     """The number of tuned workloads, their share of the model's time, and the number of workloads without a time."""
     searched_keys = {effort.key for effort in store.efforts(target) if effort.trials}
-    tuned = [item for item in report.tasks if item.status in ("tuned", "record") or keys[item.name] in searched_keys]
+    tuned_tasks = [
+        item for item in report.tasks if item.status in ("tuned", "record") or keys[item.name] in searched_keys
+    ]
     seconds = {
         item.name: item.weight * best
         for item in report.tasks
         if (best := item.best_seconds or item.baseline_seconds) is not None
     }
     total = sum(seconds.values())
-    share = sum(seconds.get(item.name, 0.0) for item in tuned) / total if total else None
-    return len(tuned), share, len(report.tasks) - len(seconds)
+    share = sum(seconds.get(item.name, 0.0) for item in tuned_tasks) / total if total else None
+    return len(tuned_tasks), share, len(report.tasks) - len(seconds)

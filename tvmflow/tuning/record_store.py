@@ -158,11 +158,13 @@ class RecordStore:
             # Look at locks after reading the files: a run locks its file before it writes the first line.
             paths = {path.name: path for path, parsed in contents.items() if parsed.size and not _is_live(path)}
             files = {name: contents[path] for name, path in paths.items()}
-            replaced = self.replaced_files()
+            replaced_sizes = self.replaced_files()
             groups: dict[str, list[Entry]] = {}
-            for entry in _union(files, replaced):
+            for entry in _union(files, replaced_sizes):
                 groups.setdefault(context_of(entry).digest, []).append(entry)
-            sizes = replaced | {name: max(parsed.size, replaced.get(name, 0)) for name, parsed in files.items()}
+            sizes = replaced_sizes | {
+                name: max(parsed.size, replaced_sizes.get(name, 0)) for name, parsed in files.items()
+            }
             after = 0
             for digest in sorted({*groups, *filter(None, map(context_digest, sizes))}):
                 entries = groups.get(digest, [])
@@ -171,7 +173,7 @@ class RecordStore:
                 effective = [
                     name
                     for name, parsed in files.items()
-                    if parsed.size > replaced.get(name, 0) and digest in _digests(name, parsed)
+                    if parsed.size > replaced_sizes.get(name, 0) and digest in _digests(name, parsed)
                 ]
                 if [context_digest(name) for name in effective] == [digest] and Counter(survivors) == Counter(entries):
                     del sizes[effective[0]]  # It is pruned already.
@@ -201,9 +203,9 @@ class RecordStore:
         try:
             status = path.stat()
             stamp = (status.st_size, status.st_mtime_ns)
-            cached = self._cache.get(path)
-            if cached is not None and cached[0] == stamp:
-                return cached[1]
+            cache_entry = self._cache.get(path)
+            if cache_entry is not None and cache_entry[0] == stamp:
+                return cache_entry[1]
             content = path.read_bytes()
         except FileNotFoundError:
             return _Parsed(0, [], {})  # It was pruned since the folder was listed.

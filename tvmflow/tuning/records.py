@@ -156,14 +156,14 @@ def merge_efforts(efforts: Sequence[Effort]) -> Effort:
 
     Its `seconds` are their sum, None where trials of one were not timed. Raises IndexError for no efforts.
     """
-    ordered = sorted(efforts, key=lambda effort: effort.created_at)
-    timed = [effort.baseline_seconds for effort in ordered if effort.baseline_seconds is not None]
+    by_time = sorted(efforts, key=lambda effort: effort.created_at)
+    baselines = [effort.baseline_seconds for effort in by_time if effort.baseline_seconds is not None]
     seconds = [effort.seconds for effort in efforts if effort.trials]
     return replace(
-        ordered[-1],
+        by_time[-1],
         trials=sum(effort.trials for effort in efforts),
         seconds=sum(map(float, filter(None, seconds))) if seconds and None not in seconds else None,
-        baseline_seconds=timed[-1] if timed else None,
+        baseline_seconds=baselines[-1] if baselines else None,
     )
 
 

@@ -50,11 +50,11 @@ class Sharing:
         """
         fetched = self._store.folder / FETCHED
         own = {path.name for path in self._store.own_files()}
-        replaced = self._store.replaced_files()
+        replaced_sizes = self._store.replaced_files()
         count = 0
         for name, size in sorted(self._shared.sizes(context).items()):
             path = fetched / name
-            local_size = path.stat().st_size if path.is_file() else replaced.get(name, 0)
+            local_size = path.stat().st_size if path.is_file() else replaced_sizes.get(name, 0)
             if context_digest(name) is None or name in own or size <= local_size:
                 continue
             content = self._shared.read(name)
@@ -73,8 +73,8 @@ class Sharing:
         """
         # One process of this machine at a time: a slow one must not replace a longer file by a shorter one.
         with hold_lock(self._store.folder / ".sending"):
-            replaced = self._store.replaced_files()
-            files = [path for path in self._store.own_files() if path.stat().st_size > replaced.get(path.name, 0)]
+            replaced_sizes = self._store.replaced_files()
+            files = [path for path in self._store.own_files() if path.stat().st_size > replaced_sizes.get(path.name, 0)]
             shared_sizes: dict[str, int] = {}
             for context in sorted({context for path in files if (context := context_digest(path.name)) is not None}):
                 shared_sizes |= self._shared.sizes(context)
@@ -91,8 +91,8 @@ class Sharing:
 
         Raises StoreError when the shared place fails.
         """
-        replaced = self._store.replaced_files()
-        names = [name for name, size in self._shared.sizes().items() if size <= replaced.get(name, -1)]
+        replaced_sizes = self._store.replaced_files()
+        names = [name for name, size in self._shared.sizes().items() if size <= replaced_sizes.get(name, -1)]
         for name in names:
             self._shared.remove(name)
         return len(names)

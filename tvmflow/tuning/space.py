@@ -402,11 +402,11 @@ class _GridSearch(_BeyondRules):
                 decision_provider=lambda _inst, _inputs, _attrs, decision: decisions.get(next(indices), decision),
             )
             schedule.enter_postproc()
-            applied = all(step.apply(schedule) for step in self._context.space_generator.postprocs)
+            is_valid = all(step.apply(schedule) for step in self._context.space_generator.postprocs)
         except Exception as error:  # TVM raises errors of many types for decisions that do not go together.
             logger.debug("a point of the grid is no schedule: %s", error)
             return None
-        if not applied:
+        if not is_valid:
             return None
         arguments = ms.arg_info.ArgInfo.from_entry_func(schedule.mod, remove_preproc=True)
         return _to_proposal(ms.search_strategy.MeasureCandidate(schedule, arguments))

@@ -78,19 +78,19 @@ def adapt_record(record: Record, func: "PrimFunc") -> Record:
     instructions, decisions = json.loads(record.trace)
     if not record.workload or not any(kind == "GetSBlock" for kind, *_ in instructions):
         return record
-    recorded, renamed = ir.load_json(record.workload), normalize(func)
-    if _names(recorded) == _names(renamed):
+    recorded_func, renamed_func = ir.load_json(record.workload), normalize(func)
+    if _names(recorded_func) == _names(renamed_func):
         return record
-    adapted: list[Any] = []
+    new_instructions: list[Any] = []
     for index, (kind, inputs, attributes, outputs) in enumerate(instructions):
         if kind == "GetSBlock":
             # At this point of the trace both functions have the same blocks, in the same order.
             earlier = [decision for decision in decisions if decision[0] < index]
-            old = [block.name_hint for block in _blocks(_schedule([instructions[:index], earlier], recorded))]
-            new = [block.name_hint for block in _blocks(_schedule([adapted, earlier], renamed))]
+            old = [block.name_hint for block in _blocks(_schedule([instructions[:index], earlier], recorded_func))]
+            new = [block.name_hint for block in _blocks(_schedule([new_instructions, earlier], renamed_func))]
             attributes = [new[old.index(attributes[0])], *attributes[1:]]
-        adapted.append([kind, inputs, attributes, outputs])
-    return replace(record, workload=ir.save_json(renamed), trace=json.dumps([adapted, decisions]))
+        new_instructions.append([kind, inputs, attributes, outputs])
+    return replace(record, workload=ir.save_json(renamed_func), trace=json.dumps([new_instructions, decisions]))
 
 
 def schedule_steps(record: Record) -> str:

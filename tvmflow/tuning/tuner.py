@@ -202,8 +202,8 @@ class _Run:
                 self._latencies.append(sum(item.share for item in self._workloads))
                 self._report_progress(contest, active)
         contest.learn(proposals[: len(seconds)], seconds)
-        saved = 1 - (workload.seconds or seconds_before) / seconds_before
-        workload.forecast.update(len(seconds), saved, time.monotonic() - start_time)
+        saving = 1 - (workload.seconds or seconds_before) / seconds_before
+        workload.forecast.update(len(seconds), saving, time.monotonic() - start_time)
 
     @contextmanager
     def _effort_of(self, workload: Workload, start_time: float) -> Iterator[None]:
@@ -234,9 +234,9 @@ class _Run:
             return None
         workloads = [workload for workload in self._workloads if workload.reason is None]
         trials = sum(effort.trials for workload in workloads for effort in workload.efforts)
-        untried = sum(not workload.efforts for workload in workloads)
+        untried_workloads = sum(not workload.efforts for workload in workloads)
         share = math.ceil(self._budget.trials / max(1, len(workloads)))
-        return min(self._budget.trials, max(self._budget.trials - trials, untried * share))
+        return min(self._budget.trials, max(self._budget.trials - trials, untried_workloads * share))
 
     def _is_over(self) -> bool:
         is_spent = self.total_trials is not None and self._trials >= self.total_trials
@@ -249,8 +249,8 @@ class _Run:
     def _expected_saving(self, workloads: Sequence[Workload]) -> float:
         """The part of the model's time that another minute is expected to save."""
         latency = estimate_latency(self._workloads)
-        saved = saving_of_next_minute([(workload.share, workload.forecast) for workload in workloads])
-        return 0.0 if latency is None else saved / latency.now
+        saving = saving_of_next_minute([(workload.share, workload.forecast) for workload in workloads])
+        return 0.0 if latency is None else saving / latency.now
 
     def _curve(self) -> tuple[tuple[int, float], ...]:
         """The latencies after some of the trials, the first and the last among them."""

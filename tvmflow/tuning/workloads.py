@@ -128,11 +128,11 @@ def load_workloads(
 
 def estimate_latency(workloads: Sequence[Workload]) -> Latency | None:
     """Return the estimated latency of the model in seconds, None where no workload has a time."""
-    timed = [workload for workload in workloads if workload.seconds]
-    if not timed:
+    timed_workloads = [workload for workload in workloads if workload.seconds]
+    if not timed_workloads:
         return None
-    untuned = sum(workload.task.weight * (workload.untuned_seconds or 0.0) for workload in timed)
-    return Latency(untuned, sum(workload.share for workload in timed))
+    untuned = sum(workload.task.weight * (workload.untuned_seconds or 0.0) for workload in timed_workloads)
+    return Latency(untuned, sum(workload.share for workload in timed_workloads))
 
 
 def why_not_measurable_here(target: Target) -> str | None:

@@ -24,12 +24,12 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, s
     )
 
     def compute(x: te.Tensor) -> te.Tensor:
-        reduced = {axis: te.reduce_axis((0, x.shape[axis]), f"k{axis}") for axis in axes}
-        outer_axes = [axis for axis in range(rank) if axis not in reduced]
+        reduce_axes = {axis: te.reduce_axis((0, x.shape[axis]), f"k{axis}") for axis in axes}
+        outer_axes = [axis for axis in range(rank) if axis not in reduce_axes]
 
         def element(*index: Any) -> Any:
-            place = dict(zip(range(rank) if call.attrs.keepdims else outer_axes, index, strict=True)) | reduced
-            return reducer(x[tuple(place[axis] for axis in range(rank))], axis=list(reduced.values()))
+            place = dict(zip(range(rank) if call.attrs.keepdims else outer_axes, index, strict=True)) | reduce_axes
+            return reducer(x[tuple(place[axis] for axis in range(rank))], axis=list(reduce_axes.values()))
 
         return te.compute(list(call.ty.shape.values), element)
 

@@ -566,8 +566,8 @@ def pack_units(value: relax.Expr, gates: int, tile: Tiles, emit: Callable[[relax
     """
     directions, rows, columns = (int(size) for size in value.ty.shape.values)
     units = rows // gates
-    packed = emit(relax.op.reshape(value, [directions, gates, units, columns]))
+    result = emit(relax.op.reshape(value, [directions, gates, units, columns]))
     if units != tile.units:
-        packed = emit(relax.op.nn.pad(packed, [0, 0, 0, 0, 0, tile.units - units, 0, 0]))
-    packed = emit(relax.op.reshape(packed, [directions, gates, tile.count, tile.blocks, tile.lanes, columns]))
-    return emit(relax.op.permute_dims(packed, [0, 2, 3, 1, 4, 5]))
+        result = emit(relax.op.nn.pad(result, [0, 0, 0, 0, 0, tile.units - units, 0, 0]))
+    result = emit(relax.op.reshape(result, [directions, gates, tile.count, tile.blocks, tile.lanes, columns]))
+    return emit(relax.op.permute_dims(result, [0, 2, 3, 1, 4, 5]))

@@ -115,11 +115,11 @@ def _view(call: relax.Call, machine: Machine) -> View | None:
     """View a reduction's operand; None where the reduced dimensions are not neighbours or are symbolic."""
     shape = list(call.args[0].ty.shape.values)
     axes = call.attrs.axis
-    reduced = sorted(range(len(shape)) if axes is None else {int(axis) % len(shape) for axis in axes})
-    if not reduced:
+    reduced_axes = sorted(range(len(shape)) if axes is None else {int(axis) % len(shape) for axis in axes})
+    if not reduced_axes:
         return None
-    first, last = reduced[0], reduced[-1]
-    if any(static(shape[place]) != 1 for place in range(first, last + 1) if place not in reduced):
+    first, last = reduced_axes[0], reduced_axes[-1]
+    if any(static(shape[place]) != 1 for place in range(first, last + 1) if place not in reduced_axes):
         return None
     view = View(shape, first, last)
     if any(not static(size) for size in shape[first:]):

@@ -204,8 +204,8 @@ def _conv3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
             for tap in range(taps)
         ]
         slices = rewriter.emit(relax.op.concat(parts, 1)) if taps > 1 else parts[0]
-    turned = rewriter.emit(relax.op.permute_dims(slices, [0, 2, 1, 3, 4]))
-    images = rewriter.emit(relax.op.reshape(turned, [dims[0] * count, taps * inputs, *dims[3:]]))
+    slices_first = rewriter.emit(relax.op.permute_dims(slices, [0, 2, 1, 3, 4]))
+    images = rewriter.emit(relax.op.reshape(slices_first, [dims[0] * count, taps * inputs, *dims[3:]]))
     flat = weight.swapaxes(1, 2).reshape(outputs, taps * inputs, *kernel)
     result = rewriter.emit(
         relax.op.nn.conv2d(

@@ -87,10 +87,10 @@ class _Linear:
             shape[axis] = -1
             return values.reshape(shape)
         # This axis counts the channels within a group, the other axis goes through the groups.
-        grouped = values.reshape(self.groups, -1)
-        repeated = np.repeat(grouped, self.weight.shape[other] // self.groups, axis=0)
-        shape[axis], shape[other] = repeated.shape[1], repeated.shape[0]
-        return (repeated.T if axis < other else repeated).reshape(shape)
+        values_by_group = values.reshape(self.groups, -1)
+        group_values = np.repeat(values_by_group, self.weight.shape[other] // self.groups, axis=0)
+        shape[axis], shape[other] = group_values.shape[1], group_values.shape[0]
+        return (group_values.T if axis < other else group_values).reshape(shape)
 
     def scale(self, values: Array, of_outputs: bool) -> relax.Call:
         """Return the operator with the weights of each output or input channel multiplied by a value."""
@@ -158,11 +158,11 @@ def _scale_twice(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     first = None if inner is None else _operands(rewriter, inner)
     if outer is None or first is None or not rewriter.used_once(outer[0]):
         return None
-    merged = first[1] + outer[1] if call.op.name == "relax.add" else first[1] * outer[1]
+    combination = first[1] + outer[1] if call.op.name == "relax.add" else first[1] * outer[1]
     # A row and a column would become a whole matrix.
-    if merged.size > max(first[1].size, outer[1].size):
+    if combination.size > max(first[1].size, outer[1].size):
         return None
-    return relax.Call(call.op, [first[0], constant(merged)])
+    return relax.Call(call.op, [first[0], constant(combination)])
 
 
 def _subtract(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:

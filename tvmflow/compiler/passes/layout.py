@@ -182,8 +182,8 @@ def _elementwise(layout: _Layout, call: relax.Call) -> _Permuted | None:
     axes = _order(values) if values else None
     if values is None or axes is None:
         return None
-    aligned = iter([layout.aligned(value, axes) for value in values])
-    args = [next(aligned) if isinstance(arg.ty, relax.TensorType) else layout.visit_expr(arg) for arg in call.args]
+    operands = iter([layout.aligned(value, axes) for value in values])
+    args = [next(operands) if isinstance(arg.ty, relax.TensorType) else layout.visit_expr(arg) for arg in call.args]
     return _Permuted(_call(layout, call, args), axes)
 
 
@@ -439,10 +439,10 @@ def _groups(sizes: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int]
         before, after = [left.pop(0)], [right.pop(0)]
         while not _equal(_product(sizes, before), _product(target, after)):
             wide = _elements([sizes[place] for place in before]), _elements([target[place] for place in after])
-            grown, source = (before, left) if wide[0] < wide[1] else (after, right)
+            group, source = (before, left) if wide[0] < wide[1] else (after, right)
             if not source:
                 return None
-            grown.append(source.pop(0))
+            group.append(source.pop(0))
         groups.append((before, after))
     return None if left or right else groups
 

@@ -206,8 +206,8 @@ def _mish(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     if x is None:
         return None
     two = relax.const(2.0, "float32")
-    limited = rewriter.emit(relax.op.minimum(x, relax.const(_MISH_IS_LINEAR, "float32")))
-    exponential = rewriter.emit(relax.op.exp(limited))
+    argument = rewriter.emit(relax.op.minimum(x, relax.const(_MISH_IS_LINEAR, "float32")))
+    exponential = rewriter.emit(relax.op.exp(argument))
     n = rewriter.emit(relax.op.multiply(exponential, rewriter.emit(relax.op.add(exponential, two))))
     return relax.op.divide(n, rewriter.emit(relax.op.add(n, two)))
 
@@ -423,11 +423,11 @@ def _softmax(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     if axes is None or len(axes) != 1:
         return None
     x = exponential.args[0]
-    shifted = rewriter.call(x, "subtract")
-    largest = None if shifted is None else rewriter.call(shifted.args[1], "max")
-    if shifted is not None and largest is not None and rewriter.same(shifted.args[0], largest.args[0]):
+    difference = rewriter.call(x, "subtract")
+    largest = None if difference is None else rewriter.call(difference.args[1], "max")
+    if difference is not None and largest is not None and rewriter.same(difference.args[0], largest.args[0]):
         # Softmax does not change when one value is subtracted from all elements along the axis.
-        x = shifted.args[0] if _reduction_axes(largest) == axes else x
+        x = difference.args[0] if _reduction_axes(largest) == axes else x
     return relax.op.nn.softmax(x, axes[0])
 
 

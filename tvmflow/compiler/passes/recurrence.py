@@ -54,16 +54,16 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Ex
         peepholes = pack_units(emit(relax.op.expand_dims(extra["peepholes"], 2)), 3, tile, emit)
         shape = [cell.directions, tile.count, tile.blocks, 3, tile.lanes]
         extra["peepholes"] = emit(relax.op.reshape(peepholes, shape))
-    packed = []
+    packed_weights = []
     for phase in cell.phases:
         begin, end = phase[0] * units, (phase[-1] + 1) * units
         rows = operands["r"]
         if len(cell.phases) > 1:
             rows = emit(relax.op.strided_slice(rows, [1], [begin], [end]))
         rows = pack_units(rows, len(phase), tile, emit)
-        packed.append(emit(relax.op.permute_dims(rows, [0, 1, 5, 2, 3, 4])))
+        packed_weights.append(emit(relax.op.permute_dims(rows, [0, 1, 5, 2, 3, 4])))
     function = extensions.emit_function(rewriter.builder_, kernel.function(), cell.kind)
-    arguments = [products, *packed, *(extra[name] for name in names)]
+    arguments = [products, *packed_weights, *(extra[name] for name in names)]
     return relax.call_tir(function, arguments, list(call.ty.fields))
 
 

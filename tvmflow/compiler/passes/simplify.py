@@ -153,8 +153,8 @@ def _slices_everything(rewriter: Rewriter, call: relax.Call) -> relax.Expr | Non
 
 def _keeps_order(_rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     axes = call.attrs.axes
-    ordered = axes is not None and [int(axis) for axis in axes] == list(range(len(axes)))
-    return call.args[0] if ordered else None
+    is_in_order = axes is not None and [int(axis) for axis in axes] == list(range(len(axes)))
+    return call.args[0] if is_in_order else None
 
 
 def _joins_one(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:

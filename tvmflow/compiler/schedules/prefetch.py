@@ -90,19 +90,19 @@ def _fetch_next(chunks: For) -> Any:
     index = [_replace(item.min, values) for item in operand.region]
     # Replace in two steps, because the expression that replaces a loop variable must not contain it.
     after = tirx.Var("after", chunks.loop_var.ty)
-    replaced: dict[Any, Any] = {chunks.loop_var: after}
-    fetching: list[tuple[Any, For]] = []
+    replacements: dict[Any, Any] = {chunks.loop_var: after}
+    fetch_loops: list[tuple[Any, For]] = []
     for loop in loops:
-        replaced[loop.loop_var] = loop.min
+        replacements[loop.loop_var] = loop.min
         moves = not _is_same(index, [_replace(item, {loop.loop_var: loop.min}) for item in index])
         if moves and loop.kind != ForKind.VECTORIZED:
-            variable = replaced[loop.loop_var] = tirx.Var(f"{loop.loop_var.name}_next", loop.loop_var.ty)
-            fetching.append((variable, loop))
-    index = [_replace(item, replaced) for item in index]
+            variable = replacements[loop.loop_var] = tirx.Var(f"{loop.loop_var.name}_next", loop.loop_var.ty)
+            fetch_loops.append((variable, loop))
+    index = [_replace(item, replacements) for item in index]
     following = {after: tirx.min(chunks.loop_var + 1, chunks.extent - 1)}
     place = tirx.BufferLoad(operand.source, [_replace(item, following) for item in index])
     fetch: Any = tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", tirx.address_of(place), *_HOW))
-    for variable, loop in reversed(fetching):
+    for variable, loop in reversed(fetch_loops):
         fetch = For(variable, loop.min, loop.extent, ForKind.SERIAL, fetch)
     return fetch
 
