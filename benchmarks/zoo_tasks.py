@@ -290,7 +290,10 @@ def ranks_kept(outputs: dict[str, Array], labels: Array) -> float:
 
 
 def notes(count: int = 24) -> Dataset:
-    """Two seconds `[count, 43844, 1]` of one note with overtones each; labels are semitones above the lowest A."""
+    """Return two seconds `[count, 43844, 1]` of one note with overtones each.
+
+    Labels are semitones above the lowest A.
+    """
     time = np.arange(43844) / 22050
     generator = np.random.default_rng(13)
     labels = generator.integers(15, 63, count)

@@ -91,7 +91,7 @@ def _deployments_of(entry: ManagedModel) -> "list[RunnerDeployment]":
 def _reconcile_deployment() -> "RunnerDeployment":
     from flows.reconcile import reconcile
 
-    # The next run comes soon enough, so that none waits for another.
+    # A run does not wait for another, because the next one comes soon.
     return _deployment(reconcile, "all", {}, schedules=[_cron("often", "*/5 * * * *")], waits=False, model=False)
 
 
@@ -178,7 +178,7 @@ def _apply(deployment: "RunnerDeployment", pool: str) -> None:
     from prefect.client.schemas.objects import VersionInfo
     from prefect.deployments.runner import DeploymentApplyError
 
-    # Without it Prefect asks git for a version, of whichever folder this runs in.
+    # Without it Prefect takes a version from the git repository of the current folder.
     version = VersionInfo(type="prefect:simple", version=__version__)
     with connect(f"register {deployment.full_name}"):
         try:

@@ -189,7 +189,7 @@ class _ProgressKeeper(Reporter):
         self._receiver.progressed(step, target, done, total, message)
 
     def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
-        """Pass the end of a step on."""
+        """Pass the end of a step on to the receiver."""
         self._receiver.ended(step, target, status, seconds)
 
 

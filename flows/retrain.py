@@ -77,7 +77,7 @@ def with_arguments(spec: Spec, arguments: Mapping[str, Any], source: str = "rele
 def _retrain(context: RunContext, why: str, who: str) -> RetrainSummary:
     spec, runner = context.spec, context.runner
     rule = spec.retrain or Retrain()
-    # New data shows in no argument: each run trains, and a run that is resumed finds its weights cached.
+    # New data need not change an argument: each run trains, and a resumed run finds its weights cached.
     trained = train(runner, TrainJob.of(spec, occasion=str(flow_run.get_id())))
     weights = trained.result.weights
     original = context.find_original(weights)

@@ -17,11 +17,11 @@ from tvmflow.workspace import Record, StepResult, Workspace
 
 # Pairs of rounds, and seconds and runs of each: more than half of the pairs must be disturbed to change the median.
 _PAIRS = 9
-# The number of pairs that `is_faster` is made for.
+# The number of pairs for which `is_faster` decides reliably.
 DECIDING_PAIRS = 25
 _ROUND_SECONDS = 0.25
 _LEAST_RUNS, _MOST_RUNS = 7, 2000
-# The share of the pairs in which the faster bundle must be the faster one.
+# The share of the pairs in which the faster bundle must have the lower latency.
 _SURE = 0.8
 
 

@@ -137,7 +137,7 @@ def _has_passed(result: GateResult, job: GateJob, store: ReleaseStore, cache: Pa
     return not result.reasons
 
 
-# What was complete may be damaged by now, so that integrity is always checked.
+# A complete release may be damaged later, so that its integrity is always checked.
 integrity = Step("whole", GateResult, integrity_work, cached=False)
 # A release that passed is cached, also for a flow run that was suspended; a refused one is checked again.
 gate = Step("gate", GateResult, gate_work, is_current=_has_passed)

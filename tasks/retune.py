@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The share of the time in compiled functions that is tuned: the rest is spread over many that cost little.
 _SHARE = 0.9
 _REPEATS = 20
-# What a new build must gain to be worth a release.
+# A new build is worth a release when its latency over the old one's is below this.
 _GAIN = 0.98
 
 
@@ -92,7 +92,7 @@ def profile_work(job: ProfileJob, emit: Emit) -> Profile:
 
 profile = ChildStep("profile", Profile, profile_work, cached=False)
 
-# The time is there to be spent, and each run searches elsewhere.
+# The step always runs: its budget is there to be spent, and each run searches elsewhere.
 _RETUNE = Step("retune", TuneResult, run_job, cached=False)
 
 

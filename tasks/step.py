@@ -19,7 +19,7 @@ from tvmflow.settings import Settings
 from tvmflow.spec import Spec
 from tvmflow.workspace import Outcome, Record, StepResult, Workspace, run_step, step_key
 
-# What the steps with the compiler, those with PyTorch, and the others import.
+# The modules that steps with the compiler, steps with PyTorch, and other steps import.
 _COMPILER = ("tvmflow.compiler", "tvmflow.tuning.model", "tasks.relax_import", "tasks.tune", "tasks.build")
 _TORCH = ("torch", "tasks.train", "tasks.export", "tasks.validate")
 _LIGHT = ("onnx", "onnxruntime", "tvmflow.runtime", "tasks.export", "tasks.validate")

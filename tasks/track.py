@@ -210,7 +210,7 @@ def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspa
             f"{slug(item.target.name)}.{name}": value for item in job.targets for name, value in metrics(item).items()
         },
     )
-    # Readers of the registry see a release that is half-way: until it is published, its version says so.
+    # Readers of the registry can see the version before the release is published: this tag says so.
     tags = {**job.spec.registry.tags, "tvmflow.status": "unpublished"}
     return registry.register(job.model, reference, run_id, tags)
 
@@ -228,7 +228,7 @@ def metrics(item: TargetResult) -> dict[str, float]:
     if coverage.share_of_time is not None:
         figures["tuned_share_of_time"] = coverage.share_of_time
     if item.choice is not None and item.choice.ratio is not None:
-        # Also where the untuned build is shipped: it says what tuning would have gained.
+        # Also where the untuned build is shipped: the ratio says how much tuning would have gained.
         figures["ratio_untuned"] = item.choice.ratio
     comparison = item.verdict.original
     if comparison is not None:

@@ -20,7 +20,7 @@ from tvmflow.source import open_session, run_session
 from tvmflow.target import Target
 
 Array = npt.NDArray[Any]
-# What is computed at import must be constant there: shapes and axes, which have one dimension and few elements.
+# Values that the importer reads must be constants: shapes and axes, which have one dimension and few elements.
 _LARGEST_SHAPE = 64
 
 

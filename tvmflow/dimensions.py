@@ -33,7 +33,7 @@ def find_dimensions(
     fixed = {name: stated[name].typical_size for name in symbols & stated.keys()}
     if not names:
         return {}
-    # The first dimension is the batch as a rule, and one the size to run it at.
+    # The first dimension usually is the batch, which runs with size one.
     batches = sorted({size for item in inputs for size in item.shape[:1] if isinstance(size, str) and size in names})
     others = [name for name in names if name not in batches]
     end = time.monotonic() + _MOST_SECONDS

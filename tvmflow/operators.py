@@ -1,4 +1,4 @@
-"""The user's own operators: what each computes, as a function of ONNX, and the converter that compiles it."""
+"""The user's own operators: each has a definition as a function of ONNX, and a converter that compiles it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class OwnOperator:
         return f"{self.function.domain}.{self.function.name}"
 
     def __call__(self, node: Any) -> Any:
-        """Convert a node."""
+        """Return the Relax expression that computes a node, a `tvmflow.compiler.onnx.Node`."""
         return self.convert(node)
 
 

@@ -258,7 +258,7 @@ def _serve_forks(imports: Sequence[str]) -> None:
     channel = _take_channel()
     with importing():
         for module in imports:
-            # The fork that needs it will say what is wrong.
+            # The fork that needs the module reports the error.
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
     own = os.getpid()
@@ -267,7 +267,7 @@ def _serve_forks(imports: Sequence[str]) -> None:
         if pid == 0:
             die_with_parent(own)
             os.environ.update(message["environment"])
-            # An import may have asked for the folder of temporary files before the environment named another.
+            # An import may have looked up the folder of temporary files before the environment named another.
             tempfile.tempdir = None
             with Path(message["log"]).open("wb") as log:
                 os.dup2(log.fileno(), 1)
@@ -276,7 +276,7 @@ def _serve_forks(imports: Sequence[str]) -> None:
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code < 0:
-            # To whoever waits for this process it has ended as the fork has.
+            # This process ends by the signal that ended the fork, so that the parent reports that signal.
             with contextlib.suppress(OSError):
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(own, -code)

@@ -21,7 +21,7 @@ from tvmflow.errors import SettingsError
 from tvmflow.stack import record
 
 _PREFIX = "TVMFLOW_"
-# An address and the credentials for it come from one place: half of each would fit neither server.
+# An address and its credentials come from the same source: a mixture would fit no server.
 _STORE = {"s3_endpoint", "s3_bucket", "s3_access_key", "s3_secret_key", "s3_session_token"}
 _FILE_VARIABLE = "TVMFLOW_SETTINGS"
 # Variables by which the processes of one run talk to each other.

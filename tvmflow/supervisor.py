@@ -19,7 +19,7 @@ from typing import IO, Any, BinaryIO, cast
 
 from tvmflow.launch import module_command
 
-# Seconds between looks whether a silent child still lives, and whether one that is waited for has ended.
+# Seconds between checks that a silent child still runs, and between checks for the end of a child.
 _LOOK_SECONDS = 0.5
 _WAIT_SECONDS = 0.02
 # A child whose pipes are closed is about to end.

@@ -145,7 +145,7 @@ def _main(bundle: Path, reply: Path) -> None:
         refusal = BundleError(f"bundle {str(bundle)!r} cannot run its golden sample ({words}); build it again")
         document = {"error": to_data(refusal)}
     reply.write_text(json.dumps(document))
-    # Not by way of the exit handlers of a library that is not trusted yet.
+    # Without the exit handlers of a library that is not trusted yet.
     os._exit(0)
 
 

@@ -43,7 +43,7 @@ _INTERRUPTED = 130
 _KEPT_STEPS = "finished steps are kept, and the same command continues after them"
 _KEPT_RECORDS = "the measurements are kept, and the same command continues from them"
 _UNFINISHED_MOVE = "a channel's alias may be ahead of the channel: the same command completes the move"
-# What holds after an interrupt, by command. After the others nothing is left to be continued.
+# The state after an interrupt, by command. The other commands leave no work to continue.
 _AFTER_INTERRUPT = {
     "compile": _KEPT_STEPS,
     "release": _KEPT_STEPS,

@@ -103,7 +103,7 @@ def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
             f"state folder {str(folder)!r} cannot be written ({error.strerror}); set TVMFLOW_HOME to another"
         ) from error
     os.environ["PREFECT_HOME"] = str(folder)
-    # The server keeps the state of the runs alone: logs are in the state folder already.
+    # The server keeps only the state of the runs: the state folder has the logs already.
     os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
     with socket.socket() as listening:
         # Connections wait in this socket until the server is up, so that no port has to be guessed and nothing polled.

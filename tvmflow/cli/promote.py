@@ -54,7 +54,7 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
 
 
 def _waits_for_approval(settings: "Settings", name: str, version: str, channel: str) -> bool:
-    """Whether somebody has to approve of the move first. Raises StoreError or SpecError for what does not exist."""
+    """Whether a person must approve the move first. Raises StoreError or SpecError."""
     from tvmflow import promotion
     from tvmflow.services import open_store
     from tvmflow.store import channels

@@ -59,7 +59,7 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
     if as_json:
         click.echo(json.dumps(summary.model_dump(mode="json")))
     else:
-        # In a file or a pipe there is no terminal to fit into.
+        # A file or a pipe has no terminal width.
         show(summary, settings, Console(width=None if sys.stdout.isatty() else 120))
 
 

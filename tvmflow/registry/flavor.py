@@ -112,7 +112,7 @@ def save_model(
         conda_env=_CONDA_ENV_FILE_NAME,
         python_env=_PYTHON_ENV_FILE_NAME,
         code=code,
-        # MLflow takes at loading only what was named at saving.
+        # MLflow accepts at loading only the keys that were named at saving.
         model_config=dict.fromkeys(_CONFIG),
     )
     model.model_size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -235,7 +235,7 @@ def _save_environment(
     if conda_env is not None:
         conda, requirements, constraints = _process_conda_env(conda_env)
     elif pip_requirements is None and extra_pip_requirements is None and not MLFLOW_LOCK_MODEL_DEPENDENCIES.get():
-        # MLflow would compare them with what is installed, which they are taken from: it reads all packages for that.
+        # MLflow would read all installed packages and compare them with these requirements, which come from them.
         requirements, constraints = [f"mlflow=={mlflow.__version__}", *get_default_pip_requirements()], []
         conda = _mlflow_conda_env(additional_pip_deps=requirements, install_mlflow=False)
     else:

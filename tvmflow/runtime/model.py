@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 64
 # Bytes; up to this size, copying an input into a tensor that exists is quicker than making a tensor of its memory.
 _LARGEST_COPY = 1 << 14
-# DLPack's kDLCPU, kDLCUDAHost and kDLCUDAManaged: what NumPy can read.
+# DLPack's kDLCPU, kDLCUDAHost and kDLCUDAManaged: the memory that NumPy can read.
 _HOST_MEMORY = (1, 3, 13)
 # A thread's cache of prepared calls is emptied when it holds calls of this many shapes.
 _CALL_CACHE_SIZE = 64
@@ -90,7 +90,7 @@ def _arrays(path: Path, bundle: str) -> "dict[str, Array]":
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call for inputs of certain shapes: the library's function, and for each input what makes its tensor."""
+    """A call for inputs of certain shapes: the library's function, and for each input one that makes its tensor."""
 
     function: "Callable[..., Any]"
     inputs: "tuple[Callable[[Array], Any], ...]"
@@ -426,7 +426,7 @@ class CompiledModel:
         machine, name = self.machine, self._function_for(sizes)
         with library.without_torch():
             from tvm import runtime
-        # TVM's package takes tensors of its own class, which those made before it was imported do not have.
+        # TVM's package accepts tensors of its own class only; tensors from before its import have another class.
         tensors = [
             tensor if self._remote else runtime.from_dlpack(tensor)
             for tensor in (*map(self._to_tensor, arrays.values()), *self._params)
@@ -448,7 +448,7 @@ class CompiledModel:
                 raise ValueError(f"model {self.manifest.name!r} is closed")
             with library.without_torch():
                 from tvm.runtime.vm import VirtualMachine
-            # TVM's package takes libraries of its own class, which one loaded before the package's import has not.
+            # TVM's package accepts libraries of its own class only; one loaded before its import has another class.
             self._local.machine = VirtualMachine(library.rewrap(self._library), self.device)
             self._local.calls.clear()
             self._local.functions = self._find_functions(self._lookup_of(self._local.machine))

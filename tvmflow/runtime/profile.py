@@ -15,7 +15,7 @@ from tvmflow.runtime.uri import locate
 RULE = "schedule_rule"
 """The attribute that names, in a bundle's `mod.json`, the rule that scheduled a function."""
 MACHINE = "(virtual machine)"
-"""The name of the profile's entry for what the virtual machine itself does between the compiled functions."""
+"""The name of the profile's entry for the virtual machine's own work between the compiled functions."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def parse(body: bytes, header_length: str | None, outputs: Sequence[TensorSpec])
     """
     length = len(body)
     if header_length is not None:
-        # No body has a length of more digits, and Python refuses to read numbers of thousands of them.
+        # No body's length has more digits, and Python refuses to read numbers with thousands of digits.
         is_number = header_length.isascii() and header_length.isdigit() and len(header_length) < 20
         if not is_number or int(header_length) > len(body):
             raise InputError(f"{HEADER_LENGTH} is {header_length!r}, expected the length in bytes of the JSON")

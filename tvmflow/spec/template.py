@@ -31,7 +31,7 @@ model:                          # exactly one of factory, pt2, onnx, mlflow
 # train:                        # makes the weights of the factory's model
 #   function: train:train       # function(output: Path, **arguments) writes a state dict
 #   arguments: {{epochs: 5}}
-#   reads: [data.csv]           # files whose change trains anew
+#   reads: [data.csv]           # when one of these files changes, the model is trained again
 
 inputs:
   - name: input
@@ -66,7 +66,7 @@ targets: [native]               # {presets}
 #   fast_algorithms: allow      # forbid: without Winograd's and Strassen's, which multiply less and round more
 
 tune:
-  trials: 0                     # total over all workloads; or minutes: 10; or until: 2%, what another minute must save
+  trials: 0                     # total over all workloads; or minutes: 10; or until: 2%, the saving of a further minute
   # tuner: xgb                  # xgb | ga | random | grid
   # early_stopping: 256         # leave a workload alone after so many trials that were not faster
   # seed: 0
@@ -99,7 +99,7 @@ validate:
 #   max_bundle_mb: 200
 #   unverified_targets: refuse  # targets this machine cannot run: refuse | allow
 
-# channels:                     # pointers that devices follow, and what it takes to move each; none: any, freely
+# channels:                     # pointers that devices follow, and the conditions to move each; none: any name is free
 #   staging: {{automatic: true}}  # every release is promoted to it
 #   production:
 #     automatic: false
@@ -113,7 +113,7 @@ validate:
 #       min_metric: 0.9
 
 # retrain:                      # when a retrained model is released: needs train and validate.task
-#   channel: production         # what it holds is the champion
+#   channel: production         # the release that it holds is the champion
 #   min_gain: 0.0               # how much better on the held-out data the new model must be; may be negative
 #   source: {name}-source       # the model of the MLflow registry that it becomes a version of
 

@@ -82,7 +82,7 @@ def up(options: StackOptions) -> list[Status]:
         record.write(
             options.state, replace(previous, ports=dict(plan.ports), database=plan.database, settings=settings)
         )
-        # The receiver reads which release files there are when it starts.
+        # The receiver reads the list of release files when it starts.
         stale = {"receiver"} if settings.get("models") != previous.settings.get("models") else set()
         names = [name for name in plan.ports if models or name != "receiver"]
         new_servers: list[str] = []
@@ -162,7 +162,7 @@ def end(state: Path, names: Iterable[str]) -> None:
     while time.monotonic() < deadline and any(_list_processes(server) for server in ending.values()):
         time.sleep(_POLL_SECONDS)
     for server in ending.values():
-        # Until none is left: one that is about to be killed may just have started another.
+        # Repeated until no process is left, because a process may start another just before it is killed.
         while processes := _list_processes(server):
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -159,7 +159,7 @@ def birth(pid: int) -> str | None:
     been reaped counts as ended.
     """
     try:
-        # The name, in parentheses, may hold anything, spaces and parentheses too.
+        # The name, in parentheses, may hold any characters, also spaces and parentheses.
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         system = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -28,12 +28,12 @@ _PREFECT = {
     "DO_NOT_TRACK": "1",
     "PREFECT_LOGGING_COLORS": "false",
 }
-# Seconds. SQLite has one writer at a time, and on a busy machine the others wait for long.
+# Seconds. SQLite has one writer at a time; on a busy machine the others wait many seconds.
 _PREFECT_SQLITE = {
     "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
     "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60",
 }
-# A requested run should start within seconds, not after Prefect's ten.
+# A requested run should start within seconds; Prefect's default is ten.
 _WORKER_QUERY_SECONDS = "3"
 
 

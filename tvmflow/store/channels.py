@@ -22,8 +22,8 @@ from tvmflow.store.releases import ReleaseStore
 
 # Raised whenever a reader of the previous number could misread a pointer of the new number.
 FORMAT = 1
-# An embedded server on a folder that another one writes may for some milliseconds give the new content in the old
-# length, or say that there is nothing; a busy one overlooks for up to a second what was just written.
+# While another server writes the folder, an embedded server may return the new content cut to the old length, or no
+# object, for some milliseconds; a busy one may overlook a new object for up to a second.
 _MAX_LOOKS = 20
 _MAX_LOOKS_FOR_ABSENT = 5
 
@@ -43,7 +43,7 @@ class Move:
     id: str
     """Random, so that no two moves are the same."""
     rollback: bool = False
-    """Whether it went back to what the channel held before."""
+    """Whether the move is a rollback, to a version that the channel held before."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,10 @@ def move(
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         latest = Move(who, now, current_version, version, why, secrets.token_hex(8), rollback)
         after = Pointer(name, channel, version, (*(before.history if before else ()), latest))
-        # A refusal is not an error here: when the first of two tries of a request was lost on its way back, the second
-        # is refused because of the first. The pointer that is read back decides.
+        # A refusal is not an error here: when the answer to the first try of a request is lost, the server refuses the
+        # second try because of the first. The pointer that is read back decides.
         store.objects.put_if_unchanged(key, _encode(after), etag)
-        # By then every server on the same storage has seen it, and no other mover looks before.
+        # After this time every server on the same storage shows the pointer; no other mover reads it earlier.
         time.sleep(SETTLE_SECONDS)
         pointer = find(store, name, channel)
         for _ in range(_MAX_LOOKS):
@@ -181,7 +181,7 @@ def claim(store: ReleaseStore, name: str, channel: str, who: str) -> Iterator[No
                     f"The channel {name}@{channel} is being moved by {rival} ({store.objects.uri(rivals[0])}): try "
                     f"again, at the latest in {claims.LIFETIME.seconds // 60} minutes if that mover was killed."
                 )
-            # All of them: a busy rclone may answer a deletion and not do it.
+            # Earlier claims are withdrawn again: a busy rclone may confirm a deletion and not do it.
             claims.withdraw_claims(store.objects, own_claims)
             claims.pause_before_retry()
         yield

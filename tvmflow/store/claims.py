@@ -20,7 +20,7 @@ from tvmflow.store.objects import SETTLE_SECONDS, ObjectStore
 PATIENCE_SECONDS = 15.0
 """How long a writer tries to be alone."""
 LIFETIME = datetime.timedelta(minutes=15)
-"""Far above what the few small requests under a claim can take: an older claim was left by a writer that died."""
+"""Far longer than the few small requests under a claim take: an older claim was left by a writer that died."""
 _LONGEST_PID = 10
 
 
@@ -44,7 +44,7 @@ def list_claims(objects: ObjectStore, prefix: str) -> list[str]:
 def withdraw_claims(objects: ObjectStore, claims: Collection[str]) -> None:
     """Delete claims by their keys; a claim that cannot be deleted stays until it is void."""
     for claim in claims:
-        # A claim that stays makes others wait at most, and a publisher may lack the right to delete.
+        # A claim that stays only makes others wait, and a publisher may lack the right to delete.
         with contextlib.suppress(StoreError):
             objects.delete(claim, "withdrawing a claim")
 

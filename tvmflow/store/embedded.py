@@ -65,8 +65,8 @@ def server_command(data: Path, address: str) -> list[str]:
         *("--addr", address),
         # No file: neither the user's own remotes nor a password prompt.
         *("--config", ""),
-        # How late objects of other servers appear. Not less: at 0 rclone 1.75 soon spins in the timers of this cache
-        # and stops answering, at 1 ms they keep a core busy.
+        # The delay after which other servers' objects appear. With 0, rclone 1.75 soon spins in the timers of this
+        # cache and stops answering; with 1 ms they keep a core busy.
         *("--dir-cache-time", "10ms", "--vfs-cache-mode", "off"),
         # Removing a folder that has become empty would race with a writer that is about to use it.
         "--no-cleanup",

@@ -173,7 +173,7 @@ class ObjectStore:
                     case 409 | 412:
                         return False
                     case 501:
-                        # The server does not know the condition; the writer's claim has to do.
+                        # The server has no conditional writes; the writer's claim protects the object.
                         self.put(key, content, f"writing {key}")
                     case _:
                         raise
@@ -199,7 +199,7 @@ class ObjectStore:
                     Bucket=bucket, Key=full_key, UploadId=upload, MultipartUpload={"Parts": uploaded_parts}
                 )
             except BaseException:
-                # The first error is the one to raise; the server expires what cannot be withdrawn now.
+                # The first error is the one to raise; the server expires an upload that cannot be withdrawn now.
                 with contextlib.suppress(Exception):
                     self.s3.abort_multipart_upload(Bucket=bucket, Key=full_key, UploadId=upload)
                 raise

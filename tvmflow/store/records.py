@@ -9,7 +9,7 @@ from tvmflow.store.objects import ObjectStore
 from tvmflow.store.releases import ReleaseStore
 
 _FOLDER = "records/"
-# A run that tunes has better to do than to wait for a server that is gone.
+# A tuning run should not wait long for a server that is gone.
 _READ_TIMEOUT, _ATTEMPTS = 10.0, 2
 
 

@@ -16,7 +16,7 @@ from tvmflow.store.documents import decode, encode, list_references
 from tvmflow.store.keys import NAME, blob_key, numeric_order, release_key, require_name
 from tvmflow.store.objects import ObjectStore
 
-# A check answers a waiting person: a server that accepts connections and then says nothing is given up soon.
+# A person waits for the check, so a server that accepts connections but does not answer fails soon.
 _CHECK_READ_TIMEOUT = 4.0
 
 
@@ -190,7 +190,7 @@ class ReleaseStore:
                         f"{self.objects.uri(key)} is missing right after it was written: check the server's disk and "
                         "log, then publish again."
                     )
-            # Also those of earlier rounds: a busy rclone may answer a deletion and not do it.
+            # Claims of earlier rounds, too: a busy rclone may confirm a deletion and not do it.
             claims.withdraw_claims(self.objects, own_claims)
             if published is not None:
                 self._require_same(key, published, document)

@@ -17,7 +17,7 @@ PATH = "/webhooks/mlflow"
 SIGNATURE_HEADER = "X-MLflow-Signature"
 DELIVERY_HEADER = "X-MLflow-Delivery-Id"
 TIMESTAMP_HEADER = "X-MLflow-Timestamp"
-# MLflow signs once and repeats the same delivery for some seconds; clocks differ.
+# MLflow signs a delivery once and repeats it for some seconds; clocks differ.
 MAX_AGE_SECONDS = 300
 _VERSION = "v1"
 _MAX_ID = 100
@@ -74,7 +74,7 @@ def read_delivery(secret: str, headers: Mapping[str, str], body: bytes, now: flo
     """
     delivery, timestamp = headers.get(DELIVERY_HEADER, ""), headers.get(TIMESTAMP_HEADER, "")
     signature = headers.get(SIGNATURE_HEADER, "")
-    # As bytes: a header may hold what is not ASCII, which strings are not compared with in constant time.
+    # As bytes: compare_digest accepts only ASCII strings, and a header may hold other characters.
     if not hmac.compare_digest(sign(secret, delivery, timestamp, body).encode(), signature.encode()):
         raise DeliveryError(401, "the signature is wrong")
     if not _SECONDS.fullmatch(timestamp) or abs(now - int(timestamp)) > MAX_AGE_SECONDS:
