@@ -233,7 +233,7 @@ MODEL.onnx` says the same of the operators of one model ([Check a model](../how-
 |---|---|
 | `fast` | a schedule rule takes it, or it is fused into a neighbour (`fused`), or it has a kernel of its own |
 | `fallback` | it is compiled by the general schedule: right, but slower |
-| `folded` | its result is known at import |
+| `folded` | its result is known at import, or the nodes of its graphs are imported in its place |
 | `compiled` | it is imported; none of ONNX's own examples tells by which rule |
 | `refused` | the model cannot be compiled, for the reason given |
 

@@ -38,10 +38,10 @@ _OWN = "own kernel"
 _NO_RULE = "no schedule rule is for its loops: they are only vectorised and spread over the cores"
 _NO_BLOCKS = "TVM computes it in one serial loop nest that no rule can schedule"
 _FUSED = "element-wise: it is computed together with the operator before or after it"
-_INSIDE = "it is within a control-flow operator, and is not judged by itself"
 _NO_SHAPE = "the shapes of its operands are not known at import"
 _NOT_ALONE = "it cannot be compiled by itself"
 _MOVES = "it moves data: its loops are vectorised and spread over the cores, without a rule of their own"
+_FOLDED = "known at import, or the nodes of its graphs stand in its place: nothing is computed"
 _CONTROL = "the virtual machine runs its graphs"
 
 
@@ -217,27 +217,17 @@ def _rows_without_code(survey: Survey) -> "Iterator[_Row]":
     for record in survey.nodes:
         node, name = record.node, node_name(record.node)
         if record.status == "folded":
-            yield _Row(operator_name(node), "folded", "", "known at import: nothing is computed", "", 1, name, None)
+            yield _Row(operator_name(node), "folded", "", _FOLDED, "", 1, name, None)
         elif record.status == "unexamined":
-            reason = "it reads what a refused node would compute"
+            reason = "it reads what a refused node would compute, or has such a node within"
             yield _Row(operator_name(node), "unexamined", "", reason, "", 1, name, None)
         elif record.status == "converted" and _has_graphs(node):
             yield _Row(operator_name(node), "fallback", "control flow", _CONTROL, "", 1, name, None)
-            for inner in _inner_nodes(node):
-                yield _Row(operator_name(inner), "unexamined", "", _INSIDE, "", 1, node_name(inner), None)
         elif record.status == "converted" and not _is_judged_alone(record):
             yield _Row(operator_name(node), "unexamined", "", _NO_SHAPE, "", 1, name, None)
     for refusal in survey.refusals:
         if refusal.operator:
             yield _Row(refusal.operator, "refused", "", refusal.reason, refusal.advice, 1, refusal.node, None)
-
-
-def _inner_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            for inner in attribute.g.node:
-                yield inner
-                yield from _inner_nodes(inner)
 
 
 # -- Lowering one node of each kind ------------------------------------------------------------------------------------

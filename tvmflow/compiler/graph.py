@@ -15,6 +15,7 @@ from tvm.tirx import PrimFunc
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.passes import lower_passes
+from tvmflow.compiler.passes.calls import bind_constant_arguments, calls_of, change_calls
 from tvmflow.target import Precision, Target
 
 # Constants with fewer elements stay in the program when weights are kept apart.
@@ -50,7 +51,7 @@ def lower_module(
     params = {name: tvm.runtime.tensor(value) for name, value in imported.params.items()}
     variables = imported.mod["main"].params[len(imported.inputs) :]
     values = {variable: params[name] for variable, name in zip(variables, imported.params, strict=True)}
-    mod = relax.transform.BindParams("main", values)(imported.mod)
+    mod = bind_constant_arguments(relax.transform.BindParams("main", values)(imported.mod))
     for sizes in variants:
         variant = relax.transform.BindSymbolicVars(dict(sizes), "main")(mod)["main"]
         name = variant_name(sizes)
@@ -102,26 +103,43 @@ def _flops(func: PrimFunc) -> float:
 def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.ndarray[Any, Any]]]:
     """Turn the large constants of `main` and its variants into parameters that follow the inputs.
 
-    Returns the module, and the constants by parameter name in the order of the parameters. Every function takes all of
-    them, and equal constants are one parameter. Constants of fewer than `SMALLEST_WEIGHT` elements stay in the
-    functions.
+    Returns the module, and the constants by parameter name in the order of the parameters. `main` and its variants take
+    all of them, functions that these call what they need, and equal constants are one parameter. Constants of fewer
+    than `SMALLEST_WEIGHT` elements stay in the functions.
     """
     hoister = _HoistWeights(lowered)
-    functions = {
-        variable: hoister.visit_expr(function)
-        for variable, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint))
-        if isinstance(function, relax.Function)
+    functions, needs = {}, {}
+    for variable, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint)):
+        if isinstance(function, relax.Function):
+            hoister.weights = set()
+            functions[variable], needs[variable] = hoister.visit_expr(function), hoister.weights
+    callees = {
+        variable: {call.op for call in calls_of(function, functions)} for variable, function in functions.items()
     }
-    for variable, function in functions.items():
-        weights = list(hoister.variables)
-        function_with_weights = relax.Function(
-            [*function.params, *weights], function.body, function.ret_ty, function.is_pure, function.attrs
+    while any(needs[variable] < needs[variable] | needs[callee] for variable in needs for callee in callees[variable]):
+        for variable in needs:
+            needs[variable] = needs[variable].union(*(needs[callee] for callee in callees[variable]))
+    callees_of_all = set().union(*callees.values())
+    weights = {
+        variable: [
+            weight for weight in hoister.variables if variable not in callees_of_all or weight in needs[variable]
+        ]
+        for variable in functions
+    }
+    with_weights = {
+        variable: relax.Function(
+            [*function.params, *weights[variable]], function.body, function.ret_ty, function.is_pure, function.attrs
         )
-        # The hoister uses one variable for a weight everywhere; a variable belongs to one function.
-        hoister.builder_.update_func(variable, relax.utils.copy_with_new_vars(function_with_weights))
+        for variable, function in functions.items()
+    }
+    with_weights = change_calls(with_weights, lambda call: [*call.args, *weights[call.op]])
+    # The hoister uses one variable for a weight everywhere; a variable belongs to one function.
+    apart = {variable: relax.utils.copy_with_new_vars(function) for variable, function in with_weights.items()}
+    others = {variable: func for variable, func in lowered.functions_items() if variable not in functions}
     values = [constant.value.numpy() for constant in hoister.constants]
     names = [variable.name for variable in hoister.variables]
-    return hoister.builder_.get(), dict(zip(names, values, strict=True))
+    mod = tvm.IRModule({**others, **apart}, attrs=lowered.attrs)
+    return mod, dict(zip(names, values, strict=True))
 
 
 @mutator
@@ -130,6 +148,7 @@ class _HoistWeights(PyExprMutator):  # type: ignore[misc]
         super().__init__(mod)
         self.variables: list[relax.Var] = []
         self.constants: list[tvm.ir.GenericConst] = []
+        self.weights: set[relax.Var] = set()
         self._variable_of: dict[tuple[str, tuple[int, ...], bytes], relax.Var] = {}
 
     def visit_generic_const_(self, op: tvm.ir.GenericConst) -> relax.Expr:
@@ -141,4 +160,5 @@ class _HoistWeights(PyExprMutator):  # type: ignore[misc]
             self._variable_of[key] = relax.Var(f"weight_{len(self.variables)}", op.ty)
             self.variables.append(self._variable_of[key])
             self.constants.append(op)
+        self.weights.add(self._variable_of[key])
         return self._variable_of[key]

@@ -15,26 +15,29 @@ import onnx
 import onnx.inliner
 import tvm
 from onnx import numpy_helper
-from onnx.reference import ReferenceEvaluator
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax.frontend.onnx import onnx_frontend
 
 from tvmflow.bundle import TensorSpec
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import (
     BROADCASTING,
+    CONTROL,
     CONVERTERS,
     FOLDED,
     NOT_STANDARD,
     TAKES_SIZES,
     Converter,
+    FreeSizeError,
     Node,
     UnsupportedFormError,
     const,
     is_static,
 )
-from tvmflow.compiler.onnx.broadcasting import agree, agree_but_for, agree_in_product, cast_to
-from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
+from tvmflow.compiler.onnx.broadcasting import agree, agree_along, agree_but_for, agree_in_product, cast_to
+from tvmflow.compiler.onnx.control import Value
+from tvmflow.compiler.onnx.node import inner_nodes, nodes_of
+from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise, run_reference
 from tvmflow.compiler.onnx.values import dims_of
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.onnx_domains import with_own_domain
@@ -48,7 +51,7 @@ _SMALL_TYPES = {
     if name.startswith(("FLOAT8", "FLOAT4", "FLOAT6")) or name in ("INT4", "UINT4", "INT2", "UINT2")
 }
 # The operators of the standard that TVM's importer takes. It does not look at domains.
-_STANDARD = onnx_frontend._get_convert_map().keys() - NOT_STANDARD | {"If", "Constant"}
+_STANDARD = onnx_frontend._get_convert_map().keys() - NOT_STANDARD | {"Constant"}
 # The operators of ONNX Runtime on tensors in blocks of channels.
 _LAYOUT_DOMAIN = "com.microsoft.nchwc"
 # Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
@@ -176,11 +179,11 @@ def survey_onnx(
         _constants_to_initializers(graph)
         with warnings.catch_warnings(), contextlib.redirect_stdout(output):
             warnings.simplefilter("ignore")
-            mod = importer.from_onnx(graph, opset)
+            mod = importer.import_model(opset)
     except Exception as error:  # TVM raises every kind of exception for graphs that it does not expect.
         if not importer.records:
             # The inputs already are in the way; the nodes are none the less looked through.
-            importer.refusals.extend(_missing_converter(node) for node in _nodes(graph) if not importer.takes(node))
+            importer.refusals.extend(_missing_converter(node) for node in nodes_of(graph) if not importer.takes(node))
         if not importer.refusals:
             importer.refusals.append(Refusal("", "", f"TVM cannot import the model: {shorten(error)}", _advice(inputs)))
     free: dict[str, list[tuple[str, int]]] = {}
@@ -194,7 +197,7 @@ def survey_onnx(
         nodes=tuple(importer.records),
         free={name: tuple(places) for name, places in free.items()},
         opset=opset,
-        imported=None if importer.refusals or mod is None else _imported(mod, graph, inputs),
+        imported=None if importer.refusals or mod is None else _imported(mod, importer, inputs),
         inputs=importer.input_variables(),
         params=importer.params(),
         convert=importer.convert_alone,
@@ -202,22 +205,17 @@ def survey_onnx(
     )
 
 
-def _imported(mod: tvm.IRModule, graph: onnx.GraphProto, inputs: Sequence[onnx.ValueInfoProto]) -> Imported:
-    """The module that TVM's importer made, with its weights apart."""
-    if any(node.op_type == "If" for node in graph.node):
-        # TVM's importer makes no dataflow block of a graph with branches, and FuseOps fuses within such blocks alone.
-        mod = relax.transform.ConvertToDataflow()(mod)
-    params = [value.numpy() for value in mod["main"].attrs.get("params", [])]
-    names = [variable.name for variable in mod["main"].params][len(inputs) :]
-    main = mod["main"].without_attr("params") if params else mod["main"]
-    mod.update_func(mod.get_global_var("main"), main)
+def _imported(mod: tvm.IRModule, importer: "_Importer", inputs: Sequence[onnx.ValueInfoProto]) -> Imported:
+    """The importer's module, with its weights apart."""
+    main = mod["main"]
+    names = [variable.name for variable in main.params][len(inputs) :]
     input_types = [variable.ty for variable in main.params[: len(inputs)]]
     output_types = list(main.ret_ty.fields) if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
     return Imported(
         mod,
-        dict(zip(names, params, strict=True)),
+        {name: importer.params()[name][1].numpy() for name in names},
         tuple(_spec(value.name, ty) for value, ty in zip(inputs, input_types, strict=True)),
-        tuple(_spec(value.name, ty) for value, ty in zip(graph.output, output_types, strict=True)),
+        tuple(_spec(value.name, ty) for value, ty in zip(importer.graph.output, output_types, strict=True)),
     )
 
 
@@ -328,20 +326,6 @@ def _apply_shapes(
     return changes
 
 
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """The nodes of a graph and of the graphs in their attributes."""
-    for node in graph.node:
-        yield from _with_inner(node)
-
-
-def _with_inner(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    """A node and the nodes of the graphs in its attributes."""
-    yield node
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield from _nodes(attribute.g)
-
-
 def _expand_functions(label: str, model: onnx.ModelProto, own: Collection[str]) -> onnx.ModelProto:
     """Inline the model's functions but for `own`, and ONNX's function bodies of operators that have no converter.
 
@@ -351,11 +335,11 @@ def _expand_functions(label: str, model: onnx.ModelProto, own: Collection[str]) 
         if model.functions:
             defaults = {(item.domain, item.name): list(item.attribute_proto) for item in model.functions}
             inner = [node for item in model.functions for node in item.node]
-            for node in (*_nodes(model.graph), *inner):
+            for node in (*nodes_of(model.graph), *inner):
                 _add_defaults(node, defaults.get((node.domain, node.op_type), []))
             names = [(item.domain, item.name) for item in model.functions if f"{item.domain}.{item.name}" in own]
             model = onnx.inliner.inline_selected_functions(model, names, True)
-        while nodes := [node for node in _nodes(model.graph) if not has_converter(node) and is_function(node)]:
+        while nodes := [node for node in nodes_of(model.graph) if not has_converter(node) and is_function(node)]:
             for node in nodes:
                 schema = onnx.defs.get_schema(node.op_type)
                 _add_defaults(node, [attribute.default_value for attribute in schema.attributes.values()])
@@ -398,7 +382,7 @@ def is_function(node: onnx.NodeProto) -> bool:
 def has_converter(node: onnx.NodeProto) -> bool:
     """Whether TVM's importer or ours has a converter for the node's operator."""
     name = operator_name(node)
-    return name in CONVERTERS or name in _STANDARD
+    return name in CONVERTERS or name in CONTROL or name in _STANDARD
 
 
 def operator_name(node: onnx.NodeProto) -> str:
@@ -441,7 +425,7 @@ def _type_refusals(graph: onnx.GraphProto) -> list[Refusal]:
     ]
     types = {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
     types |= {tensor.data_type for tensor in graph.initializer}
-    for node in _nodes(graph):
+    for node in nodes_of(graph):
         types |= {attribute.i for attribute in node.attribute if attribute.name in ("to", "output_dtype")}
     small = sorted(onnx.TensorProto.DataType.Name(item) for item in types & _SMALL_TYPES)
     if small:
@@ -450,12 +434,8 @@ def _type_refusals(graph: onnx.GraphProto) -> list[Refusal]:
     return refusals
 
 
-class _RefusedNodes(Exception):
-    """A node, or nodes in the graphs of its attributes, have operators without a converter."""
-
-    def __init__(self, refusals: list[Refusal]) -> None:
-        super().__init__(refusals)
-        self.refusals = refusals
+class _NoConverterError(Exception):
+    """A node's operator has no converter."""
 
 
 class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
@@ -471,6 +451,8 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     ) -> None:
         super().__init__({}, None, keep_params_in_input=True)
         self._own = own
+        self.bb: relax.BlockBuilder
+        self._nodes: dict[str, relax.Expr]
         self.refusals: list[Refusal] = []
         self.records: list[NodeRecord] = []
         self.is_operator_error = False
@@ -478,10 +460,14 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._unexamined: set[str] = set()
         self._inferred: dict[str, onnx.TypeProto.Tensor] | None = None
         self._model = model
-        self._evaluator = SizeEvaluator()
+        self.evaluator = SizeEvaluator()
+        self._control_nodes = 0
+        self._functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
+        # Pairs of sizes by the value that says whether they are equal.
+        self._equalities: dict[str, tuple[Any, Any]] = {}
         # The values that are known at import but for the free sizes in them.
         self._sizes_by_name: dict[str, Sizes] = {}
-        graph = self._graph = model.graph
+        graph = self.graph = model.graph
         self._sizes = sizes
         # The shapes that the exporter recorded, by node, for values whose shape TVM's inference loses.
         recorded = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output)}
@@ -491,23 +477,123 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             if node.name and len(node.output) == 1 and node.output[0] in recorded
         }
 
+    def import_model(self, opset: int) -> tvm.IRModule:
+        """Import the graph as `main`, which takes the inputs and then the weights that are read."""
+        self.opset = opset
+        self._parse_graph_initializers(self.graph)
+        self._parse_graph_input(self.graph)
+        inputs = list(self.input_variables())
+        with self.bb.function("main", params=inputs):
+            with self.bb.dataflow():
+                self._construct_nodes(self.graph)
+                outputs = [
+                    self._in_symbols_of_inputs(self.tensor(self.value(output.name))) for output in self.graph.output
+                ]
+                output = self.bb.emit_output(outputs[0] if len(outputs) == 1 else relax.Tuple(outputs))
+            self.bb.emit_func_output(output)
+        mod = self.bb.get()
+        main = mod["main"]
+        used = set(relax.analysis.free_vars(main))
+        weights = [variable for variable, _ in self._params.values() if variable in used]
+        main = relax.Function([*inputs, *weights], main.body, main.ret_ty, attrs=main.attrs)
+        others = {variable: func for variable, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
+        return tvm.IRModule({mod.get_global_var("main"): main, **others, **self._functions}, attrs=mod.attrs)
+
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:
             array = numpy_helper.to_array(tensor)
             smallest = _SMALLEST_INTEGER_WEIGHT if array.dtype.kind in "iub" else _SMALLEST_WEIGHT
-            if array.size < smallest:
-                self._nodes[tensor.name] = const(array)
-                continue
-            variable = self._new_var(tensor.name, shape=array.shape, dtype=str(array.dtype))
-            self._nodes[tensor.name] = variable
-            self._params[tensor.name] = (variable, tvm.runtime.tensor(np.asarray(array, order="C")))
+            self._nodes[tensor.name] = const(array) if array.size < smallest else self._weight(tensor.name, array)
+
+    def _weight(self, name: str, array: np.ndarray[Any, Any]) -> relax.Var:
+        """The parameter for a weight; graphs of branches may have different weights of one name."""
+        while name in self._params:
+            variable, value = self._params[name]
+            if str(value.dtype) == str(array.dtype) and np.array_equal(value.numpy(), array, equal_nan=True):
+                return variable
+            name = f"{name}_"
+        variable = self._new_var(name, shape=array.shape, dtype=str(array.dtype))
+        self._params[name] = (variable, tvm.runtime.tensor(np.asarray(array, order="C")))
+        return variable
+
+    # -- What control flow needs; see `control.Importer` ---------------------------------------------------------------
+
+    def has_value(self, name: str) -> bool:
+        """Return whether a value has this name."""
+        return name in self._nodes
+
+    def value(self, name: str) -> Value:
+        """Return a value of the graph."""
+        return Value(self._nodes[name], self._sizes_by_name.get(name))
+
+    def set_value(self, name: str, value: Value) -> None:
+        """Give a name to a value."""
+        self._nodes[name] = value.expr
+        self._sizes_by_name.pop(name, None)
+        if value.sizes is not None:
+            self._sizes_by_name[name] = value.sizes
+
+    def tensor(self, value: Value) -> relax.Expr:
+        """Return a value as a tensor: sizes that are known at import are computed for this use."""
+        if value.sizes is not None:
+            return materialise(self.bb, value.sizes)
+        if isinstance(value.expr, relax.ShapeExpr):
+            return self.bb.emit(relax.op.shape_to_tensor(value.expr))
+        if tvm.ir.is_prim_expr(value.expr):
+            return materialise(self.bb, self.evaluator.shape([value.expr]), ())
+        return value.expr
+
+    def elements(self, value: Value) -> np.ndarray[Any, Any] | None:
+        """Return the elements of a value that are known at import; None for others."""
+        return self._value_at_import(value.expr)
+
+    def equal_sizes(self, name: str) -> tuple[Any, Any] | None:
+        """Return the two sizes of which a value says whether they are equal; None for others."""
+        return self._equalities.get(name)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Forget at the end the names that are given within."""
+        names = (self._nodes, self._sizes_by_name, self._equalities)
+        self._nodes, self._sizes_by_name, self._equalities = (dict(those) for those in names)
+        try:
+            yield
+        finally:
+            self._nodes, self._sizes_by_name, self._equalities = names
+
+    def import_graph(self, graph: onnx.GraphProto, inputs: Sequence[Value]) -> list[Value]:
+        """Import the nodes of an inner graph; return its outputs."""
+        self._parse_graph_initializers(graph)
+        for name, value in zip(graph.input, inputs, strict=True):
+            self.set_value(name.name, value)
+        self._construct_nodes(graph)
+        return [self.value(output.name) for output in graph.output]
+
+    def attempt(self) -> Callable[[], None]:
+        """Return a function that forgets the nodes and functions since then."""
+        nodes, refusals, functions = len(self.records), len(self.refusals), dict(self._functions)
+
+        def forget() -> None:
+            del self.records[nodes:], self.refusals[refusals:]
+            self._functions = functions
+
+        return forget
+
+    def add_function(self, variable: tvm.ir.GlobalVar, function: relax.Function) -> None:
+        """Add a function to the module."""
+        self._functions[variable] = function
+
+    def unique_name(self, name: str) -> str:
+        """Return a name that no function of the module has."""
+        self._control_nodes += 1
+        return f"{name}_{self._control_nodes}"
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         """Do nothing: `_construct_nodes` checks each node."""
 
     def _parse_graph_input(self, graph: onnx.GraphProto) -> None:
         super()._parse_graph_input(graph)
-        self._evaluator.declare(self._symbols().values())
+        self.evaluator.declare(self._symbols().values())
 
     def takes(self, node: onnx.NodeProto) -> bool:
         """Whether there is a converter for the node's operator."""
@@ -515,7 +601,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def input_variables(self) -> tuple[relax.Var, ...]:
         """The graph's inputs, without its weights."""
-        weights = {tensor.name for tensor in self._graph.initializer}
+        weights = {tensor.name for tensor in self.graph.initializer}
         return tuple(value for name, value in self._inputs.items() if name not in weights)
 
     def params(self) -> Mapping[str, tuple[relax.Var, Any]]:
@@ -535,44 +621,41 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     def _construct_nodes(self, graph: onnx.GraphProto) -> None:
         for node in graph.node:
             operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
-            reads = {name for inner in _with_inner(node) for name in inner.input}
+            reads = {name for inner in (node, *inner_nodes(node)) for name in inner.input}
             depends = bool(reads & self._unexamined)
-            refusals: list[Refusal] = []
+            before = len(self.refusals)
+            refusal: Refusal | None = None
             status: Literal["converted", "folded", "refused", "unexamined"] = "converted"
             try:
                 is_folded = self._construct_node(node)
                 status = "folded" if is_folded or self._is_known(node) else "converted"
-            except _RefusedNodes as error:
-                refusals, status = error.refusals, "refused"
-                self.is_operator_error = True
             except Exception as error:  # TVM's converters raise every kind of exception for graphs they do not expect.
-                if depends:
+                if not isinstance(error, _NoConverterError) and (depends or len(self.refusals) > before):
+                    # What is in the way is a node before it, or within it.
                     status = "unexamined"
                 else:
-                    refusals, status = [self._refusal(node, error)], "refused"
-            if depends or status == "refused":
+                    refusal, status = self._refusal(node, error), "refused"
+                    self.refusals.append(refusal)
+            if depends or len(self.refusals) > before:
                 self._unexamined.update(node.output)
             if status in ("refused", "unexamined"):
                 for name in node.output:
                     self._nodes[name] = self._placeholder(name)
-            self.refusals.extend(refusals)
-            self.records.append(NodeRecord(node, operands, status, refusals[0] if refusals else None))
-        if graph is self._graph:
-            for output in graph.output:
-                self._nodes[output.name] = self._in_symbols_of_inputs(self._tensor(output.name))
+            self.records.append(NodeRecord(node, operands, status, refusal))
 
     def _construct_node(self, node: onnx.NodeProto) -> bool:
         """Import one node; return whether its results are known, so that nothing is left to compute."""
-        if self._fold(node) or self._evaluate(node) or self._take_branch(node):
+        if self._fold(node) or self._evaluate(node):
             return True
-        missing = [inner for inner in _with_inner(node) if not self.takes(inner)]
-        if missing:
-            raise _RefusedNodes([_missing_converter(inner) for inner in missing])
+        if not self.takes(node):
+            raise _NoConverterError
+        if node.op_type in CONTROL and node.domain in ("", "ai.onnx"):
+            return CONTROL[node.op_type](self, node)
         operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
         takes_sizes = TAKES_SIZES.get(operator_name(node), ())
         for place, name in enumerate(node.input):
             if name in operands and place not in takes_sizes:
-                self._nodes[name] = self._tensor(name)
+                self._nodes[name] = self.tensor(self.value(name))
         self._let_agree(node)
         try:
             self._convert_node(node)
@@ -592,24 +675,13 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         inputs = [self._nodes[name] for name in node.input]
         self._nodes[node.output[0]] = self._convert_operator("Tile", inputs, {}, self.opset)
 
-    def _tensor(self, name: str) -> relax.Expr:
-        """A value as a tensor: sizes that are known at import are computed for this use."""
-        sizes, value = self._sizes_by_name.get(name), self._nodes[name]
-        if sizes is not None:
-            return materialise(self.bb, sizes)
-        if isinstance(value, relax.ShapeExpr):
-            return self.bb.emit(relax.op.shape_to_tensor(value))
-        if tvm.ir.is_prim_expr(value):
-            return materialise(self.bb, self._evaluator.shape([value]), ())
-        return value
-
     def _in_symbols_of_inputs(self, value: relax.Expr) -> relax.Expr:
         """A tensor whose dimensions are expressions of the inputs' dimensions, as a caller knows no others."""
         dims = dims_of(value) if isinstance(value.ty, relax.TensorType) else None
-        sizes = [self._evaluator.expression(size) for size in dims or ()]
+        sizes = [self.evaluator.expression(size) for size in dims or ()]
         if all(size is other for size, other in zip(sizes, dims or (), strict=True)):
             return value
-        if all(self._evaluator.are_equal(*pair) for pair in zip(sizes, dims or (), strict=True)):
+        if all(self.evaluator.are_equal(*pair) for pair in zip(sizes, dims or (), strict=True)):
             return value
         return cast_to(self.bb, value, sizes)
 
@@ -618,12 +690,18 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         names = [name for name in node.input if name]
         operands = [self._nodes[name] for name in names]
         if operator_name(node) in BROADCASTING:
-            operands = agree(self.bb, operands, self._evaluator)
+            operands = agree(self.bb, operands, self.evaluator)
         elif node.op_type == "Concat":
             axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
-            operands = agree_but_for(self.bb, operands, axis, self._evaluator)
+            operands = agree_but_for(self.bb, operands, axis, self.evaluator)
         elif node.op_type == "MatMul":
-            operands = agree_in_product(self.bb, operands, self._evaluator)
+            operands = agree_in_product(self.bb, operands, self.evaluator)
+        elif node.op_type in ("GRU", "LSTM", "RNN"):
+            places = [place for place in (0, 5, 6) if place < len(node.input) and node.input[place]]
+            layout = next((attribute.i for attribute in node.attribute if attribute.name == "layout"), 0)
+            names = [node.input[place] for place in places]
+            batches = [self._nodes[name] for name in names]
+            operands = agree_along(self.bb, batches, 0 if layout else 1, self.evaluator)
         self._nodes.update(zip(names, operands, strict=True))
 
     def _is_known(self, node: onnx.NodeProto) -> bool:
@@ -634,11 +712,13 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _refusal(self, node: onnx.NodeProto, error: Exception) -> Refusal:
         """The refusal that an error of a converter means."""
+        if isinstance(error, _NoConverterError):
+            self.is_operator_error = True
+            return _missing_converter(node)
         if isinstance(error, UnsupportedFormError):
             self.is_operator_error = True
-            reason, advice = f"not supported in this form ({error})", "export the model without it"
-            if "computed" in str(error) or "symbolic" in str(error) or "unknown" in str(error):
-                advice = self._advice
+            reason = f"not supported in this form ({error})"
+            advice = self._advice if isinstance(error, FreeSizeError) else "export the model without it"
         elif operator_name(node) in self._own:
             reason, advice = f"its converter raised {type(error).__name__}: {shorten(error)}", "mend the converter"
         elif isinstance(error, tvm.error.OpNotImplemented):
@@ -668,18 +748,18 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         for dim in tensor.shape.dim:
             size = dim.dim_value if dim.HasField("dim_value") else self._sizes.get(dim.dim_param, dim.dim_param)
             if isinstance(size, str):
-                size = symbols[size] if size in symbols else tvm.tirx.Var(size or "refused", "int64")
+                size = symbols[size] if size in symbols else tirx.Var(size or "refused", "int64")
             shape.append(size)
         return relax.Var("refused", relax.TensorType(shape, dtype))
 
-    def _symbols(self) -> dict[str, tvm.tirx.Var]:
+    def _symbols(self) -> dict[str, tirx.Var]:
         """The symbolic dimensions of the inputs, by name."""
         return {
             dim.name: dim
             for variable in self._inputs.values()
             if isinstance(variable.ty.shape, relax.ShapeExpr)
             for dim in variable.ty.shape.values
-            if isinstance(dim, tvm.tirx.Var)
+            if isinstance(dim, tirx.Var)
         }
 
     def _value_at_import(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
@@ -688,7 +768,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             return np.asarray(expr.value.numpy())
         if isinstance(expr, relax.ShapeExpr) and all(is_static(dim) for dim in expr.values):
             return np.array([int(dim) for dim in expr.values], "int64")
-        if isinstance(expr, tvm.tirx.IntImm):
+        if isinstance(expr, tirx.IntImm):
             return np.array(int(expr), "int64")
         return None
 
@@ -717,15 +797,12 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         names = [name for name in node.input if name]
         try:
             with np.errstate(all="ignore"):
-                evaluator = ReferenceEvaluator(node, opsets={"": self.opset})
-                results = evaluator.run(None, dict(zip(names, values, strict=True)))
-            results = [np.asarray(result) for result in results]
+                results = run_reference(node, dict(zip(names, values, strict=True)), self.opset)
         except Exception:  # The reference implementation has gaps; TVM's converter has its turn.
             return False
-        if any(result.size > _LARGEST_FOLDED or result.dtype == object for result in results):
+        if any(result.size > _LARGEST_FOLDED or result.dtype == object for result in results.values()):
             return False
-        for name, result in zip(node.output, results, strict=False):
-            self._nodes[name] = const(result)
+        self._nodes.update({name: const(result) for name, result in results.items()})
         return True
 
     def _evaluate(self, node: onnx.NodeProto) -> bool:
@@ -737,8 +814,9 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
                 results = [self._shape_value(node)]
             else:
                 operands = [self._operand_sizes(name) if name else None for name in node.input]
-                results = self._evaluator.evaluate(node, operands, self.opset)
+                results = self.evaluator.evaluate(node, operands, self.opset)
         except NotEvaluatedError:
+            self._keep_equality(node)
             return False
         for name, result in zip(node.output, results, strict=False):
             self._sizes_by_name.pop(name, None)
@@ -754,6 +832,16 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             else:
                 self._nodes[name] = materialise(self.bb, result)
         return True
+
+    def _keep_equality(self, node: onnx.NodeProto) -> None:
+        """Note of which sizes a node says whether they are equal."""
+        if node.op_type in ("Cast", "Identity", "Reshape", "Squeeze") and node.input[0] in self._equalities:
+            self._equalities[node.output[0]] = self._equalities[node.input[0]]
+        if node.op_type == "Equal":
+            with contextlib.suppress(NotEvaluatedError):
+                operands = [self._operand_sizes(name).elements.reshape(-1).tolist() for name in node.input]
+                if all(len(elements) == 1 and not isinstance(elements[0], Quotient | float) for elements in operands):
+                    self._equalities[node.output[0]] = (operands[0][0], operands[1][0])
 
     def _operand_sizes(self, name: str) -> Sizes:
         """An operand whose value is known at import. Raises NotEvaluatedError for others."""
@@ -776,23 +864,9 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         else:
             raise NotEvaluatedError
         if node.op_type == "Size":
-            return Sizes(self._evaluator.shape([self._evaluator.quotient(dims, [])]).elements.reshape(()), "int64")
+            return Sizes(self.evaluator.shape([self.evaluator.quotient(dims, [])]).elements.reshape(()), "int64")
         attributes = {attribute.name: attribute.i for attribute in node.attribute}
-        return self._evaluator.shape(dims[attributes.get("start", 0) : attributes.get("end")])
-
-    def _take_branch(self, node: onnx.NodeProto) -> bool:
-        """Import the one branch that a constant condition selects; return whether this was done."""
-        condition = self._value_at_import(self._nodes[node.input[0]]) if node.op_type == "If" else None
-        if condition is None:
-            return False
-        name = "then_branch" if condition.reshape(-1)[0] else "else_branch"
-        branch = next(attribute.g for attribute in node.attribute if attribute.name == name)
-        for tensor in branch.initializer:
-            self._nodes[tensor.name] = const(numpy_helper.to_array(tensor))
-        self._construct_nodes(branch)
-        for name, result in zip(node.output, branch.output, strict=True):
-            self._nodes[name] = self._nodes[result.name]
-        return True
+        return self.evaluator.shape(dims[attributes.get("start", 0) : attributes.get("end")])
 
     def _convert_operator(
         self, op_name: str, inputs: list[relax.Expr], attrs: dict[str, Any], opset: int
@@ -810,7 +884,7 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
                     opset,
                     custom.get("num_outputs", 1),
                     self._constant,
-                    self._evaluator,
+                    self.evaluator,
                     self._convert_operator,
                 )
             )
@@ -823,22 +897,22 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             and isinstance(converted.ty, relax.TensorType)
             and converted.ty.shape is None
         ):
-            converted = self._with_recorded_shape(name, converted)
+            converted = self._with_shape(name, converted)
         return converted
 
-    def _with_recorded_shape(self, node: str, value: relax.Expr) -> relax.Expr:
-        """The value cast to the shape that the exporter recorded for the node's output, where it did."""
+    def _with_shape(self, node: str, value: relax.Expr) -> relax.Expr:
+        """The value cast to the shape that the exporter recorded for the node's output, else with symbols for sizes."""
         recorded = self._recorded.get(node)
-        if recorded is None or not recorded.HasField("shape") or value.ty.dtype is None:
+        if value.ty.dtype is None or value.ty.ndim < 0:
             return value
+        unknown = [self.evaluator.unknown_size() for _ in range(int(value.ty.ndim))]
+        if recorded is None or not recorded.HasField("shape") or len(recorded.shape.dim) != len(unknown):
+            return self.bb.match_cast(value, relax.TensorType(unknown, value.ty.dtype))
         symbols = self._symbols()
         shape = []
-        for dim in recorded.shape.dim:
+        for dim, symbol in zip(recorded.shape.dim, unknown, strict=True):
             size = dim.dim_value if dim.HasField("dim_value") else self._sizes.get(dim.dim_param, dim.dim_param)
-            size = symbols.get(size) if isinstance(size, str) else size
-            if size is None:
-                return value
-            shape.append(size)
+            shape.append(symbols.get(size, symbol) if isinstance(size, str) else size)
         return self.bb.match_cast(value, relax.TensorType(shape, value.ty.dtype))
 
 

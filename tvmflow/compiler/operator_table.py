@@ -3,7 +3,7 @@
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,8 +11,7 @@ import onnx
 import onnx.defs
 
 from tvmflow.compiler.importer import has_converter, is_function, operator_name
-from tvmflow.compiler.onnx import CONVERTERS, UnsupportedFormError
-from tvmflow.compiler.onnx.node import Converter
+from tvmflow.compiler.onnx import CONTROL, CONVERTERS, FreeSizeError, UnsupportedFormError
 
 Way = Literal["converter", "function", "refused"]
 
@@ -56,7 +55,8 @@ def list_contributed() -> dict[str, tuple[str, ...]]:
 def _describe(schema: Any, versions: tuple[int, ...]) -> Operator:
     node = onnx.NodeProto(op_type=schema.name, domain=schema.domain)
     if has_converter(node):
-        forms = tuple(_refused_forms(CONVERTERS.get(operator_name(node))))
+        converters: dict[str, Callable[..., Any]] = {**CONVERTERS, **CONTROL}
+        forms = tuple(_refused_forms(converters.get(operator_name(node))))
         return Operator(schema.domain, schema.name, versions, "converter", "", forms)
     missing = sorted({inner.op_type for inner in schema.function_body.node if not _is_imported(inner)})
     if is_function(node) and missing:
@@ -84,7 +84,7 @@ def _why_refused(schema: Any) -> str:
     return "no converter"
 
 
-def _refused_forms(converter: Converter | None) -> Iterator[str]:
+def _refused_forms(converter: Callable[..., Any] | None) -> Iterator[str]:
     """The messages of the errors that a converter, or a function of its module that it calls, raises."""
     if converter is None:
         return
@@ -107,12 +107,12 @@ def _refused_forms(converter: Converter | None) -> Iterator[str]:
 
 
 def _form_of(statement: ast.Raise) -> str:
-    """The message of a `raise UnsupportedFormError(...)`; empty for another one."""
+    """The message of a `raise UnsupportedFormError(...)` or of a kind of it; empty for another one."""
     call = statement.exc
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or not call.args:
         return ""
     message = call.args[0]
-    if call.func.id != UnsupportedFormError.__name__:
+    if call.func.id not in (UnsupportedFormError.__name__, FreeSizeError.__name__):
         return ""
     if isinstance(message, ast.JoinedStr):
         parts = [str(part.value) if isinstance(part, ast.Constant) else "..." for part in message.values]

@@ -3,11 +3,15 @@
 `CONVERTERS` lists them by operator. A converter returns None for the forms that TVM's own gets right.
 """
 
+from collections.abc import Callable
+
+import onnx
 from tvm import relax
 
 from tvmflow.compiler.onnx import (
     classical,
     contributed,
+    control,
     elementwise,
     indexing,
     movement,
@@ -18,16 +22,18 @@ from tvmflow.compiler.onnx import (
     trees,
     vision,
 )
-from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, is_static
 
 __all__ = [
     "BROADCASTING",
+    "CONTROL",
     "CONVERTERS",
     "FOLDED",
     "NOT_STANDARD",
     "TAKES_SIZES",
     "Converter",
+    "FreeSizeError",
     "Node",
     "UnsupportedFormError",
     "const",
@@ -71,6 +77,7 @@ _STANDARD: dict[str, Converter] = {
     "Selu": elementwise.convert_selu,
     "Slice": movement.convert_slice,
     "SpaceToDepth": indexing.convert_space_to_depth,
+    "Squeeze": movement.convert_squeeze,
     "Sum": elementwise.convert_by_pairs(relax.op.add),
     "ThresholdedRelu": elementwise.convert_thresholded_relu,
     "Tile": movement.convert_tile,
@@ -93,6 +100,13 @@ _CLASSICAL: dict[str, Converter] = {
     "TreeEnsemble": trees.convert_ensemble,
     "TreeEnsembleClassifier": trees.convert_classifier,
     "TreeEnsembleRegressor": trees.convert_regressor,
+}
+
+# Operators whose attributes are graphs. They return whether the nodes of these were imported in place of their own.
+CONTROL: dict[str, Callable[[control.Importer, onnx.NodeProto], bool]] = {
+    "If": control.convert_if,
+    "Loop": control.convert_loop,
+    "Scan": control.convert_scan,
 }
 
 # Operators of the domain com.microsoft, which ONNX Runtime's quantiser and optimizer write.

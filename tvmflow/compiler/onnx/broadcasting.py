@@ -51,6 +51,22 @@ def agree_but_for(
     return results
 
 
+def agree_along(
+    builder: relax.BlockBuilder, operands: Sequence[relax.Expr], axis: int, evaluator: "SizeEvaluator"
+) -> list[relax.Expr]:
+    """Return operands with equal expressions for the dimension `axis` of all, as the batch of a recurrence."""
+    shapes = [dims_of(operand) if isinstance(operand.ty, relax.TensorType) else None for operand in operands]
+    if any(shape is None or len(shape) <= axis for shape in shapes):
+        return list(operands)
+    target = min((evaluator.simplify(shape[axis]) for shape in shapes if shape is not None), key=_complexity)
+    own = [[*(shape or ())[:axis], target, *(shape or ())[axis + 1 :]] for shape in shapes]
+    is_same = [evaluator.are_equal((shape or ())[axis], target) for shape in shapes]
+    return [
+        operand if same else cast_to(builder, operand, dims)
+        for operand, dims, same in zip(operands, own, is_same, strict=True)
+    ]
+
+
 def agree_in_product(
     builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator"
 ) -> list[relax.Expr]:

@@ -7,7 +7,7 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.scores import class_labels, classify, transform
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
@@ -24,7 +24,7 @@ def _rows(node: Node) -> tuple[relax.Expr, int]:
     """The operand as float32, of two dimensions, and the number of its columns."""
     dims = dims_of(node.inputs[0])
     if dims is None or len(dims) != 2 or not isinstance(dims[1], int):
-        raise UnsupportedFormError("rows of an unknown number of features")
+        raise FreeSizeError("rows of an unknown number of features")
     return _floats(node), dims[1]
 
 
@@ -41,7 +41,7 @@ def convert_scaler(node: Node) -> relax.Expr:
     x = _floats(node)
     size = dims_of(x)[-1]  # type: ignore[index]
     if not isinstance(size, int):
-        raise UnsupportedFormError("rows of an unknown number of features")
+        raise FreeSizeError("rows of an unknown number of features")
     centred = relax.op.subtract(x, const(_vector(node, "offset", size, 0.0)))
     return relax.op.multiply(node.emit(centred), const(_vector(node, "scale", size, 1.0)))
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.quantised import channels_first, channels_last, dequantize
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
@@ -139,7 +139,7 @@ def convert_embed_layer_norm(node: Node) -> relax.Expr:
     mask, places = node.input(7), node.input(8)
     dims = dims_of(ids) if ids is not None else None
     if dims is None:
-        raise UnsupportedFormError("an input of unknown shape")
+        raise FreeSizeError("an input of unknown shape")
     if places is None:
         places = node.emit(relax.op.arange(0, dims[1], 1, "int32"))
     total = node.emit(relax.op.take(words, ids, axis=0))
@@ -230,7 +230,7 @@ def _split_heads(node: Node, value: relax.Expr, heads: int) -> relax.Expr:
     """`[batch, positions, channels]` as `[batch, heads, positions, channels of a head]`."""
     dims = dims_of(value)
     if dims is None or not isinstance(dims[2], int):
-        raise UnsupportedFormError("an input of unknown shape")
+        raise FreeSizeError("an input of unknown shape")
     split = node.emit(relax.op.reshape(value, [dims[0], dims[1], heads, dims[2] // heads]))
     return node.emit(relax.op.permute_dims(split, [0, 2, 1, 3]))
 
@@ -270,7 +270,7 @@ def _mask(node: Node, mask: relax.Expr | None, query: relax.Expr, key: relax.Exp
         result = emit(relax.op.expand_dims(lowered, [1] if mask.ty.ndim == 3 else [1, 2]))
     if node.attrs.get("unidirectional", 0):
         if not isinstance(keys, int) or not isinstance(queries, int):
-            raise UnsupportedFormError("unidirectional attention of a symbolic number of positions")
+            raise FreeSizeError("unidirectional attention of a symbolic number of positions")
         hidden = np.triu(np.full((queries, keys), np.finfo("float32").min, "float32"), 1 + keys - queries)
         order = const(hidden[None, None].astype(dtype))
         result = order if result is None else emit(relax.op.add(result, order))
@@ -286,7 +286,7 @@ def convert_rotary_embedding(node: Node) -> relax.Expr:
     half = dims_of(cosine)[1]  # type: ignore[index]
     dims = dims_of(x)
     if dims is None:
-        raise UnsupportedFormError("an input of unknown shape")
+        raise FreeSizeError("an input of unknown shape")
     if is_flat:
         heads = int(node.attrs.get("num_heads", 0)) or dims[2] // (2 * half)
         x = _split_heads(node, x, heads)

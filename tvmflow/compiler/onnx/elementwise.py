@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 
@@ -37,7 +37,7 @@ def convert_dropout(node: Node) -> relax.Expr:
     training = node.constant(2)
     ratio = node.constant(1)
     if node.input(2) is not None and training is None:
-        raise UnsupportedFormError("a training_mode that is computed")
+        raise FreeSizeError("a training_mode that is computed")
     if training is not None and bool(training) and (ratio is None or float(ratio) != 0.0):
         raise UnsupportedFormError("training_mode is random")
     data = node.inputs[0]

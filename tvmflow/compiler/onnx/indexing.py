@@ -5,7 +5,7 @@ import onnx
 import tvm
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
 
 
@@ -91,7 +91,7 @@ def convert_one_hot(node: Node) -> relax.Expr | None:
     indices, values = node.inputs[0], node.inputs[2]
     depth = node.constant(1)
     if depth is None:
-        raise UnsupportedFormError("a depth that is computed")
+        raise FreeSizeError("a depth that is computed")
     size, rank = int(depth.reshape(-1)[0]), indices.ty.ndim
     axis = int(node.attrs.get("axis", -1)) % (rank + 1)
     integers = node.emit(relax.op.astype(indices, "int64"))

@@ -6,18 +6,16 @@ import numpy as np
 from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.broadcasting import cast_to, simplest
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import FreeSizeError, Node
+from tvmflow.compiler.onnx.sizes import LARGEST_SIZE
 from tvmflow.compiler.onnx.values import const, dims_of
-
-# Exporters write the end of an axis as one of the largest numbers.
-_BEYOND = (1 << 31) - 1
 
 
 def convert_reshape(node: Node) -> relax.Expr | None:
     """Write Reshape to symbolic sizes, where -1 is the quotient of all sizes and the others."""
     data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
     if target is None:
-        raise UnsupportedFormError("a shape that is computed from data")
+        raise FreeSizeError("a shape that is computed from data")
     if dims is None or all(isinstance(size, int) for size in (*dims, *target)):
         return None
     keeps_zero = bool(node.attrs.get("allowzero", 0))
@@ -60,9 +58,9 @@ def _keep_dimensions(node: Node) -> None:
     data, shape = node.inputs
     dims, length = dims_of(data), dims_of(shape)
     if dims is None or length is None or not all(isinstance(size, int) for size in (*dims, *length)):
-        raise UnsupportedFormError("a shape that is computed from data, of data whose shape is symbolic")
+        raise FreeSizeError("a shape that is computed from data, of data whose shape is symbolic")
     if length[0] < len(dims):
-        raise UnsupportedFormError("a shape that is computed from data, of fewer dimensions than the data")
+        raise FreeSizeError("a shape that is computed from data, of fewer dimensions than the data")
     least = np.array([1] * (length[0] - len(dims)) + dims, "int64")
     node.inputs[1] = node.emit(relax.op.maximum(node.emit(relax.op.astype(shape, "int64")), const(least)))
 
@@ -79,6 +77,22 @@ def convert_tile(node: Node) -> relax.Expr | None:
     return relax.op.reshape(expanded, relax.ShapeExpr(whole))
 
 
+def convert_squeeze(node: Node) -> relax.Expr | None:
+    """Write Squeeze of symbolic dimensions, which must be one when the model runs."""
+    data, dims = node.inputs[0], dims_of(node.inputs[0])
+    if dims is None or all(isinstance(size, int) for size in dims):
+        return None
+    axes = node.sizes(1) if node.input(1) is not None else node.attrs.get("axes")
+    if axes is None and node.input(1) is not None:
+        return None
+    if axes is None:
+        raise FreeSizeError("no axes, so that a symbolic dimension is removed where it is one")
+    places = [int(axis) % len(dims) for axis in axes]
+    if not all(isinstance(dims[place], int) for place in places):
+        data = cast_to(node.builder, data, [1 if place in places else size for place, size in enumerate(dims)])
+    return relax.op.squeeze(data, places)
+
+
 def convert_slice(node: Node) -> relax.Expr | None:
     """Write Slice along symbolic dimensions and with symbolic bounds, which are limited to the dimension."""
     data, dims = node.inputs[0], dims_of(node.inputs[0])
@@ -90,7 +104,7 @@ def convert_slice(node: Node) -> relax.Expr | None:
     else:
         first, last = node.sizes(1), node.sizes(2)
         if first is None or last is None:
-            return None
+            raise FreeSizeError("bounds that are computed from data")
         starts, ends = first, last
         given = [node.constant(place) for place in (3, 4)]
         if any(node.input(place) is not None and value is None for place, value in zip((3, 4), given, strict=True)):
@@ -107,7 +121,7 @@ def convert_slice(node: Node) -> relax.Expr | None:
         size = dims[axis]
         if step < 0:
             if step != -1 or not _is_whole_backwards(start, end, size):
-                raise UnsupportedFormError("a negative step along a symbolic dimension")
+                raise FreeSizeError("a negative step along a symbolic dimension")
             flipped = node.emit(relax.op.flip(flipped, axis))
             continue
         begin, stop = (_limit(node, bound, size) for bound in (start, end))
@@ -140,19 +154,19 @@ def _has_choice(size: Any) -> bool:
 def _is_whole_backwards(start: Any, end: Any, size: Any) -> bool:
     if not isinstance(start, int) or not isinstance(end, int):
         return False
-    return (start == -1 or start >= _BEYOND) and end <= -_BEYOND
+    return (start == -1 or start >= LARGEST_SIZE) and end <= -LARGEST_SIZE
 
 
 def _limit(node: Node, bound: Any, size: Any) -> Any:
     """A bound of Slice as a place from 0 to `size`: a negative one counts from the end."""
     evaluator = node.evaluator
     if isinstance(bound, int):
-        if bound >= _BEYOND:
+        if bound >= LARGEST_SIZE:
             return size
         if bound < 0:
             return evaluator.greatest(evaluator.add(size, bound), 0)
     elif evaluator.holds(bound < 0):
         return evaluator.greatest(evaluator.add(size, bound), 0)
     elif not evaluator.holds(bound >= 0):
-        raise UnsupportedFormError("a bound that is computed and may be negative")
+        raise FreeSizeError("a bound that is computed and may be negative")
     return evaluator.least(bound, size)

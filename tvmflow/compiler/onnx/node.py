@@ -1,9 +1,10 @@
 """A node of an ONNX graph as a converter takes it, and what converters of all families use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import onnx
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
@@ -16,6 +17,10 @@ _OPSET = 20
 
 class UnsupportedFormError(Exception):
     """A node has a form that would be imported wrongly or not at all; the message names the form."""
+
+
+class FreeSizeError(UnsupportedFormError):
+    """A node has a form that is imported where the sizes of its operands are fixed."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +77,17 @@ class Node:
 
 # Returns the Relax expression of a node, or None where TVM's own converter is right for the node's form.
 Converter = Callable[[Node], relax.Expr | None]
+
+
+def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Return the nodes of a graph and of the graphs within them."""
+    for node in graph.node:
+        yield node
+        yield from inner_nodes(node)
+
+
+def inner_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """Return the nodes of the graphs in a node's attributes, and of the graphs within those."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield from nodes_of(attribute.g)

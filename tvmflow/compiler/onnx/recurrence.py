@@ -5,7 +5,7 @@ from typing import Any
 
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import dims_of, dtype_of, is_static
 from tvmflow.compiler.operators.recurrence import ACTIVATIONS, GATES, recurrence
 
@@ -63,7 +63,7 @@ def _check(operator: str, operands: dict[str, relax.Expr]) -> None:
             raise UnsupportedFormError(f"operands of {dtype_of(expr)}: only float32 is supported")
         dims = dims_of(expr)
         if dims is None or (name in ("w", "r") and not all(is_static(dim) for dim in dims)):
-            raise UnsupportedFormError("operands of unknown shape")
+            raise FreeSizeError("operands of unknown shape")
     hidden = dims_of(operands["r"])[-1]  # type: ignore[index]
     if dims_of(operands["r"])[1] != GATES[operator.lower()] * hidden:  # type: ignore[index]
         raise UnsupportedFormError("a recurrence matrix whose sizes contradict each other")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
 
 
@@ -36,13 +36,13 @@ def convert_resize(node: Node) -> relax.Expr | None:
         node.inputs[1:] = [None, node.inputs[1]]
     data, shape = node.inputs[0], dims_of(node.inputs[0])
     if shape is None:
-        raise UnsupportedFormError("an input of unknown shape")
+        raise FreeSizeError("an input of unknown shape")
     axes = [int(axis) % len(shape) for axis in node.attrs.get("axes", range(len(shape)))]
     results, scales = _results_and_scales(node, shape, axes)
     coordinates = node.text("coordinate_transformation_mode", "half_pixel")
     region = node.constant(1)
     if coordinates == "tf_crop_and_resize" and region is None:
-        raise UnsupportedFormError("a region that is computed")
+        raise FreeSizeError("a region that is computed")
     steps, is_exact = _plan_steps(shape, axes, results, scales, coordinates)
     is_symbolic = any(step.size is None for step in steps)
     mode = node.text("mode", "nearest")
@@ -61,7 +61,7 @@ def convert_resize(node: Node) -> relax.Expr | None:
             return _resize_image(node, shape, axes, results, scales)
         return None if steps else data
     if is_symbolic:
-        raise UnsupportedFormError("symbolic dimensions in this form")
+        raise FreeSizeError("symbolic dimensions in this form")
     if not dtype_of(data).startswith("float") and mode != "nearest":
         raise UnsupportedFormError(f"{mode} interpolation of {dtype_of(data)}")
     result = data
@@ -113,14 +113,14 @@ def _results_and_scales(
     if scales is not None and scales.size > 0:
         return None, dict(zip(axes, map(float, np.asarray(scales)), strict=True))
     if sizes is None:
-        raise UnsupportedFormError("scales or sizes that are computed")
+        raise FreeSizeError("scales or sizes that are computed")
     results = dict(zip(axes, sizes, strict=True))
     policy = node.text("keep_aspect_ratio_policy", "stretch")
     static = {axis for axis, size in results.items() if isinstance(shape[axis], int) and isinstance(size, int)}
     if policy == "stretch":
         return results, {axis: results[axis] / shape[axis] for axis in static}
     if static != set(axes):
-        raise UnsupportedFormError("keep_aspect_ratio_policy of symbolic dimensions")
+        raise FreeSizeError("keep_aspect_ratio_policy of symbolic dimensions")
     limit = min if policy == "not_larger" else max
     ratio = limit(results[axis] / shape[axis] for axis in axes)
     return {axis: math.floor(ratio * shape[axis] + 0.5) for axis in axes}, dict.fromkeys(axes, ratio)

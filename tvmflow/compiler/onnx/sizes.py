@@ -4,7 +4,7 @@ Exporters write a reshape or an expansion as a chain of operators on the shape o
 With symbols for the free sizes such a chain is a list of expressions, and nothing of it is computed at run time.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
@@ -23,7 +23,7 @@ _LARGEST = 1024
 # The largest denominator of a factor by which float32 multiplies sizes exactly: 0.5 is such a factor, 0.1 is not.
 _LARGEST_DENOMINATOR = 1 << 12
 # No axis is longer; exporters write numbers from here on for its end.
-_LARGEST_SIZE = 10**9
+LARGEST_SIZE = 10**9
 
 
 class NotEvaluatedError(Exception):
@@ -78,6 +78,20 @@ def materialise(builder: relax.BlockBuilder, sizes: Sizes, shape: tuple[int, ...
     return value if shape == (len(items),) else builder.emit(relax.op.reshape(value, shape))
 
 
+def run_reference(node: onnx.NodeProto, feeds: Mapping[str, Array], opset: int) -> dict[str, Array]:
+    """Run a node by ONNX's reference implementation of an opset; return its results by name.
+
+    Raises any kind of exception: the implementation has gaps.
+    """
+    # Of a node alone it would take the newest form of the operator.
+    names = [name for name in node.output if name]
+    inputs, outputs = ([onnx.helper.make_empty_tensor_value_info(name) for name in those] for those in (feeds, names))
+    graph = onnx.helper.make_graph([node], node.op_type, inputs, outputs)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+    results = ReferenceEvaluator(model).run(None, dict(feeds))
+    return {name: np.asarray(result) for name, result in zip(names, results, strict=True)}
+
+
 def _is_symbolic(item: Any) -> bool:
     return isinstance(item, Quotient) or tvm.ir.is_prim_expr(item)
 
@@ -96,18 +110,32 @@ class SizeEvaluator:
         self._analyzer = sym.Analyzer()
         self._expressions = sym.Analyzer()
         self._new_symbols = 0
+        self._symbols: list[tirx.Var] = []
+
+    def symbols(self) -> list[tirx.Var]:
+        """Return the symbols so far that stand for sizes."""
+        return list(self._symbols)
 
     def declare(self, symbols: Iterable[tirx.Var]) -> None:
         """Declare that each of these variables is a size of at least one."""
         for symbol in symbols:
-            self._analyzer.update(symbol, sym.ConstIntBound(1, _LARGEST_SIZE))
+            self._declare(symbol, 1)
+
+    def _declare(self, symbol: tirx.Var, least: int) -> None:
+        self._symbols.append(symbol)
+        self._analyzer.update(symbol, sym.ConstIntBound(least, LARGEST_SIZE))
 
     def new_symbol(self, size: Any) -> tirx.Var:
         """Return a symbol for a size, zero or more, whose expression is `size`."""
+        symbol = self.unknown_size()
+        self._expressions.bind(symbol, self.expression(size))
+        return symbol
+
+    def unknown_size(self) -> tirx.Var:
+        """Return a symbol for a size, zero or more, that is known when the model runs."""
         self._new_symbols += 1
         symbol = tirx.Var(f"size_{self._new_symbols}", "int64")
-        self._analyzer.update(symbol, sym.ConstIntBound(0, _LARGEST_SIZE))
-        self._expressions.bind(symbol, self.expression(size))
+        self._declare(symbol, 0)
         return symbol
 
     def expression(self, size: Any) -> Any:
@@ -202,10 +230,10 @@ class SizeEvaluator:
             else:
                 feeds[name] = operand.constant()
         try:
-            results = ReferenceEvaluator(node, opsets={"": opset}).run(None, feeds)
+            results = run_reference(node, feeds, opset)
         except Exception as error:  # The reference implementation has gaps.
             raise NotEvaluatedError from error
-        arrays = [np.asarray(result) for result in results]
+        arrays = list(results.values())
         if any(array.size > _LARGEST for array in arrays):
             raise NotEvaluatedError
         return [

@@ -7,7 +7,7 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.scores import class_labels, classify, transform
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 from tvmflow.compiler.operators.trees import Forest, trees
@@ -130,7 +130,7 @@ def _ensemble(node: Node, prefix: str, targets: int, aggregate: str) -> tuple[re
     modes = [_decode(mode) for mode in attrs["nodes_modes"]]
     unknown = set(modes) - set(_MODES)
     if unknown:
-        raise UnsupportedFormError(f"node mode {min(unknown)!r}")
+        raise FreeSizeError(f"node mode {min(unknown)!r}")
     tree, number = (np.asarray(attrs[f"nodes_{name}ids"]) for name in ("tree", "node"))
     rows = _Rows(tree, number)
     mode = np.array([_MODES.index(item) for item in modes])
@@ -205,7 +205,7 @@ def _grow(
     x = node.inputs[0]
     dims = dims_of(x)
     if dims is None or len(dims) != 2 or not isinstance(dims[1], int):
-        raise UnsupportedFormError("rows of an unknown number of features")
+        raise FreeSizeError("rows of an unknown number of features")
     if aggregate not in _AGGREGATES:
         raise UnsupportedFormError(f"aggregate_function {aggregate!r}")
     places, ids, numbers = entries

@@ -3,7 +3,7 @@
 import numpy as np
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of
 
 
@@ -14,7 +14,7 @@ def convert_conv_transpose(node: Node) -> relax.Expr | None:
         return None
     data, weight = (dims_of(expr) for expr in node.inputs[:2])
     if data is None or weight is None or not all(isinstance(size, int) for size in data[2:]):
-        raise UnsupportedFormError("output_shape of an input of unknown size")
+        raise FreeSizeError("output_shape of an input of unknown size")
     rank = len(data) - 2
     spatial = [int(size) for size in output_shape][-rank:]
     kernel = node.attrs.get("kernel_shape", weight[2:])
@@ -43,7 +43,7 @@ def convert_non_max_suppression(node: Node) -> relax.Expr | None:
     number. Raises UnsupportedFormError where max_output_boxes_per_class or a threshold is not constant.
     """
     if any(node.input(position) is not None and node.constant(position) is None for position in (2, 3, 4)):
-        raise UnsupportedFormError("a limit or threshold that is computed")
+        raise FreeSizeError("a limit or threshold that is computed")
     threshold = node.constant(3)
     if threshold is not None:
         # ONNX suppresses what overlaps by more, TVM what overlaps by as much.
