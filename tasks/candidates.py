@@ -74,12 +74,12 @@ class TargetBuilder:
         return tuple(self._candidate(*item) for item in distinct_builds([self._build(tuned) for tuned in tunings]))
 
     def best(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Outcome[Choice] | None]:
-        """Return the candidate to ship, and the choice that says why; a single candidate is shipped without a choice.
+        """Return the candidate to ship, and the choice that says why; None where nothing was to choose.
 
-        Of two, the tuned one must come first; both are measured on this machine. Where the tuned build is not faster,
-        builds with a part of the tuning are tried. Where the release has a budget for tuning, the build is also tried
-        on half as many threads, and halved again as long as it gets faster; the choice then says on how many threads it
-        runs.
+        Of two candidates, the tuned one must come first; both are measured on this machine. Where the tuned build is
+        not faster, builds with a part of the tuning are tried. Where the release has a budget for tuning, the build is
+        also tried on half as many threads, and halved again as long as it gets faster; the choice then says on how many
+        threads it runs.
         """
         best, choice = candidates[-1], None
         if len(candidates) > 1:

@@ -353,7 +353,7 @@ def run_step(
 def code_digest() -> str:
     """Return the SHA-256 of the code of `tasks` and `tvmflow` without the commands.
 
-    Every step runs again when it changes.
+    Every step runs again when this digest changes.
     """
     digest = hashlib.sha256()
     package = Path(__file__).parent
