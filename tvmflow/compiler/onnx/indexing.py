@@ -1,9 +1,11 @@
 """Operators that move, select or make elements by their position."""
 
+from typing import Any
+
 import numpy as np
 import onnx
 import tvm
-from tvm import relax
+from tvm import relax, te
 
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
@@ -108,3 +110,31 @@ def convert_top_k(node: Node) -> relax.Expr | None:
     if dtype_of(node.inputs[0]) in ("uint64", "uint32", "uint16"):
         raise UnsupportedFormError(f"{dtype_of(node.inputs[0])}: TVM does not sort them")
     return None
+
+
+def convert_cum_prod(node: Node) -> relax.Expr:
+    """Write CumProd as a scan, between two flips where it begins at the end."""
+    data, axis = node.inputs[0], node.constant(1)
+    if axis is None:
+        raise UnsupportedFormError("an axis that is computed")
+    place, is_reverse = int(axis.reshape(-1)[0]) % data.ty.ndim, bool(node.attrs.get("reverse", 0))
+    data = node.emit(relax.op.flip(data, place)) if is_reverse else data
+    result = relax.op.cumprod(data, place, dtype_of(data), exclusive=bool(node.attrs.get("exclusive", 0)))
+    return relax.op.flip(node.emit(result), place) if is_reverse else result
+
+
+def convert_reverse_sequence(node: Node) -> relax.Expr:
+    """Write ReverseSequence as a copy that reads the first elements of each sequence backwards."""
+    data, lengths = node.inputs
+    batch, time = int(node.attrs.get("batch_axis", 1)), int(node.attrs.get("time_axis", 0))
+
+    def reverse(data: te.Tensor, lengths: te.Tensor) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            place, length = index[time], lengths[index[batch]].astype("int64")
+            source = list(index)
+            source[time] = te.if_then_else(place < length, length - 1 - place, place)
+            return data[tuple(source)]
+
+        return te.compute(data.shape, element, name="reverse")
+
+    return node.builder.call_te(reverse, data, lengths, primfunc_name_hint="reverse_sequence")

@@ -1,7 +1,10 @@
 """Operators of image models: transposed convolutions and regions."""
 
+import math
+from typing import Any
+
 import numpy as np
-from tvm import relax
+from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of
@@ -56,3 +59,37 @@ def convert_roi_align(node: Node) -> relax.Expr | None:
     if node.text("mode", "avg") != "avg":
         raise UnsupportedFormError("mode 'max'")
     return None
+
+
+def convert_col2im(node: Node) -> relax.Expr:
+    """Write Col2Im as a sum over the elements of the blocks that cover each pixel."""
+    image, block = node.constant(1), node.constant(2)
+    if image is None or block is None:
+        raise UnsupportedFormError("sizes that are computed")
+    sizes, kernel = [int(size) for size in image], [int(size) for size in block]
+    rank = len(sizes)
+    strides, dilations = (node.attrs.get(name, [1] * rank) for name in ("strides", "dilations"))
+    pads = node.attrs.get("pads", [0] * (2 * rank))
+    blocks = [
+        (sizes[i] + pads[i] + pads[rank + i] - dilations[i] * (kernel[i] - 1) - 1) // strides[i] + 1
+        for i in range(rank)
+    ]
+    count = math.prod(kernel)
+
+    def fold(columns: te.Tensor) -> te.Tensor:
+        taps = [te.reduce_axis((0, size), f"k{place}") for place, size in enumerate(kernel)]
+
+        def element(n: Any, c: Any, *pixel: Any) -> Any:
+            tap, column, inside = 0, 0, []
+            for i in range(rank):
+                distance = pixel[i] + pads[i] - taps[i] * dilations[i]
+                place = te.indexdiv(te.max(distance, 0), strides[i])
+                inside += [distance >= 0, te.indexmod(distance, strides[i]) == 0, place < blocks[i]]
+                tap, column = tap * kernel[i] + taps[i], column * blocks[i] + te.min(place, blocks[i] - 1)
+            value = columns[n, c * count + tap, column]
+            return te.sum(te.if_then_else(te.all(*inside), value, tirx.const(0, columns.dtype)), axis=taps)
+
+        shape = (columns.shape[0], te.indexdiv(columns.shape[1], count), *sizes)
+        return te.compute(shape, element, name="fold")
+
+    return node.builder.call_te(fold, node.inputs[0], primfunc_name_hint="col2im")

@@ -1,0 +1,73 @@
+"""Fourier transforms, and operators that fold, reverse and multiply along a dimension, beside ONNX Runtime."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from support.arrays import normal
+from tvmflow.compiler import CompiledModel, import_onnx
+from tvmflow.errors import UnsupportedOperatorError
+
+MakeModel = Callable[..., Path]
+_node = helper.make_node
+
+
+def test_fourier_transforms_of_all_lengths_equal_onnx_runtime(
+    make_model: MakeModel, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    nodes = [
+        _node("DFT", ["real"], ["whole"]),
+        _node("DFT", ["real", "longer"], ["half"], onesided=1),
+        _node("DFT", ["real", "shorter", "one"], ["short"]),
+        _node("DFT", ["complex", "", "one"], ["inverse"], inverse=1),
+    ]
+    weights = {name: np.array(value, "int64") for name, value in (("one", 1), ("longer", 15), ("shorter", 4))}
+    path = make_model(
+        nodes, [("real", [2, 7, 12, 1]), ("complex", [2, 7, 3, 2])], ["whole", "half", "short", "inverse"], weights,
+        opset=20,
+    )  # fmt: skip
+    assert_same_as_onnxruntime(path, {"real": normal(2, 7, 12, 1), "complex": normal(2, 7, 3, 2)})
+
+
+def test_frames_of_a_signal_of_free_length_are_transformed(
+    make_model: MakeModel, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    window = np.hanning(16).astype("float32")
+    nodes = [
+        _node("STFT", ["x", "step", "window"], ["y"]),
+        _node("STFT", ["x", "step", "", "length"], ["z"], onesided=0),
+    ]
+    weights = {"step": np.array(5, "int64"), "window": window, "length": np.array(12, "int64")}
+    path = make_model(nodes, [("x", [2, "samples", 1])], ["y", "z"], weights)
+    assert_same_as_onnxruntime(path, {"x": normal(2, 64, 1)}, {"x": normal(2, 51, 1, seed=1)})
+
+
+def test_columns_and_sequences_equal_onnx_runtime(
+    make_model: MakeModel, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    nodes = [
+        _node("Col2Im", ["c", "image", "block"], ["y"], strides=[2, 1], pads=[1, 0, 1, 2], dilations=[1, 2]),
+        _node("ReverseSequence", ["s", "lengths"], ["z"], time_axis=1, batch_axis=0),
+    ]
+    weights = {"image": np.array([9, 8], "int64"), "block": np.array([3, 2], "int64")}
+    feeds = {"c": normal(2, 18, 40), "s": normal(3, 6, 4), "lengths": np.array([6, 1, 4], "int64")}
+    inputs = [("c", [2, 18, 40]), ("s", [3, 6, 4]), ("lengths", [3], TensorProto.INT64)]
+    assert_same_as_onnxruntime(make_model(nodes, inputs, ["y", "z"], weights), feeds)
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (_node("DFT", ["x"], ["y"], axis=1), "a dimension of unknown size"),
+        (_node("STFT", ["x", "n", "", "n"], ["y"]), "a step that is computed"),
+    ],
+    ids=["DFT", "STFT"],
+)
+def test_transforms_of_unknown_size_are_refused(node: Any, message: str, make_model: MakeModel) -> None:
+    inputs = [("x", [1, "size", 1]), *([("n", [], TensorProto.INT64)] if "n" in node.input else [])]
+    with pytest.raises(UnsupportedOperatorError, match=message):
+        import_onnx(make_model([node], inputs, [("y", None)]))

@@ -1,0 +1,126 @@
+"""Operators of signals: the discrete Fourier transform of whole signals and of frames, as products with its matrix."""
+
+from typing import Any
+
+import numpy as np
+from tvm import relax, te
+
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
+
+# The opset in which DFT got its axis as an operand.
+_AXIS_OPERAND = 20
+
+
+def convert_dft(node: Node) -> relax.Expr:
+    """Write DFT as products with the matrix of the transform along a dimension of known size."""
+    x, has_operand = node.inputs[0], node.opset >= _AXIS_OPERAND
+    axis = _number(node, 2, -2) if has_operand else int(node.attrs.get("axis", 1))
+    axis %= x.ty.ndim
+    is_inverse, is_half = bool(node.attrs.get("inverse", 0)), bool(node.attrs.get("onesided", 0))
+    size = (dims_of(x) or [None] * x.ty.ndim)[axis]
+    if not isinstance(size, int):
+        raise UnsupportedFormError("a transform along a dimension of unknown size")
+    from_half = is_inverse and is_half
+    length = _number(node, 1, 2 * (size - 1) if from_half else size)
+    x = _resize(node, x, axis, length // 2 + 1 if from_half else length)
+    # The transformed dimension is the last one, but for the real and imaginary parts.
+    rank = x.ty.ndim
+    order = [place for place in range(rank - 1) if place != axis] + [axis, rank - 1]
+    parts = _parts(node, node.emit(relax.op.permute_dims(x, order)))
+    if from_half:
+        result = node.emit(relax.op.expand_dims(_from_half(node, parts, length), -1))
+    else:
+        result = _transform(node, parts, length, length // 2 + 1 if is_half else length, is_inverse)
+    return relax.op.permute_dims(result, [order.index(place) for place in range(rank)])
+
+
+def convert_stft(node: Node) -> relax.Expr:
+    """Write STFT as frames of the signal, a window, and products with the matrix of the transform."""
+    signal, window = node.inputs[0], node.input(2)
+    dims = dims_of(signal)
+    step = _number(node, 1, 0)
+    length = dims_of(window)[0] if window is not None else _number(node, 3, 0)  # type: ignore[index]
+    if dims is None or not isinstance(length, int) or not step or not length:
+        raise UnsupportedFormError("frames of unknown size")
+    count = (dims[1] - length) // step + 1
+
+    def cut(signal: te.Tensor) -> te.Tensor:
+        shape = (signal.shape[0], count, length)
+        return te.compute(shape, lambda b, frame, i: signal[b, frame * step + i], name="frames")
+
+    parts = []
+    for part in _parts(node, signal):
+        frames = node.emit(node.builder.call_te(cut, part, primfunc_name_hint="frames"))
+        parts.append(frames if window is None else node.emit(relax.op.multiply(frames, window)))
+    bins = length // 2 + 1 if node.attrs.get("onesided", 1) else length
+    return _transform(node, parts, length, bins, is_inverse=False)
+
+
+def convert_mel_weight_matrix(node: Node) -> relax.Expr:
+    """Refuse MelWeightMatrix: one of constant operands is known at import and comes to no converter."""
+    raise UnsupportedFormError("a number of bands, a length or a frequency that is computed")
+
+
+def _number(node: Node, position: int, default: int) -> int:
+    """An operand of one whole number; refuse one that is computed."""
+    value = node.constant(position)
+    if value is None and node.input(position) is not None:
+        raise UnsupportedFormError("an axis, a length or a step that is computed")
+    return default if value is None else int(value.reshape(-1)[0])
+
+
+def _resize(node: Node, x: relax.Expr, axis: int, size: int) -> relax.Expr:
+    """Cut a dimension to a size, or fill it up with zeros."""
+    given = dims_of(x)[axis]  # type: ignore[index]
+    if given > size:
+        return node.emit(relax.op.strided_slice(x, [axis], [0], [size]))
+    if given == size:
+        return x
+    widths = [0] * (2 * x.ty.ndim)
+    widths[2 * axis + 1] = size - given
+    return node.emit(relax.op.nn.pad(x, widths))
+
+
+def _parts(node: Node, x: relax.Expr) -> list[relax.Expr]:
+    """The real part of numbers, and their imaginary part where they have one; they are the last dimension."""
+    count = dims_of(x)[-1] if x.ty.ndim > 2 else 1  # type: ignore[index]
+    if x.ty.ndim == 2:
+        return [x]
+    return [node.emit(relax.op.take(x, const(place, "int64"), axis=-1)) for place in range(count)]
+
+
+def _transform(node: Node, parts: list[relax.Expr], length: int, bins: int, is_inverse: bool) -> relax.Expr:
+    """The transform along the last dimension, with real and imaginary parts as a new last one."""
+    cosine, sine = _waves(length, bins)
+    if is_inverse:
+        cosine, sine = cosine / length, -sine / length
+    real, imaginary = _product(node, parts[0], cosine), _product(node, parts[0], -sine)
+    if len(parts) > 1:
+        real = node.emit(relax.op.add(real, _product(node, parts[1], sine)))
+        imaginary = node.emit(relax.op.add(imaginary, _product(node, parts[1], cosine)))
+    return node.emit(relax.op.stack([real, imaginary], axis=-1))
+
+
+def _from_half(node: Node, parts: list[relax.Expr], length: int) -> relax.Expr:
+    """The real signal of a spectrum whose negative frequencies are left out."""
+    cosine, sine = (wave.T / length for wave in _waves(length, length // 2 + 1))
+    # All frequencies but zero and the highest of an even number stand for two.
+    twice = np.full((len(cosine), 1), 2.0)
+    twice[0] = 1.0
+    if length % 2 == 0:
+        twice[-1] = 1.0
+    real = _product(node, parts[0], twice * cosine)
+    return node.emit(relax.op.subtract(real, _product(node, parts[1], twice * sine))) if len(parts) > 1 else real
+
+
+def _waves(length: int, bins: int) -> tuple[Array, Array]:
+    """Cosine and sine of the angles `[positions, frequencies]`."""
+    turns = np.outer(np.arange(length), np.arange(bins)) % length
+    angles = 2 * np.pi * turns / length
+    return np.cos(angles), np.sin(angles)
+
+
+def _product(node: Node, x: relax.Expr, matrix: Array) -> relax.Expr:
+    value: Any = const(np.ascontiguousarray(matrix.astype(dtype_of(x))))
+    return node.emit(relax.op.matmul(x, value))
