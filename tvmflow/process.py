@@ -216,6 +216,9 @@ def _exchange(
             reply = process.receive(deadline)
             if "progress" in reply:
                 emit(*reply["progress"])
+                # The pipe of a child that reports without a pause is never empty.
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
             elif "error" in reply:
                 raise from_data(reply["error"])
             else:

@@ -16,7 +16,10 @@ Findings = list[tuple[str, str, str]]
 
 @dataclass(frozen=True)
 class House:
-    """A machine that manages one release file, of a registered model with an alias."""
+    """A machine that manages one release file, of a registered model with an alias.
+
+    Its name is of this file alone: others register deployments on the Prefect server that they share.
+    """
 
     machine: Any
     file: Path
@@ -30,7 +33,7 @@ class House:
     def channel(self, name: str = "staging") -> str | None:
         """The version that a channel of its releases holds."""
         with open_store(Settings(home=self.machine.home)) as store:
-            pointer = channels.find(store, "house", name)
+            pointer = channels.find(store, "reconciled", name)
         return None if pointer is None else str(pointer.version)
 
 
@@ -39,9 +42,9 @@ def house(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     import mlflow.onnx
     import onnx
 
-    folder = tmp_path_factory.mktemp("house")
+    folder = tmp_path_factory.mktemp("reconciled")
     model = make.onnx(folder)
-    file = make.file(folder, name="house", model={"mlflow": "models:/net@candidate"}, channels={"staging": {}})
+    file = make.file(folder, name="reconciled", model={"mlflow": "models:/net@candidate"}, channels={"staging": {}})
     known = replace(machine, settings={**machine.settings, "TVMFLOW_MODELS": json.dumps([str(file)])})
     assert known.versions("net") == []  # which makes the registry's file as tvmflow does
     with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +72,7 @@ def found(house: House) -> list[Findings]:
     found.append(house.reconcile())
     # The same weights under another version are another wish.
     client.set_registered_model_alias("net", "candidate", "2")
-    client.set_registered_model_alias("house", "staging", "1")
+    client.set_registered_model_alias("reconciled", "staging", "1")
     found.append(house.reconcile())
     return [*found, house.reconcile()]
 
@@ -78,14 +81,14 @@ def test_what_aliases_ask_for_is_done_once(house: House, found: list[Findings]) 
     assert found == [
         [],
         [("net@candidate", "1", "ran")],
-        [("house@staging", "1", "ran"), ("net@candidate", "2", "ran")],
+        [("reconciled@staging", "1", "ran"), ("net@candidate", "2", "ran")],
         [],
     ]
     assert house.channel() is not None
 
 
 def test_a_release_says_which_source_version_it_is_of(house: House, found: list[Findings]) -> None:
-    assert [item["provenance"]["source"] for item in house.machine.releases("house")] == ["net/1", "net/2"]
+    assert [item["provenance"]["source"] for item in house.machine.releases("reconciled")] == ["net/1", "net/2"]
     client = house.machine.mlflow
     experiment = client.get_experiment_by_name("tvmflow").experiment_id
     runs = client.search_runs([experiment], "tags.`tvmflow.source` = 'net/2'")
@@ -94,12 +97,12 @@ def test_a_release_says_which_source_version_it_is_of(house: House, found: list[
 
 def test_aliases_that_cannot_be_followed_are_put_back(house: House, found: list[Findings]) -> None:
     client = house.machine.mlflow
-    client.delete_registered_model_alias("house", "staging")
-    assert house.reconcile() == [("house@staging", "1", "alias set")]
-    assert str(client.get_model_version_by_alias("house", "staging").version) == "1"
+    client.delete_registered_model_alias("reconciled", "staging")
+    assert house.reconcile() == [("reconciled@staging", "1", "alias set")]
+    assert str(client.get_model_version_by_alias("reconciled", "staging").version) == "1"
     # Refused on this channel before.
-    client.set_model_version_tag("house", "2", "tvmflow.refused.staging", "too slow")
-    client.set_registered_model_alias("house", "staging", "2")
-    assert house.reconcile() == [("house@staging", "2", "alias put back")]
-    assert str(client.get_model_version_by_alias("house", "staging").version) == "1"
+    client.set_model_version_tag("reconciled", "2", "tvmflow.refused.staging", "too slow")
+    client.set_registered_model_alias("reconciled", "staging", "2")
+    assert house.reconcile() == [("reconciled@staging", "2", "alias put back")]
+    assert str(client.get_model_version_by_alias("reconciled", "staging").version) == "1"
     assert house.channel() == "1"
