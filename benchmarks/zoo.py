@@ -147,7 +147,9 @@ def unpack(name: str, entry: Entry, catalogue: Catalogue, cache: Path, state: Pa
         take_out(place, member, folder / target)
     for module in entry.modules:
         shutil.copy(_HERE.parent / module, folder)
-    if entry.make:
+    model = folder / "model.onnx"
+    makers = (_HERE / "zoo.toml", _HERE / "zoo_networks.py")
+    if entry.make and not (model.is_file() and model.stat().st_mtime > max(file.stat().st_mtime for file in makers)):
         getattr(import_module("zoo_networks"), entry.make)(folder)
     return folder
 

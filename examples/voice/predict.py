@@ -10,7 +10,8 @@ from tvmflow.errors import TvmflowError
 from tvmflow.runtime import CompiledModel, load
 
 _THRESHOLD = 0.5
-_SHORTEST_PAUSE = 0.2  # seconds; shorter ones belong to the speech
+# In seconds; shorter pauses belong to the speech, shorter speech is none.
+_SHORTEST_PAUSE, _SHORTEST_SPEECH = 0.2, 0.3
 
 
 def probabilities(model: CompiledModel, wave: Array) -> Array:
@@ -31,7 +32,8 @@ def segments(values: Array) -> list[tuple[float, float]]:
     if not len(starts):
         return []
     is_pause = starts[1:] - ends[:-1] >= _SHORTEST_PAUSE
-    return list(zip(starts[np.insert(is_pause, 0, True)], ends[np.append(is_pause, True)], strict=True))
+    stretches = zip(starts[np.insert(is_pause, 0, True)], ends[np.append(is_pause, True)], strict=True)
+    return [(start, end) for start, end in stretches if end - start >= _SHORTEST_SPEECH]
 
 
 def read_wave(file: Path) -> Array:
