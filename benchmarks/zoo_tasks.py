@@ -148,7 +148,7 @@ _SENTENCES = (
     "Two thirds of the tickets were sold within the first hour.",
 )
 # Speakers: variants of espeak-ng's English, each with a pitch.
-_VOICES = (("en+m3", 10), ("en+f2", 90), ("en+whisper", 50), ("en+croak", 30), ("en+klatt2", 50), ("en+whisperf", 99))
+_VOICES = (("en+m1", 20), ("en+f2", 80), ("en+m7", 35), ("en+f4", 95), ("en-us+m3", 55), ("en-gb-scotland+m4", 5))
 
 
 def _speech(synthesiser: str, seconds: float | None = None, sentence: int = 0, voice: int = 0) -> Array:
@@ -252,7 +252,7 @@ def echoes(synthesiser: str, frames: int = 240, levels: int = 12, has_markers: b
     length = (count - 1) * 256 / 16000
     far, near = _speech(synthesiser, length, 1, voice=1), _speech(synthesiser, length, 2, voice=0)
     echo = 0.6 * np.concatenate([np.zeros(1600), far[:-1600]])
-    outputs = [near + echo * (1 - level / (levels - 1)) for level in range(levels)]
+    outputs = [near + echo * 10 ** (-level * 4 / 20) for level in range(levels)]
     waves = np.stack([wave for output in outputs for wave in (far, near + echo, output)])
     spectra = (_decibels(_mel_power(waves, 513, 256, 160)) + 40) / 40
     features = spectra.reshape(levels, 1, 3, -1, 160)[..., :count, :]
@@ -287,6 +287,11 @@ def ranks_kept(outputs: dict[str, Array], labels: Array) -> float:
 
     (scores,) = outputs.values()
     return float(spearmanr(scores.reshape(len(labels), -1).mean(-1), labels).statistic)
+
+
+def echo_ranks_kept(outputs: dict[str, Array], labels: Array) -> float:
+    """Spearman's correlation of the first score `[level, score]`, that of the echo, with the levels."""
+    return ranks_kept({name: scores[:, :1] for name, scores in outputs.items()}, labels)
 
 
 def notes(count: int = 24) -> Dataset:

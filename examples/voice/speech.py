@@ -43,6 +43,8 @@ class Synthesiser:
         self._parts.clear()
         if self._library.espeak_SetVoiceByName(voice.encode()):
             raise OSError(f"espeak-ng has no voice {voice!r}")
+        # A voice has noise, which would differ from run to run.
+        self._library.espeak_ng_SetRandSeed(ctypes.c_long(0))
         self._library.espeak_SetParameter(_WORDS_PER_MINUTE, speed, 0)
         self._library.espeak_SetParameter(_PITCH, pitch, 0)
         content = text.encode()
