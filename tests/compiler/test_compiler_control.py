@@ -196,6 +196,24 @@ def test_a_scan_takes_and_stacks_along_axes_in_both_directions(
     assert ("loop" in built.ir_text) == (length != "3")
 
 
+_SEQUENCE = """
+model (int64 trips, float[4] x) => (float[k, 4] y)
+<int64 three = {{3}}, bool go = {{1}}>
+{{
+  nothing = SequenceEmpty ()
+  rows, last = Loop ({TRIPS}, go, nothing, x) <
+    body = iteration (int64 i, bool c, seq(float[4]) s, float[4] a) => (bool d, seq(float[4]) t, float[4] b)
+    {{ d = Identity (c)  b = Add (a, a)  t = SequenceInsert (s, b) }}
+  >
+  y = ConcatFromSequence <axis = 0, new_axis = 1> (rows)
+}}
+"""
+
+
+def test_a_short_loop_may_gather_a_sequence(make_text: Any, assert_same_as_onnxruntime: Any) -> None:
+    assert_same_as_onnxruntime(make_text(_SEQUENCE.format(TRIPS="three")), {"trips": _int(0), "x": _random(4)})
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -220,6 +238,10 @@ model (bool flag, float[2, 2] x) => (float[2, 2] y)
   >
 }""",
             "RandomUniformLike",
+        ),
+        (
+            _SEQUENCE.format(TRIPS="trips"),
+            "a sequence or an optional value that is decided when the model runs",
         ),
         (
             """

@@ -9,6 +9,7 @@ from onnx import TensorProto, helper
 
 from tvmflow.compiler import import_onnx
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, SizeEvaluator, Sizes
+from tvmflow.errors import UnsupportedOperatorError
 
 Array = np.ndarray[Any, Any]
 
@@ -49,6 +50,46 @@ _BATCH_AS_INT32 = [
 ]
 # Name, nodes from `x` to `y`, the input's dimensions, and two inputs' shapes.
 _CASES: list[tuple[str, list[onnx.NodeProto], list[Any], list[tuple[int, ...]]]] = [
+    (
+        "split a free dimension into a part and the rest",
+        [
+            _node("Shape", ["x"], ["shape"]),
+            _node("Slice", ["shape", "one", "two", "zero"], ["t"]),
+            _node("Div", ["t", "three"], ["third"]),
+            _node("Sub", ["t", "third"], ["others"]),
+            _node("Concat", ["third", "others"], ["lengths"], axis=0),
+            _node("Split", ["x", "lengths"], ["a", "b"], axis=1),
+            _node("Concat", ["b", "a"], ["y"], axis=1),
+        ],
+        ["n", "t", 4],
+        [(2, 6, 4), (3, 7, 4)],
+    ),
+    (
+        "split a free dimension into equal parts",
+        [_node("Split", ["x"], ["a", "b"], axis=1, num_outputs=2), _node("Concat", ["b", "a"], ["y"], axis=1)],
+        ["n", "t", 4],
+        [(2, 6, 4), (3, 8, 4)],
+    ),
+    (
+        "pad to a multiple of four",
+        [
+            _node("Shape", ["x"], ["shape"]),
+            _node("Slice", ["shape", "one", "two", "zero"], ["t"]),
+            _node("Neg", ["t"], ["negative"]),
+            _node("Mod", ["negative", "four"], ["missing"]),
+            _node("Concat", ["zero", "zero", "zero", "zero", "missing", "zero"], ["widths"], axis=0),
+            _node("Pad", ["x", "widths"], ["z"]),
+            _node("Relu", ["z"], ["y"]),
+        ],
+        ["n", "t", 4],
+        [(2, 5, 4), (3, 8, 4)],
+    ),
+    (
+        "remove a dimension that is one when the model runs",
+        [_node("Squeeze", ["x", "one"], ["z"]), _node("Relu", ["z"], ["y"])],
+        ["n", "t", 4],
+        [(2, 1, 4), (3, 1, 4)],
+    ),
     (
         "reshape to a list with the batch",
         [
@@ -263,3 +304,34 @@ def test_a_ratio_of_sizes_is_a_number_where_it_is_one() -> None:
     assert evaluator.quotient([n, 6, n + 1], [n + 1, 3]) is not None
     assert evaluator.are_equal(evaluator.quotient([n, 6, n + 1], [n + 1, 3]), n * 2)
     assert evaluator.divide(evaluator.multiply(n, 4.0), evaluator.multiply(n, 1.0)) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        (_node("Squeeze", ["x"], ["y"]), "symbolic"),
+        (_node("MaxPool", ["x"], ["y"], kernel_shape=[3], strides=[2], auto_pad="SAME_UPPER"), "SAME_UPPER"),
+        (_node("TopK", ["x", "k"], ["y", "i"]), "computed"),
+        (_node("Slice", ["x", "k", "end", "axis"], ["y"]), "computed"),
+        (_node("Split", ["x", "k"], ["y"], axis=1), "computed"),
+    ],
+)
+def test_a_form_that_needs_fixed_sizes_is_refused_with_this_advice(make_model: Any, node: Any, reason: str) -> None:
+    weights = {"axis": _WEIGHTS["one"], "end": _WEIGHTS["end"]}
+    inputs = [("x", ["n", 2, "t"]), ("k", [1], TensorProto.INT64)]
+    path = make_model([node], inputs, ["y"], {name: weights[name] for name in weights if name in node.input})
+    with pytest.raises(UnsupportedOperatorError, match=rf"{node.op_type}.*{reason}.*fixed sizes.*n, t"):
+        import_onnx(path)
+
+
+def test_a_shape_is_computed_by_the_operators_of_the_models_opset(make_model: Any) -> None:
+    nodes = [
+        _node("Shape", ["x"], ["shape"]),
+        _node("Gather", ["shape", "first"], ["n"]),
+        _node("Unsqueeze", ["n"], ["n1"], axes=[0]),
+        _node("Concat", ["n1", "minus"], ["target"], axis=0),
+        _node("Reshape", ["x", "target"], ["y"]),
+    ]
+    weights = {name: _WEIGHTS[name] for name in ("first", "minus")}
+    path = make_model(nodes, [("x", ["n", 4, 2])], ["y"], weights, opset=11)
+    assert import_onnx(path).outputs[0].shape == ("n", 8)

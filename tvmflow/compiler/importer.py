@@ -665,15 +665,17 @@ class _Importer(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return False
 
     def _convert_node(self, node: onnx.NodeProto) -> None:
-        """Import a node by its converter, as TVM's importer does, which takes no sizes for operands of Tile."""
+        """Import a node by its converter, as TVM's importer does, which lets few operators take sizes for operands."""
         name = operator_name(node)
-        if name != "Tile":
+        inputs = [self._nodes[item] if item else None for item in node.input]
+        if name not in ("Pad", "Split", "Tile") or not any(isinstance(item, relax.ShapeExpr) for item in inputs):
             graph = onnx.GraphProto(node=[node])
             graph.node[0].op_type = name
             super()._construct_nodes(graph)
             return
-        inputs = [self._nodes[name] for name in node.input]
-        self._nodes[node.output[0]] = self._convert_operator("Tile", inputs, {}, self.opset)
+        attrs = {**self._parse_attr(node.attribute), "tvm_custom": {"name": name, "num_outputs": len(node.output)}}
+        result = self._convert_operator(name, inputs, attrs, self.opset)
+        self._nodes.update(zip(node.output, result if isinstance(result, relax.Tuple) else [result], strict=True))
 
     def _in_symbols_of_inputs(self, value: relax.Expr) -> relax.Expr:
         """A tensor whose dimensions are expressions of the inputs' dimensions, as a caller knows no others."""

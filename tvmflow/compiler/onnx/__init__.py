@@ -42,10 +42,13 @@ __all__ = [
 ]
 
 _STANDARD: dict[str, Converter] = {
+    "AveragePool": vision.check_padding,
     "BatchNormalization": norms.convert_batch_norm,
     "BitShift": elementwise.convert_shift,
     "Clip": elementwise.convert_clip,
     "Col2Im": vision.convert_col2im,
+    "ConcatFromSequence": movement.check_sequence,
+    "Conv": vision.check_padding,
     "ConvInteger": quantised.convert_conv_integer,
     "ConvTranspose": vision.convert_conv_transpose,
     "CumProd": indexing.convert_cum_prod,
@@ -62,6 +65,7 @@ _STANDARD: dict[str, Converter] = {
     "LSTM": recurrence.convert_recurrence("LSTM"),
     "LpNormalization": norms.convert_lp_normalization,
     "MatMulInteger": quantised.convert_matmul_integer,
+    "MaxPool": vision.check_padding,
     "Max": elementwise.convert_by_pairs(relax.op.maximum),
     "MelWeightMatrix": signals.convert_mel_weight_matrix,
     "Mean": elementwise.convert_mean,
@@ -81,9 +85,14 @@ _STANDARD: dict[str, Converter] = {
     "Reshape": movement.convert_reshape,
     "RoiAlign": vision.convert_roi_align,
     "Selu": elementwise.convert_selu,
+    "SequenceAt": movement.check_sequence,
+    "SequenceErase": movement.check_sequence,
+    "SequenceInsert": movement.check_sequence,
+    "SequenceLength": movement.check_sequence,
     "Slice": movement.convert_slice,
     "STFT": signals.convert_stft,
     "SpaceToDepth": indexing.convert_space_to_depth,
+    "Split": movement.convert_split,
     "Squeeze": movement.convert_squeeze,
     "Sum": elementwise.convert_by_pairs(relax.op.add),
     "ThresholdedRelu": elementwise.convert_thresholded_relu,
@@ -196,10 +205,12 @@ FOLDED = {
 TAKES_SIZES: dict[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
     "Expand": (1,),
+    "Pad": (1,),
     "Range": (0, 1, 2),
     "Reshape": (1,),
     "Resize": (3,),
     "Slice": (1, 2, 3, 4),
+    "Split": (1,),
     "Tile": (1,),
 }
 # Operators whose operands are broadcast to one shape.

@@ -53,6 +53,8 @@ def convert_gather(node: Node) -> relax.Expr | None:
 def convert_pad(node: Node) -> relax.Expr | None:
     """Write padding by a constant as an operator, which folds into convolutions; TVM's converter emits a function."""
     data, widths = node.inputs[0], node.constant(1) if node.opset >= 11 else np.asarray(node.attrs.get("pads", ()))
+    if isinstance(node.input(1), relax.ShapeExpr):
+        return _pad_by_sizes(node)
     value = node.constant(2) if node.opset >= 11 else np.asarray(node.attrs.get("value", 0.0))
     axes, dims = node.constant(3), dims_of(data)
     is_computed = (node.input(2) is not None and value is None) or (node.input(3) is not None and axes is None)
@@ -65,6 +67,31 @@ def convert_pad(node: Node) -> relax.Expr | None:
     around[list(places)] = widths.reshape(2, -1).T
     fill = 0.0 if value is None else float(value.reshape(-1)[0])
     return relax.op.nn.pad(data, around.reshape(-1).tolist(), "constant", fill)
+
+
+def _pad_by_sizes(node: Node) -> relax.Expr:
+    """Write padding whose widths depend on sizes as concatenations."""
+    data, widths, dims = node.inputs[0], node.sizes(1) or [], dims_of(node.inputs[0])
+    value, axes = node.constant(2), node.constant(3)
+    if node.text("mode", "constant") != "constant":
+        raise FreeSizeError("a symbolic width of another mode than constant")
+    if dims is None or (node.input(2) is not None and value is None) or (node.input(3) is not None and axes is None):
+        raise FreeSizeError("a symbolic width with a computed value or computed axes")
+    fill = const(np.asarray(0.0 if value is None else value.reshape(-1)[0], dtype_of(data)))
+    places = range(len(dims)) if axes is None else [int(axis) % len(dims) for axis in axes]
+    for axis, before, after in zip(places, widths, widths[len(widths) // 2 :], strict=False):
+        if not all(node.evaluator.holds(width >= 0) for width in (before, after)):
+            raise FreeSizeError("a symbolic width that may be negative")
+        edges = [
+            None
+            if is_static(width) and not width
+            else node.emit(relax.op.full(relax.ShapeExpr([*dims[:axis], width, *dims[axis + 1 :]]), fill))
+            for width in (before, after)
+        ]
+        parts = [part for part in (edges[0], data, edges[1]) if part is not None]
+        data = data if len(parts) == 1 else node.emit(relax.op.concat(parts, axis))
+        dims = dims_of(data) or dims
+    return data
 
 
 def convert_space_to_depth(node: Node) -> relax.Expr | None:
@@ -106,7 +133,9 @@ def convert_one_hot(node: Node) -> relax.Expr | None:
 
 
 def convert_top_k(node: Node) -> relax.Expr | None:
-    """Refuse TopK of element types that TVM does not sort."""
+    """Refuse TopK of element types that TVM does not sort, and of a computed number of results."""
+    if node.opset >= 10 and node.constant(1) is None:
+        raise FreeSizeError("a number of results that is computed when the model runs")
     if dtype_of(node.inputs[0]) in ("uint64", "uint32", "uint16"):
         raise UnsupportedFormError(f"{dtype_of(node.inputs[0])}: TVM does not sort them")
     return None

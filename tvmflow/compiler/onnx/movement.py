@@ -6,7 +6,7 @@ import numpy as np
 from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.broadcasting import cast_to, simplest
-from tvmflow.compiler.onnx.node import FreeSizeError, Node
+from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import LARGEST_SIZE
 from tvmflow.compiler.onnx.values import const, dims_of
 
@@ -77,6 +77,13 @@ def convert_tile(node: Node) -> relax.Expr | None:
     return relax.op.reshape(expanded, relax.ShapeExpr(whole))
 
 
+def check_sequence(node: Node) -> None:
+    """Refuse a sequence that is no tuple of values: TVM's converter would take the rows of a tensor without an end."""
+    sequence = node.inputs[0]
+    if not isinstance(sequence, relax.Tuple) and not isinstance(sequence.ty, relax.TupleType):
+        raise UnsupportedFormError("a sequence that is made when the model runs")
+
+
 def convert_squeeze(node: Node) -> relax.Expr | None:
     """Write Squeeze of symbolic dimensions, which must be one when the model runs."""
     data, dims = node.inputs[0], dims_of(node.inputs[0])
@@ -140,6 +147,31 @@ def convert_slice(node: Node) -> relax.Expr | None:
     # Schedules take a symbol for a size, and no choice between two sizes.
     sizes = [node.evaluator.new_symbol(size) if _has_choice(size) else size for size in lengths]
     return cast_to(node.builder, part, sizes)
+
+
+def convert_split(node: Node) -> relax.Expr | None:
+    """Write Split of a symbolic dimension or into symbolic sizes as slices."""
+    data, dims = node.inputs[0], dims_of(node.inputs[0])
+    lengths = node.sizes(1) if node.opset >= 13 else node.attrs.get("split")
+    if node.opset >= 13 and node.input(1) is not None and lengths is None:
+        raise FreeSizeError("sizes that are computed from data")
+    if dims is None:
+        return None
+    axis, evaluator = node.attrs.get("axis", 0) % len(dims), node.evaluator
+    if isinstance(dims[axis], int) and all(isinstance(length, int) for length in lengths or ()):
+        return None
+    if lengths is None:
+        # Parts are equal but for the last one, which is smaller where the dimension is no multiple.
+        length = evaluator.divide(evaluator.add(dims[axis], node.outputs - 1), node.outputs)
+        lengths = [length] * (node.outputs - 1)
+        lengths.append(evaluator.add(dims[axis], evaluator.multiply(length, 1 - node.outputs)))
+    parts, begin = [], 0
+    for length in lengths:
+        end = evaluator.add(begin, length)
+        part = node.emit(relax.op.strided_slice(data, [axis], [begin], [end], assume_inbound=True))
+        parts.append(cast_to(node.builder, part, [*dims[:axis], length, *dims[axis + 1 :]]))
+        begin = end
+    return relax.Tuple(parts)
 
 
 def _has_choice(size: Any) -> bool:

@@ -10,6 +10,17 @@ from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of
 
 
+def check_padding(node: Node) -> None:
+    """Refuse a padding that depends on symbolic sizes; without strides it depends on the window alone."""
+    dims = dims_of(node.inputs[0])
+    is_same = node.text("auto_pad", "NOTSET").startswith("SAME")
+    is_symbolic = dims is None or not all(isinstance(size, int) for size in dims[2:])
+    # TVM pads a convolution without strides by itself.
+    has_strides = len(node.inputs) == 1 or any(stride != 1 for stride in node.attrs.get("strides", ()))
+    if is_same and is_symbolic and has_strides:
+        raise FreeSizeError(f"auto_pad {node.text('auto_pad', '')} along symbolic dimensions")
+
+
 def convert_conv_transpose(node: Node) -> relax.Expr | None:
     """Replace the attribute output_shape by the padding that gives it."""
     output_shape = node.attrs.pop("output_shape", None)
