@@ -62,3 +62,24 @@ def test_a_rule_that_fails_is_named_and_another_one_takes_the_function() -> None
         scheduled, rule = schedule(relu(8, 256), AVX512, {"broken": broken})
     assert rule == "fallback"
     assert "T.vectorized" in scheduled.script()
+
+
+@pytest.mark.parametrize("rows", [4, "rows"])
+def test_a_chain_that_reads_each_value_several_times_does_not_grow_with_every_step(
+    rows: int | str, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes, value = [], "x"
+    for step in range(14):
+        names = [f"{name}{step}" for name in ("positive", "half", "shifted", "next")]
+        nodes += [
+            helper.make_node("Greater", [value, "zero"], [names[0]]),
+            helper.make_node("Mul", [value, "scale"], [names[1]]),
+            helper.make_node("Add", [value, "one"], [names[2]]),
+            helper.make_node("Where", [names[0], names[1], names[2]], [names[3]]),
+        ]
+        value = names[3]
+    weights = {name: np.array(number, "float32") for name, number in (("zero", 0), ("scale", -0.5), ("one", 1))}
+    path: Path = make_model(nodes, [("x", [rows, 40])], [value], weights)
+    x = np.random.default_rng(0).standard_normal((4, 40), "float32")
+    # Each step reads its value three times: written out, the last would have three to the power of 14 terms.
+    assert_same_as_onnxruntime(path, {"x": x})

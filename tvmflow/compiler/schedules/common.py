@@ -1,8 +1,9 @@
 """Helpers that the schedule rules share: to find blocks and loops, to inline, to vectorise."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import tvm
 from tvm import tirx
@@ -16,6 +17,8 @@ from tvmflow.compiler.machine import Machine
 _IMAGE = 4
 # The lanes of the narrowest vector that is faster than a loop in two parts.
 _NARROWEST = 4
+# The most nodes that all copies of an inlined expression may have together.
+_LARGEST_COPIES = 200
 # Makes TVM split a loop in two parts: the iterations without bounds checks, which vectorise, and the rest.
 PARTITION = "pragma_loop_partition_hint"
 
@@ -69,15 +72,46 @@ def is_elementwise(sch: Schedule, block: SBlockRV) -> bool:
 
 
 def inline_elementwise(sch: Schedule) -> None:
-    """Inline every element-wise block into its readers; a block that TVM refuses to inline stays."""
+    """Inline every element-wise block into its readers.
+
+    A block stays that TVM refuses to inline, and one whose copies would make a very large expression.
+    """
     for block in blocks(sch):
-        if not is_reduction(sch, block) and sch.get_consumers(block):
+        if not is_reduction(sch, block) and sch.get_consumers(block) and not multiplies(sch, block):
             with suppress(Exception):
                 sch.compute_inline(block)
     for block in reversed(blocks(sch)):
-        if not is_reduction(sch, block) and sch.get_producers(block):
+        writers = sch.get_producers(block)
+        if not is_reduction(sch, block) and writers and not any(multiplies(sch, writer) for writer in writers):
             with suppress(Exception):
                 sch.reverse_compute_inline(block)
+
+
+def multiplies(sch: Schedule, block: SBlockRV) -> bool:
+    """Whether a block is read in several places, and inlining it into all of them makes very large expressions.
+
+    Such an expression computes the same thing again and again, and TVM's simplifier takes minutes for it.
+    """
+    body = sch.get(block).body
+    readers = [sch.get(reader).body for reader in sch.get_consumers(block)]
+    if not isinstance(body, tirx.BufferStore):
+        return False
+    places = sum(
+        bool(isinstance(node, tvm.ir.TensorLoad) and node.source.same_as(body.buffer))
+        for reader in readers
+        if isinstance(reader, tirx.BufferStore)
+        for node in walk(reader.value)
+    )
+    return places > 1 and places * sum(1 for _ in walk(body.value)) > _LARGEST_COPIES
+
+
+def walk(expr: Any) -> Iterator[Any]:
+    """Yield an expression and all of its subexpressions."""
+    yield expr
+    fields = [getattr(expr, name, None) for name in ("a", "b", "condition", "true_value", "false_value", "value")]
+    for part in (*fields, *getattr(expr, "args", ()), *getattr(expr, "indices", ())):
+        if isinstance(part, tvm.ir.Expr):
+            yield from walk(part)
 
 
 def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> None:

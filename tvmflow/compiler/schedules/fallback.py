@@ -1,7 +1,7 @@
 """The schedule for any function: inlines the blocks that TVM allows, parallelises and vectorises the others."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -174,15 +174,6 @@ def _list_uses_of_last(sch: Schedule, block: SBlockRV, *kinds: type) -> list[Any
     # Reshapes leave quotients that are always zero.
     return [
         node
-        for node in _walk(analyzer.simplify(body.value))
-        if isinstance(node, kinds) and any(part.same_as(variables[-1].var) for part in _walk(node))
+        for node in common.walk(analyzer.simplify(body.value))
+        if isinstance(node, kinds) and any(part.same_as(variables[-1].var) for part in common.walk(node))
     ]
-
-
-def _walk(expr: Any) -> Iterator[Any]:
-    """Yield an expression and all of its subexpressions."""
-    yield expr
-    fields = [getattr(expr, name, None) for name in ("a", "b", "condition", "true_value", "false_value", "value")]
-    for part in (*fields, *getattr(expr, "args", ()), *getattr(expr, "indices", ())):
-        if isinstance(part, tvm.ir.Expr):
-            yield from _walk(part)

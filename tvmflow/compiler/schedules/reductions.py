@@ -36,7 +36,7 @@ def _kind(sch: Schedule, block: SBlockRV) -> str:
 def inline_around(sch: Schedule) -> None:
     """Inline element-wise blocks, except readers of a reduction, which others would compute again."""
     for block in common.blocks(sch):
-        if common.is_reduction(sch, block) or not sch.get_consumers(block):
+        if common.is_reduction(sch, block) or not sch.get_consumers(block) or common.multiplies(sch, block):
             continue
         if not any(common.is_reduction(sch, producer) for producer in sch.get_producers(block)):
             with suppress(Exception):
