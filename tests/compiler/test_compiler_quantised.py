@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from support import scale
 from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
 from support.models import join_models, joined_name
@@ -87,8 +88,10 @@ def _run(paths: list[Path], target: Target, precision: Precision, run_built: Run
 
 @pytest.mark.parametrize(
     ("signed", "per_channel", "signed_weights"),
-    [(False, False, True), (True, True, True), (False, True, False)],
-    ids=["uint8 by int8", "int8 by int8, by channels", "uint8 by uint8, by channels"],
+    scale.choose(
+        normal=[(True, True, True), (False, False, False)],
+        long=[(True, True, True), (False, False, False), (False, False, True), (False, True, False)],
+    ),
 )
 def test_operators_of_the_static_quantiser_are_computed_in_integers(
     signed: bool,
@@ -117,8 +120,13 @@ def test_operators_of_the_static_quantiser_are_computed_in_integers(
     assert (rules["depthwise"], rules["conv2d"], rules["winograd"]) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("signed_weights", [True, False], ids=["int8", "uint8"])
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize(
+    ("precision", "signed_weights"),
+    scale.choose(
+        normal=[("fp32", True), ("int8", False)],
+        long=[("fp32", True), ("int8", False), ("fp32", False), ("int8", True)],
+    ),
+)
 def test_models_that_quantise_as_they_run_are_computed_in_integers(
     signed_weights: bool,
     precision: Precision,

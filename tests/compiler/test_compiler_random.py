@@ -473,21 +473,21 @@ class Kind:
     """
 
     draw: Callable[[np.random.Generator], Drawn]
-    count: int = 4
+    count: int = 3
     symbolic: bool = False
 
 
 _MORE = 2
 KINDS = {
-    "convolutions": Kind(partial(_image, steps=(_conv,)), 5),
+    "convolutions": Kind(partial(_image, steps=(_conv,)), 3),
     "spatial": Kind(_image),
     "products": Kind(partial(_tensor, steps=(_matmul, _matmul, _activation, _binary), most=2, least_rank=2)),
     "attention": Kind(partial(_tensor, steps=(_attention,), most=1, least_rank=2)),
     "norms": Kind(partial(_tensor, steps=(_normalise, _reduce))),
     "elements": Kind(partial(_tensor, steps=(_activation, _binary, _move), most=5)),
     "graphs": Kind(_graph, 3),
-    "convolutions of any batch": Kind(partial(_image, steps=(_conv,)), 3, symbolic=True),
-    "products of any rows": Kind(partial(_tensor, steps=(_dense, _activation), least_rank=2), 3, symbolic=True),
+    "convolutions of any batch": Kind(partial(_image, steps=(_conv,)), 2, symbolic=True),
+    "products of any rows": Kind(partial(_tensor, steps=(_dense, _activation), least_rank=2), 2, symbolic=True),
 }
 # Of so many models ONNX Runtime may refuse one: some forms that the standard has are not in it.
 _MOST_REFUSED = 4

@@ -46,7 +46,7 @@ def deploy_command(
     schedules stay paused.
     """
     from tvmflow import settings as machine
-    from tvmflow.cli.prefect import answers, point_at_server
+    from tvmflow.cli.prefect import ANSWER_SECONDS, answers, point_at_server
     from tvmflow.triggers import load
 
     settings = machine.load()
@@ -57,7 +57,7 @@ def deploy_command(
     catalogue = load(path.absolute() for path in (*settings.models, *selected))
     entries = [entry for entry in catalogue.entries if entry.file in {path.absolute() for path in selected}]
     point_at_server(settings)
-    if not answers(settings.prefect_api_url or "", 10.0):
+    if not answers(settings.prefect_api_url or "", ANSWER_SECONDS):
         raise PrefectError(
             f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
             "prefect_api_url (an address that ends in /api)"

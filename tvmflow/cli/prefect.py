@@ -4,10 +4,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,10 @@ from tvmflow.launch import die_with_parent
 if TYPE_CHECKING:
     from tvmflow.settings import Settings
 
+# How long a server that has work to do may take to answer.
+ANSWER_SECONDS = 30.0
 _START_SECONDS = 120.0
+_PAUSE_SECONDS = 0.5
 _STOP_SECONDS = 5.0
 _ENVIRONMENT = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -60,7 +65,7 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
     prepare_environment()
     if settings.prefect_api_url is not None:
         os.environ["PREFECT_API_URL"] = settings.prefect_api_url
-        if not answers(settings.prefect_api_url, 10.0):
+        if not answers(settings.prefect_api_url, ANSWER_SECONDS):
             raise SettingsError(
                 f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
                 "prefect_api_url (an address that ends in /api)"
@@ -137,14 +142,20 @@ def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 
 def answers(address: str, seconds: float) -> bool:
     """Whether a Prefect server answers at `address`, which ends in /api, within `seconds`."""
-    try:
-        with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=seconds) as response:  # noqa: S310
-            return bool(response.read().strip() == b"true")
-    except urllib.error.HTTPError as error:
-        # A server that asks for a login answers as well.
-        return error.code in (401, 403)
-    except (OSError, ValueError):
-        return False
+    end = time.monotonic() + seconds
+    while (rest := end - time.monotonic()) > 0:
+        try:
+            with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=rest) as response:  # noqa: S310
+                return bool(response.read().strip() == b"true")
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.SERVICE_UNAVAILABLE:
+                # A server that asks for a login answers as well.
+                return error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+            # A server says that it is busy; it may have an answer in a moment.
+            time.sleep(min(rest, _PAUSE_SECONDS))
+        except (OSError, ValueError):
+            return False
+    return False
 
 
 def _serve(parent: int, listening: int) -> None:

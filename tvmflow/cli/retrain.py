@@ -68,13 +68,13 @@ def notify_command(name: str, assignments: tuple[str, ...], why: str, as_json: b
     Emits Prefect's event tvmflow.data.arrived, as any program may; `tvmflow deploy` registers the trigger for it.
     """
     from tvmflow import settings as machine
-    from tvmflow.cli.prefect import answers, point_at_server
+    from tvmflow.cli.prefect import ANSWER_SECONDS, answers, point_at_server
     from tvmflow.errors import PrefectError
 
     arguments = _parse_arguments(assignments)
     settings = machine.load()
     point_at_server(settings)
-    if not answers(settings.prefect_api_url or "", 10.0):
+    if not answers(settings.prefect_api_url or "", ANSWER_SECONDS):
         raise PrefectError(
             f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
             "prefect_api_url"
