@@ -4,11 +4,9 @@ One stack serves all tests that do not need their own. A test may break it: `sta
 are forks of a process that has imported what they import, but for `start`, which begins as a shell does.
 """
 
-import json
 import signal
 import socket
 import subprocess
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
 
 from support import scale
 from support.command_server import CommandServer
@@ -95,12 +96,15 @@ class Machine:
 
     def prefect(self, path: str, body: Document | None = None, method: str | None = None) -> Any:
         """What the API of the stack's Prefect answers; None for an empty answer."""
-        data = None if body is None else json.dumps(body).encode()
         address = f"http://127.0.0.1:{self.ports['prefect']}/api/{path}"
-        request = urllib.request.Request(address, data, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
-            content = answer.read()
-            return json.loads(content) if content else None
+        # Prefect answers 503 while its database is busy.
+        again = Retry(total=8, status_forcelist=[503], backoff_factor=0.2, allowed_methods=None)
+        with requests.Session() as session:
+            session.mount("http://", HTTPAdapter(max_retries=again))
+            method = method or ("GET" if body is None else "POST")
+            answer = session.request(method, address, json=body, timeout=30)
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
 
     def state_of(self, run: str) -> str:
         """The state of a flow run, e.g. `RUNNING`."""
