@@ -17,6 +17,7 @@ from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.onnx_domains import with_own_domain
+from tvmflow.onnx_graph import standard_opset
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.operators import define, load_operators
@@ -163,8 +164,7 @@ export = ChildStep("export", ExportResult, work)
 
 def _opset(model: "onnx.ModelProto") -> int:
     """The version of ONNX's operators that a model uses; of its other domain's where it uses none of them."""
-    versions: dict[str, int] = {item.domain: item.version for item in model.opset_import}
-    return versions.get("") or versions.get("ai.onnx") or max(versions.values())
+    return standard_opset(model) or max(item.version for item in model.opset_import)
 
 
 def _is_repeatable(source: Source, module: "torch.nn.Module") -> bool:

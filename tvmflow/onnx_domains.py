@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from tvmflow.onnx_graph import standard_opset
+
 if TYPE_CHECKING:
     import onnx
 
@@ -17,7 +19,7 @@ def with_own_domain(model: "onnx.ModelProto") -> "onnx.ModelProto":
     """
     import onnx
 
-    opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=1)
+    opset = standard_opset(model) or 1
     names = {"SimplifiedLayerNormalization", *(["LayerNormalization"] if opset < _FIRST_LAYER_NORM else [])}
     places = [i for i, node in enumerate(model.graph.node) if node.op_type in names and node.domain in ("", "ai.onnx")]
     if not places:

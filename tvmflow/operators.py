@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvmflow import usercode
 from tvmflow.errors import ExportError
+from tvmflow.onnx_graph import nodes_of
 
 if TYPE_CHECKING:
     import onnx
@@ -82,12 +83,3 @@ def define(model: "onnx.ModelProto", operators: Mapping[str, OwnOperator]) -> No
             if entry.domain not in imported:
                 model.opset_import.append(onnx.helper.make_opsetid(entry.domain, entry.version))
                 imported.add(entry.domain)
-
-
-def nodes_of(graph: "onnx.GraphProto") -> "Iterable[onnx.NodeProto]":
-    """The nodes of a graph and of the graphs in their attributes."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from nodes_of(attribute.g)

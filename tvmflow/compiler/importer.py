@@ -36,11 +36,11 @@ from tvmflow.compiler.onnx import (
 )
 from tvmflow.compiler.onnx.broadcasting import agree, agree_along, agree_but_for, agree_in_product, cast_to
 from tvmflow.compiler.onnx.control import Value
-from tvmflow.compiler.onnx.node import inner_nodes, nodes_of
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise, run_reference
 from tvmflow.compiler.onnx.values import dims_of
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.onnx_domains import with_own_domain
+from tvmflow.onnx_graph import inner_nodes, nodes_of, standard_opset
 from tvmflow.onnx_inputs import graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 
@@ -170,7 +170,7 @@ def survey_onnx(
     graph = model.graph
     inputs = graph_inputs(graph)
     sizes = _apply_shapes(label, graph, inputs, shapes or {})
-    opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=1)
+    opset = standard_opset(model) or 1
     importer = _Importer(model, sizes, _advice(inputs), own)
     importer.refusals.extend(_type_refusals(graph))
     output = io.StringIO()

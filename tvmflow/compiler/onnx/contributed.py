@@ -1,6 +1,7 @@
 """Operators of com.microsoft that ONNX Runtime's optimizer writes, composed of the operators that it fused."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,7 @@ def convert_qattention(node: Node) -> relax.Expr:
     # Scale and zero point are apart from their operand.
     data, weight, bias, data_scale, weight_scale, mask, data_zero, weight_zero = (node.input(i) for i in range(8))
     operands = [data, data_scale, data_zero, weight, weight_scale, weight_zero]
-    inner = Node(**{**node.__dict__, "inputs": operands})
+    inner = replace(node, inputs=operands)
     projection = relax.op.matmul(dequantize(inner, 0), dequantize(inner, 3, -1))
     return _project_and_attend(node, node.emit(projection), bias, mask, None, None)
 

@@ -17,9 +17,10 @@ import tvm
 from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.broadcasting import cast_to
-from tvmflow.compiler.onnx.node import FreeSizeError, UnsupportedFormError, nodes_of
+from tvmflow.compiler.onnx.node import FreeSizeError, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, SizeEvaluator, Sizes, materialise
 from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of, is_static
+from tvmflow.onnx_graph import nodes_of
 
 # A loop is imported in place if all of its iterations together have no more nodes.
 _MOST_NODES = 256

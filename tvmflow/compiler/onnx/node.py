@@ -1,10 +1,9 @@
 """A node of an ONNX graph as a converter takes it, and what converters of all families use."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import onnx
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
@@ -77,17 +76,3 @@ class Node:
 
 # Returns the Relax expression of a node, or None where TVM's own converter is right for the node's form.
 Converter = Callable[[Node], relax.Expr | None]
-
-
-def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Return the nodes of a graph and of the graphs within them."""
-    for node in graph.node:
-        yield node
-        yield from inner_nodes(node)
-
-
-def inner_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    """Return the nodes of the graphs in a node's attributes, and of the graphs within those."""
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield from nodes_of(attribute.g)
