@@ -20,9 +20,10 @@ from tvmflow import process, samples
 from tvmflow import spec as release_file
 from tvmflow.bundle import Manifest, installed_versions, pack, sha256_file
 from tvmflow.process import Emit
+from tvmflow.reach import code_digest
 from tvmflow.source import Source, load_module
 from tvmflow.target import Precision, Target, resolve
-from tvmflow.workspace import Record, code_digest
+from tvmflow.workspace import Record
 
 if TYPE_CHECKING:
     from tvmflow.compiler import CompiledModel
@@ -109,7 +110,7 @@ def build(
 
     It is built once for each version of the compiler's code; older bundles of the same `name` are removed.
     """
-    key = [sha256_file(onnx), target.canonical, trials, precision, code_digest()]
+    key = [sha256_file(onnx), target.canonical, trials, precision, code_digest("tasks.package")]
     job = BuildJob(
         name=name,
         onnx=onnx,

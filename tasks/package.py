@@ -14,10 +14,11 @@ from tasks.step import Job, Step, StepRunner
 from tasks.tune import TuneResult
 from tvmflow import samples
 from tvmflow.bundle import Manifest, Variant, installed_versions, pack
+from tvmflow.reach import code_digest
 from tvmflow.spec import Dimension, Spec
 from tvmflow.target import Target, needed_features
 from tvmflow.tuning.best_records import read_threads
-from tvmflow.workspace import Artifact, Record, StepResult, Workspace, code_digest
+from tvmflow.workspace import Artifact, Record, StepResult, Workspace
 
 
 class PackageJob(Job):
@@ -78,7 +79,7 @@ class PackageJob(Job):
                 "records": tuned.records.sha256,
                 "samples": exported.samples.sha256,
                 "options": options(spec),
-                "code": code_digest(),
+                "code": code_digest(__name__),
                 # The modules of the user's operators, with their digests.
                 **({"operators": json.dumps(imported.sources.files)} if spec.model.operators else {}),
             },

@@ -22,7 +22,7 @@ from tvmflow.errors import BundleError, VerdictError
 from tvmflow.settings import Settings
 from tvmflow.spec import Spec
 from tvmflow.target import Target, resolve
-from tvmflow.workspace import Artifact, Workspace, code_digest
+from tvmflow.workspace import Artifact, Workspace
 
 # The keys of the provenance in the order in which their artifacts are made: the first that differs is the cause.
 _LABELS = {"onnx": "ONNX file", "relax": "Relax module", "weights": "weights", "samples": "samples"}
@@ -110,10 +110,10 @@ def _sections(bundle: Path, manifest: Manifest) -> dict[str, Any]:
             f"bundle {str(bundle)!r} does not say with which options it was built, as older ones do not; "
             f"compile it anew to have one that does"
         ) from error
-    if code != code_digest():
+    if code != package.code:
         raise BundleError(
             f"bundle {str(bundle)!r} was built by other source code of tvmflow ({code[:16]}) than is installed "
-            f"({code_digest()[:16]}); install that to build it again"
+            f"({package.code[:16]}); install that to build it again"
         )
     return sections
 

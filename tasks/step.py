@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
 from tvmflow import process
 from tvmflow.process import Emit
 from tvmflow.progress import reporter
+from tvmflow.reach import code_digest
 from tvmflow.settings import Settings
 from tvmflow.spec import Spec
 from tvmflow.workspace import Outcome, Record, StepResult, Workspace, run_step, step_key
@@ -150,9 +151,16 @@ class Step(Generic[J, P, R]):
         """Declare the step; `name` is what commands, logs and Prefect show."""
         self.name = name
         self.result = result
+        self.module = work.__module__
+        """The module whose code does the work."""
         self._work = work
         self._is_current = is_current
         self._cached = cached
+
+    @property
+    def code(self) -> str:
+        """The SHA-256, in hexadecimal, of the code that the step can reach: when it changes, the step runs again."""
+        return code_digest(self.module)
 
     def __call__(self, runner: StepRunner, job: J, /, *args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
         """Run the step on a job unless the job's result is cached; return the result as an Outcome.
@@ -175,6 +183,7 @@ class Step(Generic[J, P, R]):
                 job.cache_key(),
                 self.result,
                 lambda: self._work(job, runner, *args, **kwargs),
+                code=self.code,
                 target=job.label,
                 is_valid=is_valid,
                 folder=runner.folder,
@@ -184,7 +193,7 @@ class Step(Generic[J, P, R]):
 
     def key(self, runner: StepRunner, job: J) -> str:
         """Return the SHA-256, in hexadecimal, under which the workspace keeps the result of a job."""
-        return step_key(self.name, runner.place(job).cache_key())
+        return step_key(self.name, runner.place(job).cache_key(), self.code)
 
 
 class ChildStep(Step[J, [], R]):
@@ -197,6 +206,7 @@ class ChildStep(Step[J, [], R]):
             return runner.call(work, job, result)
 
         super().__init__(name, result, call, cached=cached)
+        self.module = work.__module__
 
 
 def path_of(function: Callable[..., Any]) -> str:

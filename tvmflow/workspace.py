@@ -8,9 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import cache
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -285,13 +283,13 @@ class Workspace:
         return self.folder / "steps" / step / f"{key}.json"
 
 
-def step_key(step: str, inputs: Mapping[str, Any]) -> str:
+def step_key(step: str, inputs: Mapping[str, Any], code: str = "") -> str:
     """Return the cache key of a step, in hexadecimal.
 
-    It is the SHA-256 of the step's name and inputs, the versions of the libraries that steps use, and the code of all
-    steps.
+    It is the SHA-256 of the step's name and inputs, the versions of the libraries that steps use, and `code`, the
+    digest of the step's code.
     """
-    document = {"step": step, "inputs": inputs, "code": code_digest(), "versions": _versions()}
+    document = {"step": step, "inputs": inputs, "code": code, "versions": _versions()}
     return hashlib.sha256(json.dumps(document, sort_keys=True, default=_plain).encode()).hexdigest()
 
 
@@ -302,20 +300,22 @@ def run_step(
     result_type: type[R],
     work: Callable[[], R],
     *,
+    code: str = "",
     target: str | None = None,
     is_valid: Callable[[R], bool] = lambda result: True,
     folder: Path = Path(),
 ) -> Outcome[R]:
     """Return a step's cached result for the same inputs; else run `work`, record its result and return it.
 
-    The cache key is made of `inputs`, which must name all values that the result depends on. A cached result also needs
+    The cache key is made of `inputs`, which must name all values that the result depends on, and of `code`, the digest
+    of the code that makes the result. A cached result also needs
     unchanged `sources`; `folder` is the folder of the release file, to which their paths are relative. `is_valid` says
     whether a cached result may be used, for instance whether the MLflow run that it names still exists. Raises what
     `work` raises, StepError for a full disk or a file that cannot be written, StoreError when the shared workspace
     fails.
     """
     start = time.perf_counter()
-    key = step_key(step, inputs)
+    key = step_key(step, inputs, code)
     has_started = False
 
     def report(done: float, total: float, message: str) -> None:
@@ -347,22 +347,6 @@ def run_step(
     seconds = time.perf_counter() - start
     reporter().ended(step, target, "ran", seconds)
     return Outcome(result, "ran", seconds)
-
-
-@cache
-def code_digest() -> str:
-    """Return the SHA-256 of the code of `tasks` and `tvmflow` without the commands.
-
-    Every step runs again when this digest changes.
-    """
-    digest = hashlib.sha256()
-    package = Path(__file__).parent
-    steps = find_spec("tasks")
-    for root in (package, *map(Path, (steps and steps.submodule_search_locations) or ())):
-        for path in sorted(root.rglob("*.py")):
-            if path.parent != package / "cli":
-                digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _parsed(record: bytes, result_type: type[R]) -> R | None:

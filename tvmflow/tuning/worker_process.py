@@ -8,6 +8,7 @@ from typing import Any
 
 from tvmflow.errors import TuneError
 from tvmflow.supervisor import ChildProcess, last_line
+from tvmflow.tuning import worker
 
 _START_SECONDS = 120.0
 _START_ATTEMPTS = 2
@@ -68,7 +69,7 @@ class WorkerProcess:
     def start(self) -> None:
         """Start the process without waiting until it is ready."""
         self._process = ChildProcess(
-            "tvmflow.tuning.worker", environment=self._environment, log=self._log, append=True, pipes=True
+            worker.__name__, environment=self._environment, log=self._log, append=True, pipes=True
         )
         self._is_ready = False
 

@@ -1,0 +1,106 @@
+"""The code of a step: its cache key changes with the modules that the step can reach, and with no others."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tvmflow.reach import code_digest, reachable_modules
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("tvmflow", "tasks", "flows")
+KEYS = """
+import importlib, json, pathlib, sys
+from tasks.step import Step
+steps = {}
+for path in sorted(pathlib.Path("tasks").glob("*.py")):
+    module = importlib.import_module(f"tasks.{path.stem}")
+    steps |= {step.name: step.code for step in vars(module).values() if isinstance(step, Step)}
+print(json.dumps(steps))
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project's packages, to be changed."""
+    folder = tmp_path_factory.mktemp("tree")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def codes(tree: Path) -> dict[str, str]:
+    """Return the digest of every step's code by the step's name, as a new process in this tree has it."""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    process = subprocess.run(
+        [sys.executable, "-c", KEYS], cwd=tree, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 0, process.stderr
+    digests: dict[str, str] = json.loads(process.stdout)
+    return digests
+
+
+def steps_after_a_change(tree: Path, before: dict[str, str], path: str) -> set[str]:
+    """Append a comment to a file of the tree; return the names of the steps that would run again."""
+    with (tree / path).open("a") as file:
+        file.write("# a change\n")
+    after = codes(tree)
+    assert after.keys() == before.keys()
+    return {name for name in after if after[name] != before[name]}
+
+
+def test_a_change_in_the_server_runs_no_step_again_and_a_change_in_a_schedule_builds_again(tree: Path) -> None:
+    first = codes(tree)
+    assert {"train", "export", "relax_import", "tune", "build", "package", "validate", "track", "publish"} <= set(first)
+    assert steps_after_a_change(tree, first, "tvmflow/serving/app.py") == set()
+    changed = steps_after_a_change(tree, first, "tvmflow/compiler/schedules/pooling.py")
+    assert {"relax_import", "tune", "build", "package"} <= changed
+    assert changed.isdisjoint({"train", "export", "gate"})
+
+
+@pytest.mark.parametrize(
+    ("step", "module"),
+    [
+        ("tasks.build", "tvmflow.compiler.schedules.pooling"),  # through a package's __init__
+        ("tasks.tune", "tvmflow.tuning.worker"),  # runs in a process of its own
+        ("tasks.gate", "tvmflow.verification"),
+        ("tasks.publish", "tvmflow.store"),
+        ("tasks.train", "tvmflow.bundle"),  # imported from a package
+        ("flows.make", "tasks.build"),
+    ],
+)
+def test_a_step_reaches_what_it_imports(step: str, module: str) -> None:
+    assert module in reachable_modules(step)
+
+
+@pytest.mark.parametrize("module", ["tvmflow.serving.app", "tvmflow.cli", "tvmflow.triggers.receiver", "flows.release"])
+def test_no_step_reaches_servers_and_commands(module: str) -> None:
+    for path in (ROOT / "tasks").glob("*.py"):
+        assert module not in reachable_modules(f"tasks.{path.stem}"), path.stem
+
+
+def test_a_module_of_the_user_reaches_nothing_of_this_project() -> None:
+    assert reachable_modules("model") == frozenset()
+    assert code_digest("model") == code_digest("another")
+
+
+# What modules name as text without a need for it: lists of early imports, the loader of addresses on devices, and the
+# servers of measuring devices, which no step starts.
+OTHER_REFERENCES = {"tasks.step", "tvmflow.runtime.uri", "tvmflow.tuning.devices", "tvmflow.tuning.devicesupervisor"}
+
+
+def test_a_module_that_is_named_as_text_is_also_imported_by_whoever_names_it() -> None:
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+    }
+    for module, path in names.items():
+        references = set(re.findall(r'"((?:tvmflow|tasks|flows)\.[\w.]+)[":]', path.read_text())) & names.keys()
+        if references and module not in OTHER_REFERENCES and not module.startswith("tvmflow.cli"):
+            assert references <= reachable_modules(module), module
