@@ -91,7 +91,7 @@ def _own_example(operator: str) -> onnx.ModelProto:
 
 def _inlined(model: onnx.ModelProto, operator: str) -> set[str]:
     """The operators that stand for one that is inlined: any of its function body; empty for others."""
-    from tvmflow.compiler.importer import has_converter, is_function
+    from tvmflow.compiler.onnx import has_converter, is_function
 
     (node,) = [node for node in model.graph.node if node.op_type == operator.rpartition(".")[2]][:1]
     if has_converter(node) or not is_function(node):

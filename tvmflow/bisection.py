@@ -13,9 +13,9 @@ from onnx import numpy_helper
 
 from tvmflow import npz
 from tvmflow.compiler import BuildOptions, build, import_onnx
-from tvmflow.compiler.importer import node_name, operator_name
 from tvmflow.compiler.onnx import Converter
 from tvmflow.errors import TvmflowError
+from tvmflow.onnx_graph import node_name, operator_name
 from tvmflow.source import open_session, run_session
 from tvmflow.target import Target
 

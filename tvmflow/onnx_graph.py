@@ -1,4 +1,4 @@
-"""The nodes of an ONNX graph, and the opset of a model."""
+"""The nodes of an ONNX graph and their names, and the opset of a model."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -24,3 +24,13 @@ def inner_nodes(node: "onnx.NodeProto") -> "Iterator[onnx.NodeProto]":
 def standard_opset(model: "onnx.ModelProto") -> int | None:
     """Return the version of the standard's operators that a model uses; None where it uses none of them."""
     return max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=None)
+
+
+def operator_name(node: "onnx.NodeProto") -> str:
+    """Return the operator's name, with its domain unless it is of the standard."""
+    return f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else str(node.op_type)
+
+
+def node_name(node: "onnx.NodeProto") -> str:
+    """Return the node's name; its first output's where it has none."""
+    return str(node.name or next(iter(node.output), "unnamed"))

@@ -17,12 +17,15 @@ from tvm.tirx import PrimFunc
 from tvmflow.bundle import TensorSpec
 from tvmflow.compiler.build import BuildOptions, lower, rules_of
 from tvmflow.compiler.graph import workloads
-from tvmflow.compiler.importer import Imported, NodeRecord, Refusal, Survey, node_name, operator_name, survey_onnx
+from tvmflow.compiler.graph_importer import NodeRecord
+from tvmflow.compiler.importer import Imported, Survey, survey_onnx
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter
+from tvmflow.compiler.refusals import Refusal
 from tvmflow.compiler.schedules import is_elementwise, iterations_of, kernels_of
 from tvmflow.errors import BuildError
+from tvmflow.onnx_graph import node_name, operator_name
 from tvmflow.target import Precision, Target, explain_missing_unit
 
 Verdict = Literal["fast", "fallback", "folded", "refused", "unexamined"]

@@ -10,8 +10,15 @@ from typing import Any, Literal
 import onnx
 import onnx.defs
 
-from tvmflow.compiler.importer import has_converter, is_function, operator_name
-from tvmflow.compiler.onnx import CONTROL, CONVERTERS, FreeSizeError, UnsupportedFormError
+from tvmflow.compiler.onnx import (
+    CONTROL,
+    CONVERTERS,
+    FreeSizeError,
+    UnsupportedFormError,
+    has_converter,
+    is_function,
+)
+from tvmflow.onnx_graph import operator_name
 
 Way = Literal["converter", "function", "refused"]
 

@@ -4,9 +4,11 @@
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import onnx
 from tvm import relax
+from tvm.relax.frontend.onnx import onnx_frontend
 
 from tvmflow.compiler.onnx import (
     classical,
@@ -25,19 +27,20 @@ from tvmflow.compiler.onnx import (
 )
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, is_static
+from tvmflow.onnx_graph import operator_name
 
 __all__ = [
     "BROADCASTING",
     "CONTROL",
     "CONVERTERS",
-    "FOLDED",
-    "NOT_STANDARD",
     "TAKES_SIZES",
     "Converter",
     "FreeSizeError",
     "Node",
     "UnsupportedFormError",
     "const",
+    "has_converter",
+    "is_function",
     "is_static",
 ]
 
@@ -170,35 +173,10 @@ CONVERTERS: dict[str, Converter] = {
 }
 
 # Operators of TVM's importer that the standard does not have.
-NOT_STANDARD = {
+_NOT_STANDARD = {
     *("AllClassNMS", "BiasGelu", "EmbedLayerNormalization", "FastGelu", "MatMulInteger16", "SkipLayerNormalization"),
     # TVM takes com.microsoft's Attention for that of the standard.
     "Attention",
-}
-
-# Operators by which models compute shapes and indices: evaluated at import where the operands are constant.
-FOLDED = {
-    *("Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Concat"),
-    *("ConstantOfShape", "Cos", "CumSum", "Div", "Equal", "Exp", "Expand", "Flatten", "Floor", "Gather"),
-    *("GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Log"),
-    *(
-        "MatMul",
-        "Max",
-        "MelWeightMatrix",
-        "Min",
-        "Mod",
-        "Mul",
-        "Neg",
-        "NonZero",
-        "Not",
-        "Or",
-        "Pow",
-        "Range",
-        "Reciprocal",
-    ),
-    *("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Round"),
-    *("ScatterElements", "ScatterND", "Shape", "Sign", "Sin", "Size", "Slice", "Split", "Sqrt", "Squeeze"),
-    *("Sub", "Sum", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor"),
 }
 
 # Operators that take symbolic sizes for what they are, with the positions of these operands; all others get tensors.
@@ -218,3 +196,19 @@ BROADCASTING = {
     *("Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual"),
     *("Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor"),
 }
+# The operators of the standard that TVM's importer takes. It does not look at domains.
+_OF_TVM = onnx_frontend._get_convert_map().keys() - _NOT_STANDARD | {"Constant"}
+
+
+def is_function(node: onnx.NodeProto) -> bool:
+    """Return whether ONNX defines the node's operator by other operators."""
+    if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
+        return False
+    schema: Any = onnx.defs.get_schema(node.op_type)
+    return bool(schema.has_function or schema.has_context_dependent_function)
+
+
+def has_converter(node: onnx.NodeProto) -> bool:
+    """Return whether TVM's importer or ours has a converter for the node's operator."""
+    name = operator_name(node)
+    return name in CONVERTERS or name in CONTROL or name in _OF_TVM

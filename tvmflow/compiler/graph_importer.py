@@ -1,0 +1,526 @@
+"""TVM's importer of ONNX graphs with our converters: goes through the nodes, and keeps what is known of each value."""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+import tvm
+from onnx import numpy_helper
+from tvm import relax, tirx
+from tvm.relax.frontend.onnx import onnx_frontend
+
+from tvmflow.compiler.messages import shorten
+from tvmflow.compiler.onnx import (
+    BROADCASTING,
+    CONTROL,
+    CONVERTERS,
+    TAKES_SIZES,
+    Converter,
+    FreeSizeError,
+    Node,
+    UnsupportedFormError,
+    const,
+    has_converter,
+    is_static,
+)
+from tvmflow.compiler.onnx.broadcasting import agree, agree_along, agree_but_for, agree_in_product, cast_to
+from tvmflow.compiler.onnx.control import Value
+from tvmflow.compiler.onnx.folding import evaluate_constants, is_foldable
+from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
+from tvmflow.compiler.onnx.values import dims_of
+from tvmflow.compiler.refusals import NoConverterError, Refusal, missing_converter
+from tvmflow.onnx_graph import inner_nodes, node_name, operator_name
+
+# Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
+_SMALLEST_WEIGHT = 17
+# Tensors of integers with fewer elements are tables of shapes and positions rather than weights.
+_SMALLEST_INTEGER_WEIGHT = 4097
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """How one node of the graph was imported.
+
+    `inputs` are its operands in Relax, by name. A `folded` node has a result that is known at import, so no code is
+    generated for it. A node that fails because it reads what a refused node would compute is `unexamined`.
+    """
+
+    node: onnx.NodeProto
+    inputs: Mapping[str, relax.Expr]
+    status: Literal["converted", "folded", "refused", "unexamined"]
+    refusal: Refusal | None = None
+
+
+class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
+    """TVM's importer with our converters; weights become parameters, and constant operands are evaluated.
+
+    `sizes` are the new sizes or names of symbols that the shapes recorded in the graph still mention. A node that
+    cannot be imported is a refusal with `advice`, and the import goes on with placeholders for its results. `own` are
+    the caller's converters.
+    """
+
+    def __init__(
+        self, model: onnx.ModelProto, sizes: Mapping[str, int | str], advice: str, own: Mapping[str, Converter]
+    ) -> None:
+        super().__init__({}, None, keep_params_in_input=True)
+        self._own = own
+        self.bb: relax.BlockBuilder
+        self._nodes: dict[str, relax.Expr]
+        self.refusals: list[Refusal] = []
+        self.records: list[NodeRecord] = []
+        self.is_operator_error = False
+        self._advice = advice
+        self._unexamined: set[str] = set()
+        self._inferred: dict[str, onnx.TypeProto.Tensor] | None = None
+        self._model = model
+        self.evaluator = SizeEvaluator()
+        self._control_nodes = 0
+        self._functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
+        # Pairs of sizes by the value that says whether they are equal.
+        self._equalities: dict[str, tuple[Any, Any]] = {}
+        # The values that are known at import but for the free sizes in them.
+        self._sizes_by_name: dict[str, Sizes] = {}
+        graph = self.graph = model.graph
+        self._sizes = sizes
+        # The shapes that the exporter recorded, by node, for values whose shape TVM's inference loses.
+        recorded = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output)}
+        self._recorded = {
+            node.name: recorded[node.output[0]]
+            for node in graph.node
+            if node.name and len(node.output) == 1 and node.output[0] in recorded
+        }
+
+    def import_model(self, opset: int) -> tvm.IRModule:
+        """Import the graph as `main`, which takes the inputs and then the weights that are read."""
+        self.opset = opset
+        self._parse_graph_initializers(self.graph)
+        self._parse_graph_input(self.graph)
+        inputs = list(self.input_variables())
+        with self.bb.function("main", params=inputs):
+            with self.bb.dataflow():
+                self._construct_nodes(self.graph)
+                outputs = [
+                    self._in_symbols_of_inputs(self.tensor(self.value(output.name))) for output in self.graph.output
+                ]
+                output = self.bb.emit_output(outputs[0] if len(outputs) == 1 else relax.Tuple(outputs))
+            self.bb.emit_func_output(output)
+        mod = self.bb.get()
+        main = mod["main"]
+        used = set(relax.analysis.free_vars(main))
+        weights = [variable for variable, _ in self._params.values() if variable in used]
+        main = relax.Function([*inputs, *weights], main.body, main.ret_ty, attrs=main.attrs)
+        others = {variable: func for variable, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
+        return tvm.IRModule({mod.get_global_var("main"): main, **others, **self._functions}, attrs=mod.attrs)
+
+    def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
+        for tensor in graph.initializer:
+            array = numpy_helper.to_array(tensor)
+            smallest = _SMALLEST_INTEGER_WEIGHT if array.dtype.kind in "iub" else _SMALLEST_WEIGHT
+            self._nodes[tensor.name] = const(array) if array.size < smallest else self._weight(tensor.name, array)
+
+    def _weight(self, name: str, array: np.ndarray[Any, Any]) -> relax.Var:
+        """The parameter for a weight; graphs of branches may have different weights of one name."""
+        while name in self._params:
+            variable, value = self._params[name]
+            if str(value.dtype) == str(array.dtype) and np.array_equal(value.numpy(), array, equal_nan=True):
+                return variable
+            name = f"{name}_"
+        variable = self._new_var(name, shape=array.shape, dtype=str(array.dtype))
+        self._params[name] = (variable, tvm.runtime.tensor(np.asarray(array, order="C")))
+        return variable
+
+    # -- What control flow needs; see `control.Importer` ---------------------------------------------------------------
+
+    def has_value(self, name: str) -> bool:
+        """Return whether a value has this name."""
+        return name in self._nodes
+
+    def value(self, name: str) -> Value:
+        """Return a value of the graph."""
+        return Value(self._nodes[name], self._sizes_by_name.get(name))
+
+    def set_value(self, name: str, value: Value) -> None:
+        """Give a name to a value."""
+        self._nodes[name] = value.expr
+        self._sizes_by_name.pop(name, None)
+        if value.sizes is not None:
+            self._sizes_by_name[name] = value.sizes
+
+    def tensor(self, value: Value) -> relax.Expr:
+        """Return a value as a tensor: sizes that are known at import are computed for this use."""
+        if value.sizes is not None:
+            return materialise(self.bb, value.sizes)
+        if isinstance(value.expr, relax.ShapeExpr):
+            return self.bb.emit(relax.op.shape_to_tensor(value.expr))
+        if tvm.ir.is_prim_expr(value.expr):
+            return materialise(self.bb, self.evaluator.shape([value.expr]), ())
+        return value.expr
+
+    def elements(self, value: Value) -> np.ndarray[Any, Any] | None:
+        """Return the elements of a value that are known at import; None for others."""
+        return self._value_at_import(value.expr)
+
+    def equal_sizes(self, name: str) -> tuple[Any, Any] | None:
+        """Return the two sizes of which a value says whether they are equal; None for others."""
+        return self._equalities.get(name)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Forget at the end the names that are given within."""
+        names = (self._nodes, self._sizes_by_name, self._equalities)
+        self._nodes, self._sizes_by_name, self._equalities = (dict(those) for those in names)
+        try:
+            yield
+        finally:
+            self._nodes, self._sizes_by_name, self._equalities = names
+
+    def import_graph(self, graph: onnx.GraphProto, inputs: Sequence[Value]) -> list[Value]:
+        """Import the nodes of an inner graph; return its outputs."""
+        self._parse_graph_initializers(graph)
+        for name, value in zip(graph.input, inputs, strict=True):
+            self.set_value(name.name, value)
+        self._construct_nodes(graph)
+        return [self.value(output.name) for output in graph.output]
+
+    def attempt(self) -> Callable[[], None]:
+        """Return a function that forgets the nodes and functions since then."""
+        nodes, refusals, functions = len(self.records), len(self.refusals), dict(self._functions)
+
+        def forget() -> None:
+            del self.records[nodes:], self.refusals[refusals:]
+            self._functions = functions
+
+        return forget
+
+    def add_function(self, variable: tvm.ir.GlobalVar, function: relax.Function) -> None:
+        """Add a function to the module."""
+        self._functions[variable] = function
+
+    def unique_name(self, name: str) -> str:
+        """Return a name that no function of the module has."""
+        self._control_nodes += 1
+        return f"{name}_{self._control_nodes}"
+
+    def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
+        """Do nothing: `_construct_nodes` checks each node."""
+
+    def _parse_graph_input(self, graph: onnx.GraphProto) -> None:
+        super()._parse_graph_input(graph)
+        self.evaluator.declare(self._symbols().values())
+
+    def takes(self, node: onnx.NodeProto) -> bool:
+        """Whether there is a converter for the node's operator."""
+        return has_converter(node) or operator_name(node) in self._own
+
+    def input_variables(self) -> tuple[relax.Var, ...]:
+        """The graph's inputs, without its weights."""
+        weights = {tensor.name for tensor in self.graph.initializer}
+        return tuple(value for name, value in self._inputs.items() if name not in weights)
+
+    def params(self) -> Mapping[str, tuple[relax.Var, Any]]:
+        """The weights: the variable and the value of each, by name."""
+        return dict(self._params)
+
+    def convert_alone(
+        self, builder: relax.BlockBuilder, node: onnx.NodeProto, operands: Mapping[str, relax.Expr]
+    ) -> dict[str, relax.Expr]:
+        """Convert a node again, with these operands and into this builder; return its results by name."""
+        self.bb, self._nodes = builder, dict(operands)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            self._construct_node(node)
+        return {name: self._nodes[name] for name in node.output if name}
+
+    def _construct_nodes(self, graph: onnx.GraphProto) -> None:
+        for node in graph.node:
+            operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
+            reads = {name for inner in (node, *inner_nodes(node)) for name in inner.input}
+            depends = bool(reads & self._unexamined)
+            before = len(self.refusals)
+            refusal: Refusal | None = None
+            status: Literal["converted", "folded", "refused", "unexamined"] = "converted"
+            try:
+                is_folded = self._construct_node(node)
+                status = "folded" if is_folded or self._is_known(node) else "converted"
+            except Exception as error:  # TVM's converters raise every kind of exception for graphs they do not expect.
+                if not isinstance(error, NoConverterError) and (depends or len(self.refusals) > before):
+                    # What is in the way is a node before it, or within it.
+                    status = "unexamined"
+                else:
+                    refusal, status = self._refusal(node, error), "refused"
+                    self.refusals.append(refusal)
+            if depends or len(self.refusals) > before:
+                self._unexamined.update(node.output)
+            if status in ("refused", "unexamined"):
+                for name in node.output:
+                    self._nodes[name] = self._placeholder(name)
+            self.records.append(NodeRecord(node, operands, status, refusal))
+
+    def _construct_node(self, node: onnx.NodeProto) -> bool:
+        """Import one node; return whether its results are known, so that nothing is left to compute."""
+        if self._fold(node) or self._evaluate(node):
+            return True
+        if not self.takes(node):
+            raise NoConverterError
+        if node.op_type in CONTROL and node.domain in ("", "ai.onnx"):
+            return CONTROL[node.op_type](self, node)
+        operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
+        takes_sizes = TAKES_SIZES.get(operator_name(node), ())
+        for place, name in enumerate(node.input):
+            if name in operands and place not in takes_sizes:
+                self._nodes[name] = self.tensor(self.value(name))
+        self._let_agree(node)
+        try:
+            self._convert_node(node)
+        finally:
+            # Another node may take the sizes for what they are.
+            self._nodes.update(operands)
+        return False
+
+    def _convert_node(self, node: onnx.NodeProto) -> None:
+        """Import a node by its converter, as TVM's importer does, which lets few operators take sizes for operands."""
+        name = operator_name(node)
+        inputs = [self._nodes[item] if item else None for item in node.input]
+        if name not in ("Pad", "Split", "Tile") or not any(isinstance(item, relax.ShapeExpr) for item in inputs):
+            graph = onnx.GraphProto(node=[node])
+            graph.node[0].op_type = name
+            super()._construct_nodes(graph)
+            return
+        attrs = {**self._parse_attr(node.attribute), "tvm_custom": {"name": name, "num_outputs": len(node.output)}}
+        result = self._convert_operator(name, inputs, attrs, self.opset)
+        self._nodes.update(zip(node.output, result if isinstance(result, relax.Tuple) else [result], strict=True))
+
+    def _in_symbols_of_inputs(self, value: relax.Expr) -> relax.Expr:
+        """A tensor whose dimensions are expressions of the inputs' dimensions, as a caller knows no others."""
+        dims = dims_of(value) if isinstance(value.ty, relax.TensorType) else None
+        sizes = [self.evaluator.expression(size) for size in dims or ()]
+        if all(size is other for size, other in zip(sizes, dims or (), strict=True)):
+            return value
+        if all(self.evaluator.are_equal(*pair) for pair in zip(sizes, dims or (), strict=True)):
+            return value
+        return cast_to(self.bb, value, sizes)
+
+    def _let_agree(self, node: onnx.NodeProto) -> None:
+        """Cast the operands so that symbolic dimensions which the operator wants equal are the same expressions."""
+        names = [name for name in node.input if name]
+        operands = [self._nodes[name] for name in names]
+        if operator_name(node) in BROADCASTING:
+            operands = agree(self.bb, operands, self.evaluator)
+        elif node.op_type == "Concat":
+            axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+            operands = agree_but_for(self.bb, operands, axis, self.evaluator)
+        elif node.op_type == "MatMul":
+            operands = agree_in_product(self.bb, operands, self.evaluator)
+        elif node.op_type in ("GRU", "LSTM", "RNN"):
+            places = [place for place in (0, 5, 6) if place < len(node.input) and node.input[place]]
+            layout = next((attribute.i for attribute in node.attribute if attribute.name == "layout"), 0)
+            names = [node.input[place] for place in places]
+            batches = [self._nodes[name] for name in names]
+            operands = agree_along(self.bb, batches, 0 if layout else 1, self.evaluator)
+        self._nodes.update(zip(names, operands, strict=True))
+
+    def _is_known(self, node: onnx.NodeProto) -> bool:
+        """Whether all results of a node are constants or shapes."""
+        values = [self._nodes.get(name) for name in node.output if name]
+        known = (tvm.ir.GenericConst, relax.ShapeExpr)
+        return all(isinstance(value, known) or tvm.ir.is_prim_expr(value) for value in values if value is not None)
+
+    def _refusal(self, node: onnx.NodeProto, error: Exception) -> Refusal:
+        """The refusal that an error of a converter means."""
+        if isinstance(error, NoConverterError):
+            self.is_operator_error = True
+            return missing_converter(node)
+        if isinstance(error, UnsupportedFormError):
+            self.is_operator_error = True
+            reason = f"not supported in this form ({error})"
+            advice = self._advice if isinstance(error, FreeSizeError) else "export the model without it"
+        elif operator_name(node) in self._own:
+            reason, advice = f"its converter raised {type(error).__name__}: {shorten(error)}", "mend the converter"
+        elif isinstance(error, tvm.error.OpNotImplemented):
+            self.is_operator_error = True
+            reason, advice = shorten(error), "export the model without it"
+        else:
+            reason, advice = f"TVM cannot import it: {shorten(error)}", self._advice
+        return Refusal(operator_name(node), node_name(node), reason, advice)
+
+    def _placeholder(self, name: str) -> relax.Var:
+        """A variable for a result that cannot be computed, of the type that ONNX infers."""
+        if self._inferred is None:
+            try:
+                inferred = onnx.shape_inference.infer_shapes(self._model).graph
+                values = (*inferred.value_info, *inferred.output)
+                self._inferred = {value.name: value.type.tensor_type for value in values}
+            except Exception:  # The inference refuses graphs that runtimes take, and files beyond 2 GB.
+                self._inferred = {}
+        tensor = self._inferred.get(name)
+        if tensor is None or tensor.elem_type in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
+            return relax.Var("refused", relax.TensorType(ndim=-1, dtype="float32"))
+        dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        if not tensor.HasField("shape"):
+            return relax.Var("refused", relax.TensorType(ndim=-1, dtype=dtype))
+        symbols = self._symbols()
+        shape = []
+        for dim in tensor.shape.dim:
+            size = dim.dim_value if dim.HasField("dim_value") else self._sizes.get(dim.dim_param, dim.dim_param)
+            if isinstance(size, str):
+                size = symbols[size] if size in symbols else tirx.Var(size or "refused", "int64")
+            shape.append(size)
+        return relax.Var("refused", relax.TensorType(shape, dtype))
+
+    def _symbols(self) -> dict[str, tirx.Var]:
+        """The symbolic dimensions of the inputs, by name."""
+        return {
+            dim.name: dim
+            for variable in self._inputs.values()
+            if isinstance(variable.ty.shape, relax.ShapeExpr)
+            for dim in variable.ty.shape.values
+            if isinstance(dim, tirx.Var)
+        }
+
+    def _value_at_import(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
+        """The value of a constant expression other than a weight; None for others."""
+        if isinstance(expr, tvm.ir.GenericConst):
+            return np.asarray(expr.value.numpy())
+        if isinstance(expr, relax.ShapeExpr) and all(is_static(dim) for dim in expr.values):
+            return np.array([int(dim) for dim in expr.values], "int64")
+        if isinstance(expr, tirx.IntImm):
+            return np.array(int(expr), "int64")
+        return None
+
+    def _constant(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
+        """The value of a constant expression or a weight; None for others."""
+        if isinstance(expr, relax.Var) and expr.name in self._params:
+            return np.asarray(self._params[expr.name][1].numpy())
+        return self._value_at_import(expr)
+
+    def _fold(self, node: onnx.NodeProto) -> bool:
+        """Evaluate a node of constant operands, as models compute shapes and indices; return whether this was done."""
+        if not is_foldable(node):
+            return False
+        operands = [self._nodes[name] for name in node.input if name]
+        if node.op_type in ("Shape", "Size"):
+            dims = dims_of(operands[0]) if isinstance(operands[0].ty, relax.TensorType) else None
+            if dims is None or not all(is_static(dim) for dim in dims):
+                return False
+            # The elements do not matter, the shape does.
+            values: list[Any] = [np.broadcast_to(np.float32(0), dims)]
+        else:
+            values = [self._value_at_import(operand) for operand in operands]
+        results = None if any(value is None for value in values) else evaluate_constants(node, values, self.opset)
+        self._nodes.update({name: const(result) for name, result in (results or {}).items()})
+        return results is not None
+
+    def _evaluate(self, node: onnx.NodeProto) -> bool:
+        """Evaluate a node whose operands are sizes of tensors, some of them symbolic; return whether this was done."""
+        if node.domain not in ("", "ai.onnx") or not node.input:
+            return False
+        try:
+            if node.op_type in ("Shape", "Size"):
+                results = [self._shape_value(node)]
+            else:
+                operands = [self._operand_sizes(name) if name else None for name in node.input]
+                results = self.evaluator.evaluate(node, operands, self.opset)
+        except NotEvaluatedError:
+            self._keep_equality(node)
+            return False
+        for name, result in zip(node.output, results, strict=False):
+            self._sizes_by_name.pop(name, None)
+            if result.is_constant:
+                self._nodes[name] = const(result.constant())
+                continue
+            self._sizes_by_name[name] = result
+            whole = not any(isinstance(item, Quotient) for item in result.elements.reshape(-1))
+            if whole and result.elements.ndim == 1:
+                self._nodes[name] = relax.ShapeExpr(list(result.elements))
+            elif whole and result.elements.ndim == 0:
+                self._nodes[name] = result.elements.item()
+            else:
+                self._nodes[name] = materialise(self.bb, result)
+        return True
+
+    def _keep_equality(self, node: onnx.NodeProto) -> None:
+        """Note of which sizes a node says whether they are equal."""
+        if node.op_type in ("Cast", "Identity", "Reshape", "Squeeze") and node.input[0] in self._equalities:
+            self._equalities[node.output[0]] = self._equalities[node.input[0]]
+        if node.op_type == "Equal":
+            with contextlib.suppress(NotEvaluatedError):
+                operands = [self._operand_sizes(name).elements.reshape(-1).tolist() for name in node.input]
+                if all(len(elements) == 1 and not isinstance(elements[0], Quotient | float) for elements in operands):
+                    self._equalities[node.output[0]] = (operands[0][0], operands[1][0])
+
+    def _operand_sizes(self, name: str) -> Sizes:
+        """An operand whose value is known at import. Raises NotEvaluatedError for others."""
+        sizes = self._sizes_by_name.get(name)
+        if sizes is not None:
+            return sizes
+        value = self._value_at_import(self._nodes[name])
+        if value is None:
+            raise NotEvaluatedError
+        return Sizes.of(value)
+
+    def _shape_value(self, node: onnx.NodeProto) -> Sizes:
+        """The shape of a tensor, of which Shape may take a part, or the number of its elements."""
+        sizes = self._sizes_by_name.get(node.input[0])
+        ty = self._nodes[node.input[0]].ty
+        if sizes is not None:
+            dims: list[Any] = list(sizes.elements.shape)
+        elif isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr):
+            dims = list(ty.shape.values)
+        else:
+            raise NotEvaluatedError
+        if node.op_type == "Size":
+            return Sizes(self.evaluator.shape([self.evaluator.quotient(dims, [])]).elements.reshape(()), "int64")
+        attributes = {attribute.name: attribute.i for attribute in node.attribute}
+        return self.evaluator.shape(dims[attributes.get("start", 0) : attributes.get("end")])
+
+    def _convert_operator(
+        self, op_name: str, inputs: list[relax.Expr], attrs: dict[str, Any], opset: int
+    ) -> relax.Expr:
+        custom = attrs.get("tvm_custom", {})
+        name = custom.get("name", "")
+        converter = self._own.get(op_name) or CONVERTERS.get(op_name)
+        converted = None
+        if converter is not None:
+            converted = converter(
+                Node(
+                    self.bb,
+                    inputs,
+                    attrs,
+                    opset,
+                    custom.get("num_outputs", 1),
+                    self._constant,
+                    self.evaluator,
+                    self._convert_operator,
+                )
+            )
+        if converted is None:
+            converted = super()._convert_operator(op_name, inputs, attrs, opset)
+        elif not isinstance(converted, relax.Tuple):
+            converted = self.bb.normalize(converted)
+        if (
+            isinstance(converted, relax.Expr)
+            and isinstance(converted.ty, relax.TensorType)
+            and converted.ty.shape is None
+        ):
+            converted = self._with_shape(name, converted)
+        return converted
+
+    def _with_shape(self, node: str, value: relax.Expr) -> relax.Expr:
+        """The value cast to the shape that the exporter recorded for the node's output, else with symbols for sizes."""
+        recorded = self._recorded.get(node)
+        if value.ty.dtype is None or value.ty.ndim < 0:
+            return value
+        unknown = [self.evaluator.unknown_size() for _ in range(int(value.ty.ndim))]
+        if recorded is None or not recorded.HasField("shape") or len(recorded.shape.dim) != len(unknown):
+            return self.bb.match_cast(value, relax.TensorType(unknown, value.ty.dtype))
+        symbols = self._symbols()
+        shape = []
+        for dim, symbol in zip(recorded.shape.dim, unknown, strict=True):
+            size = dim.dim_value if dim.HasField("dim_value") else self._sizes.get(dim.dim_param, dim.dim_param)
+            shape.append(symbols.get(size, symbol) if isinstance(size, str) else size)
+        return self.bb.match_cast(value, relax.TensorType(shape, value.ty.dtype))

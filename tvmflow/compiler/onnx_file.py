@@ -1,0 +1,174 @@
+"""Reads an ONNX file and prepares its graph for the import: sizes of inputs, functions, constants."""
+
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.inliner
+from onnx import numpy_helper
+
+from tvmflow.compiler.messages import shorten
+from tvmflow.compiler.onnx import has_converter, is_function
+from tvmflow.errors import ModelImportError
+from tvmflow.onnx_domains import with_own_domain
+from tvmflow.onnx_graph import nodes_of
+from tvmflow.onnx_inputs import name_free_dimensions
+from tvmflow.onnx_outputs import drop_zip_maps
+
+
+def load_model(path: Path, label: str) -> onnx.ModelProto:
+    """Read an ONNX file, which messages call `label`.
+
+    Raises ModelImportError for a file that is damaged and for a model without outputs.
+    """
+    try:
+        model = with_own_domain(onnx.load(path))
+        onnx.checker.check_model(model)
+    except FileNotFoundError as error:
+        raise ModelImportError(f"{label}: {error.strerror or 'file not found'}; expected an ONNX file") from error
+    except Exception as error:  # protobuf, checker and external-data errors share no base class
+        raise ModelImportError(f"{label} is not a valid ONNX model ({shorten(error)}); export it again") from error
+    if not model.graph.output:
+        raise ModelImportError(f"{label} is not a valid ONNX model (it has no outputs); export it again")
+    drop_zip_maps(model)
+    return model
+
+
+def apply_shapes(
+    label: str,
+    graph: onnx.GraphProto,
+    inputs: Sequence[onnx.ValueInfoProto],
+    shapes: Mapping[str, Sequence[int | str]],
+) -> dict[str, int | str]:
+    """Write `shapes` into the graph's inputs; a symbol that one input fixes is fixed at all.
+
+    Returns the new size, or the new name, of each of the file's symbols that changes.
+    """
+    names = [value.name for value in inputs]
+    for name in shapes:
+        if name not in names:
+            close = get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"its inputs are {', '.join(map(repr, names))}"
+            raise ModelImportError(f"{label} has no input {name!r}; {hint}")
+    changes: dict[str, int | str] = {}
+    for value in inputs:
+        if not value.type.HasField("tensor_type"):
+            raise ModelImportError(f"{label}: input {value.name!r} is no tensor; only tensor inputs are supported")
+        tensor = value.type.tensor_type
+        shape = shapes.get(value.name)
+        if not tensor.HasField("shape"):
+            if shape is None:
+                raise ModelImportError(f"{label}: input {value.name!r} has no shape; give one")
+            for _ in shape:
+                tensor.shape.dim.add()
+    name_free_dimensions(graph)
+    for value in inputs:
+        dims = value.type.tensor_type.shape.dim
+        shape = shapes.get(value.name, ())
+        if value.name in shapes and len(shape) != len(dims):
+            raise ModelImportError(
+                f"{label}: input {value.name!r} has {len(dims)} dimensions, the given shape {tuple(shape)} "
+                f"has {len(shape)}"
+            )
+        for axis, (dim, size) in enumerate(zip(dims, shape, strict=False)):
+            if isinstance(size, int) and size < 1:
+                raise ModelImportError(
+                    f"{label}: dimension {axis} of input {value.name!r} must be positive, not {size}"
+                )
+            if dim.HasField("dim_value"):
+                if size != dim.dim_value:
+                    raise ModelImportError(
+                        f"{label}: dimension {axis} of input {value.name!r} is fixed to {dim.dim_value} in the model, "
+                        f"not {size!r}; export the model with a dynamic dimension"
+                    )
+            elif changes.setdefault(dim.dim_param, size) != size:
+                raise ModelImportError(
+                    f"{label}: dimension {dim.dim_param!r} is given both as {changes[dim.dim_param]!r} and {size!r}"
+                )
+    for value in inputs:
+        for dim in value.type.tensor_type.shape.dim:
+            change = changes.get(dim.dim_param) if dim.dim_param else None
+            if isinstance(change, int):
+                dim.dim_value = change
+            elif change is not None:
+                dim.dim_param = change
+    return changes
+
+
+def expand_functions(label: str, model: onnx.ModelProto, own: Collection[str]) -> onnx.ModelProto:
+    """Inline the model's functions but for `own`, and ONNX's function bodies of operators that have no converter.
+
+    Attention is one: TVM's importer has a converter for another operator of that name.
+    """
+    try:
+        if model.functions:
+            defaults = {(item.domain, item.name): list(item.attribute_proto) for item in model.functions}
+            inner = [node for item in model.functions for node in item.node]
+            for node in (*nodes_of(model.graph), *inner):
+                _add_defaults(node, defaults.get((node.domain, node.op_type), []))
+            names = [(item.domain, item.name) for item in model.functions if f"{item.domain}.{item.name}" in own]
+            model = onnx.inliner.inline_selected_functions(model, names, True)
+        while nodes := [node for node in nodes_of(model.graph) if not has_converter(node) and is_function(node)]:
+            for node in nodes:
+                schema = onnx.defs.get_schema(node.op_type)
+                _add_defaults(node, [attribute.default_value for attribute in schema.attributes.values()])
+            _describe_weights(model.graph)
+            names = sorted({("", node.op_type) for node in nodes})
+            model = onnx.inliner.inline_selected_functions(model, names, False, True)
+    except Exception as error:
+        raise ModelImportError(
+            f"{label}: the functions of the model cannot be inlined ({shorten(error)}); export it without functions"
+        ) from error
+    return model
+
+
+def _describe_weights(graph: onnx.GraphProto) -> None:
+    """Add types and shapes of weights: the inliner looks for them where an operator's body depends on its inputs."""
+    described = {value.name for value in (*graph.input, *graph.value_info)}
+    graph.value_info.extend(
+        onnx.helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
+        for weight in graph.initializer
+        if weight.name not in described
+    )
+
+
+def _add_defaults(node: onnx.NodeProto, defaults: Sequence[onnx.AttributeProto]) -> None:
+    """Add the default values of absent attributes: the inliner would leave references to them."""
+    names = {attribute.name for attribute in node.attribute}
+    for default in defaults:
+        if default.name not in names and default.type != onnx.AttributeProto.UNDEFINED:
+            node.attribute.append(default)
+
+
+def constants_to_initializers(graph: onnx.GraphProto) -> None:
+    """Turn Constant nodes of a graph, whatever attribute holds the value, into initializers."""
+    others = []
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                constants_to_initializers(attribute.g)
+        tensor = _constant_tensor(node) if node.op_type == "Constant" else None
+        if tensor is None:
+            others.append(node)
+        else:
+            tensor.name = node.output[0]
+            graph.initializer.append(tensor)
+    del graph.node[:]
+    graph.node.extend(others)
+
+
+def _constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    if len(node.attribute) != 1:
+        return None
+    attribute = node.attribute[0]
+    value: Any = onnx.helper.get_attribute_value(attribute)
+    if attribute.name == "value":
+        tensor: onnx.TensorProto = attribute.t
+        return tensor
+    dtype = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
+    if attribute.name not in dtype:
+        return None
+    return numpy_helper.from_array(np.array(value, dtype[attribute.name]))

@@ -1,0 +1,110 @@
+"""What cannot be imported, in words: which node is in the way, why, and what to do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx
+import tvm
+
+from tvmflow.onnx_graph import node_name, nodes_of, operator_name
+
+# Floats of 8 bits or fewer and integers of fewer than 8, with which TVM computes wrongly or not at all.
+_SMALL_TYPES = {
+    number
+    for name, number in onnx.TensorProto.DataType.items()
+    if name.startswith(("FLOAT8", "FLOAT4", "FLOAT6")) or name in ("INT4", "UINT4", "INT2", "UINT2")
+}
+# The operators of ONNX Runtime on tensors in blocks of channels.
+_LAYOUT_DOMAIN = "com.microsoft.nchwc"
+# The most kinds of refusals that one sentence lists.
+_MOST_LISTED = 6
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a model cannot be imported.
+
+    `operator` and `node` name the node in the way, and are empty where the file as a whole is. `reason` and `advice`
+    are clauses without a full stop.
+    """
+
+    operator: str
+    node: str
+    reason: str
+    advice: str
+
+    @property
+    def where(self) -> str:
+        """The operator and the node, in words; empty where the file as a whole is in the way."""
+        return f"operator {self.operator}, node {self.node!r}" if self.operator else ""
+
+
+def describe_refusals(refusals: Sequence[Refusal]) -> str:
+    """Say in one sentence what is refused, where, why, and what to do; equal refusals of several nodes are one."""
+    groups: dict[tuple[str, str, str], list[Refusal]] = {}
+    for refusal in refusals:
+        groups.setdefault((refusal.operator, refusal.reason, refusal.advice), []).append(refusal)
+    if len(groups) == 1:
+        (group,) = groups.values()
+        return f"{_describe_group(group)}; {group[0].advice}"
+    listed = [_describe_group(group) for group in groups.values()]
+    more = f", and {len(listed) - _MOST_LISTED} more kinds" if len(listed) > _MOST_LISTED else ""
+    return f"{', '.join(listed[:_MOST_LISTED])}{more}; `tvmflow doctor` says for each what to do"
+
+
+def _describe_group(group: Sequence[Refusal]) -> str:
+    first = group[0]
+    more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    return f"{first.where}{more}: {first.reason}" if first.operator else first.reason
+
+
+def advise(inputs: Sequence[onnx.ValueInfoProto]) -> str:
+    """Say what to do about a model that TVM cannot import: free dimensions are the usual reason."""
+    dims = [dim for value in inputs for dim in value.type.tensor_type.shape.dim]
+    symbols = list(dict.fromkeys(dim.dim_param for dim in dims if dim.dim_param))
+    if not symbols:
+        return "check it with onnx.checker or export it anew with another opset"
+    return f"give the inputs fixed sizes for the free dimensions {', '.join(symbols)}, or export it anew"
+
+
+def missing_converter(node: onnx.NodeProto) -> Refusal:
+    """Return the refusal of a node whose operator has no converter."""
+    advice = "export the model without it"
+    if node.domain == _LAYOUT_DOMAIN:
+        # All of its operators have the same remedy.
+        reason = "ONNX Runtime's layout optimization wrote it for one kind of processor"
+        advice = "save the model from ONNX Runtime at the level ORT_ENABLE_EXTENDED, or use the one it was made of"
+        return Refusal(f"{_LAYOUT_DOMAIN}.*", node_name(node), reason, advice)
+    if node.domain.startswith("com.microsoft"):
+        advice = "export the model anew, without the optimizer of ONNX Runtime, which writes this operator"
+    elif node.domain and not node.domain.startswith("ai.onnx"):
+        advice = "export the model without it, or give a converter of your own"
+    reason = f"cannot be imported by TVM {tvm.__version__}"
+    return Refusal(operator_name(node), node_name(node), reason, advice)
+
+
+def type_refusals(graph: onnx.GraphProto) -> list[Refusal]:
+    """Return the refusals of values that are no tensors, of strings, and of types that TVM computes wrongly."""
+    refusals = [
+        Refusal("", "", f"output {output.name!r} is no tensor", "only tensor outputs are supported")
+        for output in graph.output
+        if not output.type.HasField("tensor_type")
+    ]
+    refusals += [
+        Refusal("", "", f"{value.name!r} holds strings", "only tensors of numbers are supported")
+        for value in (*graph.input, *graph.output)
+        if value.type.tensor_type.elem_type == onnx.TensorProto.STRING
+    ]
+    types = {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
+    types |= {tensor.data_type for tensor in graph.initializer}
+    for node in nodes_of(graph):
+        types |= {attribute.i for attribute in node.attribute if attribute.name in ("to", "output_dtype")}
+    small = sorted(onnx.TensorProto.DataType.Name(item) for item in types & _SMALL_TYPES)
+    if small:
+        reason = f"tensors of {' and '.join(small)} are not supported"
+        refusals.append(Refusal("", "", reason, "export the model with wider types"))
+    return refusals
+
+
+class NoConverterError(Exception):
+    """A node's operator has no converter."""
