@@ -46,7 +46,8 @@ class RunContext:
     def find_original(self, weights: Artifact | None = None) -> Original:
         """Find the original of the release file; `weights` are the weights that its training made, or None.
 
-        Raises ExportError when the file names a registered model that is neither PyTorch nor ONNX, RegistryError when
-        the registry cannot be read.
+        Raises ExportError when the file names a registered model that is neither PyTorch nor ONNX or is a pickle
+        without trust, RegistryError when the registry cannot be read.
         """
-        return find_original(self.spec, self.workspace, weights, self.registry)
+        trusts_pickle = self.settings.trust == "pickle"
+        return find_original(self.spec, self.workspace, weights, self.registry, trusts_pickle=trusts_pickle)

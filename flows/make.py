@@ -126,7 +126,7 @@ MAKE = Step(STEP, TargetResult, _work)
 
 def workspace_runner(workspace: Workspace, settings: Settings, job: MakeJob) -> StepRunner:
     """Return the runner of the step `make` itself; the steps within it have the release file's runner."""
-    return StepRunner(workspace, str(job.document["name"]), Path(), settings.step_timeout_minutes * 60)
+    return StepRunner.with_settings(workspace, str(job.document["name"]), Path(), settings)
 
 
 def signer_of(settings: Settings) -> str | None:

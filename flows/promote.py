@@ -261,7 +261,7 @@ def how_to_approve(job: GateJob) -> str:
 
 def _check(job: GateJob, services: Services, settings: Settings, workspace: Workspace) -> tuple[Check, ...]:
     """Make all checks of a promotion; the gates do not run for a release that is not complete."""
-    runner = StepRunner(workspace, job.name, Path(), settings.step_timeout_minutes * 60)
+    runner = StepRunner.with_settings(workspace, job.name, Path(), settings)
     cache = cache_folder(settings)
     first = integrity(runner, job, services.store, cache).result
     if first.reasons:

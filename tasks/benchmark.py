@@ -218,7 +218,11 @@ def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
     try:
         for name in runners:
             children[name] = Child(
-                path_of(round_work), log=runner.log(name), paths=(runner.folder,), torch=jobs[name].needs_torch
+                path_of(round_work),
+                log=runner.log(name),
+                paths=(runner.folder,),
+                environment=runner.environment,
+                torch=jobs[name].needs_torch,
             )
         for done, (point, name) in enumerate(plan):
             runner.emit(done, len(plan), name)

@@ -26,13 +26,19 @@ class Original(Record):
 
 
 def find_original(
-    spec: Spec, workspace: Workspace, weights: Artifact | None = None, registry: Registry | None = None
+    spec: Spec,
+    workspace: Workspace,
+    weights: Artifact | None = None,
+    registry: Registry | None = None,
+    *,
+    trusts_pickle: bool = False,
 ) -> Original:
     """Find the original of a release file; `weights` are the weights that its training made, None without training.
 
-    A registered model is downloaded into the workspace once per version. When the release file names a registered
-    model, raises SettingsError if `registry` is None, ExportError if the model is neither PyTorch nor ONNX, and
-    RegistryError if the registry cannot be read.
+    A registered model is downloaded into the workspace once per version. `trusts_pickle` lets any of them be unpickled,
+    as `trust: pickle` of the release file lets its own. When the release file names a registered model, raises
+    SettingsError if `registry` is None, ExportError if the model is neither PyTorch nor ONNX or is a pickle without
+    trust, and RegistryError if the registry cannot be read.
     """
     model = spec.model
     if model.factory is not None:
@@ -47,14 +53,15 @@ def find_original(
     if model.mlflow is not None:
         if registry is None:
             raise SettingsError(f"{model.mlflow!r} is in the registry, which this command does not use; release it")
-        return _registered(spec, workspace, registry, model.mlflow)
+        trusts_pickle = trusts_pickle or model.trust == "pickle"
+        return _registered(spec, workspace, registry, model.mlflow, trusts_pickle)
     kind, path = ("pt2", model.pt2) if model.pt2 is not None else ("onnx", model.onnx)
     path = spec.path(path or Path())
     source = Source.model_validate({"kind": kind, "model": model, "path": path})
     return Original(source=source, identity={"kind": kind, "sha256": sha256_file(path)})
 
 
-def _registered(spec: Spec, workspace: Workspace, registry: Registry, uri: str) -> Original:
+def _registered(spec: Spec, workspace: Workspace, registry: Registry, uri: str, trusts_pickle: bool) -> Original:
     """Return a model of the MLflow registry; download it unless the workspace has it."""
     version = registry.resolve_source(uri)
     folder = workspace.folder / "sources" / version.identity
@@ -65,7 +72,12 @@ def _registered(spec: Spec, workspace: Workspace, registry: Registry, uri: str) 
             with contextlib.suppress(FileExistsError):
                 downloaded.rename(folder)
     if "pytorch" in version.flavors:
-        source = Source(kind="mlflow-pytorch", model=spec.model, path=folder)
+        if not trusts_pickle and not any(folder.rglob("model.pt2")):
+            raise ExportError(
+                f"model {uri!r} is a pickle, which can run any code when it is loaded; log it with "
+                'serialization_format="pt2", or set model.trust: pickle in the release file'
+            )
+        source = Source(kind="mlflow-pytorch", model=spec.model, path=folder, trusts_pickle=trusts_pickle)
     elif "onnx" in version.flavors:
         flavors = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]
         source = Source(kind="onnx", model=spec.model, path=folder / flavors["onnx"]["data"])

@@ -6,6 +6,7 @@ where the lookup fails, reports progress, records the result, and shows up in Pr
 `ChildStep` runs its function in a child process, which can be killed and has a log file of its own.
 """
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -74,8 +75,9 @@ class StepRunner:
     """The settings with which the steps of one release run: the workspace, the release, and the time limit.
 
     `name` is the release's name, used for log files; `folder` is the folder of the release file, whose modules child
-    processes can import; `timeout` is the seconds after which a child process is killed. `step` and `label` name the
-    running step; `Step` sets them in the runner that it passes to the step's function.
+    processes can import; `timeout` is the seconds after which a child process is killed. `variables` name environment
+    variables that child processes see beside the usual ones. `step` and `label` name the running step; `Step` sets them
+    in the runner that it passes to the step's function.
     """
 
     workspace: Workspace
@@ -84,11 +86,23 @@ class StepRunner:
     timeout: float
     step: str = ""
     label: str | None = None
+    variables: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, spec: Spec, settings: Settings, workspace: Workspace) -> "StepRunner":
         """Return the runner of a release file's steps with this machine's settings."""
-        return cls(workspace, spec.name, spec.folder, settings.step_timeout_minutes * 60)
+        return cls.with_settings(workspace, spec.name, spec.folder, settings)
+
+    @classmethod
+    def with_settings(cls, workspace: Workspace, name: str, folder: Path, settings: Settings) -> "StepRunner":
+        """Return the runner of the steps of the release `name` with this machine's settings."""
+        timeout = settings.step_timeout_minutes * 60
+        return cls(workspace, name, folder, timeout, variables=settings.child_variables)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that child processes see beside the usual ones."""
+        return {name: os.environ[name] for name in self.variables if name in os.environ}
 
     def place(self, job: J) -> J:
         """Return a copy of the job with the workspace folder and the release folder of this runner."""
@@ -124,7 +138,7 @@ class StepRunner:
             timeout=self.timeout,
             emit=self.emit,
             paths=(self.folder,),
-            environment=environment,
+            environment={**self.environment, **(environment or {})},
             torch=job.needs_torch,
             imports=_COMPILER if job.needs_compiler else _TORCH if job.needs_torch else _LIGHT,
         )

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from tvmflow.errors import StepError, TvmflowError, from_data, to_data
 from tvmflow.imports import importing
 from tvmflow.launch import die_with_parent
-from tvmflow.supervisor import Channel, ChildProcess, forbid_torch
+from tvmflow.supervisor import Channel, ChildProcess, forbid_torch, visible_environment
 
 CHILD_VARIABLE = "TVMFLOW_CHILD"
 _FORK = "--fork"
@@ -52,8 +52,8 @@ class Child:
     ) -> None:
         """Start the child. Raises OSError when the process or its log cannot be created.
 
-        `paths` come first in its module search path, `environment` is added to the variables of this process, and
-        `torch=False` prevents it from importing torch.
+        `paths` come first in its module search path, `environment` is added to the visible variables of this process
+        (`tvmflow.supervisor.visible_environment`), and `torch=False` prevents it from importing torch.
         """
         self.step = _step_name(function)
         self.log = log
@@ -238,7 +238,7 @@ def _exchange(
 def _environment(paths: Sequence[Path], additions: Mapping[str, str], torch: bool) -> dict[str, str]:
     """The whole environment of a step's process."""
     return {
-        **os.environ,
+        **visible_environment(),
         **additions,
         CHILD_VARIABLE: "torch" if torch else "no-torch",
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]),

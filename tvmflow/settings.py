@@ -131,6 +131,13 @@ class Settings(BaseSettings):
     """Targets that are built at a time; half of the cores unless given."""
     signing_key: Path | None = None
     """The private key with which bundles are signed."""
+    child_variables: tuple[str, ...] = ()
+    """Environment variables that model code sees beside
+    [the usual ones](../explanation/how-a-release-works.md#steps-run-in-child-processes), in the environment as a JSON
+    list: `["HF_TOKEN"]`."""
+    trust: Literal["pickle"] | None = None
+    """`pickle`: PyTorch models that are registered in MLflow as a pickle, which can run any code, may be released,
+    whatever the release file says."""
     step_timeout_minutes: Annotated[float, Field(gt=0)] = 120.0
     """Minutes after which a step's process is ended."""
 

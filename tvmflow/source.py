@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 class Source(Record):
     """The original model on this machine: `path` is a weights file, a .pt2, an ONNX file or the folder of a flavor.
 
-    `path` is None for a factory without a weights file.
+    `path` is None for a factory without a weights file. `trusts_pickle` says whether a registered PyTorch model may be
+    unpickled, which can run any code.
     """
 
     kind: Literal["factory", "pt2", "onnx", "mlflow-pytorch"]
     model: Model
     path: Path | None = None
+    trusts_pickle: bool = False
 
     @property
     def framework(self) -> Literal["pytorch", "onnx"]:
@@ -55,7 +57,10 @@ def load_module(source: Source) -> "torch.nn.Module":
                 ) from error
         case "mlflow-pytorch":
             import mlflow.pytorch
+            from mlflow.environment_variables import MLFLOW_ALLOW_PICKLE_DESERIALIZATION
 
+            # MLflow also refuses a traced program whose tensors are arbitrary pickles.
+            MLFLOW_ALLOW_PICKLE_DESERIALIZATION.set(source.trusts_pickle)
             try:
                 module = mlflow.pytorch.load_model(str(source.path), map_location="cpu")
             except Exception as error:
@@ -71,7 +76,12 @@ def _load_weights(module: "torch.nn.Module", path: Path, model: Model) -> None:
 
     weights_name = str(model.weights or "trained weights")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ExportError(f"weights {weights_name!r} are not a readable state dict ({describe(error)})") from error
     try:

@@ -7,6 +7,7 @@ a run (`tvmflow.process`), the tuner's workers, devices and the verification of 
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -26,6 +27,16 @@ _WAIT_SECONDS = 0.02
 _END_SECONDS = 10.0
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 4096
+
+# The variables that foreign code may see: those of any program, of compilers and linkers, of numerical libraries, of
+# downloads, and the public keys of signers.
+_VISIBLE = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|LANG(UAGE)?|LC_\w+|TMPDIR|TEMP|TMP|VIRTUAL_ENV|XDG_\w+|PYTHON\w*"
+    r"|LD_LIBRARY_PATH|LD_PRELOAD|LIBRARY_PATH|CPATH|CC|CXX|MALLOC_\w+|[A-Z]+SAN_OPTIONS"
+    r"|(TVM|OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|PYTORCH|CUDA|NVIDIA)_\w+|MPLBACKEND"
+    r"|(HTTP|HTTPS|NO)_PROXY|(http|https|no)_proxy|SSL_CERT_FILE|SSL_CERT_DIR|(REQUESTS|CURL)_CA_BUNDLE"
+    r"|HF_HOME|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE|TVMFLOW_TRUSTED_KEYS"
+)
 
 _live: "set[ChildProcess]" = set()
 _live_lock = threading.Lock()
@@ -201,6 +212,15 @@ class Channel:
         with self._lock:
             self._replies.write(_encode(message))
             self._replies.flush()
+
+
+def visible_environment() -> dict[str, str]:
+    """Return the variables of this process that foreign code may see.
+
+    Foreign code is a user's model, a candidate of the tuner, an unsigned bundle. The list has what programs, compilers
+    and numerical libraries need, and no credentials of this machine for S3, MLflow, Prefect or anything else.
+    """
+    return {name: value for name, value in os.environ.items() if _VISIBLE.fullmatch(name)}
 
 
 def kill_all() -> None:

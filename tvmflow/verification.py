@@ -14,7 +14,7 @@ from typing import Any
 from tvmflow.bundle import Manifest
 from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
 from tvmflow.errors import BundleError, SettingsError, VerdictError, from_data, to_data
-from tvmflow.supervisor import ChildProcess
+from tvmflow.supervisor import ChildProcess, visible_environment
 
 # The tolerance for an element of an output: relative to the original's, and absolute.
 _RTOL, _ATOL = 1e-2, 1e-3
@@ -72,7 +72,7 @@ def verify(bundle: Path, *, trusted: Sequence[Path] | None = None, timeout: floa
 def _environment(trusted: Sequence[Path] | None, scratch: Path) -> dict[str, str]:
     """The whole environment of the process that runs a bundle's library."""
     # The child unpacks into the scratch folder, so that nothing stays when it is killed.
-    environment = {**os.environ, "TVM_USE_RUNTIME_LIB": "1", "TMPDIR": str(scratch)}
+    environment = {**visible_environment(), "TVM_USE_RUNTIME_LIB": "1", "TMPDIR": str(scratch)}
     if trusted is not None:
         environment[TRUSTED_KEYS_VARIABLE] = os.pathsep.join(str(path.absolute()) for path in trusted)
     return environment

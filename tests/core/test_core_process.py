@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from support.processes import SECRETS, mentioned_secrets
 from tvmflow import process, supervisor
 from tvmflow.errors import BuildError, StepError, TvmflowError
 from tvmflow.process import Child
@@ -105,6 +106,9 @@ def dies_before_its_fork(job: Job, emit) -> Result:
         signal.pause()
     os.kill(os.getpid(), signal.SIGKILL)
 
+def prints_variables(job: Job, emit) -> Result:
+    return Result(value=len(os.environ), text="\\n".join(f"{name}={value}" for name, value in os.environ.items()))
+
 calls = []
 
 def counts(job: Job, emit) -> Result:
@@ -183,6 +187,17 @@ def test_a_result_comes_back(call: Call) -> None:
 
 def test_figures_that_json_does_not_know_come_back(call: Call) -> None:
     assert call("double", Job(value=float("inf"))).value == float("inf")
+
+
+def test_a_child_sees_no_credentials(jobs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SECRETS, "OMP_NUM_THREADS": "3", "LC_TIME": "C"}.items():
+        monkeypatch.setenv(name, value)
+    with process.shared_imports():
+        for imports in ((), ("jobs",)):
+            answer = process.call("jobs:prints_variables", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,),
+                                  environment={"ADDED": "yes"}, imports=imports)  # fmt: skip
+            assert mentioned_secrets(answer.text) == []
+            assert {"OMP_NUM_THREADS=3", "LC_TIME=C", "ADDED=yes"} <= set(answer.text.splitlines())
 
 
 def test_one_child_takes_several_jobs(jobs: Path) -> None:

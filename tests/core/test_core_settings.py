@@ -80,7 +80,8 @@ def test_mlflows_and_prefects_own_variables_are_heard(monkeypatch: pytest.Monkey
 def test_an_unknown_setting_in_the_file_is_refused_with_the_known_ones() -> None:
     write('s3_buket = "models"')
     with pytest.raises(
-        SettingsError, match=r"setting 's3_buket' is unknown; known are database_url, home, mlflow.*'tvmflow\.toml'"
+        SettingsError,
+        match=r"setting 's3_buket' is unknown; known are child_variables, database_url, .*'tvmflow\.toml'",
     ):
         settings.load()
 

@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
+from support.processes import SECRETS, mentioned_secrets
 from support.waits import wait_until
 from tvmflow import npz
 from tvmflow.bundle import extract, installed_versions, keygen, pack, read_manifest, sign
@@ -126,6 +127,20 @@ def test_outputs_of_another_shape_are_a_verdict(bundle_of: Bundle) -> None:
 def test_a_sample_of_other_outputs_is_refused(bundle_of: Bundle) -> None:
     with pytest.raises(BundleError, match="its golden sample"):
         verify(bundle_of(output_z=np.zeros(3, np.float32)), trusted=())
+
+
+def test_an_unsigned_library_sees_no_credentials(
+    bundle_of: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TVM_NUM_THREADS", "1")
+    command = f'execl("/bin/sh", "sh", "-c", "env >{tmp_path}/environment", (char*)0);'
+    with pytest.raises(BundleError, match="ended with exit code 0"):
+        verify(bundle_of(command), trusted=())
+    environment = (tmp_path / "environment").read_text()
+    assert "TVM_NUM_THREADS=1\n" in environment
+    assert mentioned_secrets(environment) == []
 
 
 def test_only_what_the_given_keys_have_signed_is_run(bundle_of: Bundle, tmp_path: Path) -> None:

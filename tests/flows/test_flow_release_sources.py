@@ -82,7 +82,9 @@ def folder(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) ->
         ("factory", {"factory": "network:create", "arguments": {"width": 6}, "weights": "weights.pt"}),
         ("exported", {"pt2": "network.pt2"}),
         # A test below releases such a module as well.
-        pytest.param("registered-module", {"mlflow": "models:/trained@candidate"}, marks=pytest.mark.long),
+        pytest.param(
+            "registered-module", {"mlflow": "models:/trained@candidate", "trust": "pickle"}, marks=pytest.mark.long
+        ),
         ("registered-program", {"mlflow": "models:/traced@candidate"}),
     ],
 )
@@ -117,7 +119,11 @@ def test_a_moved_alias_is_another_model(machine: Any, folder: Path, make: Any) -
     client = machine.mlflow
     client.set_registered_model_alias("trained", "next", 1)
     file = make.file(
-        folder, name="followed", model={"mlflow": "models:/trained@next"}, inputs=_INPUTS, dimensions=_DIMENSIONS
+        folder,
+        name="followed",
+        model={"mlflow": "models:/trained@next", "trust": "pickle"},
+        inputs=_INPUTS,
+        dimensions=_DIMENSIONS,
     )
     first = machine.release(file)
     assert first.code == 0, first.stderr

@@ -3,12 +3,17 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tvmflow.errors import RegistryError
+from tasks.original import Original, find_original
+from tvmflow.errors import ExportError, RegistryError
 from tvmflow.registry import Registry
+from tvmflow.spec import parse
+from tvmflow.workspace import Workspace
 
 # A training job as its author writes it, in a process of its own: MLflow's fluent API, its own flavors.
 TRAINING = """
@@ -64,6 +69,22 @@ def test_a_model_of_another_flavor_is_found_by_version_and_alias(
     folder = registry.download_source(f"models:/{name}@candidate", tmp_path / "download")
     assert folder.is_relative_to(tmp_path / "download")
     assert (folder / file).is_file()
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_registered_pickle_needs_the_users_trust(registry: Registry, tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path / "state")
+
+    def original(**model: str) -> Callable[..., Original]:
+        inputs = [{"name": "x", "shape": [1, 4]}]
+        spec = parse({"name": "net", "model": model, "inputs": inputs}, tmp_path)
+        return partial(find_original, spec, workspace, registry=registry)
+
+    with pytest.raises(ExportError, match="'models:/net/1' is a pickle"):
+        original(mlflow="models:/net/1")()
+    assert original(mlflow="models:/net/1", trust="pickle")().source.trusts_pickle
+    assert original(mlflow="models:/net/1")(trusts_pickle=True).source.trusts_pickle
+    assert original(mlflow="models:/graph/1")().source.framework == "onnx"
 
 
 @pytest.mark.usefixtures("trained")

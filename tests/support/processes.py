@@ -11,6 +11,21 @@ TVMFLOW = Path(sys.executable).with_name("tvmflow")
 # A developer's own settings must not decide what the tests talk to.
 _FOREIGN = ("TVMFLOW_", "TVM_", "MLFLOW_", "PREFECT_", "AWS_", "RCLONE_")
 
+SECRETS = {
+    "TVMFLOW_S3_SECRET_KEY": "hidden-1",
+    "AWS_SECRET_ACCESS_KEY": "hidden-2",
+    "MLFLOW_TRACKING_PASSWORD": "hidden-3",
+    "PREFECT_API_AUTH_STRING": "hidden-4",
+    "TVMFLOW_DATABASE_URL": "hidden-5",
+    "SOMEBODYS_TOKEN": "hidden-6",
+}
+"""A machine's credentials, as environment variables."""
+
+
+def mentioned_secrets(text: str) -> list[str]:
+    """Return the names of those SECRETS whose name or value is in a text."""
+    return [name for name, value in SECRETS.items() if name in text or value in text]
+
 
 def is_foreign(name: str) -> bool:
     """Whether an environment variable configures tvmflow or one of the servers."""

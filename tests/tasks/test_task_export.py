@@ -12,9 +12,15 @@ from onnx import TensorProto, helper
 
 from support import forests, scale
 from support.models import save_model
-from tasks.export import ExportResult, described_by, read_onnx
+from support.processes import SECRETS, mentioned_secrets
+from tasks.export import ExportJob, ExportResult, described_by, export, read_onnx
+from tasks.original import find_original
+from tasks.step import StepRunner
 from tvmflow.errors import ExportError
-from tvmflow.spec import Spec, parse
+from tvmflow.settings import Settings
+from tvmflow.source import Source, load_module
+from tvmflow.spec import Model, Spec, parse
+from tvmflow.workspace import Workspace
 
 _X = {"name": "x", "shape": [2, 4]}
 
@@ -214,6 +220,63 @@ def test_an_export_says_that_its_factory_does_not_give_the_same_weights_twice(
     name = user_code(_SEEDED.replace("torch.manual_seed(0)", "pass"))
     spec = parse({"name": "repeated", "model": {"factory": f"{name}:create"}, "inputs": [_X]}, tmp_path)
     assert not export_spec(spec).is_repeatable
+
+
+def test_a_model_factory_sees_no_credentials_but_the_variables_that_settings_name(
+    workspace: Workspace, tmp_path: Path, user_code: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    name = user_code(_SEEDED.replace("torch.manual_seed(0)", "print(*os.environ.items(), sep='\\n')") + "import os\n")
+    spec = parse({"name": "printing", "model": {"factory": f"{name}:create"}, "inputs": [_X]}, tmp_path)
+    settings = Settings(child_variables=("SOMEBODYS_TOKEN", "ABSENT"))
+    runner = StepRunner.of(spec, settings, workspace)
+    export(runner, ExportJob.of(spec, find_original(spec, workspace)))
+    output = (workspace.folder / "logs" / "printing-export.log").read_text()
+    assert "('PATH', " in output
+    assert mentioned_secrets(output) == ["SOMEBODYS_TOKEN"]
+
+
+def _leave_trace(path: Path) -> Any:
+    import torch
+
+    path.touch()
+    return torch.nn.Identity()
+
+
+def test_a_registered_pickle_is_not_loaded_without_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow.pytorch
+    import torch
+
+    class LeavesTrace(torch.nn.Module):
+        def __reduce__(self) -> Any:
+            return _leave_trace, (tmp_path / "trace",)
+
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "true")
+    mlflow.pytorch.save_model(
+        LeavesTrace(), str(tmp_path / "model"), serialization_format="pickle", pip_requirements=["torch"]
+    )
+    model = Model(mlflow="models:/net/1")
+    source = Source(kind="mlflow-pytorch", model=model, path=tmp_path / "model")
+    with pytest.raises(ExportError, match=r"model 'models:/net/1' cannot be loaded \(.*pickle"):
+        load_module(source)
+    assert not (tmp_path / "trace").exists()
+    load_module(source.model_copy(update={"trusts_pickle": True}))
+    assert (tmp_path / "trace").exists()
+
+
+def test_weights_are_read_from_safetensors(
+    export_spec: Callable[[Spec], ExportResult], tmp_path: Path, user_code: Callable[[str], str], kept_samples: Any
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    name = user_code(_SEEDED)
+    save_file({"0.weight": torch.zeros(3, 4), "0.bias": torch.full((3,), 2.0)}, tmp_path / "weights.safetensors")
+    model = {"factory": f"{name}:create", "weights": "weights.safetensors"}
+    result = export_spec(parse({"name": "read", "model": model, "inputs": [_X]}, tmp_path))
+    for _, outputs in kept_samples(result):
+        assert next(iter(outputs.values())) == pytest.approx(2.0)
 
 
 def test_weights_from_a_file_are_repeatable(

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -11,12 +12,14 @@ import pytest
 import tvm
 from tvm.tirx import PrimFunc
 
+from support.processes import SECRETS, mentioned_secrets
+from support.waits import wait_until
 from tvmflow.target import Target
 from tvmflow.tuning.cache_state import make_reader, warm_arguments, weight_bytes
 from tvmflow.tuning.candidates import Argument, Candidate, Library, arguments_of
 from tvmflow.tuning.measure import MeasurePool
 from tvmflow.tuning.traces import normalize
-from tvmflow.tuning.worker_process import CrashError, LateError, TrialError
+from tvmflow.tuning.worker_process import CrashError, LateError, TrialError, WorkerProcess
 
 
 def candidate(func: PrimFunc) -> Candidate:
@@ -70,6 +73,26 @@ def test_a_wrong_result_is_refused(pool: MeasurePool, adds_one: PrimFunc, adds_o
     pool.check(right, reference)
     with pytest.raises(TrialError, match="argument 1"):
         pool.check(wrong, reference)
+
+
+def test_the_process_of_a_candidate_sees_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib\n"
+        "part = pathlib.Path(__file__).with_name('part')\n"
+        "part.write_text('\\n'.join(f'{name}={value}' for name, value in os.environ.items()))\n"
+        "part.rename(part.with_name('environment'))\n"
+    )
+    for name, value in {**SECRETS, "PYTHONPATH": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    worker = WorkerProcess(tmp_path / "log", {"TVM_NUM_THREADS": "1"})
+    try:
+        worker.start()
+        wait_until((tmp_path / "environment").is_file)
+    finally:
+        worker.end()
+    environment = (tmp_path / "environment").read_text()
+    assert "TVM_NUM_THREADS=1" in environment.splitlines()
+    assert mentioned_secrets(environment) == []
 
 
 def test_no_worker_outlives_its_pool(native: Target) -> None:

@@ -95,7 +95,7 @@ def tune_command(
         runner = StepRunner.of(spec, settings, workspace)
         shared = open_records(settings, services.store, spec.store)
         weights = train(runner, TrainJob.of(spec)).result.weights if spec.train is not None else None
-        original = find_original(spec, workspace, weights, services.registry)
+        original = find_original(spec, workspace, weights, services.registry, trusts_pickle=settings.trust == "pickle")
         exported = export(runner, ExportJob.of(spec, original)).result
         imported = relax_import(runner, ImportJob.of(spec, exported)).result
         tuned = {}

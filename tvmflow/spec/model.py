@@ -29,13 +29,17 @@ class Model(Section):
     arguments: dict[str, Any] = Field(default={})
     """Keyword arguments of the factory."""
     weights: Path | None = None
-    """A state dict for the module, read with `weights_only=True`."""
+    """A state dict for the module: a `.safetensors` file, or one of `torch.save`, read with `weights_only=True`."""
     pt2: Path | None = None
     """A file that `torch.export.save` wrote."""
     onnx: Path | None = None
     """An ONNX file."""
     mlflow: str | None = None
     """A model of the MLflow registry, flavor pytorch or onnx: `models:/NAME@ALIAS` or `models:/NAME/VERSION`."""
+
+    trust: Literal["pickle"] | None = None
+    """`pickle` lets a registered PyTorch model be loaded that was saved as a pickle, which can run any code; models
+    saved with `serialization_format="pt2"` and ONNX models load without it."""
 
     operators: tuple[FunctionName, ...] = ()
     """Operators of your own: `package.module:operator`. See
@@ -51,6 +55,8 @@ class Model(Section):
             check_function(self.factory)
         elif self.arguments or self.weights is not None:
             raise ValueError("arguments and weights go with factory only")
+        if self.trust is not None and self.mlflow is None:
+            raise ValueError("trust goes with mlflow only")
         if self.mlflow is not None and not _MLFLOW_URI.fullmatch(self.mlflow):
             raise ValueError(f"mlflow {self.mlflow!r} is not of the form models:/NAME@ALIAS or models:/NAME/VERSION")
         return self

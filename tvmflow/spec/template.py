@@ -27,6 +27,7 @@ model:                          # exactly one of factory, pt2, onnx, mlflow
   # pt2: model.pt2              # a torch.export ExportedProgram
   # onnx: model.onnx            # an ONNX file
   # mlflow: models:/NAME@ALIAS  # a pytorch or onnx model of the MLflow registry
+  # trust: pickle               # lets a registered PyTorch model be unpickled, which can run any code
   # operators: [module:name]    # operators of your own, from modules beside this file
 
 # train:                        # makes the weights of the factory's model

@@ -22,7 +22,7 @@ import tvmflow
 from tvmflow.errors import SettingsError, StackError
 from tvmflow.runtime.tracker import Address, Tracker
 from tvmflow.stack.record import birth
-from tvmflow.supervisor import last_line
+from tvmflow.supervisor import last_line, visible_environment
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 120.0
@@ -236,4 +236,4 @@ def _remove_status(state: Path) -> None:
 def _environment() -> dict[str, str]:
     """The environment of a supervisor, which imports this very package."""
     root = str(Path(tvmflow.__file__).resolve().parents[1])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    return {**visible_environment(), "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}

@@ -22,7 +22,7 @@ import psutil
 from tvmflow.errors import RemoteError
 from tvmflow.runtime.tracker import Address, Tracker, is_answering
 from tvmflow.stack.record import birth
-from tvmflow.supervisor import ChildProcess, describe_exit
+from tvmflow.supervisor import ChildProcess, describe_exit, visible_environment
 from tvmflow.tuning.devices import (
     LOOK_SECONDS,
     LOOPBACK,
@@ -53,7 +53,7 @@ class _ServerProcess:
         shutil.rmtree(folder, ignore_errors=True)  # Files that earlier processes left when they were killed.
         folder.mkdir(parents=True)
         environment = {
-            **os.environ,
+            **visible_environment(),
             "TMPDIR": str(folder),
             "TVM_USE_RUNTIME_LIB": "1",
             "TVM_NUM_THREADS": str(threads),

@@ -1,13 +1,12 @@
 """A worker process of the tuner, from the tuner's side: requests, timeouts, and a new process after a death."""
 
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tvmflow.errors import TuneError
-from tvmflow.supervisor import ChildProcess, last_line
+from tvmflow.supervisor import ChildProcess, last_line, visible_environment
 from tvmflow.tuning import worker
 
 _START_SECONDS = 120.0
@@ -33,12 +32,12 @@ class LostError(TrialError):
 class WorkerProcess:
     """One process of `tvmflow.tuning.worker`; a request starts a new one if the last one is dead.
 
-    The process logs to the file `log`; `environment` is added to the variables of this process.
+    The process logs to the file `log`; `environment` is added to this process's visible variables.
     """
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         self._log = log
-        self._environment = {**os.environ, **environment}
+        self._environment = {**visible_environment(), **environment}
         self._process: ChildProcess | None = None
         self._is_ready = False
         self._failed_starts = 0
