@@ -1,8 +1,6 @@
 """The common options of the benchmarks' command lines, and the report of their mistakes."""
 
 import argparse
-import platform
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,15 +38,6 @@ def state_folder(arguments: argparse.Namespace) -> Path:
     except OSError as error:
         raise SettingsError(f"no folder {str(state)!r} can be made ({error.strerror}); give another --state") from error
     return state
-
-
-def processor() -> str:
-    """Return the processor's name, or its architecture where the system does not tell the name."""
-    try:
-        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    return match.group(1) if match else platform.machine()
 
 
 def run_main(main: Callable[[], int | None]) -> None:

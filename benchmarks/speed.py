@@ -17,7 +17,7 @@ import peaks
 import prepare
 import runners
 from catalogue import MODELS, Model, find
-from commandline import new_parser, positive, processor, run_main, state_folder
+from commandline import new_parser, positive, run_main, state_folder
 from flops import gflop
 from rich import box
 from rich.console import Console
@@ -25,6 +25,7 @@ from rich.table import Table
 from runners import RUNNERS, Figures, Runner, RunnerJob
 
 from tvmflow.errors import TvmflowError
+from tvmflow.target import processor
 from tvmflow.workspace import Record
 
 _TITLES: dict[Runner, str] = {

@@ -1,7 +1,7 @@
 """Tunes the example models and measures what that gains: `python benchmarks/tuning.py --minutes 10`.
 
 Each model is tuned in an empty state folder of its own and built with and without its records. The build that a release
-would ship is compared with the untuned bundle: they take turns, every pair of rounds in a new process. As a control the
+would ship is compared with the untuned bundle: they take turns, every pair in a new process. As a control the
 untuned bundle is compared with itself. Then the model is tuned again with the number of trials of the first run as its
 budget, as after a retraining. The second run must measure nothing. Exit code 1 when it measures something, or when a
 release would ship the slower build.
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from tasks.candidates import TargetBuilder, tunings_to_build
 from tasks.choose import Candidate, Choice, tuned_sample
-from tasks.comparison import LatencyComparison, compare_latency
+from tasks.comparison import compare_latency
 from tasks.export import ExportJob, export
 from tasks.options import variants
 from tasks.original import find_original
@@ -33,6 +33,7 @@ from tasks.tune import TuneJob, tune_more
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.cli.display import RichReporter
+from tvmflow.comparison import Comparison
 from tvmflow.progress import reporter
 from tvmflow.spec import Tune
 from tvmflow.workspace import Workspace
@@ -51,8 +52,8 @@ _TIMEOUT = 900.0
 class Row:
     """One model: the trials and minutes of its tuning, and the tuned build's latency relative to the untuned build's.
 
-    `ratio` is the median over pairs of rounds, `low` and `high` are the quartiles, and `control` is the ratio of the
-    untuned build to itself. `tuned` counts the workloads tried. The tuned build is the one that a release would ship;
+    `ratio` is the median over pairs, `low` and `high` are its interval, and `control` is the ratio of the untuned build
+    to itself. `tuned` counts the workloads tried. The tuned build is the one that a release would ship;
     if a release would ship the untuned one, it is the build with all records and decisions. `again_trials` and
     `again_seconds` belong to the second run.
     """
@@ -74,7 +75,7 @@ class Row:
     again_seconds: float
 
 
-def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
+def measure(name: str, budget: Tune, seconds: float, state: Path) -> Row:
     """Tune one model, measure both builds, and return the figures."""
     spec = release_file.load(_EXAMPLES / MODELS[name]).model_copy(update={"tune": budget})
     (target,) = spec.resolve_targets()
@@ -92,14 +93,15 @@ def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
     best, choice = builder.best(candidates)
     is_tuned = choice is not None and choice.result.shipped == "tuned"
 
-    def compare_with_untuned(candidate: Candidate) -> LatencyComparison:
+    def compare_with_untuned(candidate: Candidate) -> Comparison:
         return compare_latency(
             workspace,
             workspace.folder / "logs" / f"{name}-tuning.log",
             *(workspace.path(item.packaged.bundle) for item in (candidate, candidates[-1])),
             timeout=_TIMEOUT,
             progress=lambda done, total: reporter().progressed("compare", name, done, total, "in turn"),
-            pairs=pairs,
+            seconds=seconds,
+            bounds=(),
             inputs=tuned_sample(workspace, exported, variants(spec, exported.inputs)),
         )
 
@@ -107,7 +109,6 @@ def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
     control = compare_with_untuned(candidates[-1])
     start = time.monotonic()
     again = tune_more(runner, job, Tune(trials=max(1, tuned.trials))).result
-    ratios = sorted(comparison.ratios)
     return Row(
         model=name,
         trials=tuned.trials,
@@ -115,8 +116,8 @@ def measure(name: str, budget: Tune, pairs: int, state: Path) -> Row:
         tuned=tuned.coverage.tuned,
         decisions=tuned.decisions,
         ratio=comparison.ratio,
-        low=ratios[len(ratios) // 4],
-        high=ratios[-1 - len(ratios) // 4],
+        low=comparison.interval.low,
+        high=comparison.interval.high,
         ratios=comparison.ratios,
         control=control.ratio,
         untuned_ms=comparison.baseline_ms,
@@ -145,7 +146,7 @@ def show(rows: Sequence[Row]) -> None:
         "decided",
         "untuned ms",
         "tuned / untuned",
-        "quartiles",
+        "interval",
         "control",
         "shipped",
         "again",
@@ -174,7 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="to tune each model (10)")
     parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; all of them by default")
-    parser.add_argument("--pairs", type=positive, default=25, help="of rounds in turn (25)")
+    parser.add_argument("--seconds", type=positive, default=120, help="of a comparison (120)")
     parser.add_argument("--tuner", choices=("xgb", "ga", "random", "grid"), default="xgb")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
     options = parser.parse_args()
@@ -183,7 +184,7 @@ def main() -> int:
         for name in options.model or MODELS:
             with tempfile.TemporaryDirectory(prefix="tuning-") as state:
                 budget = Tune(minutes=options.minutes, tuner=options.tuner)
-                rows.append(measure(name, budget, options.pairs, Path(state)))
+                rows.append(measure(name, budget, options.seconds, Path(state)))
             # Rows are written one by one, so that an interrupt loses no finished model.
             show(rows[-1:])
             if options.json:

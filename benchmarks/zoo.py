@@ -29,7 +29,7 @@ from typing import Any, get_args
 
 import prepare
 import runners
-from commandline import new_parser, positive, processor, run_main, state_folder
+from commandline import new_parser, positive, run_main, state_folder
 from pydantic import Field
 from rich import box
 from rich.console import Console
@@ -38,7 +38,7 @@ from rich.table import Table
 from tvmflow import samples
 from tvmflow import spec as release_file
 from tvmflow.errors import InputError
-from tvmflow.target import Precision, explain_missing_unit, host
+from tvmflow.target import Precision, explain_missing_unit, host, processor
 from tvmflow.workspace import Record
 
 _HERE = Path(__file__).parent

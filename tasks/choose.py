@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field
 
 from tasks.build import BuildResult
-from tasks.comparison import DECIDING_PAIRS, LatencyComparison, compare_latency
+from tasks.comparison import compare_latency
 from tasks.export import ExportResult
 from tasks.options import variants
 from tasks.package import PackageResult
@@ -17,13 +17,14 @@ from tasks.step import Job, Step, StepRunner
 from tasks.tune import NOTHING_TUNED, TuneResult
 from tasks.validate import Verdict, why_not_here
 from tvmflow import samples
+from tvmflow.comparison import Comparison, Interval
 from tvmflow.samples import NamedArrays
 from tvmflow.spec import Spec
 from tvmflow.target import Target
 from tvmflow.tuning.best_records import Part
 from tvmflow.workspace import Record, StepResult, StepSummary, Workspace
 
-# The tuned latency over the untuned one must be below this: two measurements of one build differ by less than 1 %.
+# The interval of the tuned latency over the untuned one must be below this.
 GAIN = 0.99
 
 
@@ -43,8 +44,8 @@ class Candidate(Record):
 class Choice(StepResult):
     """The build that is shipped, tuned or untuned; `message` gives the reason in one sentence.
 
-    `ratio` is the tuned build's latency over the untuned one's, the median over pairs of rounds, and `spread` the
-    largest difference between two pairs' ratios, divided by `ratio`; both are None where the two were not measured.
+    `ratio` is the tuned build's latency over the untuned one's, the median over pairs, and `interval` the interval of
+    this median; both are None where the two were not measured.
     `part` is the part of the tuning with which the tuned build was made. `threads` is the number of threads of the
     bundle where fewer than the target's were faster, else None.
     """
@@ -52,7 +53,7 @@ class Choice(StepResult):
     shipped: Literal["tuned", "untuned"]
     message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
     ratio: float | None = None
-    spread: float | None = None
+    interval: Interval | None = None
     part: Part | Literal["all"] = "all"
     threads: int | None = None
 
@@ -108,7 +109,7 @@ class ComparisonJob(Job):
             "refusal": self.refusal,
         }
 
-    def compare(self, runner: StepRunner) -> LatencyComparison:
+    def compare(self, runner: StepRunner) -> Comparison:
         """Measure the two bundles in turn, on a sample with the tuned sizes, else on the golden sample.
 
         Raises BundleError for a bundle that does not run here.
@@ -121,8 +122,8 @@ class ComparisonJob(Job):
             workspace.path(self.baseline.packaged.bundle),
             timeout=runner.timeout,
             progress=lambda done, total: runner.emit(done, total, "in turn"),
-            pairs=DECIDING_PAIRS,
-            gain=GAIN,
+            seconds=runner.comparison_seconds,
+            bounds=(GAIN,),
             inputs=tuned_sample(workspace, self.exported, self.sizes),
         )
 
@@ -161,10 +162,10 @@ def comparison_fields(
 def choose_work(job: ChooseJob, runner: StepRunner) -> Choice:
     """Choose the build to ship; the choice is cached for the same code, whatever its weights.
 
-    The tuned build is shipped when its latency is below 0.99 of the untuned one's in the median of 25 pairs of rounds,
-    and lower in at least 20 of them. It is shipped as well where this machine cannot run the two, because each of its
-    records was measured to be faster. A build that failed validation is not shipped if the other passed. Raises
-    BundleError for a bundle that does not run here.
+    The tuned build is shipped when the interval of its latency over the untuned one's is below 0.99. It is shipped as
+    well where this machine cannot run the two, because each of its records was measured to be faster. A build that
+    failed validation is not shipped if the other passed. Raises BundleError
+    for a bundle that does not run here.
     """
     tuned, plain = job.candidate.verdict.reasons, job.baseline.verdict.reasons
     if tuned and not plain:
@@ -177,13 +178,13 @@ def choose_work(job: ChooseJob, runner: StepRunner) -> Choice:
         message = f"the tuned build is shipped, not compared with the untuned: {job.refusal}"
         return Choice(shipped="tuned", message=message, part=job.part)
     comparison = job.compare(runner)
-    shipped: Literal["tuned", "untuned"] = "tuned" if comparison.is_faster(GAIN) else "untuned"
+    shipped: Literal["tuned", "untuned"] = "tuned" if _is_faster(comparison) else "untuned"
     whose = "the tuned one's" if job.part == "all" else f"with the tuned {job.part} alone the"
     return Choice(
         shipped=shipped,
         message=f"the {shipped} build is shipped: " + comparison.describe(whose, "the untuned one's"),
         ratio=comparison.ratio,
-        spread=comparison.spread,
+        interval=comparison.interval,
         part=job.part,
     )
 
@@ -196,13 +197,18 @@ def threads_work(job: ThreadsJob, runner: StepRunner) -> FewerThreads:
     comparison = job.compare(runner)
     noun = "thread" if job.threads == 1 else "threads"
     return FewerThreads(
-        is_faster=comparison.is_faster(GAIN),
+        is_faster=_is_faster(comparison),
         message=f"it runs on {job.threads} {noun}: {comparison.describe('there its', 'that on more')}",
     )
 
 
 choose = Step("choose", Choice, choose_work)
 fewer_threads = Step("threads", FewerThreads, threads_work)
+
+
+def _is_faster(comparison: Comparison) -> bool:
+    """Whether the candidate is clearly faster than the baseline."""
+    return comparison.interval.judge(GAIN) == "pass"
 
 
 def tuned_sample(workspace: Workspace, exported: ExportResult, sizes: tuple[dict[str, int], ...]) -> NamedArrays | None:

@@ -6,16 +6,16 @@ the channel's gates.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
 from pydantic import AliasChoices, Field
 
-from tasks.comparison import LatencyComparison, compare_latency
+from tasks.comparison import compare_latency
 from tasks.step import Job, Step, StepRunner
 from tvmflow import promotion
 from tvmflow.bundle import extract, public_key
 from tvmflow.bundle.signature import trusted_keys
+from tvmflow.comparison import Comparison, Interval
 from tvmflow.errors import BundleError, InputError, VerdictError
 from tvmflow.spec import Channel
 from tvmflow.store import ReleaseStore, channels
@@ -89,7 +89,8 @@ class GateJob(Job):
 class Check(Record):
     """One check: its name, its outcome in a sentence, and whether the release passed it.
 
-    `value` is the figure that was compared with `bound`; both are None for a check without figures.
+    `value` is the figure that was compared with `bound`; both are None for a check without figures. `interval` is that
+    of a measured figure.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Check(Record):
     passed: bool
     value: float | None = None
     bound: float | None = None
+    interval: Interval | None = None
 
 
 class GateResult(StepResult):
@@ -262,7 +264,7 @@ def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: P
         return
     try:
         new, old = _best(job.release), _best(job.current)
-        comparison = None if new.sha256 == old.sha256 else _compare(job, runner, store, cache, new, old)
+        comparison = None if new.sha256 == old.sha256 else _compare(job, runner, store, cache, new, old, bound)
     except (BundleError, InputError) as error:
         message = f"gate {name} cannot be checked here: {error}"
         yield Check(name=name, message=message, passed=False, bound=bound)
@@ -272,13 +274,23 @@ def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: P
         message = f"target {new.target!r}: its bundle is that of {against}"
         yield Check(name=name, message=message, passed=True, value=1.0, bound=bound)
         return
-    low, _, high = quantiles(comparison.ratios, n=4)
-    message = (
-        f"target {new.target!r}: latency is {comparison.ratio:.3f} of that of {against}, gate {name} allows {bound:g} "
-        f"({len(comparison.ratios)} pairs of rounds, half of them between {low:.3f} and {high:.3f})"
+    yield check_ratio(comparison, f"target {new.target!r}:", f"that of {against}", bound)
+
+
+def check_ratio(comparison: Comparison, candidate: str, baseline: str, bound: float) -> Check:
+    """Return the check of a measured ratio; an undecided one does not pass. The texts name the two sides."""
+    name, verdict = "max_ratio_current", comparison.interval.judge(bound)
+    message = f"{comparison.describe(candidate, baseline)}, gate {name} allows {bound:g}"
+    if verdict == "undecided":
+        message += f": undecided, {comparison.describe_lack(bound)}"
+    return Check(
+        name=name,
+        message=message,
+        passed=verdict == "pass",
+        value=comparison.ratio,
+        bound=bound,
+        interval=comparison.interval,
     )
-    passed = comparison.ratio <= bound
-    yield Check(name=name, message=message, passed=passed, value=comparison.ratio, bound=bound)
 
 
 def _best(release: Document) -> TargetEntry:
@@ -295,9 +307,15 @@ def _best(release: Document) -> TargetEntry:
 
 
 def _compare(
-    job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path, new: TargetEntry, old: TargetEntry
-) -> LatencyComparison:
-    """Measure the two bundles in turn. Raises InputError where the old one takes other inputs."""
+    job: GateJob,
+    runner: StepRunner,
+    store: ReleaseStore,
+    cache: Path,
+    new: TargetEntry,
+    old: TargetEntry,
+    bound: float,
+) -> Comparison:
+    """Measure the two bundles in turn until `bound` is decided. Raises InputError where the old takes other inputs."""
     return compare_latency(
         runner.workspace,
         runner.log(),
@@ -305,6 +323,8 @@ def _compare(
         fetch_bundle(store, old.sha256, cache),
         timeout=runner.timeout,
         progress=lambda done, total: runner.emit(done, total, f"beside {job.current_version}"),
+        seconds=runner.comparison_seconds,
+        bounds=(bound,),
     )
 
 

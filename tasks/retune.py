@@ -9,13 +9,14 @@ from pydantic import AliasChoices, Field
 
 from tasks.build import BuildResult
 from tasks.choose import tuned_sample
-from tasks.comparison import DECIDING_PAIRS, compare_latency
+from tasks.comparison import compare_latency
 from tasks.export import ExportResult
 from tasks.options import variants
 from tasks.package import PackageResult
 from tasks.step import ChildStep, Job, Step, StepRunner
 from tasks.tune import TuneJob, TuneResult, run_job, shared_records
 from tvmflow.bundle import read_manifest
+from tvmflow.comparison import Interval
 from tvmflow.process import Emit
 from tvmflow.spec import Spec, Tune
 from tvmflow.target import Target
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 # The share of the time in compiled functions that is tuned: the rest is spread over many that cost little.
 _SHARE = 0.9
 _REPEATS = 20
-# A new build is worth a release when its latency over the old one's is below this.
+# A new build is worth a release when the interval of its latency over the old one's is below this.
 _GAIN = 0.98
 
 
@@ -50,9 +51,9 @@ class Profile(StepResult):
 class Gain(StepResult):
     """A comparison of a new build with the bundle in production, on one target; `message` gives it in one sentence.
 
-    `ratios` are the new build's latency over the other's in each pair of rounds, empty where both have the same
-    library; `ratio` is their median, 1 without any. `better` and `worse` say which of the two is faster; both may be
-    False.
+    `ratios` are the new build's latency over the other's in each pair, empty where both have the same library; `ratio`
+    is their median, 1 without any, and `interval` the median's interval. `better` and `worse` say which of the two is
+    faster; both may be False.
     """
 
     target: str
@@ -61,6 +62,7 @@ class Gain(StepResult):
     message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
     ratio: float
     ratios: tuple[float, ...]
+    interval: Interval | None = None
 
 
 class ProfileJob(Job):
@@ -152,9 +154,8 @@ class CompareJob(Job):
 def compare_work(job: CompareJob, runner: StepRunner) -> Gain:
     """Measure a new build in turn with the bundle in production; the same library is not measured.
 
-    The new build is better when its latency is below 0.98 of the other's in the median of 25 pairs of rounds and lower
-    in at least 20 of them, and worse when the same holds with the two exchanged. Raises BundleError for a bundle that
-    does not run here.
+    The new build is better when the interval of its latency over the other's is below 0.98, and worse when the interval
+    is above 1 / 0.98. Raises BundleError for a bundle that does not run here.
     """
     name, workspace = job.target.name, runner.workspace
     if read_manifest(job.production).files["mod.so"].sha256 == job.built.library.sha256:
@@ -167,16 +168,18 @@ def compare_work(job: CompareJob, runner: StepRunner) -> Gain:
         job.production,
         timeout=runner.timeout,
         progress=lambda done, total: runner.emit(done, total, "in turn"),
-        pairs=DECIDING_PAIRS,
+        seconds=runner.comparison_seconds,
+        bounds=(_GAIN, 1 / _GAIN),
         inputs=tuned_sample(workspace, job.exported, job.sizes),
     )
     return Gain(
         target=name,
-        better=comparison.is_faster(_GAIN),
-        worse=comparison.reversed.is_faster(_GAIN),
+        better=comparison.interval.judge(_GAIN) == "pass",
+        worse=comparison.interval.judge(1 / _GAIN) == "fail",
         message=f"target {name!r}: " + comparison.describe("the new build's", "that in production"),
         ratio=comparison.ratio,
         ratios=comparison.ratios,
+        interval=comparison.interval,
     )
 
 

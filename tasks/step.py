@@ -75,15 +75,17 @@ class StepRunner:
     """The settings with which the steps of one release run: the workspace, the release, and the time limit.
 
     `name` is the release's name, used for log files; `folder` is the folder of the release file, whose modules child
-    processes can import; `timeout` is the seconds after which a child process is killed. `variables` name environment
-    variables that child processes see beside the usual ones. `step` and `label` name the running step; `Step` sets them
-    in the runner that it passes to the step's function.
+    processes can import; `timeout` is the seconds after which a child process is killed, `comparison_seconds` the time
+    in which two builds are compared. `variables` name environment variables that child processes see beside the usual
+    ones. `step` and `label` name the running step; `Step` sets them in the runner that it passes to the step's
+    function.
     """
 
     workspace: Workspace
     name: str
     folder: Path
     timeout: float
+    comparison_seconds: float = 120.0
     step: str = ""
     label: str | None = None
     variables: tuple[str, ...] = ()
@@ -97,7 +99,7 @@ class StepRunner:
     def with_settings(cls, workspace: Workspace, name: str, folder: Path, settings: Settings) -> "StepRunner":
         """Return the runner of the steps of the release `name` with this machine's settings."""
         timeout = settings.step_timeout_minutes * 60
-        return cls(workspace, name, folder, timeout, variables=settings.child_variables)
+        return cls(workspace, name, folder, timeout, settings.comparison_seconds, variables=settings.child_variables)
 
     @property
     def environment(self) -> dict[str, str]:

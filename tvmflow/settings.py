@@ -140,6 +140,8 @@ class Settings(BaseSettings):
     whatever the release file says."""
     step_timeout_minutes: Annotated[float, Field(gt=0)] = 120.0
     """Minutes after which a step's process is ended."""
+    comparison_seconds: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds in which two builds are compared, at most 150 and at least 12 pairs of measurements."""
 
     @classmethod
     def settings_customise_sources(

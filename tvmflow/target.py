@@ -125,6 +125,15 @@ class Host:
     cores: int
 
 
+def processor() -> str:
+    """Return the processor's name, or its architecture where the system does not tell the name."""
+    try:
+        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1) if match else platform.machine()
+
+
 @cache
 def host() -> Host:
     """Return this machine: architecture, CPU features as the kernel reports them, cores that this process may use."""

@@ -398,7 +398,7 @@ def test_what_cannot_be_compared_here_is_tuned(
         "told": "the tuned build is shipped, not compared with the untuned: target 'aarch64-cortex-a72' is aarch64, "
         "this machine is x86_64: not verified",
         "ratio": None,
-        "spread": None,
+        "interval": None,
         "part": "all",
         "threads": None,
     }

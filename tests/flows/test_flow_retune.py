@@ -1,6 +1,7 @@
 """Retuning: a faster build of the model in production becomes a release; otherwise there is a verdict alone."""
 
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,8 @@ def test_a_build_that_is_measured_faster_becomes_a_release(story: Story) -> None
     document = story.first.document
     assert (document["version"], document["verdict"], document["release"]["version"]) == ("1", "better", "2")
     gain = document["targets"][0]["gain"]
-    assert len(gain["ratios"]) == 25
-    assert gain["ratio"] == sorted(gain["ratios"])[12]
+    assert gain["interval"]["high"] < 0.98
+    assert gain["ratio"] == pytest.approx(statistics.median(gain["ratios"]))
     pointer = json.loads((story.machine.home / "s3/tvmflow/channels/convolutions/production.json").read_text())
     assert [move["to"] for move in pointer["history"]] == ["1", "2"]
     data, verdict = _verdict(story, story.first)

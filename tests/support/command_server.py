@@ -34,8 +34,8 @@ _STAND_IN = Path(__file__).with_name("stand_in.py")
 _ROOT = Path(__file__).parents[2]
 # The steps whose processes have neither the compiler nor torch.
 _PLAIN = ("tasks.export:work", "tasks.validate:judge_work", "tasks.benchmark:round_work", "tasks.comparison:work")
-# Builds that tests compare differ by more than short rounds do.
-_ROUND_SECONDS = 0.03
+# Builds that tests compare differ by more than short pairs do.
+_PAIR_SECONDS, _MOST_PAIRS = 0.03, 20
 
 
 class Request(TypedDict):
@@ -220,7 +220,7 @@ def _kind_of(module: str, arguments: Sequence[str]) -> str | None:
 def start_steps_in_forks(commands: Path) -> None:
     """Have this process, and those forked from it, start children in forks of the servers beside the one of commands.
 
-    Two builds are compared in shorter rounds.
+    Two builds are compared in fewer and shorter pairs.
     """
     import tasks.comparison
 
@@ -232,7 +232,7 @@ def start_steps_in_forks(commands: Path) -> None:
         return [*_stand_in(str(commands.with_name(kind))), *command[command.index(launch.__file__) + 1 :]]
 
     supervisor.module_command = module_command
-    tasks.comparison._ROUND_SECONDS = _ROUND_SECONDS
+    tasks.comparison._PAIR_SECONDS, tasks.comparison._MOST_PAIRS = _PAIR_SECONDS, _MOST_PAIRS
 
 
 def _listen(commands: Path) -> dict[int, tuple[str, socket.socket]]:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tasks.gate import Check, GateJob, check_figures
+from tasks.gate import Check, GateJob, check_figures, check_ratio
+from tvmflow.comparison import Comparison, Conditions, Pair, Plan
 from tvmflow.spec import Channel
 from tvmflow.store.channels import Move, Pointer
 
@@ -70,3 +71,20 @@ def test_a_latency_that_was_never_measured_does_not_pass() -> None:
     check = judged(release("2", 0.9), None, max_latency_ms=1e9)
     assert not check.passed
     assert "no target was measured" in check.message
+
+
+@pytest.mark.parametrize(
+    ("ratios", "passes", "end"),
+    [
+        ([0.99, 1.0, 1.01] * 4, True, "gate max_ratio_current allows 1.02"),
+        ([1.03, 1.05] * 6, False, "gate max_ratio_current allows 1.02"),
+        ([1.0] * 5 + [1.05] * 7, False, "undecided, about 624 pairs would decide, the budget is 12"),
+    ],
+)
+def test_a_ratio_passes_when_its_whole_interval_is_below_the_bound(ratios: list[float], passes: bool, end: str) -> None:
+    pairs = tuple(Pair(candidate=ratio, baseline=1.0, runs=1, warmup=0, reference=1.0) for ratio in ratios)
+    conditions = Conditions(processor="any", cores=(0,), threads=(1, 1), load=(0.0, 0.0))
+    comparison = Comparison(plan=Plan.up_to(12), pairs=pairs, conditions=conditions)
+    check = check_ratio(comparison, "the new one's", "the old one's", 1.02)
+    assert (check.passed, check.interval, check.value) == (passes, comparison.interval, comparison.ratio)
+    assert check.message.endswith(end)

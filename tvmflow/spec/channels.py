@@ -9,14 +9,15 @@ class ChannelGates(Section):
     """Bounds that a release must keep to be promoted to a channel; a bound that is not set is not checked.
 
     The current release is the one that the channel holds. `max_ratio_current` bounds the median latency over the
-    current release's, both measured in turn on the machine that promotes. `max_metric_drop` bounds how far the task
+    current release's, both measured in turn on the machine that promotes: the whole interval of the ratio must be
+    below it. `max_metric_drop` bounds how far the task
     metric lies below the current release's. `max_latency_ms` and `min_metric` bound figures that were measured when the
     release was made. On a channel without a release the two gates that compare pass. A gate that cannot be checked
     refuses: nothing was measured, there is no task metric, no bundle runs here, or the inputs have changed.
     """
 
     max_ratio_current: PositiveFloat | None = None
-    """Median latency over the current release's."""
+    """Median latency over the current release's, with the whole interval."""
     max_latency_ms: PositiveFloat | None = None
     """Median latency in milliseconds of each target that was measured."""
     max_metric_drop: NonNegativeFloat | None = None

@@ -1,0 +1,164 @@
+"""Comparisons: how often a verdict is wrong, when it stops, where a warm-up ends, and what a percentile needs."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.scale import count
+from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan, compare, find_steady, percentile
+from tvmflow.comparison.pairs import Samples, read_samples, write_samples
+from tvmflow.comparison.plan import Verdict, ranks
+from tvmflow.comparison.samples import runs_needed
+
+Noise = Callable[[np.random.Generator], float]
+_CONDITIONS = Conditions(processor="any", cores=(0,), threads=(1, 1), load=(0.0, 0.0))
+
+NOISES: dict[str, Noise] = {
+    "normal": lambda random: random.normal(0, 0.015),
+    "heavy tails": lambda random: 0.01 * random.standard_t(2),
+    "two placements of memory": lambda random: random.choice([-0.03, 0.03]) + random.normal(0, 0.01),
+    "the candidate's alone, and skewed": lambda random: random.exponential(0.02) - 0.02 * math.log(2),
+}
+
+
+def _samples(ratio: float) -> Samples:
+    """A pair of one run each."""
+    return Samples(candidate=(ratio,), baseline=(1.0,), reference=(1.0,))
+
+
+def _verdict(plan: Plan, bound: float, ratio: float, noise: Noise, seed: int) -> Verdict:
+    """The verdict on a candidate whose true ratio is `ratio`."""
+    random = np.random.default_rng(seed)
+    ratios = [ratio * math.exp(noise(random)) for _ in range(plan.budget)]
+    verdicts = (plan.interval(ratios[:look]).judge(bound) for look in plan.looks)
+    return next((verdict for verdict in verdicts if verdict != "undecided"), "undecided")
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+def test_a_ratio_at_the_bound_is_decided_as_seldom_as_the_plan_says(noise: Noise) -> None:
+    plan, trials = Plan.up_to(40, error=0.1), count(normal=400, long=4000)
+    verdicts = [_verdict(plan, 1.0, 1.0, noise, seed) for seed in range(trials)]
+    wrong = [verdict for verdict in verdicts if verdict != "undecided"]
+    # Three deviations above the error, which no interval that is looked at naively stays below.
+    assert len(wrong) <= trials * 0.1 + 3 * math.sqrt(trials * 0.1 * 0.9)
+
+
+def test_an_interval_that_is_naive_about_its_looks_would_be_wrong_more_often() -> None:
+    looks, error = Plan.up_to(150, error=0.1).looks, 0.1
+    alone = [ranks((look,), error)[0] for look in looks]
+    together = ranks(looks, error)
+    assert all(rank <= other for rank, other in zip(together, alone, strict=True))
+    assert together[-1] < alone[-1]
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.0, "pass"), (1.05, "fail"), (1.1, "fail"), (0.5, "pass")])
+@pytest.mark.parametrize("noise", list(NOISES.values())[:2], ids=list(NOISES)[:2])
+def test_a_ratio_away_from_the_bound_is_decided(noise: Noise, ratio: float, verdict: Verdict) -> None:
+    plan = Plan.up_to(150)
+    verdicts = [_verdict(plan, 1.02, ratio, noise, seed) for seed in range(count(normal=25, long=250))]
+    assert set(verdicts) == {verdict}
+
+
+def test_the_first_look_can_decide_and_the_last_one_is_the_budget() -> None:
+    for budget in (12, 40, 150):
+        looks = Plan.up_to(budget).looks
+        assert looks[0] <= 13
+        assert looks[-1] == budget
+        assert list(looks) == sorted(set(looks))
+        assert ranks(looks, 0.01)[0] == 1
+
+
+def test_too_few_pairs_decide_nothing() -> None:
+    assert Plan.up_to(5).interval([2.0] * 5) == Interval(low=0.0, high=math.inf)
+    assert Plan.up_to(40).interval([2.0] * 11).judge(1.0) == "undecided"
+    assert str(Plan.up_to(40).interval([])) == "unknown"
+
+
+def test_a_comparison_stops_at_the_first_clear_interval() -> None:
+    assert len(compare(Plan.up_to(100), (1.0,), lambda index: _samples(2.0))) == Plan.up_to(100).looks[0]
+    assert len(compare(Plan.up_to(100), (1.0, 2.0), lambda index: _samples((1.9, 2.1)[index % 2]))) == 100
+    assert len(compare(Plan.up_to(100), (), lambda index: _samples(2.0))) == 100
+
+
+def test_progress_counts_up_to_the_budget() -> None:
+    seen: list[tuple[int, int]] = []
+    compare(Plan.up_to(12), (), lambda index: _samples(1.0), lambda done, budget: seen.append((done, budget)))
+    assert seen == [(done, 12) for done in range(12)]
+
+
+def test_an_undecided_comparison_says_how_many_pairs_it_takes() -> None:
+    random = np.random.default_rng(1)
+    ratios, plan = [0.98] * 16 + [1.02] * 24, Plan.up_to(40)
+    needed = plan.pairs_needed(ratios, 1.0)
+    assert needed is not None
+    drawn = [list(random.choice([0.98, 1.02], needed, p=[0.4, 0.6])) for _ in range(count(normal=40, long=400))]
+    decided = [Plan(looks=(needed,)).interval(each).judge(1.0) for each in drawn].count("fail")
+    assert 0.75 * len(drawn) < decided < len(drawn)
+    at_the_bound = _comparison(plan, [0.99, 1.01] * 20)
+    assert at_the_bound.describe_lack(1.0) == "no number of pairs tells this ratio from 1"
+    assert _comparison(plan, ratios).describe_lack(1.0) == f"about {needed} pairs would decide, the budget is 40"
+
+
+def _comparison(plan: Plan, ratios: list[float]) -> Comparison:
+    pairs = [Pair.of(_samples(ratio)) for ratio in ratios]
+    return Comparison(plan=plan, pairs=tuple(pairs), conditions=_CONDITIONS)
+
+
+def test_a_comparison_in_words_has_ratio_interval_and_both_times() -> None:
+    comparison = _comparison(Plan.up_to(12), [1.0, 1.1, 1.2] * 4)
+    sentence = comparison.describe("the new one's", "the old one's")
+    assert sentence == (
+        "the new one's latency is 1.100 (1.000 to 1.200) of the old one's (1100.000 ms beside 1000.000 ms, 12 pairs)"
+    )
+
+
+def test_a_machine_whose_clock_or_neighbours_change_is_noticed() -> None:
+    steady, uneven = (
+        [Pair.of(Samples(candidate=(1.0,), baseline=(1.0,), reference=(kernel,))) for kernel in kernels]
+        for kernels in ((1.0, 1.01) * 10, (1.0,) * 15 + (1.4,) * 5)
+    )
+    plan = Plan.up_to(20)
+    one, other = (Comparison(plan=plan, pairs=tuple(pairs), conditions=_CONDITIONS) for pairs in (steady, uneven))
+    assert "uneven" not in one.describe("a", "b")
+    assert "the machine was uneven: a fixed kernel took 1.40 times as long at times" in other.describe("a", "b")
+
+
+@pytest.mark.parametrize("warmup", [0, 10, 40, 80])
+def test_the_warm_up_is_told_by_the_data(warmup: int) -> None:
+    random = np.random.default_rng(warmup)
+    times = 1 + 0.02 * random.standard_exponential(200)
+    times[:warmup] *= np.linspace(3, 1.5, warmup)
+    times[100] = 50.0  # One run that the system interrupted is no warm-up.
+    steady = find_steady(list(times))
+    assert warmup <= steady <= warmup + 30
+
+
+def test_few_runs_have_no_warm_up() -> None:
+    assert find_steady([9.0, 1.0, 1.0, 1.0, 1.0]) == 0
+
+
+def test_the_warm_up_of_either_side_is_left_out_of_both() -> None:
+    slow_start = (5.0,) * 40 + (2.0,) * 60
+    pair = Pair.of(Samples(candidate=(1.0,) * 100, baseline=slow_start, reference=(1.0,)))
+    assert (pair.ratio, pair.warmup, pair.runs) == (0.5, 40, 60)
+
+
+def test_percentiles_need_as_many_runs_as_mlperf_asks_for() -> None:
+    assert [runs_needed(which) for which in (50, 90, 99)] == [11, 64, 662]
+    assert percentile([1.0] * 63, 90) is None
+    assert percentile([1.0] * 64, 90) == 1.0
+
+
+def test_the_verdict_from_kept_samples_is_the_same(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    samples = [
+        Samples(
+            **{name: tuple(map(float, random.random(20).astype(np.float32))) for name in Samples.model_fields},
+        )
+        for _ in range(12)
+    ]
+    write_samples(tmp_path / "samples.npz", samples)
+    assert read_samples(tmp_path / "samples.npz") == samples

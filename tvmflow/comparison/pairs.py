@@ -1,0 +1,167 @@
+"""Pairs: two sides measured together in fresh processes, until their ratio is clear or the budget is spent."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tvmflow import npz
+from tvmflow.comparison.plan import Interval, Plan
+from tvmflow.comparison.samples import find_steady
+from tvmflow.workspace import Record
+
+# The machine is uneven when the reference kernel takes this much longer in slow pairs than in fast ones, as a share.
+_UNEVEN = 0.05
+
+
+class Samples(Record):
+    """The seconds of every run of a pair, in order, in single precision; `reference` those of the reference kernel."""
+
+    candidate: tuple[float, ...]
+    baseline: tuple[float, ...]
+    reference: tuple[float, ...]
+
+
+class Pair(Record):
+    """The median seconds of the steady runs of both sides in a pair of fresh processes, or in one that they share.
+
+    `warmup` is the number of runs of each side that were left out at the beginning, `runs` the number that was left.
+    `reference` is the median of the reference kernel.
+    """
+
+    candidate: float
+    baseline: float
+    runs: int
+    warmup: int
+    reference: float
+
+    @classmethod
+    def of(cls, samples: Samples) -> "Pair":
+        """Return the figures of a pair's samples; the end of the warm-up is the later one of the two sides."""
+        warmup = max(find_steady(samples.candidate), find_steady(samples.baseline))
+        return cls(
+            candidate=float(np.median(samples.candidate[warmup:])),
+            baseline=float(np.median(samples.baseline[warmup:])),
+            runs=len(samples.candidate) - warmup,
+            warmup=warmup,
+            reference=float(np.median(samples.reference)),
+        )
+
+    @property
+    def ratio(self) -> float:
+        """The candidate's time over the baseline's."""
+        return self.candidate / self.baseline
+
+
+class Conditions(Record):
+    """What both sides had in common: the processor, the cores that they may use, the machine's load before and after.
+
+    `threads` are the threads of the candidate and of the baseline.
+    """
+
+    processor: str
+    cores: tuple[int, ...]
+    threads: tuple[int, int]
+    load: tuple[float, float]
+
+
+class Comparison(Record):
+    """A candidate beside a baseline: pairs of measurements, and the plan by which they were made."""
+
+    plan: Plan
+    pairs: tuple[Pair, ...]
+    conditions: Conditions
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The candidate's latency over the baseline's in each pair."""
+        return tuple(pair.ratio for pair in self.pairs)
+
+    @property
+    def ratio(self) -> float:
+        """The median of `ratios`."""
+        return float(np.median(self.ratios))
+
+    @property
+    def interval(self) -> Interval:
+        """The interval of the median ratio."""
+        return self.plan.interval(self.ratios)
+
+    @property
+    def candidate_ms(self) -> float:
+        """The median milliseconds of a run of the candidate."""
+        return float(np.median([pair.candidate for pair in self.pairs])) * 1e3
+
+    @property
+    def baseline_ms(self) -> float:
+        """The median milliseconds of a run of the baseline."""
+        return float(np.median([pair.baseline for pair in self.pairs])) * 1e3
+
+    @property
+    def unevenness(self) -> float:
+        """How much longer the reference kernel took in a slow tenth of the pairs than in a fast tenth, as a share."""
+        fast, slow = np.percentile([pair.reference for pair in self.pairs], (10, 90))
+        return float(slow / fast) - 1
+
+    def describe(self, candidate: str, baseline: str) -> str:
+        """Return the comparison in words; the arguments name the two sides.
+
+        For example "the new one's latency is 0.974 (0.968 to 0.981) of the old one's (1.231 ms beside 1.264 ms, 25
+        pairs)".
+        """
+        times = f"{self.candidate_ms:.3f} ms beside {self.baseline_ms:.3f} ms, {len(self.pairs)} pairs"
+        note = ""
+        if self.unevenness > _UNEVEN:
+            note = f"; the machine was uneven: a fixed kernel took {1 + self.unevenness:.2f} times as long at times"
+        return f"{candidate} latency is {self.ratio:.3f} ({self.interval}) of {baseline} ({times}{note})"
+
+    def describe_lack(self, bound: float) -> str:
+        """Return what an undecided comparison lacks, as a clause: the pairs that would decide about `bound`."""
+        needed = self.plan.pairs_needed(self.ratios, bound)
+        if needed is None:
+            return f"no number of pairs tells this ratio from {bound:g}"
+        return f"about {needed} pairs would decide, the budget is {self.plan.budget}"
+
+
+def compare(
+    plan: Plan,
+    bounds: Sequence[float],
+    measure: Callable[[int], Samples],
+    progress: Callable[[int, int], None] = lambda done, budget: None,
+) -> list[Samples]:
+    """Measure pairs until the interval excludes all `bounds`, at the latest until the plan's budget is spent.
+
+    Without bounds the whole budget is measured. `measure` gets the index of a pair, `progress` the number of pairs
+    measured and the budget.
+    """
+    measured: list[Samples] = []
+    ratios: list[float] = []
+    for look in plan.looks:
+        while len(measured) < look:
+            progress(len(measured), plan.budget)
+            measured.append(measure(len(measured)))
+            ratios.append(Pair.of(measured[-1]).ratio)
+        interval = plan.interval(ratios)
+        if bounds and all(interval.judge(bound) != "undecided" for bound in bounds):
+            break
+    return measured
+
+
+def write_samples(path: Path, samples: Sequence[Samples]) -> None:
+    """Write all runs of a comparison as compressed arrays of single precision. Raises OSError."""
+    arrays = {
+        f"{index}.{name}": np.asarray(values, np.float32)
+        for index, pair in enumerate(samples)
+        for name, values in pair.model_dump().items()
+    }
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+
+
+def read_samples(path: Path) -> list[Samples]:
+    """Read what `write_samples` has written. Raises OSError, ValueError for another file."""
+    arrays = npz.read(path)
+    names = Samples.model_fields
+    return [
+        Samples(**{name: tuple(map(float, arrays[f"{index}.{name}"])) for name in names})
+        for index in range(len(arrays) // len(names))
+    ]
