@@ -5,6 +5,7 @@ python docs/generate.py --check    exit code 1 when a page differs from the code
 """
 
 import argparse
+import dataclasses
 import inspect
 import itertools
 import json
@@ -107,6 +108,7 @@ Settings belong to a machine. Each is an environment variable, or the same name 
 the file is refused. A release file may also name `store.endpoint`, `store.bucket` and `store.prefix`; settings come
 first, and credentials come from settings alone.
 
+`TVMFLOW_PROFILE` is an environment variable only, too: the file of a [machine](machines.md) that `native` stands for.
 `TVMFLOW_TRUSTED_KEYS` is an environment variable only, because devices read no settings file. It names public keys,
 separated by `:`. Where it is set, only bundles that one of them has signed are opened.
 """
@@ -282,12 +284,69 @@ def operators() -> str:
     return "\n".join([*lines, ""])
 
 
+# -- Machines ----------------------------------------------------------------------------------------------------------
+
+_MACHINES = """# Machines
+
+The compiler chooses algorithms and tiles by the numbers of a processor. They stand in a profile, and no rule holds a
+number of its own. tvmflow ships the profiles below, the files of `tvmflow/targets/`, with a source for every number.
+
+- `native` has the profile of this machine's processor, which CPUID or ARM's MIDR names. For an unknown processor it is
+  that of the psABI level, with the caches that the kernel tells. `TVMFLOW_PROFILE` names a file to use instead.
+- A preset, such as `x86-64-v3` or `aarch64-cortex-a72`, has the profile of the same name.
+- A full TVM target has the profile that its `model` names, else the one of its `mcpu`, else that of its psABI level.
+
+So `{kind: llvm, mcpu: x86-64-v4, model: zen4}` runs on every processor with AVX-512 and is chosen for Zen 4. Name and
+digest of the profile are part of a target's identity: tuning records of one profile are not used with another. A bundle
+keeps the numbers in its provenance, so that `tvmflow verify --rebuild` needs no file of the machine that built it.
+
+Write a profile of your own in the same form: a copy of the nearest file, and in its `sources` what you measured.
+
+- `vectors`, for each width in bits: the registers, the multiply-adds, loads and stores per cycle, and the cycles from a
+  multiply-add to the next that needs its result (`latency`).
+- `first`, `second`, `third`: a cache of `size` bytes, with its `ways`, the bytes of a `line`, and the `cores` that
+  share it; the bytes per cycle that one core reads and writes, and that all these cores together move (`shared`).
+- `memory`: the same rates of the memory.
+- `cores`: the physical cores of a processor (`count`), and the cycles to start and end a parallel region (`region`).
+- `tiles`, AMX: cycles of a product of tiles (`multiply`), to load a tile from the first and the second cache, and to
+  set up, load and store the results (`start`).
+"""
+
+
+def machines() -> str:
+    """The page of the profiles: what the numbers mean, and each profile's numbers with their sources."""
+    from tvmflow import profiles
+
+    lines = [_MACHINES]
+    for name, item in profiles.shipped().items():
+        profile = item.profile
+        lines += [f"## `{name}`", "", f"{profile.title}. Digest `{profile.digest}`.", "", "| | numbers | sources |"]
+        lines.append("|---|---|---|")
+        tables = [(f"vectors.{vectors.bits}", vectors) for vectors in profile.vectors]
+        tables += [(key, getattr(profile, key)) for key in ("first", "second", "third", "memory", "cores", "tiles")]
+        for path, table in tables:
+            if table is None:
+                continue
+            numbers = dataclasses.asdict(table)
+            text = ", ".join(
+                f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in numbers.items()
+            )
+            names = dict.fromkeys(item.sources_of[f"{path}.{key}"] for key in numbers)
+            lines.append(f"| `{path}` | {text} | {', '.join(names)} |")
+        lines.append("")
+    descriptions = {key: text for item in profiles.shipped().values() for key, text in item.sources.items()}
+    lines += ["## Sources", "", "| source | |", "|---|---|"]
+    lines += [f"| {key} | {_cell(text)} |" for key, text in sorted(descriptions.items())]
+    return "\n".join([*lines, ""])
+
+
 # -- All of them -------------------------------------------------------------------------------------------------------
 
 _PAGES: dict[str, tuple[Callable[[], str], str]] = {
     "command-line.md": (command_line, "the commands' own help"),
     "release-file.md": (release_file, "the models of `tvmflow.spec`"),
     "operators.md": (operators, "`tvmflow.compiler.operator_table` and `docs/operators.json`"),
+    "machines.md": (machines, "the files of `tvmflow/targets`"),
     "settings.md": (settings, "`tvmflow.settings`"),
 }
 

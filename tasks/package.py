@@ -80,6 +80,8 @@ class PackageJob(Job):
                 "samples": exported.samples.sha256,
                 "options": options(spec),
                 "code": code_digest(__name__),
+                # The numbers of the processor by which the compiler chose.
+                **({} if target.profile is None else {"machine": target.profile.to_json()}),
                 # The modules of the user's operators, with their digests.
                 **({"operators": json.dumps(imported.sources.files)} if spec.model.operators else {}),
             },

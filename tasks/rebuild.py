@@ -19,6 +19,7 @@ from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.bundle import Manifest, extract, installed_versions, sha256_file
 from tvmflow.errors import BundleError, VerdictError
+from tvmflow.profiles import Profile
 from tvmflow.settings import Settings
 from tvmflow.spec import Spec
 from tvmflow.target import Target, resolve
@@ -147,7 +148,9 @@ def _spec(bundle: Path, source: Path, manifest: Manifest, sections: dict[str, An
 def _target(manifest: Manifest) -> Target:
     """Return the target from the bundle's manifest; the name `native` would mean another target on another machine."""
     linker = resolve(manifest.tvm_target).cross_compiler
-    return Target(manifest.target, manifest.tvm_target, manifest.arch, manifest.cpu_features, linker)
+    text = manifest.provenance.get("machine")
+    profile = None if text is None else Profile.from_json(text)
+    return Target(manifest.target, manifest.tvm_target, manifest.arch, manifest.cpu_features, linker, profile)
 
 
 def _trained_weights(spec: Spec, settings: Settings, workspace: Workspace, runner: StepRunner) -> Artifact | None:

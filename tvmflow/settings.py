@@ -19,6 +19,7 @@ from pydantic_settings import (
 from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
 from tvmflow.errors import SettingsError
 from tvmflow.stack import record
+from tvmflow.target import PROFILE_VARIABLE
 
 _PREFIX = "TVMFLOW_"
 # An address and its credentials come from the same source: a mixture would fit no server.
@@ -27,7 +28,7 @@ _FILE_VARIABLE = "TVMFLOW_SETTINGS"
 # Variables by which the processes of one run talk to each other.
 _INTERNAL = {"TVMFLOW_CHILD", "TVMFLOW_EVENTS_FD"}
 # Settings that devices must honour. A device reads no settings file, so they come from the environment alone.
-_DEVICE = {TRUSTED_KEYS_VARIABLE}
+_DEVICE = {TRUSTED_KEYS_VARIABLE, PROFILE_VARIABLE}
 
 
 def settings_file() -> Path:

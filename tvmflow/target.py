@@ -6,13 +6,16 @@ import os
 import platform
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from tvmflow import profiles
 from tvmflow.errors import TargetError
+from tvmflow.profiles import Processor, Profile
 
 # The micro-architecture levels of the x86-64 psABI, in the words of /proc/cpuinfo.
 _X86_64_V2 = ("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3")
@@ -87,6 +90,9 @@ _LLVM_TO_CPUINFO: dict[str, str] = {
     },
 }
 
+# The file of the profile that `native` uses in place of the recognised one; `tvmflow calibrate` writes such files.
+PROFILE_VARIABLE = "TVMFLOW_PROFILE"
+
 _ARCH_NAMES = {"amd64": "x86_64", "x86-64": "x86_64", "arm64": "aarch64"}
 
 
@@ -96,7 +102,7 @@ class Target:
 
     `tvm` is the TVM target as JSON data. `features` are the CPU features that the machine must have, in the words of
     /proc/cpuinfo. `cross_compiler` is the command that links for another architecture; None means this machine's
-    compiler.
+    compiler. `profile` holds the processor's numbers, by which the compiler chooses; None for a GPU.
     """
 
     name: str
@@ -104,11 +110,16 @@ class Target:
     arch: str
     features: tuple[str, ...] = ()
     cross_compiler: str | None = None
+    profile: Profile | None = None
 
     @property
     def canonical(self) -> str:
-        """The TVM target as one line of JSON with sorted keys: part of the keys of tuning records and caches."""
-        return json.dumps(self.tvm, sort_keys=True, separators=(",", ":"))
+        """The TVM target as one line of JSON with sorted keys: part of the keys of tuning records and caches.
+
+        Its `model` is the profile's name and digest.
+        """
+        model = {} if self.profile is None else {"model": self.profile.model}
+        return json.dumps({**self.tvm, **model}, sort_keys=True, separators=(",", ":"))
 
     @property
     def threads(self) -> int:
@@ -118,11 +129,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Host:
-    """A machine: its architecture, its CPU features in the words of /proc/cpuinfo, and its cores for this process."""
+    """A machine: its architecture, its CPU features in the words of /proc/cpuinfo, and its cores for this process.
+
+    `processor` is None where the kernel does not identify it.
+    """
 
     arch: str
     features: frozenset[str]
     cores: int
+    processor: Processor | None = None
 
 
 def processor() -> str:
@@ -139,14 +154,14 @@ def host() -> Host:
     """Return this machine: architecture, CPU features as the kernel reports them, cores that this process may use."""
     machine = platform.machine().lower()
     arch = _ARCH_NAMES.get(machine, machine)
-    features: frozenset[str] = frozenset()
-    try:
-        match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        features = frozenset(match.group(1).split()) if match else features
-    except OSError:
-        pass  # Not Linux: the features are unknown, so that only bundles that need none can run.
+    cpuinfo = ""
+    with suppress(OSError):
+        # Not Linux: the features are unknown, so that only bundles that need none can run.
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
+    features = frozenset(match.group(1).split()) if match else frozenset()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Host(arch, features, cores)
+    return Host(arch, features, cores, profiles.parse_processor(cpuinfo))
 
 
 def missing_features(features: tuple[str, ...]) -> tuple[str, ...]:
@@ -218,9 +233,11 @@ def resolve(text: str | Mapping[str, Any]) -> Target:
     if name == "native":
         return _native()
     if name in _LEVELS and name != "x86-64":
-        return _x86(name, name, (), host().cores)
+        return _x86(name, name, (), host().cores, profiles.named(name))
     if name in _EXTENDED:
-        return _x86(name, "x86-64-v4", _EXTENDED[name], host().cores)
+        # AMX came with this processor.
+        model = "sapphire-rapids" if "amx_tile" in _EXTENDED[name] else "x86-64-v4"
+        return _x86(name, "x86-64-v4", _EXTENDED[name], host().cores, profiles.named(model))
     if name in presets():
         kind, _, model = name.partition("-")
         return (
@@ -244,17 +261,38 @@ def resolve(text: str | Mapping[str, Any]) -> Target:
 def _native() -> Target:
     machine = host()
     if machine.arch == "aarch64":
-        return _aarch64("native", "generic", machine.cores, half=_HALF in machine.features)
+        profile = _native_profile("aarch64-generic")
+        return _aarch64("native", "generic", machine.cores, half=_HALF in machine.features, profile=profile)
     if machine.arch != "x86_64":
         raise TargetError(f"target 'native' is not known for this machine's architecture {machine.arch!r}; name one")
     level = max(
         (name for name, features in _LEVELS.items() if machine.features.issuperset(features)), key=list(_LEVELS).index
     )
     extensions = tuple(name for name in _EXTENSIONS if name in machine.features)
-    return _x86("native", level, extensions, machine.cores)
+    return _x86("native", level, extensions, machine.cores, _native_profile(level))
 
 
-def _x86(name: str, level: str, extensions: tuple[str, ...], cores: int) -> Target:
+def _native_profile(level: str) -> Profile:
+    """The profile of this machine: of the file that TVMFLOW_PROFILE names, of its processor, or of `level`.
+
+    An unknown processor gets the numbers of `level` with the caches of this machine. Raises TargetError for a file that
+    cannot be read or is for another architecture.
+    """
+    path = os.environ.get(PROFILE_VARIABLE)
+    if path:
+        try:
+            profile = profiles.read(Path(path).stem, Path(path).read_text()).profile
+        except (OSError, UnicodeDecodeError) as error:
+            raise TargetError(f"the profile {path!r} of {PROFILE_VARIABLE} cannot be read ({error})") from error
+        if profile.arch != host().arch:
+            raise TargetError(f"the profile {path!r} of {PROFILE_VARIABLE} is for {profile.arch}, not {host().arch}")
+        return profile
+    processor = host().processor
+    recognised = None if processor is None else profiles.of_processor(processor)
+    return recognised or profiles.with_caches(profiles.named(level if level != "x86-64" else "x86-64-v2"))
+
+
+def _x86(name: str, level: str, extensions: tuple[str, ...], cores: int, profile: Profile) -> Target:
     attributes = [f"+{_EXTENSIONS[extension]}" for extension in extensions]
     if "avx512f" in _LEVELS[level]:
         # On this level LLVM halves every vector by default; the schedules choose the width themselves.
@@ -262,12 +300,11 @@ def _x86(name: str, level: str, extensions: tuple[str, ...], cores: int) -> Targ
     tvm: dict[str, Any] = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": level, "num-cores": cores}
     if attributes:
         tvm["mattr"] = attributes
-    return Target(
-        name, tvm, "x86_64", tuple(sorted((*_LEVELS[level], *extensions))), _cross_compiler("x86_64", "x86_64")
-    )
+    features = tuple(sorted((*_LEVELS[level], *extensions)))
+    return Target(name, tvm, "x86_64", features, _cross_compiler("x86_64", "x86_64"), profile)
 
 
-def _aarch64(name: str, mcpu: str, cores: int = 4, *, half: bool) -> Target:
+def _aarch64(name: str, mcpu: str, cores: int = 4, *, half: bool, profile: Profile | None = None) -> Target:
     tvm: dict[str, Any] = {
         "kind": "llvm",
         "mtriple": "aarch64-linux-gnu",
@@ -275,7 +312,9 @@ def _aarch64(name: str, mcpu: str, cores: int = 4, *, half: bool) -> Target:
         "mattr": ["+neon", *([_LLVM_HALF] if half else [])],
         "num-cores": cores,
     }
-    return Target(name, tvm, "aarch64", _arm_features(tvm["mattr"]), _cross_compiler("aarch64", "aarch64"))
+    features = _arm_features(tvm["mattr"])
+    profile = profile or profile_of(tvm, "aarch64", features)
+    return Target(name, tvm, "aarch64", features, _cross_compiler("aarch64", "aarch64"), profile)
 
 
 def _arm_features(attributes: list[str]) -> tuple[str, ...]:
@@ -334,7 +373,29 @@ def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
         raise TargetError(f"target {name!r}: architecture {arch!r} is not built here; use x86_64 or aarch64")
     full = {"mtriple": triple, "num-cores": host().cores, **tvm}
     features = _arm_features(attributes) if arch == "aarch64" else _llvm_features(name, full)
-    return Target(name, full, arch, features, _cross_compiler(arch, arch))
+    profile = profile_of(full, arch, features)
+    if profile.arch != arch:
+        raise TargetError(f"target {name!r}: the profile {profile.name!r} is for {profile.arch}, not {arch}")
+    return Target(name, full, arch, features, _cross_compiler(arch, arch), profile)
+
+
+def profile_of(tvm: Mapping[str, Any], arch: str, features: tuple[str, ...]) -> Profile:
+    """Return the profile for a TVM target of a CPU.
+
+    That is the profile that the target's `model` names, else the one of its `mcpu`, else that of the highest psABI
+    level among its features. Raises TargetError for a `model` that is no profile's name.
+    """
+    if tvm.get("model"):
+        return profiles.named(str(tvm["model"]))
+    mcpu = str(tvm.get("mcpu", ""))
+    own = profiles.of_mcpu(mcpu)
+    if own is not None and own.arch == arch and mcpu not in _LEVELS:
+        return own
+    if arch == "aarch64":
+        return profiles.named("aarch64-generic")
+    if "amx_tile" in features:
+        return profiles.named("sapphire-rapids")
+    return profiles.named("x86-64-v4" if "avx512f" in features else "x86-64-v3" if "avx2" in features else "x86-64-v2")
 
 
 def _llvm_features(name: str, tvm: dict[str, Any]) -> tuple[str, ...]:

@@ -123,8 +123,12 @@ def test_prefetching_weights_that_the_cache_cannot_hold_is_a_choice_with_the_sam
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4, strides=[2, 2])
     model = make_model([node], [("x", [1, 256, 9, 9])], ["y"], {"w": weight})
     (func,) = (normalize(item.func) for item in workloads(lower(import_onnx(model), target)) if "conv" in item.name)
-    small = replace(machine(target), cache=4 * weight.size - 1)
-    assert not any("prefetch" in str(item.trace) for item in variants(func, replace(small, cache=4 * weight.size)))
+    usual_cache = machine(target).second
+    small, large = (
+        replace(machine(target), second=replace(usual_cache, size=size))
+        for size in (4 * weight.size - 1, 4 * weight.size)
+    )
+    assert not any("prefetch" in str(item.trace) for item in variants(func, large))
     usual, *alternatives = variants(func, small)
     fetching = [replay(trace_of(other), func) for other in alternatives if "prefetch" in str(other.trace)]
     assert fetching

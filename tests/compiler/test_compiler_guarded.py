@@ -221,7 +221,7 @@ def _target(precision: Precision) -> Target:
 
 
 def _always_parallel(target: Target) -> Machine:
-    return replace(machine(target), cores=2, parallel_iterations=0, parallel_cycles=0)
+    return replace(machine(target), cores=2, region=0)
 
 
 def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.PrimFunc]:

@@ -185,8 +185,7 @@ def test_recurrences_stay_within_their_buffers() -> None:
     target = resolve("".join(runnable_levels()[-1:]) or "native")
     functions = {}
     for shares_units in (False, True):
-        cycles = 0 if shares_units else 1 << 62
-        computer = replace(machine(target), cores=2, parallel_cycles=cycles)
+        computer = replace(machine(target), cores=2, region=0 if shares_units else 1 << 62)
         for kind, direction, linear in (
             ("lstm", "bidirectional", False),
             ("lstm", "reverse", False),

@@ -14,7 +14,8 @@ def test_every_preset_resolves_to_its_name(name: str) -> None:
     target = resolve(name)
     assert target.name == name
     assert target.arch in ("x86_64", "aarch64", "cuda")
-    assert json.loads(target.canonical) == target.tvm
+    model = {} if target.profile is None else {"model": target.profile.model}
+    assert json.loads(target.canonical) == {**target.tvm, **model}
 
 
 def test_native_asks_for_nothing_that_this_machine_lacks() -> None:

@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.machine import machine
 from tvmflow.target import Target, host, missing_features, resolve
 
-AVX512 = Machine(lanes=16, registers=32, cores=2)
-AVX2 = Machine(lanes=8, registers=16, cores=2, cache=1 << 18)
+AVX512 = machine(resolve("llvm -mcpu=x86-64-v4 -num-cores=2"))
+AVX2 = machine(resolve("llvm -mcpu=x86-64-v3 -num-cores=2"))
 
 _LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
 

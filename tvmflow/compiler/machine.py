@@ -1,46 +1,81 @@
-"""The properties of a target's CPU that schedules depend on: vectors, registers, caches, cores."""
+"""The processor of a target as the rules see it: its profile at the vector width that the target's code uses."""
 
 from dataclasses import dataclass, replace
 
-from tvmflow.target import Target
+from tvmflow.profiles import Cache, Memory, Profile, Tiles, Vectors
+from tvmflow.target import Target, profile_of
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A CPU core as the schedules see it.
+    """A processor as the schedules and the cost model see it; see `tvmflow.profiles` for the numbers.
 
-    `lanes` are 32-bit numbers per vector, `registers` the number of vector registers. `second_cache` is a core's share
-    of the second-level cache in bytes. Weights of up to `cache` bytes stay in a core's cache; larger ones are read once
-    per call. All cores share the `third_cache`, in bytes. `cold` is true where a model's weights come from memory in
-    every run. `amx` names the dot products (`tvmflow.compiler.dotproduct`) that AMX computes.
-
-    A parallel region takes two to four thousand cycles to start and to end. It costs more than it gains in a loop nest
-    of fewer than `parallel_iterations`, and in a function of fewer than `parallel_cycles`.
+    `vectors` are the vectors of the code, and `cores` the cores that work together. `region` is the cycles to start and
+    to end a parallel region. `amx` names the dot products (`tvmflow.compiler.dotproduct`) that AMX computes, at the
+    costs `tiles`. `cold` is true where a model's weights come from memory in every run. `number` is the bytes of the
+    numbers that are computed with.
     """
 
-    lanes: int
-    registers: int
+    vectors: Vectors
+    first: Cache
+    second: Cache
+    third: Cache | None
+    memory: Memory
+    region: int
     cores: int
-    cache: int = 1 << 20
-    second_cache: int = 1 << 20
-    third_cache: int = 1 << 25
-    cold: bool = False
+    tiles: Tiles | None = None
     amx: frozenset[str] = frozenset()
-    parallel_iterations: int = 4096
-    parallel_cycles: int = 8192
+    cold: bool = False
+    number: int = 4
+
+    @property
+    def lanes(self) -> int:
+        """The numbers of a vector."""
+        return self.vectors.bits // (8 * self.number)
+
+    @property
+    def registers(self) -> int:
+        """The number of vector registers."""
+        return self.vectors.registers
+
+    @property
+    def own_cache(self) -> int:
+        """A core's share of the second-level cache, in bytes."""
+        return self.second.share(self.cores)
+
+    @property
+    def parallel_cycles(self) -> int:
+        """A function of fewer cycles loses more by a parallel region than it gains."""
+        return 2 * self.region
+
+    @property
+    def parallel_iterations(self) -> int:
+        """A loop nest of fewer iterations loses more by a parallel region than it gains."""
+        return self.region
 
     def for_weights(self, size: int) -> "Machine":
-        """Return this machine for `size` bytes of weights: `cold` where they exceed half of `third_cache`."""
-        return replace(self, cold=2 * size > self.third_cache)
+        """Return this machine for `size` bytes of weights: `cold` where they exceed half of the last cache."""
+        return replace(self, cold=2 * size > (self.third or self.second).size)
 
 
 def machine(target: Target) -> Machine:
-    """Return the properties of a CPU target's cores."""
-    if target.arch == "aarch64":
-        return Machine(lanes=4, registers=32, cores=target.threads, cache=1 << 19, second_cache=1 << 18)
-    if "avx512f" in target.features:
-        tiles = {name for name in ("bf16", "int8") if {"amx_tile", f"amx_{name}"} <= set(target.features)}
-        return Machine(lanes=16, registers=32, cores=target.threads, amx=frozenset(tiles))
-    if "avx2" in target.features or "avx" in target.features:
-        return Machine(lanes=8, registers=16, cores=target.threads, cache=1 << 18, second_cache=1 << 18)
-    return Machine(lanes=4, registers=16, cores=target.threads, cache=1 << 18, second_cache=1 << 18)
+    """Return the processor of a CPU target."""
+    profile = target.profile or profile_of(target.tvm, target.arch, target.features)
+    return of_profile(profile, target.features, target.threads)
+
+
+def of_profile(profile: Profile, features: tuple[str, ...], cores: int) -> Machine:
+    """Return a processor with the vectors that CPU features allow, in the words of /proc/cpuinfo, on `cores` cores."""
+    bits = 512 if "avx512f" in features else 256 if "avx" in features else 128
+    tiles = {name for name in ("bf16", "int8") if {"amx_tile", f"amx_{name}"} <= set(features)}
+    return Machine(
+        vectors=profile.vectors_of(bits),
+        first=profile.first,
+        second=profile.second,
+        third=profile.third,
+        memory=profile.memory,
+        region=profile.cores.region,
+        cores=cores,
+        tiles=profile.tiles,
+        amx=frozenset(tiles if profile.tiles is not None else ()),
+    )

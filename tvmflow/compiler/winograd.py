@@ -107,7 +107,7 @@ def side_of(size: int, stride: int) -> int:
 def _cost(results: float, taps: int, depth: float, vectors: int, machine: Machine) -> float:
     """Cycles to compute `results` sums of `depth` products for each of the `vectors` vectors of output channels."""
     weight_bytes = 4 * taps * depth * vectors * machine.lanes
-    reading = weight_bytes / _BYTES_PER_CYCLE if weight_bytes > machine.cache else 0.0
+    reading = weight_bytes / _BYTES_PER_CYCLE if weight_bytes > machine.own_cache else 0.0
     return results * (depth + _START) * vectors + reading
 
 
@@ -127,7 +127,7 @@ def rank_tiles(high: int, wide: int, taps: int, channels: int, vectors: int, mac
     The arguments are those of `choose_tile`.
     """
     line, lines = (tiles.rank(rows, vectors, machine, 4 * channels, exact=True) for rows in (wide, high * wide))
-    in_cache = 4 * taps * channels * vectors * machine.lanes <= machine.cache
+    in_cache = 4 * taps * channels * vectors * machine.lanes <= machine.own_cache
     in_lines = wide >= _LONG_LINE or (in_cache and line[0].rows * line[0].vectors >= _ENOUGH)
     first, second = (line, lines) if in_lines else (lines, line)
     busy = [tile for tile in (*second[:1], *first, *second) if tile.rows * tile.vectors >= _ENOUGH]

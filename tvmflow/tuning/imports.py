@@ -220,7 +220,7 @@ def _lines(path: Path) -> Iterator[Any]:
 def _resolve(its_target: dict[str, Any]) -> Target | None:
     """The target that a record names, less what TVM adds to every target; None for one that is not built here."""
     try:
-        return resolve({name: value for name, value in its_target.items() if name not in ("keys", "tag")})
+        return resolve({name: value for name, value in its_target.items() if name not in ("keys", "tag", "model")})
     except TargetError:
         return None
 

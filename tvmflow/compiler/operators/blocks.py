@@ -349,11 +349,11 @@ class _Costs:
         if middle.winograd:
             taps = winograd.side_of(middle.winograd, middle.strides[0]) ** 2
             bytes_in_cache += 4 * taps * self._out_w // middle.winograd * (channels + middle.channels)
-        if bytes_in_cache > _STRIP_SHARE * machine.second_cache and lines > (middle.winograd or 1):
+        if bytes_in_cache > _STRIP_SHARE * machine.own_cache and lines > (middle.winograd or 1):
             return None
         result = self._middle + self._last
         cycles = required_lines * self._wide * self._first + lines * self._out_w * result
-        if self._weights + bytes_in_cache > machine.second_cache:
+        if self._weights + bytes_in_cache > machine.own_cache:
             # Each strip reads all weights again.
             cycles += self._weights / _far(machine)[1]
         return self._share(self._batch * self._out_h // lines) * cycles
@@ -419,5 +419,5 @@ def _far(machine: Machine) -> tuple[int, int]:
 
 def _moving(size: int, machine: Machine) -> float:
     """Cycles to write `size` bytes for the next function and to read them there."""
-    write_rate, read_rate = _NEAR if size <= _STRIP_SHARE * machine.second_cache else _far(machine)
+    write_rate, read_rate = _NEAR if size <= _STRIP_SHARE * machine.own_cache else _far(machine)
     return size / write_rate + size / read_rate

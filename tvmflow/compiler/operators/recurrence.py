@@ -255,7 +255,7 @@ class Recurrence:
             return False
         fills_cores = self.cell.directions * (batch or 1) >= machine.cores
         # Weights that fit into a core's cache are best read by one core for all steps.
-        return self.cell.directions < machine.cores and (not fills_cores or 4 * products > machine.second_cache)
+        return self.cell.directions < machine.cores and (not fills_cores or 4 * products > machine.own_cache)
 
     def _allocate(self) -> None:
         shape = (self.cell.directions, self._batch, self.tiles.units)

@@ -107,7 +107,7 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
 
 def goes_together(half_rows: int, rows: int, half_depth: int, half_units: int, machine: Machine) -> bool:
     """Whether each core sums its own rows' panels: the weights fit its cache, and each core has two tiles or more."""
-    return 4 * 7 * half_depth * half_units <= machine.cache and half_rows // rows >= 2 * machine.cores
+    return 4 * 7 * half_depth * half_units <= machine.own_cache and half_rows // rows >= 2 * machine.cores
 
 
 def error_bound(depth: int) -> float:

@@ -137,7 +137,7 @@ class Trees:
     def _by_rows(self) -> None:
         """Follow several rows through one tree at a time, chunk of rows by chunk of rows."""
         cores, bytes_of_row = self._machine.cores, 8 * self.forest.features
-        size = max(1, min(_MOST_ROWS, self._machine.second_cache // 2 // bytes_of_row) // _PATHS) * _PATHS
+        size = max(1, min(_MOST_ROWS, self._machine.own_cache // 2 // bytes_of_row) // _PATHS) * _PATHS
         rows = static(self._rows)
         if rows is not None:
             size = min(size, -(-rows // cores // _PATHS) * _PATHS)

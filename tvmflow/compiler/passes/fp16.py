@@ -37,7 +37,7 @@ class _Float16:
     def __init__(self, machine: Machine, choices: Choices) -> None:
         self._machine = machine
         self._choices = choices
-        self._half = replace(machine, lanes=2 * machine.lanes)
+        self._half = replace(machine, number=2)
 
     def operands(self, call: relax.Call) -> list[relax.Expr]:
         if not is_weighted(call):

@@ -73,7 +73,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     out = common.inline_epilogue(sch, back)
     wide = -(-int(sch.get(out).iter_vars[2].dom.extent) // size)
     stages = {"together": True, "apart": False} if wide % rows == 0 else {"apart": False}
-    if 4 * side**2 * channels * steps > machine.cache:
+    if 4 * side**2 * channels * steps > machine.own_cache:
         stages = dict(reversed(stages.items()))
     whole = choices.choose("stages", "", stages)
     result = sch.cache_write(product, 0, "global")
