@@ -86,6 +86,18 @@ MODELS: dict[str, Model] = {
         _own("convnext_tiny", "convnext_tiny"),
         _own("unet", "unet", (Input("image", (3, 256, 256)),)),
         _own("vit_tiny", "vit_tiny"),
+        _own("vit_b16", "vit_b16"),
+        Model(
+            "bert_base",
+            _EXAMPLES / "encoder",
+            "model:create",
+            {"vocabulary": 30522, "width": 768, "layers": 12, "heads": 12},
+            inputs=(Input("ids", (128,), "int64", 30522), Input("mask", (128,), "int64", 2)),
+            goals=_goals(0.85, 0.90),
+        ),
+        _own("mobilenet_v3_large", "mobilenet_v3_large"),
+        _own("resnext50", "resnext50"),
+        _own("atrous_segmenter", "atrous_segmenter", (Input("image", (3, 256, 256)),)),
     )
 }
 

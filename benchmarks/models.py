@@ -42,7 +42,27 @@ def unet(seed: int = 0) -> nn.Module:
 
 def vit_tiny(seed: int = 0) -> nn.Module:
     """Return ViT-Ti with patches of 16x16: 197 tokens at 224x224 (Dosovitskiy et al., 2021; Touvron et al., 2021)."""
-    return _seeded(VisionTransformerTiny, seed)
+    return _seeded(lambda: VisionTransformer(192, 3), seed)
+
+
+def vit_b16(seed: int = 0) -> nn.Module:
+    """Return ViT-B with patches of 16x16: 197 tokens at 224x224 (Dosovitskiy et al., 2021)."""
+    return _seeded(lambda: VisionTransformer(768, 12), seed)
+
+
+def mobilenet_v3_large(seed: int = 0) -> nn.Module:
+    """Return MobileNetV3-Large of width 1 (Howard et al., 2019)."""
+    return _seeded(MobileNetV3Large, seed)
+
+
+def resnext50(seed: int = 0) -> nn.Module:
+    """Return ResNeXt-50 of 32 groups, 4 channels wide at the first stage (Xie et al., 2017)."""
+    return _seeded(ResNeXt50, seed)
+
+
+def atrous_segmenter(seed: int = 0) -> nn.Module:
+    """Return a segmenter with the pyramid of dilated convolutions of DeepLabV3 (Chen et al., 2017)."""
+    return _seeded(AtrousSegmenter, seed)
 
 
 def _convolution(
@@ -371,16 +391,15 @@ class TransformerBlock(nn.Module):
         return x + self.project(functional.gelu(self.expand(self.norm2(x))))
 
 
-class VisionTransformerTiny(nn.Module):
-    """A vision transformer of 12 layers, 192 wide with 3 heads; the first token's state is classified."""
+class VisionTransformer(nn.Module):
+    """A vision transformer of 12 layers; the first token's state is classified."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        width = 192
         self.patches = nn.Conv2d(3, width, 16, 16)
         self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
         self.positions = nn.Parameter(torch.randn(1, 197, width) * 0.02)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, 3) for _ in range(12)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(12)))
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.classifier = nn.Linear(width, 1000)
 
@@ -390,6 +409,147 @@ class VisionTransformerTiny(nn.Module):
         tokens = torch.cat([self.token.expand(image.shape[0], -1, -1), patches], 1) + self.positions
         logits: Tensor = self.classifier(self.norm(self.blocks(tokens))[:, 0])
         return logits
+
+
+class MobileNetV3Block(nn.Module):
+    """Expand, depthwise convolution, squeeze-and-excitation in some blocks, project."""
+
+    def __init__(
+        self, inputs: int, hidden: int, outputs: int, kernel: int, stride: int, squeezed: int, swish: bool
+    ) -> None:
+        super().__init__()
+        activation = nn.Hardswish if swish else nn.ReLU
+        layers: list[nn.Module] = [] if hidden == inputs else [_convolution(inputs, hidden, 1, activation=activation)]
+        layers.append(_convolution(hidden, hidden, kernel, stride, groups=hidden, activation=activation))
+        if squeezed:
+            layers.append(HardSqueezeExcitation(hidden, squeezed))
+        self.layers = nn.Sequential(*layers, _convolution(hidden, outputs, 1, activation=None))
+        self.residual = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block: [batch, inputs, height, width] to [batch, outputs, height / stride, width / stride]."""
+        y: Tensor = self.layers(x)
+        return x + y if self.residual else y
+
+
+class HardSqueezeExcitation(SqueezeExcitation):
+    """Squeeze-and-excitation with ReLU and the piecewise linear sigmoid."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scaled channels: [batch, channels, height, width] to the same shape."""
+        scale = self.reduce(functional.adaptive_avg_pool2d(x, 1))
+        return x * functional.hardsigmoid(self.expand(functional.relu(scale)))
+
+
+class MobileNetV3Large(nn.Module):
+    """MobileNetV3-Large of width 1."""
+
+    # kernel, hidden channels, channels, squeezed channels (0: none), swish, stride
+    BLOCKS = (
+        (3, 16, 16, 0, False, 1),
+        (3, 64, 24, 0, False, 2),
+        (3, 72, 24, 0, False, 1),
+        (5, 72, 40, 24, False, 2),
+        (5, 120, 40, 32, False, 1),
+        (5, 120, 40, 32, False, 1),
+        (3, 240, 80, 0, True, 2),
+        (3, 200, 80, 0, True, 1),
+        (3, 184, 80, 0, True, 1),
+        (3, 184, 80, 0, True, 1),
+        (3, 480, 112, 120, True, 1),
+        (3, 672, 112, 168, True, 1),
+        (5, 672, 160, 168, True, 2),
+        (5, 960, 160, 240, True, 1),
+        (5, 960, 160, 240, True, 1),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [_convolution(3, 16, 3, 2, activation=nn.Hardswish)]
+        inputs = 16
+        for kernel, hidden, outputs, squeezed, swish, stride in self.BLOCKS:
+            layers.append(MobileNetV3Block(inputs, hidden, outputs, kernel, stride, squeezed, swish))
+            inputs = outputs
+        self.features = nn.Sequential(*layers, _convolution(inputs, 960, 1, activation=nn.Hardswish))
+        self.classifier = nn.Sequential(nn.Linear(960, 1280), nn.Hardswish(), nn.Linear(1280, 1000))
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return logits [batch, 1000] of images [batch, 3, height, width]."""
+        pooled = functional.adaptive_avg_pool2d(self.features(image), 1)
+        logits: Tensor = self.classifier(pooled.flatten(1))
+        return logits
+
+
+class ResNeXtBlock(nn.Module):
+    """ResNeXt's bottleneck: 1x1, grouped 3x3, 1x1, added to the input."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            _convolution(inputs, width, 1),
+            _convolution(width, width, 3, stride, groups=32),
+            _convolution(width, 2 * width, 1, activation=None),
+        )
+        is_same = inputs == 2 * width and stride == 1
+        self.shortcut = nn.Identity() if is_same else _convolution(inputs, 2 * width, 1, stride, activation=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block: [batch, inputs, height, width] to [batch, 2 * width, height / stride, width / stride]."""
+        return functional.relu(self.shortcut(x) + self.layers(x))
+
+
+class ResNeXt50(nn.Module):
+    """ResNeXt-50 (32x4d)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [_convolution(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
+        inputs = 64
+        for width, blocks in ((128, 3), (256, 4), (512, 6), (1024, 3)):
+            for block in range(blocks):
+                layers.append(ResNeXtBlock(inputs, width, 2 if block == 0 and width > 128 else 1))
+                inputs = 2 * width
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(inputs, 1000)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return logits [batch, 1000] of images [batch, 3, height, width]."""
+        logits: Tensor = self.classifier(self.features(image).mean((2, 3)))
+        return logits
+
+
+class AtrousSegmenter(nn.Module):
+    """A small backbone, 3x3 convolutions of dilation 12, 24 and 36 side by side, and scores resized to the image."""
+
+    WIDTHS = (32, 64, 128, 256)
+
+    def __init__(self, classes: int = 21) -> None:
+        super().__init__()
+        inputs = (3, *self.WIDTHS[:-1])
+        self.backbone = nn.Sequential(
+            *(_convolution(narrow, wide, 3, 2) for narrow, wide in zip(inputs, self.WIDTHS, strict=True))
+        )
+        width = self.WIDTHS[-1]
+        self.point = _convolution(width, width, 1)
+        self.atrous = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=dilation, dilation=dilation, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+            )
+            for dilation in (12, 24, 36)
+        )
+        self.pooled = _convolution(width, width, 1)
+        self.join = _convolution(5 * width, width, 1)
+        self.classifier = nn.Conv2d(width, classes, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return scores [batch, classes, height, width] of images [batch, 3, height, width], sides multiples of 16."""
+        x = self.backbone(image)
+        pooled = self.pooled(functional.adaptive_avg_pool2d(x, 1)).expand(-1, -1, *x.shape[2:])
+        joined = self.join(torch.cat([self.point(x), *(layer(x) for layer in self.atrous), pooled], 1))
+        scores = self.classifier(joined)
+        return functional.interpolate(scores, image.shape[2:], mode="bilinear", align_corners=False)
 
 
 def _seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -11,27 +11,31 @@ import torch
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"),
+    ("name", "arguments", "parameters"),
     [
-        ("EfficientNetB0", 5_288_548),
-        ("DenseNet121", 7_978_856),
-        ("ShuffleNetV2", 2_278_604),
-        ("SqueezeNet", 1_235_496),
-        ("ConvNeXtTiny", 28_589_128),
-        ("VisionTransformerTiny", 5_717_416),
+        ("EfficientNetB0", (), 5_288_548),
+        ("DenseNet121", (), 7_978_856),
+        ("ShuffleNetV2", (), 2_278_604),
+        ("SqueezeNet", (), 1_235_496),
+        ("ConvNeXtTiny", (), 28_589_128),
+        ("VisionTransformer", (192, 3), 5_717_416),
+        ("VisionTransformer", (768, 12), 86_567_656),
+        ("MobileNetV3Large", (), 5_483_032),
+        ("ResNeXt50", (), 25_028_904),
     ],
 )
 def test_a_network_has_the_published_number_of_parameters(
-    module: Callable[[str], ModuleType], name: str, parameters: int
+    module: Callable[[str], ModuleType], name: str, arguments: tuple[int, ...], parameters: int
 ) -> None:
     with torch.device("meta"):
-        network = getattr(module("models"), name)()
+        network = getattr(module("models"), name)(*arguments)
     assert sum(parameter.numel() for parameter in network.parameters()) == parameters
 
 
-def test_the_segmenter_scores_every_pixel(module: Callable[[str], ModuleType]) -> None:
+@pytest.mark.parametrize("name", ["UNet", "AtrousSegmenter"])
+def test_a_segmenter_scores_every_pixel(module: Callable[[str], ModuleType], name: str) -> None:
     with torch.device("meta"):
-        scores = module("models").UNet(classes=3)(torch.empty(2, 3, 256, 192))
+        scores = getattr(module("models"), name)(classes=3)(torch.empty(2, 3, 256, 192))
     assert scores.shape == (2, 3, 256, 192)
 
 
