@@ -91,10 +91,10 @@ def _pooling(model: Drawn) -> None:
 def _convolutions(model: Drawn) -> None:
     groups = model.choice(1, 1, 1, 2)
     channels, out = model.integer(1, 35) * groups, model.integer(1, 50) * groups
-    kernel, dilation = model.choice(1, 3, 5), model.choice(1, 1, 2)
+    kernel, dilation = model.choice(1, 3, 5), model.choice(1, 1, 2, 5)
     size = [model.integer(dilation * (kernel - 1) + 1, 24) for _ in range(2)]
     model.decisions = {"algorithm": "direct", "block": "apart"}
-    pads, strides = [model.integer(0, 2) for _ in range(4)], [model.integer(1, 3)] * 2
+    pads, strides = [model.integer(0, 2 * dilation) for _ in range(4)], [model.integer(1, 3)] * 2
     x = model.input(model.integer(1, 2), channels, *size)
     model.conv(x, channels, out, kernel, group=groups, pads=pads, strides=strides, dilations=[dilation] * 2)
 

@@ -566,6 +566,30 @@ def _model(cases: Sequence[Case], make_model: Any) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("dilation", "pads", "stride", "kernel", "padding"),
+    [
+        (12, [12] * 4, 1, [3, 3], [12] * 4),
+        (16, [16] * 4, 1, [1, 1], [0] * 4),
+        (8, [8, 8, 16, 0], 2, [3, 2], [8, 0, 16, 0]),
+        (20, [20, 20, 20, 19], 1, [1, 2], [0, 0, 0, 19]),
+    ],
+)
+def test_taps_that_meet_nothing_but_padding_are_removed(
+    dilation: int, pads: list[int], stride: int, kernel: list[int], padding: list[int], make_model: Any
+) -> None:
+    attributes = f"pads={pads}, dilations=[{dilation}, {dilation}], strides=[{stride}, {stride}]"
+    case = Case("dilated", "", f"y = Conv(x, w; {attributes})", (1, 4, 16, 16), weights={"w": normal(5, 4, 3, 3)})
+    calls: list[relax.Call] = []
+    relax.analysis.post_order_visit(
+        _canonicalized(_model([case], make_model))["main"],
+        lambda expr: calls.append(expr) if isinstance(expr, relax.Call) else None,
+    )
+    (call,) = (call for call in calls if getattr(call.op, "name", "") == "relax.nn.conv2d")
+    assert [int(size) for size in call.args[1].ty.shape.values[2:]] == kernel
+    assert [int(size) for size in call.attrs.padding] == padding
+
+
 # The importer evaluates the shapes of this case, so that no pass has to.
 _FOLDED_AT_IMPORT = {"a reshape to a shape that is computed"}
 

@@ -1,5 +1,6 @@
 """Schedules of single functions."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 import tvm
 from onnx import helper
 
+from support.arrays import normal
 from support.machines import AVX512
+from tvmflow.compiler import import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
-from tvmflow.compiler.schedules import ScheduleWarning, schedule
+from tvmflow.compiler.schedules import ScheduleWarning, kernels_of, schedule
 from tvmflow.target import Target
 
 
@@ -62,6 +65,37 @@ def test_a_rule_that_fails_is_named_and_another_one_takes_the_function() -> None
         scheduled, rule = schedule(relu(8, 256), AVX512, {"broken": broken})
     assert rule == "fallback"
     assert "T.vectorized" in scheduled.script()
+
+
+def _largest_result_of_a_kernel(path: Path, target: Target) -> int:
+    """The elements of the largest result of a function that has a kernel."""
+    functions = [item.func for item in workloads(lower(import_onnx(path), target)) if kernels_of(item.func)]
+    return max(math.prod(int(size) for size in function.params[-1].shape) for function in functions)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_convolution_of_means_is_not_computed_again_for_each_pixel_that_it_scales(
+    batch: int, make_model: Any, assert_same_as_onnxruntime: Any, target: Target
+) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["image"]),
+        helper.make_node("GlobalAveragePool", ["image"], ["mean"]),
+        helper.make_node("Conv", ["mean", "w", "b"], ["gate"]),
+        helper.make_node("Sigmoid", ["gate"], ["scale"]),
+        helper.make_node("Mul", ["image", "scale"], ["y"]),
+    ]
+    path: Path = make_model(nodes, [("x", [batch, 40, 9, 11])], ["y"], {"w": normal(40, 40, 1, 1), "b": normal(40)})
+    assert _largest_result_of_a_kernel(path, target) == batch * 40
+    assert_same_as_onnxruntime(path, {"x": normal(batch, 40, 9, 11)})
+
+
+def test_a_convolution_that_is_scaled_by_channel_stays_one_function(make_model: Any, target: Target) -> None:
+    nodes = [helper.make_node("Conv", ["x", "w"], ["image"]), helper.make_node("Mul", ["image", "scale"], ["y"])]
+    inputs = [("x", [1, 16, 9, 11]), ("scale", [1, 40, 1, 1])]
+    path: Path = make_model(nodes, inputs, ["y"], {"w": normal(40, 16, 1, 1)})
+    lowered = lower(import_onnx(path), target)
+    names = [item.name for item in workloads(lowered) if kernels_of(item.func)]
+    assert [("multiply" in name) for name in names] == [True], names
 
 
 @pytest.mark.parametrize("rows", [4, "rows"])

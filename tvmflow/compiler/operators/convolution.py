@@ -316,6 +316,17 @@ def conv2d(
     whole = divides(tile, out_w)
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
     source = padded_input(data, padding, height, width)
+    if source is not data and dilation[0] > 1 and kernel_h > 1:
+        lines = _dilated_lines(data, padding, (out_h, kernel_h, width), strides[0], dilation[0])
+
+        def read(n: Any, h: Any, tap: Any, column: Any, channel: Any) -> Any:
+            return lines[n, h, tap, column, channel]
+
+    else:
+
+        def read(n: Any, h: Any, tap: Any, column: Any, channel: Any) -> Any:
+            return source[n, h * strides[0] + tap * dilation[0], column, channel]
+
     y = te.reduce_axis((0, kernel_h), "y")
     x = te.reduce_axis((0, kernel_w), "x")
     k = te.reduce_axis((0, depth), "k")
@@ -323,12 +334,13 @@ def conv2d(
     product = te.compute(
         (batch, out_h, tiled_w, vectors * lanes),
         lambda n, h, w, c: te.sum(
-            source[
+            read(
                 n,
-                h * strides[0] + y * dilation[0],
+                h,
+                y,
                 w * strides[1] + x * dilation[1],
                 k if groups == 1 else c // (per_group * lanes) * depth + k,
-            ]
+            )
             * weight[c // lanes, y, x, k, c % lanes],
             axis=[y, x, k],
         ),
@@ -336,6 +348,24 @@ def conv2d(
         attrs={KERNEL: "conv2d", TILE: tile, LANES: lanes, LEAD: 1, SHARED: 1, SUBJECT: decisions.subject},
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
+
+
+def _dilated_lines(
+    data: te.Tensor, padding: Sequence[int], sizes: tuple[Any, int, Any], stride: int, dilation: int
+) -> te.Tensor:
+    """Gather the padded lines that each line of the output reads: `[batch, out_h, kernel_h, width, channels]`.
+
+    `sizes` are out_h, kernel_h and width. The taps of a dilated kernel span many more lines than they read.
+    """
+    batch, in_h, in_w, channels = data.shape
+    top, left = padding[:2]
+
+    def element(n: Any, h: Any, tap: Any, x: Any, c: Any) -> Any:
+        y = h * stride + tap * dilation
+        inside = tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left)
+        return tirx.if_then_else(inside, data[n, y - top, x - left, c], tirx.const(0, data.dtype))
+
+    return te.compute((batch, *sizes, channels), element, name="pad")
 
 
 def pointwise_conv2d(

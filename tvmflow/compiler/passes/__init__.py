@@ -8,11 +8,11 @@ from tvm import relax
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators import legalizations
-from tvmflow.compiler.operators.common import FOLLOWS
 from tvmflow.compiler.passes import attention, dimensions, folding, patterns, simplify
 from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.blocks import FuseBlocks
 from tvmflow.compiler.passes.fp16 import HalveProducts
+from tvmflow.compiler.passes.fusion import MarkFollowers, SeparateRepeats
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
@@ -37,6 +37,7 @@ def canonicalize() -> list[tvm.transform.Pass]:
         patterns.compose_softmax(),
         folding.fold_batch_norm(),
         folding.fold_padding(),
+        folding.drop_padded_taps(),
         simplify.matrices_of_vectors(),
         *tidy(),
         attention.merge_transposes(),
@@ -45,18 +46,6 @@ def canonicalize() -> list[tvm.transform.Pass]:
         simplify.convolve_in_two_dimensions(),
         *tidy(),
     ]
-
-
-@tvm.transform.module_pass(opt_level=0, name="MarkFollowers")
-class MarkFollowers:
-    """Declares operators with an attribute of `FOLLOWS` as element-wise, so that they are fused to the one before."""
-
-    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with the attribute `op_pattern` of these functions set to 0."""
-        for variable, function in mod.functions_items():
-            if FOLLOWS.keys() & dict(function.attrs or {}).keys():
-                mod.update_func(variable, function.with_attr("op_pattern", 0))
-        return mod
 
 
 def tidy() -> list[tvm.transform.Pass]:
@@ -90,6 +79,7 @@ def pass_names() -> list[str]:
         "FuseBlocks",
         "StrassenProducts",
         "MarkFollowers",
+        "SeparateRepeats",
         "LowerAttention",
         "LowerRecurrence",
         "LowerTrees",
@@ -151,6 +141,7 @@ def lower_passes(
         legalize,
         relax.transform.AnnotateTIROpPattern(),
         MarkFollowers(),
+        SeparateRepeats(),
         relax.transform.FoldConstant(),
         relax.transform.DeadCodeElimination(),
         relax.transform.FuseOps(),

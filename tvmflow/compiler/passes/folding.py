@@ -7,7 +7,17 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from tvmflow.compiler.passes.rewrite import ELEMENT, Array, Rewriter, by_channel, constant, dtype, rank, rewriting
+from tvmflow.compiler.passes.rewrite import (
+    ELEMENT,
+    Array,
+    Rewriter,
+    by_channel,
+    constant,
+    dtype,
+    rank,
+    rewriting,
+    static_sizes,
+)
 
 _CONVOLUTIONS = {
     "nn.conv1d": "Conv1DAttrs",
@@ -245,6 +255,43 @@ def _padding(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 def _sum(a: Sequence[int], b: Sequence[int]) -> list[int]:
     return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def _padded_taps(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Remove the outer taps of a kernel that meet nothing but padding, whatever the output's place."""
+    weight, dims, outputs = rewriter.constant(call.args[1]), static_sizes(call.args[0]), static_sizes(call)
+    if weight is None or dims is None or outputs is None or not np.isfinite(weight).all():
+        return None
+    attrs = call.attrs
+    spatial = [place for place, letter in enumerate(attrs.data_layout) if letter not in "NC"]
+    kernel = [place for place, letter in enumerate(attrs.kernel_layout) if letter not in "OI"]
+    padding = [int(size) for size in attrs.padding]
+    taken = [slice(None)] * weight.ndim
+    for axis, (place, tap) in enumerate(zip(spatial, kernel, strict=True)):
+        stride, dilation, taps = int(attrs.strides[axis]), int(attrs.dilation[axis]), weight.shape[tap]
+        before, after = padding[axis], padding[axis + len(spatial)]
+        last_place = (outputs[attrs.out_layout.index(attrs.data_layout[place])] - 1) * stride - before
+        first, last = 0, taps - 1
+        while first < last and last_place + first * dilation < 0 and before >= (first + 1) * dilation:
+            first += 1
+        while first < last and last * dilation - before >= dims[place] and after >= (taps - last) * dilation:
+            last -= 1
+        taken[tap] = slice(first, last + 1)
+        padding[axis] -= first * dilation
+        padding[axis + len(spatial)] -= (taps - 1 - last) * dilation
+    rest = weight[tuple(taken)]
+    if rest.shape == weight.shape:
+        return None
+    name = call.op.name.removeprefix("relax.")
+    return relax.Call(
+        call.op, [call.args[0], constant(rest)], _with_changes(attrs, _CONVOLUTIONS[name], {"padding": padding})
+    )
+
+
+def drop_padded_taps() -> tvm.transform.Pass:
+    """Return the pass that removes the taps of convolutions that read only padding, as a wide dilation leaves them."""
+    names = [name for name in _CONVOLUTIONS if not name.endswith("transpose")]
+    return rewriting("DropPaddedTaps", dict.fromkeys(names, (_padded_taps,)))
 
 
 def fold_padding() -> tvm.transform.Pass:
