@@ -14,6 +14,7 @@ from support import scale
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.long
 def test_every_operator_is_a_valid_model_of_known_shapes(module: Callable[[str], ModuleType]) -> None:
     cases = module("operators").CASES
     one_of_each_kind = {case.kind: case for case in cases}.values()

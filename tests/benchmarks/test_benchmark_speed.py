@@ -54,6 +54,7 @@ def test_an_untuned_build_may_miss_a_goal_by_a_tenth(module: Import) -> None:
     assert speed._ratios(model, latencies, trials=100)["onnxruntime"].missed
 
 
+@pytest.mark.long
 def test_a_runner_that_fails_leaves_the_others_measured(module: Import, state: Path, tmp_path: Path) -> None:
     prepare, runners = module("prepare"), module("runners")
     model = module("catalogue").MODELS["digits"]

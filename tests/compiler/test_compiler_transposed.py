@@ -27,7 +27,7 @@ _TRANSPOSED = [
 
 def test_transposed_convolutions_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
-    for channels, out, groups, kernel, strides, pads, more, dilations in _TRANSPOSED[scale.count(normal=2, long=0) :]:
+    for channels, out, groups, kernel, strides, pads, more, dilations in _TRANSPOSED[:: scale.count(normal=2, long=1)]:
         geometry = {"strides": strides, "pads": pads, "output_padding": more, "dilations": dilations}
         nodes = [
             helper.make_node("ConvTranspose", ["x", "w", "b"], ["c"], group=groups, **geometry),

@@ -49,7 +49,7 @@ _CASES = [
 
 
 def test_winograd_equals_onnx_runtime(assert_all_same: Check) -> None:
-    cases = [_case(case, [1]) for case in scale.choose(normal=_CASES[1:-1], long=_CASES)]
+    cases = [_case(case, [1]) for case in scale.choose(normal=_CASES[1:-1:2], long=_CASES)]
     assert rule_counts(assert_all_same(cases))["winograd"] == len(cases)
 
 

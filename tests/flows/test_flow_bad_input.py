@@ -96,7 +96,7 @@ def test_an_unknown_setting(fresh_machine: Any, tmp_path: Path, make: Any) -> No
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        ("raising", "RuntimeError: no such checkpoint"),
+        pytest.param("raising", "RuntimeError: no such checkpoint", marks=pytest.mark.long),
         ("Branching", "ONNX"),
     ],
 )
@@ -153,7 +153,11 @@ def test_a_target_that_this_tvm_cannot_build(
 
 
 @pytest.mark.parametrize(
-    ("target", "compiler"), [("aarch64-cortex-a72", "aarch64-linux-gnu-g++"), ("native", "C++ compiler")]
+    ("target", "compiler"),
+    [
+        ("aarch64-cortex-a72", "aarch64-linux-gnu-g++"),
+        pytest.param("native", "C++ compiler", marks=pytest.mark.long),
+    ],
 )
 def test_a_target_whose_compiler_is_not_installed(
     machine: Any, tmp_path: Path, make: Any, target: str, compiler: str, monkeypatch: pytest.MonkeyPatch
@@ -229,6 +233,7 @@ def test_a_full_disk(machine: Any, tmp_path: Path, make: Any, small_disk: Path) 
     assert os.strerror(errno.ENOSPC) in _refused(full, make.file(tmp_path))
 
 
+@pytest.mark.long
 def test_a_file_size_limit(tmp_path: Path, make: Any, fresh_machine: Any, databases: Databases) -> None:
     _large_model(tmp_path, make)
     databases.mlflow(fresh_machine.home / "mlflow" / "mlflow.db")

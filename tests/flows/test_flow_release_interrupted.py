@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 
-from support import scale
 from support.databases import Databases
 from support.waits import wait_until
 
@@ -74,7 +73,7 @@ def _works_in(process: psutil.Process, folder: Path) -> bool:
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        pytest.param(signal.SIGINT, 130, id="ctrl-c"),
+        pytest.param(signal.SIGINT, 130, id="ctrl-c", marks=pytest.mark.long),
         pytest.param(signal.SIGTERM, 130, id="terminated", marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, id="killed"),
     ],
@@ -100,8 +99,6 @@ def test_an_interrupted_release_leaves_nothing_behind_and_goes_on(
     assert not [child.cmdline() for child in alive]
     assert embedded.releases(case) == []
 
-    if number == signal.SIGINT and not scale.is_long():
-        return
     (folder / f"{case}.go").touch()
     again = served.release(file)
     assert again.code == 0, again.stderr

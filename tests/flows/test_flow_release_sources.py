@@ -11,22 +11,29 @@ import pytest
 _INPUTS = [{"name": "x", "shape": ["batch", 4]}]
 _DIMENSIONS = {"batch": {"min": 1, "max": 8, "tune": 2, "measure": [2]}}
 
-# What a user's own training does: a model into the registry, one into a file, and its weights apart.
-_MAKE = """
+_TRAIN = """
 import sys
 
-import mlflow
-import onnx
 import torch
 from network import create
 
 folder = sys.argv[1]
 torch.manual_seed(0)
 module = create().eval()
-torch.save(module.state_dict(), f"{folder}/weights.pt")
 example = torch.zeros(2, 4)
+"""
+
+# What a user's own training does: a model into a file, and its weights apart.
+_SAVE = f"""{_TRAIN}
+torch.save(module.state_dict(), f"{{folder}}/weights.pt")
 batch = torch.export.Dim("batch", min=1, max=8)
-torch.export.save(torch.export.export(module, (example,), dynamic_shapes=({0: batch},)), f"{folder}/network.pt2")
+torch.export.save(torch.export.export(module, (example,), dynamic_shapes=({{0: batch}},)), f"{{folder}}/network.pt2")
+"""
+
+# Models into the registry.
+_REGISTER = f"""{_TRAIN}
+import mlflow
+import onnx
 
 mlflow.set_experiment("training")
 with mlflow.start_run():
@@ -41,7 +48,7 @@ with mlflow.start_run():
             input_example=example.numpy(),
             pip_requirements=["torch"],
         )
-    onnx_model = onnx.load(f"{folder}/model.onnx")
+    onnx_model = onnx.load(f"{{folder}}/model.onnx")
     mlflow.onnx.log_model(onnx_model, name="graph", registered_model_name="graph", pip_requirements=["onnx"])
 client = mlflow.MlflowClient()
 for name in ("trained", "traced", "graph"):
@@ -59,21 +66,30 @@ def create(width=6):
 
 @pytest.fixture(scope="module")
 def folder(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of every kind; two more are in the machine's registry."""
+    """A folder with a model of every kind of file."""
     folder = tmp_path_factory.mktemp("sources")
     make.onnx(folder)
     make.onnx(folder, name="unnamed.onnx", shape=(-1, 4))
     (folder / "network.py").write_text(_NETWORK)
-    (folder / "make.py").write_text(_MAKE)
+    _run(folder, _SAVE, machine.environment)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def _registered(machine: Any, folder: Path) -> None:
+    """Models of PyTorch in two forms, one of them in two versions, and one of ONNX, in the machine's registry."""
     assert machine.versions("trained") == []  # which makes the registry's file as tvmflow does
     address = {"MLFLOW_TRACKING_URI": f"sqlite:///{machine.home}/mlflow/mlflow.db"}
-    environment = {**machine.environment, **address, "GIT_PYTHON_REFRESH": "quiet"}
+    _run(folder, _REGISTER, {**machine.environment, **address, "GIT_PYTHON_REFRESH": "quiet"})
+
+
+def _run(folder: Path, program: str, environment: dict[str, str]) -> None:
+    (folder / "make.py").write_text(program)
     command = [sys.executable, str(folder / "make.py"), str(folder)]
-    made = subprocess.run(
+    done = subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300
     )
-    assert made.returncode == 0, made.stderr
-    return folder
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -81,40 +97,54 @@ def folder(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) ->
     [
         ("factory", {"factory": "network:create", "arguments": {"width": 6}, "weights": "weights.pt"}),
         ("exported", {"pt2": "network.pt2"}),
-        # A test below releases such a module as well.
-        pytest.param(
-            "registered-module", {"mlflow": "models:/trained@candidate", "trust": "pickle"}, marks=pytest.mark.long
-        ),
-        ("registered-program", {"mlflow": "models:/traced@candidate"}),
     ],
 )
 def test_a_pytorch_model_is_released(machine: Any, folder: Path, make: Any, name: str, model: dict[str, Any]) -> None:
-    file = make.file(folder, name=name, model=model, inputs=_INPUTS, dimensions=_DIMENSIONS)
+    _assert_released(machine, make.file(folder, name=name, model=model, inputs=_INPUTS, dimensions=_DIMENSIONS))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_registered")
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("registered-module", {"mlflow": "models:/trained@candidate", "trust": "pickle"}),
+        ("registered-program", {"mlflow": "models:/traced@candidate"}),
+    ],
+)
+def test_a_registered_pytorch_model_is_released(
+    machine: Any, folder: Path, make: Any, name: str, model: dict[str, Any]
+) -> None:
+    _assert_released(machine, make.file(folder, name=name, model=model, inputs=_INPUTS, dimensions=_DIMENSIONS))
+
+
+def _assert_released(machine: Any, file: Path) -> None:
     result = machine.release(file)
     assert result.code == 0, result.stderr
-    (release,) = machine.releases(name)
+    (release,) = machine.releases(file.stem)
     assert [item["against"] for item in release["targets"][0]["verdict"]["comparisons"]] == ["pytorch", "onnxruntime"]
     assert release["inputs"][0]["shape"] == ["batch", 4]
 
 
-@pytest.mark.parametrize(
-    ("name", "model", "dimension"),
-    [
-        ("graph-file", {"onnx": "unnamed.onnx"}, "x_0"),
-        ("registered-graph", {"mlflow": "models:/graph@candidate"}, "batch"),
-    ],
-    ids=["a file that leaves its dimension unnamed", "a registered model"],
-)
-def test_an_onnx_model_is_released(
-    machine: Any, folder: Path, make: Any, name: str, model: dict[str, Any], dimension: str
-) -> None:
-    result = machine.release(make.file(folder, name=name, model=model))
+def test_an_onnx_model_whose_dimension_has_no_name_is_released(machine: Any, folder: Path, make: Any) -> None:
+    result = machine.release(make.file(folder, name="graph-file", model={"onnx": "unnamed.onnx"}))
     assert result.code == 0, result.stderr
-    (release,) = machine.releases(name)
+    (release,) = machine.releases("graph-file")
     assert [item["against"] for item in release["targets"][0]["verdict"]["comparisons"]] == ["onnxruntime"]
-    assert release["inputs"][0]["shape"] == [dimension, 4]
+    assert release["inputs"][0]["shape"] == ["x_0", 4]
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("_registered")
+def test_a_registered_onnx_model_is_released(machine: Any, folder: Path, make: Any) -> None:
+    result = machine.release(make.file(folder, name="registered-graph", model={"mlflow": "models:/graph@candidate"}))
+    assert result.code == 0, result.stderr
+    (release,) = machine.releases("registered-graph")
+    assert release["inputs"][0]["shape"] == ["batch", 4]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_registered")
 def test_a_moved_alias_is_another_model(machine: Any, folder: Path, make: Any) -> None:
     client = machine.mlflow
     client.set_registered_model_alias("trained", "next", 1)
@@ -148,6 +178,7 @@ def test_a_model_is_released_however_it_is_built(
         np.testing.assert_allclose(model(**inputs)["y"], expected["y"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_two_folders_with_the_same_release_file_are_two_models(machine: Any, make: Any, tmp_path: Path) -> None:
     released = []
     for width in (6, 7):

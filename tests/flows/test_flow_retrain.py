@@ -170,6 +170,7 @@ def test_a_worse_model_leaves_production_alone_and_says_why(story: Story) -> Non
     assert run.data.tags["tvmflow.reason"] in story.worse.sentence
 
 
+@pytest.mark.long
 def test_what_was_retrained_can_be_retuned(story: Story) -> None:
     # The release file would train with other steps: the weights are those of production.
     result = story.machine.run("retune", story.file, "--minutes", "0.001", "--json")

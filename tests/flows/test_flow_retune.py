@@ -86,6 +86,7 @@ def test_the_time_goes_to_what_costs_most_in_production(story: Story) -> None:
     assert set(costliest) in tuned
 
 
+@pytest.mark.long
 def test_another_model_than_that_in_production_is_not_retuned(story: Story, make: Any) -> None:
     file = make.file(
         story.folder,

@@ -16,6 +16,7 @@ import requests
 import yaml
 from prefect.flows import load_flow_from_entrypoint
 
+from support import scale
 from support.proxies import watching
 from support.servers import free_port, mlflow_server, serving
 from support.waits import wait_until
@@ -181,7 +182,7 @@ def test_a_pool_of_another_type_is_not_taken(house: House, deployed: dict[str, A
     assert [name for name in ("'tvmflow'", "process", "docker") if name not in result.sentence] == []
 
 
-@pytest.mark.parametrize("kind", ["docker", "kubernetes"])
+@pytest.mark.parametrize("kind", scale.choose(normal=["kubernetes"], long=["docker", "kubernetes"]))
 def test_pools_of_containers_run_the_image_that_is_named(house: House, deployed: dict[str, Any], kind: str) -> None:
     result = house.machine.run("deploy", "--pool", kind, "--pool-type", kind)
     assert result.code == 2

@@ -14,6 +14,9 @@ from support.waits import wait_until
 from tvmflow.target import resolve
 from tvmflow.tuning import RecordStore
 
+# tests/tuning interrupts a tuner, and tests/flows/test_flow_retune.py tunes through the step.
+pytestmark = pytest.mark.long
+
 
 @dataclass(frozen=True)
 class Story:
@@ -93,7 +96,6 @@ def test_the_curve_is_a_run_of_its_own_in_mlflow(story: Story) -> None:
     assert picture.startswith("<svg ")
 
 
-@pytest.mark.long
 def test_a_run_until_there_is_little_to_gain_ends_by_itself(story: Story) -> None:
     ended = story.machine.run("tune", story.file, "--until", "99%", "--json")
     assert ended.code == 0, ended.stderr

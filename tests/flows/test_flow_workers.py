@@ -223,6 +223,7 @@ def test_an_interrupt_of_the_release_cancels_its_runs(
     assert not [child.cmdline() for child in alive]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("first")
 def test_what_a_worker_says_arrives(cluster: Cluster, make: Any, tmp_path: Path) -> None:
     make.onnx(tmp_path)
@@ -234,6 +235,7 @@ def test_what_a_worker_says_arrives(cluster: Cluster, make: Any, tmp_path: Path)
     assert [name for name in ("'aarch64-generic'", "x86_64", "pool 'first'") if name not in result.sentence] == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("first")
 def test_what_a_killed_worker_had_done_is_reused_by_another(
     cluster: Cluster, second: "subprocess.Popen[str]", make: Any, tmp_path: Path

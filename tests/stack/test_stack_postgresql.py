@@ -9,6 +9,7 @@ import pytest
 from support import scale
 
 
+@pytest.mark.long
 def test_prefect_and_mlflow_keep_their_state_in_postgresql(machine: Any, postgres: Callable[[str], str]) -> None:
     # This server does not ask for the password; it must appear nowhere.
     url = postgres("stack").replace("tvmflow@", "tvmflow:hush-hush@")

@@ -168,6 +168,7 @@ def test_a_server_that_dies_is_started_again_with_a_message(lab: Path, device: D
     assert tracker.request("lab", 30) is not None
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_is_passed_over_and_started_again(
     lab: Path, device: Device, pool: MeasurePool, adds_one: PrimFunc
 ) -> None:
@@ -237,6 +238,7 @@ def test_a_run_outlives_servers_sessions_and_the_tracker_and_keeps_every_record(
     assert reported <= kept
 
 
+@pytest.mark.long
 def test_a_run_whose_devices_do_not_come_back_ends_with_a_sentence_and_its_records(
     tmp_path: Path, conv: PrimFunc, native: Target, store: RecordStore
 ) -> None:

@@ -141,6 +141,7 @@ def test_what_is_wrong_or_not_clearly_faster_than_the_baseline_becomes_no_record
     assert not store.records(native)
 
 
+@pytest.mark.long
 def test_a_baseline_that_hangs_does_not_end_the_run(
     matmul: PrimFunc, sleeps: PrimFunc, native: Target, store: RecordStore
 ) -> None:
