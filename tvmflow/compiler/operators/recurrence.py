@@ -31,6 +31,19 @@ def _zero() -> Any:
     return tirx.const(0.0, "float32")
 
 
+def _stored(index: Any) -> Any:
+    """An index that many accesses share, read from a variable of the function; a constant stays itself.
+
+    Passes simplify the index of every access: a large one of symbolic sizes in hundreds of accesses takes them seconds.
+    They look through a binding, but not into memory; LLVM keeps the variable in a register.
+    """
+    if isinstance(index, int | tirx.IntImm):
+        return index
+    variable = T.alloc_buffer((1,), "int64", scope="local", layout=None)
+    T.buffer_store(variable, index, [0])
+    return variable[0]
+
+
 def _elu(x: Any, alpha: float, _beta: float) -> Any:
     return tirx.Select(x >= _zero(), x, alpha * (vectormath.exp(x) - 1.0))
 
@@ -341,7 +354,7 @@ class Recurrence:
     def _rows(self, phase: int, direction: Any, tile: Any, step: Any, first: Any, rows: int) -> None:
         """Compute a tile's units of one step for `rows` sequences: their products, then their gates and states."""
         gates, blocks, lanes = self.cell.phases[phase], self.tiles.blocks, self.tiles.lanes
-        weights = self._weights[phase]
+        weights, first = self._weights[phase], _stored(first)
         sums = T.alloc_buffer((rows, blocks, len(gates), lanes), "float32", scope="local", layout=None)
         places = [(row, block, gate) for row in range(rows) for block in range(blocks) for gate in range(len(gates))]
         for row, block, gate in places:
