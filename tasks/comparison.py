@@ -21,20 +21,24 @@ from tvmflow.workspace import StepResult, Workspace
 # The pairs of a budget: fewer could decide nothing, more would tell apart what nobody notices.
 _FEWEST_PAIRS, _MOST_PAIRS = 12, 150
 # Seconds of a pair, also where it loads for longer, and the runs of each side in it.
-_PAIR_SECONDS, _LONGEST_PAIR_SECONDS = 0.25, 2.0
+_PAIR_SECONDS, _LONGEST_PAIR_SECONDS = 0.6, 2.0
 _LEAST_RUNS, _MOST_RUNS = 7, 2000
 # The reference kernel takes square roots of numbers that stay in the first cache: its time shows the clock alone.
 _REFERENCE_NUMBERS, _REFERENCE_CALLS, _REFERENCE_RUNS = 2048, 100, 5
 
 
 class PairJob(Job):
-    """Two bundles to run in turn on a sample, for at least `seconds` together; `seed` decides the order."""
+    """Two bundles to run in turn on a sample, for at least `seconds` together; `seed` decides the order.
+
+    Each run of the candidate, the first of the `bundles`, is made longer by the share `slowdown` of its time.
+    """
 
     bundles: tuple[Path, Path]
     sample: Path
     threads: tuple[int, int]
     seconds: float
     seed: int
+    slowdown: float = 0.0
 
 
 class PairSamples(StepResult):
@@ -54,6 +58,7 @@ def compare_latency(
     seconds: float,
     bounds: Sequence[float],
     inputs: NamedArrays | None = None,
+    slowdown: float = 0.0,
 ) -> Comparison:
     """Measure two bundles in turn, each on the number of threads that it would use here.
 
@@ -62,11 +67,11 @@ def compare_latency(
     of memory makes a bundle faster or slower by several per cent throughout a process. Processes print to `log` and are
     killed after `timeout` seconds; `progress` gets the number of pairs done and the budget. The comparison ends when
     the ratio of the latencies is clearly above or below each of the `bounds`, or after as many pairs as fit into
-    `seconds`, 12 to 150 of them: the duration of the first pair tells how many, before any ratio is looked at. Raises
+    `seconds`, 12 to 150 of them: the duration of the first pair tells how many, before any ratio is looked at. A
+    `slowdown` above 0 makes each run of the candidate longer by that share of its time, to try the comparison. Raises
     BundleError for a bundle that does not run here, InputError where `baseline` takes other inputs.
     """
-    threads = tuple(min(host().cores, read_manifest(path).threads) for path in (candidate, baseline))
-    load = os.getloadavg()[0]
+    threads = min(host().cores, read_manifest(candidate).threads), min(host().cores, read_manifest(baseline).threads)
     with workspace.scratch() as folder:
         extract(candidate, folder)
         sample = folder / "sample.npz"
@@ -79,25 +84,41 @@ def compare_latency(
                 home=workspace.folder,
                 bundles=(candidate, baseline),
                 sample=sample,
-                threads=(threads[0], threads[1]),
+                threads=threads,
                 seconds=_PAIR_SECONDS,
                 seed=index,
+                slowdown=slowdown,
             )
             with Child("tasks.comparison:work", log=log) as child:
                 return child.call(job, PairSamples, timeout=timeout).samples
 
-        start = time.monotonic()
-        first = measure(0)
-        pairs = int(seconds / (time.monotonic() - start))
-        plan = Plan.up_to(min(max(pairs, _FEWEST_PAIRS), _MOST_PAIRS))
-        measured = compare(plan, bounds, lambda index: measure(index) if index else first, progress)
-    conditions = Conditions(
-        processor=processor(),
-        cores=tuple(sorted(os.sched_getaffinity(0))),
-        threads=(threads[0], threads[1]),
-        load=(load, os.getloadavg()[0]),
-    )
+        return compare_pairs(measure, threads, seconds, bounds, progress)
+
+
+def compare_pairs(
+    measure: Callable[[int], Samples],
+    threads: tuple[int, int],
+    seconds: float,
+    bounds: Sequence[float],
+    progress: Callable[[int, int], None] = lambda done, budget: None,
+) -> Comparison:
+    """Compare two sides by pairs, of which `measure` measures the one with an index, as `compare_latency` does.
+
+    `threads` are those of the candidate and of the baseline.
+    """
+    load, start = os.getloadavg()[0], time.monotonic()
+    first = measure(0)
+    pairs = int(seconds / (time.monotonic() - start))
+    plan = Plan.up_to(min(max(pairs, _FEWEST_PAIRS), _MOST_PAIRS))
+    measured = compare(plan, bounds, lambda index: measure(index) if index else first, progress)
+    conditions = observe_conditions(threads, load)
     return Comparison(plan=plan, pairs=tuple(map(Pair.of, measured)), conditions=conditions)
+
+
+def observe_conditions(threads: tuple[int, int], load: float) -> Conditions:
+    """Return the conditions of a comparison that ends now; `load` was the machine's load when it began."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return Conditions(processor=processor(), cores=cores, threads=threads, load=(load, os.getloadavg()[0]))
 
 
 def work(job: PairJob, emit: Emit) -> PairSamples:
@@ -127,7 +148,12 @@ def work(job: PairJob, emit: Emit) -> PairSamples:
                 models[side](**inputs)  # The other bundle's data has displaced this one's in the caches.
                 start = time.perf_counter()
                 models[side](**inputs)
-                seconds[side].append(time.perf_counter() - start)
+                end = time.perf_counter()
+                if side == 0 and job.slowdown:
+                    end += (end - start) * job.slowdown
+                    while time.perf_counter() < end:
+                        pass
+                seconds[side].append(end - start)
     reference += measure_reference()
     return PairSamples(
         samples=Samples(candidate=_rounded(seconds[0]), baseline=_rounded(seconds[1]), reference=_rounded(reference))

@@ -82,7 +82,7 @@ def test_a_latency_that_was_never_measured_does_not_pass() -> None:
     ],
 )
 def test_a_ratio_passes_when_its_whole_interval_is_below_the_bound(ratios: list[float], passes: bool, end: str) -> None:
-    pairs = tuple(Pair(candidate=ratio, baseline=1.0, runs=1, warmup=0, reference=1.0) for ratio in ratios)
+    pairs = tuple(Pair(candidate=ratio, baseline=1.0, ratio=ratio, runs=1, warmup=0, reference=1.0) for ratio in ratios)
     conditions = Conditions(processor="any", cores=(0,), threads=(1, 1), load=(0.0, 0.0))
     comparison = Comparison(plan=Plan.up_to(12), pairs=pairs, conditions=conditions)
     check = check_ratio(comparison, "the new one's", "the old one's", 1.02)

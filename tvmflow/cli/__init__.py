@@ -11,6 +11,7 @@ import click
 
 from tvmflow import __version__
 from tvmflow.cli.approve import approve_command
+from tvmflow.cli.bench import bench_command
 from tvmflow.cli.bisect import bisect_command
 from tvmflow.cli.compile import compile_command
 from tvmflow.cli.deploy import deploy_command
@@ -45,6 +46,7 @@ _KEPT_RECORDS = "the measurements are kept, and the same command continues from 
 _UNFINISHED_MOVE = "a channel's alias may be ahead of the channel: the same command completes the move"
 # The state after an interrupt, by command. The other commands leave no work to continue.
 _AFTER_INTERRUPT = {
+    "bench": _KEPT_STEPS,
     "compile": _KEPT_STEPS,
     "release": _KEPT_STEPS,
     "retrain": _KEPT_STEPS,
@@ -69,6 +71,7 @@ for command in (
     devices_command,
     doctor_command,
     compile_command,
+    bench_command,
     bisect_command,
     run_command,
     verify_command,

@@ -16,7 +16,13 @@ from tvmflow.cli.options import input_shapes_option, model_argument, operator_op
 from tvmflow.errors import InputError, StepError, VerdictError, naming_model
 
 if TYPE_CHECKING:
+    from tasks.build import Inspect
+    from tasks.choose import Candidate, Choice
+    from tasks.export import ExportResult
+    from tvmflow.settings import Settings
     from tvmflow.spec import Spec
+    from tvmflow.target import Target
+    from tvmflow.workspace import Outcome
 
 _SHAPE = re.compile(r"\s*(?P<name>[^\[\]]+?)\s*:\s*\[(?P<dims>[^\[\]]*)\]\s*,?")
 Code = Literal["ll", "asm", "relax", "tir"]
@@ -153,18 +159,8 @@ def compile_command(
     if cross_compiler_options and not cross_compiler:
         raise click.UsageError("--cross-compiler-options needs --cross-compiler")
     linker = _linker(cross_compiler, cross_compiler_options)
-    from rich.console import Console
-
     from tasks.build import Inspect
-    from tasks.candidates import TargetBuilder, tunings_to_build
-    from tasks.export import ExportJob, export
-    from tasks.original import find_original
-    from tasks.relax_import import ImportJob, relax_import
-    from tasks.step import StepRunner
-    from tasks.tune import TuneJob, tune, with_records
     from tvmflow import settings as machine
-    from tvmflow.cli.display import RichReporter
-    from tvmflow.process import shared_imports
     from tvmflow.workspace import Workspace
 
     settings = machine.load()
@@ -179,22 +175,12 @@ def compile_command(
     }
     spec = make_spec(model, target, parse_shapes(input_shapes or ""), section, trials, operators)
     workspace = Workspace(settings.state)
-    runner = StepRunner.of(spec, settings, workspace)
     (resolved,) = spec.resolve_targets()
     if linker is not None:
         resolved = dataclasses.replace(resolved, cross_compiler=linker)
     inspect = Inspect(before=print_ir_before, after=print_ir_after, code=dump_code)
-    with RichReporter(Console(stderr=True)).live(), naming_model(str(model)), shared_imports():
-        exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
-        imported = relax_import(runner, ImportJob.of(spec, exported)).result
-        tuned = tune(runner, TuneJob.of(spec, imported, resolved)).result
-        tunings = tunings_to_build(workspace, tuned)
-        if tuning_records is not None:
-            # The records that the user names are used, whatever they gain.
-            tunings = (with_records(workspace, tuned, tuning_records, resolved),)
-        key = settings.signing_key
-        builder = TargetBuilder(runner, spec, exported, imported, resolved, signing_key=key, inspect=inspect)
-        best, choice = builder.best(builder.candidates(tunings))
+    with naming_model(str(model)):
+        exported, best, choice = build_best(spec, settings, resolved, inspect, tuning_records)
     built, bundle, verdict = best.built, best.packaged.bundle, best.verdict
     # A refused build is worth a look, so the code is written before the verdict ends the command.
     inspected = json.loads(workspace.path(built.inspected).read_text())
@@ -231,6 +217,44 @@ def compile_command(
         click.echo(f"{output}: {resolved.name}{suffix}, largest difference from ONNX Runtime {error:.1e}")
     else:
         click.echo(f"{output}: {resolved.name}, not verified: this machine cannot run it")
+
+
+def build_best(
+    spec: "Spec",
+    settings: "Settings",
+    target: "Target",
+    inspect: "Inspect | None" = None,
+    tuning_records: Path | None = None,
+) -> "tuple[ExportResult, Candidate, Outcome[Choice] | None]":
+    """Build the model of a release file for one target; return its export, the build to ship, and why it is this one.
+
+    The progress of the steps is shown. With `tuning_records`, a file or folder, the build has these records, whatever
+    they gain. Raises TvmflowError when a step fails.
+    """
+    from rich.console import Console
+
+    from tasks.candidates import TargetBuilder, tunings_to_build
+    from tasks.export import ExportJob, export
+    from tasks.original import find_original
+    from tasks.relax_import import ImportJob, relax_import
+    from tasks.step import StepRunner
+    from tasks.tune import TuneJob, tune, with_records
+    from tvmflow.cli.display import RichReporter
+    from tvmflow.process import shared_imports
+    from tvmflow.workspace import Workspace
+
+    workspace = Workspace(settings.state)
+    runner = StepRunner.of(spec, settings, workspace)
+    with RichReporter(Console(stderr=True)).live(), shared_imports():
+        exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
+        imported = relax_import(runner, ImportJob.of(spec, exported)).result
+        tuned = tune(runner, TuneJob.of(spec, imported, target)).result
+        tunings = tunings_to_build(workspace, tuned)
+        if tuning_records is not None:
+            tunings = (with_records(workspace, tuned, tuning_records, target),)
+        key = settings.signing_key
+        builder = TargetBuilder(runner, spec, exported, imported, target, signing_key=key, inspect=inspect)
+        return exported, *builder.best(builder.candidates(tunings))
 
 
 def parse_shapes(text: str) -> dict[str, tuple[int | str, ...]]:

@@ -15,7 +15,10 @@ _UNEVEN = 0.05
 
 
 class Samples(Record):
-    """The seconds of every run of a pair, in order, in single precision; `reference` those of the reference kernel."""
+    """The seconds of every run of a pair, in single precision; `reference` those of the reference kernel.
+
+    A run of the candidate and the one of the baseline with the same index were measured right after each other.
+    """
 
     candidate: tuple[float, ...]
     baseline: tuple[float, ...]
@@ -25,12 +28,14 @@ class Samples(Record):
 class Pair(Record):
     """The median seconds of the steady runs of both sides in a pair of fresh processes, or in one that they share.
 
-    `warmup` is the number of runs of each side that were left out at the beginning, `runs` the number that was left.
-    `reference` is the median of the reference kernel.
+    `ratio` is the median of the candidate's time over the baseline's, run by run: what slows both cancels out. `warmup`
+    is the number of runs of each side that were left out at the beginning, `runs` the number that was left. `reference`
+    is the median of the reference kernel.
     """
 
     candidate: float
     baseline: float
+    ratio: float
     runs: int
     warmup: int
     reference: float
@@ -39,18 +44,15 @@ class Pair(Record):
     def of(cls, samples: Samples) -> "Pair":
         """Return the figures of a pair's samples; the end of the warm-up is the later one of the two sides."""
         warmup = max(find_steady(samples.candidate), find_steady(samples.baseline))
+        candidate, baseline = np.array(samples.candidate[warmup:]), np.array(samples.baseline[warmup:])
         return cls(
-            candidate=float(np.median(samples.candidate[warmup:])),
-            baseline=float(np.median(samples.baseline[warmup:])),
-            runs=len(samples.candidate) - warmup,
+            candidate=float(np.median(candidate)),
+            baseline=float(np.median(baseline)),
+            ratio=float(np.median(candidate / baseline)),
+            runs=len(candidate),
             warmup=warmup,
             reference=float(np.median(samples.reference)),
         )
-
-    @property
-    def ratio(self) -> float:
-        """The candidate's time over the baseline's."""
-        return self.candidate / self.baseline
 
 
 class Conditions(Record):

@@ -1,0 +1,1 @@
+"""Report: what a person reads about a release, as a page with charts."""

@@ -1,0 +1,32 @@
+"""The page of `tvmflow bench`: a build beside other runtimes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tvmflow.report import charts, page
+
+
+def write_page(name: str, contest: Mapping[str, Any], sentences: Sequence[str]) -> str:
+    """Return the page of a contest in JSON; `ratios` has the interval of our latency over each peer's."""
+    ratios: Mapping[str, Mapping[str, float]] = contest["ratios"]
+    rows = [
+        (
+            runner,
+            *(page.number(item["percentiles_ms"][which], "{:.3f}") for which in item["percentiles_ms"]),
+            page.number(item["throughput"], "{:.1f}"),
+            page.number(item["load_ms"], "{:.0f}"),
+            page.number(item["first_ms"], "{:.1f}"),
+            page.number(item["peak_memory"]),
+            page.number(item["joules"], "{:.3g}"),
+        )
+        for runner, item in contest["figures"].items()
+    ]
+    which = next(iter(contest["figures"].values()))["percentiles_ms"]
+    headings = ("", *(f"p{each} ms" for each in which), "runs/s", "load ms", "first ms", "memory bytes", "J/run")
+    intervals = {peer: (item["low"], item["ratio"], item["high"]) for peer, item in ratios.items()}
+    chart = [page.figure(charts.intervals("Our latency over the peer's", intervals, 1.0))] if intervals else []
+    sections = {
+        "Ratios": [*chart, page.items(sentences)],
+        "Figures": [page.table("Every runner on the same sample", headings, rows)],
+    }
+    return page.write(f"{name} beside other runtimes", sections, contest)

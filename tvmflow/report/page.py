@@ -1,0 +1,90 @@
+"""A page in one file: no script that it needs, no address that it loads, light and dark, on a phone and on a desk."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from tvmflow.report import charts
+
+_STYLE = (
+    ":root{color-scheme:light dark}"
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:0 auto;padding:1rem;background:Canvas;"
+    "color:CanvasText;overflow-wrap:break-word}"
+    "h1{font-size:1.5rem;line-height:1.2}h2{font-size:1.2rem;margin-top:2.5rem}"
+    "nav ul{display:flex;flex-wrap:wrap;gap:.25rem 1rem;padding:0;list-style:none}"
+    "a{color:LinkText}a:focus-visible,summary:focus-visible,.scroll:focus-visible{outline:3px solid Highlight}"
+    ".scroll{overflow-x:auto;max-width:100%}table{border-collapse:collapse;font-size:.9rem}"
+    "th,td{padding:.3rem .7rem;text-align:right;border-bottom:1px solid color-mix(in srgb,CanvasText 20%,Canvas)}"
+    "th:first-child,td:first-child{text-align:left}caption{text-align:left;padding:.3rem 0}"
+    "pre,code{font-size:.85rem}pre{overflow-x:auto;padding:.7rem;"
+    "background:color-mix(in srgb,CanvasText 7%,Canvas)}"
+    ".verdict{padding:.8rem 1rem;border-left:.5rem solid;font-size:1.1rem}"
+    ".pass{border-color:#2e7d32}.fail{border-color:#c62828}.undecided{border-color:#8d6e63}"
+    ".cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:1rem}"
+    ".cards figure{margin:0}.cards img{width:100%;image-rendering:pixelated;background:#888}"
+    "figcaption{font-size:.85rem}img{max-width:100%}figure{margin:1rem 0}"
+)
+
+
+class Markup(str):
+    """Text that is HTML already; every other text is escaped."""
+
+
+def number(value: float | None, form: str = "{:.4g}") -> Markup:
+    """Return a figure; the page's data must have its exact value. None is "-"."""
+    if value is None:
+        return Markup("-")
+    return Markup(f'<data value="{value!r}">{escape(form.format(value))}</data>')
+
+
+def text(value: object) -> str:
+    """Return a value as HTML."""
+    return value if isinstance(value, Markup) else escape(str(value))
+
+
+def paragraph(content: object, kind: str = "") -> Markup:
+    """Return a paragraph of the class `kind`."""
+    return Markup(f'<p class="{kind}">{text(content)}</p>' if kind else f"<p>{text(content)}</p>")
+
+
+def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
+    """Return a table that scrolls by itself where the screen is too narrow for it."""
+    head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return Markup(
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def items(entries: Iterable[object]) -> Markup:
+    """Return a list."""
+    return Markup(f"<ul>{''.join(f'<li>{text(entry)}</li>' for entry in entries)}</ul>")
+
+
+def figure(chart: str) -> Markup:
+    """Return a chart of `tvmflow.report.charts` as part of a page."""
+    return Markup(f'<figure><div class="scroll" tabindex="0" role="region" aria-label="chart">{chart}</div></figure>')
+
+
+def write(title: str, sections: Mapping[str, Sequence[Markup]], data: Mapping[str, Any]) -> str:
+    """Return a page: sections by heading, and `data`, the JSON document that has all of its figures."""
+    slugs = {
+        heading: "".join(letter if letter.isalnum() else "-" for letter in heading.lower()) for heading in sections
+    }
+    links = items(Markup(f'<a href="#{slugs[heading]}">{escape(heading)}</a>') for heading in sections)
+    body = "".join(
+        f'<section aria-labelledby="{slugs[heading]}"><h2 id="{slugs[heading]}">{escape(heading)}</h2>'
+        f"{''.join(parts)}</section>"
+        for heading, parts in sections.items()
+    )
+    # A "</script>" within a string would end the element.
+    document = json.dumps(data).replace("<", "\\u003c")
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}{charts.STYLE}</style></head><body>"
+        f'<header><h1>{escape(title)}</h1><nav aria-label="Sections">{links}</nav></header><main>{body}</main>'
+        f'<script type="application/json" id="data">{document}</script></body></html>\n'
+    )
