@@ -1,7 +1,8 @@
 """The context of a flow run, which the functions of a flow share; a step gets only the parts that it needs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import Event
 
 from tasks.original import Original, find_original
 from tasks.step import StepRunner
@@ -16,12 +17,16 @@ from tvmflow.workspace import Artifact, Workspace
 
 @dataclass(frozen=True)
 class RunContext:
-    """A release file, this machine's settings and workspace, and the release store and registry."""
+    """A release file, this machine's settings and workspace, and the release store and registry.
+
+    When `stop` is set, no step begins any more, and targets on work pools are cancelled.
+    """
 
     spec: Spec
     settings: Settings
     workspace: Workspace
     services: Services
+    stop: Event = field(default_factory=Event)
 
     @property
     def store(self) -> ReleaseStore:
@@ -36,7 +41,7 @@ class RunContext:
     @property
     def runner(self) -> StepRunner:
         """The runner of the release file's steps, with this machine's settings and workspace."""
-        return StepRunner.of(self.spec, self.settings, self.workspace)
+        return replace(StepRunner.of(self.spec, self.settings, self.workspace), stop=self.stop)
 
     @cached_property
     def shared_records(self) -> RecordObjects | None:

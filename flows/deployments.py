@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from flows.automations import HEARTBEAT_SECONDS
 from flows.runs import connect, find_deployment, limit_name
 from tvmflow import __version__
 from tvmflow.errors import PrefectError
@@ -24,6 +25,8 @@ _TAG = "tvmflow"
 NEW_DATA_EVENT = "tvmflow.data.arrived"
 RESOURCE_PREFIX = "tvmflow.model."
 _RETUNE_MINUTES = 30
+# A run waits four minutes for a server that is being restarted, and sends the heartbeats that an automation watches.
+_RUN_ENVIRONMENT = {"PREFECT_CLIENT_MAX_RETRIES": "7", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ def _deployment(
         schedules=list(schedules),
         triggers=list(triggers),
         concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=strategy) if is_limited else None,
+        job_variables={"env": dict(_RUN_ENVIRONMENT)},
         version=__version__,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )

@@ -2,10 +2,9 @@
 
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from prefect import flow
@@ -148,15 +147,14 @@ def release_model(
     if spec.validation.task is not None:
         held_out = reference(runner, ReferenceJob.of(spec, original, export_result))
     model = ModelSteps(original, export_result, imported.result, None if held_out is None else held_out.result)
-    is_interrupted = Event()
 
     def make(target: Target) -> LocalBuilds | TargetResult:
         pool = pools.get(target.name)
         if pool is None:
             return build_here(context, model, target)
-        return make_on_pool(context, pool, model, weights, target, is_interrupted)
+        return make_on_pool(context, pool, model, weights, target)
 
-    builds = _make_all(context, targets, make, pools, is_interrupted)
+    builds = _make_all(context, targets, make, pools)
     # Measured one after the other when all are built: nothing else of this release uses the machine meanwhile.
     results = tuple(measure_here(context, model, item) if isinstance(item, LocalBuilds) else item for item in builds)
     job = TrackJob(
@@ -209,11 +207,11 @@ def _make_all(
     targets: tuple[Target, ...],
     make: Callable[[Target], LocalBuilds | TargetResult],
     pools: Mapping[str, str],
-    is_interrupted: Event,
 ) -> tuple[LocalBuilds | TargetResult, ...]:
     """Make every target: those on pools all at once, the others two or more at a time if there are cores for it.
 
-    A build keeps about one and a half cores busy. An interrupt sets `is_interrupted` and kills child processes.
+    A build keeps about one and a half cores busy. The first failure, or an interrupt, stops the others at once: it sets
+    `context.stop` and kills child processes.
     """
     local_count = sum(target.name not in pools for target in targets)
     workers = min(local_count, context.settings.parallel_targets or max(1, host().cores // 2))
@@ -225,14 +223,15 @@ def _make_all(
             (remote if target.name in pools else local).submit(copy_context().run, make, target) for target in targets
         ]
         try:
+            for future in as_completed(futures):
+                future.result()
             return tuple(future.result() for future in futures)
-        except BaseException as error:
+        except BaseException:
             for future in futures:
                 future.cancel()
-            if not isinstance(error, Exception):
-                # The executors wait for their threads, and these for processes and flow runs.
-                is_interrupted.set()
-                supervisor.kill_all()
+            # The executors wait for their threads, and these for processes and flow runs.
+            context.stop.set()
+            supervisor.kill_all()
             raise
 
 

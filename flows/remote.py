@@ -8,11 +8,11 @@ every few seconds, and this module polls it.
 import json
 import logging
 import shutil
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from uuid import UUID
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from uuid import UUID, uuid4
 
 from flows.context import RunContext
 from flows.local import ModelSteps
@@ -23,6 +23,7 @@ from tasks.track import TargetResult
 from tvmflow import errors
 from tvmflow import spec as release_file
 from tvmflow.errors import SettingsError, StepError, StoreError, TvmflowError
+from tvmflow.outages import outlast
 from tvmflow.progress import reporter
 from tvmflow.settings import Settings
 from tvmflow.target import Target, resolve
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State
 
 _POLL_SECONDS = 1.0
-# A run whose heartbeat is older has died with its worker.
-_HEARTBEAT_TIMEOUT_SECONDS = 30.0
+# The most seconds of silence between two answers of Prefect's that count: heartbeats are lost while it is away.
+_COUNTED_SECONDS = 5.0
 # Prefect notices after a minute and a half that a worker is gone.
 _WORKER_POLL_SECONDS = 15.0
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def pools_of(settings: Settings, targets: tuple[Target, ...]) -> dict[str, str]:
@@ -73,15 +76,18 @@ def make_on_pool(
     model: ModelSteps,
     weights: Artifact | None,
     target: Target,
-    is_interrupted: threading.Event,
 ) -> TargetResult:
     """Make and measure one target on a worker of a work pool; take a result that the shared workspace has.
 
-    `weights` are those that were trained for the model. Raises the error that the run raised; StepError when its worker
-    is lost or the run was cancelled; StoreError when its result is missing. The run is cancelled when `is_interrupted`
-    is set.
+    `weights` are those that were trained for the model. Outages of Prefect and of the store are waited for. Raises the
+    error that the run raised; StepError when its worker is lost or the run was cancelled; StoreError when its result is
+    missing. The run is cancelled when `context.stop` is set.
     """
     workspace, started_at = context.workspace, time.perf_counter()
+
+    def find(progress: Progress | None = None) -> TargetResult | None:
+        return _outlast(context, lambda: workspace.find(STEP, key, TargetResult, progress=progress))
+
     job = _make_job(context, pool, model, weights, target)
     key = MAKE.key(workspace_runner(workspace, context.settings, job), job)
 
@@ -89,13 +95,13 @@ def make_on_pool(
         reporter().progressed(STEP, target.name, done, total, message)
 
     status: Literal["ran", "cached"] = "cached"
-    result = workspace.find(STEP, key, TargetResult)
+    result = find()
     if result is None:
         status = "ran"
         reporter().started(STEP, target.name)
         try:
-            _run(context, job, key, report, is_interrupted)
-            result = workspace.find(STEP, key, TargetResult, progress=report)
+            _run(context, job, key, report)
+            result = find(report)
             if result is None:
                 raise StoreError(
                     f"what the worker of pool {pool!r} made for {target.name!r} is not in the shared workspace; give "
@@ -186,7 +192,12 @@ class _LostWorkerError(StepError):
     """The worker of a run sends no more heartbeats."""
 
 
-def _run(context: RunContext, job: MakeJob, key: str, report: Progress, is_interrupted: threading.Event) -> None:
+def _outlast(context: RunContext, function: Callable[[], T]) -> T:
+    """Call a function that needs a server, and wait for the server when it is away."""
+    return outlast(function, context.settings.outage_minutes * 60, context.stop)
+
+
+def _run(context: RunContext, job: MakeJob, key: str, report: Progress) -> None:
     """Start a run of the make flow and wait for its end."""
     from prefect.states import Cancelling, Crashed
 
@@ -194,7 +205,7 @@ def _run(context: RunContext, job: MakeJob, key: str, report: Progress, is_inter
     with workspace.scratch() as scratch:
         (scratch / "job.json").write_text(job.model_dump_json())
         artifact = workspace.keep(scratch / "job.json")
-    workspace.share([artifact, *job.artifacts()], report)
+    _outlast(context, lambda: workspace.share([artifact, *job.artifacts()], report))
     parameters = {
         "name": context.spec.name,
         "target": job.target,
@@ -202,50 +213,73 @@ def _run(context: RunContext, job: MakeJob, key: str, report: Progress, is_inter
         "key": key,
         "job": artifact.model_dump(mode="json"),
     }
-    run_id = UUID(start(f"make/{job.pool}", parameters, tags=[context.spec.name, job.target]))
+    tags, attempt = [context.spec.name, job.target], uuid4().hex
+    # The key makes a second attempt find the run that the first one started, if its answer was lost.
+    run_id = UUID(_outlast(context, lambda: start(f"make/{job.pool}", parameters, tags=tags, key=attempt)))
     try:
-        run = _wait(run_id, job, report, is_interrupted)
+        run = _wait(context, run_id, job, report)
     except _LostWorkerError as error:
         _set_state(run_id, job, Crashed(message=str(error)))
         raise StepError(str(error)) from error
     except BaseException:
         _set_state(run_id, job, Cancelling(message="The release was interrupted or gave up."))
         raise
-    _raise_unless_completed(run, job)
+    _outlast(context, lambda: _raise_unless_completed(run, job))
 
 
-def _wait(run_id: UUID, job: MakeJob, report: Progress, is_interrupted: threading.Event) -> "FlowRun":
+def _wait(context: RunContext, run_id: UUID, job: MakeJob, report: Progress) -> "FlowRun":
     """Wait for the end of a run and return it.
 
     Raises StepError when its worker is gone or no worker takes it, KeyboardInterrupt on an interrupt.
     """
-    heartbeat, heard_at = None, time.monotonic()
-    workers_seen_at = heard_at
-    while not is_interrupted.wait(_POLL_SECONDS):
-        with connect(f"follow the run that makes {job.target}") as client:
-            run = client.read_flow_run(run_id)
-            if run.state is not None and run.state.is_final():
-                return run
-            now = time.monotonic()
-            if run.state is None or not run.state.is_running():
-                heard_at = now
-                if now - workers_seen_at > _WORKER_POLL_SECONDS:
-                    workers_seen_at = now
-                    if reason := why_idle(client, client.read_work_pool(job.pool)):
-                        raise StepError(f"target {job.target!r} waits for the work pool {job.pool!r}, {reason}")
-                report(0, 1, f"waiting for a worker of {job.pool}")
-                continue
-            for artifact in _artifacts(client, run_id, "progress"):
-                if artifact.updated != heartbeat:
-                    heartbeat, heard_at = artifact.updated, now
-                report(float(str(artifact.data or 0)) / 100, 1, str(artifact.description or ""))
-        if now - heard_at > _HEARTBEAT_TIMEOUT_SECONDS:
+    watch = _Watch(run_id, job, report)
+    while not context.stop.wait(_POLL_SECONDS):
+        run = _outlast(context, watch.poll)
+        if run is not None:
+            return run
+        if watch.silence > context.settings.worker_timeout_seconds:
             raise _LostWorkerError(
                 f"the worker of pool {job.pool!r} that made target {job.target!r} has sent no heartbeat for "
-                f"{_HEARTBEAT_TIMEOUT_SECONDS:.0f} seconds and is given up; start it again with `prefect worker start "
+                f"{watch.silence:.0f} seconds and is given up; start it again with `prefect worker start "
                 f"--pool {job.pool}`, and release again: finished steps are cached"
             )
     raise KeyboardInterrupt
+
+
+class _Watch:
+    """A run that is polled; `silence` is the seconds since its last heartbeat, without those of Prefect's outages."""
+
+    def __init__(self, run_id: UUID, job: MakeJob, report: Progress) -> None:
+        self._run_id = run_id
+        self._job = job
+        self._report = report
+        self._heartbeat: object = None
+        self._polled_at = self._workers_seen_at = time.monotonic()
+        self.silence = 0.0
+
+    def poll(self) -> "FlowRun | None":
+        """Ask Prefect for the run; return it when it has ended. Raises StepError when no worker takes it."""
+        pool = self._job.pool
+        with connect(f"follow the run that makes {self._job.target}") as client:
+            run = client.read_flow_run(self._run_id)
+            if run.state is not None and run.state.is_final():
+                return run
+            now = time.monotonic()
+            self.silence += min(now - self._polled_at, _COUNTED_SECONDS)
+            self._polled_at = now
+            if run.state is None or not run.state.is_running():
+                self.silence = 0.0
+                if now - self._workers_seen_at > _WORKER_POLL_SECONDS:
+                    self._workers_seen_at = now
+                    if reason := why_idle(client, client.read_work_pool(pool)):
+                        raise StepError(f"target {self._job.target!r} waits for the work pool {pool!r}, {reason}")
+                self._report(0, 1, f"waiting for a worker of {pool}")
+                return None
+            for artifact in _artifacts(client, self._run_id, "progress"):
+                if artifact.updated != self._heartbeat:
+                    self._heartbeat, self.silence = artifact.updated, 0.0
+                self._report(float(str(artifact.data or 0)) / 100, 1, str(artifact.description or ""))
+        return None
 
 
 def _artifacts(client: "SyncPrefectClient", run_id: UUID, kind: str) -> "list[RunArtifact]":

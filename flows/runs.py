@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tvmflow.errors import PrefectError
+from tvmflow.errors import PrefectError, PrefectUnavailableError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -110,7 +110,8 @@ def find_deployment(client: "SyncPrefectClient", deployment: str) -> "Deployment
 def connect(action: str) -> "Iterator[SyncPrefectClient]":
     """Open Prefect's client of the server that its own settings name, for the body.
 
-    Raises PrefectError when the server does not answer or refuses; its sentence says that Prefect could not `action`.
+    Raises PrefectUnavailableError when the server does not answer or is failing, PrefectError when it refuses; the
+    sentence says that Prefect could not `action`.
     """
     import httpx
     from prefect.client.orchestration import get_client
@@ -123,11 +124,12 @@ def connect(action: str) -> "Iterator[SyncPrefectClient]":
         if is_login_refused(error):
             raise PrefectError(f"Prefect could not {action}: {LOGIN_REFUSED}") from error
         reason = " ".join(error.response.text.split())[:300]
-        raise PrefectError(
+        kind = PrefectUnavailableError if error.response.is_server_error else PrefectError
+        raise kind(
             f"Prefect could not {action}: it answers {error.response.status_code} ({reason}); correct what it names."
         ) from error
     except (httpx.HTTPError, RuntimeError) as error:
-        raise PrefectError(
+        raise PrefectUnavailableError(
             f"Prefect could not {action}: its server does not answer ({str(error) or type(error).__name__}); "
             "start it, or correct the setting prefect_api_url."
         ) from error

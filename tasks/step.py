@@ -8,12 +8,16 @@ where the lookup fails, reports progress, records the result, and shows up in Pr
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
 
 from tvmflow import process
+from tvmflow.errors import StepError, TvmflowError, UnavailableError
+from tvmflow.outages import JITTER, delays
 from tvmflow.process import Emit
 from tvmflow.progress import reporter
 from tvmflow.reach import code_digest
@@ -77,8 +81,9 @@ class StepRunner:
     `name` is the release's name, used for log files; `folder` is the folder of the release file, whose modules child
     processes can import; `timeout` is the seconds after which a child process is killed, `comparison_seconds` the time
     in which two builds are compared. `variables` name environment variables that child processes see beside the usual
-    ones. `step` and `label` name the running step; `Step` sets them in the runner that it passes to the step's
-    function.
+    ones; `outage` is the seconds for which a step waits for a server that does not answer. When `stop` is set, no step
+    of the release begins any more. `step` and `label` name the running step; `Step` sets them in the runner that it
+    passes to the step's function.
     """
 
     workspace: Workspace
@@ -89,6 +94,8 @@ class StepRunner:
     step: str = ""
     label: str | None = None
     variables: tuple[str, ...] = ()
+    outage: float = 0.0
+    stop: Event = field(default_factory=Event)
 
     @classmethod
     def of(cls, spec: Spec, settings: Settings, workspace: Workspace) -> "StepRunner":
@@ -99,7 +106,15 @@ class StepRunner:
     def with_settings(cls, workspace: Workspace, name: str, folder: Path, settings: Settings) -> "StepRunner":
         """Return the runner of the steps of the release `name` with this machine's settings."""
         timeout = settings.step_timeout_minutes * 60
-        return cls(workspace, name, folder, timeout, settings.comparison_seconds, variables=settings.child_variables)
+        return cls(
+            workspace,
+            name,
+            folder,
+            timeout,
+            settings.comparison_seconds,
+            variables=settings.child_variables,
+            outage=settings.outage_minutes * 60,
+        )
 
     @property
     def environment(self) -> dict[str, str]:
@@ -181,9 +196,12 @@ class Step(Generic[J, P, R]):
     def __call__(self, runner: StepRunner, job: J, /, *args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
         """Run the step on a job unless the job's result is cached; return the result as an Outcome.
 
-        Within a Prefect flow, the step is a task run of the flow. Raises what the step's function raises, StepError
-        when the disk is full or a file cannot be written, StoreError when the shared workspace fails.
+        Within a Prefect flow, the step is a task run of the flow, which Prefect retries while a server does not answer.
+        Raises what the step's function raises, StepError when the disk is full, a file cannot be written or the release
+        has been stopped, StoreError when the shared workspace fails.
         """
+        if runner.stop.is_set():
+            raise StepError(f"step {self.name} did not begin, because the release has failed or was interrupted")
         job = runner.place(job)
         runner = replace(runner, step=self.name, label=job.label)
 
@@ -205,7 +223,7 @@ class Step(Generic[J, P, R]):
                 folder=runner.folder,
             )
 
-        return _as_task(run, self.name, job.label) if _in_flow() else run()
+        return _as_task(run, self.name, job.label, runner.outage) if _in_flow() else run()
 
     def key(self, runner: StepRunner, job: J) -> str:
         """Return the SHA-256, in hexadecimal, under which the workspace keeps the result of a job."""
@@ -244,16 +262,40 @@ def _in_flow() -> bool:
     return FlowRunContext.get() is not None
 
 
-def _as_task(run: Callable[[], Outcome[R]], name: str, label: str | None) -> Outcome[R]:
-    """Call `run` as a task of the flow that runs.
+def _as_task(run: Callable[[], Outcome[R]], name: str, label: str | None, outage: float) -> Outcome[R]:
+    """Call `run` as a task of the flow that runs; Prefect retries it for `outage` seconds while a server is away.
 
     Prefect caches nothing here: its cache keys see no file contents, and it never looks whether an artifact is there.
     """
     from prefect import task
     from prefect.cache_policies import NO_CACHE
 
+    pauses, deadline = delays(outage), time.monotonic() + outage
+    last_error: TvmflowError | None = None
+
+    def attempt() -> Outcome[R]:
+        nonlocal last_error
+        try:
+            return run()
+        except TvmflowError as error:
+            last_error = error
+            raise
+
+    def is_worthwhile(*_: object) -> bool:
+        # A step within this one may have waited for the same server.
+        return isinstance(last_error, UnavailableError) and time.monotonic() < deadline
+
     # Prefect takes the name for a template; a label may be a target in JSON.
     task_run_name = name if label is None else f"{name} {label}".replace("{", "{{").replace("}", "}}")
-    decorate: Any = task(name=name, task_run_name=task_run_name, cache_policy=NO_CACHE, persist_result=False)
-    outcome: Outcome[R] = decorate(run)()
+    decorate: Any = task(
+        name=name,
+        task_run_name=task_run_name,
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=len(pauses),
+        retry_delay_seconds=pauses,
+        retry_jitter_factor=JITTER,
+        retry_condition_fn=is_worthwhile,
+    )
+    outcome: Outcome[R] = decorate(attempt)()
     return outcome

@@ -19,7 +19,8 @@
     ├── RegistryError        MLflow is down or refuses
     ├── PrefectError         Prefect is down or refuses, or a deployment is not registered
     ├── StackError           a server of the local stack does not start
-    └── StepError            a step's process was killed, crashed or ran out of time
+    ├── StepError            a step's process was killed, crashed or ran out of time
+    └── UnavailableError     a server does not answer now; also a StoreError, RegistryError or PrefectError
 
 Every message is one sentence that names the file or value, what was expected, and what to do next.
 
@@ -112,6 +113,22 @@ class RegistryError(TvmflowError):
 
 class PrefectError(TvmflowError):
     """Prefect's server is down or refuses, or has no such deployment."""
+
+
+class UnavailableError(TvmflowError):
+    """A server does not answer now, or is overloaded: the same request may succeed later."""
+
+
+class StoreUnavailableError(StoreError, UnavailableError):
+    """The S3 endpoint does not answer now, or is overloaded."""
+
+
+class RegistryUnavailableError(RegistryError, UnavailableError):
+    """MLflow does not answer now."""
+
+
+class PrefectUnavailableError(PrefectError, UnavailableError):
+    """Prefect's server does not answer now, or is failing."""
 
 
 class StackError(TvmflowError):

@@ -132,6 +132,14 @@ class Settings(BaseSettings):
     """Targets that are built at a time; half of the cores unless given."""
     signing_key: Path | None = None
     """The private key with which bundles are signed."""
+    notification_block: str | None = None
+    """The notification block of Prefect, as `TYPE/NAME`, that `tvmflow deploy` has send runs that failed, e.g.
+    `slack-webhook/oncall`; none unless given."""
+    outage_minutes: Annotated[float, Field(ge=0, le=20)] = 5.0
+    """Minutes for which a running release waits for S3, MLflow or Prefect to answer again before it fails."""
+    worker_timeout_seconds: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds without a heartbeat after which a target on a work pool is given up; only those count in which Prefect's
+    server answered."""
     child_variables: tuple[str, ...] = ()
     """Environment variables that model code sees beside
     [the usual ones](../explanation/how-a-release-works.md#steps-run-in-child-processes), in the environment as a JSON

@@ -20,7 +20,7 @@ def moto() -> Iterator[ReleaseStore]:
         yield ReleaseStore(config)
 
 
-def _with_store(machine: Any, config: StoreConfig) -> Any:
+def _with_store(machine: Any, config: StoreConfig, **settings: str) -> Any:
     said = {
         "TVMFLOW_S3_ENDPOINT": config.endpoint,
         "TVMFLOW_S3_BUCKET": config.bucket,
@@ -28,7 +28,7 @@ def _with_store(machine: Any, config: StoreConfig) -> Any:
         "TVMFLOW_S3_ACCESS_KEY": config.access_key,
         "TVMFLOW_S3_SECRET_KEY": config.secret_key,
     }
-    return replace(machine, settings={**machine.settings, **said})
+    return replace(machine, settings={**machine.settings, **said, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_store_that_dies_half_way_leaves_no_release_and_a_second_run_completes
     make.onnx(tmp_path)
     file = make.file(tmp_path, name="dying")
     with dying(s3.config.endpoint or "", b"PUT /tvmflow/blobs/") as endpoint:
-        result = _with_store(machine, replace(s3.config, endpoint=endpoint)).release(file)
+        result = _with_store(machine, replace(s3.config, endpoint=endpoint), TVMFLOW_OUTAGE_MINUTES="0").release(file)
     assert result.code == 1
     assert endpoint in result.sentence
     assert "track" in result.stderr

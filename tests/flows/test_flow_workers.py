@@ -2,29 +2,37 @@
 
 import json
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import psutil
 import pytest
 import requests
 from onnx import helper
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows.automations import register_automations
 from flows.deployments import register
 from flows.remote import pools_of
+from flows.runs import start
 from support import scale
 from support.databases import Databases
-from support.servers import prefect_server
+from support.servers import free_port, prefect_server
 from support.waits import wait_until
 from tvmflow.errors import SettingsError
 from tvmflow.services import open_workspace
@@ -69,9 +77,9 @@ class Cluster:
         """A machine with a state folder of its own."""
         return replace(self.machine, home=self.folder / home, settings={**self.machine.settings, **settings})
 
-    def releasing(self, pools: dict[str, str], home: str = "releasing") -> Any:
+    def releasing(self, pools: dict[str, str], home: str = "releasing", **settings: str) -> Any:
         """A machine that has these targets made on pools."""
-        return self.named(home, TVMFLOW_TARGET_POOLS=json.dumps(pools))
+        return self.named(home, TVMFLOW_TARGET_POOLS=json.dumps(pools), **settings)
 
     def ask(self, path: str, **body: Any) -> Any:
         """What the Prefect server answers."""
@@ -118,6 +126,23 @@ def kill(process: "subprocess.Popen[str]") -> None:
     process.wait(30)
 
 
+def shared_settings(api: str, s3: ReleaseStore, folder: Path) -> dict[str, str]:
+    """The settings of machines that share these servers; MLflow's database is in `folder`."""
+    return {
+        "TVMFLOW_PREFECT_API_URL": api,
+        "PREFECT_API_URL": api,
+        "PREFECT_HOME": str(folder),
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "TVMFLOW_SHARED_WORKSPACE": "true",
+        "TVMFLOW_S3_ENDPOINT": s3.config.endpoint or "",
+        "TVMFLOW_S3_BUCKET": s3.config.bucket,
+        "TVMFLOW_S3_PREFIX": "workers",
+        "TVMFLOW_S3_ACCESS_KEY": s3.config.access_key or "",
+        "TVMFLOW_S3_SECRET_KEY": s3.config.secret_key or "",
+        "TVMFLOW_MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
+    }
+
+
 @pytest.fixture(scope="module")
 def cluster(
     tmp_path_factory: pytest.TempPathFactory,
@@ -136,19 +161,7 @@ def cluster(
         databases.prefect(folder / "prefect.db")
     databases.mlflow(folder / "mlflow.db")
     with prefect_server(folder, services=True, **database) as api:
-        shared = {
-            "TVMFLOW_PREFECT_API_URL": api,
-            "PREFECT_API_URL": api,
-            "PREFECT_HOME": str(folder),
-            "PREFECT_WORKER_QUERY_SECONDS": "1",
-            "TVMFLOW_SHARED_WORKSPACE": "true",
-            "TVMFLOW_S3_ENDPOINT": s3.config.endpoint,
-            "TVMFLOW_S3_BUCKET": s3.config.bucket,
-            "TVMFLOW_S3_PREFIX": "workers",
-            "TVMFLOW_S3_ACCESS_KEY": s3.config.access_key,
-            "TVMFLOW_S3_SECRET_KEY": s3.config.secret_key,
-            "TVMFLOW_MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
-        }
+        shared = shared_settings(api, s3, folder)
         store = ReleaseStore(replace(s3.config, prefix="workers"))
         made = Cluster(api, store, folder, replace(machine, home=folder / "nobody", settings=shared))
         for pool in ("first", "second", "idle", "bare"):
@@ -242,7 +255,8 @@ def test_what_a_killed_worker_had_done_is_reused_by_another(
 ) -> None:
     file = waiting(make, tmp_path, "killed")
     with ThreadPoolExecutor(1) as executor:
-        release = executor.submit(cluster.releasing({"native": "second"}).release, file)
+        releasing = cluster.releasing({"native": "second"}, TVMFLOW_WORKER_TIMEOUT_SECONDS="10")
+        release = executor.submit(releasing.release, file)
         wait_until(lambda: (tmp_path / "reached").exists() or release.done(), message="the worker scores the bundle")
         kill(second)
         result = release.result()
@@ -263,6 +277,77 @@ def test_what_a_killed_worker_had_done_is_reused_by_another(
     }
     assert "killed-build-native" in logs(cluster.folder / "worker-b")
     assert "killed-build-native" not in logs(cluster.folder / "worker-a")
+
+
+@contextmanager
+def listening() -> Iterator[tuple[str, "queue.Queue[str]"]]:
+    """The address of a server that takes notifications, and the queue of their texts."""
+    texts: queue.Queue[str] = queue.Queue()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            texts.put(json.loads(self.rfile.read(int(self.headers["content-length"])))["text"])
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/", texts
+        server.shutdown()
+
+
+def test_a_run_whose_worker_died_is_ended_and_reported(cluster: Cluster) -> None:
+    """The run is one that a worker took and left: it says that it lives once, and then nothing any more."""
+    with temporary_settings({PREFECT_API_URL: cluster.api}), listening() as (address, texts):
+        block = CustomWebhookNotificationBlock(name="oncall", url=address, json_data={"text": "{{body}}"})
+        block.save("oncall", overwrite=True)
+        names = register_automations("custom-webhook/oncall", silence=10)
+        assert len(names) == 2
+        assert register_automations("custom-webhook/oncall", silence=10) == names
+        assert sorted(item["name"] for item in cluster.ask("/automations/filter")) == sorted(names)
+        with pytest.raises(SettingsError, match="'slack-webhook/nobody'"):
+            register_automations("slack-webhook/nobody")
+        # No worker of this pool is up.
+        run = start("make/idle", {"name": "x", "target": "y", "store": {}, "key": "", "job": {}}, tags=["lost"])
+        cluster.ask(f"/flow_runs/{run}/set_state", state={"type": "RUNNING"}, force=True)
+        (tags,) = (each["tags"] for each in cluster.runs("lost"))
+        heartbeat = {
+            "id": str(uuid4()),
+            "occurred": datetime.now(UTC).isoformat(),
+            "event": "prefect.flow-run.heartbeat",
+            "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"},
+            "related": [{"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"} for tag in tags],
+        }
+        requests.post(f"{cluster.api}/events", json=[heartbeat], timeout=30).raise_for_status()
+        wait_until(lambda: [each["state_type"] for each in cluster.runs("lost")] == ["CRASHED"], message="it is ended")
+        assert "sends no heartbeat any more" in texts.get(timeout=60)
+
+
+@pytest.mark.long
+def test_a_release_lives_through_a_restart_of_prefect(
+    machine: Any, s3: ReleaseStore, make: Any, tmp_path: Path
+) -> None:
+    port, folder = free_port(), tmp_path / "servers"
+    folder.mkdir()
+    api = f"http://127.0.0.1:{port}/api"
+    cluster = Cluster(api, s3, folder, replace(machine, home=folder, settings=shared_settings(api, s3, folder)))
+    file = waiting(make, tmp_path, "outlasting")
+    with ExitStack() as stack:
+        with prefect_server(folder, services=True, port=port), temporary_settings({PREFECT_API_URL: api}):
+            cluster.ask("/work_pools/", name="only", type="process")
+            register([], "only", ["only"])
+            worker = stack.enter_context(working(cluster, "only", "worker"))
+            process = cluster.releasing({"native": "only"}).start("release", file, "--json")
+            wait_until((tmp_path / "reached").exists, message="the worker scores the bundle", process=process)
+        # Both meet a server that is away: the worker as it ends its step, the release as it polls.
+        (tmp_path / "go").touch()
+        wait_until(lambda: "heartbeat did not reach Prefect" in (folder / "worker.log").read_text(), process=worker)
+        stack.enter_context(prefect_server(folder, services=True, port=port))
+        result = machine.finish(process)
+    assert result.code == 0, result.stderr
 
 
 def test_a_pool_without_workers_is_reported_before_any_work(cluster: Cluster, make: Any, tmp_path: Path) -> None:

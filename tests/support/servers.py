@@ -56,13 +56,13 @@ def serving(command: list[str], port: int, health: str, log: Path, settings: Map
 
 
 @contextmanager
-def prefect_server(folder: Path, *, services: bool = False, **settings: str) -> Iterator[str]:
+def prefect_server(folder: Path, *, services: bool = False, port: int | None = None, **settings: str) -> Iterator[str]:
     """Run a Prefect server and yield the address of its API.
 
     Its state is in `folder` unless `settings`, environment variables, name a database. With `services` it has its
-    background services, as a stack has: schedules, triggers and late runs.
+    background services, as a stack has: schedules, triggers and late runs. Without `port` it listens at a free one.
     """
-    port = free_port()
+    port = port or free_port()
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     fixed = {"PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
     command += [] if services else ["--no-services"]

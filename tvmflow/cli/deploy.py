@@ -43,7 +43,8 @@ def deploy_command(
 
     They are release/NAME, promote/NAME, retune/NAME and, where the file has a section retrain, retrain/NAME; then
     reconcile/all, and make/POOL for the setting target_pools. They can be registered again at any time; paused
-    schedules stay paused.
+    schedules stay paused. Two automations of Prefect watch their runs: one ends those whose worker died, the other
+    reports those that failed through the setting notification_block.
     """
     from tvmflow import settings as machine
     from tvmflow.cli.prefect import ANSWER_SECONDS, answers, point_at_server
@@ -62,6 +63,7 @@ def deploy_command(
             f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
             "prefect_api_url (an address that ends in /api)"
         )
+    from flows.automations import register_automations
     from flows.deployments import register
     from flows.pools import ensure_pool
 
@@ -71,12 +73,14 @@ def deploy_command(
     for target in targets:
         ensure_pool(target)
     deployed = register(entries, name, targets)
+    automations = register_automations(settings.notification_block)
     connected = _connect(settings, receiver) if receiver is not None else None
     unmanaged = [entry.name for entry in entries if entry.file not in {path.absolute() for path in settings.models}]
     if as_json:
         document = {
             "pool": {"name": name, "created": created},
             "deployments": [vars(item) for item in deployed],
+            "automations": list(automations),
             "webhook": connected,
             "unmanaged": unmanaged,
         }

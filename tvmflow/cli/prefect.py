@@ -28,6 +28,8 @@ _STOP_SECONDS = 5.0
 _ENVIRONMENT = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
+    # Each attempt waits twice as long as the one before: four minutes in all.
+    "PREFECT_CLIENT_MAX_RETRIES": "7",
     # A command prints an error once, in a sentence; Prefect would print its traceback as well. A server gets every log.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
 }

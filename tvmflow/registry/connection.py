@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tvmflow.errors import RegistryError
+from tvmflow.errors import RegistryError, RegistryUnavailableError
 from tvmflow.registry import database
 from tvmflow.registry.config import RegistryConfig, sqlite_file, without_secrets
 
@@ -128,10 +128,10 @@ class Connection:
             # The error itself may quote the address with its password.
             cause = None if any("@" in uri for uri in self.config.uris) else error
             if _is_unreachable(reason):
-                message = f"MLflow at {self.config.address} does not answer; start it or correct the tracking address"
-            else:
-                message = f"MLflow at {self.config.address} could not {action}: {reason}"
-            raise RegistryError(message) from cause
+                raise RegistryUnavailableError(
+                    f"MLflow at {self.config.address} does not answer; start it or correct the tracking address"
+                ) from cause
+            raise RegistryError(f"MLflow at {self.config.address} could not {action}: {reason}") from cause
 
 
 def prepare_environment() -> None:
@@ -176,4 +176,4 @@ def _describe(error: Exception) -> str | None:
 
 
 def _is_unreachable(reason: str) -> bool:
-    return reason.startswith("API request to") and ("HTTPConnectionPool" in reason or "HTTPSConnectionPool" in reason)
+    return re.search(r"HTTPS?ConnectionPool|Connection (aborted|refused|reset)", reason) is not None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
-from tvmflow.errors import StoreError
+from tvmflow.errors import StoreError, StoreUnavailableError
 
 if TYPE_CHECKING:
     from botocore.exceptions import BotoCoreError, ClientError
@@ -84,11 +84,27 @@ def explained(config: StoreConfig, action: str) -> Iterator[None]:
     try:
         yield
     except ClientError as error:
-        raise StoreError(_without_secrets(config, _explain_answer(config, action, error))) from error
+        kind = StoreUnavailableError if code_of(error) in _BUSY else StoreError
+        raise kind(_without_secrets(config, _explain_answer(config, action, error))) from error
     except BotoCoreError as error:
-        raise StoreError(_without_secrets(config, _explain_silence(config, action, error))) from error
+        kind = StoreUnavailableError if isinstance(error, _silences()) else StoreError
+        raise kind(_without_secrets(config, _explain_silence(config, action, error))) from error
     except ResponseParserError as error:
         raise StoreError(f"The server at {config.server} is not an S3 server: correct the endpoint.") from error
+
+
+def _silences() -> tuple[type[Exception], ...]:
+    """The errors of a server that is away for now."""
+    from botocore import exceptions
+
+    return (
+        exceptions.ConnectTimeoutError,
+        exceptions.EndpointConnectionError,
+        exceptions.ReadTimeoutError,
+        exceptions.ConnectionClosedError,
+        exceptions.IncompleteReadError,
+        exceptions.ResponseStreamingError,
+    )
 
 
 def code_of(error: ClientError) -> str:
