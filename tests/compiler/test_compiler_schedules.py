@@ -1,6 +1,7 @@
 """Schedules of single functions."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from onnx import helper
 
 from support.arrays import normal
 from support.machines import AVX512
-from tvmflow.compiler import import_onnx, lower, workloads
+from tvmflow.compiler import import_onnx, lower, tiles, workloads
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import ScheduleWarning, kernels_of, schedule
-from tvmflow.target import Target
+from tvmflow.target import Target, resolve
 
 
 def relu(rows: Any, columns: int) -> tvm.tirx.PrimFunc:
@@ -96,6 +97,33 @@ def test_a_convolution_that_is_scaled_by_channel_stays_one_function(make_model: 
     lowered = lower(import_onnx(path), target)
     names = [item.name for item in workloads(lowered) if kernels_of(item.func)]
     assert [("multiply" in name) for name in names] == [True], names
+
+
+@pytest.mark.parametrize("rows", [197, 53, "rows"])
+def test_rows_that_no_tile_divides_are_copied_once_for_all_channels(
+    rows: int | str, make_model: Any, assert_same_as_onnxruntime: Any, target: Target
+) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    path: Path = make_model(nodes, [("x", [rows, 40])], ["y"], {"w": normal(40, 203)})
+    (dense,) = (item.func for item in workloads(lower(import_onnx(path), target)) if kernels_of(item.func))
+    # On a machine with a tiny cache, so that the weights stream, and with a large one.
+    for size in (1 << 10, 1 << 20):
+        cpu = machine(target)
+        sch = tvm.s_tir.Schedule(schedule(dense, replace(cpu, second=replace(cpu.second, size=size)))[0])
+        outermost, *_ = sch.get_loops(sch.get_sblock("panel"))
+        product_loops = [sch.get(loop) for loop in sch.get_loops(sch.get_sblock("product_update"))]
+        assert not any(loop.same_as(sch.get(outermost)) for loop in product_loops)
+    assert_same_as_onnxruntime(path, {"x": normal(53 if isinstance(rows, str) else rows, 40)})
+
+
+@pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "x86-64-v4", "aarch64-cortex-a72"])
+@pytest.mark.parametrize("rows", [16, 50, 77, 128, 197, 211])
+def test_weights_from_the_second_level_cache_keep_pace_with_a_tile(rows: int, name: str) -> None:
+    cpu = machine(resolve(name))
+    for vectors in (12, 48, 192):
+        tile = tiles.choose(rows, vectors, cpu)
+        weights = tile.vectors * cpu.vectors.bits / 8 / cpu.second.read
+        assert weights <= max(tile.rows * tile.vectors / 2, 4), tile
 
 
 @pytest.mark.parametrize("rows", [4, "rows"])

@@ -44,7 +44,8 @@ def rank(
     lines, so more than seven rows would evict each other.
 
     The rate counts cycles per step of the reduction: a tile of r rows by v vectors does r*v multiply-adds with r + v
-    loads, and needs r*v + v + 1 registers. Work on the missing rows of a last, partial tile is wasted.
+    loads, v of them of weights in the second-level cache, and needs r*v + v + 1 registers. Work on the missing rows of
+    a last, partial tile is wasted.
     """
     most = 7 if row_bytes is not None and row_bytes % CONFLICT == 0 else machine.registers - 2 if exact else 28
     rated_tiles: list[tuple[tuple[float, int, int], Tile]] = []
@@ -58,10 +59,12 @@ def rank(
                 continue
             if exact and rows is not None and rows % height:
                 continue
-            cycles = max(height * count / _PORTS, (height + count) / _PORTS, _LATENCY)
+            weights = count * machine.lanes * machine.number / machine.second.read
+            cycles = max(height * count / _PORTS, (height + count) / _PORTS, weights, _LATENCY)
             useful = 1.0 if rows is None else rows / (-(-rows // height) * height)
-            # Uneven rows are copied into a panel first, at about two vector operations per element.
-            copying = 0.0 if rows is not None and rows % height == 0 else 2 * height / machine.lanes / _PORTS
+            # Uneven rows are copied into a panel first, once for all vectors of channels.
+            is_even = rows is not None and rows % height == 0
+            copying = 0.0 if is_even else 2 * height / machine.lanes / _PORTS * count / vectors
             rate = height * count * useful / (cycles + copying)
             key = (round(rate, 2), min(height * count, 20), -abs(count - 2))
             rated_tiles.append((key, Tile(height, count)))

@@ -107,7 +107,12 @@ def tile_product(
     task = common.fuse(sch, order)
     common.parallel(sch, task, machine)
     sch.compute_at(product, at_inner[0] if at_inner else task, preserve_unit_loops=True)
-    for name in ("pad", "panel", "pack"):
+    for block in common.find_blocks(sch, "panel"):
+        # One copy serves all tiles of channels.
+        *rows_of_panel, _ = sch.get_loops(block)
+        common.vectorize_inner(sch, block, machine)
+        common.parallel(sch, common.fuse(sch, rows_of_panel), machine)
+    for name in ("pad", "pack"):
         for block in common.find_blocks(sch, name):
             sch.compute_at(block, task, preserve_unit_loops=True)
             common.vectorize_inner(sch, block, machine)
