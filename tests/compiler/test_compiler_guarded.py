@@ -175,7 +175,7 @@ def _movement(model: Drawn) -> None:
     model.node("Pad", x, model.array(np.array(pads, "int64")), mode=model.choice("constant", "edge"))
     image = model.input(1, model.integer(1, 20), model.integer(2, 12), model.integer(2, 12))
     scales = np.array([1, 1, *(model.choice(0.5, 1.5, 2, 3) for _ in range(2))], "float32")
-    for mode in ("nearest", "linear"):
+    for mode in ("nearest", "linear", "cubic"):
         model.node("Resize", image, "", model.array(scales), mode=mode)
     model.node("Slice", x, *(model.array(np.array([value], "int64")) for value in (0, sizes[axis], axis, 2)))
 

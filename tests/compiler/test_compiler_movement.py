@@ -6,7 +6,9 @@ import pytest
 from onnx import NodeProto, helper
 
 from support.arrays import normal
-from tvmflow.compiler import CompiledModel
+from support.builds import rule_counts
+from tvmflow.compiler import CompiledModel, import_onnx, lower, workloads
+from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
 
@@ -89,13 +91,20 @@ def test_depth_to_space_and_back_equal_onnx_runtime(
     assert_same_as_onnxruntime(path, {"x": normal(2, 3, 6, 7)})
 
 
-_RESIZES = [("nearest", "asymmetric"), ("linear", "half_pixel"), ("linear", "align_corners")]
+_RESIZES = [
+    ("nearest", "asymmetric"),
+    ("linear", "half_pixel"),
+    ("linear", "align_corners"),
+    ("linear", "asymmetric"),
+    ("cubic", "pytorch_half_pixel"),
+]
 
 
 @pytest.mark.parametrize("is_channels_last", [True, False], ids=["channels last", "channels first"])
 def test_resizing_equals_onnx_runtime(is_channels_last: bool, assert_all_same: Check) -> None:
     cases = []
-    for scale in ((2.0, 2.0), (3.0, 1.5)):
+    scales = ((2.0, 2.0), (3.0, 1.5), (0.5, 0.5))
+    for scale in scales:
         for mode, transformation in _RESIZES:
             resize = helper.make_node(
                 "Resize",
@@ -108,7 +117,23 @@ def test_resizing_equals_onnx_runtime(is_channels_last: bool, assert_all_same: C
             nodes, weights = _between([resize], 20) if is_channels_last else ([resize], {})
             weights = {**weights, "scale": np.array([1, 1, *scale], "float32")}
             cases.append(((nodes, [("x", [2, 3, 8, 6])], ["y"], weights), {"x": normal(2, 3, 8, 6)}))
-    assert_all_same(cases)
+    # Resizes of the same sizes share a function: their coordinates are data.
+    assert rule_counts(assert_all_same(cases))["resize"] >= len(scales)
+
+
+def test_an_image_is_transposed_before_it_is_enlarged(
+    make_model: Any, assert_same_as_onnxruntime: Check, target: Target
+) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("Resize", ["a", "", "scale"], ["y"], mode="linear"),
+    ]
+    weights = {"w": normal(21, 3, 1, 1), "scale": np.array([1, 1, 4, 4], "float32")}
+    path = make_model(nodes, [("x", [2, 3, 8, 6])], ["y"], weights)
+    built = assert_same_as_onnxruntime(path, {"x": normal(2, 3, 8, 6)})
+    resizes = [item.func for item in workloads(lower(import_onnx(path), target)) if "resize" in item.name]
+    assert [[int(size) for size in func.params[-1].shape] for func in resizes] == [[2, 21, 32, 24]]
+    assert rule_counts(built)["resize"] == 1
 
 
 @pytest.mark.parametrize("rounding", ["round_prefer_floor", "round_prefer_ceil"])

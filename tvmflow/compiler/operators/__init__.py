@@ -13,7 +13,7 @@ from tvm import relax
 
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import convolution, elementwise, norms, pooling, products, reductions, rowwise
+from tvmflow.compiler.operators import convolution, elementwise, norms, pooling, products, reductions, resize, rowwise
 from tvmflow.compiler.operators.common import Legalization, default
 
 _Definition = Callable[[relax.BlockBuilder, relax.Call, Machine], relax.Expr | None]
@@ -22,6 +22,7 @@ _OPERATORS: dict[str, _Definition] = {
     **{f"relax.{name}": reductions.legalize for name in ("sum", "mean", "max", "min", "prod", "variance", "std")},
     "relax.nn.max_pool2d": partial(pooling.legalize, largest=True),
     "relax.nn.avg_pool2d": partial(pooling.legalize, largest=False),
+    "relax.image.resize2d": resize.legalize,
     "relax.nn.softmax": rowwise.legalize_softmax,
     "relax.nn.log_softmax": partial(rowwise.legalize_softmax, logarithm=True),
     "relax.nn.layer_norm": rowwise.legalize_norm,

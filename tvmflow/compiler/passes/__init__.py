@@ -68,6 +68,7 @@ def layout(lanes: int = 16) -> list[tvm.transform.Pass]:
         dimensions.split_transposed(),
         dimensions.split_groups(lanes),
         ChannelsLast(),
+        simplify.transpose_before_resizing(),
     ]
 
 

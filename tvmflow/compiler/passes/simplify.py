@@ -1,5 +1,6 @@
 """Evaluates constants, removes operators without effect, and rewrites forms that TVM's own passes cannot handle."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -361,3 +362,31 @@ def _one_batch_dimension(rewriter: Rewriter, call: relax.Call) -> relax.Expr | N
 def matrices_of_vectors() -> tvm.transform.Pass:
     """Return the pass that writes products with vectors as products of matrices, with weights on the right."""
     return rewriting("MatricesOfVectors", {"matmul": (_columns, _weights_on_the_right, _one_batch_dimension)})
+
+
+def _transpose_smaller(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Transpose an image before it is enlarged, not after."""
+    resize = rewriter.call(call.args[0], "image.resize2d")
+    if resize is None or not rewriter.used_once(call.args[0]) or call.attrs.axes is None:
+        return None
+    before, after = static_sizes(resize.args[0]), static_sizes(resize)
+    axes, attrs = [int(axis) for axis in call.attrs.axes], resize.attrs
+    layout = "".join(attrs.layout[axis] for axis in axes)
+    if attrs.coordinate_transformation_mode == "tf_crop_and_resize":
+        return None
+    if before is None or after is None or math.prod(before) >= math.prod(after) or layout not in ("NCHW", "NHWC"):
+        return None
+    options = ("method", "coordinate_transformation_mode", "rounding_method", "cubic_alpha", "cubic_exclude")
+    return relax.op.image.resize2d(
+        rewriter.emit(relax.op.permute_dims(resize.args[0], axes)),
+        resize.args[1],
+        layout=layout,
+        extrapolation_value=attrs.extrapolation_value,
+        out_dtype=attrs.out_dtype,
+        **{name: getattr(attrs, name) for name in options},
+    )
+
+
+def transpose_before_resizing() -> tvm.transform.Pass:
+    """Return the pass that moves a transpose after an enlarged image to before it, where there is less to move."""
+    return rewriting("TransposeBeforeResizing", {"permute_dims": (_transpose_smaller,)})

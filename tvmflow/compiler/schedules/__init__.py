@@ -28,6 +28,7 @@ from tvmflow.compiler.schedules import (
     prefetch,
     products,
     reductions,
+    resize,
     rowwise,
     strassen,
     winograd,
@@ -62,6 +63,7 @@ RULES: dict[str, Rule] = {
     "attention": attention.apply,
     "reduction": reductions.apply,
     "pooling": pooling.apply,
+    "resize": resize.apply,
 }
 
 
