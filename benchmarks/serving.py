@@ -35,6 +35,7 @@ from tvmflow.errors import InputError
 
 _START_SECONDS = 180.0
 _TITLES = {"onnxruntime": "ONNX Runtime", "mlflow": "MLflow"}
+_BASELINE = "baseline"
 
 
 @dataclass
@@ -247,6 +248,9 @@ def compare(arguments: argparse.Namespace, state: Path) -> dict[str, dict[str, d
 
         document = {"inputs": tensors}
         servers = {"tvmflow": start(ours, path, document, arguments.threads)}
+        if arguments.baseline is not None:
+            command = [str(arguments.baseline), *ours[1:]]
+            servers[_BASELINE] = start(command, path, document, arguments.threads)
         if "onnxruntime" in arguments.peers:
             command = [sys.executable, __file__, str(model), "--peer", "--threads", str(arguments.threads)]
             servers["onnxruntime"] = start(command, "/v2/models/model/infer", document, arguments.threads)
@@ -288,6 +292,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="of a turn (1)")
     parser.add_argument("--max-delay-ms", type=float, default=0.0, help="of ours (0)")
     parser.add_argument("--peers", nargs="*", choices=list(_TITLES), default=list(_TITLES), metavar="PEER")
+    parser.add_argument("--baseline", type=Path, help="the command tvmflow of another version, as one more peer")
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -305,7 +310,9 @@ def main() -> None:
         table.add_column(heading, justify="left" if heading == "over" else "right")
     for name, by_clients in ratios.items():
         for clients, figures in by_clients.items():
-            table.add_row(_TITLES[name], clients, *(f"{figures[item]:.2f}" for item in ("rate", "p50", "p99")))
+            table.add_row(
+                _TITLES.get(name, name), clients, *(f"{figures[item]:.2f}" for item in ("rate", "p50", "p99"))
+            )
     Console(width=100).print(table, highlight=False)
     print(f"threads {arguments.threads}, {arguments.rounds} rounds of {arguments.seconds:g} s")
     if arguments.json is not None:

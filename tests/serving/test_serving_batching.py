@@ -14,7 +14,8 @@ from tvmflow.bundle import TensorSpec, read_manifest
 from tvmflow.errors import BundleError
 from tvmflow.runtime import CompiledModel
 from tvmflow.serving import batching
-from tvmflow.serving.batching import Batcher, OverloadedError, batch_dimension
+from tvmflow.serving.batching import Batcher, batch_dimension
+from tvmflow.serving.limits import OverloadedError
 
 MakeInputs = Callable[..., dict[str, Any]]
 Reference = Callable[..., dict[str, Any]]

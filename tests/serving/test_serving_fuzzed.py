@@ -19,6 +19,7 @@ from tvmflow import runtime
 from tvmflow.serving import protocol
 from tvmflow.serving.app import Service, application
 from tvmflow.serving.batching import Batcher
+from tvmflow.serving.limits import Limits
 from tvmflow.serving.metrics import Metrics
 from tvmflow.serving.source import ServedModel
 
@@ -92,7 +93,7 @@ def ask(bundle: Path) -> Iterator[Ask]:
     """The answer of the application in this process; an exception that leaves it is raised here."""
     batcher = Batcher(max_batch=8, max_delay=0.0, on_batch=lambda rows: None)
     with runtime.load(bundle) as model, asyncio.Runner() as runner:
-        service = Service(ServedModel("small", "1", model), batcher, Metrics(), 1 << 20)
+        service = Service([ServedModel("small", "1", model)], batcher, Metrics(), Limits(body=1 << 20))
         transport = httpx.ASGITransport(application(service))
         client = httpx.AsyncClient(transport=transport, base_url="http://server")
 

@@ -18,6 +18,7 @@ from tvmflow import runtime
 from tvmflow.bundle import sha256_file
 from tvmflow.serving.app import Service, application
 from tvmflow.serving.batching import Batcher
+from tvmflow.serving.limits import Limits
 from tvmflow.serving.metrics import Metrics
 from tvmflow.serving.server import _bound
 from tvmflow.serving.source import ServedModel
@@ -306,7 +307,7 @@ def test_a_failure_of_the_model_is_reported_and_counted(bundle: Path, inputs: Ma
     """The server runs in this process and the model's library is closed, since no request makes a sound model fail."""
     model, metrics = runtime.load(bundle), Metrics()
     batcher = Batcher(max_batch=1, max_delay=0, on_batch=metrics.batch_rows.observe)
-    app = application(Service(ServedModel("small", "1", model), batcher, metrics, 2**20))
+    app = application(Service([ServedModel("small", "1", model)], batcher, metrics, Limits(body=2**20)))
     model.close()
 
     async def ask() -> httpx.Response:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ _RELEASE = re.compile(r"([^/@]+)(?:@([^/@]+)|/([^/@]+))")
 
 
 @click.command("serve")
-@click.argument("model", metavar="NAME@CHANNEL|NAME/VERSION|BUNDLE")
+@click.argument("models", metavar="NAME@CHANNEL|NAME/VERSION|BUNDLE", nargs=-1, required=True)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
 @click.option("--threads", type=click.IntRange(min=1), help="TVM's worker threads; by default the bundle's.")
@@ -42,6 +43,27 @@ _RELEASE = re.compile(r"([^/@]+)(?:@([^/@]+)|/([^/@]+))")
     help="The largest request.",
 )
 @click.option(
+    "--max-waiting-mb",
+    type=click.FloatRange(min=0, min_open=True),
+    default=256,
+    show_default=True,
+    help="The most that all requests hold together that are not answered yet; others get 429.",
+)
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60,
+    show_default=True,
+    help="The longest time for an answer; then it is 504.",
+)
+@click.option(
+    "--hang-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120,
+    show_default=True,
+    help="How long one batch may run before the server says that it is not live.",
+)
+@click.option(
     "--poll",
     type=click.FloatRange(min=0, min_open=True),
     default=5,
@@ -50,17 +72,20 @@ _RELEASE = re.compile(r"([^/@]+)(?:@([^/@]+)|/([^/@]+))")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the address as a JSON document.")
 def serve_command(
-    model: str,
+    models: tuple[str, ...],
     host: str,
     port: int,
     threads: int | None,
     max_batch: int,
     max_delay_ms: float,
     max_body_mb: float,
+    max_waiting_mb: float,
+    timeout_s: float,
+    hang_s: float,
     poll: float,
     as_json: bool,
 ) -> None:
-    """Serve a channel's release, a given release or a bundle over the Open Inference Protocol (REST, version 2).
+    """Serve channels' releases, given releases or bundles over the Open Inference Protocol (REST, version 2).
 
     Every bundle is verified before it is loaded. When the channel moves, the server swaps to the new version without
     dropping a request; it refuses a version that fails verification, and still serves the one before. On SIGTERM it
@@ -68,23 +93,26 @@ def serve_command(
     """
     os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
     try:
-        from tvmflow.serving import Options, serve
+        from tvmflow.serving import Limits, Options, serve
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("tvmflow", "tvm"):
             raise
         raise SettingsError(f"serving needs {error.name!r}; install it with `pip install tvmflow[serve]`") from error
 
-    def announce(address: str, model: "ServedModel") -> None:
+    def announce(address: str, served: "Sequence[ServedModel]") -> None:
         if as_json:
-            click.echo(json.dumps({"address": address, "name": model.name, "version": model.version}))
+            versions = {model.name: model.version for model in served}
+            click.echo(json.dumps({"address": address, "models": versions}))
         else:
-            click.echo(f"serving {model.name} {model.version} at {address}")
+            names = ", ".join(f"{model.name} {model.version}" for model in served)
+            click.echo(f"serving {names} at {address}")
 
     logging.basicConfig(level=logging.WARNING, format="tvmflow: %(message)s")
     logging.getLogger("tvmflow.serving").setLevel(logging.INFO)
-    options = Options(host, port, threads, max_batch, max_delay_ms / 1e3, int(max_body_mb * 2**20), poll)
+    limits = Limits(int(max_body_mb * 2**20), int(max_waiting_mb * 2**20), timeout_s, hang_s)
+    options = Options(host, port, threads, max_batch, max_delay_ms / 1e3, limits, poll)
     with ExitStack() as stack:
-        serve(_source(model, stack), options, announce)
+        serve([_source(model, stack) for model in models], options, announce)
 
 
 def _source(model: str, stack: ExitStack) -> "Source":

@@ -1,9 +1,10 @@
 """The server's endpoints: the Open Inference Protocol's, and `/metrics`."""
 
 import asyncio
+import math
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -16,39 +17,70 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tvmflow import __version__
 from tvmflow.errors import InputError
 from tvmflow.serving import protocol
-from tvmflow.serving.batching import Batcher, OverloadedError
+from tvmflow.serving.batching import Batcher
+from tvmflow.serving.conversion import Converter
+from tvmflow.serving.limits import Limits, OverloadedError, Room
 from tvmflow.serving.metrics import Metrics
 from tvmflow.serving.source import ServedModel
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Arrays = dict[str, npt.NDArray[Any]]
+
+TIMEOUT_HEADER = "tvmflow-timeout-ms"
+
 
 class Service:
-    """The state that the endpoints share: the served version, and the batcher that runs it.
+    """The state that the endpoints share: the served versions by their models' names, and the batcher that runs them.
 
-    `model` changes in the event loop's thread only, so that it cannot change while a request for it is read and queued.
-    A request of more than `body_limit` bytes is refused.
+    `models` changes in the event loop's thread only, so that it cannot change while a request is queued.
     """
 
-    def __init__(self, model: ServedModel, batcher: Batcher, metrics: Metrics, body_limit: int) -> None:
-        self.model = model
+    def __init__(self, models: Iterable[ServedModel], batcher: Batcher, metrics: Metrics, limits: Limits) -> None:
+        self.models = {model.name: model for model in models}
         self.batcher = batcher
         self.metrics = metrics
-        self.body_limit = body_limit
+        self.limits = limits
+        # A request of the largest size has room when it is alone: its text, and as many bytes again for its numbers.
+        self.room = Room(max(limits.waiting, 2 * limits.body))
+        self.converter = Converter()
         self.is_draining = False
-        self.problem: str | None = None
-        """Why the server does not serve the version that its source names; None while it does."""
-        metrics.model.labels(model.name, model.version).set(1)
+        self.problems: dict[str, str] = {}
+        """By a model's name, why the server does not serve the version that its source names."""
+        for model in self.models.values():
+            metrics.model.labels(model.name, model.version).set(1)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the batcher's thread works: no batch has been running for too long."""
+        return self.batcher.busy_seconds <= self.limits.hang
 
     def swap(self, following: ServedModel) -> None:
         """Serve another version, which is loaded and warm, from the next request on.
 
         The previous version is closed after its last request.
         """
-        previous, self.model, self.problem = self.model, following, None
+        previous, self.models[following.name] = self.models[following.name], following
+        self.problems.pop(following.name, None)
         self.metrics.model.remove(previous.name, previous.version)
         self.metrics.model.labels(following.name, following.version).set(1)
         self.metrics.swaps.inc()
         # The batcher closes it after the last request for it.
         self.batcher.call(previous.model.close)
+
+    async def run(self, model: ServedModel, inputs: "Arrays") -> "Arrays":
+        """Run a model on inputs, in a batch with others, and return the outputs.
+
+        A caller that is cancelled, because its time is over, takes its request out of the queue; a batch that runs
+        already runs to its end. Raises InputError for inputs that do not fit the model, OverloadedError when too many
+        requests wait.
+        """
+        future = self.batcher.submit(model.model, model.model.check_inputs(inputs))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self.batcher.discard(future)
 
 
 def application(service: Service) -> ASGIApp:
@@ -81,14 +113,16 @@ class _Endpoints:
         return JSONResponse({"name": "tvmflow", "version": __version__, "extensions": ["binary_tensor_data"]})
 
     async def live(self, request: Request) -> Response:
-        return JSONResponse({"live": True})
+        is_live = self._service.is_live
+        return JSONResponse({"live": is_live}, 200 if is_live else 503)
 
     async def ready(self, request: Request) -> Response:
-        return self._readiness({})
+        return self._readiness({}, self._service.problems.values())
 
     async def model_ready(self, request: Request) -> Response:
         model = self._served_model(request)
-        return self._readiness({"name": model.name, "version": model.version})
+        problem = self._service.problems.get(model.name)
+        return self._readiness({"name": model.name, "version": model.version}, [] if problem is None else [problem])
 
     async def metadata(self, request: Request) -> Response:
         model = self._served_model(request)
@@ -109,51 +143,80 @@ class _Endpoints:
     async def infer(self, request: Request) -> Response:
         metrics, start = self._service.metrics, time.perf_counter()
         self._served_model(request)
+        seconds = self._timeout(request)
         with metrics.in_flight.track_inprogress():
-            response = await self._infer(request)
+            try:
+                async with asyncio.timeout(seconds):
+                    response = await self._infer(request)
+            except TimeoutError as error:
+                raise HTTPException(504, f"the answer was not ready within {seconds:g} seconds") from error
         metrics.seconds.observe(time.perf_counter() - start)
         return response
 
     async def _infer(self, request: Request) -> Response:
-        body = await self._body(request)
-        # Read again after the body: from here to the queue the event loop cannot swap the version.
-        model = self._served_model(request)
         try:
-            inference = protocol.parse(body, request.headers.get(protocol.HEADER_LENGTH), model.model.outputs)
-            future = self._service.batcher.submit(model.model, model.model.check_inputs(inference.inputs))
-            results = await asyncio.wrap_future(future)
-            answer = protocol.render(inference, model.name, model.version, results)
+            with self._service.room.hold() as take:
+                return await self._answer(request, await self._body(request, take), take)
         except InputError as error:
             raise HTTPException(400, str(error)) from error
         except OverloadedError as error:
-            raise HTTPException(503, "too many requests wait; try again later", {"retry-after": "1"}) from error
-        return Response(answer.body, headers=answer.headers)
+            # The rest of the body is not read, so that the connection cannot serve another request.
+            headers = {"retry-after": "1", "connection": "close"}
+            raise HTTPException(429, "too many requests wait; try again later", headers) from error
 
-    async def _body(self, request: Request) -> bytes:
-        chunks, size, limit = [], 0, self._service.body_limit
+    async def _body(self, request: Request, take: Callable[[int], int]) -> bytes:
+        chunks, limit = [], self._service.limits.body
         async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                # The rest is not read, so that the connection cannot serve another request.
+            if take(len(chunk)) > limit:
                 raise HTTPException(413, f"the request is larger than {limit} bytes", {"connection": "close"})
             chunks.append(chunk)
         return b"".join(chunks)
 
+    async def _answer(self, request: Request, body: bytes, take: Callable[[int], int]) -> Response:
+        service, header_length = self._service, request.headers.get(protocol.HEADER_LENGTH)
+        while True:
+            model = self._served_model(request)
+            inference = await service.converter.parse(body, header_length, model.model.outputs)
+            # The version may have been swapped meanwhile; from here to the queue it cannot be.
+            if self._served_model(request) is model:
+                break
+        # Numbers may take more bytes than their text.
+        take(max(0, sum(array.nbytes for array in inference.inputs.values()) - len(body)))
+        results = await service.run(model, inference.inputs)
+        answer = await service.converter.render(inference, model.name, model.version, results)
+        return Response(answer.body, headers=answer.headers)
+
+    def _timeout(self, request: Request) -> float:
+        """The seconds that the request has: those of its header, at most the server's. Raises HTTPException."""
+        limit, header = self._service.limits.timeout, request.headers.get(TIMEOUT_HEADER)
+        if header is None:
+            return limit
+        try:
+            seconds = float(header) / 1e3
+        except ValueError:
+            seconds = math.nan
+        if not seconds > 0:
+            raise HTTPException(400, f"{TIMEOUT_HEADER} is {header!r}, expected a number of milliseconds")
+        return min(limit, seconds)
+
     def _served_model(self, request: Request) -> ServedModel:
         """The served version. Raises HTTPException, status 404, when the path names another model or version."""
-        model = self._service.model
-        name, version = request.path_params["name"], request.path_params.get("version", model.version)
-        if name != model.name:
-            raise HTTPException(404, f"there is no model {name!r} here; served is {model.name!r}")
+        models = self._service.models
+        name = request.path_params["name"]
+        if name not in models:
+            served = ", ".join(map(repr, models))
+            raise HTTPException(404, f"there is no model {name!r} here; served is {served}")
+        model = models[name]
+        version = request.path_params.get("version", model.version)
         if version != model.version:
             raise HTTPException(404, f"version {version!r} of {name!r} is not served; served is {model.version!r}")
         return model
 
-    def _readiness(self, document: dict[str, Any]) -> Response:
-        is_ready = not self._service.is_draining
+    def _readiness(self, document: dict[str, Any], problems: Iterable[str]) -> Response:
+        is_ready = not self._service.is_draining and self._service.is_live
         document["ready"] = is_ready
-        if self._service.problem is not None:
-            document["problem"] = self._service.problem
+        if text := "; ".join(problems):
+            document["problem"] = text
         return JSONResponse(document, 200 if is_ready else 503)
 
 

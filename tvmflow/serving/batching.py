@@ -12,6 +12,7 @@ import numpy as np
 
 from tvmflow.bundle import Manifest
 from tvmflow.runtime import CompiledModel
+from tvmflow.serving.limits import OverloadedError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 QUEUE_LIMIT = 1024
 
 T = TypeVar("T")
-
-
-class OverloadedError(Exception):
-    """The queue is full: QUEUE_LIMIT requests wait."""
 
 
 def batch_dimension(manifest: Manifest) -> str | None:
@@ -72,6 +69,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._is_hurried = False
         self._is_closed = False
+        self._busy_since: float | None = None
         # TVM's worker threads belong to the thread that calls a model: one fixed thread, one pool.
         self._thread = threading.Thread(target=self._run, name="tvmflow-models", daemon=True)
         self._thread.start()
@@ -90,6 +88,21 @@ class Batcher:
             self._waiting.append(request)
             self._changed.notify()
         return request.result
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the batch that runs has been running; 0 where none runs."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def discard(self, result: "Future[Arrays]") -> None:
+        """Take a request out of the queue, if it still waits; `result` is its future, which is cancelled."""
+        if not result.cancel():
+            return
+        with self._changed:
+            self._waiting = deque(
+                item for item in self._waiting if not isinstance(item, _Request) or item.result is not result
+            )
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Queue a function, to run in the batcher's thread; return the future of its result."""
@@ -121,10 +134,12 @@ class Batcher:
                     self._changed.wait()
                 first = self._waiting.popleft()
                 batch = self._gather(first) if isinstance(first, _Request) else []
+            self._busy_since = time.monotonic()
             if isinstance(first, _Request):
                 self._answer([request for request in batch if request.result.set_running_or_notify_cancel()])
             else:
                 first()
+            self._busy_since = None
             # Otherwise these names would keep the last batch and its model in memory until the next batch.
             del first, batch
 

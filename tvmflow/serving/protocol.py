@@ -79,13 +79,11 @@ def parse(body: bytes, header_length: str | None, outputs: Sequence[TensorSpec])
     binary data. Raises InputError for a body that breaks the protocol or names another output; whether the inputs fit
     the model is not checked.
     """
-    length = len(body)
-    if header_length is not None:
-        # No body's length has more digits, and Python refuses to read numbers with thousands of digits.
-        is_number = header_length.isascii() and header_length.isdigit() and len(header_length) < 20
-        if not is_number or int(header_length) > len(body):
-            raise InputError(f"{HEADER_LENGTH} is {header_length!r}, expected the length in bytes of the JSON")
-        length = int(header_length)
+    length = len(body) if header_length is None else header_size(header_length)
+    if length > len(body):
+        raise InputError(
+            f"{HEADER_LENGTH} is {header_length}, expected the length in bytes of the JSON, at most {len(body)}"
+        )
     try:
         document = json.loads(body[:length])
     except (ValueError, RecursionError) as error:
@@ -104,6 +102,14 @@ def parse(body: bytes, header_length: str | None, outputs: Sequence[TensorSpec])
     if rest:
         raise InputError(f"{len(rest)} bytes follow that no input's 'binary_data_size' describes")
     return InferRequest(identity, inputs, _requested_outputs(document, [spec.name for spec in outputs]))
+
+
+def header_size(header_length: str) -> int:
+    """Return the value of the header HEADER_LENGTH as a number of bytes. Raises InputError when it is none."""
+    # No body's length has more digits, and Python refuses to read numbers with thousands of digits.
+    if not (header_length.isascii() and header_length.isdigit() and len(header_length) < 20):
+        raise InputError(f"{HEADER_LENGTH} is {header_length!r}, expected the length in bytes of the JSON")
+    return int(header_length)
 
 
 def render(request: InferRequest, name: str, version: str, results: "Mapping[str, Array]") -> InferResponse:

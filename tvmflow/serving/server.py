@@ -6,14 +6,15 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import uvicorn
 
 from tvmflow.errors import SettingsError, StoreError, TvmflowError
 from tvmflow.serving.app import Service, application
 from tvmflow.serving.batching import Batcher
+from tvmflow.serving.limits import Limits
 from tvmflow.serving.metrics import Metrics
 from tvmflow.serving.source import ServedModel, Source, load
 
@@ -35,37 +36,39 @@ class Options:
     max_batch: int = 64
     max_delay: float = 0.0
     """Seconds."""
-    max_body: int = 64 * 2**20
-    """Bytes."""
+    limits: Limits = field(default_factory=Limits)
     poll: float = 5.0
     """Seconds between two polls of the channel."""
 
 
-def serve(source: Source, options: Options, announce: Callable[[str, ServedModel], object]) -> None:
+Announce = Callable[[str, Sequence[ServedModel]], object]
+"""Called with the server's URL and the served versions."""
+
+
+def serve(sources: Sequence[Source], options: Options, announce: Announce) -> None:
     """Serve until SIGTERM or SIGINT; must be called by the main thread.
 
-    Calls `announce` with the server's URL and the served version as soon as it listens. Raises SettingsError when it
-    cannot listen on the address, and StoreError, BundleError or VerdictError when the source's version cannot be
-    served.
+    Calls `announce` as soon as the server listens. Raises SettingsError when it cannot listen on the address or two
+    sources have one name, and StoreError, BundleError or VerdictError when a source's version cannot be served.
     """
+    names = [source.name for source in sources]
+    if len(set(names)) < len(names):
+        raise SettingsError(f"two of the models have one name ({', '.join(names)}); serve each by a server of its own")
     metrics = Metrics()
     with _bound(options.host, options.port) as listener:
-        model = load(source, source.desired_version(), options.threads)
+        models = [load(source, source.desired_version(), options.threads) for source in sources]
         batcher = Batcher(max_batch=options.max_batch, max_delay=options.max_delay, on_batch=metrics.batch_rows.observe)
         try:
-            _warm(batcher, model)
-            service = Service(model, batcher, metrics, options.max_body)
-            asyncio.run(_serve(service, source, options, listener, announce))
+            for model in models:
+                _warm(batcher, model)
+            service = Service(models, batcher, metrics, options.limits)
+            asyncio.run(_serve(service, sources, options, listener, announce))
         finally:
             batcher.close()
 
 
 async def _serve(
-    service: Service,
-    source: Source,
-    options: Options,
-    listener: socket.socket,
-    announce: Callable[[str, ServedModel], object],
+    service: Service, sources: Sequence[Source], options: Options, listener: socket.socket, announce: Announce
 ) -> None:
     loop, is_over = asyncio.get_running_loop(), threading.Event()
     config = uvicorn.Config(
@@ -76,7 +79,7 @@ async def _serve(
         server_header=False,
         timeout_graceful_shutdown=_DRAIN_SECONDS,
     )
-    server = _Server(config, on_startup=lambda: announce(_address(listener), service.model))
+    server = _Server(config, on_startup=lambda: announce(_address(listener), list(service.models.values())))
 
     def drain() -> None:
         service.is_draining = True
@@ -85,14 +88,16 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain)
-    if source.is_channel:
-        # A daemon, so that a download that hangs does not keep the process from ending.
-        watcher = Watcher(service, source, options, loop)
-        threading.Thread(target=watcher.run, args=(is_over,), name="tvmflow-channel", daemon=True).start()
+    for source in sources:
+        if source.is_channel:
+            # A daemon, so that a download that hangs does not keep the process from ending.
+            watcher = Watcher(service, source, options, loop)
+            threading.Thread(target=watcher.run, args=(is_over,), name="tvmflow-channel", daemon=True).start()
     try:
         await server.serve(sockets=[listener])
     finally:
         is_over.set()
+        service.converter.close()
 
 
 class Watcher:
@@ -105,6 +110,10 @@ class Watcher:
         self._loop = loop
         # A version that was refused is not tried again before the channel has pointed at another one.
         self._refused_version: str | None = None
+
+    @property
+    def _served(self) -> ServedModel:
+        return self._service.models[self._source.name]
 
     def run(self, is_over: threading.Event) -> None:
         """Poll every `options.poll` seconds until `is_over` is set."""
@@ -127,7 +136,7 @@ class Watcher:
             self._service.metrics.failed_polls.inc()
             self._report(f"the channel cannot be read: {error}")
             return
-        if version == self._service.model.version:
+        if version == self._served.version:
             self._refused_version = None
             self._report(None)
             return
@@ -147,7 +156,7 @@ class Watcher:
             self._report(f"version {version} is refused: {error}")
             return
         self._refused_version = None
-        _LOG.info("version %s takes over from %s", version, self._service.model.version)
+        _LOG.info("version %s takes over from %s", version, self._served.version)
         swapped = threading.Event()
 
         def swap() -> None:
@@ -159,9 +168,12 @@ class Watcher:
 
     def _report(self, problem: str | None) -> None:
         """Log a new problem, and let the readiness endpoints show it; None when there is none any more."""
-        if problem is not None and problem != self._service.problem:
-            _LOG.warning("%s; still serving %s", problem, self._service.model.version)
-        self._service.problem = problem
+        problems, name = self._service.problems, self._source.name
+        if problem is None:
+            problems.pop(name, None)
+        elif problem != problems.get(name):
+            _LOG.warning("%s; still serving %s", problem, self._served.version)
+            problems[name] = problem
 
 
 class _Server(uvicorn.Server):

@@ -1,0 +1,68 @@
+"""Parsing and rendering of requests: small ones at once, large ones in a process of their own.
+
+The event loop must stay free to answer probes. A thread would not do: Python's JSON parser holds the interpreter until
+it has read the whole text.
+"""
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from tvmflow.bundle import TensorSpec
+from tvmflow.launch import die_with_parent
+from tvmflow.serving import protocol
+from tvmflow.serving.protocol import InferRequest, InferResponse
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+# Text of this many bytes is parsed in about a millisecond; a number is rendered in about twenty bytes.
+_SMALL_BYTES = 1 << 17
+_BYTES_PER_NUMBER = 20
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Converter:
+    """Parses requests and renders responses; its process starts with the first large one and ends with `close`."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    async def parse(self, body: bytes, header_length: str | None, outputs: Sequence[TensorSpec]) -> InferRequest:
+        """Do what `protocol.parse` does."""
+        size = len(body) if header_length is None else min(protocol.header_size(header_length), len(body))
+        return await self._run(size, protocol.parse, body, header_length, outputs)
+
+    async def render(
+        self, request: InferRequest, name: str, version: str, results: "Mapping[str, Array]"
+    ) -> InferResponse:
+        """Do what `protocol.render` does."""
+        numbers = sum(results[output.name].size for output in request.outputs if not output.is_binary)
+        # The inputs are needed no more, and would travel to the process.
+        answered = InferRequest(request.id, {}, request.outputs)
+        return await self._run(numbers * _BYTES_PER_NUMBER, protocol.render, answered, name, version, results)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    async def _run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if size <= _SMALL_BYTES:
+            return function(*args, **kwargs)
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, context, initializer=die_with_parent, initargs=(os.getpid(),))
+        try:
+            return await asyncio.wrap_future(self._pool.submit(function, *args, **kwargs))
+        except BrokenProcessPool:
+            self._pool = None
+            raise
