@@ -17,8 +17,10 @@ from flows.runs import one_at_a_time
 from tasks.benchmark import Point
 from tasks.choose import Choice
 from tasks.export import ExportJob, ExportResult, export
-from tasks.publish import PublishJob, PublishResult, publish
+from tasks.insight import InsightJob, insight
+from tasks.publish import PublishJob, PublishResult, publish, release_document
 from tasks.relax_import import ImportJob, relax_import
+from tasks.report import PAGE, ReportJob, report
 from tasks.step import slug
 from tasks.track import TargetResult, TrackJob, TrackResult, track
 from tasks.train import TrainJob, TrainResult, train
@@ -31,7 +33,7 @@ from tvmflow.process import shared_imports
 from tvmflow.services import open_services, open_workspace
 from tvmflow.spec import Spec
 from tvmflow.target import Target, host
-from tvmflow.workspace import Outcome, Record, StepSummary
+from tvmflow.workspace import Artifact, Outcome, Record, StepSummary
 
 
 class TargetSummary(Record):
@@ -174,7 +176,9 @@ def release_model(
             f"the verdict is kept in MLflow run {tracked.result.run_id}"
         )
     endpoint = context.settings.s3_endpoint
-    publishing = PublishJob.of(spec, context.store, endpoint, export_result, results, tracked.result)
+    document = release_document(spec, export_result, results, tracked.result)
+    page = _report(context, model, results, document)
+    publishing = PublishJob.of(spec, context.store, endpoint, document, results, tracked.result, page)
     published = publish(runner, publishing, context.store, context.registry)
     outcomes: dict[str, Outcome[Any] | None] = {
         "train": trained,
@@ -186,9 +190,47 @@ def release_model(
     }
     steps = {name: outcome.summary for name, outcome in outcomes.items() if outcome is not None}
     summary = _summary(context, results, tracked.result, published.result, steps)
+    _post_artifact(summary)
     warnings = _warnings(spec, export_result)
     promotions = promote_automatically(context, summary.version)
     return summary.model_copy(update={"promotions": promotions, "warnings": warnings})
+
+
+def _report(
+    context: RunContext, model: ModelSteps, results: tuple[TargetResult, ...], document: dict[str, Any]
+) -> Artifact:
+    """Return the page of a release; one that is published keeps the page that it has."""
+    if context.store.has_release(document["name"], document["version"]):
+        published = context.store.get_release(document["name"], document["version"])
+        if "report" in published:
+            return Artifact(name=PAGE, **published["report"])
+    insights = {
+        item.target.name: insight(
+            context.runner, InsightJob.of(model.exported, model.reference, item.bundle, item.target)
+        ).result
+        for item in results
+        if item.verdict.verified and item.target.tvm.get("kind") == "llvm"
+    }
+    return report(context.runner, ReportJob.of(context.spec, context.store, document, insights)).result.page
+
+
+def _post_artifact(summary: ReleaseSummary) -> None:
+    """Leave a short table of a release as an artifact of the flow run, which Prefect's UI shows."""
+    from prefect.artifacts import create_markdown_artifact
+
+    lines = ["| target | p50 ms | / ONNX Runtime | task metric |", "|---|---|---|---|"]
+    for item in summary.targets:
+        p50, metric = (item.latency_ms or {}).get("p50"), (item.metric or {}).get("bundle")
+        figures = (p50, item.ratio.get("onnxruntime"), metric)
+        lines.append(
+            " | ".join([f"| {item.target}", *("-" if value is None else f"{value:.4g}" for value in figures), ""])
+        )
+    title = f"{summary.name} {summary.version}"
+    lines += [
+        "",
+        f"`tvmflow report {title} --open` shows its report, which is {PAGE} of MLflow run {summary.mlflow_run_id}.",
+    ]
+    create_markdown_artifact("\n".join(lines), key="release", description=title)
 
 
 def _warnings(spec: Spec, exported: ExportResult) -> tuple[str, ...]:

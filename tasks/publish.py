@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasks.export import ExportResult
+from tasks.report import PAGE
 from tasks.step import Job, Step, StepRunner
 from tasks.track import TargetResult, TrackResult, verdict_document
 from tvmflow import __version__
@@ -16,12 +17,13 @@ from tvmflow.workspace import Artifact, StepResult
 
 
 class PublishJob(Job):
-    """The release's document and its bundles; `store` and `endpoint` are the addresses of the store."""
+    """The release's document, its bundles and its report; `store` and `endpoint` are the addresses of the store."""
 
     name: str
     tracked: TrackResult
     document: dict[str, Any]
     targets: tuple[TargetResult, ...]
+    report: Artifact
     store: str
     endpoint: str | None
 
@@ -40,19 +42,22 @@ class PublishJob(Job):
         spec: Spec,
         store: ReleaseStore,
         endpoint: str | None,
-        exported: ExportResult,
+        document: dict[str, Any],
         targets: tuple[TargetResult, ...],
         tracked: TrackResult,
+        report: Artifact,
     ) -> "PublishJob":
         """Return the job that publishes a release, which has passed and has a version.
 
-        `endpoint` is the address of the S3 server, None for the embedded one.
+        `endpoint` is the address of the S3 server, None for the embedded one. `document` is what `release_document`
+        returns; release.json names the report as well.
         """
         return cls(
             name=spec.name,
             tracked=tracked,
-            document=release_document(spec, exported, targets, tracked),
+            document={**document, "report": {"sha256": report.sha256, "size": report.size}},
             targets=targets,
+            report=report,
             store=store.config.uri,
             endpoint=endpoint,
         )
@@ -72,6 +77,10 @@ def work(job: PublishJob, runner: StepRunner, store: ReleaseStore, registry: Reg
     Raises StoreError and RegistryError.
     """
     artifacts = {item.sha256: item for target in job.targets for item in blobs_of(target).values()}
+    page = runner.workspace.path(job.report)
+    # The page of a release that is published already may be in the store alone.
+    if page.exists():
+        artifacts[job.report.sha256] = job.report
     total = sum(item.size for item in artifacts.values())
     sent_bytes = 0
 
@@ -82,6 +91,8 @@ def work(job: PublishJob, runner: StepRunner, store: ReleaseStore, registry: Reg
 
     blobs = [(runner.workspace.path(item), digest) for digest, item in artifacts.items()]
     uri = store.publish(job.name, job.version, job.document, blobs, progressed)
+    if page.exists():
+        registry.log_artifacts(job.tracked.run_id, {PAGE: page})
     model = job.tracked.model
     registry.set_version_tag(model, job.version, "tvmflow.status", "published")
     registry.set_version_tag(model, job.version, "tvmflow.release_uri", uri)

@@ -4,12 +4,14 @@ import hashlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from mlflow.entities import ViewType
 
+from support.reports import data_of, unexplained_figures
 from tvmflow.services import open_store
 from tvmflow.settings import Settings
 
@@ -130,6 +132,23 @@ def test_mlflow_has_the_files_of_the_run(digits: Any) -> None:
     client, run_id = digits.machine.mlflow, digits.first.document["mlflow_run_id"]
     files = {item.path for folder in ("", "relax", "native") for item in client.list_artifacts(run_id, folder)}
     assert files >= {"model.onnx", "release.json", "verdict.json", "relax/imported.txt", "native/lowered.txt"}
+
+
+def test_the_report_is_published_and_logged(digits: Any) -> None:
+    machine, page = digits.machine, digits.machine.home.parent / "page.html"
+    written = machine.run("report", "digits", "1", "-o", page)
+    assert written.code == 0, written.stderr
+    with open_store(Settings(home=machine.home)) as store:
+        reference = store.get_release("digits", "1")["report"]
+    content = page.read_bytes()
+    assert reference == {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    logged = machine.mlflow.download_artifacts(digits.first.document["mlflow_run_id"], "report.html")
+    assert Path(logged).read_bytes() == content
+    assert unexplained_figures(content.decode()) == []
+    (insight,) = data_of(content.decode())["insights"].values()
+    assert (insight["samples"], len(insight["worst"])) == (360, 10)
+    assert insight["functions"][0]["ms"] > 0
+    assert all(sample["inputs"][0]["image"] for sample in insight["worst"])
 
 
 def test_the_model_version_says_where_the_release_is(digits: Any) -> None:

@@ -26,6 +26,7 @@ from tvmflow.cli.receive import receive_command
 from tvmflow.cli.reconcile import reconcile_command
 from tvmflow.cli.records import records_command
 from tvmflow.cli.release import release_command
+from tvmflow.cli.report import diff_command, report_command
 from tvmflow.cli.retrain import notify_command, retrain_command
 from tvmflow.cli.retune import retune_command
 from tvmflow.cli.rollback import rollback_command
@@ -80,6 +81,8 @@ for command in (
     sign_command,
     init_command,
     list_command,
+    report_command,
+    diff_command,
     up_command,
     down_command,
     deploy_command,

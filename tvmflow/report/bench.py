@@ -24,7 +24,8 @@ def write_page(name: str, contest: Mapping[str, Any], sentences: Sequence[str]) 
     which = next(iter(contest["figures"].values()))["percentiles_ms"]
     headings = ("", *(f"p{each} ms" for each in which), "runs/s", "load ms", "first ms", "memory bytes", "J/run")
     intervals = {peer: (item["low"], item["ratio"], item["high"]) for peer, item in ratios.items()}
-    chart = [page.figure(charts.intervals("Our latency over the peer's", intervals, 1.0))] if intervals else []
+    title = "Our latency over the peer's"
+    chart = [page.figure(title, charts.intervals(title, intervals, 1.0))] if intervals else []
     sections = {
         "Ratios": [*chart, page.items(sentences)],
         "Figures": [page.table("Every runner on the same sample", headings, rows)],

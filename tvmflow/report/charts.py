@@ -6,8 +6,9 @@ from html import escape
 COLOURS = ("#1565c0", "#c62828", "#8d6e63", "#2e7d32", "#6a1b9a", "#ef6c00")
 """Colours that differ on a light and on a dark page, and in their lightness as well."""
 STYLE = (
-    "svg.chart{width:100%;height:auto;font:12px system-ui,sans-serif;color:#222}"
+    "svg.chart{width:100%;height:auto;min-width:30rem;font:12px system-ui,sans-serif;color:#222}"
     "svg.chart text{fill:currentColor}svg.chart .axis{stroke:currentColor;stroke-opacity:.35;fill:none}"
+    "svg.small{min-width:0}"
     "@media(prefers-color-scheme:dark){svg.chart{color:#ddd}}"
 )
 """The style sheet of the charts, for the head of a page."""
@@ -108,7 +109,7 @@ def bars(title: str, rows: Mapping[str, float], form: str = "{:.3g}") -> str:
     parts = []
     for index, (name, value) in enumerate(rows.items()):
         top, width = 30 + index * _ROW, value * scale
-        short = name if len(name) < 22 else f"{name[:20]}…"
+        short = name if len(name) < 20 else f"{name[:18]}…"
         parts.append(f"<g><title>{escape(name)}</title>{_text(_LEFT - 8, top + 15, short, 'end')}")
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{width:.1f}" height="20" fill="{COLOURS[0]}"/></g>')
         parts.append(_text(_LEFT + width + 6, top + 15, form.format(value)))
@@ -131,3 +132,17 @@ def _picture(title: str, description: str, height: float, parts: Sequence[str]) 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def wave(title: str, parts: Sequence[Sequence[float]]) -> str:
+    """Return a waveform: the lowest and the highest value of each part, one after the other."""
+    low, high = min(part[0] for part in parts), max(part[1] for part in parts)
+    scale, step = 80 / ((high - low) or 1.0), 160 / len(parts)
+    path = "".join(
+        f"M{index * step:.1f} {85 - (least - low) * scale:.1f}V{84 - (most - low) * scale:.1f}"
+        for index, (least, most) in enumerate(parts)
+    )
+    return (
+        f'<svg class="chart small" role="img" viewBox="0 0 160 90"><title>{escape(title)}</title>'
+        f'<path d="{path}" stroke="{COLOURS[0]}" fill="none"/></svg>'
+    )

@@ -15,7 +15,8 @@ _STYLE = (
     "nav ul{display:flex;flex-wrap:wrap;gap:.25rem 1rem;padding:0;list-style:none}"
     "a{color:LinkText}a:focus-visible,summary:focus-visible,.scroll:focus-visible{outline:3px solid Highlight}"
     ".scroll{overflow-x:auto;max-width:100%}table{border-collapse:collapse;font-size:.9rem}"
-    "th,td{padding:.3rem .7rem;text-align:right;border-bottom:1px solid color-mix(in srgb,CanvasText 20%,Canvas)}"
+    "th,td{padding:.3rem .7rem;text-align:right;white-space:nowrap;"
+    "border-bottom:1px solid color-mix(in srgb,CanvasText 20%,Canvas)}"
     "th:first-child,td:first-child{text-align:left}caption{text-align:left;padding:.3rem 0}"
     "pre,code{font-size:.85rem}pre{overflow-x:auto;padding:.7rem;"
     "background:color-mix(in srgb,CanvasText 7%,Canvas)}"
@@ -63,9 +64,17 @@ def items(entries: Iterable[object]) -> Markup:
     return Markup(f"<ul>{''.join(f'<li>{text(entry)}</li>' for entry in entries)}</ul>")
 
 
-def figure(chart: str) -> Markup:
-    """Return a chart of `tvmflow.report.charts` as part of a page."""
-    return Markup(f'<figure><div class="scroll" tabindex="0" role="region" aria-label="chart">{chart}</div></figure>')
+def commands(lines: str) -> Markup:
+    """Return command lines, which scroll by themselves where the screen is too narrow for them."""
+    return Markup(f'<pre tabindex="0">{escape(lines)}</pre>')
+
+
+def figure(caption: str, chart: str) -> Markup:
+    """Return a chart of `tvmflow.report.charts` with a caption; it scrolls by itself where the screen is too narrow."""
+    return Markup(
+        f'<figure><figcaption>{escape(caption)}</figcaption><div class="scroll" tabindex="0" role="region" '
+        f'aria-label="{escape(caption)}">{chart}</div></figure>'
+    )
 
 
 def write(title: str, sections: Mapping[str, Sequence[Markup]], data: Mapping[str, Any]) -> str:

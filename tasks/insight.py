@@ -1,0 +1,244 @@
+"""Insight: where a bundle spends its time, and the samples on which it differs most from the original."""
+
+import base64
+import io
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tasks.export import ExportResult
+from tasks.step import ChildStep, Job
+from tasks.validate import ReferenceResult
+from tvmflow import samples
+from tvmflow.process import Emit
+from tvmflow.samples import Array, NamedArrays
+from tvmflow.target import Target
+from tvmflow.workspace import Artifact, Record, StepResult
+
+# How often functions are timed; how many of the slowest and of the worst samples are kept; how long samples are run.
+_REPEATS, _FUNCTIONS, _SAMPLES = 10, 40, 10
+_SECONDS = 60.0
+# The largest side of a picture, the fewest values of a waveform and the points that it is drawn with.
+_LARGEST_SIDE, _LEAST_WAVE, _WAVE_POINTS = 128, 64, 160
+_SHOWN_VALUES = 24
+
+
+class InsightJob(Job):
+    """A bundle that runs here, the samples, and the held-out data with the original's outputs, if there are any."""
+
+    bundle: Artifact
+    samples: Artifact
+    held_out: Artifact | None
+    labels: Artifact | None
+    count: int
+    whole: bool
+    target: Target
+
+    @property
+    def label(self) -> str:
+        """The target's name."""
+        return self.target.name
+
+    @property
+    def needs_compiler(self) -> bool:
+        """True: the names of the functions are in the bundle's IR."""
+        return True
+
+    def cache_key(self) -> Mapping[str, Any]:
+        """Return the digests of the bundle and of the data."""
+        return self.model_dump(mode="json", include={"bundle", "samples", "held_out", "labels"})
+
+    @classmethod
+    def of(
+        cls, exported: ExportResult, reference: ReferenceResult | None, bundle: Artifact, target: Target
+    ) -> "InsightJob":
+        """Return the job that looks into one bundle."""
+        return cls(
+            bundle=bundle,
+            samples=exported.samples,
+            held_out=None if reference is None else reference.original,
+            labels=None if reference is None else reference.labels,
+            count=0 if reference is None else reference.count,
+            whole=reference is not None and reference.whole,
+            target=target,
+        )
+
+
+class FunctionTime(Record):
+    """A compiled function: its calls in a run, the milliseconds of all of them, and the bytes that they move."""
+
+    name: str
+    calls: int
+    ms: float
+    bytes: int
+
+
+class Drawing(Record):
+    """An input as a page shows it: `image` is a PNG in base64, `wave` the lowest and highest value of each part."""
+
+    name: str
+    shape: tuple[int, ...]
+    image: str | None = None
+    wave: tuple[tuple[float, float], ...] | None = None
+    values: str = ""
+
+
+class SampleInsight(Record):
+    """A sample: its index, the largest difference of its outputs from the original's, and the inputs.
+
+    `answer` and `original_answer` are the argmax along the last axis of the first output where that is one number,
+    else None; `label` is the true answer.
+    """
+
+    index: int
+    error: float
+    answer: int | None
+    original_answer: int | None
+    label: str | None
+    inputs: tuple[Drawing, ...]
+
+
+class Insight(StepResult):
+    """The slowest functions and the samples that differ most.
+
+    `flipped` are samples whose answer is not the original's, at most ten of `flips`. `samples` were looked at.
+    """
+
+    functions: tuple[FunctionTime, ...]
+    worst: tuple[SampleInsight, ...]
+    flipped: tuple[SampleInsight, ...]
+    flips: int
+    samples: int
+
+
+def work(job: InsightJob, emit: Emit) -> Insight:
+    """Profile a bundle and run it on the held-out data, else on the samples, in a child process.
+
+    Samples are run for a minute at most. Raises BundleError when the bundle does not run here.
+    """
+    from tvmflow import runtime
+    from tvmflow.runtime.profile import measure_functions, schedule_rules
+
+    bundle = job.workspace.path(job.bundle)
+    labels = None if job.labels is None else np.load(job.workspace.path(job.labels))
+    with runtime.load(bundle) as model:
+        sample = model.sample[0]
+        names = schedule_rules(bundle, model.manifest)
+        times = measure_functions(model.machine, lambda: model(**sample), names, _REPEATS, model.device.sync)
+        compared = list(_compare(job, model, labels, emit))
+    worst = sorted(compared, key=lambda item: -item[1])[:_SAMPLES]
+    flipped = [item for item in compared if item[2] != item[3]]
+    return Insight(
+        functions=tuple(
+            FunctionTime(name=item.name, calls=item.calls, ms=item.seconds * 1e3, bytes=item.bytes)
+            for item in times[:_FUNCTIONS]
+        ),
+        worst=tuple(_describe(item, labels) for item in worst),
+        flipped=tuple(_describe(item, labels) for item in flipped[:_SAMPLES]),
+        flips=len(flipped),
+        samples=len(compared),
+    )
+
+
+insight = ChildStep("insight", Insight, work)
+
+# A sample's index, error, answer, the original's answer, and inputs.
+_Compared = tuple[int, float, int | None, int | None, NamedArrays]
+
+
+def _compare(job: InsightJob, model: Any, labels: Array | None, emit: Emit) -> Iterator[_Compared]:
+    """Run the model on the data and yield every sample; chunks of held-out data have samples along the first axis."""
+    data = samples.load(job.workspace.path(job.samples if job.held_out is None else job.held_out))
+    is_chunked = job.held_out is not None and not job.whole
+    index, start = 0, time.monotonic()
+    for number, (inputs, expected) in enumerate(data):
+        emit(number, len(data), "samples")
+        outputs = model(**inputs)
+        length = min(len(next(iter(expected.values()))), job.count - index) if is_chunked else 1
+        for position in range(length):
+            place = slice(position, position + 1) if is_chunked else slice(None)
+            ours, theirs = (
+                {name: np.asarray(values[name])[place] for name in expected} for values in (outputs, expected)
+            )
+            error = max(_largest_difference(ours[name], theirs[name]) for name in expected)
+            first = next(iter(expected))
+            part = {name: array[position] if is_chunked else array for name, array in inputs.items()}
+            yield index, error, _answer(ours[first]), _answer(theirs[first]), part
+            index += 1
+        if time.monotonic() - start > _SECONDS:
+            break
+
+
+def _largest_difference(ours: Array, theirs: Array) -> float:
+    if ours.shape != theirs.shape or not ours.size or not np.issubdtype(ours.dtype, np.number):
+        return 0.0
+    return float(np.nan_to_num(np.abs(ours.astype(np.float64) - theirs.astype(np.float64))).max())
+
+
+def _answer(output: Array) -> int | None:
+    """The argmax of an output that has one row of several scores, else None."""
+    if not output.shape or output.shape[-1] < 2 or output.size != output.shape[-1]:
+        return None
+    return int(output.argmax())
+
+
+def _describe(item: _Compared, labels: Array | None) -> SampleInsight:
+    index, error, answer, original_answer, inputs = item
+    label = None if labels is None or np.ndim(labels[index]) else str(labels[index])
+    drawings = tuple(draw(name, np.asarray(array)) for name, array in inputs.items())
+    return SampleInsight(
+        index=index, error=error, answer=answer, original_answer=original_answer, label=label, inputs=drawings
+    )
+
+
+def draw(name: str, array: Array) -> Drawing:
+    """Return an input as an image, a waveform, or its first values.
+
+    An image has two axes of at least four pixels, and one or three channels before or after them, with an axis of one
+    item in front or not. A waveform has one axis of 64 values or more.
+    """
+    squeezed = array[0] if array.ndim > 1 and array.shape[0] == 1 else array
+    plain = Drawing(name=name, shape=array.shape, values=_first_values(array))
+    if not np.issubdtype(array.dtype, np.number):
+        return plain
+    pixels = _pixels(squeezed)
+    if pixels is not None:
+        return plain.model_copy(update={"image": _png(pixels)})
+    if squeezed.ndim == 1 and squeezed.size >= _LEAST_WAVE and np.issubdtype(squeezed.dtype, np.floating):
+        parts = np.array_split(np.nan_to_num(squeezed.astype(np.float64)), min(_WAVE_POINTS, squeezed.size))
+        return plain.model_copy(update={"wave": tuple((float(part.min()), float(part.max())) for part in parts)})
+    return plain
+
+
+def _pixels(array: Array) -> Array | None:
+    """The array as height, width and channels, None where it is no image."""
+    if array.ndim == 2 and min(array.shape) >= 4:
+        array = array[:, :, None]
+    elif array.ndim == 3 and array.shape[0] in (1, 3) and min(array.shape[1:]) >= 4:
+        array = array.transpose(1, 2, 0)
+    return array if array.ndim == 3 and array.shape[2] in (1, 3) and min(array.shape[:2]) >= 4 else None
+
+
+def _png(pixels: Array) -> str:
+    from PIL import Image
+
+    values = np.nan_to_num(pixels.astype(np.float64))
+    low, high = float(values.min()), float(values.max())
+    scaled = ((values - low) * (255 / ((high - low) or 1.0))).astype(np.uint8)
+    image = Image.fromarray(scaled[:, :, 0] if scaled.shape[2] == 1 else scaled)
+    image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
+    stream = io.BytesIO()
+    image.save(stream, "PNG", optimize=True)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def _first_values(array: Array) -> str:
+    shown = ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in _flat(array))
+    return f"{shown}, ..." if array.size > _SHOWN_VALUES else shown
+
+
+def _flat(array: Array) -> list[Any]:
+    values: list[Any] = array.reshape(-1)[:_SHOWN_VALUES].tolist()
+    return values

@@ -1,0 +1,80 @@
+"""Report: the page of a release, beside the release that its channel holds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tasks.gate import Check, GateJob, check_figures
+from tasks.insight import Insight
+from tasks.step import Job, Step, StepRunner
+from tvmflow.report.release import make_data, write_page
+from tvmflow.spec import Spec
+from tvmflow.store import ReleaseStore, channels
+from tvmflow.workspace import Artifact, StepResult
+
+PAGE = "report.html"
+"""The artifact of a release's run that holds the page."""
+# The channel whose release a new one is compared with, if the release file names it, and the releases of the history.
+_CHANNEL, _HISTORY = "production", 30
+
+
+class ReportJob(Job):
+    """A release's document without its report, the documents before it, and the insights by target.
+
+    `channel` is the one whose release, `production`, it is compared with; None where the channel holds nothing.
+    `checks` are those of the channel's gates on figures.
+    """
+
+    release: dict[str, Any]
+    channel: str
+    production: dict[str, Any] | None
+    history: tuple[dict[str, Any], ...]
+    insights: dict[str, Insight]
+    checks: tuple[Check, ...]
+
+    def cache_key(self) -> Mapping[str, Any]:
+        """Return the release's document: its page stays the same when later releases and moves change the others."""
+        return {"release": self.release}
+
+    @classmethod
+    def of(
+        cls, spec: Spec, store: ReleaseStore, release: dict[str, Any], insights: Mapping[str, Insight]
+    ) -> "ReportJob":
+        """Return the job that reports on a release which is not published yet. Raises StoreError."""
+        channel = _CHANNEL if _CHANNEL in spec.channels or not spec.channels else list(spec.channels)[-1]
+        versions = [version for version in store.list_versions(spec.name) if version != release["version"]]
+        history = tuple(store.get_release(spec.name, version) for version in versions[-_HISTORY:])
+        pointer = channels.find(store, spec.name, channel)
+        held = None if pointer is None else pointer.version
+        production = next((document for document in history if document["version"] == held), None)
+        checks: tuple[Check, ...] = ()
+        if channel in spec.channels:
+            policy = spec.channels[channel]
+            job = GateJob(release=release, channel=channel, policy=policy, pointer=pointer, current=production)
+            checks = tuple(check_figures(job))
+        return cls(
+            release=release,
+            channel=channel,
+            production=production,
+            history=history,
+            insights=dict(insights),
+            checks=checks,
+        )
+
+
+class ReportResult(StepResult):
+    """The page, an HTML file."""
+
+    page: Artifact
+
+
+def work(job: ReportJob, runner: StepRunner) -> ReportResult:
+    """Write the page of a release and return it."""
+    insights = {name: item.model_dump(mode="json", exclude={"sources"}) for name, item in job.insights.items()}
+    checks = [check.model_dump(mode="json") for check in job.checks]
+    data = make_data(job.release, job.channel, job.production, job.history, insights, checks)
+    with runner.workspace.scratch() as folder:
+        (folder / PAGE).write_text(write_page(data))
+        return ReportResult(page=runner.workspace.keep(folder / PAGE))
+
+
+report = Step("report", ReportResult, work)

@@ -1,0 +1,206 @@
+"""The page of a release: what it says, that its data has every figure, and that nothing overflows a phone."""
+
+import html
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.reports import data_of, figures_of, unexplained_figures
+from support.skips import needs
+from tasks.insight import draw
+from tvmflow.report import charts
+from tvmflow.report.changes import compare_releases
+from tvmflow.report.release import make_data, write_difference, write_page
+
+_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+
+
+def _release(version: str, p50: float, *, onnx: str = "a", reasons: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A release's document with one target, measured at `p50` ms."""
+    latency = {"p50": p50, "p90": p50 * 1.25, "p99": None, "throughput": 1e3 / p50}
+    measured = {"latency_ms": latency, "peak_memory": 123_456, "load_seconds": 0.25}
+    verdict = {
+        "verified": True,
+        "reasons": list(reasons),
+        "precision": "fp32",
+        "algorithms": {},
+        "comparisons": [{"max_abs_error": 1.5e-6, "top1_agreement": 0.996}],
+        "metric_original": 0.9375,
+        "metric_bundle": 0.90625,
+    }
+    target = {
+        "target": "native",
+        "bundle": {"sha256": version * 64, "size": 1_000_000 + int(version)},
+        "verdict": verdict,
+        "measurements": {"points": [{"runners": {"tvm": measured}}]},
+        "tuning": {"shipped": "tuned", "coverage": "3 of 4 workloads tuned"},
+    }
+    return {
+        "name": "net",
+        "version": version,
+        "created_at": "2026-11-22T10:00:00+00:00",
+        "tvmflow": "0.1.0",
+        "provenance": {"onnx": f"sha256:{onnx * 64}", "opset": 18, "source": None},
+        "channels": {"production": {"gates": {"max_metric_drop": 0.01, "min_metric": None}}},
+        "targets": [target],
+    }
+
+
+def _sample(index: int, answer: int, **drawing: Any) -> dict[str, Any]:
+    item = {"name": "x", "shape": [1, 8, 8], "image": None, "wave": None, "values": "1, 2, 3", **drawing}
+    return {"index": index, "error": 1e-5, "answer": answer, "original_answer": 3, "label": "3", "inputs": [item]}
+
+
+_INSIGHT = {
+    "functions": [
+        {
+            "name": "fused_conv2d_add_relu_with_a_name_that_is_rather_long_for_a_phone",
+            "calls": 2,
+            "ms": 3.0,
+            "bytes": 6000,
+        },
+        {"name": "softmax", "calls": 1, "ms": 1.0, "bytes": 0},
+    ],
+    "worst": [_sample(7, 3, image=_PNG), _sample(8, 3, wave=[[-1.0, 1.0], [-0.5, 0.25]])],
+    "flipped": [_sample(9, 4)],
+    "flips": 1,
+    "samples": 360,
+}
+
+
+_CHECK = {"name": "max_metric_drop", "told": "it has dropped", "passed": True, "value": 0.90625, "bound": 0.9}
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    """The page of release 3 with release 2 in production."""
+    history = (_release("1", 1.0), _release("2", 2.0))
+    return write_page(
+        make_data(_release("3", 2.5, onnx="b"), "production", history[1], history, {"native": _INSIGHT}, (_CHECK,))
+    )
+
+
+def test_every_figure_of_the_page_is_in_its_data(page: str) -> None:
+    assert len(figures_of(page)) > 40
+    assert unexplained_figures(page) == []
+
+
+def test_the_sections_are_in_the_order_of_a_decision(page: str) -> None:
+    assert re.findall(r"<h2[^>]*>(.*?)</h2>", page) == [
+        "Verdict",
+        "Against production",
+        "Worst samples",
+        "Accuracy over latency",
+        "Where the time goes",
+        "What changed since production",
+        "Trust",
+        "Roll back",
+    ]
+
+
+def test_the_page_loads_nothing(page: str) -> None:
+    assert re.findall(r'(?:src|href)="(?!data:|#)', page) == []
+    assert re.findall(r"(?:src|href)=[^\"]", page) == []
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_the_page_answers_why_it_is_slower(page: str) -> None:
+    changes = {change["name"]: change for change in data_of(page)["changes"]}
+    assert changes["p50 latency, ms"]["ratio"] == 1.25
+    assert changes["task metric"]["ratio"] == 1.0
+    assert "sha256:bbbbbbbbbbbb…" in page
+    assert "operator set" not in page.partition("What differs")[2].partition("Trust")[0]
+
+
+def test_a_refusal_stands_first() -> None:
+    refused = _release("1", 1.0, reasons=("target 'native': it is <wrong>",))
+    text = write_page(make_data(refused, "production", None, (), {}, ()))
+    assert "Refused: target &#x27;native&#x27;: it is &lt;wrong&gt;" in text
+    assert "production holds nothing" in text
+
+
+def test_a_gate_that_is_not_kept_stands_first() -> None:
+    checks = ({**_CHECK, "passed": False}, _CHECK)
+    text = write_page(make_data(_release("1", 1.0), "production", None, (), {}, checks))
+    assert "production would refuse it: it has dropped</p>" in text
+    assert unexplained_figures(text) == []
+
+
+def test_text_of_a_model_cannot_end_the_data() -> None:
+    release = _release("1", 1.0)
+    release["provenance"]["source"] = "</script><b>"
+    text = write_page(make_data(release, "production", None, (), {}, ()))
+    assert text.count("</script>") == 1
+    assert data_of(text)["release"]["provenance"]["source"] == "</script><b>"
+
+
+def test_a_target_that_was_not_measured_has_no_figures() -> None:
+    release = _release("1", 1.0)
+    release["targets"][0] |= {"measurements": None, "verdict": {"verified": False, "reasons": [], "comparisons": []}}
+    text = write_page(make_data(release, "production", None, (), {}, ()))
+    assert unexplained_figures(text) == []
+    assert "not run on the machine that built it" in text
+
+
+def test_a_figure_without_one_before_has_no_ratio() -> None:
+    before = _release("1", 1.0)
+    before["targets"][0]["target"] = "other"
+    ratios = {change.name: change.ratio for change in compare_releases(_release("2", 2.0), before)}
+    assert set(ratios.values()) == {None}
+    assert unexplained_figures(write_difference(_release("2", 2.0), _release("1", 1.0))) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ((1, 8, 8), "image"),
+        ((3, 32, 24), "image"),
+        ((1, 3, 32, 24), "image"),
+        ((32, 24, 3), "image"),
+        ((1, 4000), "wave"),
+        ((10,), "values"),
+        ((5, 7, 9, 11), "values"),
+    ],
+)
+def test_an_input_is_drawn_by_its_shape(shape: tuple[int, ...], kind: str) -> None:
+    array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    drawing = draw("x", array)
+    assert (drawing.image is not None, drawing.wave is not None) == (kind == "image", kind == "wave")
+    assert drawing.values.startswith(f"{array.flat[0]:.4g}, ")
+
+
+def test_token_ids_are_shown_as_numbers() -> None:
+    assert draw("ids", np.arange(100, dtype=np.int64)).values.startswith("0, 1, 2, 3")
+
+
+@pytest.mark.parametrize("rows", [{}, {"one": 0.0}])
+def test_charts_of_nothing_are_charts(rows: dict[str, float]) -> None:
+    assert charts.bars("nothing", rows).startswith("<svg")
+    assert charts.points("nothing", "x", "y", {name: [(0.0, value)] for name, value in rows.items()}).startswith("<svg")
+
+
+@needs("chromium")
+def test_nothing_overflows_a_phone_or_a_desk(page: str, tmp_path: Path) -> None:
+    frames = "".join(
+        f'<iframe style="width:{width}px;height:600px;border:0" srcdoc="{html.escape(page)}"></iframe>'
+        for width in (360, 1280)
+    )
+    measure = (
+        "onload=()=>{document.title=[...document.querySelectorAll('iframe')]"
+        ".map(f=>f.contentDocument.documentElement).map(e=>e.scrollWidth-e.clientWidth).join(' ')}"
+    )
+    (tmp_path / "frames.html").write_text(f"<!DOCTYPE html><body>{frames}<script>{measure}</script></body>")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
+    dumped = subprocess.run(
+        [*command, f"--user-data-dir={tmp_path}", (tmp_path / "frames.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert re.findall(r"<title>([\d ]+)</title>", dumped.stdout) == ["0 0"]

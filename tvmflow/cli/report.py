@@ -1,0 +1,81 @@
+"""`tvmflow report` and `tvmflow diff`: the page of a release, and what differs between two."""
+
+import json
+import sys
+import webbrowser
+from pathlib import Path
+
+import click
+
+from tvmflow.errors import StoreError
+
+_OUTPUT = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command("report")
+@click.argument("name")
+@click.argument("version")
+@click.option("-o", "--output", type=_OUTPUT, help="The file to write; NAME-VERSION.html unless given.")
+@click.option("--open", "opens", is_flag=True, help="Show it in the browser.")
+def report_command(name: str, version: str, output: Path | None, opens: bool) -> None:
+    """Write the page of the release NAME VERSION: whether it may go out, and what it is like.
+
+    The page is one file that needs no network. It was made with the release.
+    """
+    from tvmflow import settings as machine
+    from tvmflow.services import open_store
+
+    path = output or Path(f"{name}-{version}.html")
+    with open_store(machine.load()) as store:
+        reference = store.get_release(name, version).get("report")
+        if reference is None:
+            raise StoreError(f"the release {name} {version} has no report: it was made before there were any")
+        store.get_blob(str(reference["sha256"]), path)
+    click.echo(str(path))
+    if opens:
+        webbrowser.open(path.absolute().as_uri())
+
+
+@click.command("diff")
+@click.argument("name")
+@click.argument("before")
+@click.argument("now")
+@click.option("--html", type=_OUTPUT, help="Write a page.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def diff_command(name: str, before: str, now: str, html: Path | None, as_json: bool) -> None:
+    """Show what differs between two versions of NAME, BEFORE and NOW: figures, model, tuning and bundles.
+
+    Each was measured when it was made.
+    """
+    from tvmflow import settings as machine
+    from tvmflow.report.release import change_rows, write_difference
+    from tvmflow.services import open_store
+
+    with open_store(machine.load()) as store:
+        old, new = (store.get_release(name, version) for version in (before, now))
+    rows = change_rows(new, old)
+    if html is not None:
+        html.write_text(write_difference(new, old))
+    if as_json:
+        click.echo(json.dumps({"name": name, "before": before, "now": now, "changes": rows}))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("target", "", before, now, "ratio"):
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        if row["now"] != row["before"]:
+            ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+            table.add_row(row["target"] or "all", row["name"], _cell(row["before"]), _cell(row["now"]), ratio)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _cell(value: float | str | None) -> str:
+    from tvmflow.report.release import shorten
+
+    if value is None:
+        return "-"
+    return shorten(value) if isinstance(value, str) else f"{value:.6g}"
