@@ -14,7 +14,7 @@ from support.arrays import normal
 from support.machines import AVX512
 from tvmflow.compiler import import_onnx, lower, tiles, workloads
 from tvmflow.compiler.machine import machine
-from tvmflow.compiler.schedules import ScheduleWarning, kernels_of, schedule
+from tvmflow.compiler.schedules import ScheduleWarning, kernels_of, schedule, variants
 from tvmflow.target import Target, resolve
 
 
@@ -109,11 +109,30 @@ def test_rows_that_no_tile_divides_are_copied_once_for_all_channels(
     # On a machine with a tiny cache, so that the weights stream, and with a large one.
     for size in (1 << 10, 1 << 20):
         cpu = machine(target)
-        sch = tvm.s_tir.Schedule(schedule(dense, replace(cpu, second=replace(cpu.second, size=size)))[0])
+        sch, *_ = variants(dense, replace(cpu, second=replace(cpu.second, size=size)), most=1)
         outermost, *_ = sch.get_loops(sch.get_sblock("panel"))
         product_loops = [sch.get(loop) for loop in sch.get_loops(sch.get_sblock("product_update"))]
         assert not any(loop.same_as(sch.get(outermost)) for loop in product_loops)
     assert_same_as_onnxruntime(path, {"x": normal(53 if isinstance(rows, str) else rows, 40)})
+
+
+@pytest.mark.parametrize("columns", [5, 21, 77, 197])
+def test_columns_that_no_vector_divides_are_copied_once_for_all_rows(
+    columns: int, make_model: Any, assert_same_as_onnxruntime: Any, target: Target
+) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "z"], ["y"])]
+    path: Path = make_model(nodes, [("x", [3, 53, 20]), ("z", [3, 20, columns])], ["y"])
+    (product,) = (item.func for item in workloads(lower(import_onnx(path), target)) if kernels_of(item.func))
+    sch, *_ = variants(product, machine(target), most=1)
+    product_loops = [sch.get(loop) for loop in sch.get_loops(sch.get_sblock("product_update"))]
+    copies = [
+        block for block in sch.get_child_blocks(sch.get_sblock("root")) if sch.get(block).name_hint.startswith("pack")
+    ]
+    assert copies
+    for copy in copies:
+        outermost, *_ = sch.get_loops(copy)
+        assert not any(loop.same_as(sch.get(outermost)) for loop in product_loops)
+    assert_same_as_onnxruntime(path, {"x": normal(3, 53, 20), "z": normal(3, 20, columns)})
 
 
 @pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "x86-64-v4", "aarch64-cortex-a72"])

@@ -280,6 +280,26 @@ def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     sch.vectorize(lane)
 
 
+def vectorize_padded(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Vectorise the innermost loop of a block that copies data and pads its last dimension, if at all.
+
+    The vectors that hold data alone have a loop of their own, without conditions.
+    """
+    inner = sch.get_loops(block)[-1]
+    size = extent(sch, inner)
+    if size is None or size % machine.lanes or not is_static(sch):
+        vectorize_inner(sch, block, machine)
+        return
+    data = max((int(region.source.shape[-1]) for region in sch.get(block).reads), default=0)
+    whole = data // machine.lanes
+    if not 0 < whole < size // machine.lanes:
+        vectorize_inner(sch, block, machine)
+        return
+    vectors, lane = sch.split(inner, [None, machine.lanes])
+    sch.vectorize(lane)
+    sch.loop_partition(vectors, [whole])
+
+
 def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:
     """Split output channels into tiles, vectors and lanes, so that no store needs a mask, and return these loops."""
     channels = extent(sch, channel)

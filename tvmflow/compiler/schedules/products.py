@@ -107,15 +107,15 @@ def tile_product(
     task = common.fuse(sch, order)
     common.parallel(sch, task, machine)
     sch.compute_at(product, at_inner[0] if at_inner else task, preserve_unit_loops=True)
-    for block in common.find_blocks(sch, "panel"):
-        # One copy serves all tiles of channels.
-        *rows_of_panel, _ = sch.get_loops(block)
+    for block in common.find_blocks(sch, "pad"):
+        sch.compute_at(block, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, block, machine)
-        common.parallel(sch, common.fuse(sch, rows_of_panel), machine)
-    for name in ("pad", "pack"):
+    # One copy of the left operand serves all tiles of channels, one of the right operand all tiles of rows.
+    for name in ("panel", "pack"):
         for block in common.find_blocks(sch, name):
-            sch.compute_at(block, task, preserve_unit_loops=True)
-            common.vectorize_inner(sch, block, machine)
+            copied = common.fuse(sch, list(sch.get_loops(block))[:-1])
+            common.parallel(sch, copied, machine)
+            common.vectorize_padded(sch, block, machine)
     for block in common.find_blocks(sch, "packed_rows"):
         _pack_rows(sch, block, machine)
     inner = list(sch.get_loops(product))

@@ -39,12 +39,7 @@ def _vectorize(sch: Schedule, block: SBlockRV, rows: int, machine: Machine) -> N
     if not inner:
         return
     if sch.get(block).name_hint.startswith("padded"):
-        # The last vector holds the end of the row, so it has a loop of its own.
-        vectors, lane = sch.split(inner[-1], [None, machine.lanes])
-        whole = (common.extent(sch, vectors) or 1) - 1
-        sch.vectorize(lane)
-        if whole:
-            sch.loop_partition(vectors, [whole])
+        common.vectorize_padded(sch, block, machine)
     elif not common.is_reduction(sch, block):
         common.vectorize_last(sch, block, machine)
     elif KERNEL in sch.get(block).annotations:
