@@ -33,6 +33,7 @@ class Running:
     process: "subprocess.Popen[str]"
     client: httpx.Client
     address: str
+    rpc_address: str | None = None
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples of this name, over its labels."""
@@ -191,9 +192,10 @@ def serve(command: Callable[..., "subprocess.Popen[str]"]) -> Serve:
                 assert process.stderr is not None
                 line = process.stdout.readline()
                 assert line, process.stderr.read()
-                address = json.loads(line)["address"]
+                document = json.loads(line)
+                address = document["address"]
                 with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
-                    yield Running(process, client, address)
+                    yield Running(process, client, address, document["grpc"])
             finally:
                 process.kill()
 

@@ -24,6 +24,7 @@ _RELEASE = re.compile(r"([^/@]+)(?:@([^/@]+)|/([^/@]+))")
 @click.argument("models", metavar="NAME@CHANNEL|NAME/VERSION|BUNDLE", nargs=-1, required=True)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
+@click.option("--grpc-port", type=click.IntRange(0, 65535), help="Also answer gRPC, at this port; 0 takes a free one.")
 @click.option("--threads", type=click.IntRange(min=1), help="TVM's worker threads; by default the bundle's.")
 @click.option(
     "--max-batch", type=click.IntRange(min=1), default=64, show_default=True, help="The most rows that run together."
@@ -75,6 +76,7 @@ def serve_command(
     models: tuple[str, ...],
     host: str,
     port: int,
+    grpc_port: int | None,
     threads: int | None,
     max_batch: int,
     max_delay_ms: float,
@@ -85,7 +87,7 @@ def serve_command(
     poll: float,
     as_json: bool,
 ) -> None:
-    """Serve channels' releases, given releases or bundles over the Open Inference Protocol (REST, version 2).
+    """Serve channels' releases, given releases or bundles over the Open Inference Protocol (version 2, REST and gRPC).
 
     Every bundle is verified before it is loaded. When the channel moves, the server swaps to the new version without
     dropping a request; it refuses a version that fails verification, and still serves the one before. On SIGTERM it
@@ -99,18 +101,18 @@ def serve_command(
             raise
         raise SettingsError(f"serving needs {error.name!r}; install it with `pip install tvmflow[serve]`") from error
 
-    def announce(address: str, served: "Sequence[ServedModel]") -> None:
+    def announce(address: str, rpc_address: str | None, served: "Sequence[ServedModel]") -> None:
         if as_json:
             versions = {model.name: model.version for model in served}
-            click.echo(json.dumps({"address": address, "models": versions}))
+            click.echo(json.dumps({"address": address, "grpc": rpc_address, "models": versions}))
         else:
             names = ", ".join(f"{model.name} {model.version}" for model in served)
-            click.echo(f"serving {names} at {address}")
+            click.echo(f"serving {names} at {address}" + (f", gRPC at {rpc_address}" if rpc_address else ""))
 
     logging.basicConfig(level=logging.WARNING, format="tvmflow: %(message)s")
     logging.getLogger("tvmflow.serving").setLevel(logging.INFO)
     limits = Limits(int(max_body_mb * 2**20), int(max_waiting_mb * 2**20), timeout_s, hang_s)
-    options = Options(host, port, threads, max_batch, max_delay_ms / 1e3, limits, poll)
+    options = Options(host, port, threads, max_batch, max_delay_ms / 1e3, limits, grpc_port, poll)
     with ExitStack() as stack:
         serve([_source(model, stack) for model in models], options, announce)
 

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 TIMEOUT_HEADER = "tvmflow-timeout-ms"
 
 
+class UnknownModelError(Exception):
+    """The server serves no model of the name, or another version of it."""
+
+
 class Service:
     """The state that the endpoints share: the served versions by their models' names, and the batcher that runs them.
 
@@ -55,6 +59,21 @@ class Service:
     def is_live(self) -> bool:
         """Whether the batcher's thread works: no batch has been running for too long."""
         return self.batcher.busy_seconds <= self.limits.hang
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the server takes requests: it is live and not about to end."""
+        return not self.is_draining and self.is_live
+
+    def find(self, name: str, version: str | None = None) -> ServedModel:
+        """Return the served version of a model. Raises UnknownModelError when it is not `version`, or there is none."""
+        model = self.models.get(name)
+        if model is None:
+            served = ", ".join(map(repr, self.models))
+            raise UnknownModelError(f"there is no model {name!r} here; served is {served}")
+        if version not in (None, model.version):
+            raise UnknownModelError(f"version {version!r} of {name!r} is not served; served is {model.version!r}")
+        return model
 
     def swap(self, following: ServedModel) -> None:
         """Serve another version, which is loaded and warm, from the next request on.
@@ -201,20 +220,13 @@ class _Endpoints:
 
     def _served_model(self, request: Request) -> ServedModel:
         """The served version. Raises HTTPException, status 404, when the path names another model or version."""
-        models = self._service.models
-        name = request.path_params["name"]
-        if name not in models:
-            served = ", ".join(map(repr, models))
-            raise HTTPException(404, f"there is no model {name!r} here; served is {served}")
-        model = models[name]
-        version = request.path_params.get("version", model.version)
-        if version != model.version:
-            raise HTTPException(404, f"version {version!r} of {name!r} is not served; served is {model.version!r}")
-        return model
+        try:
+            return self._service.find(request.path_params["name"], request.path_params.get("version"))
+        except UnknownModelError as error:
+            raise HTTPException(404, str(error)) from error
 
     def _readiness(self, document: dict[str, Any], problems: Iterable[str]) -> Response:
-        is_ready = not self._service.is_draining and self._service.is_live
-        document["ready"] = is_ready
+        is_ready = document["ready"] = self._service.is_ready
         if text := "; ".join(problems):
             document["problem"] = text
         return JSONResponse(document, 200 if is_ready else 503)

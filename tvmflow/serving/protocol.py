@@ -95,7 +95,7 @@ def parse(body: bytes, header_length: str | None, outputs: Sequence[TensorSpec])
     inputs: dict[str, Array] = {}
     rest = memoryview(body)[length:]
     for entry in _list(document.get("inputs"), "'inputs'"):
-        name, array, rest = _tensor(_mapping(entry, "an input"), rest)
+        name, array, rest = read_tensor(_mapping(entry, "an input"), rest)
         if name in inputs:
             raise InputError(f"input {name!r} is given twice")
         inputs[name] = array
@@ -140,8 +140,11 @@ def render(request: InferRequest, name: str, version: str, results: "Mapping[str
     return InferResponse(b"".join([head, *binary]), headers)
 
 
-def _tensor(entry: Mapping[str, Any], rest: memoryview) -> "tuple[str, Array, memoryview]":
-    """The name and the array of one input, and the binary data that remains for the inputs after it."""
+def read_tensor(entry: Mapping[str, Any], rest: memoryview) -> "tuple[str, Array, memoryview]":
+    """Return the name and the array of one input, and the binary data that remains for the inputs after it.
+
+    `entry` is the input as in the JSON of a request; `rest` the binary data from its own on. Raises InputError.
+    """
     name, datatype, shape = entry.get("name"), entry.get("datatype"), entry.get("shape")
     if not isinstance(name, str):
         raise InputError("an input has no 'name'")

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import uvicorn
 
@@ -37,12 +38,14 @@ class Options:
     max_delay: float = 0.0
     """Seconds."""
     limits: Limits = field(default_factory=Limits)
+    grpc_port: int | None = None
+    """The port for gRPC; None for none, 0 for a free one."""
     poll: float = 5.0
     """Seconds between two polls of the channel."""
 
 
-Announce = Callable[[str, Sequence[ServedModel]], object]
-"""Called with the server's URL and the served versions."""
+Announce = Callable[[str, str | None, Sequence[ServedModel]], object]
+"""Called with the server's URL, the address for gRPC or None, and the served versions."""
 
 
 def serve(sources: Sequence[Source], options: Options, announce: Announce) -> None:
@@ -79,12 +82,19 @@ async def _serve(
         server_header=False,
         timeout_graceful_shutdown=_DRAIN_SECONDS,
     )
-    server = _Server(config, on_startup=lambda: announce(_address(listener), list(service.models.values())))
+    rpc, rpc_address = None, None
+    if options.grpc_port is not None:
+        rpc, rpc_address = await _start_rpc(service, options.host, options.grpc_port)
+    models = list(service.models.values())
+    server = _Server(config, on_startup=lambda: announce(_address(listener), rpc_address, models))
+    ends: list[asyncio.Task[None]] = []
 
     def drain() -> None:
         service.is_draining = True
         service.batcher.hurry()
         server.should_exit = True
+        if rpc is not None:
+            ends.append(asyncio.create_task(rpc.stop(_DRAIN_SECONDS)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain)
@@ -97,7 +107,19 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         is_over.set()
+        await asyncio.gather(*ends)
         service.converter.close()
+
+
+async def _start_rpc(service: Service, host: str, port: int) -> tuple[Any, str]:
+    """Start the gRPC server. Raises SettingsError when it cannot listen or grpcio is not installed."""
+    try:
+        from tvmflow.serving.rpc import start_server
+    except ModuleNotFoundError as error:
+        if error.name not in ("grpc", "google"):
+            raise
+        raise SettingsError("gRPC needs 'grpcio'; install it with `pip install tvmflow[serve]`") from error
+    return await start_server(service, host, port)
 
 
 class Watcher:

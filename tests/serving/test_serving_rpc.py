@@ -1,0 +1,115 @@
+"""The Open Inference Protocol over gRPC, asked by Triton's own client."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient import grpc as triton
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from tvmflow.bundle import sha256_file
+
+MakeInputs = Callable[..., dict[str, Any]]
+Reference = Callable[..., dict[str, Any]]
+DATATYPES = {"float32": "FP32", "int64": "INT64"}
+
+
+@pytest.fixture(scope="module")
+def running(serve: Any, bundle: Path) -> Iterator[Any]:
+    with serve(bundle, "--grpc-port", 0, "--max-body-mb", 1) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(running: Any) -> Iterator[Any]:
+    with triton.InferenceServerClient(running.rpc_address) as each:
+        yield each
+
+
+def tensors(arrays: dict[str, Any]) -> list[Any]:
+    items = []
+    for name, array in arrays.items():
+        items.append(triton.InferInput(name, list(array.shape), DATATYPES[array.dtype.name]))
+        items[-1].set_data_from_numpy(array)
+    return items
+
+
+def test_the_server_says_what_it_is_and_serves(client: Any, bundle: Path) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("small")
+    assert client.get_server_metadata().name == "tvmflow"
+    metadata = client.get_model_metadata("small", sha256_file(bundle)[:12])
+    assert (metadata.name, metadata.platform, list(metadata.versions)) == ("small", "tvm", [sha256_file(bundle)[:12]])
+    assert [(item.name, item.datatype, list(item.shape)) for item in metadata.inputs] == [
+        ("x", "FP32", [-1, 8]),
+        ("y", "FP32", [-1, 4]),
+        ("count", "INT64", [-1]),
+    ]
+
+
+@pytest.mark.parametrize("names", [["sum", "doubled"], ["doubled"], None])
+def test_inference_gives_the_original_models_numbers(
+    client: Any, inputs: MakeInputs, reference: Reference, names: list[str] | None
+) -> None:
+    outputs = None if names is None else [triton.InferRequestedOutput(name) for name in names]
+    result = client.infer("small", tensors(inputs(3)), outputs=outputs, request_id="seven")
+    assert result.get_response().id == "seven"
+    expected = reference("1", inputs(3))
+    assert [item.name for item in result.get_response().outputs] == (names or list(expected))
+    for name in names or expected:
+        np.testing.assert_allclose(result.as_numpy(name), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_may_be_given_one_by_one(running: Any, inputs: MakeInputs, reference: Reference) -> None:
+    """As clients in other languages do, which fill in the typed fields of the message."""
+    import grpc
+
+    request = service_pb2.ModelInferRequest(model_name="small")
+    for name, array in inputs(2).items():
+        field = {"float32": "fp32_contents", "int64": "int64_contents"}[array.dtype.name]
+        item = request.inputs.add(name=name, datatype=DATATYPES[array.dtype.name], shape=list(array.shape))
+        getattr(item.contents, field).extend(array.ravel().tolist())
+    with grpc.insecure_channel(running.rpc_address) as channel:
+        answer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+    total = np.frombuffer(answer.raw_output_contents[0], "<f4").reshape(2, 4)
+    np.testing.assert_allclose(total, reference("1", inputs(2))["sum"], rtol=1e-5, atol=1e-6)
+
+
+def refusal(client: Any, model: str, arrays: dict[str, Any], **more: Any) -> tuple[str, str]:
+    """The status code and the sentence of a request that is refused."""
+    with pytest.raises(InferenceServerException) as caught:
+        client.infer(model, tensors(arrays), **more)
+    return str(caught.value.status()), str(caught.value.message())
+
+
+def test_a_wrong_request_is_refused_with_a_reason(client: Any, inputs: MakeInputs) -> None:
+    arrays = inputs(2)
+    code, text = refusal(client, "small", {**arrays, "x": arrays["x"][:, :7]})
+    assert (code, "'x'" in text) == ("StatusCode.INVALID_ARGUMENT", True)
+    code, text = refusal(client, "large", arrays)
+    assert (code, "served is 'small'" in text) == ("StatusCode.NOT_FOUND", True)
+    code, text = refusal(client, "small", arrays, model_version="9")
+    assert (code, "'9'" in text) == ("StatusCode.NOT_FOUND", True)
+    code, text = refusal(client, "small", arrays, outputs=[triton.InferRequestedOutput("none")])
+    assert (code, "'none'" in text) == ("StatusCode.INVALID_ARGUMENT", True)
+    code, _ = refusal(client, "small", {**arrays, "x": np.zeros((2**16, 8), np.float32)})
+    assert code == "StatusCode.RESOURCE_EXHAUSTED"
+    assert client.is_server_live()
+
+
+def test_answers_are_counted(running: Any, client: Any, inputs: MakeInputs) -> None:
+    before = running.metric("tvmflow_inference_seconds_count")
+    client.infer("small", tensors(inputs(1)))
+    assert running.metric("tvmflow_inference_seconds_count") == before + 1
+    assert 'tvmflow_requests_total{code="OK"}' in running.client.get("/metrics").text
+
+
+def test_a_port_in_use_is_one_sentence(command: Any, running: Any, bundle: Path) -> None:
+    process = command(bundle, "--port", 0, "--grpc-port", running.rpc_address.rpartition(":")[2])
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "--grpc-port" in error.splitlines()[-1]
