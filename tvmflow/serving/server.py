@@ -21,7 +21,7 @@ from tvmflow.serving.source import ServedModel, Source, load
 
 _LOG = logging.getLogger("tvmflow.serving")
 # The time that requests accepted before SIGTERM have to be answered.
-_DRAIN_SECONDS = 30
+DRAIN_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ async def _serve(
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=_DRAIN_SECONDS,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
     )
     rpc, rpc_address = None, None
     if options.grpc_port is not None:
@@ -94,7 +94,7 @@ async def _serve(
         service.batcher.hurry()
         server.should_exit = True
         if rpc is not None:
-            ends.append(asyncio.create_task(rpc.stop(_DRAIN_SECONDS)))
+            ends.append(asyncio.create_task(rpc.stop(DRAIN_SECONDS)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain)
