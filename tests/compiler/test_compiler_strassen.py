@@ -1,17 +1,20 @@
 """Strassen's matrix product beside ONNX Runtime, and the rule that says when it pays."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 
 from support.arrays import normal
 from support.builds import Preferring, rule_counts
-from support.machines import AVX512, on_two_cores
-from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx, lower
+from support.machines import AVX512
+from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx
+from tvmflow.compiler.machine import of_profile
 from tvmflow.compiler.operators import strassen
+from tvmflow.profiles import named
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -84,21 +87,23 @@ def test_odd_sizes_short_depths_and_few_rows_are_multiplied_as_usual(rows: int, 
     assert strassen.choose([rows], depth, units, AVX512, Choices().about("")) is None
 
 
-@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
-@pytest.mark.parametrize(("table_rows", "option"), [(4, "strassen"), (1 << 14, "direct")])
-def test_weights_that_come_from_memory_are_not_made_larger(
-    table_rows: int, option: str, level: str, make_model: Any
-) -> None:
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["a"]),
-        helper.make_node("Gather", ["table", "row"], ["r"]),
-        helper.make_node("Add", ["a", "r"], ["y"]),
-    ]
-    weights = {"w": normal(384, 384), "table": np.zeros((table_rows, 384), "float32")}
-    path = make_model(nodes, [("x", [1, 56, 384]), ("row", [1], TensorProto.INT64)], ["y"], weights)
+@pytest.mark.parametrize("name", ["zen3", "zen4", "sapphire-rapids", "x86-64-v4"])
+def test_weights_that_come_from_memory_are_not_made_larger(name: str) -> None:
+    warm = of_profile(named(name), ("avx", "avx512f"), 2)
+    estimates = [strassen.estimate([1, 112, 112], 1024, 1024, replace(warm, cold=cold)) for cold in (False, True)]
+    shares = [estimate.share for estimate in estimates if estimate is not None]
+    assert shares[0] < shares[1]
+    few_rows = strassen.choose([56], 2048, 2048, replace(warm, cold=True), Choices().about(""))
+    assert few_rows is None
+
+
+def test_a_build_computes_a_large_product_by_strassens_algorithm_where_it_is_estimated_faster() -> None:
+    slow_arithmetic = replace(AVX512, vectors=replace(AVX512.vectors, multiply_adds=0.125))
     choices = Choices()
-    lower(import_onnx(path), on_two_cores(level), choices=choices)
-    assert [site.options[0] for site in choices.met.values() if site.kind == "algorithm"] == [option]
+    assert strassen.choose([1, 56, 56], 256, 256, slow_arithmetic, choices.about("matmul")) is not None
+    (site,) = choices.met.values()
+    assert site.options == ("strassen", "direct")
+    assert site.cycles[0] < site.cycles[1]
 
 
 def test_the_sums_of_weights_are_exact_for_whole_numbers() -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,9 +24,16 @@ class Preferring(Choices):
 
     option: str = ""
 
-    def choose(self, kind: str, subject: str, options: Mapping[str, T], parts: tuple[str, ...] = ()) -> T:
+    def choose(
+        self,
+        kind: str,
+        subject: str,
+        options: Mapping[str, T],
+        parts: tuple[str, ...] = (),
+        cycles: Mapping[str, float] = MappingProxyType({}),
+    ) -> T:
         """The value of `option`, or else of the cost model's first."""
-        first = super().choose(kind, subject, options, parts)
+        first = super().choose(kind, subject, options, parts, cycles)
         return options.get(self.option, first)
 
 

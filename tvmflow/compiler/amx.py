@@ -13,6 +13,7 @@ from tvm.s_tir.schedule import LoopRV
 
 from tvmflow.compiler import intrinsics
 from tvmflow.compiler.dotproduct import DOTS, WIDE, Dot
+from tvmflow.profiles import Tiles
 
 # The rows and the 32-bit lanes of a tile.
 ROWS = LANES = 16
@@ -20,10 +21,6 @@ ROWS = LANES = 16
 _FEWEST_ROWS, _FEWEST_GROUPS = 4, 8
 # The number of tile registers that hold results, then the first register of the left and of the right operand.
 _RESULTS, _LEFT, _RIGHT = 4, 4, 6
-# Cycles to load a tile: of the left operand from the first-level cache, of the right operand from the second-level one.
-_LOAD_LEFT, _LOAD_RIGHT = 8, 20
-# Cycles to set the registers up, to load the results and to store them.
-_START = 256
 # The relative cost of a product whose rows do not fill whole tiles, so that they are copied first.
 _COPYING = 1.1
 
@@ -88,22 +85,24 @@ class Kernel:
         return [self.rows // count + (place < self.rows % count) for place in range(count)]
 
 
-def choose_rows(rows: int | None, depth: int) -> int:
+def choose_rows(rows: int | None, depth: int, costs: Tiles | None) -> int:
     """Choose the rows of a kernel, 1 to 32, for a product of `rows` rows and `depth` groups side by side.
 
-    `rows` is None where it is symbolic. Returns 0 where dot-product instructions are better: for a symbolic number of
-    rows or fewer than 4, and for a depth that no number from 8 to 16 divides.
+    `rows` is None where it is symbolic. `costs` are the unit's, None where there is none: the left operand comes from
+    the first-level cache, the right one from the second-level cache. Returns 0 where dot-product instructions are
+    better: for a symbolic number of rows or fewer than 4, and for a depth that no number from 8 to 16 divides.
     """
-    if rows is None or rows < _FEWEST_ROWS or _step(depth) < _FEWEST_GROUPS:
+    if costs is None or rows is None or rows < _FEWEST_ROWS or _step(depth) < _FEWEST_GROUPS:
         return 0
 
     steps = depth // _step(depth)
 
     def cost(height: int) -> float:
-        """Cycles for one vector of results: a row takes one to multiply by a vector."""
+        """Cycles for one vector of results."""
         tiles = -(-height // ROWS)
         vectors = _RESULTS // tiles
-        each = max(height * vectors, _LOAD_LEFT * tiles + _LOAD_RIGHT * vectors) * steps + _START
+        multiplying = height * vectors * costs.multiply / ROWS
+        each = max(multiplying, costs.load_first * tiles + costs.load_second * vectors) * steps + costs.start
         return -(-rows // height) * each / vectors * (_COPYING if rows % height else 1.0)
 
     return min(range(min(rows, 2 * ROWS), 0, -1), key=cost)

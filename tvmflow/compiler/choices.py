@@ -8,6 +8,7 @@ subject, because the schedule's trace records them.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,13 +24,14 @@ class Site:
     """A decision that a build met, with its options in the cost model's order.
 
     `parts` are the subjects of the operators that one option joins in a function and another leaves in separate
-    functions.
+    functions. `cycles` are the cost model's estimates of the options, empty where it has none.
     """
 
     kind: str
     subject: str
     options: tuple[str, ...]
     parts: tuple[str, ...] = ()
+    cycles: tuple[float, ...] = ()
 
     @property
     def key(self) -> str:
@@ -44,13 +46,20 @@ class Choices:
     made: Mapping[str, str] = field(default_factory=dict)
     met: dict[str, Site] = field(default_factory=dict)
 
-    def choose(self, kind: str, subject: str, options: Mapping[str, T], parts: tuple[str, ...] = ()) -> T:
+    def choose(
+        self,
+        kind: str,
+        subject: str,
+        options: Mapping[str, T],
+        parts: tuple[str, ...] = (),
+        cycles: Mapping[str, float] = MappingProxyType({}),
+    ) -> T:
         """Return the value of one of `options`: the first, unless `made` names another one.
 
-        Adds the decision, with its `parts` (see `Site`), to `met`. Ignores a name in `made` that is not among the
-        options, such as one of an earlier compiler.
+        Adds the decision, with its `parts` and the estimated `cycles` of each option (see `Site`), to `met`. Ignores a
+        name in `made` that is not among the options, such as one of an earlier compiler.
         """
-        site = Site(kind, subject, tuple(options), parts)
+        site = Site(kind, subject, tuple(options), parts, tuple(cycles[name] for name in options if name in cycles))
         self.met[site.key] = site
         name = self.made.get(site.key)
         return options[site.options[0] if name is None or name not in options else name]
@@ -72,6 +81,12 @@ class Decisions:
     choices: Choices
     subject: str
 
-    def choose(self, kind: str, options: Mapping[str, T], parts: tuple[str, ...] = ()) -> T:
+    def choose(
+        self,
+        kind: str,
+        options: Mapping[str, T],
+        parts: tuple[str, ...] = (),
+        cycles: Mapping[str, float] = MappingProxyType({}),
+    ) -> T:
         """Return the value of one of `options` for this subject, by the rules of `Choices.choose`."""
-        return self.choices.choose(kind, self.subject, options, parts)
+        return self.choices.choose(kind, self.subject, options, parts, cycles)

@@ -44,6 +44,11 @@ class Machine:
         return self.second.share(self.cores)
 
     @property
+    def last(self) -> Cache:
+        """The cache before the memory."""
+        return self.third or self.second
+
+    @property
     def parallel_cycles(self) -> int:
         """A function of fewer cycles loses more by a parallel region than it gains."""
         return 2 * self.region
@@ -55,7 +60,7 @@ class Machine:
 
     def for_weights(self, size: int) -> "Machine":
         """Return this machine for `size` bytes of weights: `cold` where they exceed half of the last cache."""
-        return replace(self, cold=2 * size > (self.third or self.second).size)
+        return replace(self, cold=2 * size > self.last.size)
 
 
 def machine(target: Target) -> Machine:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tvmflow.compiler import cost
 from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.machine import Machine
 
@@ -15,14 +16,10 @@ class Tile:
     vectors: int
 
 
-# The rows of a tile for a product of a symbolic number of rows: few enough for every register file.
+# The most rows of a tile for a product of a symbolic number of rows, most of which are wasted where there are few.
 _UNKNOWN_ROWS = 8
-# Rows whose distance is a multiple of this many bytes share one set of the first-level cache.
-CONFLICT = 4096
 # The most heights of tiles that tuning measures.
 _CHOICES = 4
-_LATENCY = 4  # cycles from one multiply-add to the next that needs its result
-_PORTS = 2  # multiply-adds and loads per cycle
 
 
 def choose(
@@ -40,14 +37,18 @@ def rank(
     The fastest tile comes first, and there is at least one.
 
     With `exact` the rows of every tile divide the product's. `row_bytes` is the distance in memory from one row of the
-    left operand to the next: rows at a multiple of 4096 bytes share one set of the first-level cache. A set holds eight
-    lines, so more than seven rows would evict each other.
+    left operand to the next: of rows that share one set of the first-level cache (`conflicts`), more than the set has
+    lines for would evict each other.
 
-    The rate counts cycles per step of the reduction: a tile of r rows by v vectors does r*v multiply-adds with r + v
-    loads, v of them of weights in the second-level cache, and needs r*v + v + 1 registers. Work on the missing rows of
-    a last, partial tile is wasted.
+    The rate is multiply-adds per cycle of a step of the reduction: a tile of r rows by v vectors does r*v of them with
+    r + v loads, v of them of weights in the second-level cache, and needs r*v + v + 1 registers. Work on the missing
+    rows of a last, partial tile is wasted.
     """
-    most = 7 if row_bytes is not None and row_bytes % CONFLICT == 0 else machine.registers - 2 if exact else 28
+    # More results in flight than this, two and a half times those that hide the latency, make no tile better.
+    enough = cost.in_flight(machine) * 5 // 2
+    most = machine.registers - (2 if exact else 4)
+    if conflicts(row_bytes, machine):
+        most = min(most, cost.rows_in_set(machine))
     rated_tiles: list[tuple[tuple[float, int, int], Tile]] = []
     for count in range(1, min(vectors, 8) + 1):
         if vectors % count:
@@ -60,16 +61,21 @@ def rank(
             if exact and rows is not None and rows % height:
                 continue
             weights = count * machine.lanes * machine.number / machine.second.read
-            cycles = max(height * count / _PORTS, (height + count) / _PORTS, weights, _LATENCY)
+            cycles = max(cost.step(height, count, machine), weights)
             useful = 1.0 if rows is None else rows / (-(-rows // height) * height)
             # Uneven rows are copied into a panel first, once for all vectors of channels.
             is_even = rows is not None and rows % height == 0
-            copying = 0.0 if is_even else 2 * height / machine.lanes / _PORTS * count / vectors
+            copying = 0.0 if is_even else 2 * height / machine.lanes / machine.vectors.loads * count / vectors
             rate = height * count * useful / (cycles + copying)
-            key = (round(rate, 2), min(height * count, 20), -abs(count - 2))
+            key = (round(rate, 2), min(height * count, enough), -abs(count - 2))
             rated_tiles.append((key, Tile(height, count)))
     # The sort is stable: of equal tiles the first one stays first.
     return [tile for _, tile in sorted(rated_tiles, key=lambda item: item[0], reverse=True)] or [Tile(1, 1)]
+
+
+def conflicts(row_bytes: int | None, machine: Machine) -> bool:
+    """Whether rows at this distance in bytes (None: unknown) share one set of the first-level cache."""
+    return row_bytes is not None and row_bytes % machine.first.span == 0
 
 
 def choose_rows(tiles: Sequence[Tile], decisions: Decisions) -> int:
@@ -82,4 +88,5 @@ def choose_rows(tiles: Sequence[Tile], decisions: Decisions) -> int:
 
 
 def _unknown(machine: Machine) -> int:
-    return _UNKNOWN_ROWS if machine.registers >= 32 else 6
+    """The rows of a tile for an unknown number of rows: as many as the registers hold beside two vectors, at most 8."""
+    return min(_UNKNOWN_ROWS, (machine.registers - 3) // 2)

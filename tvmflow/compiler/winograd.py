@@ -7,6 +7,7 @@ input's even elements meet two taps of the kernel, which is a convolution with s
 third tap, which is a multiplication.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tvmflow.compiler import tiles
+from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
 
@@ -31,14 +32,10 @@ _POINTS: dict[int, dict[int, tuple[float, ...]]] = {
 
 # With fewer channels, in or out, the transforms cost more than the products save.
 _FEWEST_CHANNELS = 8
-# Cycles to start and store a vector of a product, and to transform one.
-_START, _TRANSFORM = 4, 4
+# The share of time that a tile must gain for each pixel of its side, because larger tiles round more.
+_CAUTION = 0.01
 # A line of at least so many output tiles fills register tiles by itself.
 _LONG_LINE = 7
-# With fewer vectors of results in flight, a core waits for them.
-_ENOUGH = 8
-# Bytes of weights that a core reads from outside its own cache in the time of one vector multiply-add.
-_BYTES_PER_CYCLE = 5
 
 
 def rank_sizes(
@@ -59,11 +56,11 @@ def rank_sizes(
     if min(channels, out_channels) < _FEWEST_CHANNELS or min(height, width) < 2 or stride not in _POINTS:
         return [None]
     sizes = (None, *_POINTS[stride])
-    costs = {size: cost(size, height, width, channels, out_channels, machine, stride, group) for size in sizes}
-    return sorted(costs, key=lambda size: costs[size])
+    costs = {size: cycles(size, height, width, channels, out_channels, machine, stride, group) for size in sizes}
+    return sorted(costs, key=lambda size: costs[size] * (1 + _CAUTION * (size or 0)))
 
 
-def cost(
+def cycles(
     size: int | None,
     height: int,
     width: int,
@@ -79,15 +76,43 @@ def cost(
     """
     vectors = -(-out_channels // machine.lanes)
     if size is None:
-        return _cost(height * width, 1, 9 * channels / group, vectors, machine)
+        depth = 9 * channels / group
+        tile = tiles.choose(width, vectors, machine)
+        results = math.ceil(width / tile.rows) * tile.rows * height * vectors
+        weights = 4 * depth * vectors * machine.lanes
+        accumulators = tile.rows * tile.vectors
+        return cost.results(results, depth, accumulators, machine) + cost.streaming(weights, machine)
     high, wide = -(-height // size), -(-width // size)
     taps = side_of(size, stride) ** 2
-    depth = -(-channels // (group if takes_narrow(size, stride, channels) else 1))
-    tile = choose_tile(high, wide, taps, depth, vectors, machine)
-    # A tile of few rows and vectors waits for loads, and for its own results.
-    stall = max(1.0, _ENOUGH / (tile.rows * tile.vectors))
-    transforms = _TRANSFORM * taps * high * wide * (-(-channels // machine.lanes) + vectors)
-    return _cost(taps * high * wide * stall, taps, depth, vectors, machine) + transforms
+    steps = -(-channels // (group if takes_narrow(size, stride, channels) else 1))
+    tile = choose_tile(high, wide, taps, steps, vectors, machine)
+    weights = 4 * taps * steps * vectors * machine.lanes
+    products = cost.results(taps * high * wide * vectors, steps, tile.rows * tile.vectors, machine)
+    return (
+        products
+        + cost.streaming(weights, machine)
+        + _transforming(size, high, wide, channels, vectors, machine, stride)
+    )
+
+
+def _transforming(size: int, high: int, wide: int, channels: int, vectors: int, machine: Machine, stride: int) -> float:
+    """A core's cycles to transform an image of `high` by `wide` tiles before and after the products.
+
+    Each of a tile's elements is written once and read once on both sides. A line of tiles stays in the core's caches
+    between the stages where the weights do; otherwise all tiles pass from core to core.
+    """
+    inputs, _, outputs = (np.count_nonzero(matrix) for matrix in transforms(size, stride))
+    side = side_of(size, stride)
+    vectors_in = -(-channels // machine.lanes)
+    # Of both dimensions, the first is transformed for each column, the second for each line that remains.
+    operations = high * wide * (vectors_in * 2 * side * inputs + vectors * (side + size) * outputs)
+    taps, lane_bytes = side**2, 4 * machine.lanes
+    elements = taps * lane_bytes * (vectors_in + vectors)
+    computing = operations / machine.vectors.multiply_adds
+    if 4 * taps * channels * vectors * machine.lanes <= machine.own_cache:
+        moving = cost.moving(high * wide * elements, high * wide * elements, wide * elements, machine)
+        return max(computing, moving)
+    return max(computing, cost.passing(high * wide * elements, machine))
 
 
 def takes_narrow(size: int, stride: int, channels: int) -> bool:
@@ -102,13 +127,6 @@ def takes_narrow(size: int, stride: int, channels: int) -> bool:
 def side_of(size: int, stride: int) -> int:
     """Return the side of an input tile, in elements, for output tiles of `size`."""
     return stride * (size - 1) + 3
-
-
-def _cost(results: float, taps: int, depth: float, vectors: int, machine: Machine) -> float:
-    """Cycles to compute `results` sums of `depth` products for each of the `vectors` vectors of output channels."""
-    weight_bytes = 4 * taps * depth * vectors * machine.lanes
-    reading = weight_bytes / _BYTES_PER_CYCLE if weight_bytes > machine.own_cache else 0.0
-    return results * (depth + _START) * vectors + reading
 
 
 def choose_tile(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> tiles.Tile:
@@ -128,9 +146,10 @@ def rank_tiles(high: int, wide: int, taps: int, channels: int, vectors: int, mac
     """
     line, lines = (tiles.rank(rows, vectors, machine, 4 * channels, exact=True) for rows in (wide, high * wide))
     in_cache = 4 * taps * channels * vectors * machine.lanes <= machine.own_cache
-    in_lines = wide >= _LONG_LINE or (in_cache and line[0].rows * line[0].vectors >= _ENOUGH)
+    enough = cost.in_flight(machine)
+    in_lines = wide >= _LONG_LINE or (in_cache and line[0].rows * line[0].vectors >= enough)
     first, second = (line, lines) if in_lines else (lines, line)
-    busy = [tile for tile in (*second[:1], *first, *second) if tile.rows * tile.vectors >= _ENOUGH]
+    busy = [tile for tile in (*second[:1], *first, *second) if tile.rows * tile.vectors >= enough]
     return [first[0], *busy]
 
 

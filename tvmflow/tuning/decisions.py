@@ -61,6 +61,10 @@ class Site(Protocol):
     def parts(self) -> tuple[str, ...]:
         """The subjects of the operators that one option joins in a function and another does not."""
 
+    @property
+    def cycles(self) -> tuple[float, ...]:
+        """The cost model's estimates of the options; empty where it has none."""
+
 
 @dataclass(frozen=True)
 class Function:
@@ -248,8 +252,8 @@ class Decider:
             new_options[site.key] = self._settle(
                 site,
                 site.options[int(is_faster)],
-                _without(functions, other_functions),
-                _without(other_functions, functions),
+                without(functions, other_functions),
+                without(other_functions, functions),
                 on_decision,
             )
             if new_options[site.key] == site.options[1]:
@@ -295,7 +299,7 @@ class Decider:
     def _measure(self, functions: Sequence[Function]) -> None:
         unique = {workload_key(function.scheduled): function for function in functions}
         keys = list(unique)[: None if math.isinf(self._trials_left) else int(self._trials_left)]
-        libraries = self._measurer.build([_candidate(unique[key].scheduled) for key in keys])
+        libraries = self._measurer.build([candidate(unique[key].scheduled) for key in keys])
         for key, library in zip(keys, libraries, strict=True):
             if self._is_over():
                 return
@@ -314,7 +318,7 @@ class Decider:
         try:
             for function in challengers:
                 library = self._library(function)
-                (reference,) = self._measurer.build([_candidate(function.func)])
+                (reference,) = self._measurer.build([candidate(function.func)])
                 if isinstance(reference, TrialError):
                     raise reference
                 self._measurer.check(library, reference)
@@ -337,13 +341,14 @@ class Decider:
         return self._trials_left <= 0 or time.monotonic() >= self._deadline
 
 
-def _without(functions: Iterable[Function], others: Iterable[Function]) -> list[Function]:
-    """The functions that are not among the others, or are called another number of times."""
+def without(functions: Iterable[Function], others: Iterable[Function]) -> list[Function]:
+    """Return the functions that are not among the others, or are called another number of times."""
     keys = {(workload_key(function.scheduled), function.calls) for function in others}
     return [function for function in functions if (workload_key(function.scheduled), function.calls) not in keys]
 
 
-def _candidate(func: "PrimFunc") -> Candidate:
+def candidate(func: "PrimFunc") -> Candidate:
+    """Return a function as a candidate for measuring."""
     from tvm import ir
 
     return Candidate(ir.save_json(normalize(func)), arguments_of(func) or ())

@@ -81,7 +81,7 @@ def tune_model(
     errors of `compiler.lower`.
     """
     start_time = time.monotonic()
-    model = _Model(imported, target, options)
+    model = Lowering(imported, target, options)
     earlier_decisions = store.decisions(target)
     count = _decide(model, target, budget, store, threads, device, on_message)
     lowered, choices = model.lower({key: item.option for key, item in store.decisions(target).items()})
@@ -162,7 +162,7 @@ def describe(progress: Progress) -> tuple[float, float, str]:
     return done, total, "\n".join(lines)
 
 
-class _Model:
+class Lowering:
     """The model as the compiler lowers and schedules it with given options of its decisions."""
 
     def __init__(self, imported: "compiler.Imported", target: Target, options: "compiler.BuildOptions") -> None:
@@ -207,7 +207,7 @@ class _Model:
 
 
 def _decide(
-    model: _Model,
+    model: Lowering,
     target: Target,
     budget: Budget,
     store: RecordStore,

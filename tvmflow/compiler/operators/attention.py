@@ -6,7 +6,7 @@ from typing import Any
 
 from tvm import te, tirx, topi
 
-from tvmflow.compiler import vectormath
+from tvmflow.compiler import cost, vectormath
 from tvmflow.compiler.annotations import KERNEL, LANES, TILE, VECTORS
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import divides, round_up, static, vector
@@ -16,9 +16,6 @@ Element = Callable[[Any, Any, Any, Any], Any]
 
 # The rows of a strip where the number of queries is symbolic.
 _UNKNOWN_ROWS = 8
-# Cycles from one multiply-add to the next that needs its result, multiply-adds per cycle, and cycles to load a vector
-# from the second-level cache.
-_LATENCY, _PORTS, _LOADING = 4, 2, 2
 
 
 def choose(queries: int | None, keys: int | None, channels: int, machine: Machine) -> tuple[int, int, int]:
@@ -28,8 +25,11 @@ def choose(queries: int | None, keys: int | None, channels: int, machine: Machin
     cycles of both products. It counts the work on padding: rows, keys and channels that fill up the last tile.
     """
 
-    def cost(rows: int, vectors: int, size: int) -> float:
-        cycles = max(rows * vectors / _PORTS, (rows + vectors) / _PORTS, _LATENCY, vectors * _LOADING)
+    # The vectors of keys and values come from the second-level cache.
+    loading = 4 * machine.lanes / machine.second.read
+
+    def cycles_of(rows: int, vectors: int, size: int) -> float:
+        cycles = max(cost.step(rows, vectors, machine), vectors * loading)
         return -(-(queries or rows) // rows) * -(-size // (vectors * machine.lanes)) * cycles
 
     wide = -(-channels // machine.lanes)
@@ -43,7 +43,7 @@ def choose(queries: int | None, keys: int | None, channels: int, machine: Machin
                 if wide % values or (keys is None and vectors > 2):
                     continue
                 depth = keys or 8 * machine.lanes
-                total = channels * cost(rows, vectors, depth) + depth * cost(rows, values, channels)
+                total = channels * cycles_of(rows, vectors, depth) + depth * cycles_of(rows, values, channels)
                 key = (round(total), -rows, vectors + values)
                 if best is None or key < best[0]:
                     best = (key, (rows, vectors, values))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tvm import te, tirx
 
-from tvmflow.compiler import tiles, winograd
+from tvmflow.compiler import cost, tiles, winograd
 from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, STRIP, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.machine import Machine
@@ -240,19 +240,10 @@ def _project(
     )
 
 
-# The share of a core's second-level cache that a strip may fill.
-_STRIP_SHARE = 0.75
-# Cycles per vector of a result for the epilogue and the stores.
-_EPILOGUE = 6
-# Bytes that a core writes and reads per cycle: in its own cache, outside it, and outside it while other cores do so
-# too.
-_NEAR, _FAR, _FAR_TOGETHER = (8, 8), (5, 12), (2, 5)
-# Cycles to start a parallel region, and per vector to copy the input that a convolution pads.
-_REGION, _COPY = 4000, 3
+# Element-wise operations on a vector of a result: its bias and activation.
+_EPILOGUE = 3
 # The most options of a decision.
 _CHOICES = 4
-# A tile of fewer accumulators waits for its own results.
-_FEWEST_ACCUMULATORS = 8
 
 
 def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> tuple[list[Plan], float]:
@@ -271,14 +262,14 @@ def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> 
         return [], 0.0
     (first_tile, *_), (middle_tile, *_), (last_tile, *_) = _tiles(block, machine)
     # A depthwise convolution has short sums, so it needs fewer of them in flight.
-    fewest = _FEWEST_ACCUMULATORS // 2 if middle.depthwise else _FEWEST_ACCUMULATORS
-    if middle_tile.rows * middle_tile.vectors < fewest:
+    busy = cost.in_flight(machine)
+    if middle_tile.rows * middle_tile.vectors < (busy // 2 if middle.depthwise else busy):
         return [], 0.0
     others = [tile.rows * tile.vectors for tile in (first_tile, last_tile) if tile]
-    if min(others, default=0) < _FEWEST_ACCUMULATORS:
+    if min(others, default=0) < busy:
         return [], 0.0
 
-    costs = _Costs(block, batch, machine, strassen)
+    costs = _Costs(block, batch, machine, (first_tile, middle_tile, last_tile), strassen)
     ranked: list[Plan] = []
     for lines in (lines for lines in range(step, out_h + 1, step) if out_h % lines == 0):
         cycles = costs.whole(lines, first_tile)
@@ -289,9 +280,16 @@ def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> 
 
 
 class _Costs:
-    """Counts the cycles of a block on all cores. A cycle is the time of one vector multiply-add."""
+    """Counts the cycles of a block on all cores."""
 
-    def __init__(self, block: Block, batch: int, machine: Machine, use_strassen: bool) -> None:
+    def __init__(
+        self,
+        block: Block,
+        batch: int,
+        machine: Machine,
+        chosen: tuple[tiles.Tile | None, tiles.Tile, tiles.Tile | None],
+        use_strassen: bool,
+    ) -> None:
         self._block = block
         self._batch = batch
         self._machine = machine
@@ -300,20 +298,31 @@ class _Costs:
         self._out_h, self._out_w = middle.size(high, wide)
         self._wide = wide + middle.padding[1] + middle.padding[3]
         pixels = self._out_h * self._out_w
-        self._vectors = -(-depth // lanes)
+        first_tile, middle_tile, last_tile = chosen
+        numbers = machine.vectors
+        epilogue = _EPILOGUE / numbers.multiply_adds
         # `_first`: cycles per pixel of the middle convolution's input. `_middle`, `_last`: per pixel of its result.
-        self._first: float = self._vectors * _COPY
-        if first:
-            self._first = self._vectors * (block.depth * first.kernel[0] * first.kernel[1] + _EPILOGUE)
+        self._copy = -(-depth // lanes) * (1 / numbers.loads + 1 / numbers.stores)
+        self._first = self._copy
+        if first and first_tile:
+            sums = block.depth * first.kernel[0] * first.kernel[1]
+            self._first = self._results(depth, sums, first_tile) + -(-depth // lanes) * epilogue
         taps, vectors = middle.kernel[0] * middle.kernel[1], middle.channels // lanes
         if middle.winograd:
             size, stride = middle.winograd, middle.strides[0]
-            cost = winograd.cost(size, self._out_h, self._out_w, depth, middle.channels, machine, stride)
-            self._middle = cost / pixels + vectors * _EPILOGUE
+            whole = winograd.cycles(size, self._out_h, self._out_w, depth, middle.channels, machine, stride)
+            self._middle = whole / pixels + vectors * epilogue
             taps = winograd.side_of(size, stride) ** 2
+        elif middle.depthwise:
+            strip = middle_tile.rows
+            self._middle = vectors * (taps * cost.step(strip, 1, machine) / strip + 1 / numbers.stores + epilogue)
         else:
-            self._middle = vectors * (taps * (1 if middle.depthwise else depth) + _EPILOGUE)
-        self._last = -(-last.channels // lanes) * (middle.channels + _EPILOGUE) if last else 0
+            self._middle = self._results(middle.channels, taps * depth, middle_tile) + vectors * epilogue
+        self._last = 0.0
+        if last and last_tile:
+            self._last = (
+                self._results(last.channels, middle.channels, last_tile) + -(-last.channels // lanes) * epilogue
+            )
         self._weights = 0
         if not middle.depthwise:
             self._weights = 4 * taps * depth * middle.channels
@@ -326,10 +335,14 @@ class _Costs:
                 self._strassen((batch, self._out_h, self._out_w), middle.channels, last.channels) if last else 1.0,
             )
 
+    def _results(self, channels: int, depth: int, tile: tiles.Tile) -> float:
+        """The cycles of a pixel's `channels`, each a sum of `depth` products."""
+        return cost.results(-(-channels // self._machine.lanes), depth, tile.rows * tile.vectors, self._machine)
+
     def _strassen(self, outer: Sequence[int], depth: int, units: int) -> float:
         """The time of a separate product over that of the direct product: below 1 by Strassen's algorithm."""
         estimate = strassen.estimate(outer, depth, units, self._machine)
-        return 1.0 if estimate is None else min(1.0, estimate[1])
+        return 1.0 if estimate is None else min(1.0, estimate.share)
 
     def _share(self, tasks: int) -> int:
         """The number of tasks of the busiest core."""
@@ -349,18 +362,20 @@ class _Costs:
         if middle.winograd:
             taps = winograd.side_of(middle.winograd, middle.strides[0]) ** 2
             bytes_in_cache += 4 * taps * self._out_w // middle.winograd * (channels + middle.channels)
-        if bytes_in_cache > _STRIP_SHARE * machine.own_cache and lines > (middle.winograd or 1):
+        if not cost.fits(bytes_in_cache, machine) and lines > (middle.winograd or 1):
             return None
-        result = self._middle + self._last
-        cycles = required_lines * self._wide * self._first + lines * self._out_w * result
+        before, after = 4 * required_lines * self._wide * block.inner[2], 4 * lines * self._out_w * middle.channels
+        cycles = cost.together(required_lines * self._wide * self._first, before, before, bytes_in_cache, machine)
+        result = lines * self._out_w * (self._middle + self._last)
+        cycles += cost.together(result, after, after, bytes_in_cache, machine) if block.last else result
         if self._weights + bytes_in_cache > machine.own_cache:
             # Each strip reads all weights again.
-            cycles += self._weights / _far(machine)[1]
+            cycles += cost.streaming(max(self._weights, machine.own_cache + 1), machine)
         return self._share(self._batch * self._out_h // lines) * cycles
 
     def apart(self) -> float:
         """The cycles of the block's convolutions as separate functions."""
-        block, batch, cores = self._block, self._batch, self._machine.cores
+        block, batch, cores, machine = self._block, self._batch, self._machine.cores, self._machine
         first, middle, last = block.first, block.middle, block.last
         high, wide, depth = block.inner
         saved_first, saved_last = self._saved
@@ -368,11 +383,11 @@ class _Costs:
         cycles += batch * self._out_h * self._out_w * (self._middle + self._last * saved_last)
         cycles /= cores
         if first:
-            cycles += _REGION + _COPY * batch * high * self._wide * self._vectors / cores
-            cycles += _moving(4 * self._share(batch * high) * self._wide * depth, self._machine)
+            cycles += machine.region + batch * high * self._wide * self._copy / cores
+            cycles += cost.passing(4 * self._share(batch * high) * self._wide * depth, machine)
         if last:
-            cycles += _REGION
-            cycles += _moving(4 * self._share(batch * self._out_h) * self._out_w * middle.channels, self._machine)
+            cycles += machine.region
+            cycles += cost.passing(4 * self._share(batch * self._out_h) * self._out_w * middle.channels, machine)
         return cycles
 
 
@@ -398,7 +413,7 @@ def _tiles(
 
     def rank(rows: int, channels: int) -> list[tiles.Tile]:
         best, *others = tiles.rank(rows, -(-channels // machine.lanes), machine, exact=True)
-        busy = [tile for tile in others if tile.rows * tile.vectors >= _FEWEST_ACCUMULATORS]
+        busy = [tile for tile in others if tile.rows * tile.vectors >= cost.in_flight(machine)]
         return [best, *busy][:_CHOICES]
 
     if middle.depthwise:
@@ -411,13 +426,3 @@ def _tiles(
         between,
         rank(out_w, last.channels) if last else [None],
     )
-
-
-def _far(machine: Machine) -> tuple[int, int]:
-    return _FAR_TOGETHER if machine.cores > 1 else _FAR
-
-
-def _moving(size: int, machine: Machine) -> float:
-    """Cycles to write `size` bytes for the next function and to read them there."""
-    write_rate, read_rate = _NEAR if size <= _STRIP_SHARE * machine.own_cache else _far(machine)
-    return size / write_rate + size / read_rate

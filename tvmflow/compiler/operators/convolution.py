@@ -10,7 +10,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, te, tirx, topi
 
-from tvmflow.compiler import tiles, winograd
+from tvmflow.compiler import cost, tiles, winograd
 from tvmflow.compiler.annotations import AXES, KERNEL, LANES, LEAD, SHARED, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices, Decisions, shape_text
 from tvmflow.compiler.machine import Machine
@@ -226,8 +226,17 @@ def winograd_size(
     top, left, bottom, right = geometry["padding"]
     high, wide = ((size - 3) // stride + 1 for size in (height + top + bottom, width + left + right))
     sizes = winograd.rank_sizes(high, wide, channels, out_channels, machine, stride, group)
+    if decisions is None:
+        return sizes[0]
     options = {"direct" if size is None else f"winograd {size}": size for size in sizes}
-    return sizes[0] if decisions is None else decisions.choose("algorithm", options)
+    images = (static(data.ty.shape.values[0]) or 1) / machine.cores
+    pixels_in, pixels_out = images * height * width, images * high * wide
+    moving = cost.images(4 * pixels_in * channels, 4 * pixels_out * out_channels, machine)
+    cycles = {
+        name: moving + images * winograd.cycles(size, high, wide, channels, out_channels, machine, stride, group)
+        for name, size in options.items()
+    }
+    return decisions.choose("algorithm", options, cycles=cycles)
 
 
 def _edge(builder: relax.BlockBuilder, data: relax.Expr, decisions: Decisions) -> tuple[relax.Expr, list[int] | None]:

@@ -75,7 +75,7 @@ def conv2d(
     out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
     rows = 0
     if dot.name in machine.amx and (groups, lanes) == (1, amx.LANES) and (kernel_w == 1 or dilation[1] == 1):
-        rows = amx.choose_rows(static(out_w), kernel_w * steps)
+        rows = amx.choose_rows(static(out_w), kernel_w * steps, machine.tiles)
     if not rows and (kernel_h, kernel_w, groups) == (1, 1, 1) and list(strides) == [1, 1] and not any(padding):
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
     row_bytes = 4 // group * strides[1] * int(in_c)
@@ -231,7 +231,8 @@ def _rows_product(
     """
     columns = static(channels)
     group, steps = dot.group, -(-depth // dot.group)
-    tile = amx.choose_rows(static(rows), steps) if shared and dot.name in machine.amx and lanes == amx.LANES else 0
+    by_amx = shared and dot.name in machine.amx and lanes == amx.LANES
+    tile = amx.choose_rows(static(rows), steps, machine.tiles) if by_amx else 0
     # Packed weights of a convolution have dimensions for taps, which the description of AMX's kernel must have too.
     by_tiles: dict[str, Any] = {AMX: [steps, *([1, 1, 1, 1] if pointwise else [])]} if tile else {}
     tile = tile or tiles.choose(static(rows), columns // lanes if columns else 2, machine, 4 // group * depth).rows

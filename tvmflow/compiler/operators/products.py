@@ -259,8 +259,11 @@ def rows_product(
     source = left
     tiled_rows = rows
     if divides(tile, rows):
-        conflicts = shared and row_bytes is not None and row_bytes % tiles.CONFLICT == 0
-        if conflicts and decisions.choose("panel", {"in place": False, "packed": True}):
+        if (
+            shared
+            and tiles.conflicts(row_bytes, machine)
+            and decisions.choose("panel", {"in place": False, "packed": True})
+        ):
             packed_rows = te.compute(
                 (*batch, rows // tile, depth, tile),
                 lambda *index: left(*index[:-3], index[-3] * tile + index[-1], index[-2]),

@@ -6,12 +6,13 @@ cut into quarters, and sums of quarters are multiplied. The sums of the weights'
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tvm import te
 
-from tvmflow.compiler import tiles
+from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, SUBJECT, TILE
 from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.machine import Machine
@@ -44,15 +45,25 @@ _RESULT = [
     [1, -1, 1, 0, 0, 1, 0],
 ]
 
-# Cycles per vector of the result: to start and store a sum, to combine seven sums into four, to finish the vector.
-_START, _COMBINE, _FINISH = 3, 10, 4
-# A tile of fewer accumulators waits for loads and for its own results.
-_FEWEST_ACCUMULATORS = 12
-# Bytes that all cores together read from memory in the time of one vector multiply-add.
-_BYTES_PER_CYCLE = 8
-# The algorithm is chosen below this share of the usual time: estimates are uncertain, and the rounding error grows. A
-# single core must gain more, because it sums the panels of all rows alone.
-_GAIN, _GAIN_ALONE = 0.97, 0.93
+# Fewer vectors of results in flight than this multiple of those that hide the latency leave a core waiting for loads.
+_BUSY = 1.5
+# The algorithm is chosen below this share of the usual time: it saves an eighth at most, its stages cost more than the
+# model counts, and its rounding error is larger.
+_GAIN = 0.92
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Strassen's algorithm for a product: its register tile, its cycles, and those of the direct product."""
+
+    tile: tiles.Tile
+    cycles: float
+    direct: float
+
+    @property
+    def share(self) -> float:
+        """The time of Strassen's algorithm as a share of the direct product's."""
+        return self.cycles / self.direct
 
 
 def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decisions: Decisions) -> tiles.Tile | None:
@@ -61,22 +72,18 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decis
     Returns the register tile for Strassen's algorithm; None for the direct product. The `decisions` about the product
     choose between them; the default is the faster one.
     """
-    tile_and_share = estimate(outer, depth, units, machine)
-    if tile_and_share is None:
+    estimated = estimate(outer, depth, units, machine)
+    if estimated is None:
         return None
-    tile, share = tile_and_share
-    options: dict[str, tiles.Tile | None] = {"strassen": tile, "direct": None}
-    if share >= (_GAIN if machine.cores > 1 else _GAIN_ALONE):
+    options: dict[str, tiles.Tile | None] = {"strassen": estimated.tile, "direct": None}
+    if estimated.share >= _GAIN:
         options = dict(reversed(options.items()))
-    return decisions.choose("algorithm", options)
+    cycles = {"strassen": estimated.cycles, "direct": estimated.direct}
+    return decisions.choose("algorithm", options, cycles=cycles)
 
 
-def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> tuple[tiles.Tile, float] | None:
-    """Estimate Strassen's algorithm: its register tile, and its time as a share of the direct product's time.
-
-    Returns None where no register tile fits the shapes. Counts a core's cycles per vector of all four quarters of the
-    result: its sums and, where the weights come from memory, reading its share of their seven quarters.
-    """
+def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> Estimate | None:
+    """Estimate Strassen's algorithm; None where no register tile fits the shapes."""
     half_rows, odd = divmod(math.prod(outer), 2)
     if odd or depth % 2 or units % (2 * machine.lanes):
         return None
@@ -86,7 +93,7 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
         return None
     vectors = units // 2 // machine.lanes
     ranked = tiles.rank(half_rows, vectors, machine, 2 * depth, exact=True)
-    busy = [tile for tile in ranked if tile.rows * tile.vectors >= _FEWEST_ACCUMULATORS]
+    busy = [tile for tile in ranked if tile.rows * tile.vectors >= _BUSY * cost.in_flight(machine)]
     if not busy:
         return None
 
@@ -98,16 +105,27 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
 
     # `min` takes the first of equal tiles.
     tile = min(busy, key=uneven)
-    quarter = depth * machine.lanes * 2 * machine.cores / half_rows / _BYTES_PER_CYCLE if machine.cold else 0.0
-    usual = 4 * (depth + _START + _FINISH + quarter)
-    sums = 5 * 3 * depth / 2 / (units / 2 / machine.lanes) / machine.lanes
-    fast = 7 * (depth / 2 + _START + quarter) + _COMBINE + 4 * _FINISH + sums
-    return tile, uneven(tile) * fast / usual
+    accumulators, rows = tile.rows * tile.vectors, 2 * half_rows / machine.cores
+    weights = 4 * depth * units
+    direct = cost.results(rows * 2 * vectors, depth, accumulators, machine)
+    direct += cost.streaming(weights, machine) / machine.cores
+    images = cost.images(4 * rows * depth, 4 * rows * units, machine)
+    # Five of the seven sums of the left operand add two quarters, and eight additions combine the seven products.
+    panels, numbers = 7 * rows / 2 * depth / 2, machine.vectors
+    summing = panels / machine.lanes * max(12 / 7 / numbers.loads, 1 / numbers.stores)
+    combining = rows / 2 * vectors * max(7 / numbers.loads, 8 / numbers.multiply_adds)
+    fast = cost.results(7 * rows / 2 * vectors, depth / 2, accumulators, machine) + summing + combining
+    fast += cost.streaming(weights * 7 / 4, machine) / machine.cores
+    if goes_together(half_rows, tile.rows, depth // 2, units // 2, machine):
+        fast = cost.together(fast, 4 * panels, 4 * panels, 4 * 7 * tile.rows * depth / 2, machine)
+    else:
+        fast += cost.passing(4 * panels, machine) + machine.region
+    return Estimate(tile, uneven(tile) * fast + images, direct + images)
 
 
 def goes_together(half_rows: int, rows: int, half_depth: int, half_units: int, machine: Machine) -> bool:
     """Whether each core sums its own rows' panels: the weights fit its cache, and each core has two tiles or more."""
-    return 4 * 7 * half_depth * half_units <= machine.own_cache and half_rows // rows >= 2 * machine.cores
+    return cost.fits(4 * 7 * half_depth * half_units, machine) and half_rows // rows >= 2 * machine.cores
 
 
 def error_bound(depth: int) -> float:

@@ -295,7 +295,8 @@ def _choose(candidate: _Candidate, steps: _Steps, machine: Machine, choices: Cho
     options = {"whole": True, "apart": False}
     if ranked[0].cycles >= (1.0 if block.middle.depthwise else _SURE) * candidate.apart:
         options = dict(reversed(options.items()))
-    if not decisions.choose("block", options, parts):
+    cycles = {"whole": ranked[0].cycles, "apart": candidate.apart}
+    if not decisions.choose("block", options, parts, cycles):
         return None
     tensors: list[relax.Expr] = []
     for step, plan_of_step in zip(steps, (block.first, block.middle, block.last), strict=True):

@@ -1,0 +1,65 @@
+"""The cost model: what it adds, what it takes the larger of, and that it reads the machine alone."""
+
+from dataclasses import replace
+
+import pytest
+
+from tvmflow.compiler import cost, tiles
+from tvmflow.compiler.machine import Machine, of_profile
+from tvmflow.profiles import named, shipped
+
+_AVX512 = ("avx", "avx512f")
+
+
+def _machine(name: str, cores: int = 2) -> Machine:
+    return of_profile(named(name), _AVX512, cores)
+
+
+def test_results_in_flight_hide_the_latency_of_a_multiply_add() -> None:
+    machine = _machine("sapphire-rapids")
+    enough = cost.in_flight(machine)
+    assert enough == machine.vectors.latency * machine.vectors.multiply_adds
+    many, few = (cost.results(1, 10_000, count, machine) for count in (enough, enough / 2))
+    assert few == pytest.approx(2 * many, rel=0.01)
+    assert cost.results(1, 10_000, 4 * enough, machine) == pytest.approx(many, rel=0.01)
+
+
+def test_half_the_multiply_adds_take_twice_the_cycles() -> None:
+    zen4, zen5 = (cost.step(14, 2, _machine(name)) for name in ("zen4", "zen5"))
+    assert zen4 == 2 * zen5
+
+
+def test_data_comes_from_the_first_level_that_holds_it_and_cores_share_it() -> None:
+    machine = _machine("zen4", 8)
+    sizes = [machine.first.size // 2, machine.second.size // 2, machine.last.size // 16, machine.last.size]
+    levels = [cost.level_of(size, machine) for size in sizes]
+    assert levels == [machine.first, machine.second, machine.third, machine.memory]
+    cycles = [cost.moving(1e6, 1e6, size, machine) for size in sizes]
+    assert cycles == sorted(cycles)
+    assert cost.moving(1e6, 1e6, sizes[-1], _machine("zen4", 64)) > cycles[-1]
+
+
+def test_bytes_of_an_own_cache_hide_behind_arithmetic_and_those_of_a_shared_one_do_not() -> None:
+    machine = _machine("sapphire-rapids")
+    own, shared = machine.second.size // 2, machine.second.size * 4
+    assert cost.together(1e9, 1e6, 1e6, own, machine) == 1e9
+    assert cost.together(1e9, 1e6, 1e6, shared, machine) == 1e9 + cost.moving(1e6, 1e6, shared, machine)
+
+
+def test_weights_are_read_again_where_the_cache_of_a_core_does_not_hold_them() -> None:
+    machine = _machine("zen4")
+    assert cost.streaming(machine.second.size, machine) == 0
+    warm, cold = (cost.streaming(machine.second.size + 1, replace(machine, cold=cold)) for cold in (False, True))
+    assert 0 < warm < cold
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_tiles_fit_the_registers_and_the_sets_of_the_first_cache(name: str) -> None:
+    machine = of_profile(named(name), _AVX512, 4)
+    conflicting = machine.first.span
+    for rows in (1, 7, 49, 196, None):
+        for vectors in (1, 2, 4, 6, 32):
+            for row_bytes in (None, 4, conflicting, 3 * conflicting):
+                tile = tiles.choose(rows, vectors, machine, row_bytes)
+                assert tile.rows * tile.vectors + tile.vectors + 1 <= machine.registers
+                assert row_bytes in (None, 4) or tile.rows <= max(1, cost.rows_in_set(machine))

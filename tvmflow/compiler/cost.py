@@ -1,0 +1,91 @@
+"""The cost model: cycles of computing and of moving bytes, by which the compiler ranks its options.
+
+All numbers of a machine come from `Machine`. A core computes multiply-adds while it moves bytes of its own caches, so
+the larger of the two counts. It waits for bytes of a cache that cores share and of the memory, so these are added.
+Tiles follow Low et al., "Analytical Modeling Is Enough for High-Performance BLIS" (2016): as many independent results
+as hide the latency of a multiply-add, rows that fit the lines of one set of the first-level cache, and weights that fit
+the second-level cache.
+"""
+
+import math
+
+from tvmflow.compiler.machine import Machine
+from tvmflow.profiles import Memory
+
+# The share of a cache that data may fill so that it stays there beside what else is read.
+_FILL = 0.75
+
+
+def in_flight(machine: Machine) -> int:
+    """Return the number of independent multiply-adds of vectors that keep a core busy: with fewer it waits."""
+    return math.ceil(machine.vectors.latency * machine.vectors.multiply_adds)
+
+
+def rows_in_set(machine: Machine) -> int:
+    """Return how many rows may share a set of the first-level cache: all of its lines but one, for the weights."""
+    return machine.first.ways - 1
+
+
+def step(rows: float, vectors: float, machine: Machine) -> float:
+    """Return the cycles of one step of a product's reduction for a register tile of `rows` by `vectors` vectors."""
+    numbers = machine.vectors
+    return max(rows * vectors / numbers.multiply_adds, (rows + vectors) / numbers.loads, numbers.latency)
+
+
+def results(count: float, depth: float, accumulators: float, machine: Machine) -> float:
+    """Return the cycles of `count` vectors of results, each a sum of `depth` products, `accumulators` at a time.
+
+    Each tile of results fills and drains the pipeline once, and each vector is stored once.
+    """
+    numbers = machine.vectors
+    stalls = max(1.0, in_flight(machine) / accumulators)
+    start = 2 * numbers.latency / accumulators + 1 / numbers.stores
+    return count * (depth * stalls / numbers.multiply_adds + start)
+
+
+def level_of(size: float, machine: Machine) -> Memory:
+    """Return the first level of the memory of which a core's share holds `size` bytes."""
+    levels = [machine.first, machine.second, *([] if machine.third is None else [machine.third])]
+    return next((level for level in levels if size <= _FILL * level.share(machine.cores)), machine.memory)
+
+
+def fits(size: float, machine: Machine) -> bool:
+    """Whether data of `size` bytes stays in a core's second-level cache while it works on it."""
+    return size <= _FILL * machine.own_cache
+
+
+def together(computing: float, written: float, read: float, size: float, machine: Machine) -> float:
+    """Return the cycles of a core that computes, and writes and reads so many bytes of data of `size` bytes.
+
+    The larger counts where the data stays in the core's own caches, the sum where it does not.
+    """
+    moves = moving(written, read, size, machine)
+    own = machine.second.cores == 1 and fits(size, machine)
+    return max(computing, moves) if own else computing + moves
+
+
+def moving(written: float, read: float, size: float, machine: Machine) -> float:
+    """Return the cycles of a core that writes and reads so many bytes of data of `size` bytes."""
+    level = level_of(size, machine)
+    return written / level.write_rate(machine.cores) + read / level.read_rate(machine.cores)
+
+
+def images(read: float, written: float, machine: Machine) -> float:
+    """Return the cycles of a core to read its share of a function's input and to write that of its result, in bytes."""
+    return moving(written, read, read + written, machine)
+
+
+def passing(size: float, machine: Machine) -> float:
+    """Return the cycles of a core to write `size` bytes, its share, and to read as many that other cores wrote."""
+    return moving(size, size, size if machine.cores == 1 else max(size, machine.own_cache), machine)
+
+
+def streaming(size: float, machine: Machine) -> float:
+    """Return the cycles of a core to read `size` bytes of weights in every call: nothing where they stay in its cache.
+
+    Weights that do not stay come from the last cache, or from the memory where the machine is `cold`.
+    """
+    if size <= machine.own_cache:
+        return 0.0
+    level = machine.memory if machine.cold or machine.third is None else machine.third
+    return size / level.read_rate(machine.cores)
