@@ -1,5 +1,6 @@
 """Promotions that wait for a person: a list of them, and the answer to one."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flows.runs import connect
@@ -20,12 +21,15 @@ def list_waiting() -> list[dict[str, Any]]:
         return [_describe(client, run) for run in _suspended_runs(client)]
 
 
-def answer(run: str, *, approve: bool, who: str, why: str) -> dict[str, Any]:
+def answer(
+    run: str, *, approve: bool, who: str, why: str, check: Callable[[dict[str, Any]], None] = lambda promotion: None
+) -> dict[str, Any]:
     """Approve or reject the promotion that waits in the flow run `run`, an id or the beginning of one.
 
     The run goes on: it moves the channel, or records that `who` rejected the release and `why`. Returns the promotion
-    at once, without waiting for the run, with the keys that `list_waiting` describes. Raises PrefectError when none or
-    several runs match, the run no longer waits, or the server fails.
+    at once, without waiting for the run, with the keys that `list_waiting` describes. `check` gets the promotion before
+    it is answered, and raises to prevent that. Raises PrefectError when none or several runs match, the run no longer
+    waits, or the server fails.
     """
     with connect("answer the promotion") as client:
         runs = _suspended_runs(client)
@@ -35,6 +39,7 @@ def answer(run: str, *, approve: bool, who: str, why: str) -> dict[str, Any]:
             problem = "more than one promotion waits" if matches else "no promotion waits"
             raise PrefectError(f"{problem} in a flow run {run!r}; those that wait: {ids}")
         promotion = _describe(client, matches[0])
+        check(promotion)
         result = client.resume_flow_run(matches[0].id, run_input={"approve": approve, "why": why, "who": who})
         if result.status.value != "ACCEPT":
             reason = getattr(result.details, "reason", None) or result.status.value

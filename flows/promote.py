@@ -16,9 +16,9 @@ from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
 from tvmflow.services import Services, open_services, open_workspace
 from tvmflow.settings import Settings
-from tvmflow.spec import RegistrySection, Store
+from tvmflow.spec import Policy, RegistrySection, Store
 from tvmflow.store import channels
-from tvmflow.store.channels import Pointer
+from tvmflow.store.channels import WANTED, Channel, Wish
 from tvmflow.workspace import Record, Workspace
 
 
@@ -34,15 +34,16 @@ class PromotionSummary(Record):
     """The outcome of a promotion, which `tvmflow promote --json` prints.
 
     `status` is `moved`; `unchanged` when the channel holds the release already; `waiting` for a person's approval in
-    the flow run `flow_run_id`; `left` when the channel was not changed; or, of an automatic channel, `refused`.
-    `message` says it in a sentence. `checks` are the checks of the release, `mlflow_run_id` is the run that keeps them.
+    the flow run `flow_run_id`; `superseded` by a newer wish; `left` when the channel was not changed; or, of an
+    automatic channel, `refused`. `message` says it in a sentence. `checks` are the checks of the release,
+    `mlflow_run_id` is the run that keeps them.
     """
 
     name: str
     version: str
     channel: str
     from_version: str | None
-    status: Literal["moved", "unchanged", "waiting", "refused", "left"]
+    status: Literal["moved", "unchanged", "waiting", "superseded", "refused", "left"]
     message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
     who: str
     when: str | None = None
@@ -67,9 +68,8 @@ def promote(
 
     `who` promotes, by default the user or the flow run, and `why` are kept in the channel's history. `approved` says
     that `who` approves of it; without it, a channel that requires approval suspends a run of a deployment until a
-    person answers. With `while_wanted`, the channel stays if its alias names another version by now. Returns a
-    PromotionSummary as JSON. Raises VerdictError when the release is refused: the channel stays, and an alias that was
-    set to the release is set back.
+    person answers. With `while_wanted`, the channel stays if no alias and no open wish asks for it by now. Returns a
+    PromotionSummary as JSON. Raises VerdictError when the release is refused: the channel stays.
     """
     from prefect.runtime import deployment, flow_run
 
@@ -107,13 +107,14 @@ def promote_release(
 ) -> PromotionSummary:
     """Promote a release to a channel when it is complete and passes the channel's gates; call this within a flow.
 
-    `who` promotes and `why` are kept in the channel's history. `approved` says that `who` approves. `flow_run_id` is
-    the id of a deployment's run, which is suspended where the channel requires approval; None for other runs. With
-    `while_wanted`, the channel stays (status `left`) when the channel's alias in MLflow names another version by now.
-    Raises VerdictError when the release is refused or lacks an approval, StoreError or RegistryError when a server
-    fails.
+    `who` asks for it and `why`: a wish, which is open until the channel moves, refuses, or somebody has a newer wish.
+    `approved` says that `who` approves. `flow_run_id` is the id of a deployment's run, which is suspended where the
+    channel requires approval; None for other runs. With `while_wanted` an alias in MLflow or an open wish has asked for
+    it, and the channel stays (status `left`) when neither does by now. Raises VerdictError when the release is refused
+    or lacks an approval, StoreError or RegistryError when a server fails.
     """
-    job = GateJob.of(services.store, name, version, channel)
+    destination = channels.find(services.store, name, channel)
+    job = GateJob.of(services.store, destination, version, who=who)
     before = job.current_version
     summary = PromotionSummary(
         name=name,
@@ -121,55 +122,101 @@ def promote_release(
         channel=channel,
         from_version=before,
         status="unchanged",
-        message="",
+        message=f"{channel} holds {version} already",
         who=who,
         why=why,
     )
-    model, number = promotion.get_registered_version(job.release)
-    if while_wanted and (alias_version := services.registry.get_alias_version(model, channel)) != number:
-        now = f"names {alias_version}" if alias_version else "is gone"
-        return summary.model_copy(update={"status": "left", "message": f"the alias {model}@{channel} {now} by now"})
-    if before == version:
-        promotion.move_channel(services, name, version, channel, who=who, why=why, expected=before)
-        return summary.model_copy(update={"message": f"{channel} holds {version} already"})
-    is_required = job.policy.approval == "required"
-    if is_required and not approved and flow_run_id is None:
+    model = promotion.get_registered_version(job.release).model
+    state = promotion.read_state(services, name, channel, model)
+    if while_wanted and (reason := _why_not_wanted(state, job.policy.policy, version)) is not None:
+        if version in (before, state.hand_set_version):
+            promotion.show(services, name, channel, model)
+        return summary if before == version else summary.model_copy(update={"status": "left", "message": reason})
+    document = promotion.make_wish(services, name, version, channel, who=who, why=why, id=flow_run_id)
+    if document.version == version:
+        return summary
+    wish = document.wish
+    if wish is None or wish.version != version:
+        return summary.model_copy(update=_describe_end(document, flow_run_id or ""))
+    job = GateJob.of(services.store, document, version, who=who)
+    before, approval = job.current_version, job.policy.policy.approval
+    if approval != "none" and not approved and flow_run_id is None:
         raise VerdictError(f"{name}@{channel} needs a person's approval: {how_to_approve(job)}")
+    needs_another = approval == "another"
+    if needs_another and approved and promotion.is_same_person(who, wish.who):
+        raise VerdictError(
+            f"{name}@{channel} needs the approval of another person than {wish.who}, who asked for {version}: "
+            f"{how_to_approve(job)}"
+        )
     checks = _check(job, services, settings, workspace)
     reasons = [check.message for check in checks if not check.passed]
     answer: Approval | None = None
-    if is_required and not reasons:
+    if approval != "none" and not reasons:
         if approved:
             answer = Approval(approve=True, why=why, who=who)
         else:
-            _log_verdict(services, job, checks, [], None, who, why, flow_run_id, is_waiting=True)
-            answer = _ask(job, checks, who, why)
-        if not answer.approve:
+            _log_verdict(services, job, checks, [], None, wish, flow_run_id, is_waiting=True)
+            answer = _ask(job, checks, wish)
+        if answer.approve and needs_another and promotion.is_same_person(answer.who, wish.who):
+            reasons = [f"{answer.who} asked for it, and another person must approve it"]
+        elif not answer.approve:
             reasons = [f"{answer.who} rejected it" + (f" ({answer.why})" if answer.why else "")]
-    run = _log_verdict(services, job, checks, reasons, answer, who, why, flow_run_id)
+    run = _log_verdict(services, job, checks, reasons, answer, wish, flow_run_id)
     if reasons:
-        promotion.refuse(services, job.release, channel, who=who, reason="; ".join(reasons))
+        promotion.refuse(services, job.release, channel, wish.id, who=who, reason="; ".join(reasons))
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         raise VerdictError(
             f"{job.label} is refused: {reasons[0]}{more}; {channel} stays at {before or 'nothing'}, "
             f"the verdict is kept in MLflow run {run}"
         )
-    if answer is not None and not approved:
+    why = wish.why
+    if answer is not None and not (approved and answer.who == wish.who):
         why = "; ".join(part for part in (why, f"approved by {answer.who}", answer.why) if part)
-    pointer = promotion.move_channel(services, name, version, channel, who=who, why=why, expected=before)
+    document = promotion.grant(services, name, channel, wish.id, why=why, policy=job.policy)
+    move = document.find_end(wish.id)
+    if not isinstance(move, channels.Move):
+        return summary.model_copy(update={"checks": checks, "mlflow_run_id": run, **_describe_end(document, wish.id)})
     services.registry.set_run_tag(run, "tvmflow.moved", "true")
     message = f"{channel} moved from {before} to {version}" if before else f"{channel} is new and holds {version}"
+    if job.policy.proposal is not None:
+        message += f"; its release file proposes another policy: `tvmflow channel apply FILE --channel {channel}`"
     return summary.model_copy(
         update={
             "status": "moved",
             "moved": True,
             "message": message,
+            "who": move.who,
             "why": why,
-            "when": pointer.last_move.when,
+            "when": move.when,
             "checks": checks,
             "mlflow_run_id": run,
         }
     )
+
+
+def _why_not_wanted(state: promotion.ChannelState, policy: Policy, version: str) -> str | None:
+    """Return why a version that an alias or an open wish asked for is not promoted; None when it is still wanted."""
+    channel, alias = state.channel, f"{state.model}@{state.channel.channel}"
+    if version in (state.wanted_version, channel.wish and channel.wish.version):
+        return None
+    if version == state.hand_set_version:
+        if policy.by_hand == "wish":
+            return None
+        return f"the alias {alias} was set by hand and goes back: ask for a release by the alias {alias}{WANTED}"
+    names = f"names {state.wanted_version}" if state.wanted_version else "is gone"
+    return f"the alias {alias}{WANTED} {names} by now"
+
+
+def _describe_end(document: channels.Channel, wish: str) -> dict[str, str]:
+    """Return the fields of a summary whose wish was not granted."""
+    end = document.find_end(wish)
+    if isinstance(end, channels.WishEnd) and end.outcome == "superseded":
+        return {
+            "status": "superseded",
+            "message": f"{end.why}; {document.channel} holds {document.version or 'nothing'}",
+        }
+    reason = "has moved on" if end is None or isinstance(end, channels.Move) else f"was {end.outcome}: {end.why}"
+    return {"status": "left", "message": f"the wish {reason}; {document.channel} holds {document.version or 'nothing'}"}
 
 
 def promote_automatically(context: RunContext, version: str) -> tuple[PromotionSummary, ...]:
@@ -179,21 +226,18 @@ def promote_automatically(context: RunContext, version: str) -> tuple[PromotionS
     and was moved away since. So is one that requires approval, unless a deployment can ask for it. Raises StoreError
     and RegistryError.
     """
-    outcomes = []
-    for channel in context.spec.automatic_channels():
-        pointer = channels.find(context.store, context.spec.name, channel)
-        outcomes.append(_promote_automatically(context, version, channel, pointer))
-    return tuple(outcomes)
+    return tuple(
+        _promote_automatically(context, version, channels.find(context.store, context.spec.name, name))
+        for name in context.spec.automatic_channels()
+    )
 
 
-def _promote_automatically(
-    context: RunContext, version: str, channel: str, pointer: Pointer | None
-) -> PromotionSummary:
+def _promote_automatically(context: RunContext, version: str, destination: Channel) -> PromotionSummary:
     from flows.runs import is_registered
 
-    settings, spec = context.settings, context.spec
-    policy = spec.channels[channel]
-    current_version = pointer.version if pointer is not None else None
+    settings, spec, channel = context.settings, context.spec, destination.channel
+    policy = promotion.read_policy(context.store, destination, version)
+    current_version = destination.version
     summary = PromotionSummary(
         name=spec.name,
         version=version,
@@ -210,20 +254,17 @@ def _promote_automatically(
 
     command = f"tvmflow promote {spec.name} {version} --channel {channel}"
     by_hand = f"promote it with `{command}`"
-    before = None if policy.after is None else channels.find(context.store, spec.name, policy.after)
-    tags = context.registry.get_version_tags(spec.registry.model or spec.name, version)
-    refusal = tags.get(promotion.format_refusal_tag(channel))
     if current_version != version:
+        refusal = promotion.read_refusal(context.services, spec.registry.model or spec.name, version, channel)
         if refusal is not None:
             message = f"{channel} refused {version} before ({refusal}): {by_hand} to try again"
             return outcome(message, status="refused")
-        if pointer is not None and pointer.has_held(version):
+        if destination.has_held(version):
             return outcome(f"{channel} held {version} before and was moved to {current_version} since: {by_hand}")
-        if policy.after is not None and not (before is not None and before.has_held(version)):
-            return outcome(
-                f"{channel} comes after {policy.after}, which has never held {version}: once it has, {by_hand}"
-            )
-        if policy.approval == "required":
+        before = policy.after
+        if before is not None and not channels.find(context.store, spec.name, before).has_held(version):
+            return outcome(f"{channel} comes after {before}, which has never held {version}: once it has, {by_hand}")
+        if policy.approval != "none":
             if settings.prefect_api_url is None or not is_registered(f"promote/{spec.name}"):
                 return outcome(f"{channel} needs a person's approval: promote it with `{command} --approve`")
             run = ask_for_approval(spec.name, version, channel, who=summary.who, why=summary.why)
@@ -253,8 +294,9 @@ def ask_for_approval(name: str, version: str, channel: str, *, who: str, why: st
 
 def how_to_approve(job: GateJob) -> str:
     """Return how a person promotes to a channel that requires approval, as part of a sentence."""
+    who = "let another person approve it" if job.policy.policy.approval == "another" else "approve it yourself"
     return (
-        f"approve it yourself with `tvmflow promote {job.name} {job.version} --channel {job.channel} --approve`, "
+        f"{who} with `tvmflow promote {job.name} {job.version} --channel {job.channel} --approve`, "
         f"or register the deployment promote/{job.name} with `tvmflow deploy`, which asks for it"
     )
 
@@ -275,8 +317,7 @@ def _log_verdict(
     checks: tuple[Check, ...],
     reasons: list[str],
     answer: Approval | None,
-    who: str,
-    why: str,
+    wish: Wish,
     flow_run_id: str | None,
     *,
     is_waiting: bool = False,
@@ -291,10 +332,10 @@ def _log_verdict(
         "verdict": verdict,
         "reasons": reasons,
         "checks": [check.model_dump(mode="json") for check in checks],
-        "policy": job.policy.model_dump(mode="json"),
+        "policy": job.policy.policy.model_dump(mode="json"),
         "approval": answer and {"approve": answer.approve, "who": answer.who, "why": answer.why},
-        "who": who,
-        "why": why,
+        "who": wish.who,
+        "why": wish.why,
         "flow_run": flow_run_id,
     }
     return promotion.log_verdict(
@@ -302,29 +343,29 @@ def _log_verdict(
         job.release,
         job.channel,
         document,
-        tags={"tvmflow.verdict": verdict, "tvmflow.who": who},
-        report=_report(job, checks, who, why),
+        tags={"tvmflow.verdict": verdict, "tvmflow.who": wish.who},
+        report=_report(job, checks, wish),
         flow_run=flow_run_id,
         done=not is_waiting,
     )
 
 
-def _ask(job: GateJob, checks: tuple[Check, ...], who: str, why: str) -> Approval:
+def _ask(job: GateJob, checks: tuple[Check, ...], wish: Wish) -> Approval:
     """Suspend this flow run until a person answers; the resumed run calls this again and gets the answer."""
     from prefect import suspend_flow_run
     from prefect.artifacts import create_markdown_artifact
 
-    report = _report(job, checks, who, why)
+    report = _report(job, checks, wish)
     create_markdown_artifact(report, key="promotion", description=job.label)
     return suspend_flow_run(wait_for_input=Approval.with_initial_data(description=report))
 
 
-def _report(job: GateJob, checks: tuple[Check, ...], who: str, why: str) -> str:
+def _report(job: GateJob, checks: tuple[Check, ...], wish: Wish) -> str:
     """Return the report on which a person decides, in Markdown."""
     lines = [
         f"# {job.name}: {job.channel} from {job.current_version or 'nothing'} to {job.version}",
         "",
-        f"Asked for by {who}{f': {why}' if why else ''}. "
+        f"Asked for by {wish.who}{f': {wish.why}' if wish.why else ''}. "
         f"Released {job.release['created_at']} in MLflow run {job.release['mlflow_run_id']}.",
         "",
         "| check | passed | what was found |",

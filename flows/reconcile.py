@@ -1,6 +1,7 @@
-"""The reconcile flow: it starts runs that aliases ask for and nobody has started, and completes interrupted moves.
+"""The reconcile flow: it starts runs that are asked for and nobody has started, and completes interrupted moves.
 
-The aliases of the registry are the desired state. Webhooks only make the runs start sooner.
+Aliases CHANNEL-wanted and open wishes ask for promotions, an alias of the source model for a release. Webhooks only
+make the runs start sooner.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,17 +14,28 @@ from prefect.states import Failed
 from flows.runs import is_registered, list_active, list_ended, start
 from tvmflow import settings as machine
 from tvmflow.errors import TvmflowError, VerdictError
-from tvmflow.promotion import ChannelState, move_channel, read_policy, read_state, restore_alias
+from tvmflow.promotion import ChannelState, make_wish, read_policy, read_refusal, read_state, show
 from tvmflow.services import Services, open_services
 from tvmflow.store import channels
+from tvmflow.store.channels import WANTED
 from tvmflow.triggers import Alias, ManagedModel, RunRequest, load
 from tvmflow.workspace import Record
 
 _WHO = "reconcile"
-# After as many failed runs, a source version is not released again by itself.
+# After as many failed runs, a version is not released or promoted again by itself.
 MAX_TRIES = 3
 
-Action = Literal["started", "ran", "refused", "alias set", "alias put back", "waiting", "given up", "approval needed"]
+Action = Literal[
+    "started",
+    "ran",
+    "refused",
+    "alias set",
+    "alias put back",
+    "alias deleted",
+    "waiting",
+    "given up",
+    "approval needed",
+]
 
 
 class Finding(Record):
@@ -93,42 +105,71 @@ def _checks(services: Services, entry: ManagedModel) -> Iterator[Callable[[], Fi
 
 
 def _channels(services: Services, entry: ManagedModel) -> list[str]:
-    """Return the channels of the release file; where it names none, every alias and every pointer is a channel."""
+    """Return the channels of the release file; where it names none, those of the store and of all aliases."""
     if entry.spec.channels:
         return list(entry.spec.channels)
-    pointers = {pointer.channel for pointer in channels.list_all(services.store, entry.name)}
-    return sorted(pointers | set(services.registry.list_aliases(entry.registered_model)))
+    documents = {document.channel for document in channels.list_all(services.store, entry.name)}
+    aliases = {alias.removesuffix(WANTED) for alias in services.registry.list_aliases(entry.registered_model)}
+    return sorted(documents | aliases)
 
 
 def _reconcile_channel(services: Services, entry: ManagedModel, channel: str) -> Finding | None:
-    """Make a channel and its alias agree; return None when they do."""
-    state = read_state(services, entry.name, channel, entry.registered_model)
+    """Show what a channel holds, and start the promotion that somebody asks for; return None when all is done."""
+    model = entry.registered_model
+    state = read_state(services, entry.name, channel, model)
     if state.is_settled:
         return None
-    alias, version = str(Alias(entry.registered_model, channel)), state.alias_version
-    if version is None:
-        current = state.current_version or ""
-        move_channel(services, entry.name, current, channel, who=_WHO, why="the alias was gone", expected=current)
-        what = "the alias of what the channel holds was gone"
-        return Finding(name=entry.name, alias=alias, version=current, what=what, done="alias set")
-    reason = _why_not_promotable(services, entry, state)
-    if reason is not None:
-        release = {"name": entry.name, "version": version, "model": f"models:/{entry.registered_model}/{version}"}
-        restore_alias(services, release, channel, who=_WHO)
-        return Finding(name=entry.name, alias=alias, version=version, what=reason, done="alias put back")
-    request = entry.request_promotion(channel, version, who=_WHO, why=f"the alias {alias} points at {version}")
-    what = f"the channel holds {state.current_version or 'nothing'}"
-    policy = read_policy(services.store.get_release(entry.name, version), channel)
-    if policy.approval == "required" and not is_registered(request.deployment):
-        return Finding(name=entry.name, alias=alias, version=version, what=what, done="approval needed")
-    return _start(request, entry, alias, version, what, max_tries=None)
+    held = state.channel.version
+    asking = Alias(model, channel + WANTED)
+    if state.wanted_version is not None:
+        reason = _why_not_promotable(services, entry, channel, state.wanted_version)
+        if reason is None and state.wanted_version == held:
+            reason = "the channel holds it already"
+        if reason is None:
+            return _start_promotion(services, entry, state, asking, state.wanted_version)
+        services.registry.delete_alias(model, asking.alias)
+        return Finding(
+            name=entry.name, alias=str(asking), version=state.wanted_version, what=reason, done="alias deleted"
+        )
+    shown = Alias(model, channel)
+    version = state.hand_set_version
+    if version is not None:
+        reason = _why_not_promotable(services, entry, channel, version)
+        if reason is None and read_policy(services.store, state.channel, version).by_hand == "refuse":
+            reason = f"it was set by hand, and {asking.alias} asks for a release"
+        if reason is None:
+            return _start_promotion(services, entry, state, shown, version)
+        show(services, entry.name, channel, model)
+        return Finding(name=entry.name, alias=str(shown), version=version, what=reason, done="alias put back")
+    if state.alias_version != held:
+        show(services, entry.name, channel, model)
+        what = f"the alias names {state.alias_version or 'nothing'}, the channel holds this version"
+        return Finding(name=entry.name, alias=str(shown), version=held or "", what=what, done="alias set")
+    wish = state.channel.wish
+    return None if wish is None else _start_promotion(services, entry, state, shown, wish.version)
 
 
-def _why_not_promotable(services: Services, entry: ManagedModel, state: ChannelState) -> str | None:
-    """Return why the version that the alias names cannot be promoted; None when it can."""
-    if state.alias_version is not None and not services.store.has_release(entry.name, state.alias_version):
+def _start_promotion(
+    services: Services, entry: ManagedModel, state: ChannelState, alias: Alias, version: str
+) -> Finding:
+    """Keep what an alias asks for as a wish, and start the promotion of the open wish if nobody does it yet."""
+    channel = state.channel.channel
+    what = f"the channel holds {state.channel.version or 'nothing'}"
+    policy = read_policy(services.store, state.channel, version)
+    why = f"the alias {alias} was set to {version} in MLflow"
+    make_wish(services, entry.name, version, channel, who="mlflow", why=why)
+    request = entry.request_promotion(channel, version, who=_WHO, why=why)
+    if policy.approval != "none" and not is_registered(request.deployment):
+        return Finding(name=entry.name, alias=str(alias), version=version, what=what, done="approval needed")
+    return _start(request, entry, str(alias), version, what)
+
+
+def _why_not_promotable(services: Services, entry: ManagedModel, channel: str, version: str) -> str | None:
+    """Return why a version that an alias names cannot be promoted; None when it can."""
+    if not services.store.has_release(entry.name, version):
         return "this version is not released"
-    return f"the channel refused this version: {state.refusal}" if state.refusal is not None else None
+    refusal = read_refusal(services, entry.registered_model, version, channel)
+    return f"the channel refused this version: {refusal}" if refusal is not None else None
 
 
 def _reconcile_source(services: Services, entry: ManagedModel) -> Finding | None:
@@ -147,12 +188,10 @@ def _reconcile_source(services: Services, entry: ManagedModel) -> Finding | None
     if refused_runs or is_released:
         return None
     what = "this version has no release and no verdict"
-    return _start(entry.request_release(version), entry, str(source), version, what, max_tries=MAX_TRIES)
+    return _start(entry.request_release(version), entry, str(source), version, what)
 
 
-def _start(
-    request: RunRequest, entry: ManagedModel, alias: str, version: str, what: str, max_tries: int | None
-) -> Finding:
+def _start(request: RunRequest, entry: ManagedModel, alias: str, version: str, what: str) -> Finding:
     """Start a run unless one is active; where its deployment is not registered, run the flow in this process."""
 
     def finding(done: Action, flow_run: str | None = None) -> Finding:
@@ -162,11 +201,11 @@ def _start(
         return finding(_run_here(request))
     if list_active(request.deployment, (request.tag,)):
         return finding("waiting")
-    tries = len(list_ended(request.deployment, (request.tag,)))
-    if max_tries is not None and tries >= max_tries:
+    tries = list_ended(request.deployment, (request.tag,))
+    if sum(run.state != "Completed" for run in tries) >= MAX_TRIES:
         return finding("given up")
     # Two that reconcile at once start one run between them; when it has ended, another one can be started.
-    key = f"reconcile-{request.deployment}-{request.tag}-{tries}"
+    key = f"reconcile-{request.deployment}-{request.tag}-{len(tries)}"
     return finding("started", start(request.deployment, request.parameters, key=key, tags=(request.tag,)))
 
 

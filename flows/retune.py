@@ -76,12 +76,12 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
         open_services(settings, spec.store, spec.registry) as services,
         shared_imports(),
     ):
-        pointer = channels.find(services.store, spec.name, channel)
-        if pointer is None:
+        version = channels.find(services.store, spec.name, channel).version
+        if version is None:
             raise StoreError(
                 f"the channel {channel!r} of {spec.name} holds nothing to retune; promote a release to it first"
             )
-        production = services.store.get_release(spec.name, pointer.version)
+        production = services.store.get_release(spec.name, version)
         source = production.get("provenance", {}).get("source")
         workspace = open_workspace(settings, services.store, spec.store)
         weights = _weights(services.registry, workspace, production) if spec.train is not None else None

@@ -57,8 +57,7 @@ class EvaluateJob(Job):
         task = spec.validation.task
         if task is None:
             raise InputError("the release file names no held-out data; add validate.task")
-        pointer = channels.find(store, spec.name, rule.channel)
-        version = None if pointer is None else pointer.version
+        version = channels.find(store, spec.name, rule.channel).version
         bundle = None if version is None else next(resolve.fetch_bundles(store, spec.name, version, cache))
         return cls(name=spec.name, reference=reference, task=task, rule=rule, champion=version, bundle=bundle)
 

@@ -17,9 +17,8 @@ from tvmflow.bundle import extract, public_key
 from tvmflow.bundle.signature import trusted_keys
 from tvmflow.comparison import Comparison, Interval
 from tvmflow.errors import BundleError, InputError, VerdictError
-from tvmflow.spec import Channel
 from tvmflow.store import ReleaseStore, channels
-from tvmflow.store.channels import Pointer
+from tvmflow.store.channels import Channel
 from tvmflow.store.resolve import TargetEntry, fetch_bundle
 from tvmflow.target import host
 from tvmflow.verification import verify
@@ -29,17 +28,21 @@ Document = Mapping[str, Any]
 
 
 class GateJob(Job):
-    """A release on its way to a channel: its document, the channel's policy and pointer, and the current release.
+    """A release on its way to a channel: its document, the channel, the policy that it meets, and the current release.
 
     `current` is the document of the release that the channel holds; None where the channel holds nothing, or the
     release is gone from the store.
     """
 
     release: dict[str, Any]
-    channel: str
-    policy: Channel
-    pointer: Pointer | None
+    destination: Channel
+    policy: promotion.EffectivePolicy
     current: dict[str, Any] | None
+
+    @property
+    def channel(self) -> str:
+        """The name of the channel."""
+        return self.destination.channel
 
     @property
     def name(self) -> str:
@@ -54,7 +57,7 @@ class GateJob(Job):
     @property
     def current_version(self) -> str | None:
         """The version that the channel holds; None where it holds nothing."""
-        return None if self.pointer is None else self.pointer.version
+        return self.destination.version
 
     @property
     def label(self) -> str:
@@ -67,23 +70,21 @@ class GateJob(Job):
             "release": promotion.hash_release(self.release),
             "current": self.current and promotion.hash_release(self.current),
             "channel": self.channel,
-            "policy": self.policy,
+            "policy": self.policy.policy,
             "trusted": [public_key(key) for key in trusted_keys()],
             "host": [host().arch, sorted(host().features), host().cores],
         }
 
     @classmethod
-    def of(cls, store: ReleaseStore, name: str, version: str, channel: str) -> "GateJob":
-        """Return the job that checks a release for a channel.
+    def of(cls, store: ReleaseStore, destination: Channel, version: str, *, who: str) -> "GateJob":
+        """Return the job that checks a release for a channel, which `who` asks for.
 
-        Raises StoreError for an unknown release, SpecError for a channel that the release does not have.
+        Raises StoreError for an unknown release, SpecError for a channel that nobody has used or proposed.
         """
-        release = store.get_release(name, version)
-        policy = promotion.read_policy(release, channel)
-        pointer = channels.find(store, name, channel)
-        has_current = pointer is not None and store.has_release(name, pointer.version)
-        current = store.get_release(name, pointer.version) if pointer is not None and has_current else None
-        return cls(release=release, channel=channel, policy=policy, pointer=pointer, current=current)
+        release = store.get_release(destination.name, version)
+        current = promotion.read_current(store, destination)
+        policy = promotion.find_policy(destination, release, current, who=who)
+        return cls(release=release, destination=destination, policy=policy, current=current)
 
 
 class Check(Record):
@@ -155,11 +156,10 @@ def _digests(job: GateJob, runner: StepRunner, store: ReleaseStore) -> Check:
 
 def _order(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
     """Check that the channel that the policy names in `after` has held the release."""
-    before = job.policy.after
+    before = job.policy.policy.after
     if before is None:
         return
-    pointer = channels.find(store, job.name, before)
-    passed = pointer is not None and pointer.has_held(job.version)
+    passed = channels.find(store, job.name, before).has_held(job.version)
     message = f"{before} has {'' if passed else 'never '}held it" + ("" if passed else ": promote it there first")
     yield Check(name="after", message=message, passed=passed)
 
@@ -167,7 +167,7 @@ def _order(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
 def _signatures(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:
     """Check that a trusted key has signed every bundle, where the channel or this machine requires it."""
     keys = trusted_keys()
-    if job.policy.signature != "required" and not keys:
+    if job.policy.policy.signature != "required" and not keys:
         return
     if not keys:
         message = f"{job.channel} takes signed releases only and no key is trusted here: set TVMFLOW_TRUSTED_KEYS"
@@ -205,7 +205,7 @@ def _golden_samples(job: GateJob, runner: StepRunner, store: ReleaseStore, cache
 
 def check_figures(job: GateJob) -> Iterator[Check]:
     """Yield a check for each gate of the channel on figures that were measured when the release was made."""
-    gates = job.policy.gates
+    gates = job.policy.policy.gates
     if gates.max_latency_ms is not None:
         yield from _latencies(job.release, gates.max_latency_ms)
     metric = _metric(job.release)
@@ -255,7 +255,7 @@ def _metric(release: Document) -> float | None:
 
 def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:
     """Measure the release in turn with the channel's current one, and check the gate on the ratio of latencies."""
-    name, bound = "max_ratio_current", job.policy.gates.max_ratio_current
+    name, bound = "max_ratio_current", job.policy.policy.gates.max_ratio_current
     if bound is None:
         return
     if job.current is None:
@@ -330,6 +330,6 @@ def _compare(
 
 def _why_no_current(job: GateJob) -> str:
     """Return why there is no release to compare with, as part of a sentence."""
-    if job.pointer is None:
+    if job.current_version is None:
         return f"{job.channel} holds nothing"
-    return f"{job.pointer.version}, which {job.channel} holds, is gone from the store"
+    return f"{job.current_version}, which {job.channel} holds, is gone from the store"

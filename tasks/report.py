@@ -6,6 +6,7 @@ from typing import Any
 from tasks.gate import Check, GateJob, check_figures
 from tasks.insight import Insight
 from tasks.step import Job, Step, StepRunner
+from tvmflow import promotion
 from tvmflow.report.release import make_data, write_page
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, channels
@@ -43,14 +44,12 @@ class ReportJob(Job):
         channel = _CHANNEL if _CHANNEL in spec.channels or not spec.channels else list(spec.channels)[-1]
         versions = [version for version in store.list_versions(spec.name) if version != release["version"]]
         history = tuple(store.get_release(spec.name, version) for version in versions[-_HISTORY:])
-        pointer = channels.find(store, spec.name, channel)
-        held = None if pointer is None else pointer.version
-        production = next((document for document in history if document["version"] == held), None)
-        checks: tuple[Check, ...] = ()
-        if channel in spec.channels:
-            policy = spec.channels[channel]
-            job = GateJob(release=release, channel=channel, policy=policy, pointer=pointer, current=production)
-            checks = tuple(check_figures(job))
+        destination = channels.find(store, spec.name, channel)
+        production = next((document for document in history if document["version"] == destination.version), None)
+        policy = promotion.find_policy(destination, release, production, who=promotion.identify_user())
+        checks = tuple(
+            check_figures(GateJob(release=release, destination=destination, policy=policy, current=production))
+        )
         return cls(
             release=release,
             channel=channel,

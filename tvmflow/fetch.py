@@ -42,7 +42,7 @@ def _of_release(configuration: Settings, uri: str) -> Iterator[Path]:
         )
     with open_store(configuration) as store:
         if version is None:
-            version = channels.read(store, name, match["channel"]).version
+            version = channels.read_version(store, name, match["channel"])
         yield from resolve.fetch_bundles(store, name, version, cache_folder(configuration))
 
 

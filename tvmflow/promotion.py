@@ -1,7 +1,8 @@
-"""Promotion: a channel's policy for a release, and moves of a channel together with the registry's alias of its name.
+"""Promotion: wishes for a channel, its policy, and its moves together with the registry's alias of its name.
 
-The alias is the desired state, the pointer in the release store the state that devices read. Both move under the
-channel's claim, the alias first: an interrupted move leaves the alias ahead, and a second promotion completes it.
+The channel's document in the release store is the truth, and the alias of its name shows it to MLflow's readers: it
+follows the document, never leads it. Somebody asks for a release by an alias CHANNEL-wanted. One who sets the channel's
+own alias by hand has asked in the wrong place: the alias goes back.
 """
 
 import getpass
@@ -21,9 +22,9 @@ from pydantic import ValidationError
 
 from tvmflow.errors import SpecError, StoreError
 from tvmflow.services import Services
-from tvmflow.spec import Channel
-from tvmflow.store import channels
-from tvmflow.store.channels import Pointer
+from tvmflow.spec import Policy
+from tvmflow.store import ReleaseStore, channels
+from tvmflow.store.channels import WANTED, Channel, PolicyChange
 
 _MODEL_URI = re.compile(r"models:/(?P<model>[^/@]+)/(?P<version>[1-9][0-9]*)")
 # Characters; MLflow's servers refuse much longer tags.
@@ -39,72 +40,134 @@ class RegisteredVersion(NamedTuple):
 
 @dataclass(frozen=True)
 class ChannelState:
-    """The state of a channel: the version that the registry's alias asks for, and the version that devices see.
+    """A channel as the release store and MLflow have it.
 
-    `alias_version` is the version that the alias of the registered model `model` names, `current_version` the one that
-    the channel's pointer holds; None where there is none. `refusal` is the reason why the channel refused
-    `alias_version`, None if it did not.
+    `alias_version` is the version that the channel's own alias of the registered model `model` names, `wanted_version`
+    the one that the alias CHANNEL-wanted asks for; None where there is no such alias.
     """
 
-    name: str
-    channel: str
+    channel: Channel
     model: str
     alias_version: str | None
-    current_version: str | None
-    refusal: str | None
+    wanted_version: str | None
 
     @property
     def is_settled(self) -> bool:
-        """Whether devices see the version that the alias asks for."""
-        return self.alias_version == self.current_version
+        """Whether MLflow shows what the channel holds, and nobody asks for anything else."""
+        held = self.channel.version
+        return self.alias_version == held and self.wanted_version is None and self.channel.wish is None
+
+    @property
+    def hand_set_version(self) -> str | None:
+        """The version that somebody has set the channel's own alias to by hand, None if nobody has."""
+        is_followed = self.channel.version == self.channel.shown
+        is_elsewhere = self.alias_version not in (None, self.channel.version)
+        return self.alias_version if is_elsewhere and is_followed else None
 
 
 def read_state(services: Services, name: str, channel: str, model: str | None = None) -> ChannelState:
-    """Read the version that a channel's alias asks for and the version that the channel holds.
+    """Read a channel and its aliases.
 
     `model` is the registered model of the releases. By default it is taken from the release that the channel holds, or
     from the latest release. Raises StoreError or RegistryError when a server fails.
     """
-    pointer = channels.find(services.store, name, channel)
+    document = channels.find(services.store, name, channel)
     if model is None:
-        versions = [pointer.version] if pointer is not None else services.store.list_versions(name)
+        versions = services.store.list_versions(name) if document.version is None else [document.version]
         model = get_registered_version(services.store.get_release(name, versions[-1]))[0] if versions else name
-    alias_version = services.registry.get_alias_version(model, channel)
-    refusal = None
-    if alias_version is not None:
-        refusal = services.registry.get_version_tags(model, alias_version).get(format_refusal_tag(channel))
-    current_version = pointer.version if pointer is not None else None
-    return ChannelState(name, channel, model, alias_version, current_version, refusal)
+    aliases = services.registry.list_aliases(model)
+    return ChannelState(document, model, aliases.get(channel), aliases.get(channel + WANTED))
 
 
-def read_policy(release: Mapping[str, Any], channel: str) -> Channel:
-    """Read a channel's policy from a release's document; a document without channels has an empty policy.
+def read_refusal(services: Services, model: str, version: str, channel: str) -> str | None:
+    """Return the reason why a channel refused a registered version, None if it did not. Raises RegistryError."""
+    return services.registry.get_version_tags(model, version).get(format_refusal_tag(channel))
 
-    Raises SpecError for a channel that is not among those of the document, StoreError for a document that is damaged or
-    was written by a newer tvmflow.
+
+def read_proposal(release: Mapping[str, Any], channel: str) -> Policy | None:
+    """Return the policy that a release's document proposes for a channel, None if it proposes none.
+
+    Raises StoreError for a document that is damaged or was written by a newer tvmflow.
     """
+    section = _read_sections(release).get(channel)
+    if section is None:
+        return None
+    try:
+        return Policy.model_validate(section)
+    except ValidationError as error:
+        raise StoreError(
+            f"The release {release.get('name')} {release.get('version')} asks for something of the channel {channel!r} "
+            "that this tvmflow does not know: upgrade tvmflow."
+        ) from error
+
+
+@dataclass(frozen=True)
+class EffectivePolicy:
+    """The policy that a release meets in a channel.
+
+    `adoption` is the change that makes it the channel's own, None where it is that already or nobody proposes one.
+    `proposal` is another policy that the release proposes, None if it proposes none or the same.
+    """
+
+    policy: Policy
+    adoption: PolicyChange | None = None
+    proposal: Policy | None = None
+
+
+def find_policy(
+    channel: Channel, release: Mapping[str, Any], current: Mapping[str, Any] | None, *, who: str
+) -> EffectivePolicy:
+    """Find the policy that a release meets in a channel.
+
+    A channel without one adopts what the release that it holds (`current`) proposes, else what the release proposes,
+    unless that is nothing; else it has no conditions. Raises SpecError for a channel that nobody has used, and that is
+    not among those of the release file; StoreError for a damaged document.
+    """
+    proposal = read_proposal(release, channel.channel)
+    if channel.policy is not None:
+        return EffectivePolicy(channel.policy, proposal=None if proposal == channel.policy else proposal)
+    for document in (current, release):
+        found = None if document is None else read_proposal(document, channel.channel)
+        if document is not None and found is not None and found != Policy():
+            why = f"proposed by {document.get('name')} {document.get('version')}"
+            adoption = channels.make_policy_change(None, found, who=who, why=why)
+            return EffectivePolicy(found, adoption, None if proposal == found else proposal)
+    sections = _read_sections(release)
+    if sections and proposal is None and not channel.exists:
+        close = get_close_matches(channel.channel, sections, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise SpecError(
+            f"{release.get('name')} {release.get('version')} is released for the channels "
+            f"{', '.join(sorted(sections))}: {channel.channel!r} is not among them{hint}"
+        )
+    return EffectivePolicy(Policy())
+
+
+def read_policy(store: ReleaseStore, channel: Channel, version: str) -> Policy:
+    """Return the policy that a release meets in a channel, as `find_policy` does. Raises StoreError and SpecError."""
+    release = store.get_release(channel.name, version)
+    return find_policy(channel, release, read_current(store, channel), who=identify_user()).policy
+
+
+def read_current(store: ReleaseStore, channel: Channel) -> dict[str, Any] | None:
+    """Return the document of the release that a channel holds; None if it holds none, or that is gone from the store.
+
+    Raises StoreError.
+    """
+    version = channel.version
+    if version is None or not store.has_release(channel.name, version):
+        return None
+    return store.get_release(channel.name, version)
+
+
+def _read_sections(release: Mapping[str, Any]) -> Mapping[str, Any]:
     sections = release.get("channels") or {}
     if not isinstance(sections, Mapping):
         raise StoreError(
             f"The release {release.get('name')} {release.get('version')} is damaged, its `channels` are not a section: "
             "publish it again."
         )
-    if not sections:
-        return Channel()
-    if channel not in sections:
-        close = get_close_matches(channel, sections, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise SpecError(
-            f"{release.get('name')} {release.get('version')} is released for the channels "
-            f"{', '.join(sorted(sections))}: {channel!r} is not among them{hint}"
-        )
-    try:
-        return Channel.model_validate(sections[channel])
-    except ValidationError as error:
-        raise StoreError(
-            f"The release {release.get('name')} {release.get('version')} asks for something of the channel {channel!r} "
-            "that this tvmflow does not know: upgrade tvmflow."
-        ) from error
+    return sections
 
 
 def get_registered_version(release: Mapping[str, Any]) -> RegisteredVersion:
@@ -137,86 +200,97 @@ def format_refusal_tag(channel: str) -> str:
     return f"tvmflow.refused.{channel}"
 
 
-def move_channel(
-    services: Services,
-    name: str,
-    version: str,
-    channel: str,
-    *,
-    who: str,
-    why: str,
-    expected: str | None,
-    rollback: bool = False,
-) -> Pointer:
-    """Move alias and pointer of a channel to a release; return the new pointer.
+def is_same_person(one: str, other: str) -> bool:
+    """Whether two names, each as USER@HOST, are of one user, on whatever machines."""
+    return one.partition("@")[0] == other.partition("@")[0]
 
-    `who` moves it, `why`, and whether it is a `rollback` become part of the channel's history. `expected` is the
-    version that the caller saw in the channel, None for a new channel. When the channel holds another version by now,
-    neither is changed, and the StoreError says who moved it. When it holds `version` already, only an alias that
-    differs is written. Raises StoreError and RegistryError when a server fails.
+
+def make_wish(
+    services: Services, name: str, version: str, channel: str, *, who: str, why: str, id: str | None = None
+) -> Channel:
+    """Ask for a release in a channel as `channels.wish` does, and return the channel.
+
+    MLflow's aliases follow: the channel's own goes back where somebody has set it, and a CHANNEL-wanted that asks for
+    another version, which is older, is deleted. Raises StoreError and RegistryError.
     """
     model, number = get_registered_version(services.store.get_release(name, version))
+    document = channels.wish(services.store, name, channel, version, who=who, why=why, id=id)
+    show(services, name, channel, model)
+    if services.registry.get_alias_version(model, channel + WANTED) not in (None, number):
+        services.registry.delete_alias(model, channel + WANTED)
+    return document
 
-    def set_alias() -> None:
-        if services.registry.get_alias_version(model, channel) != number:
-            services.registry.set_alias(model, channel, number)
 
-    pointer = channels.move(
-        services.store,
-        name,
-        channel,
-        version,
-        who=who,
-        why=why,
-        expected=expected,
-        rollback=rollback,
-        prepare=set_alias,
-    )
-    if format_refusal_tag(channel) in services.registry.get_version_tags(model, number):
+def show(services: Services, name: str, channel: str, model: str) -> Channel:
+    """Make the channel's alias in MLflow name what the channel holds; return the channel.
+
+    `model` is the registered model on which the alias is deleted when the channel holds nothing. Whoever moves the
+    channel calls this afterwards: of several, the last one sees the last move. An alias of a release that is gone from
+    the store stays as it is. Raises StoreError and RegistryError.
+    """
+    registry = services.registry
+    while True:
+        document = channels.find(services.store, name, channel)
+        if document.version is None:
+            if registry.get_alias_version(model, channel) is not None:
+                registry.delete_alias(model, channel)
+            return document
+        held = read_current(services.store, document)
+        if held is None:
+            return document
+        held_model, number = get_registered_version(held)
+        if registry.get_alias_version(held_model, channel) != number:
+            registry.set_alias(held_model, channel, number)
+        after = channels.mark_shown(services.store, name, channel, document.version)
+        if after.version == document.version:
+            return after
+
+
+def grant(services: Services, name: str, channel: str, wish: str, *, why: str, policy: EffectivePolicy) -> Channel:
+    """Move a channel to the version of its open wish, if that still is the one with the id `wish`; return the channel.
+
+    `policy` is the one that the release has met. The alias in MLflow follows. Otherwise nothing moves, and the history
+    of the channel says how the wish has ended. Raises StoreError, also when the policy has changed meanwhile, and
+    RegistryError.
+    """
+    after = channels.grant(services.store, name, channel, wish, why=why, policy=policy.policy, adoption=policy.adoption)
+    move = after.find_end(wish)
+    if not isinstance(move, channels.Move):
+        return after
+    model, number = get_registered_version(services.store.get_release(name, move.to_version))
+    after = show(services, name, channel, model)
+    _forget_alias(services, model, channel, number)
+    if read_refusal(services, model, number, channel) is not None:
         services.registry.delete_version_tag(model, number, format_refusal_tag(channel))
-    return pointer
+    return after
 
 
-def refuse(services: Services, release: Mapping[str, Any], channel: str, *, who: str, reason: str) -> None:
-    """Tag the registered version with the reason why a channel refused it, and restore the channel's alias.
+def refuse(services: Services, release: Mapping[str, Any], channel: str, wish: str, *, who: str, reason: str) -> None:
+    """End the wish with this id as refused, tag the registered version with the reason, and delete the asking alias.
 
-    `who` refused it, for the claim on the channel. Raises StoreError and RegistryError.
+    Raises StoreError and RegistryError.
     """
     model, number = get_registered_version(release)
     services.registry.set_version_tag(model, number, format_refusal_tag(channel), reason[:_LONGEST_TAG])
-    restore_alias(services, release, channel, who=who)
+    _forget_alias(services, model, channel, number)
+    channels.end_wish(services.store, str(release["name"]), channel, wish, "refused", who=who, why=reason)
 
 
-def restore_alias(services: Services, release: Mapping[str, Any], channel: str, *, who: str) -> None:
-    """Point an alias that asks for this release at the version that the channel holds; delete it if there is none.
-
-    An alias that asks for another version stays as it is. Raises StoreError and RegistryError.
-    """
-    model, number = get_registered_version(release)
-    if services.registry.get_alias_version(model, channel) != number:
-        return
-    name = str(release["name"])
-    with channels.claim(services.store, name, channel, who):
-        pointer = channels.find(services.store, name, channel)
-        # Under the claim nobody else promotes; a person may still have set the alias elsewhere, which stays.
-        if services.registry.get_alias_version(model, channel) != number:
-            return
-        if pointer is None:
-            services.registry.delete_alias(model, channel)
-        elif pointer.version != str(release["version"]):
-            current_version = get_registered_version(services.store.get_release(name, pointer.version)).version
-            services.registry.set_alias(model, channel, current_version)
+def _forget_alias(services: Services, model: str, channel: str, number: str) -> None:
+    """Delete the alias that asks for a version, unless it asks for another by now."""
+    if services.registry.get_alias_version(model, channel + WANTED) == number:
+        services.registry.delete_alias(model, channel + WANTED)
 
 
 def roll_back(
     services: Services, name: str, channel: str, *, who: str, why: str, to: str | None = None
-) -> tuple[Pointer, Pointer]:
-    """Move a channel back to the release before, or to the version `to`; return the old pointer and the new.
+) -> tuple[Channel, Channel]:
+    """Move a channel back to the release before, or to the version `to`; return the channel before and after.
 
     `who` moves it and `why` are kept in the channel's history. Every digest of that release is checked. No gates run,
-    because the release has passed them. Raises StoreError when the channel has never held such a version, when a file
-    of the release is missing or damaged, or when someone else moves the channel meanwhile; RegistryError when MLflow
-    fails.
+    because the release has passed them. An open wish ends as superseded. Raises StoreError when the channel has never
+    held such a version, when a file of the release is missing or damaged, or when someone else moves the channel
+    meanwhile; RegistryError when MLflow fails.
     """
     before = channels.read(services.store, name, channel)
     if to is None:
@@ -226,12 +300,15 @@ def roll_back(
             )
         to = before.rollback_stack[-2]
     elif not before.has_held(to):
-        earlier = ", ".join(dict.fromkeys(move.to_version for move in before.history))
+        earlier = ", ".join(dict.fromkeys(move.to_version for move in before.moves)) or "nothing"
         raise StoreError(
             f"The channel {name}@{channel} has never held {to}, only {earlier}: promote it with `tvmflow promote`."
         )
-    services.store.verify_release(name, to)
-    after = move_channel(services, name, to, channel, who=who, why=why, expected=before.version, rollback=True)
+    model = get_registered_version(services.store.verify_release(name, to)).model
+    channels.roll_back(services.store, before, to, who=who, why=why)
+    after = show(services, name, channel, model)
+    if services.registry.get_alias_version(model, channel + WANTED) is not None:
+        services.registry.delete_alias(model, channel + WANTED)
     return before, after
 
 

@@ -1,4 +1,4 @@
-"""The release store and the registry: real servers where settings name them, embedded ones otherwise."""
+"""The release store and the registry: servers where settings name them, otherwise in the state folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,6 @@ from tvmflow.registry import Registry, RegistryConfig, embedded_registry
 from tvmflow.settings import Settings
 from tvmflow.spec import RegistrySection, Store
 from tvmflow.store import ReleaseStore, StoreConfig
-from tvmflow.store.embedded import embedded_s3
 from tvmflow.store.records import RecordObjects
 from tvmflow.store.work import WorkStore
 from tvmflow.workspace import Workspace
@@ -31,16 +30,17 @@ class Services:
 def open_store(settings: Settings, section: Store | None = None) -> Iterator[ReleaseStore]:
     """Open the release store that the settings name, else the one in the release file's `section`.
 
-    When neither names a server, an embedded S3 server runs while the body runs. Raises StoreError when it does not
-    start, SettingsError for an address or credentials that no S3 server accepts.
+    When neither names a server, the store is in the state folder. Raises StoreError when that cannot be written,
+    SettingsError for an address or credentials that no S3 server accepts.
     """
     section = section or Store()
     endpoint = settings.s3_endpoint or section.endpoint
     bucket = settings.s3_bucket or section.bucket or BUCKET
     prefix = (settings.s3_prefix if settings.s3_prefix is not None else section.prefix) or ""
     if endpoint is None and settings.s3_bucket is None:
-        with embedded_s3(settings.state / "s3", bucket=bucket) as config:
-            yield ReleaseStore(replace(config, prefix=prefix))
+        store = ReleaseStore(StoreConfig(bucket, prefix, folder=settings.state / "s3" / bucket))
+        store.objects.prepare()
+        yield store
         return
     yield ReleaseStore(
         StoreConfig(
@@ -53,6 +53,8 @@ def open_store(settings: Settings, section: Store | None = None) -> Iterator[Rel
             session_token=_secret(settings.s3_session_token),
             path_style=settings.s3_path_style,
             checksums=settings.s3_checksums,
+            folder=None if settings.s3_folder is None else settings.s3_folder.expanduser().absolute() / bucket,
+            lock=settings.state / "s3.lock" if settings.s3_single_writer else None,
         )
     )
 

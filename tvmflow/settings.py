@@ -23,7 +23,7 @@ from tvmflow.target import PROFILE_VARIABLE
 
 _PREFIX = "TVMFLOW_"
 # An address and its credentials come from the same source: a mixture would fit no server.
-_STORE = {"s3_endpoint", "s3_bucket", "s3_access_key", "s3_secret_key", "s3_session_token"}
+_STORE = {"s3_endpoint", "s3_bucket", "s3_folder", "s3_access_key", "s3_secret_key", "s3_session_token"}
 _FILE_VARIABLE = "TVMFLOW_SETTINGS"
 # Variables by which the processes of one run talk to each other.
 _INTERNAL = {"TVMFLOW_CHILD", "TVMFLOW_EVENTS_FD"}
@@ -96,6 +96,12 @@ class Settings(BaseSettings):
     """The secret key."""
     s3_session_token: SecretStr | None = None
     """The session token of temporary credentials."""
+    s3_single_writer: bool = False
+    """Whether this state folder's processes alone write to the store: needed for an S3 server that knows no conditional
+    writes."""
+    s3_folder: Path | None = None
+    """The folder in which the S3 server keeps its buckets as plain files, where it runs on this machine as the local
+    stack's does: the store is read and written there, and the server serves other machines."""
     s3_path_style: bool = True
     """Whether the bucket stands in the path rather than in the host name."""
     s3_checksums: Literal["when_supported", "when_required"] = "when_required"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tvm import ir, script
 
+from support.rclone import rclone_s3
 from tvmflow.store import ReleaseStore, StoreConfig
-from tvmflow.store.embedded import embedded_s3
 from tvmflow.store.records import RecordObjects
 from tvmflow.target import resolve
 from tvmflow.tuning import Record, RecordStore, workload_key
@@ -112,7 +112,7 @@ def test_pruning_keeps_the_fastest(records: Command, recorded: tuple[RecordStore
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConfig]:
-    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="releases") as config:
+    with rclone_s3(tmp_path_factory.mktemp("s3"), bucket="releases") as config:
         yield config
 
 

@@ -1,4 +1,4 @@
-"""Promotion: alias and pointer move together, one of several movers wins, an interrupted move is completed."""
+"""Promotion: the alias follows the channel, the newest wish wins, policies are the channel's, moves are completed."""
 
 import json
 import os
@@ -7,23 +7,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.databases import Databases
-from support.proxies import intercepting
-from support.scale import choose
 from support.servers import moto_server
 from tvmflow import promotion
 from tvmflow.errors import SpecError, StoreError
 from tvmflow.registry import Registry, embedded_registry
 from tvmflow.services import Services
+from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
-from tvmflow.store.embedded import embedded_s3
 
 LIMIT_SECONDS = 120
 
@@ -36,27 +33,20 @@ def registry(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> 
 
 
 @pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConfig]:
-    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="releases") as config:
-        yield config
-
-
-@pytest.fixture(scope="module")
 def moto() -> Iterator[StoreConfig]:
     with moto_server("releases") as config:
         yield config
 
 
 @pytest.fixture
-def services(request: pytest.FixtureRequest, registry: Registry) -> Services:
-    """A registry, and a store on a server with conditional writes unless the test names another server."""
-    server = getattr(request, "param", "moto")
-    return Services(ReleaseStore(request.getfixturevalue(server)), registry)
+def services(request: pytest.FixtureRequest, registry: Registry, tmp_path: Path) -> Services:
+    """A registry, and a store in a folder unless the test names a server with conditional writes."""
+    if getattr(request, "param", "folder") == "folder":
+        return Services(ReleaseStore(StoreConfig("releases", folder=tmp_path / "releases")), registry)
+    return Services(ReleaseStore(request.getfixturevalue("moto")), registry)
 
 
-on_both_servers = pytest.mark.parametrize("services", ["rclone", "moto"], indirect=True)
-# Servers whose writes are arbitrated by claims alone; `--long` adds the server with conditional writes.
-on_the_weaker_server = pytest.mark.parametrize("services", choose(["rclone"], ["rclone", "moto"]), indirect=True)
+on_both_stores = pytest.mark.parametrize("services", ["folder", "moto"], indirect=True)
 
 
 @pytest.fixture
@@ -83,83 +73,145 @@ def release(services: Services, name: str) -> Callable[..., None]:
     return make
 
 
-def _move(services: Services, name: str, version: str, expected: str | None, **changes: Any) -> channels.Pointer:
-    return promotion.move_channel(
-        services, name, version, "production", **{"who": "ann", "why": "test", **changes}, expected=expected
-    )
+def _wish(services: Services, name: str, version: str, who: str = "ann") -> channels.Channel:
+    return promotion.make_wish(services, name, version, "production", who=who, why="test")
+
+
+def _grant(services: Services, wished: channels.Channel) -> channels.Channel:
+    assert wished.wish is not None
+    policy = promotion.EffectivePolicy(Policy())
+    return promotion.grant(services, wished.name, "production", wished.wish.id, why="test", policy=policy)
+
+
+def _move(services: Services, name: str, version: str, who: str = "ann") -> channels.Channel:
+    return _grant(services, _wish(services, name, version, who))
 
 
 def _where(services: Services, name: str) -> tuple[str | None, str | None]:
-    """The version of alias and of pointer."""
+    """The version of the alias, and the one that the channel holds."""
     state = promotion.read_state(services, name, "production", name)
-    return state.alias_version, state.current_version
+    return state.alias_version, state.channel.version
 
 
-def _rollback(services: Services, name: str, to: str | None = None) -> str:
+def _rollback(services: Services, name: str, to: str | None = None) -> str | None:
     return promotion.roll_back(services, name, "production", who="bert", why="bad", to=to)[1].version
 
 
-@on_both_servers
-def test_alias_and_pointer_move_together(services: Services, name: str, release: Callable[..., None]) -> None:
+@on_both_stores
+def test_the_alias_follows_the_channel_and_not_the_wish(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
     release("1", "2")
     assert _where(services, name) == (None, None)
-    _move(services, name, "1", None)
+    wished = _wish(services, name, "1")
+    assert _where(services, name) == (None, None)
+    _grant(services, wished)
     assert _where(services, name) == ("1", "1")
-    _move(services, name, "2", "1")
-    assert _where(services, name) == ("2", "2")
-    assert promotion.read_state(services, name, "production") == promotion.read_state(
-        services, name, "production", name
-    )
+    wished = _wish(services, name, "2")
+    assert _where(services, name) == ("1", "1")
+    state = promotion.read_state(services, name, "production")
+    assert not state.is_settled
+    moved = _grant(services, wished)
+    assert (_where(services, name), moved.shown) == (("2", "2"), "2")
+    state = promotion.read_state(services, name, "production")
+    assert state.is_settled
+    assert state == promotion.read_state(services, name, "production", name)
 
 
-@on_both_servers
-def test_a_move_from_an_outdated_version_changes_neither(
+@on_both_stores
+def test_an_older_wish_does_not_overwrite_a_newer_one(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1", "2", "3")
-    _move(services, name, "1", None)
-    _move(services, name, "2", "1", who="carla")
-    with pytest.raises(StoreError, match="but carla moved it to 2"):
-        _move(services, name, "3", "1")
-    assert _where(services, name) == ("2", "2")
+    _move(services, name, "1")
+    older = _wish(services, name, "2")
+    newer = _wish(services, name, "3", "bert")
+    after = _grant(services, older)
+    assert _where(services, name) == ("1", "1")
+    assert older.wish is not None
+    end = after.find_end(older.wish.id)
+    assert isinstance(end, channels.WishEnd)
+    assert end.outcome == "superseded"
+    _grant(services, newer)
+    _grant(services, older)
+    assert _where(services, name) == ("3", "3")
 
 
-def test_moving_to_where_it_is_repairs_the_alias_and_writes_nothing(
+def test_an_alias_that_is_set_by_hand_goes_back_and_one_that_lags_is_completed(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1", "2")
-    before = _move(services, name, "1", None)
+    services.registry.set_alias(name, "production", "1")
+    assert promotion.read_state(services, name, "production").hand_set_version == "1"
+    wished = _wish(services, name, "1")
+    assert _where(services, name) == (None, None)
+    _grant(services, wished)
     services.registry.set_alias(name, "production", "2")
-    assert _move(services, name, "1", "1") == before
+    assert promotion.read_state(services, name, "production").hand_set_version == "2"
+    promotion.show(services, name, "production", name)
     assert _where(services, name) == ("1", "1")
+    # A mover that died between the channel and the alias.
+    wish = channels.wish(services.store, name, "production", "2", who="ann", why="").wish
+    assert wish is not None
+    channels.grant(services.store, name, "production", wish.id, why="", policy=Policy())
+    state = promotion.read_state(services, name, "production")
+    assert (state.alias_version, state.channel.version, state.hand_set_version) == ("1", "2", None)
+    promotion.show(services, name, "production", name)
+    assert promotion.read_state(services, name, "production").is_settled
+    services.registry.delete_alias(name, "production")
+    assert promotion.read_state(services, name, "production").hand_set_version is None
+
+
+def test_an_alias_that_asks_is_deleted_once_it_is_granted_or_older(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    release("1", "2")
+
+    def asked() -> str | None:
+        return promotion.read_state(services, name, "production").wanted_version
+
+    services.registry.set_alias(name, "production-wanted", "1")
+    assert asked() == "1"
+    wished = _wish(services, name, "1")
+    assert asked() == "1"
+    _grant(services, wished)
+    assert asked() is None
+    services.registry.set_alias(name, "production-wanted", "1")
+    _wish(services, name, "2")
+    assert asked() is None
+    services.registry.set_alias(name, "production-wanted", "2")
+    _rollback(services, name, "1")
+    assert asked() is None
 
 
 _MOVER = """
-import json, sys
+import json, os, signal, sys
+from pathlib import Path
 from tvmflow import promotion
-from tvmflow.errors import StoreError
 from tvmflow.registry import Registry, RegistryConfig
 from tvmflow.services import Services
+from tvmflow.spec import Policy
+from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig
 
 job = json.loads(sys.argv[1])
+if job["store"]["folder"]:
+    job["store"]["folder"] = Path(job["store"]["folder"])
 
 class Watched(Registry):
     def set_alias(self, name, alias, version):
-        print("alias", version)
+        if job["who"] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         super().set_alias(name, alias, version)
 
 services = Services(ReleaseStore(StoreConfig(**job["store"])), Watched(RegistryConfig(**job["registry"])))
 services.registry.get_alias_version(job["name"], "production")
 print("ready", flush=True)
 sys.stdin.readline()
-try:
-    promotion.move_channel(
-        services, job["name"], job["version"], "production", who=job["who"], why="race", expected="1"
-    )
-    print("won")
-except StoreError as error:
-    print(error)
+wished = promotion.make_wish(services, job["name"], job["version"], "production", who=job["who"], why="race")
+policy = promotion.EffectivePolicy(Policy())
+if wished.wish:
+    promotion.grant(services, job["name"], "production", wished.wish.id, why="race", policy=policy)
 """
 
 
@@ -171,7 +223,7 @@ def _mover(services: Services, name: str, version: str, who: str) -> "subprocess
         "version": version,
         "who": who,
     }
-    command = [sys.executable, "-c", _MOVER, json.dumps(job)]
+    command = [sys.executable, "-c", _MOVER, json.dumps(job, default=str)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -180,63 +232,54 @@ def _ready(mover: "subprocess.Popen[str]") -> None:
     assert mover.stdout.readline() == "ready\n"
 
 
-@on_the_weaker_server
-def test_of_two_racing_processes_one_wins_and_the_other_never_touches_the_alias(
+@on_both_stores
+def test_after_racing_processes_the_alias_names_what_the_channel_holds(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1", "2", "3")
-    _move(services, name, "1", None)
-    movers = {version: _mover(services, name, version, f"mover {version}") for version in ("2", "3")}
-    for mover in movers.values():
+    _move(services, name, "1")
+    movers = [_mover(services, name, version, f"mover {version}") for version in ("2", "3")]
+    for mover in movers:
         _ready(mover)
-    outputs = {version: mover.communicate("\n", LIMIT_SECONDS)[0].splitlines() for version, mover in movers.items()}
-    (winner,) = [version for version, lines in outputs.items() if lines[-1] == "won"]
-    (loser,) = set(outputs) - {winner}
-    assert outputs[winner] == [f"alias {winner}", "won"]
-    assert len(outputs[loser]) == 1
-    assert f"but mover {winner} moved it to {winner}" in outputs[loser][0]
-    assert _where(services, name) == (winner, winner)
-    assert len(channels.read(services.store, name, "production").history) == 2
+    for mover in movers:
+        mover.communicate("\n", LIMIT_SECONDS)
+    assert [mover.returncode for mover in movers] == [0, 0]
+    alias, held = _where(services, name)
+    assert alias == held != "1"
+    document = channels.read(services.store, name, "production")
+    # Each wish was granted or superseded.
+    assert len(document.history) == 3
 
 
-@on_the_weaker_server
-def test_a_move_that_is_killed_between_alias_and_pointer_is_completed_at_once(
+def test_a_move_that_is_killed_before_the_alias_is_completed_by_the_next_promotion(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1", "2")
-    _move(services, name, "1", None)
-    victim: list[int] = []
-    endpoint = services.store.config.endpoint or ""
-    with intercepting(endpoint, b"PUT /releases/channels/", lambda: os.kill(victim[0], signal.SIGKILL)) as endpoint:
-        behind = Services(ReleaseStore(replace(services.store.config, endpoint=endpoint)), services.registry)
-        mover = _mover(behind, name, "2", "killed")
-        victim.append(mover.pid)
-        _ready(mover)
-        mover.communicate("\n", LIMIT_SECONDS)
+    _move(services, name, "1")
+    mover = _mover(services, name, "2", "killed")
+    _ready(mover)
+    mover.communicate("\n", LIMIT_SECONDS)
     assert mover.returncode == -signal.SIGKILL
     state = promotion.read_state(services, name, "production")
-    assert (state.alias_version, state.current_version, state.refusal, state.is_settled) == ("2", "1", None, False)
-
-    _move(services, name, "2", "1", who="dora")
+    assert (state.alias_version, state.channel.version, state.hand_set_version) == ("1", "2", None)
+    _wish(services, name, "2", "dora")
     assert promotion.read_state(services, name, "production").is_settled
-    assert [move.who for move in channels.read(services.store, name, "production").history] == ["ann", "dora"]
+    assert [move.who for move in channels.read(services.store, name, "production").moves] == ["ann", "killed"]
 
 
 def test_rollbacks_go_back_one_release_after_another(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1", "2", "3", "4")
-    before = None
     for version in ("1", "2", "3"):
-        _move(services, name, version, before)
-        before = version
+        _move(services, name, version)
     assert [_rollback(services, name), _rollback(services, name)] == ["2", "1"]
     assert _where(services, name) == ("1", "1")
     with pytest.raises(StoreError, match="has held nothing before 1"):
         _rollback(services, name)
-    _move(services, name, "4", "1")
+    _move(services, name, "4")
     assert _rollback(services, name) == "1"
-    last = channels.read(services.store, name, "production").last_move
+    last = channels.read(services.store, name, "production").moves[-1]
     assert (last.who, last.from_version, last.to_version, last.why, last.rollback) == ("bert", "4", "1", "bad", True)
 
 
@@ -244,8 +287,8 @@ def test_a_rollback_after_promoting_an_older_release_gives_the_newer_one(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1", "2")
-    for version, before in (("1", None), ("2", "1"), ("1", "2")):
-        _move(services, name, version, before)
+    for version in ("1", "2", "1"):
+        _move(services, name, version)
     assert _rollback(services, name) == "2"
 
 
@@ -253,8 +296,8 @@ def test_a_rollback_to_a_named_release_goes_to_one_that_was_held(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1", "2", "3", "4")
-    for version, before in (("1", None), ("2", "1"), ("3", "2")):
-        _move(services, name, version, before)
+    for version in ("1", "2", "3"):
+        _move(services, name, version)
     with pytest.raises(StoreError, match="has never held 4, only 1, 2, 3"):
         _rollback(services, name, to="4")
     assert _rollback(services, name, to="1") == "1"
@@ -265,8 +308,8 @@ def test_a_rollback_does_not_go_to_a_release_that_is_not_whole(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1", "2")
-    for version, before in (("1", None), ("2", "1")):
-        _move(services, name, version, before)
+    for version in ("1", "2"):
+        _move(services, name, version)
     key = f"releases/{name}/1/release.json"
     document = {**services.store.get_release(name, "1"), "report": {"sha256": "f" * 64}}
     services.store.objects.put(key, json.dumps(document).encode(), "damaging it")
@@ -275,75 +318,92 @@ def test_a_rollback_does_not_go_to_a_release_that_is_not_whole(
     assert _where(services, name) == ("2", "2")
 
 
-def test_a_refused_release_is_marked_and_its_alias_put_back(
+def test_a_refused_release_is_marked_and_its_wish_ends(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1", "2")
-    second = services.store.get_release(name, "2")
-    services.registry.set_alias(name, "production", "2")
-    promotion.refuse(services, second, "production", who="ann", reason="too slow")
-    assert _where(services, name) == (None, None)
-    _move(services, name, "1", None)
-    services.registry.set_alias(name, "production", "2")
-    assert promotion.read_state(services, name, "production").refusal == "too slow"
-    promotion.restore_alias(services, second, "production", who="ann")
+    _move(services, name, "1")
+    services.registry.set_alias(name, "production-wanted", "2")
+    _refuse(services, _wish(services, name, "2"), "too slow")
     assert _where(services, name) == ("1", "1")
+    state = promotion.read_state(services, name, "production")
+    assert (state.wanted_version, state.channel.wish, state.is_settled) == (None, None, True)
+    assert promotion.read_refusal(services, name, "2", "production") == "too slow"
+    end = state.channel.history[-1]
+    assert isinstance(end, channels.WishEnd)
+    assert (end.outcome, end.why, end.who) == ("refused", "too slow", "ann")
 
 
-def test_an_alias_that_is_wanted_elsewhere_by_now_stays(
-    services: Services, name: str, release: Callable[..., None]
-) -> None:
-    release("1", "2", "3")
-    _move(services, name, "1", None)
-    services.registry.set_alias(name, "production", "3")
-    promotion.refuse(services, services.store.get_release(name, "2"), "production", who="ann", reason="too slow")
-    assert _where(services, name) == ("3", "1")
-
-
-def test_an_alias_that_somebody_sets_before_the_channel_is_claimed_stays(
-    services: Services, name: str, release: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release("1", "2", "3")
-    _move(services, name, "1", None)
-    services.registry.set_alias(name, "production", "2")
-    claim = channels.claim
-
-    @contextmanager
-    def claim_after_another(*arguments: Any) -> Iterator[None]:
-        services.registry.set_alias(name, "production", "3")
-        with claim(*arguments):
-            yield
-
-    monkeypatch.setattr(channels, "claim", claim_after_another)
-    promotion.restore_alias(services, services.store.get_release(name, "2"), "production", who="ann")
-    assert _where(services, name) == ("3", "1")
+def _refuse(services: Services, wished: channels.Channel, reason: str) -> None:
+    assert wished.wish is not None
+    document = services.store.get_release(wished.name, wished.wish.version)
+    promotion.refuse(services, document, "production", wished.wish.id, who="ann", reason=reason)
 
 
 def test_a_release_that_passes_is_no_longer_marked_as_refused(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1")
-    promotion.refuse(services, services.store.get_release(name, "1"), "production", who="ann", reason="too slow")
-    _move(services, name, "1", None)
+    _refuse(services, _wish(services, name, "1"), "too slow")
+    _move(services, name, "1")
     assert services.registry.get_version_tags(name, "1") == {}
 
 
-def test_a_release_without_channels_may_go_anywhere() -> None:
-    policy = promotion.read_policy({"name": "m", "version": "1"}, "anything")
-    assert (policy.approval, policy.after, policy.gates.max_latency_ms) == ("none", None, None)
+NEW = channels.Channel(name="m", channel="production")
+USED = channels.Channel(name="m", channel="production", number=1)
+STRICT = Policy(after="staging", approval="required")
 
 
-def test_a_channel_that_the_release_file_does_not_name_is_refused_with_the_likely_one() -> None:
-    release = {"name": "m", "version": "1", "channels": {"staging": {}, "production": {"after": "staging"}}}
-    assert promotion.read_policy(release, "production").after == "staging"
+def _find_policy(channel: channels.Channel, sections: Any, current: Any = None) -> promotion.EffectivePolicy:
+    release = {"name": "m", "version": "2", "channels": sections}
+    before = None if current is None else {"name": "m", "version": "1", "channels": current}
+    return promotion.find_policy(channel, release, before, who="ann")
+
+
+@pytest.mark.parametrize("sections", [None, {}, {"production": {}}, {"staging": {}}])
+def test_a_release_meets_the_channels_policy_whatever_it_says(sections: Any) -> None:
+    found = _find_policy(USED.model_copy(update={"policy": STRICT}), sections)
+    assert (found.policy, found.adoption) == (STRICT, None)
+    assert found.proposal == (Policy() if sections == {"production": {}} else None)
+
+
+def test_a_channel_without_a_policy_takes_the_first_that_is_proposed() -> None:
+    sections = {"production": {"after": "staging", "approval": "required"}}
+    found = _find_policy(NEW, sections)
+    assert (found.policy, found.proposal) == (STRICT, None)
+    assert found.adoption is not None
+    assert (found.adoption.who, found.adoption.why, found.adoption.after) == ("ann", "proposed by m 2", STRICT)
+    # A channel of an older tvmflow has the policy of the release that it holds.
+    for proposal in ({}, {"production": {}}):
+        found = _find_policy(USED, proposal, sections)
+        assert found.policy == STRICT
+        assert found.adoption is not None
+        assert found.adoption.why == "proposed by m 1"
+    assert _find_policy(USED, {}, {}) == promotion.EffectivePolicy(Policy())
+
+
+def test_a_channel_that_nobody_has_used_or_named_is_refused_with_the_likely_one() -> None:
+    sections = {"staging": {}, "production": {"after": "staging"}}
+    typo = channels.Channel(name="m", channel="prod")
     with pytest.raises(SpecError, match=r"the channels production, staging: 'prod' is not .*; did you mean 'product"):
-        promotion.read_policy(release, "prod")
+        _find_policy(typo, sections)
+    assert _find_policy(typo.model_copy(update={"number": 1}), sections).policy == Policy()
+    for proposals in ({}, {"prod": {}}):
+        assert _find_policy(typo, proposals) == promotion.EffectivePolicy(Policy())
+    with pytest.raises(SpecError) as refusal:
+        _find_policy(channels.Channel(name="m", channel="zzz"), {"staging": {}})
+    assert "did you mean" not in str(refusal.value)
 
 
 def test_what_a_newer_tvmflow_asks_of_a_channel_is_refused() -> None:
     release = {"name": "m", "version": "1", "channels": {"staging": {"moon": "full"}}}
     with pytest.raises(StoreError, match="that this tvmflow does not know: upgrade"):
-        promotion.read_policy(release, "staging")
+        promotion.read_proposal(release, "staging")
+
+
+@pytest.mark.parametrize(("one", "other", "same"), [("ann@a", "ann@b", True), ("ann@a", "bert@a", False)])
+def test_a_person_is_the_same_on_every_machine(one: str, other: str, same: bool) -> None:
+    assert promotion.is_same_person(one, other) is same
 
 
 @pytest.mark.parametrize("model", [None, "models:/m@production", "m"])
@@ -361,9 +421,9 @@ def test_a_channel_whose_model_is_not_named_is_read_by_its_releases(
     services.store.publish(name, "2", {"name": name, "version": "2", "model": f"models:/{other}/1"}, [])
     # While the channel holds no release, the latest release decides.
     assert promotion.read_state(services, name, "production").model == other
-    _move(services, name, "1", None)
+    _move(services, name, "1")
     state = promotion.read_state(services, name, "production")
-    assert (state.name, state.channel, state.model, state.refusal) == (name, "production", name, None)
+    assert (state.channel.name, state.channel.channel, state.model) == (name, "production", name)
     assert state.is_settled
 
 
@@ -371,31 +431,20 @@ def test_the_reason_of_a_refusal_is_cut_to_what_a_tag_holds(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     release("1")
-    document = services.store.get_release(name, "1")
-    promotion.refuse(services, document, "production", who="ann", reason="x" * 5000)
+    _refuse(services, _wish(services, name, "1"), "x" * 5000)
     tags = services.registry.get_version_tags(name, "1")
     assert tags == {promotion.format_refusal_tag("production"): "x" * 4000}
     assert promotion.format_refusal_tag("production") == "tvmflow.refused.production"
 
 
-def test_an_alias_of_the_release_that_the_channel_holds_stays(
-    services: Services, name: str, release: Callable[..., None]
-) -> None:
-    release("1", "2")
-    _move(services, name, "1", None)
-    promotion.restore_alias(services, services.store.get_release(name, "1"), "production", who="ann")
-    promotion.restore_alias(services, services.store.get_release(name, "2"), "production", who="ann")
-    assert _where(services, name) == ("1", "1")
-
-
 def test_a_rollback_is_recorded_as_one(services: Services, name: str, release: Callable[..., None]) -> None:
     release("1", "2")
-    _move(services, name, "1", None)
-    _move(services, name, "2", "1")
+    _move(services, name, "1")
+    _move(services, name, "2")
     before, after = promotion.roll_back(services, name, "production", who="bert", why="bad")
     assert (before.version, after.version) == ("2", "1")
-    assert [move.rollback for move in after.history] == [False, False, True]
-    assert (after.last_move.who, after.last_move.why) == ("bert", "bad")
+    assert [move.rollback for move in after.moves] == [False, False, True]
+    assert (after.moves[-1].who, after.moves[-1].why) == ("bert", "bad")
 
 
 @pytest.mark.parametrize("done", [True, False])
@@ -471,11 +520,4 @@ def test_a_registered_version_is_read_from_the_document() -> None:
 @pytest.mark.parametrize("sections", [["staging"], "staging", 7])
 def test_channels_that_are_no_section_are_damage(sections: Any) -> None:
     with pytest.raises(StoreError, match="m 1 is damaged"):
-        promotion.read_policy({"name": "m", "version": "1", "channels": sections}, "staging")
-
-
-def test_an_unlike_channel_gets_no_hint() -> None:
-    with pytest.raises(SpecError) as refusal:
-        promotion.read_policy({"name": "m", "version": "1", "channels": {"staging": {}}}, "zzz")
-    assert "did you mean" not in str(refusal.value)
-    assert promotion.read_policy({"name": "m", "version": "1", "channels": {}}, "any").after is None
+        promotion.read_proposal({"name": "m", "version": "1", "channels": sections}, "staging")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from support.rclone import rclone_s3
 from tvmflow.bundle import sha256_file
 from tvmflow.errors import BuildError, StepError, StoreError
 from tvmflow.progress import Status, reporting_to
 from tvmflow.store import ReleaseStore
-from tvmflow.store.embedded import embedded_s3
 from tvmflow.store.work import WorkStore
 from tvmflow.workspace import Artifact, Outcome, Record, Sources, StepResult, Workspace, run_step, step_key
 
@@ -35,7 +35,6 @@ SCRIPT = """
 import os, pathlib, signal, sys
 from tvmflow.errors import StepError
 from tvmflow.store import ReleaseStore
-from tvmflow.store.embedded import embedded_s3
 from tvmflow.store.work import WorkStore
 from tvmflow.workspace import Artifact, StepResult, Workspace, run_step
 
@@ -324,7 +323,7 @@ def test_scratch_is_gone_after_an_error(workspace: Workspace) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReleaseStore]:
-    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="tvmflow") as config:
+    with rclone_s3(tmp_path_factory.mktemp("s3"), bucket="tvmflow") as config:
         yield ReleaseStore(config)
 
 

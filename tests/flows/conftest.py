@@ -21,10 +21,10 @@ import yaml
 from support.command_server import CommandServer
 from support.databases import Databases
 from support.processes import TVMFLOW, CommandResult, clean_environment, is_foreign
+from support.rclone import rclone_s3
 from tvmflow.services import open_registry, open_store
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
-from tvmflow.store.embedded import embedded_s3
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_SECONDS = 400.0
@@ -216,5 +216,5 @@ def make() -> SimpleNamespace:
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReleaseStore]:
     """An S3 server that no command starts or ends: rclone's."""
-    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="tvmflow") as config:
+    with rclone_s3(tmp_path_factory.mktemp("s3"), bucket="tvmflow") as config:
         yield ReleaseStore(config)

@@ -33,6 +33,9 @@ CHANNELS = {
     "back": {},
     "wary": {},
     "any": {},
+    "open": {},
+    "two-people": {},
+    "nobody": {},
 }
 DATA = """
 import numpy as np
@@ -79,6 +82,7 @@ class Shipped:
     session: "subprocess.Popen[str]"
     first: dict[str, Any]
     public_key: Path
+    file: Path
 
     def promote(self, version: str, channel: str, *, settings: dict[str, str] | None = None, **said: Any) -> Any:
         job = {"name": "tiny", "version": version, "channel": channel, "who": "ann", "settings": settings or {}, **said}
@@ -149,7 +153,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, machine: Any, make: Any) -
             text=True,
         )
     with session:
-        yield Shipped(machine, session, answers[0], key.with_name("key.pub"))
+        yield Shipped(machine, session, answers[0], key.with_name("key.pub"), file)
 
 
 def test_a_release_is_promoted_to_its_automatic_channels(shipped: Shipped) -> None:
@@ -175,7 +179,7 @@ def test_a_promotion_moves_alias_and_channel_and_is_kept_with_its_figures(shippe
     done = shipped.promoted("1", "after-staging", why="a first try")
     assert (done["moved"], done["from_version"], done["status"]) == (True, None, "moved")
     assert shipped.held("after-staging") == ("1", "1")
-    (move,) = shipped.machine.channel("tiny", "after-staging").history
+    (move,) = shipped.machine.channel("tiny", "after-staging").moves
     assert (move.who, move.from_version, move.to_version, move.why) == ("ann", None, "1", "a first try")
     ((run, verdict),) = shipped.verdicts("after-staging")
     assert run.info.run_id == done["mlflow_run_id"]
@@ -207,9 +211,72 @@ def test_what_an_alias_asked_for_is_left_once_it_asks_for_something_else(shipped
     assert (left["moved"], left["status"]) == (False, "left")
     assert "tiny@any" in left["told"]
     assert shipped.held("any") == ("1", "1")
+    shipped.machine.mlflow.set_registered_model_alias("tiny", "any-wanted", "2")
+    assert shipped.promoted("2", "any", while_wanted=True)["moved"]
+    assert shipped.held("any") == ("2", "2")
+    assert "any-wanted" not in shipped.machine.mlflow.get_registered_model("tiny").aliases
+
+
+def test_an_alias_that_is_set_by_hand_is_a_wish_and_by_policy_none(shipped: Shipped) -> None:
+    shipped.promoted("1", "any")
     shipped.machine.mlflow.set_registered_model_alias("tiny", "any", "2")
     assert shipped.promoted("2", "any", while_wanted=True)["moved"]
     assert shipped.held("any") == ("2", "2")
+    result = shipped.machine.run("channel", "set", "tiny", "any", "by_hand=refuse", "--why", "too many hands", "--json")
+    assert result.code == 0, result.stderr
+    shipped.machine.mlflow.set_registered_model_alias("tiny", "any", "1")
+    left = shipped.promoted("1", "any", while_wanted=True)
+    assert (left["status"], left["moved"]) == ("left", False)
+    assert "tiny@any-wanted" in left["told"]
+    assert shipped.held("any") == ("2", "2")
+
+
+def test_a_release_meets_the_channels_policy_and_not_the_one_of_its_file(shipped: Shipped) -> None:
+    """The release file asks nothing of `open`; somebody has set a gate that no release keeps."""
+    shipped.promoted("1", "open")
+    change = ("channel", "set", "tiny", "open", "gates.max_latency_ms=1e-6", "--why", "it must be quick", "--json")
+    result = shipped.machine.run(*change)
+    assert result.code == 0, result.stderr
+    assert "max_latency_ms" in shipped.refused("2", "open")
+    assert shipped.held("open") == ("1", "1")
+    # The file's proposal takes effect when somebody applies it.
+    wrong = shipped.machine.run("channel", "apply", shipped.file, "--channel", "nowhere")
+    assert wrong.code == 2
+    assert "'nowhere'" in wrong.sentence
+    applied = shipped.machine.run("channel", "apply", shipped.file, "--channel", "open", "--json")
+    assert applied.code == 0, applied.stderr
+    assert shipped.promoted("2", "open")["moved"]
+    changes = [event for event in shipped.machine.channel("tiny", "open").history if event.kind == "policy"]
+    assert [(event.who, event.why) for event in changes] == [
+        (PERSON, "it must be quick"), (PERSON, f"applied from {shipped.file.name}"),
+    ]  # fmt: skip
+    table = shipped.machine.run("channel", "show", "tiny").stdout.splitlines()
+    assert "no conditions" in next(line for line in table if line.strip().startswith("open"))
+
+
+@pytest.mark.parametrize("value", ["approval=maybe", "gates=1", "gates.max_latency_ms", "after=[", "a.b=1"])
+def test_a_policy_that_cannot_be_is_refused(shipped: Shipped, value: str) -> None:
+    result = shipped.machine.run("channel", "set", "tiny", "nobody", value)
+    assert result.code == 2
+    assert shipped.machine.run("channel", "show", "tiny", "nobody").code == 1
+
+
+def test_another_person_approves_and_an_older_wish_is_superseded(shipped: Shipped) -> None:
+    shipped.machine.run("channel", "set", "tiny", "two-people", "approval=another", "--json")
+    assert "--approve" in shipped.refused("1", "two-people")
+    wish = shipped.machine.channel("tiny", "two-people").wish
+    assert (wish.version, wish.who) == ("1", "ann")
+    assert "another person than ann" in shipped.refused("1", "two-people", approved=True)
+    assert shipped.held("two-people") == (None, None)
+    shipped.promoted("1", "two-people", approved=True, who="bert", why="fine")
+    (move,) = shipped.machine.channel("tiny", "two-people").moves
+    assert (move.who, move.why) == ("ann", "approved by bert; fine")
+    assert "--approve" in shipped.refused("2", "two-people")
+    assert shipped.promoted("1", "two-people", who="bert")["status"] == "unchanged"
+    end = shipped.machine.channel("tiny", "two-people").history[-1]
+    assert (end.kind, end.version, end.outcome, end.who) == ("wish", "2", "superseded", "bert")
+    history = shipped.machine.run("history", "tiny", "--channel", "two-people").stdout
+    assert "superseded" in history
 
 
 def test_a_slower_release_is_refused_with_the_ratio_and_its_alias_is_put_back(shipped: Shipped) -> None:
@@ -300,7 +367,7 @@ def test_a_rollback_is_one_command_and_history_tells_it(shipped: Shipped) -> Non
     assert (result.code, result.document["version"], result.document["from_version"]) == (0, "1", "2")
     assert shipped.held("back") == ("1", "1")
     shown = shipped.machine.run("history", "tiny", "--channel", "back").stdout.splitlines()
-    moves = [line.split() for line in shown if line.strip().startswith("20")]
+    moves = [line.split() for line in shown if line.strip().startswith("20") and "refused" not in line]
     assert [words[2:5] for words in moves] == [["-", "1", "ann"], ["1", "2", "ann"], ["2", "1", PERSON]]
     assert " ".join(moves[2][5:]) == "rollback: it is slow"
     last = shipped.machine.run("rollback", "tiny", "--channel", "back")
@@ -313,7 +380,7 @@ def test_a_rollback_is_one_command_and_history_tells_it(shipped: Shipped) -> Non
     [
         (("promote", "tiny", "1", "--channel", "stagin"), 2, ["'stagin'", "'staging'?"]),
         (("promote", "tiny", "7", "--channel", "staging"), 1, ["tiny 7"]),
-        (("history", "tiny", "--channel", "good"), 1, ["'good'"]),
+        (("history", "tiny", "--channel", "nowhere"), 1, ["'nowhere'"]),
     ],
 )
 def test_what_does_not_exist_is_named(shipped: Shipped, command: tuple[str, ...], code: int, names: list[str]) -> None:

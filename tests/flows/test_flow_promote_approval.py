@@ -84,7 +84,7 @@ def test_an_approved_promotion_goes_on_and_moves_the_channel(released: Any) -> N
     assert approved.code == 0, approved.stderr
     assert _work(released, waits["run"]) == "COMPLETED"
     assert _held(released, "yes") == ("1", "1")
-    (move,) = released.channel("tiny", "yes").history
+    (move,) = released.channel("tiny", "yes").moves
     assert move.why.startswith("please; approved by ")
     assert move.why.endswith("; fine")
     run, verdict, _ = _verdict(released, waits["run"])

@@ -34,7 +34,7 @@ class House:
         """The version that a channel of its releases holds."""
         with open_store(Settings(home=self.machine.home)) as store:
             pointer = channels.find(store, "reconciled", name)
-        return None if pointer is None else str(pointer.version)
+        return pointer.version
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +106,26 @@ def test_aliases_that_cannot_be_followed_are_put_back(house: House, found: list[
     assert house.reconcile() == [("reconciled@staging", "2", "alias put back")]
     assert str(client.get_model_version_by_alias("reconciled", "staging").version) == "1"
     assert house.channel() == "1"
+    client.set_registered_model_alias("reconciled", "staging-wanted", "2")
+    assert house.reconcile() == [("reconciled@staging-wanted", "2", "alias deleted")]
+    client.set_registered_model_alias("reconciled", "staging-wanted", "1")
+    assert house.reconcile() == [("reconciled@staging-wanted", "1", "alias deleted")]
+
+
+def test_a_wish_that_nobody_works_on_is_taken_up(house: House, found: list[Findings]) -> None:
+    client = house.machine.mlflow
+    client.delete_model_version_tag("reconciled", "2", "tvmflow.refused.staging")
+    with open_store(Settings(home=house.machine.home)) as store:
+        channels.wish(store, "reconciled", "staging", "2", who="ann", why="and died")
+    assert house.reconcile() == [("reconciled@staging", "2", "ran")]
+    assert house.channel() == "2"
+    assert house.reconcile() == []
+
+
+def test_an_asking_alias_is_granted_without_the_channels_own_moving_before(house: House, found: list[Findings]) -> None:
+    client = house.machine.mlflow
+    client.set_registered_model_alias("reconciled", "staging-wanted", "1")
+    assert house.reconcile() == [("reconciled@staging-wanted", "1", "ran")]
+    assert house.channel() == "1"
+    aliases = {alias: str(version) for alias, version in client.get_registered_model("reconciled").aliases.items()}
+    assert aliases == {"staging": "1"}

@@ -27,6 +27,7 @@ def _with_store(machine: Any, config: StoreConfig, **settings: str) -> Any:
         "TVMFLOW_S3_PREFIX": config.prefix,
         "TVMFLOW_S3_ACCESS_KEY": config.access_key,
         "TVMFLOW_S3_SECRET_KEY": config.secret_key,
+        "TVMFLOW_S3_SINGLE_WRITER": "false" if config.lock is None else "true",
     }
     return replace(machine, settings={**machine.settings, **said, **settings})
 

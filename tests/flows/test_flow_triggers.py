@@ -76,6 +76,7 @@ def house(
         "TVMFLOW_S3_BUCKET": s3.config.bucket,
         "TVMFLOW_S3_ACCESS_KEY": s3.config.access_key,
         "TVMFLOW_S3_SECRET_KEY": s3.config.secret_key,
+        "TVMFLOW_S3_SINGLE_WRITER": "true",
         "TVMFLOW_MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
         "TVMFLOW_MODELS": json.dumps([str(file)]),
         "TVMFLOW_WEBHOOK_SECRET": SECRET,

@@ -139,6 +139,7 @@ def shared_settings(api: str, s3: ReleaseStore, folder: Path) -> dict[str, str]:
         "TVMFLOW_S3_PREFIX": "workers",
         "TVMFLOW_S3_ACCESS_KEY": s3.config.access_key or "",
         "TVMFLOW_S3_SECRET_KEY": s3.config.secret_key or "",
+        "TVMFLOW_S3_SINGLE_WRITER": "true",
         "TVMFLOW_MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
     }
 

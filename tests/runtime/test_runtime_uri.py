@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.channels import move_channel
+from support.rclone import rclone_s3
 from tvmflow import runtime
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.errors import BundleError, StoreError
-from tvmflow.store import ReleaseStore, StoreConfig, channels
-from tvmflow.store.embedded import embedded_s3
+from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.target import host
 
 Repack = Callable[..., Path]
@@ -24,7 +25,7 @@ OTHER_ARCH = "aarch64" if host().arch == "x86_64" else "x86_64"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConfig]:
-    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="models") as config:
+    with rclone_s3(tmp_path_factory.mktemp("s3"), bucket="models") as config:
         yield config
 
 
@@ -101,7 +102,7 @@ def test_a_blob_on_s3_is_kept_and_any_other_object_is_not(
     digest = sha256_file(bundle)
     assert runs(store.put_blob(bundle, digest)) == "native"
     assert [path.name for path in (tmp_path / "home" / "bundles").iterdir()] == [f"{digest}.tar.gz"]
-    store.objects.s3.put_object(Bucket="models", Key="by-hand/model.tar.gz", Body=bundle.read_bytes())
+    store.objects.put("by-hand/model.tar.gz", bundle.read_bytes(), "planting a bundle")
     assert runs("s3://models/by-hand/model.tar.gz") == "native"
     assert len(list((tmp_path / "home" / "bundles").iterdir())) == 1
     assert not list(scratch.iterdir())
@@ -135,9 +136,9 @@ def test_a_channel_is_followed_where_it_moves(
     name = request.node.name
     for version in ("1", "2"):
         publish(version, {"native": repack(target=f"of-{version}")})
-    channels.move(store, name, "production", "1", who="test", why="first", expected=None)
+    move_channel(store, name, "production", "1")
     assert runs(f"release://{name}@production") == "of-1"
-    channels.move(store, name, "production", "2", who="test", why="better", expected="1")
+    move_channel(store, name, "production", "2")
     assert runs(f"release://{name}@production") == "of-2"
     assert runs(f"release://{name}/1") == "of-1"
 

@@ -14,12 +14,13 @@ import numpy.typing as npt
 import pytest
 from onnx import TensorProto, helper
 
+from support.channels import move_channel
 from support.models import save_model
 from support.processes import TVMFLOW, clean_environment
+from support.rclone import rclone_s3
 from support.steps import compile_by_steps
 from tvmflow.bundle import extract, pack
-from tvmflow.store import ReleaseStore, StoreConfig, channels
-from tvmflow.store.embedded import embedded_s3
+from tvmflow.store import ReleaseStore, StoreConfig
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -124,7 +125,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory, bundles: dict[str, Path]) -> It
     """A store with the three releases."""
     from tvmflow.bundle import read_manifest, sha256_file
 
-    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="releases") as config:
+    with rclone_s3(tmp_path_factory.mktemp("s3"), bucket="releases") as config:
         store = ReleaseStore(config)
         for version, path in bundles.items():
             manifest, digest = read_manifest(path), sha256_file(path)
@@ -150,9 +151,7 @@ def point(store: ReleaseStore) -> Callable[[str, str], None]:
     """Move a channel of the model to a version, from wherever it is."""
 
     def move(channel: str, version: str) -> None:
-        before = channels.find(store, NAME, channel)
-        expected = before.version if before else None
-        channels.move(store, NAME, channel, version, who="test", why="test", expected=expected)
+        move_channel(store, NAME, channel, version)
 
     return move
 

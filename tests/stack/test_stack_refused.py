@@ -126,13 +126,19 @@ def test_settings_come_from_a_stack_only_while_it_runs_and_last(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "state"))
     born = record.birth(sleeper.pid) or ""
-    addresses = {"s3_endpoint": "http://127.0.0.1:1", "s3_bucket": "b", "mlflow_tracking_uri": "http://127.0.0.1:2"}
+    addresses = {
+        "s3_endpoint": "http://127.0.0.1:1",
+        "s3_bucket": "b",
+        "s3_folder": "/b",
+        "mlflow_tracking_uri": "http://127.0.0.1:2",
+    }
     running = Record({"s3": ServerProcess(sleeper.pid, born, "mark")}, {"s3": 1}, settings=addresses)
     record.write(tmp_path / "state", running)
     secrets = record.make_secrets(tmp_path / "state")
 
     loaded = settings.load()
     assert (loaded.s3_endpoint, loaded.mlflow_tracking_uri) == ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    assert loaded.s3_folder == Path("/b")
     assert loaded.s3_secret_key is not None
     assert loaded.s3_secret_key.get_secret_value() == secrets.s3_secret_key
 
@@ -140,6 +146,7 @@ def test_settings_come_from_a_stack_only_while_it_runs_and_last(
     loaded = settings.load()
     # Another server's address does not get this one's credentials.
     assert (loaded.s3_endpoint, loaded.s3_bucket, loaded.s3_secret_key) == ("http://127.0.0.1:3", None, None)
+    assert loaded.s3_folder is None
     assert loaded.mlflow_tracking_uri == "http://127.0.0.1:2"
 
     Path("tvmflow.toml").unlink()

@@ -1,4 +1,4 @@
-"""S3 servers for the store's tests: rclone's, which is real, and moto's, which enforces conditional writes."""
+"""Stores for the tests: a folder, rclone's server, which is real, and moto's, which enforces conditional writes."""
 
 import hashlib
 import os
@@ -10,11 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from botocore.exceptions import ClientError
 
 from support import servers
+from support.rclone import rclone_s3
 from tvmflow.store import ReleaseStore, StoreConfig
-from tvmflow.store.embedded import embedded_s3
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +23,7 @@ def rclone_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rclone_server(rclone_data: Path) -> Iterator[StoreConfig]:
-    with embedded_s3(rclone_data, bucket="releases") as config:
+    with rclone_s3(rclone_data, bucket="releases") as config:
         yield config
 
 
@@ -45,15 +44,31 @@ def rclone(rclone_server: StoreConfig, request: pytest.FixtureRequest) -> StoreC
 
 
 @pytest.fixture
-def rclone_folder(rclone: StoreConfig, rclone_data: Path) -> Path:
-    """The folder in which rclone keeps the objects of this test's store."""
-    return rclone_data / rclone.bucket / rclone.prefix
+def local(tmp_path: Path) -> StoreConfig:
+    """A store in a folder of this machine."""
+    return StoreConfig("releases", "local", folder=tmp_path / "store" / "releases")
+
+
+@pytest.fixture
+def local_folder(local: StoreConfig) -> Path:
+    """The folder in which that store keeps its objects."""
+    return (local.folder or Path()) / local.prefix
+
+
+@pytest.fixture(params=["local", "moto"])
+def config(request: pytest.FixtureRequest) -> StoreConfig:
+    if request.param == "local":
+        folder_store: StoreConfig = request.getfixturevalue("local")
+        return folder_store
+    server: StoreConfig = request.getfixturevalue(f"{request.param}_server")
+    return replace(server, prefix=_prefix_of(request))
 
 
 @pytest.fixture(params=["rclone", "moto"])
-def config(request: pytest.FixtureRequest) -> StoreConfig:
-    server: StoreConfig = request.getfixturevalue(f"{request.param}_server")
-    return replace(server, prefix=_prefix_of(request))
+def server(request: pytest.FixtureRequest) -> StoreConfig:
+    """A store on each of the servers."""
+    config: StoreConfig = request.getfixturevalue(f"{request.param}_server")
+    return replace(config, prefix=_prefix_of(request))
 
 
 @pytest.fixture
@@ -75,32 +90,21 @@ def write_file(tmp_path: Path) -> Callable[[bytes], tuple[Path, str]]:
 
 
 @pytest.fixture
-def damage(rclone: StoreConfig, rclone_folder: Path) -> Callable[[str, bytes | None], None]:
-    """Replaces an object's content behind the server's back, or removes it, and waits until the server has noticed."""
-    s3 = ReleaseStore(rclone).objects.s3
-
-    def size_of(key: str) -> int | None:
-        try:
-            return s3.head_object(Bucket=rclone.bucket, Key=f"{rclone.prefix}/{key}")["ContentLength"]
-        except ClientError:
-            return None
+def damage(local_folder: Path) -> Callable[[str, bytes | None], None]:
+    """Replaces the content of an object of the folder `local`, or removes it."""
 
     def change(key: str, content: bytes | None) -> None:
-        path = rclone_folder / key
+        path = local_folder / key
         if content is None:
             path.unlink()
         else:
             path.write_bytes(content)
-        for _ in range(1000):
-            if size_of(key) == (None if content is None else len(content)):
-                return
-        pytest.fail(f"rclone does not notice the change of {path}")
 
     return change
 
 
 @pytest.fixture
-def embedded_process() -> Callable[[StoreConfig], psutil.Process]:
+def server_process() -> Callable[[StoreConfig], psutil.Process]:
     """Finds the child process that listens where a configuration points."""
 
     def find(config: StoreConfig) -> psutil.Process:
@@ -116,11 +120,11 @@ def embedded_process() -> Callable[[StoreConfig], psutil.Process]:
 
 
 @pytest.fixture
-def kill_server(embedded_process: Callable[[StoreConfig], psutil.Process]) -> Callable[[StoreConfig], None]:
-    """Kills the embedded server as a power cut would, and waits until it is gone."""
+def kill_server(server_process: Callable[[StoreConfig], psutil.Process]) -> Callable[[StoreConfig], None]:
+    """Kills the server as a power cut would, and waits until it is gone."""
 
     def kill(config: StoreConfig) -> None:
-        process = embedded_process(config)
+        process = server_process(config)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(10)
 

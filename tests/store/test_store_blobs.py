@@ -54,16 +54,14 @@ def test_parts_are_used_above_the_part_size_only(moto_server: StoreConfig, write
         assert etag.count("-") == suffix
 
 
-def test_a_blob_that_is_there_is_not_sent_again(
-    rclone: StoreConfig, rclone_folder: Path, write_file: WriteFile
-) -> None:
-    store = ReleaseStore(rclone)
+def test_a_blob_that_is_there_is_not_sent_again(local: StoreConfig, local_folder: Path, write_file: WriteFile) -> None:
+    store = ReleaseStore(local)
     path, digest = write_file(b"a bundle")
     store.put_blob(path, digest)
-    before = (rclone_folder / "blobs" / "sha256" / digest).stat()
+    before = (local_folder / "blobs" / "sha256" / digest).stat()
     steps: list[int] = []
     store.put_blob(path, digest, steps.append)
-    after = (rclone_folder / "blobs" / "sha256" / digest).stat()
+    after = (local_folder / "blobs" / "sha256" / digest).stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert sum(steps) == len(b"a bundle")
 
@@ -79,13 +77,13 @@ def test_a_file_that_is_not_what_its_digest_says_is_not_stored(config: StoreConf
         store.get_blob(ABSENT, tmp_path / "copy")
 
 
-def test_a_refused_upload_in_parts_is_withdrawn(config: StoreConfig, tmp_path: Path) -> None:
-    store = ReleaseStore(replace(config, part_size=5 * MIB))
+def test_a_refused_upload_in_parts_is_withdrawn(server: StoreConfig, tmp_path: Path) -> None:
+    store = ReleaseStore(replace(server, part_size=5 * MIB))
     path = tmp_path / "changed.bin"
     path.write_bytes(bytes(6 * MIB))
     with pytest.raises(StoreError, match="changed since it was built"):
         store.put_blob(path, ABSENT)
-    assert not _client(config).list_multipart_uploads(Bucket=config.bucket).get("Uploads")
+    assert not _client(server).list_multipart_uploads(Bucket=server.bucket).get("Uploads")
 
 
 def test_a_changed_file_is_refused_also_when_the_store_has_its_blob(store: ReleaseStore, write_file: WriteFile) -> None:
@@ -104,9 +102,9 @@ def test_a_missing_blob_is_refused_on_read(store: ReleaseStore, tmp_path: Path) 
 
 @pytest.mark.parametrize("damaged", [b"a bund", b"a bungle", b""], ids=["truncated", "tampered", "emptied"])
 def test_a_damaged_blob_is_refused_on_read(
-    rclone: StoreConfig, damage: Damage, write_file: WriteFile, tmp_path: Path, damaged: bytes
+    local: StoreConfig, damage: Damage, write_file: WriteFile, tmp_path: Path, damaged: bytes
 ) -> None:
-    store = ReleaseStore(rclone)
+    store = ReleaseStore(local)
     path, digest = write_file(b"a bundle")
     store.put_blob(path, digest)
     damage(f"blobs/sha256/{digest}", damaged)
@@ -121,9 +119,9 @@ def test_a_damaged_blob_is_refused_on_read(
 
 @pytest.mark.parametrize("damaged", [b"a bund", b"a bungle"], ids=["truncated", "tampered"])
 def test_sending_again_repairs_a_damaged_blob(
-    rclone: StoreConfig, damage: Damage, write_file: WriteFile, tmp_path: Path, damaged: bytes
+    local: StoreConfig, damage: Damage, write_file: WriteFile, tmp_path: Path, damaged: bytes
 ) -> None:
-    store = ReleaseStore(rclone)
+    store = ReleaseStore(local)
     path, digest = write_file(b"a bundle")
     store.put_blob(path, digest)
     damage(f"blobs/sha256/{digest}", damaged)

@@ -1,27 +1,27 @@
-"""Channels: a pointer that moves atomically, keeps its history and lets one of several movers win."""
+"""Channels: wishes of which the newest wins, moves, policies, their history, and documents of every format."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from botocore.awsrequest import AWSResponse
-from botocore.compat import HTTPHeaders
 
 from tvmflow.errors import StoreError
-from tvmflow.store import ReleaseStore, StoreConfig, channels, claims
-from tvmflow.store.embedded import embedded_s3
+from tvmflow.spec import Policy
+from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store.channels import Channel, Move, PolicyChange, WishEnd
 
 Damage = Callable[[str, bytes | None], None]
-MOVERS = 5
-MOVES = 20
+FORMATS = Path(__file__).parent / "formats"
+KEY = "channels/resnet/production.json"
+OPEN = Policy()
+WISHERS = 5
 
 
 def _publish(store: ReleaseStore, *versions: str) -> None:
@@ -29,256 +29,390 @@ def _publish(store: ReleaseStore, *versions: str) -> None:
         store.publish("resnet", version, {"version": version}, [])
 
 
-def _move(store: ReleaseStore, version: str, expected: str | None, who: str = "ann", why: str = "test") -> Any:
-    return channels.move(store, "resnet", "production", version, who=who, why=why, expected=expected)
+def _wish(store: ReleaseStore, version: str, who: str = "ann", why: str = "test", id: str | None = None) -> Channel:
+    return channels.wish(store, "resnet", "production", version, who=who, why=why, id=id)
 
 
-def test_a_moved_channel_is_read_with_its_history(store: ReleaseStore) -> None:
-    _publish(store, "1", "2")
-    _move(store, "1", None, "ann", "first")
-    moved = _move(store, "2", "1", "bert", "schöner")
-    pointer = channels.read(store, "resnet", "production")
-    assert pointer == moved
-    assert (pointer.version, pointer.last_move) == ("2", pointer.history[1])
-    moves = [(move.who, move.from_version, move.to_version, move.why) for move in pointer.history]
-    assert moves == [("ann", None, "1", "first"), ("bert", "1", "2", "schöner")]
-    assert pointer.history[0].when <= pointer.history[1].when
+def _grant(store: ReleaseStore, channel: Channel, policy: Policy = OPEN, **more: Any) -> Channel:
+    assert channel.wish is not None
+    why = channel.wish.why
+    return channels.grant(store, "resnet", "production", channel.wish.id, why=why, policy=policy, **more)
 
 
-def test_the_pointer_is_readable_json_and_no_claim_is_left(rclone: StoreConfig, rclone_folder: Path) -> None:
-    store = ReleaseStore(rclone)
-    _publish(store, "1")
-    _move(store, "1", None)
-    document = json.loads((rclone_folder / "channels" / "resnet" / "production.json").read_text())
-    assert document["version"] == "1"
-    assert document["history"][0].keys() == {"who", "when", "from", "to", "why", "id"}
-    assert not [path for path in (rclone_folder / "claims").rglob("*") if path.is_file()]
+def _move(store: ReleaseStore, version: str, who: str = "ann") -> Channel:
+    return _grant(store, _wish(store, version, who))
 
 
-def test_an_unknown_channel_is_refused_with_those_there_are(store: ReleaseStore) -> None:
-    _publish(store, "1")
-    _move(store, "1", None)
-    assert channels.find(store, "resnet", "staging") is None
-    with pytest.raises(StoreError, match=r"no channel 'staging' of resnet in .*; its channels: production\."):
-        channels.read(store, "resnet", "staging")
+def _find(store: ReleaseStore) -> Channel:
+    return channels.find(store, "resnet", "production")
 
 
-def test_the_channels_of_a_name_are_listed(store: ReleaseStore) -> None:
-    _publish(store, "1")
-    assert channels.list_all(store, "resnet") == []
-    for channel in ("staging", "production"):
-        channels.move(store, "resnet", channel, "1", who="ann", why="test", expected=None)
-    assert [pointer.channel for pointer in channels.list_all(store, "resnet")] == ["production", "staging"]
-    assert channels.list_all(store, "res") == []
-
-
-def test_a_channel_does_not_move_to_a_version_that_is_not_released(store: ReleaseStore) -> None:
-    _publish(store, "1")
-    with pytest.raises(StoreError, match=r"no release resnet 2 .*published versions: 1"):
-        _move(store, "2", None)
-    assert channels.find(store, "resnet", "production") is None
-
-
-@pytest.mark.parametrize("expected", [None, "2"])
-def test_a_mover_with_an_outdated_pointer_learns_who_moved(store: ReleaseStore, expected: str | None) -> None:
+@pytest.fixture
+def store(store: ReleaseStore) -> ReleaseStore:
+    """A store with the releases 1, 2 and 3."""
     _publish(store, "1", "2", "3")
-    before = _move(store, "1", None, "ann", "first")
-    with pytest.raises(StoreError, match=r"but ann moved it to 1 at .* \(first\)"):
-        _move(store, "3", expected, "bert")
-    assert channels.read(store, "resnet", "production") == before
+    return store
 
 
-def test_a_channel_that_is_gone_is_not_moved_from_where_it_was(store: ReleaseStore) -> None:
-    _publish(store, "1", "2")
-    with pytest.raises(StoreError, match="does not exist, and was expected at 1"):
-        _move(store, "2", "1")
+@pytest.fixture
+def local_store(local: StoreConfig) -> ReleaseStore:
+    """The same in a folder of this machine."""
+    local_store = ReleaseStore(local)
+    _publish(local_store, "1", "2", "3")
+    return local_store
 
 
-def test_moving_to_where_it_is_writes_nothing(store: ReleaseStore) -> None:
-    _publish(store, "1")
-    before = _move(store, "1", None)
-    assert _move(store, "1", "1") == before
-    assert channels.read(store, "resnet", "production") == before
+def test_a_granted_wish_moves_the_channel_and_is_in_its_history(store: ReleaseStore) -> None:
+    wished = _wish(store, "1", "ann", "first")
+    assert wished.version is None
+    assert wished.wish is not None
+    assert (wished.wish.version, wished.wish.who, wished.wish.why) == ("1", "ann", "first")
+    assert _find(store) == wished
+    first = _grant(store, wished)
+    assert (first.version, first.wish, first.moves[-1].id) == ("1", None, wished.wish.id)
+    second = _move(store, "2", "bert")
+    assert channels.read(store, "resnet", "production") == second
+    moves = [(move.who, move.from_version, move.to_version, move.why) for move in second.moves]
+    assert moves == [("ann", None, "1", "first"), ("bert", "1", "2", "test")]
+    assert second.moves[0].when <= second.moves[1].when
+    assert second.number == 4
 
 
-def test_one_of_several_racing_threads_wins_and_the_others_learn_which(store: ReleaseStore) -> None:
-    versions = [str(number) for number in range(MOVERS + 1)]
-    _publish(store, *versions)
-    _move(store, "0", None)
-    start = threading.Barrier(MOVERS)
-
-    def move(version: str) -> str | None:
-        start.wait()
-        try:
-            _move(store, version, "0", f"mover {version}")
-        except StoreError as error:
-            return str(error)
-        return None
-
-    with ThreadPoolExecutor(MOVERS) as pool:
-        outcomes = dict(zip(versions[1:], pool.map(move, versions[1:]), strict=True))
-    pointer = channels.read(store, "resnet", "production")
-    assert [version for version, refusal in outcomes.items() if refusal is None] == [pointer.version]
-    assert all(f"mover {pointer.version} moved it" in refusal for refusal in outcomes.values() if refusal is not None)
-    assert len(pointer.history) == 2
+def test_the_newest_wish_wins_and_an_older_one_ends_as_superseded(store: ReleaseStore) -> None:
+    older = _wish(store, "1", "ann")
+    newer = _wish(store, "2", "bert")
+    after = _grant(store, older)
+    assert (after.version, after.wish) == (None, newer.wish)
+    assert older.wish is not None
+    end = after.find_end(older.wish.id)
+    assert isinstance(end, WishEnd)
+    assert (end.version, end.outcome, end.who) == ("1", "superseded", "bert")
+    assert "the wish for 2 of bert" in end.why
+    assert _grant(store, newer).version == "2"
 
 
-INCREMENT = """
-import json, sys
-from tvmflow.errors import StoreError
-from tvmflow.store import ReleaseStore, StoreConfig, channels, claims
-store, won = ReleaseStore(StoreConfig(**json.loads(sys.argv[1]))), 0
-while won < int(sys.argv[2]):
-    seen = channels.read(store, "resnet", "production").version
-    try:
-        channels.move(store, "resnet", "production", str(int(seen) + 1), who="?", why="?", expected=seen)
-        won += 1
-    except StoreError as error:
-        if "moved it to" not in str(error):
-            raise
-"""
+def test_a_wish_for_the_same_version_is_joined_and_keeps_its_person(store: ReleaseStore) -> None:
+    first = _wish(store, "1", "ann")
+    assert _wish(store, "1", "bert") == first
+    assert first.number == _find(store).number
 
 
-def test_no_move_of_racing_processes_is_lost(rclone: StoreConfig) -> None:
-    movers, rounds = 3, 2
-    store = ReleaseStore(rclone)
-    versions = [str(number) for number in range(movers * rounds + 1)]
-    _publish(store, *versions)
-    _move(store, "0", None)
-    command = [sys.executable, "-c", INCREMENT, json.dumps(vars(rclone)), str(rounds)]
-    running = [subprocess.Popen(command) for _ in range(movers)]
-    assert [each.wait(120) for each in running] == [0] * movers
-    assert [move.to_version for move in channels.read(store, "resnet", "production").history] == versions
+def test_a_wish_for_what_the_channel_holds_ends_an_open_one(store: ReleaseStore) -> None:
+    _move(store, "1")
+    before = _find(store)
+    assert _wish(store, "1") == before
+    open_wish = _wish(store, "2").wish
+    after = _wish(store, "1", "carla")
+    assert (after.version, after.wish) == ("1", None)
+    assert open_wish is not None
+    end = after.find_end(open_wish.id)
+    assert isinstance(end, WishEnd)
+    assert end.outcome == "superseded"
 
 
-def test_readers_through_another_server_see_the_old_pointer_or_the_new(tmp_path: Path) -> None:
-    with embedded_s3(tmp_path, bucket="releases") as writing, embedded_s3(tmp_path, bucket="releases") as reading:
-        writer, reader = ReleaseStore(writing), ReleaseStore(reading)
-        _publish(writer, *(str(number) for number in range(MOVES + 1)))
-        _move(writer, "0", None)
-        finished, versions = threading.Event(), []
-
-        def read() -> None:
-            while not finished.is_set():
-                versions.append(int(channels.read(reader, "resnet", "production").version))
-
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(read)
-            try:
-                for number in range(MOVES):
-                    _move(writer, str(number + 1), str(number))
-            finally:
-                finished.set()
-            running.result()
-        assert versions == sorted(versions)
-        assert len(set(versions)) > 2
+def test_a_wish_of_a_known_id_is_made_once(store: ReleaseStore) -> None:
+    older = _wish(store, "1", id="run-1")
+    assert _wish(store, "1", id="run-1") == older
+    newer = _wish(store, "2", id="run-2")
+    # The run of the older wish goes on after a suspension: its wish has ended and does not come back.
+    assert _wish(store, "1", id="run-1") == newer
+    granted = _grant(store, newer)
+    assert _wish(store, "2", id="run-2") == granted
 
 
-def test_a_server_that_does_not_know_conditional_writes_is_served_too(moto_server: StoreConfig) -> None:
-    store = ReleaseStore(StoreConfig(**{**vars(moto_server), "prefix": "channels-unconditional"}))
-    _publish(store, "1", "2")
-    refusal: list[str] = []
-
-    def refuse_condition(request: Any, **_: Any) -> Any:
-        if not {"If-None-Match", "If-Match"} & set(request.headers.keys()):
-            return None
-        refusal.append(request.url)
-        return AWSResponse(request.url, 501, HTTPHeaders(), _Body(b"<Error><Code>NotImplemented</Code></Error>"))
-
-    hooks: Any = store.objects.s3.meta.events
-    hooks.register("before-send.s3.PutObject", refuse_condition)
-    _move(store, "1", None)
-    _move(store, "2", "1")
-    assert len(refusal) == 2
-    assert channels.read(store, "resnet", "production").version == "2"
+def test_a_grant_is_made_once(store: ReleaseStore) -> None:
+    wished = _wish(store, "1")
+    granted = _grant(store, wished)
+    assert _grant(store, wished) == granted
 
 
-class _Body:
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def stream(self) -> list[bytes]:
-        return [self._content]
-
-
-def test_a_move_that_passes_the_claims_by_is_stopped_by_the_condition(moto_server: StoreConfig) -> None:
-    """Another program overwrites the pointer between our read and our write: the server's If-Match decides."""
-    store = ReleaseStore(StoreConfig(**{**vars(moto_server), "prefix": "channels-conditional"}))
-    _publish(store, "1", "2", "3")
-    before = _move(store, "1", None)
-    foreign = channels._encode(
-        channels.Pointer(
-            "resnet",
-            "production",
-            "3",
-            (*before.history, channels.Move("carl", "2026-01-01T00:00:00+00:00", "1", "3", "by hand", "00")),
-        )
-    )
-    other = ReleaseStore(store.config)
-    hooks: Any = store.objects.s3.meta.events
-
-    def interfere(params: Any, **_: Any) -> None:
-        if params["url_path"].endswith("production.json"):
-            other.objects.put("channels/resnet/production.json", foreign, "interfering")
-
-    hooks.register("before-call.s3.PutObject", interfere)
-    with pytest.raises(StoreError, match="but carl moved it to 3"):
-        _move(store, "2", "1")
-    assert channels.read(store, "resnet", "production").version == "3"
+@pytest.mark.parametrize("outcome", ["refused", "withdrawn"])
+def test_a_wish_that_is_not_granted_ends_with_who_and_why(store: ReleaseStore, outcome: Any) -> None:
+    wished = _wish(store, "1")
+    assert wished.wish is not None
+    number = wished.wish.id
+    ended = channels.end_wish(store, "resnet", "production", number, outcome, who="gate", why="too slow")
+    (end,) = ended.history
+    assert isinstance(end, WishEnd)
+    assert (end.version, end.outcome, end.who, end.why, end.id) == ("1", outcome, "gate", "too slow", number)
+    assert (ended.version, ended.wish) == (None, None)
+    assert channels.end_wish(store, "resnet", "production", number, outcome, who="gate", why="again") == ended
+    assert _grant(store, wished) == ended
 
 
-def _leave_claim(folder: Path, age_seconds: float) -> None:
-    """Leave the claim of a process that was killed before it moved the pointer."""
-    claim = folder / "claims" / "resnet" / "@production" / "0123456789abcdef"
-    claim.parent.mkdir(parents=True)
-    claim.write_bytes(b"carl\n")
-    os.utime(claim, (time.time() - age_seconds,) * 2)
+def test_a_rollback_supersedes_an_open_wish(store: ReleaseStore) -> None:
+    _move(store, "1")
+    before = _move(store, "2")
+    wished = _wish(store, "3")
+    back = channels.roll_back(store, before, "1", who="bert", why="slow")
+    assert (back.version, back.wish, back.moves[-1].rollback) == ("1", None, True)
+    after = _grant(store, wished)
+    assert after == back
+    assert wished.wish is not None
+    end = after.find_end(wished.wish.id)
+    assert isinstance(end, WishEnd)
+    assert "the rollback to 1 of bert" in end.why
+    with pytest.raises(StoreError, match=r"was expected at 2, but bert moved it to 1 at .* \(slow\)"):
+        channels.roll_back(store, before, "1", who="carla", why="late")
+    assert channels.roll_back(store, back, "1", who="carla", why="again") == back
 
 
-def test_a_channel_that_another_mover_has_claimed_is_not_moved(
-    rclone: StoreConfig, rclone_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claims, "PATIENCE_SECONDS", 0.2)
-    store = ReleaseStore(rclone)
-    _publish(store, "1")
-    _leave_claim(rclone_folder, age_seconds=60)
-    with pytest.raises(StoreError, match="is being moved by carl"):
-        _move(store, "1", None)
-    assert channels.find(store, "resnet", "production") is None
+def test_a_policy_is_kept_with_who_changed_it_and_why(store: ReleaseStore) -> None:
+    strict = Policy(approval="required")
+    after = channels.set_policy(store, "resnet", "production", strict, who="ann", why="careful")
+    assert (after.policy, after.version) == (strict, None)
+    looser = channels.set_policy(store, "resnet", "production", OPEN, who="bert", why="fast")
+    assert channels.set_policy(store, "resnet", "production", OPEN, who="bert", why="fast") == looser
+    changes = [event for event in looser.history if isinstance(event, PolicyChange)]
+    assert [(event.who, event.before, event.after, event.why) for event in changes] == [
+        ("ann", None, strict, "careful"), ("bert", strict, OPEN, "fast"),
+    ]  # fmt: skip
+    assert _find(store) == looser
 
 
-def test_the_claim_of_a_mover_that_died_long_ago_is_void(rclone: StoreConfig, rclone_folder: Path) -> None:
-    store = ReleaseStore(rclone)
-    _publish(store, "1")
-    _leave_claim(rclone_folder, age_seconds=3600)
-    assert _move(store, "1", None).version == "1"
+def test_a_policy_that_changes_while_a_release_is_checked_stops_its_move(store: ReleaseStore) -> None:
+    channels.set_policy(store, "resnet", "production", OPEN, who="ann", why="")
+    wished = _wish(store, "1")
+    channels.set_policy(store, "resnet", "production", Policy(signature="required"), who="bert", why="")
+    with pytest.raises(StoreError, match=r"policy of resnet@production has changed while 1 was checked"):
+        _grant(store, wished)
+    assert (_find(store).version, _find(store).wish) == (None, wished.wish)
+
+
+def test_a_channel_adopts_its_first_policy_with_a_move(store: ReleaseStore) -> None:
+    proposed = Policy(after="staging")
+    adoption = channels.make_policy_change(None, proposed, who="ann", why="proposed by resnet 1")
+    granted = _grant(store, _wish(store, "1"), proposed, adoption=adoption)
+    assert granted.policy == proposed
+    assert [event.kind for event in granted.history] == ["policy", "move"]
+
+
+def test_the_alias_is_marked_for_the_version_that_the_channel_holds(store: ReleaseStore) -> None:
+    moved = _move(store, "1")
+    assert moved.shown is None
+    assert channels.mark_shown(store, "resnet", "production", "2") == moved
+    shown = channels.mark_shown(store, "resnet", "production", "1")
+    assert shown.shown == "1"
+    assert channels.mark_shown(store, "resnet", "production", "1") == shown
+    assert _move(store, "2").shown == "1"
 
 
 @pytest.mark.parametrize(
-    "content", [b"{", b"[1]", b"{}", b'{"format": 1, "history": []}'], ids=["cut", "list", "empty", "bare"]
+    ("moves", "stack"),
+    [
+        ("1", "1"),
+        ("1 2 3", "1 2 3"),
+        ("1 2 3 <2", "1 2"),
+        ("1 2 3 <1", "1"),
+        ("1 2 3 <2 <1", "1"),
+        ("1 2 <1 2", "1 2"),
+        ("1 2 1", "1 2 1"),
+        ("1 2 3 <9", "1 2 3 9"),
+    ],
 )
-def test_a_damaged_pointer_is_refused(
-    rclone: StoreConfig, damage: Damage, content: bytes, monkeypatch: pytest.MonkeyPatch
+def test_rollbacks_go_back_through_what_the_channel_held(moves: str, stack: str) -> None:
+    event = {"who": "ann", "when": "", "why": "", "id": "", "from": None}
+    history = tuple(
+        Move.model_validate({**event, "to": text.lstrip("<"), "rollback": text.startswith("<")})
+        for text in moves.split()
+    )
+    channel = Channel(name="resnet", channel="production", version=history[-1].to_version, history=history)
+    assert channel.rollback_stack == tuple(stack.split())
+    assert channel.has_held("1")
+    assert not channel.has_held("8")
+
+
+def test_an_unknown_channel_is_refused_with_those_there_are(store: ReleaseStore) -> None:
+    with pytest.raises(StoreError, match=r"its channels: none\."):
+        channels.read(store, "resnet", "staging")
+    _wish(store, "1")
+    assert not channels.find(store, "resnet", "staging").exists
+    with pytest.raises(StoreError, match=r"no channel 'staging' of resnet in .*; its channels: production\."):
+        channels.read(store, "resnet", "staging")
+    with pytest.raises(StoreError, match=r"resnet@production in .* holds nothing"):
+        channels.read_version(store, "resnet", "production")
+    _move(store, "1")
+    assert channels.read_version(store, "resnet", "production") == "1"
+
+
+def test_the_channels_of_a_name_are_listed(store: ReleaseStore) -> None:
+    assert channels.list_all(store, "resnet") == []
+    for channel in ("staging", "production"):
+        channels.wish(store, "resnet", channel, "1", who="ann", why="test")
+    assert [item.channel for item in channels.list_all(store, "resnet")] == ["production", "staging"]
+    assert channels.list_all(store, "res") == []
+
+
+def test_a_version_that_is_not_released_cannot_be_wished_for(store: ReleaseStore) -> None:
+    with pytest.raises(StoreError, match=r"no release resnet 9 .*published versions: 1, 2, 3"):
+        _wish(store, "9")
+    assert not _find(store).exists
+
+
+def test_of_several_who_wish_at_once_one_is_last_and_all_others_are_superseded(store: ReleaseStore) -> None:
+    versions = [str(number) for number in range(10, 10 + WISHERS)]
+    _publish(store, *versions)
+    start = threading.Barrier(WISHERS)
+
+    def wish(version: str) -> Channel:
+        start.wait()
+        return _grant(store, _wish(store, version, f"wisher {version}"))
+
+    with ThreadPoolExecutor(WISHERS) as pool:
+        list(pool.map(wish, versions))
+    last = _find(store)
+    assert last.wish is None
+    granted = [move.to_version for move in last.moves]
+    superseded = [event.version for event in last.history if isinstance(event, WishEnd)]
+    assert sorted([*granted, *superseded]) == versions
+    assert last.version == granted[-1]
+
+
+COUNT_UP = """
+import json, sys
+from pathlib import Path
+from tvmflow.spec import Policy
+from tvmflow.store import ReleaseStore, StoreConfig, channels
+config = json.loads(sys.argv[1])
+store = ReleaseStore(StoreConfig(**{**config, "folder": Path(config["folder"])}))
+for _ in range(int(sys.argv[2])):
+    while True:
+        wished = channels.wish(store, "resnet", "production", sys.argv[3], who="?", why="?")
+        if wished.wish is None:
+            break
+        number = wished.wish.id
+        after = channels.grant(store, "resnet", "production", number, why="?", policy=Policy())
+        if isinstance(after.find_end(number), channels.Move):
+            break
+"""
+
+
+def test_no_event_of_racing_processes_is_lost(local_store: ReleaseStore) -> None:
+    rounds = 5
+    config = json.dumps(asdict(local_store.config), default=str)
+    running = [
+        subprocess.Popen([sys.executable, "-c", COUNT_UP, config, str(rounds), version]) for version in ("1", "2", "3")
+    ]
+    assert [each.wait(120) for each in running] == [0, 0, 0]
+    last = _find(local_store)
+    assert last.number >= len(last.history)
+    for before, after in zip(last.moves, last.moves[1:], strict=False):
+        assert after.from_version == before.to_version
+    assert len({event.id for event in last.history}) == len(last.history)
+
+
+def test_readers_see_the_old_document_or_the_new(local_store: ReleaseStore) -> None:
+    _move(local_store, "1")
+    finished, numbers = threading.Event(), []
+
+    def read() -> None:
+        while not finished.is_set():
+            numbers.append(_find(local_store).number)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(read)
+        try:
+            for number in range(40):
+                _move(local_store, "231"[number % 3])
+        finally:
+            finished.set()
+        running.result()
+    assert numbers == sorted(numbers)
+
+
+def test_a_write_between_reading_and_writing_is_not_lost(local_store: ReleaseStore) -> None:
+    """Somebody else writes the document between our reading and our writing: ours is made again on theirs."""
+    _move(local_store, "1")
+    create_or_replace, interferences = local_store.objects.replace, []
+
+    def interfere(key: str, content: bytes, tag: str) -> bool:
+        if not interferences:
+            interferences.append(key)
+            _wish(ReleaseStore(local_store.config), "3", "carl")
+        return create_or_replace(key, content, tag)
+
+    local_store.objects.replace = interfere  # type: ignore[method-assign]
+    after = _wish(local_store, "2", "ann")
+    assert after.wish is not None
+    assert after.wish.version == "2"
+    assert [event.version for event in after.history if isinstance(event, WishEnd)] == ["3"]
+
+
+def test_a_pointer_of_the_first_format_is_read_and_moved_on_without_loss(
+    local_store: ReleaseStore, local_folder: Path
 ) -> None:
-    monkeypatch.setattr(channels, "_MAX_LOOKS", 2)
-    store = ReleaseStore(rclone)
-    _publish(store, "1")
-    _move(store, "1", None)
-    damage("channels/resnet/production.json", content)
+    content = (FORMATS / "channel-1.json").read_bytes()
+    local_store.objects.put(KEY, content, "planting a pointer")
+    old = channels.read(local_store, "resnet", "production")
+    assert (old.version, old.shown, old.policy, old.wish, old.rollback_stack) == ("1", "1", None, None, ("1",))
+    assert [(move.who, move.from_version, move.to_version, move.rollback) for move in old.moves] == [
+        ("ann@host", None, "1", False), ("bert@host", "1", "2", False), ("ann@host", "2", "1", True),
+    ]  # fmt: skip
+    moved = _move(local_store, "3")
+    assert moved.moves[:3] == old.moves
+    document = json.loads((local_folder / KEY).read_text())
+    assert (document["format"], document["version"], document["history"][1]["why"]) == (2, "3", "schöner")
+    assert channels.read(local_store, "resnet", "production") == moved
+
+
+EVENT = {"who": "ann", "when": "2026-01-01T00:00:00+00:00", "why": "test", "id": "00"}
+MOVE = {**EVENT, "from": None, "to": "1"}
+FIRST = {"format": 1, "name": "resnet", "channel": "production", "version": "1", "history": [MOVE]}
+SECOND = {**FIRST, "format": 2, "number": 1, "history": [{**MOVE, "kind": "move"}]}
+
+
+@pytest.mark.parametrize("whole", [FIRST, SECOND], ids=["format 1", "format 2"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"history": []},
+        {"history": [MOVE, {**MOVE, "to": "2"}]},
+        {"name": "bert"},
+        {"channel": "staging"},
+        {"version": "2"},
+        {"history": [{**MOVE, "who": 3}]},
+        {"history": [{**MOVE, "from": 3}]},
+        {"history": [{**MOVE, "rollback": "no"}]},
+        {"history": [{**MOVE, "why": "\ud800"}]},
+        {"history": [{"to": "1"}]},
+        {"history": [{**MOVE, "kind": "dance"}]},
+        {"format": "1"},
+        {"format": 0},
+        {"format": None},
+        {"format": [1]},
+    ],
+    ids=str,
+)
+def test_a_document_that_contradicts_itself_or_its_place_is_damaged(
+    local_store: ReleaseStore, whole: dict[str, Any], change: dict[str, Any]
+) -> None:
+    local_store.objects.put(KEY, json.dumps(whole).encode(), "planting a channel")
+    assert _find(local_store).version == "1"
+    local_store.objects.put(KEY, json.dumps({**whole, **change}).encode(), "planting a channel")
     with pytest.raises(StoreError, match=r"production\.json is damaged"):
-        channels.read(store, "resnet", "production")
+        _find(local_store)
 
 
-def test_a_pointer_of_a_later_format_asks_for_an_upgrade(rclone: StoreConfig, damage: Damage) -> None:
-    store = ReleaseStore(rclone)
-    _publish(store, "1")
-    _move(store, "1", None)
-    damage("channels/resnet/production.json", b'{"format": 2}')
-    with pytest.raises(StoreError, match=r"resnet@production has format 2.*upgrade"):
-        channels.read(store, "resnet", "production")
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"{}", b"", b"[" * 100_000, b"\xff"], ids=range(6))
+def test_what_is_no_document_is_damaged(local_store: ReleaseStore, damage: Damage, content: bytes) -> None:
+    _move(local_store, "1")
+    damage(KEY, content)
+    with pytest.raises(StoreError, match=r"production\.json is damaged"):
+        _find(local_store)
+
+
+def test_a_document_of_a_later_format_asks_for_an_upgrade(local_store: ReleaseStore) -> None:
+    local_store.objects.put(KEY, b'{"format": 3}', "planting a channel")
+    with pytest.raises(StoreError, match=r"production\.json has format 3, .* reads up to 2; upgrade"):
+        _find(local_store)
 
 
 @pytest.mark.parametrize("text", ["", "..", "a/b", "a b"])
-def test_a_channel_that_is_no_plain_name_is_refused(moto_server: StoreConfig, text: str) -> None:
+def test_a_channel_that_is_no_plain_name_is_refused(local_store: ReleaseStore, text: str) -> None:
     with pytest.raises(StoreError, match=r"release channel .* is not valid"):
-        channels.read(ReleaseStore(moto_server), "resnet", text)
+        channels.read(local_store, "resnet", text)
+
+
+def test_a_channel_with_the_name_of_an_asking_alias_is_refused(local_store: ReleaseStore) -> None:
+    with pytest.raises(StoreError, match="'production-wanted' cannot be"):
+        channels.wish(local_store, "resnet", "production-wanted", "1", who="ann", why="")

@@ -16,7 +16,6 @@ from botocore.compat import get_current_datetime
 from tvmflow.errors import StoreError
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store import client as client_module
-from tvmflow.store.objects import InterruptedReadError
 
 
 def _refusal(config: StoreConfig) -> str:
@@ -140,16 +139,37 @@ def test_a_connection_that_breaks_off_within_a_blob_is_reported_and_leaves_no_fi
     assert not list(tmp_path.iterdir())
 
 
-def test_a_connection_that_breaks_off_within_a_pointer_is_distinguished_from_other_errors() -> None:
-    with _answering({"GET": (200, '{"format": 1,')}, promised=26) as endpoint:
-        objects = ReleaseStore(_somewhere(endpoint)).objects
-        with pytest.raises(InterruptedReadError, match="a/pointer"):
-            objects.get_with_etag("a/pointer")
-    with _answering({"GET": (403, "<Error><Code>AccessDenied</Code></Error>")}) as endpoint:
-        objects = ReleaseStore(_somewhere(endpoint)).objects
-        with pytest.raises(StoreError, match="AccessDenied") as refusal:
-            objects.get_with_etag("a/pointer")
-    assert not isinstance(refusal.value, InterruptedReadError)
+def test_a_document_whose_sending_breaks_off_is_asked_for_again_a_few_times() -> None:
+    requests: list[str] = []
+    with (
+        _answering({"GET": (200, '{"format": 1,')}, promised=26, requests=requests) as endpoint,
+        pytest.raises(StoreError, match="broke the connection off while reading a/pointer"),
+    ):
+        ReleaseStore(_somewhere(endpoint)).objects.read("a/pointer")
+    assert len(requests) == 3
+    requests.clear()
+    with (
+        _answering({"GET": (403, "<Error><Code>AccessDenied</Code></Error>")}, requests=requests) as endpoint,
+        pytest.raises(StoreError, match="AccessDenied"),
+    ):
+        ReleaseStore(_somewhere(endpoint)).objects.read("a/pointer")
+    assert len(requests) == 1
+
+
+def test_a_server_without_conditional_writes_is_refused_unless_this_machine_alone_writes(
+    rclone: StoreConfig, tmp_path: Path
+) -> None:
+    shared = replace(rclone, lock=None)
+    assert "knows no conditional writes" in (sentence := _refusal(shared))
+    assert "s3_single_writer" in sentence
+    with pytest.raises(StoreError, match="s3_single_writer"):
+        ReleaseStore(shared).publish("resnet", "1", {"a": 1}, [])
+    assert ReleaseStore(shared).list_names() == []
+    alone = ReleaseStore(replace(rclone, lock=tmp_path / "locks" / "lock"))
+    alone.check()
+    alone.publish("resnet", "1", {"a": 1}, [])
+    with pytest.raises(StoreError, match="already published"):
+        alone.publish("resnet", "1", {"a": 2}, [])
 
 
 def test_a_proxy_in_the_environment_is_not_used_for_this_machine(
@@ -169,12 +189,19 @@ def _somewhere(endpoint: str) -> StoreConfig:
 
 
 @contextlib.contextmanager
-def _answering(answers: dict[str, tuple[int, str]], promised: int | None = None) -> Iterator[str]:
-    """The address of a server with one fixed answer per method, whose header announces `promised` bytes."""
+def _answering(
+    answers: dict[str, tuple[int, str]], promised: int | None = None, requests: list[str] | None = None
+) -> Iterator[str]:
+    """The address of a server with one fixed answer per method, whose header announces `promised` bytes.
+
+    It appends the path of each request to `requests`.
+    """
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def _answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if requests is not None:
+                requests.append(self.path)
             status, body = answers[self.command]
             self.send_response(status)
             self.send_header("Content-Length", str(promised or len(body)))

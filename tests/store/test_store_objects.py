@@ -1,6 +1,9 @@
-"""Objects, the shared workspace and shared tuning records on a server that honours conditions."""
+"""Objects of every backend; the shared workspace and shared tuning records on a server that honours conditions."""
 
-from collections.abc import Callable
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,8 @@ from botocore.awsrequest import AWSResponse
 from botocore.compat import HTTPHeaders
 
 from tvmflow.errors import StoreError
-from tvmflow.store import ReleaseStore, StoreConfig, blobs, objects
+from tvmflow.store import ReleaseStore, StoreConfig, blobs, s3
+from tvmflow.store.backends import open_objects
 from tvmflow.store.blobs import BlobStore
 from tvmflow.store.objects import ObjectStore
 from tvmflow.store.records import RecordObjects
@@ -30,17 +34,107 @@ def store(moto_server: StoreConfig, prefix: str) -> ReleaseStore:
     return ReleaseStore(replace(moto_server, prefix=prefix))
 
 
-def test_a_conditional_write_succeeds_only_for_what_was_read(store: ReleaseStore) -> None:
-    each = store.objects
-    assert each.get_with_etag("a") is None
-    assert each.put_if_unchanged("a", b"1", None)
-    assert not each.put_if_unchanged("a", b"2", None)
-    first = each.get_with_etag("a")
+@pytest.fixture(params=["folder", "server", "locked server"])
+def objects(request: pytest.FixtureRequest, moto_server: StoreConfig, prefix: str, tmp_path: Path) -> ObjectStore:
+    """A folder, a server that honours conditions, and a server without them that this machine alone writes to."""
+    each: ObjectStore
+    if request.param == "folder":
+        each = open_objects(StoreConfig("releases", prefix, folder=tmp_path / "s3" / "releases"))
+    else:
+        lock = tmp_path / "lock" if request.param == "locked server" else None
+        each = open_objects(replace(moto_server, prefix=f"{prefix}-{request.param[:6]}", lock=lock))
+    each.prepare()
+    return each
+
+
+def test_a_conditional_write_succeeds_only_for_what_was_read(objects: ObjectStore) -> None:
+    assert objects.read("a/b") is None
+    assert objects.create("a/b", b"1")
+    assert not objects.create("a/b", b"2")
+    assert objects.create("a/b", b"1")
+    first = objects.read("a/b")
     assert first is not None
-    assert first[0] == b"1"
-    assert each.put_if_unchanged("a", b"2", first[1])
-    assert not each.put_if_unchanged("a", b"3", first[1])
-    assert each.get("a") == b"2"
+    assert first.content == b"1"
+    assert objects.replace("a/b", b"2", first.tag)
+    assert not objects.replace("a/b", b"3", first.tag)
+    assert objects.get("a/b") == b"2"
+    objects.delete("a/b", "deleting")
+    assert not objects.replace("a/b", b"4", first.tag)
+    assert objects.read("a/b") is None
+
+
+def test_of_several_who_write_at_once_exactly_one_succeeds_each_time(objects: ObjectStore) -> None:
+    writers = 4
+    start = threading.Barrier(writers)
+
+    def count_up(writer: int) -> int:
+        """Add one to the number in the object until it is 12; return how often this writer did."""
+        start.wait()
+        wins = int(objects.create("n", b"0 %d" % writer))
+        while True:
+            found = objects.read("n")
+            assert found is not None
+            number = int(found.content.split()[0])
+            if number == 12:
+                return wins
+            wins += objects.replace("n", b"%d %d" % (number + 1, writer), found.tag)
+
+    with ThreadPoolExecutor(writers) as pool:
+        assert sum(pool.map(count_up, range(writers))) == 13
+
+
+def test_objects_of_any_backend_are_listed_streamed_and_deleted(objects: ObjectStore) -> None:
+    assert list(objects.list_objects("a/")) == []
+    for key, content in (("a/1", b"x"), ("a/2/3", b"xx"), ("b", b"")):
+        objects.put(key, content, "writing")
+    objects.put_in_parts("a/4", iter([b"x" * 5 * MIB, b"y"]), "writing")
+    assert [(entry.key, entry.size) for entry in objects.list_objects("a/")] == [
+        ("a/1", 1), ("a/2/3", 2), ("a/4", 5 * MIB + 1),
+    ]  # fmt: skip
+    assert [entry.key for entry in objects.list_objects("")] == ["a/1", "a/2/3", "a/4", "b"]
+    assert all(entry.last_modified.tzinfo is not None for entry in objects.list_objects(""))
+    chunks: list[bytes] = []
+    assert objects.stream("a/4", chunks.append) == hashlib.sha256(b"x" * 5 * MIB + b"y").hexdigest()
+    assert len(chunks) > 1
+    assert objects.stream("absent/object", chunks.append) is None
+    for _ in range(2):
+        objects.delete("b", "deleting")
+    assert objects.get("b") is None
+
+
+def test_parts_that_fail_leave_nothing(objects: ObjectStore) -> None:
+    def fail() -> Iterator[bytes]:
+        yield b"x" * 5 * MIB
+        raise StoreError("the file changed")
+
+    with pytest.raises(StoreError, match="the file changed"):
+        objects.put_in_parts("a", fail(), "writing")
+    assert list(objects.list_objects("")) == []
+
+
+def test_a_folder_shows_whole_objects_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "s3" / "releases"
+    objects = open_objects(StoreConfig("releases", folder=folder))
+    objects.prepare()
+
+    def look() -> Iterator[bytes]:
+        yield b"half"
+        assert objects.get("a") == b"before"
+        yield b" whole"
+
+    objects.put("a", b"before", "writing")
+    objects.put_in_parts("a", look(), "writing")
+    assert objects.get("a") == b"half whole"
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    assert not list(tmp_path.rglob(".partial-*"))
+
+
+def test_a_folder_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    objects = open_objects(StoreConfig("releases", folder=tmp_path / "file" / "releases"))
+    for act in (objects.prepare, lambda: objects.put("a", b"", "writing"), lambda: objects.create("a", b"")):
+        with pytest.raises(StoreError, match="file"):
+            act()
 
 
 def test_objects_are_listed_below_a_prefix_with_their_sizes(store: ReleaseStore) -> None:
@@ -53,37 +147,12 @@ def test_objects_are_listed_below_a_prefix_with_their_sizes(store: ReleaseStore)
 
 
 def test_a_store_without_a_prefix_has_the_bucket_to_itself(moto_server: StoreConfig) -> None:
-    whole = ObjectStore(replace(moto_server, bucket="whole-bucket"))
-    whole.ensure_bucket()
+    whole = open_objects(replace(moto_server, bucket="whole-bucket"))
+    whole.prepare()
     whole.put("a", b"1", "writing")
     assert whole.full_key("a") == "a"
     assert whole.uri("a") == "s3://whole-bucket/a"
     assert [entry.key for entry in whole.list_objects("")] == ["a"]
-
-
-def test_an_object_that_was_just_written_is_looked_for_again(
-    store: ReleaseStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses = []
-
-    def appear(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 2:
-            store.objects.put("late", b"1", "writing late")
-
-    monkeypatch.setattr(objects.time, "sleep", appear)
-    assert store.objects.get("late") is None
-    assert pauses == []
-    assert store.objects.get("late", just_written=True) == b"1"
-    assert pauses == [objects.SETTLE_SECONDS] * 2
-    pauses.clear()
-    monkeypatch.setattr(objects, "_LOOKS_FOR_WRITTEN", 3)
-    assert store.objects.get("never", just_written=True) is None
-    assert len(pauses) == 2
-
-
-def test_a_pause_is_long_enough_for_two_servers_on_one_folder_and_short_for_a_person() -> None:
-    assert 0.01 < objects.SETTLE_SECONDS < 0.1
 
 
 def test_a_file_of_more_than_the_most_parts_is_sent_in_larger_ones(
@@ -92,10 +161,12 @@ def test_a_file_of_more_than_the_most_parts_is_sent_in_larger_ones(
     monkeypatch.setattr(blobs, "MAX_PARTS", 2)
     path, digest = write_file(b"x" * (12 * MIB + 1))
     steps: list[int] = []
-    blob_store = BlobStore(ObjectStore(replace(store.config, part_size=5 * MIB)))
+    blob_store = BlobStore(open_objects(replace(store.config, part_size=5 * MIB)))
     numbers: list[int] = []
-    hooks: Any = blob_store._objects.s3.meta.events
-    hooks.register("before-parameter-build.s3.UploadPart", lambda params, **_: numbers.append(params["PartNumber"]))
+    hooks: Any = blob_store._objects
+    hooks.s3.meta.events.register(
+        "before-parameter-build.s3.UploadPart", lambda params, **_: numbers.append(params["PartNumber"])
+    )
     blob_store.put(path, digest, steps.append)
     assert steps == [6 * MIB + 1, 6 * MIB]
     assert numbers == [1, 2]
@@ -109,30 +180,9 @@ def test_a_file_is_sent_in_ten_thousand_parts_at_most(
     size = 10_000 * 5 * MIB + beyond
     with (tmp_path / "large").open("w+b") as file:
         file.truncate(size)  # No block of it is on the disk.
-        blob_store = BlobStore(ObjectStore(replace(store.config, part_size=5 * MIB)))
+        blob_store = BlobStore(open_objects(replace(store.config, part_size=5 * MIB)))
         first = next(blob_store._read_parts(file, tmp_path / "large", "0" * 64, size, lambda count: None))  # type: ignore[arg-type]
     assert len(first) == part_size
-
-
-def _overlook_new_objects(client: Any) -> list[str]:
-    """Have the server of a client overlook each object once after it was written; return these objects' addresses."""
-    written: set[str] = set()
-    addresses: list[str] = []
-
-    def note(request: Any, **_: Any) -> None:
-        written.add(request.url.partition("?")[0])
-
-    def overlook(request: Any, **_: Any) -> Any:
-        address = request.url.partition("?")[0]
-        if address not in written:
-            return None
-        written.discard(address)
-        addresses.append(address)
-        return AWSResponse(request.url, 404, HTTPHeaders(), _Body(b"<Error><Code>NoSuchKey</Code></Error>"))
-
-    client.meta.events.register("before-send.s3.PutObject", note)
-    client.meta.events.register("before-send.s3.GetObject", overlook)
-    return addresses
 
 
 class _Body:
@@ -143,70 +193,58 @@ class _Body:
         return [self._content]
 
 
-def test_a_server_that_overlooks_a_new_object_for_a_moment_is_asked_again(
-    store: ReleaseStore, write_file: WriteFile
-) -> None:
-    overlooked = _overlook_new_objects(store.objects.s3)
-    path, digest = write_file(b"a bundle")
-    store.publish("resnet", "1", {"sha256": digest}, [(path, digest)])
-    assert [address.rpartition("/")[2] for address in overlooked] == [digest, "release.json"]
-    assert store.verify_release("resnet", "1") == {"sha256": digest}
+@pytest.mark.parametrize("status", [409, 412, 404])
+def test_a_conditional_write_that_the_server_refuses_is_not_done(store: ReleaseStore, status: int) -> None:
+    store.objects.require_conditions()
+    _answer_conditions(store, status)
+    assert not store.objects.create("a", b"1")
+    assert not store.objects.replace("a", b"1", "tag")
+    assert store.objects.get("a") is None
 
 
-def test_a_record_that_the_server_overlooks_for_a_moment_is_written(store: ReleaseStore) -> None:
-    work = WorkStore(store)
-    overlooked = _overlook_new_objects(work.objects.s3)
-    work.write_record("build", "k", b"{}")
-    assert len(overlooked) == 1
-    assert work.read_record("build", "k") == b"{}"
+@pytest.mark.parametrize(("status", "words"), [(403, "Odd"), (400, "Odd"), (501, "s3_single_writer")])
+def test_a_conditional_write_that_fails_is_an_error(store: ReleaseStore, status: int, words: str) -> None:
+    store.objects.require_conditions()
+    _answer_conditions(store, status)
+    with pytest.raises(StoreError, match=words):
+        store.objects.create("a", b"1")
+    assert store.objects.get("a") is None
 
 
-def test_an_object_that_nobody_has_just_written_is_not_waited_for(
-    store: ReleaseStore, write_file: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(objects.time, "sleep", pauses.append)
-    _, digest = write_file(b"a bundle")
-    assert store.objects.get("absent") is None
-    assert BlobStore(store.objects).find_fault(digest, []) == "is missing"
-    with pytest.raises(StoreError, match="is missing"):
-        store.get_blob(digest, tmp_path / "copy")
-    assert not WorkStore(store).fetch(digest, tmp_path / "copy")
-    assert pauses == []
+def test_a_write_whose_answer_was_lost_counts(store: ReleaseStore) -> None:
+    """The server has done the first try of a request, and refuses the second because of it."""
+    store.objects.require_conditions()
+    store.objects.put("a", b"1", "the first try")
+    assert store.objects.create("a", b"1")
+    store.objects.put("a", b"2", "the first try")
+    assert store.objects.replace("a", b"2", "the tag before")
 
 
-@pytest.mark.parametrize(("status", "is_written"), [(409, False), (412, False), (501, True), (403, None), (400, None)])
-def test_a_conditional_write_is_refused_done_or_an_error_by_the_servers_answer(
-    store: ReleaseStore, status: int, is_written: bool | None
-) -> None:
+def _answer_conditions(store: ReleaseStore, status: int) -> None:
+    """Have the server of a store answer every conditional write with this status."""
+
     def answer(request: Any, **_: Any) -> Any:
-        if "If-None-Match" not in request.headers:
+        if not {"If-None-Match", "If-Match"} & set(request.headers.keys()):
             return None
         return AWSResponse(request.url, status, HTTPHeaders(), _Body(b"<Error><Code>Odd</Code></Error>"))
 
-    hooks: Any = store.objects.s3.meta.events
-    hooks.register("before-send.s3.PutObject", answer)
-    if is_written is None:
-        with pytest.raises(StoreError, match="Odd"):
-            store.objects.put_if_unchanged(str(status), b"1", None)
-    else:
-        assert store.objects.put_if_unchanged(str(status), b"1", None) is is_written
-    assert store.objects.get(str(status)) == (b"1" if is_written else None)
+    hooks: Any = store.objects
+    hooks.s3.meta.events.register("before-send.s3.PutObject", answer)
 
 
-def test_the_check_leaves_one_object_and_waits_no_longer_than_it_must(
+def test_the_check_leaves_small_objects_and_waits_no_longer_than_it_must(
     store: ReleaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs: list[StoreConfig] = []
-    connect = objects.connect
+    connect = s3.connect
 
     def remember(config: StoreConfig) -> object:
         configs.append(config)
         return connect(config)
 
-    monkeypatch.setattr(objects, "connect", remember)
+    monkeypatch.setattr(s3, "connect", remember)
     store.check()
-    assert [entry.key for entry in store.objects.list_objects("")] == ["checks/writable"]
+    assert [entry.key for entry in store.objects.list_objects("")] == ["checks/conditions", "checks/writable"]
     ReleaseStore(replace(store.config, read_timeout=1.0, attempts=1)).check()
     assert [(config.read_timeout, config.attempts) for config in configs] == [(4.0, 2), (1.0, 1), (1.0, 1)]
 

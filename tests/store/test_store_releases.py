@@ -1,8 +1,6 @@
 """Releases: there whole or not at all, and never changed."""
 
-import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from botocore.awsrequest import AWSResponse
-from botocore.compat import HTTPHeaders
 
+from support.rclone import rclone_s3
 from tvmflow.errors import StoreError
-from tvmflow.store import ReleaseStore, StoreConfig, claims
-from tvmflow.store.embedded import embedded_s3
+from tvmflow.store import ReleaseStore, StoreConfig
 
 Damage = Callable[[str, bytes | None], None]
 WriteFile = Callable[[bytes], tuple[Path, str]]
@@ -40,34 +36,34 @@ def test_a_release_comes_back_as_it_was_published(store: ReleaseStore, write_fil
     assert (tmp_path / "copy").read_bytes() == b"a bundle"
 
 
-def test_the_document_is_canonical_json(rclone: StoreConfig, rclone_folder: Path) -> None:
-    ReleaseStore(rclone).publish("resnet", "1", {"b": "ü", "a": (1, 2)}, [])
-    content = (rclone_folder / "releases" / "resnet" / "1" / "release.json").read_bytes()
+def test_the_document_is_canonical_json(local: StoreConfig, local_folder: Path) -> None:
+    ReleaseStore(local).publish("resnet", "1", {"b": "ü", "a": (1, 2)}, [])
+    content = (local_folder / "releases" / "resnet" / "1" / "release.json").read_bytes()
     assert content == '{\n  "a": [\n    1,\n    2\n  ],\n  "b": "ü"\n}\n'.encode()
 
 
 def test_nothing_but_the_release_and_its_blobs_is_left(
-    rclone: StoreConfig, rclone_folder: Path, write_file: WriteFile
+    local: StoreConfig, local_folder: Path, write_file: WriteFile
 ) -> None:
     path, digest = write_file(b"a bundle")
-    ReleaseStore(rclone).publish("resnet", "1", _document(digest, 8), [(path, digest)])
-    files = {str(each.relative_to(rclone_folder)) for each in rclone_folder.rglob("*") if each.is_file()}
+    ReleaseStore(local).publish("resnet", "1", _document(digest, 8), [(path, digest)])
+    files = {str(each.relative_to(local_folder)) for each in local_folder.rglob("*") if each.is_file()}
     assert files == {f"blobs/sha256/{digest}", "releases/resnet/1/release.json"}
 
 
-def test_publishing_the_same_again_succeeds_and_writes_nothing(rclone: StoreConfig, rclone_folder: Path) -> None:
-    store = ReleaseStore(rclone)
+def test_publishing_the_same_again_succeeds_and_writes_nothing(local: StoreConfig, local_folder: Path) -> None:
+    store = ReleaseStore(local)
     first = store.publish("resnet", "1", {"a": 1, "b": 2}, [])
-    before = (rclone_folder / "releases" / "resnet" / "1" / "release.json").stat()
+    before = (local_folder / "releases" / "resnet" / "1" / "release.json").stat()
     assert store.publish("resnet", "1", {"b": 2, "a": 1}, []) == first
-    after = (rclone_folder / "releases" / "resnet" / "1" / "release.json").stat()
+    after = (local_folder / "releases" / "resnet" / "1" / "release.json").stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_publishing_the_same_again_repairs_a_lost_blob(
-    rclone: StoreConfig, damage: Damage, write_file: WriteFile
+    local: StoreConfig, damage: Damage, write_file: WriteFile
 ) -> None:
-    store = ReleaseStore(rclone)
+    store = ReleaseStore(local)
     path, digest = write_file(b"a bundle")
     store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
     damage(f"blobs/sha256/{digest}", None)
@@ -115,42 +111,6 @@ def test_racing_publishers_of_the_same_content_all_succeed(store: ReleaseStore) 
     assert store.get_release("resnet", "1") == {"a": 1}
 
 
-def _leave_claim(folder: Path, age_seconds: float) -> None:
-    """Leave the claim of a publisher of another document that was killed before it wrote release.json."""
-    claim = folder / "claims" / "resnet" / "1" / f"{'f' * 64}-0123456789abcdef"
-    claim.parent.mkdir(parents=True)
-    claim.write_bytes(b"")
-    os.utime(claim, (time.time() - age_seconds,) * 2)
-
-
-def test_a_version_that_another_publisher_has_claimed_is_not_written(
-    rclone: StoreConfig, rclone_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claims, "PATIENCE_SECONDS", 0.2)
-    _leave_claim(rclone_folder, age_seconds=60)
-    store = ReleaseStore(rclone)
-    with pytest.raises(StoreError, match="being published by somebody else"):
-        store.publish("resnet", "1", {"a": 1}, [])
-    assert not store.has_release("resnet", "1")
-
-
-def test_the_claim_of_a_publisher_that_died_long_ago_is_void(rclone: StoreConfig, rclone_folder: Path) -> None:
-    _leave_claim(rclone_folder, age_seconds=3600)
-    store = ReleaseStore(rclone)
-    store.publish("resnet", "1", {"a": 1}, [])
-    assert store.get_release("resnet", "1") == {"a": 1}
-
-
-def test_a_publisher_waits_for_another_to_give_up(moto_server: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ReleaseStore(replace(moto_server, prefix="waiting"))
-    claim = f"claims/resnet/1/{'f' * 64}-0123456789abcdef"
-    store.objects.put(claim, b"", "planting a claim")
-    monkeypatch.setattr(claims, "pause_before_retry", lambda: store.objects.delete(claim, "giving up"))
-    store.publish("resnet", "1", {"a": 1}, [])
-    assert store.get_release("resnet", "1") == {"a": 1}
-    assert list(store.objects.list_objects("claims/")) == []
-
-
 def test_a_file_that_is_gone_when_it_is_to_be_published_is_one_sentence(
     moto_server: StoreConfig, tmp_path: Path
 ) -> None:
@@ -158,31 +118,6 @@ def test_a_file_that_is_gone_when_it_is_to_be_published_is_one_sentence(
     with pytest.raises(StoreError, match=r"absent\.bin"):
         store.publish("resnet", "1", _document("0" * 64, 8), [(tmp_path / "absent.bin", "0" * 64)])
     assert not store.has_release("resnet", "1")
-
-
-def test_a_server_that_does_not_know_conditional_writes_is_served_too(moto_server: StoreConfig) -> None:
-    store = ReleaseStore(replace(moto_server, prefix="unconditional"))
-    refusal: list[str] = []
-
-    def refuse_condition(request: Any, **_: Any) -> Any:
-        if "If-None-Match" not in request.headers:
-            return None
-        refusal.append(request.url)
-        return AWSResponse(request.url, 501, HTTPHeaders(), _Body(b"<Error><Code>NotImplemented</Code></Error>"))
-
-    hooks: Any = store.objects.s3.meta.events
-    hooks.register("before-send.s3.PutObject", refuse_condition)
-    store.publish("resnet", "1", {"a": 1}, [])
-    assert refusal
-    assert store.get_release("resnet", "1") == {"a": 1}
-
-
-class _Body:
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def stream(self) -> list[bytes]:
-        return [self._content]
 
 
 def test_a_reference_to_a_blob_that_is_nowhere_is_refused(store: ReleaseStore) -> None:
@@ -212,9 +147,9 @@ def test_a_size_that_contradicts_the_file_is_refused(store: ReleaseStore, write_
     ids=["missing", "truncated", "tampered"],
 )
 def test_verification_finds_a_damaged_blob(
-    rclone: StoreConfig, damage: Damage, write_file: WriteFile, content: bytes | None, complaint: str
+    local: StoreConfig, damage: Damage, write_file: WriteFile, content: bytes | None, complaint: str
 ) -> None:
-    store = ReleaseStore(rclone)
+    store = ReleaseStore(local)
     path, digest = write_file(b"a bundle")
     store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
     damage(f"blobs/sha256/{digest}", content)
@@ -223,8 +158,8 @@ def test_verification_finds_a_damaged_blob(
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff"], ids=["cut", "a list", "no text"])
-def test_a_damaged_document_is_refused(rclone: StoreConfig, damage: Damage, content: bytes) -> None:
-    store = ReleaseStore(rclone)
+def test_a_damaged_document_is_refused(local: StoreConfig, damage: Damage, content: bytes) -> None:
+    store = ReleaseStore(local)
     store.publish("resnet", "1", {"a": 1}, [])
     damage("releases/resnet/1/release.json", content)
     with pytest.raises(StoreError, match="is damaged: it is not a JSON"):
@@ -282,7 +217,7 @@ def test_a_publication_cut_off_by_the_servers_death_is_invisible_and_can_be_comp
     blobs = [write_file(bytes([number]) * 12 * MIB) for number in range(2)]
     document = {"bundles": [{"sha256": digest, "size": 12 * MIB} for _, digest in blobs]}
     byte_count = 0
-    with embedded_s3(tmp_path / "data", bucket="releases") as config:
+    with rclone_s3(tmp_path / "data", bucket="releases") as config:
         store = ReleaseStore(replace(config, attempts=1, part_size=5 * MIB))
 
         def kill_after_enough(count: int) -> None:
@@ -296,7 +231,7 @@ def test_a_publication_cut_off_by_the_servers_death_is_invisible_and_can_be_comp
     assert byte_count == limit
     assert not list((tmp_path / "data").rglob("release.json"))
 
-    with embedded_s3(tmp_path / "data", bucket="releases") as config:
+    with rclone_s3(tmp_path / "data", bucket="releases") as config:
         store = ReleaseStore(config)
         assert store.list_names() == []
         store.publish("resnet", "1", document, blobs)
@@ -307,25 +242,24 @@ def test_a_server_that_dies_before_the_document_leaves_no_release(
     tmp_path: Path, write_file: WriteFile, kill_server: KillServer
 ) -> None:
     path, digest = write_file(b"a bundle")
-    with embedded_s3(tmp_path / "data", bucket="releases") as config:
+    with rclone_s3(tmp_path / "data", bucket="releases") as config:
         store = ReleaseStore(replace(config, attempts=1))
-        store.objects.s3.meta.events.register(
-            "before-call.s3.PutObject", _once_conditional(lambda: kill_server(config))
-        )
+        hooks: Any = store.objects
+        hooks.s3.meta.events.register("before-call.s3.PutObject", _at_document(lambda: kill_server(config)))
         with pytest.raises(StoreError, match="Cannot reach"):
             store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
-    with embedded_s3(tmp_path / "data", bucket="releases") as config:
+    with rclone_s3(tmp_path / "data", bucket="releases") as config:
         store = ReleaseStore(config)
         assert not store.has_release("resnet", "1")
         store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
         store.verify_release("resnet", "1")
 
 
-def _once_conditional(act: Callable[[], None]) -> Callable[..., None]:
+def _at_document(act: Callable[[], None]) -> Callable[..., None]:
     """A botocore hook that acts just before the write that makes a release exist."""
 
     def hook(params: dict[str, Any], **_: Any) -> None:
-        if "If-None-Match" in params["headers"]:
+        if params["url_path"].endswith("release.json"):
             act()
 
     return hook

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support.channels import move_channel
 from tvmflow.store import ReleaseStore, StoreConfig, channels
 
 WriteFile = Callable[[bytes], tuple[Path, str]]
@@ -18,27 +19,29 @@ def _publish_and_read(config: StoreConfig, write_file: WriteFile, tmp_path: Path
     """Publish and read a release; return the address and headers of each request that was sent."""
     store = ReleaseStore(config)
     requests: list[str] = []
-    hooks: Any = store.objects.s3.meta.events
-    hooks.register("before-send.s3", lambda request, **_: requests.append(f"{request.url} {dict(request.headers)}"))
+    hooks: Any = store.objects
+    hooks.s3.meta.events.register(
+        "before-send.s3", lambda request, **_: requests.append(f"{request.url} {dict(request.headers)}")
+    )
     small, large = write_file(b"a bundle"), write_file(bytes(6 * MIB))
     document = {"files": [{"sha256": digest, "size": path.stat().st_size} for path, digest in (small, large)]}
     store.publish("resnet", "1", document, [small, large])
     assert store.verify_release("resnet", "1") == document
     store.get_blob(small[1], tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == b"a bundle"
-    channels.move(store, "resnet", "production", "1", who="ann", why="test", expected=None)
+    move_channel(store, "resnet", "production", "1")
     assert [pointer.version for pointer in channels.list_all(store, "resnet")] == ["1"]
     return requests
 
 
 @pytest.mark.parametrize("checksums", ["when_required", "when_supported"])
 def test_a_release_goes_its_whole_way_with_either_kind_of_checksums(
-    config: StoreConfig, write_file: WriteFile, tmp_path: Path, checksums: Any
+    server: StoreConfig, write_file: WriteFile, tmp_path: Path, checksums: Any
 ) -> None:
-    requests = _publish_and_read(replace(config, checksums=checksums, part_size=5 * MIB), write_file, tmp_path)
+    requests = _publish_and_read(replace(server, checksums=checksums, part_size=5 * MIB), write_file, tmp_path)
     uses_checksums = any("x-amz-checksum-crc32" in request.lower() for request in requests)
     assert uses_checksums == (checksums == "when_supported")
-    assert all(f"/{config.bucket}" in request.split(" ")[0] for request in requests)
+    assert all(f"/{server.bucket}" in request.split(" ")[0] for request in requests)
 
 
 def test_a_bucket_is_addressed_as_a_host_name_on_request(

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.rclone import rclone_s3
 from tvmflow import runtime
 from tvmflow.bundle import extract, pack, read_manifest, sha256_file
 from tvmflow.errors import BundleError, StoreError
 from tvmflow.store import ReleaseStore
-from tvmflow.store.embedded import embedded_s3
 
 APART = Path(__file__).parents[1] / "bundle" / "files" / "format-1-apart.tar.gz"
 
@@ -40,7 +40,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReleaseSt
                 "weights": {"sha256": sha256_file(weights), "size": weights.stat().st_size},
             }
         )
-    with embedded_s3(tmp_path / "s3", bucket="models") as config:
+    with rclone_s3(tmp_path / "s3", bucket="models") as config:
         settings = {
             "TVMFLOW_HOME": str(tmp_path / "home"),
             "TVMFLOW_S3_ENDPOINT": config.endpoint,

@@ -6,10 +6,12 @@ import pytest
 
 from tasks.gate import Check, GateJob, check_figures, check_ratio
 from tvmflow.comparison import Comparison, Conditions, Pair, Plan
-from tvmflow.spec import Channel
-from tvmflow.store.channels import Move, Pointer
+from tvmflow.promotion import EffectivePolicy
+from tvmflow.spec import Policy
+from tvmflow.store.channels import Channel
 
-HELD = Pointer("m", "production", "1", (Move("ann", "", None, "1", "", "0"),))
+NEW = Channel(name="m", channel="production")
+HELD = Channel(name="m", channel="production", number=1, version="1")
 
 
 def release(version: str, *metrics: float | None, p50: float | None = None) -> dict[str, Any]:
@@ -22,10 +24,10 @@ def release(version: str, *metrics: float | None, p50: float | None = None) -> d
     return {"name": "m", "version": version, "targets": targets}
 
 
-def judged(new: dict[str, Any], held: dict[str, Any] | None, pointer: Pointer | None = None, **gates: float) -> Check:
+def judged(new: dict[str, Any], held: dict[str, Any] | None, destination: Channel = NEW, **gates: float) -> Check:
     """The one gate's check of a release on its way to production."""
-    policy = Channel.model_validate({"gates": gates})
-    job = GateJob(release=new, channel="production", policy=policy, pointer=pointer, current=held)
+    policy = EffectivePolicy(Policy.model_validate({"gates": gates}))
+    job = GateJob(release=new, destination=destination, policy=policy, current=held)
     (check,) = check_figures(job)
     return check
 
@@ -42,15 +44,15 @@ def test_the_target_that_scores_least_is_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "pointer", "why"),
+    ("held", "destination", "why"),
     [
-        (None, None, "production holds nothing"),
+        (None, NEW, "production holds nothing"),
         (None, HELD, "1, which production holds, is gone from the store"),
         (release("1", None), HELD, "1 on production has none"),
     ],
 )
-def test_without_anything_to_compare_with_a_drop_passes_and_says_so(held: Any, pointer: Any, why: str) -> None:
-    check = judged(release("2", 0.1), held, pointer, max_metric_drop=0.0)
+def test_without_anything_to_compare_with_a_drop_passes_and_says_so(held: Any, destination: Channel, why: str) -> None:
+    check = judged(release("2", 0.1), held, destination, max_metric_drop=0.0)
     assert check.passed
     assert check.message == f"there is no task metric to compare with: {why}"
 

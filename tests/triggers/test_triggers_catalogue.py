@@ -19,9 +19,10 @@ def test_the_alias_that_a_release_file_names_asks_for_a_release(write: Write) ->
     assert request.tag == "source:net/7"
 
 
-def test_a_channel_of_the_compiled_model_asks_for_a_promotion(write: Write) -> None:
+@pytest.mark.parametrize("alias", ["production", "production-wanted"])
+def test_a_channel_of_the_compiled_model_asks_for_a_promotion(write: Write, alias: str) -> None:
     catalogue = load([write("digits", channels={"staging": {}, "production": {}})])
-    request = catalogue.find_request(Alias("digits", "production"), "3")
+    request = catalogue.find_request(Alias("digits", alias), "3")
     assert request is not None
     assert request.deployment == "promote/digits"
     expected = {"name": "digits", "version": "3", "channel": "production"}

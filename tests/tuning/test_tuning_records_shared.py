@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from support.rclone import rclone_s3
 from support.waits import wait_until
 from tvmflow.errors import StoreError
 from tvmflow.store import ReleaseStore, StoreConfig
-from tvmflow.store.embedded import embedded_s3
 from tvmflow.store.records import RecordObjects
 from tvmflow.target import Target
 from tvmflow.tuning import Record, RecordStore, current_context
@@ -22,7 +22,7 @@ from tvmflow.tuning.sharing import Sharing, sharing
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConfig]:
-    with embedded_s3(tmp_path_factory.mktemp("s3"), bucket="releases") as config:
+    with rclone_s3(tmp_path_factory.mktemp("s3"), bucket="releases") as config:
         yield config
 
 

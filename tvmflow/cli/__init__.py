@@ -13,6 +13,7 @@ from tvmflow import __version__
 from tvmflow.cli.approve import approve_command
 from tvmflow.cli.bench import bench_command
 from tvmflow.cli.bisect import bisect_command
+from tvmflow.cli.channel import channel_command
 from tvmflow.cli.compile import compile_command
 from tvmflow.cli.deploy import deploy_command
 from tvmflow.cli.devices import devices_command
@@ -44,7 +45,7 @@ __all__ = ["main"]
 _INTERRUPTED = 130
 _KEPT_STEPS = "finished steps are kept, and the same command continues after them"
 _KEPT_RECORDS = "the measurements are kept, and the same command continues from them"
-_UNFINISHED_MOVE = "a channel's alias may be ahead of the channel: the same command completes the move"
+_UNFINISHED_MOVE = "the wish is kept and a channel's alias may lag behind it: the same command completes the move"
 # The state after an interrupt, by command. The other commands leave no work to continue.
 _AFTER_INTERRUPT = {
     "bench": _KEPT_STEPS,
@@ -95,6 +96,7 @@ for command in (
     promote_command,
     rollback_command,
     history_command,
+    channel_command,
     approve_command,
 ):
     cli.add_command(command)

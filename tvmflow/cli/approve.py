@@ -37,7 +37,14 @@ def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> N
             else:
                 _show(promotions, settings)
             return
-        answered = answer(run, approve=not reject, who=promotion.identify_user(), why=why)
+        who = promotion.identify_user()
+        answered = answer(
+            run,
+            approve=not reject,
+            who=who,
+            why=why,
+            check=lambda item: None if reject else _check(settings, item, who),
+        )
     document = {**answered, "approved": not reject}
     if as_json:
         click.echo(json.dumps(document))
@@ -45,6 +52,22 @@ def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> N
         outcome = "rejected" if reject else "approved"
         click.echo(
             f"{outcome}: {answered['name']} {answered['version']} to {answered['channel']}, run {answered['run']}"
+        )
+
+
+def _check(settings: "Settings", item: dict[str, Any], who: str) -> None:
+    """Raise VerdictError where the channel wants another person's approval than that of the one who asked."""
+    from tvmflow import promotion
+    from tvmflow.errors import VerdictError
+    from tvmflow.services import open_store
+    from tvmflow.store import channels
+
+    with open_store(settings) as store:
+        document = channels.find(store, item["name"], item["channel"])
+    is_own = document.wish is not None and promotion.is_same_person(document.wish.who, who)
+    if is_own and document.policy is not None and document.policy.approval == "another":
+        raise VerdictError(
+            f"{who} asked for {item['version']} on {item['name']}@{item['channel']}, which another person must approve"
         )
 
 

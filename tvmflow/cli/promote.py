@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--approve", is_flag=True, help="Approve of it yourself, where the channel requires a person to.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def promote_command(name: str, version: str, channel: str, why: str, approve: bool, as_json: bool) -> None:
-    """Promote release VERSION of NAME: check that it is complete, run the channel's gates, move alias and pointer.
+    """Promote release VERSION of NAME: check that it is complete, run the channel's gates, move channel and alias.
 
     Where the channel requires approval, the deployment promote/NAME asks a person and the command returns without
     waiting; --approve gives your own approval instead. Exit code 3: the promotion was refused, and the channel still
@@ -33,18 +33,19 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
     from tvmflow.imports import importing
 
     settings = machine.load()
-    waits = not approve and _waits_for_approval(settings, name, version, channel)
+    needs_person = not approve and _needs_approval(settings, name, version, channel)
     console = Console(stderr=True)
-    if not as_json and not waits:
+    if not as_json and not needs_person:
         console.print(f"Promoting [bold]{name} {version}[/] to [bold]{channel}[/]", highlight=False)
     reporter = RichReporter(console)
     with prefect_server(settings) as await_server, reporter.live():
         with importing():
             from flows.promote import promote
+            from flows.runs import is_registered
 
         await_server()
-        if waits:
-            summary = _ask(settings, name, version, channel, why)
+        if needs_person and settings.prefect_api_url is not None and is_registered(f"promote/{name}"):
+            summary = _ask(name, version, channel, why)
         else:
             summary = promote(name, version, channel, who=promotion.identify_user(), why=why, approved=approve)
     if as_json:
@@ -53,30 +54,23 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
         show(summary)
 
 
-def _waits_for_approval(settings: "Settings", name: str, version: str, channel: str) -> bool:
+def _needs_approval(settings: "Settings", name: str, version: str, channel: str) -> bool:
     """Whether a person must approve the move first. Raises StoreError or SpecError."""
     from tvmflow import promotion
     from tvmflow.services import open_store
     from tvmflow.store import channels
 
     with open_store(settings) as store:
-        policy = promotion.read_policy(store.get_release(name, version), channel)
-        pointer = channels.find(store, name, channel)
-    return policy.approval == "required" and (pointer is None or pointer.version != version)
+        document = channels.find(store, name, channel)
+        policy = promotion.read_policy(store, document, version)
+    return policy.approval != "none" and document.version != version
 
 
-def _ask(settings: "Settings", name: str, version: str, channel: str, why: str) -> dict[str, Any]:
-    """Start the deployment that asks for approval, where there is one."""
+def _ask(name: str, version: str, channel: str, why: str) -> dict[str, Any]:
+    """Start the deployment that asks for approval."""
     from flows.promote import PromotionSummary, ask_for_approval
-    from flows.runs import is_registered
     from tvmflow import promotion
-    from tvmflow.errors import VerdictError
 
-    if settings.prefect_api_url is None or not is_registered(f"promote/{name}"):
-        raise VerdictError(
-            f"{name}@{channel} needs a person's approval: add --approve to give yours, or register the deployment "
-            f"promote/{name} with `tvmflow deploy`, which asks for it"
-        )
     run = ask_for_approval(name, version, channel, who=promotion.identify_user(), why=why)
     summary = PromotionSummary(
         name=name,

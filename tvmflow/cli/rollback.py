@@ -1,6 +1,5 @@
 """`tvmflow rollback`: move a channel back."""
 
-import dataclasses
 import json
 
 import click
@@ -26,7 +25,7 @@ def rollback_command(name: str, channel: str, to: str | None, why: str, as_json:
         before, after = promotion.roll_back(services, name, channel, who=promotion.identify_user(), why=why, to=to)
     has_moved = before != after
     if as_json:
-        last = dataclasses.asdict(after.last_move)
+        last = after.moves[-1].model_dump(mode="json")
         document = {"name": name, "channel": channel, "version": after.version, "from_version": before.version}
         click.echo(json.dumps({**document, "moved": has_moved, "move": last}))
     elif has_moved:

@@ -51,7 +51,7 @@ def channel_source(store: ReleaseStore, name: str, channel: str, cache: Path) ->
     """Return the source of the release that a channel holds; its bundles are kept in the folder `cache`."""
     return Source(
         name,
-        lambda: channels.read(store, name, channel).version,
+        lambda: channels.read_version(store, name, channel),
         lambda version: resolve.fetch_bundles(store, name, version, cache),
         is_channel=True,
     )

@@ -5,7 +5,7 @@ are in `model` (the model and how it is exported, built and tuned), `inputs` (it
 (the checks of a release) and `channels` (the checks of a promotion); `document` puts them together.
 """
 
-from tvmflow.spec.channels import Channel, ChannelGates, Retrain
+from tvmflow.spec.channels import ChannelGates, ChannelSection, Policy, Retrain
 from tvmflow.spec.checks import Benchmark, Gates, TaskMetric, Validate
 from tvmflow.spec.document import RegistrySection, Spec, Store
 from tvmflow.spec.inputs import Dimension, Dtype, Input, Samples
@@ -16,14 +16,15 @@ from tvmflow.spec.template import template
 __all__ = [
     "Benchmark",
     "Build",
-    "Channel",
     "ChannelGates",
+    "ChannelSection",
     "Dimension",
     "Dtype",
     "Export",
     "Gates",
     "Input",
     "Model",
+    "Policy",
     "RegistrySection",
     "Retrain",
     "Samples",

@@ -26,19 +26,35 @@ class ChannelGates(Section):
     """The lowest task metric."""
 
 
-class Channel(Section):
-    """The requirements of a channel on a release; `after` names another channel that must have held it before."""
+class Policy(Section):
+    """What a channel requires of a release; `after` names another channel that must have held it before."""
 
-    automatic: bool = False
-    """Whether every release is promoted to this channel, in the file's order."""
-    approval: Literal["none", "required"] = "none"
-    """Whether a person has to agree first."""
+    approval: Literal["none", "required", "another"] = "none"
+    """Whether a person has to agree first; `another` must be another person than the one who asked."""
     signature: Literal["optional", "required"] = "optional"
     """Whether every bundle must be signed with a key of `TVMFLOW_TRUSTED_KEYS`."""
     after: str | None = None
     """Another channel that must have held the release before."""
     gates: ChannelGates = ChannelGates()
     """Bounds on the release."""
+    by_hand: Literal["wish", "refuse"] = "wish"
+    """What setting the channel's own alias in MLflow is: a wish, or nothing. In both cases the alias goes back."""
+
+
+class ChannelSection(Policy):
+    """A policy that a release file proposes for a channel, and whether its releases are promoted there by themselves.
+
+    The channel's own policy counts. A channel that has none takes the first that is proposed; `tvmflow channel` changes
+    it.
+    """
+
+    automatic: bool = False
+    """Whether every release is promoted to this channel, in the file's order."""
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that is proposed."""
+        return Policy(**{name: getattr(self, name) for name in Policy.model_fields})
 
 
 class Retrain(Section):

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tvmflow.spec.channels import Channel, Retrain
+from tvmflow.spec.channels import ChannelSection, Retrain
 from tvmflow.spec.checks import Benchmark, Gates, Validate
 from tvmflow.spec.fields import NAME_RULE, Section, is_name, likely_name
 from tvmflow.spec.inputs import Dimension, Input
@@ -68,8 +68,8 @@ class Spec(Section):
     """How a bundle is measured."""
     gates: Gates = Gates()
     """Bounds that a release must keep to be published."""
-    channels: dict[str, Channel] = Field(default={})
-    """The requirements of each channel on a release, by its name. Without channels, a release may go to any."""
+    channels: dict[str, ChannelSection] = Field(default={})
+    """The policies that the file proposes, by channel. Without channels, a release may go to any."""
     retrain: Retrain | None = None
     """When a retrained model is released."""
     registry: RegistrySection = RegistrySection()

@@ -101,12 +101,13 @@ validate:
 #   max_bundle_mb: 200
 #   unverified_targets: refuse  # targets this machine cannot run: refuse | allow
 
-# channels:                     # pointers that devices follow, and the conditions to move each; none: any name is free
+# channels:                     # pointers that devices follow, with the policies proposed for them; none: any is free
 #   staging: {{automatic: true}}  # every release is promoted to it
 #   production:
 #     automatic: false
-#     approval: none            # required: a person says yes
+#     approval: none            # required: a person says yes; another: not the one who asked
 #     signature: optional       # required: every bundle is signed with a key that is trusted where it is promoted
+#     by_hand: wish             # an alias that somebody sets by hand in MLflow: wish | refuse
 #     after: staging            # the channel that must have held the release before
 #     gates:                    # a release out of bounds is not promoted
 #       max_ratio_current: 1.1  # latency over that of the release which the channel holds, measured side by side

@@ -73,6 +73,7 @@ class Plan:
         return {
             "s3_endpoint": self._url("s3"),
             "s3_bucket": BUCKET,
+            "s3_folder": str(self.state / "s3"),
             "mlflow_tracking_uri": self._url("mlflow"),
             "prefect_api_url": self.prefect_api,
             "work_pool": self.pool,
@@ -128,7 +129,7 @@ class Plan:
         return f"http://{HOST}:{self.ports[name]}"
 
     def _s3(self) -> Server:
-        from tvmflow.store.embedded import server_command, server_environment
+        from tvmflow.store.rclone import server_command, server_environment
 
         data, port = self.state / "s3", self.ports["s3"]
         (data / BUCKET).mkdir(parents=True, exist_ok=True)

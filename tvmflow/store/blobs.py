@@ -48,7 +48,7 @@ class BlobStore:
                     )
         except OSError as error:
             raise StoreError(f"{path} cannot be read for the release store: {error.strerror or error}.") from error
-        if fault := self.find_fault(sha256, [size], just_written=True):
+        if fault := self.find_fault(sha256, [size]):
             raise StoreError(
                 f"{self._objects.uri(key)} {fault} right after it was written: check the server's disk and log, then "
                 "publish again."
@@ -84,11 +84,10 @@ class BlobStore:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
 
-    def find_fault(self, sha256: str, sizes: Collection[int], *, just_written: bool = False) -> str | None:
+    def find_fault(self, sha256: str, sizes: Collection[int]) -> str | None:
         """Read a complete blob and compare its digest, and its size in bytes with each of `sizes`.
 
-        Returns the fault as the end of a sentence, None if there is none. With `just_written` a blob may take a second
-        to appear. Raises StoreError when the server fails.
+        Returns the fault as the end of a sentence, None if there is none. Raises StoreError when the server fails.
         """
         length = 0
 
@@ -96,7 +95,7 @@ class BlobStore:
             nonlocal length
             length += len(chunk)
 
-        digest = self._objects.stream(blob_key(sha256), count, just_written=just_written)
+        digest = self._objects.stream(blob_key(sha256), count)
         if digest is None:
             return "is missing"
         for size in sizes:

@@ -1,74 +1,121 @@
-"""Channels: named pointers to releases, each with the history of its moves.
+"""Channels: for each, a document with its policy, the open wish, the release that it holds, and the history of all.
 
-channels/<name>/<channel>.json        the pointer
-claims/<name>/@<channel>/<nonce>      the claim of a mover on the channel; short-lived
+channels/<name>/<channel>.json
+
+A wish asks for a release. It is granted, which moves the channel, or ends: refused, withdrawn, or superseded by a newer
+one. Whoever changes a document reads it, and writes it only if it has not changed meanwhile.
 """
 
-import contextlib
 import datetime
 import json
-import os
 import secrets
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
 
 from tvmflow.errors import StoreError
-from tvmflow.store import claims
+from tvmflow.spec import Policy
 from tvmflow.store.keys import channel_key, require_name
-from tvmflow.store.objects import SETTLE_SECONDS, InterruptedReadError
 from tvmflow.store.releases import ReleaseStore
+from tvmflow.workspace import Record
 
-# Raised whenever a reader of the previous number could misread a pointer of the new number.
-FORMAT = 1
-# While another server writes the folder, an embedded server may return the new content cut to the old length, or no
-# object, for some milliseconds; a busy one may overlook a new object for up to a second.
-_MAX_LOOKS = 20
-_MAX_LOOKS_FOR_ABSENT = 5
+# Raised whenever a reader of the previous number could misread a document of the new number.
+_FORMAT = 2
+WANTED = "-wanted"
+"""An alias in MLflow that ends in this asks for a release in the channel of the name before it."""
+# Each failure to write means that somebody else has written.
+_TRIES = 100
 
 
-@dataclass(frozen=True)
-class Move:
-    """One move of a channel: who moved it, when (UTC, ISO 8601), from which version to which, and why.
-
-    `from_version` is None for a new channel.
-    """
+class Event(Record):
+    """An event in a channel's history: who made it, when (UTC, ISO 8601), and why; `id` is unique."""
 
     who: str
     when: str
-    from_version: str | None
-    to_version: str
     why: str
     id: str
-    """Random, so that no two moves are the same."""
+
+
+class Move(Event):
+    """A move of the channel to another release; `from_version` is None where it held nothing.
+
+    A wish that is granted gives the move its id.
+    """
+
+    kind: Literal["move"] = "move"
+    from_version: str | None = Field(alias="from")
+    to_version: str = Field(alias="to")
     rollback: bool = False
     """Whether the move is a rollback, to a version that the channel held before."""
 
 
-@dataclass(frozen=True)
-class Pointer:
-    """The version that a channel holds, and the channel's moves, the oldest first."""
+class PolicyChange(Event):
+    """A change of the policy; `before` is None where the channel had none."""
 
+    kind: Literal["policy"] = "policy"
+    before: Policy | None
+    after: Policy
+
+
+class WishEnd(Event):
+    """The end of a wish for `version` that was not granted; the wish gives it its id, `why` names the reason.
+
+    `who` refused it, withdrew it, or made the wish or the rollback that supersedes it.
+    """
+
+    kind: Literal["wish"] = "wish"
+    version: str
+    outcome: Literal["refused", "superseded", "withdrawn"]
+
+
+class Wish(Event):
+    """What somebody asks for: that the channel hold `version`."""
+
+    version: str
+
+
+class Channel(Record):
+    """A channel; without a release (`version` None), policy and wish where it has none of them.
+
+    `shown` is the version that the channel's alias in MLflow was last set to: it lags behind `version` for the moment
+    between the two. `number` grows with every change.
+    """
+
+    format: Literal[2] = 2
     name: str
     channel: str
-    version: str
-    history: tuple[Move, ...]
+    number: int = 0
+    policy: Policy | None = None
+    wish: Wish | None = None
+    version: str | None = None
+    shown: str | None = None
+    history: tuple[Annotated[Move | PolicyChange | WishEnd, Field(discriminator="kind")], ...] = ()
 
     @property
-    def last_move(self) -> Move:
-        """The move that brought the channel to its version."""
-        return self.history[-1]
+    def exists(self) -> bool:
+        """Whether the channel was ever used."""
+        return self.number > 0
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The moves, the oldest first."""
+        return tuple(event for event in self.history if isinstance(event, Move))
 
     def has_held(self, version: str) -> bool:
         """Whether the channel holds a version or ever did."""
-        return any(move.to_version == version for move in self.history)
+        return any(move.to_version == version for move in self.moves)
+
+    def find_end(self, wish: str) -> Move | WishEnd | None:
+        """Return how the wish of that id ended: the move that granted it, or another end; None while it is open."""
+        ends = (event for event in self.history if isinstance(event, Move | WishEnd) and event.id == wish)
+        return next(ends, None)
 
     @property
     def rollback_stack(self) -> tuple[str, ...]:
         """The versions that rollbacks can return to, the current one last: after 1, 2, 3 and one rollback, 1, 2."""
         versions: list[str] = []
-        for move in self.history:
+        for move in self.moves:
             if move.rollback and move.to_version in versions:
                 while versions[-1] != move.to_version:
                     versions.pop()
@@ -77,139 +124,235 @@ class Pointer:
         return tuple(versions)
 
 
-def read(store: ReleaseStore, name: str, channel: str) -> Pointer:
-    """Read the pointer of a channel.
-
-    Raises StoreError for a channel that was never moved; the message names the others.
-    """
-    pointer = find(store, name, channel)
-    if pointer is None:
-        channels = ", ".join(_list_channels(store, name)) or "none"
-        raise StoreError(f"There is no channel {channel!r} of {name} in {store.config.uri}; its channels: {channels}.")
-    return pointer
+def find(store: ReleaseStore, name: str, channel: str) -> Channel:
+    """Read a channel; one that was never used holds nothing. Raises StoreError for a damaged document."""
+    return _read(store, name, channel)[0]
 
 
-def find(store: ReleaseStore, name: str, channel: str) -> Pointer | None:
-    """Read the pointer of a channel, None if it was never moved. Raises StoreError for a damaged pointer."""
-    return _read_with_etag(store, name, channel)[0]
+def read(store: ReleaseStore, name: str, channel: str) -> Channel:
+    """Read a channel. Raises StoreError for one that was never used; the message names the others."""
+    found = find(store, name, channel)
+    if not found.exists:
+        others = ", ".join(_list_channels(store, name)) or "none"
+        raise StoreError(f"There is no channel {channel!r} of {name} in {store.config.uri}; its channels: {others}.")
+    return found
 
 
-def list_all(store: ReleaseStore, name: str) -> list[Pointer]:
-    """Read the pointers of all channels of a release name, sorted by channel; an empty list for an unknown name.
+def read_version(store: ReleaseStore, name: str, channel: str) -> str:
+    """Return the version that a channel holds. Raises StoreError for a channel that holds none."""
+    version = read(store, name, channel).version
+    if version is None:
+        raise StoreError(f"The channel {name}@{channel} in {store.config.uri} holds nothing: promote a release to it.")
+    return version
 
-    Raises StoreError for a damaged pointer or when the server fails.
-    """
+
+def list_all(store: ReleaseStore, name: str) -> list[Channel]:
+    """Read all channels of a release name, sorted; an empty list for an unknown name. Raises StoreError."""
     return [read(store, name, channel) for channel in _list_channels(store, name)]
 
 
-def move(
+def wish(
+    store: ReleaseStore, name: str, channel: str, version: str, *, who: str, why: str, id: str | None = None
+) -> Channel:
+    """Ask for a published version; return the channel.
+
+    The newest wish wins: an open one for another version ends as superseded, and one for this version stays as it is,
+    with the person who made it. A wish for what the channel holds ends an open one and is not kept. A call with the
+    `id` of an earlier wish, open or ended, changes nothing; by default the id is random. Raises StoreError for a
+    version that is not published, and when the server fails.
+    """
+    if not store.has_release(name, version):
+        store.get_release(name, version)  # its error names the versions that are published
+    number = id or secrets.token_hex(8)
+
+    def change(before: Channel) -> Channel:
+        if before.find_end(number) is not None or (before.wish is not None and before.wish.version == version):
+            return before
+        after = _supersede(before, who, f"superseded by the wish for {version} of {who}")
+        if version == before.version:
+            return after
+        return _with(after, wish=Wish(who=who, when=_now(), why=why, id=number, version=version))
+
+    return _update(store, name, channel, change)
+
+
+def end_wish(
     store: ReleaseStore,
     name: str,
     channel: str,
-    version: str,
+    number: str,
+    outcome: Literal["refused", "withdrawn"],
     *,
     who: str,
     why: str,
-    expected: str | None,
-    rollback: bool = False,
-    prepare: Callable[[], None] = lambda: None,
-) -> Pointer:
-    """Point a channel at a published version; return the new pointer.
+) -> Channel:
+    """End the wish of that id, if it is open; return the channel. Raises StoreError when the server fails."""
 
-    `who` moves it, `why`, and whether it is a `rollback` become part of its history. `expected` is the version that the
-    caller saw in the channel, None for a channel that does not exist yet. When the channel holds another version by
-    now, nothing is written, and the StoreError says who moved it: of several callers that expect the same version
-    exactly one succeeds. Readers see the old pointer or the new one. A channel that holds `version` already stays as it
-    is. `prepare` is called when the channel is claimed and holds `expected`, before the pointer is written. Raises
-    StoreError for a version that is not published, too.
-    """
-    key = channel_key(name, channel)
-    if not store.has_release(name, version):
-        store.get_release(name, version)  # its error names the versions that are published
-    with claim(store, name, channel, who):
-        before, etag = _read_with_etag(store, name, channel)
-        current_version = before.version if before else None
-        if current_version != expected:
-            raise StoreError(_moved_meanwhile(name, channel, before, expected))
-        prepare()
-        if before is not None and current_version == version:
+    def change(before: Channel) -> Channel:
+        if before.wish is None or before.wish.id != number:
             return before
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        latest = Move(who, now, current_version, version, why, secrets.token_hex(8), rollback)
-        after = Pointer(name, channel, version, (*(before.history if before else ()), latest))
-        # A refusal is not an error here: when the answer to the first try of a request is lost, the server refuses the
-        # second try because of the first. The pointer that is read back decides.
-        store.objects.put_if_unchanged(key, _encode(after), etag)
-        # After this time every server on the same storage shows the pointer; no other mover reads it earlier.
-        time.sleep(SETTLE_SECONDS)
-        pointer = find(store, name, channel)
-        for _ in range(_MAX_LOOKS):
-            if pointer != before:
-                break
-            time.sleep(SETTLE_SECONDS)
-            pointer = find(store, name, channel)
-        if pointer is None or latest not in pointer.history:
-            raise StoreError(_moved_meanwhile(name, channel, pointer, expected))
-        return after
+        return _end(before, outcome, who, why)
+
+    return _update(store, name, channel, change)
 
 
-@contextlib.contextmanager
-def claim(store: ReleaseStore, name: str, channel: str, who: str) -> Iterator[None]:
-    """Be the only one who moves a channel while the body runs, on servers that ignore `IfMatch` too (see `claims`).
+def grant(
+    store: ReleaseStore,
+    name: str,
+    channel: str,
+    number: str,
+    *,
+    why: str,
+    policy: Policy,
+    adoption: PolicyChange | None = None,
+) -> Channel:
+    """Move a channel to the version of its open wish, if that has this id; return the channel.
 
-    `who` is the name that a rival sees. The claim of a process of this machine that has ended is void at once. Raises
-    StoreError when another process keeps the channel for longer than 15 seconds.
+    A channel whose wish has another id by now, or has ended, stays as it is: `Channel.find_end` says how. The move is
+    made by whoever made the wish, and `why` says why. `policy` is the one that the release has met, and `adoption` the
+    change that gives a channel without a policy its first. Raises StoreError when the channel has another policy by
+    now, and when the server fails.
     """
-    prefix = f"claims/{name}/@{channel}/"
-    deadline = time.monotonic() + claims.PATIENCE_SECONDS
-    own_claims: set[str] = set()
-    content = f"{who}\n{claims.describe_process(os.getpid())}\n".encode()
-    try:
-        while True:
-            own_claim = f"{prefix}{secrets.token_hex(8)}"
-            own_claims.add(own_claim)
-            claims.leave_claim(store.objects, own_claim, content, "claiming the channel")
-            rivals = [each for each in claims.list_claims(store.objects, prefix) if each not in own_claims]
-            abandoned = [each for each in rivals if claims.is_abandoned(store.objects.get(each) or b"")]
-            claims.withdraw_claims(store.objects, abandoned)
-            rivals = [each for each in rivals if each not in abandoned]
-            if not rivals:
-                break
-            if time.monotonic() > deadline:
-                rival = (store.objects.get(rivals[0]) or b"somebody else").decode(errors="replace").partition("\n")[0]
-                raise StoreError(
-                    f"The channel {name}@{channel} is being moved by {rival} ({store.objects.uri(rivals[0])}): try "
-                    f"again, at the latest in {claims.LIFETIME.seconds // 60} minutes if that mover was killed."
-                )
-            # Earlier claims are withdrawn again: a busy rclone may confirm a deletion and not do it.
-            claims.withdraw_claims(store.objects, own_claims)
-            claims.pause_before_retry()
-        yield
-    finally:
-        claims.withdraw_claims(store.objects, own_claims)
+
+    def change(before: Channel) -> Channel:
+        granted = before.wish
+        if granted is None or granted.id != number:
+            return before
+        if before.policy is not None and before.policy != policy:
+            raise StoreError(
+                f"The policy of {name}@{channel} has changed while {granted.version} was checked: promote it again."
+            )
+        move = Move.model_validate(
+            {
+                "who": granted.who,
+                "when": _now(),
+                "why": why,
+                "id": granted.id,
+                "from": before.version,
+                "to": granted.version,
+            }
+        )
+        adopted = () if adoption is None or before.policy is not None else (adoption,)
+        return _with(
+            before,
+            wish=None,
+            version=granted.version,
+            policy=adopted[0].after if adopted else before.policy,
+            history=(*before.history, *adopted, move),
+        )
+
+    return _update(store, name, channel, change)
 
 
-def _read_with_etag(store: ReleaseStore, name: str, channel: str) -> tuple[Pointer | None, str | None]:
-    """The pointer and the entity tag of the object that was read, both None if there is none."""
+def roll_back(store: ReleaseStore, before: Channel, version: str, *, who: str, why: str) -> Channel:
+    """Move a channel back to a version that it held; return the channel. An open wish ends as superseded.
+
+    Raises StoreError, which says who moved it, when the channel has moved since `before` was read, and when the server
+    fails.
+    """
+
+    def change(current: Channel) -> Channel:
+        if current.version != before.version:
+            raise StoreError(describe_move(current, before.version))
+        if current.version == version:
+            return current
+        move = Move.model_validate(
+            {
+                "who": who,
+                "when": _now(),
+                "why": why,
+                "id": secrets.token_hex(8),
+                "from": current.version,
+                "to": version,
+                "rollback": True,
+            }
+        )
+        after = _supersede(current, who, f"superseded by the rollback to {version} of {who}")
+        return _with(after, version=version, history=(*after.history, move))
+
+    return _update(store, before.name, before.channel, change)
+
+
+def set_policy(store: ReleaseStore, name: str, channel: str, policy: Policy, *, who: str, why: str) -> Channel:
+    """Give a channel a policy; return the channel. The same policy again changes nothing. Raises StoreError."""
+
+    def change(before: Channel) -> Channel:
+        if before.policy == policy:
+            return before
+        event = make_policy_change(before.policy, policy, who=who, why=why)
+        return _with(before, policy=policy, history=(*before.history, event))
+
+    return _update(store, name, channel, change)
+
+
+def make_policy_change(before: Policy | None, after: Policy, *, who: str, why: str) -> PolicyChange:
+    """Return the event of a change of policy that happens now."""
+    return PolicyChange(who=who, when=_now(), why=why, id=secrets.token_hex(8), before=before, after=after)
+
+
+def mark_shown(store: ReleaseStore, name: str, channel: str, version: str) -> Channel:
+    """Say that the alias in MLflow names `version`, if the channel still holds it; return the channel.
+
+    Raises StoreError when the server fails.
+    """
+
+    def change(before: Channel) -> Channel:
+        if before.version != version or before.shown == version:
+            return before
+        return _with(before, shown=version)
+
+    return _update(store, name, channel, change)
+
+
+def describe_move(current: Channel, expected: str | None) -> str:
+    """Return the sentence for a caller that expected another version in the channel."""
+    last = current.moves[-1] if current.moves else None
+    by = f"{last.who} moved it to {last.to_version} at {last.when} ({last.why})" if last else "it holds nothing"
+    return (
+        f"The channel {current.name}@{current.channel} was expected at {expected or 'nothing'}, but {by}: check "
+        "whether it is still to be moved, then try again."
+    )
+
+
+def _update(store: ReleaseStore, name: str, channel: str, change: Callable[[Channel], Channel]) -> Channel:
+    """Replace a channel by what `change` makes of it, until nobody else writes in between; return the new one."""
     key = channel_key(name, channel)
-    unreadable = absent = 0
-    while absent < _MAX_LOOKS_FOR_ABSENT:
-        try:
-            answer = store.objects.get_with_etag(key)
-            if answer is not None:
-                content, etag = answer
-                return _decode(content, name, channel), etag
-            absent += 1
-        except InterruptedReadError as error:
-            unreadable += 1
-            if unreadable == _MAX_LOOKS:
-                raise StoreError(str(error)) from error
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            unreadable += 1
-            if unreadable == _MAX_LOOKS:
-                raise StoreError(f"{store.objects.uri(key)} is damaged ({error}): restore it from a backup.") from error
-        time.sleep(SETTLE_SECONDS)
-    return None, None
+    if channel.endswith(WANTED):
+        raise StoreError(
+            f"The channel {channel!r} cannot be: an alias that ends in {WANTED} asks for a release in the channel of "
+            "the name before it; choose another name."
+        )
+    for _ in range(_TRIES):
+        before, tag = _read(store, name, channel)
+        after = change(before)
+        if after is before:
+            return before
+        after = after.model_copy(update={"number": before.number + 1})
+        content = f"{after.model_dump_json(indent=2)}\n".encode()
+        if store.objects.create(key, content) if tag is None else store.objects.replace(key, content, tag):
+            return after
+    raise StoreError(f"{store.objects.uri(key)} is written by others all the time: try again later.")
+
+
+def _with(channel: Channel, **changes: object) -> Channel:
+    return channel.model_copy(update=changes)
+
+
+def _supersede(before: Channel, who: str, why: str) -> Channel:
+    return before if before.wish is None else _end(before, "superseded", who, why)
+
+
+def _end(before: Channel, outcome: Literal["refused", "superseded", "withdrawn"], who: str, why: str) -> Channel:
+    """The channel without its open wish, which ends with this outcome."""
+    ended = before.wish
+    if ended is None:
+        return before
+    end = WishEnd(who=who, when=_now(), why=why, id=ended.id, version=ended.version, outcome=outcome)
+    return _with(before, wish=None, history=(*before.history, end))
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def _list_channels(store: ReleaseStore, name: str) -> list[str]:
@@ -219,65 +362,38 @@ def _list_channels(store: ReleaseStore, name: str) -> list[str]:
     return sorted(key.removesuffix(".json") for key in keys if key.endswith(".json") and "/" not in key)
 
 
-def _moved_meanwhile(name: str, channel: str, pointer: Pointer | None, expected: str | None) -> str:
-    """The message for a mover that expected another version in the channel."""
-    expectation = f"at {expected}" if expected is not None else "new"
-    if pointer is None:
-        return f"The channel {name}@{channel} does not exist, and was expected {expectation}: move it as a new one."
-    last = pointer.last_move
-    return (
-        f"The channel {name}@{channel} was expected {expectation}, but {last.who} moved it to {pointer.version} at "
-        f"{last.when} ({last.why}): check whether it is still to be moved, then try again."
-    )
+def _read(store: ReleaseStore, name: str, channel: str) -> tuple[Channel, str | None]:
+    """A channel, and the tag of the object that was read, None if there is none."""
+    key = channel_key(name, channel)
+    found = store.objects.read(key)
+    if found is None:
+        return Channel(name=name, channel=channel), None
+    uri = store.objects.uri(key)
+    try:
+        document = json.loads(found.content)
+        number = document["format"]
+        if isinstance(number, int) and number > _FORMAT:
+            raise StoreError(f"{uri} has format {number}, this tvmflow reads up to {_FORMAT}; upgrade tvmflow.")
+        content = Channel.model_validate_json(json.dumps(_READERS[number](document)), strict=True)
+        held = content.moves[-1].to_version if content.moves else None
+        if (content.name, content.channel, content.version) != (name, channel, held):
+            raise ValueError("it contradicts its own history or its place")
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise StoreError(f"{uri} is damaged ({where}: {problem['msg']}): restore it from a backup.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StoreError(f"{uri} is damaged ({error!r}): restore it from a backup.") from error
+    return content, found.tag
 
 
-def _encode(pointer: Pointer) -> bytes:
-    document = {
-        "format": FORMAT,
-        "name": pointer.name,
-        "channel": pointer.channel,
-        "version": pointer.version,
-        "history": [
-            {
-                "who": move.who,
-                "when": move.when,
-                "from": move.from_version,
-                "to": move.to_version,
-                "why": move.why,
-                "id": move.id,
-                **({"rollback": True} if move.rollback else {}),
-            }
-            for move in pointer.history
-        ],
-    }
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+def _read_first(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 1: a pointer with its moves. Its alias, which moved first, was the wish."""
+    moves = [{"kind": "move", **move} for move in document["history"]]
+    if not moves:
+        raise ValueError("it has no history")
+    fields = {key: document[key] for key in ("name", "channel", "version")}
+    return {**fields, "number": len(moves), "shown": document["version"], "history": moves}
 
 
-def _decode(content: bytes, name: str, channel: str) -> Pointer:
-    """Read a pointer.
-
-    Raises StoreError for another format, and one of Python's own errors for a document that is no pointer of this
-    channel.
-    """
-    document = json.loads(content)
-    if document["format"] != FORMAT:
-        raise StoreError(
-            f"The channel {name}@{channel} has format {document['format']!r}, this tvmflow reads {FORMAT}; "
-            "upgrade tvmflow."
-        )
-    history = tuple(_decode_move(item) for item in document["history"])
-    pointer = Pointer(document["name"], document["channel"], document["version"], history)
-    if (pointer.name, pointer.channel, pointer.version) != (name, channel, history[-1].to_version):
-        raise ValueError("it contradicts its own history or its place")
-    return pointer
-
-
-def _decode_move(item: dict[str, Any]) -> Move:
-    who, when, to_version, why, number = (item[key] for key in ("who", "when", "to", "why", "id"))
-    from_version, rollback = item["from"], item.get("rollback", False)
-    texts = (who, when, to_version, why, number, "" if from_version is None else from_version)
-    if not all(isinstance(text, str) for text in texts) or not isinstance(rollback, bool):
-        raise TypeError("a move of its history has a value of the wrong type")
-    for text in texts:
-        text.encode()  # a lone surrogate, which JSON may hold, could not be written again
-    return Move(who, when, from_version, to_version, why, number, rollback)
+_READERS: dict[int, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {1: _read_first, 2: lambda document: document}

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -40,6 +41,10 @@ class StoreConfig:
     """Tries of one request, the first included."""
     part_size: int = 16 * 2**20
     """Bytes: larger files are sent in parts of this size, at least 5 MiB."""
+    folder: Path | None = None
+    """The folder of this machine that is the bucket; there is no server then, or it is not asked."""
+    lock: Path | None = None
+    """A file that all writers lock, for a server without conditional writes that this machine alone writes to."""
 
     def __post_init__(self) -> None:
         if not _BUCKET.fullmatch(self.bucket):
@@ -67,7 +72,9 @@ class StoreConfig:
 
     @property
     def server(self) -> str:
-        """The name of the server in messages."""
+        """The name of the server, or of the folder, in messages."""
+        if self.folder is not None:
+            return f"the folder {self.folder}"
         return f"the S3 endpoint {self.endpoint}" if self.endpoint else f"Amazon S3 in {self.region}"
 
     @property

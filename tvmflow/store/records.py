@@ -5,7 +5,7 @@ records/<context>/<run>.jsonl    the records of one run for one target, TVM vers
 
 from dataclasses import replace
 
-from tvmflow.store.objects import ObjectStore
+from tvmflow.store.backends import open_objects
 from tvmflow.store.releases import ReleaseStore
 
 _FOLDER = "records/"
@@ -22,7 +22,7 @@ class RecordObjects:
 
     def __init__(self, store: ReleaseStore) -> None:
         config = store.config
-        self._objects = ObjectStore(
+        self._objects = open_objects(
             replace(
                 config, read_timeout=min(config.read_timeout, _READ_TIMEOUT), attempts=min(config.attempts, _ATTEMPTS)
             )

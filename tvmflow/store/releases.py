@@ -1,20 +1,16 @@
 """Releases in a bucket: each is written once, is complete or absent, and its blobs are checked."""
 
-import hashlib
-import secrets
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tvmflow.errors import StoreError
-from tvmflow.store import claims
+from tvmflow.store.backends import open_objects
 from tvmflow.store.blobs import BlobStore, Progress
 from tvmflow.store.config import StoreConfig
 from tvmflow.store.documents import decode, encode, list_references
 from tvmflow.store.keys import NAME, blob_key, numeric_order, release_key, require_name
-from tvmflow.store.objects import ObjectStore
 
 # A person waits for the check, so a server that accepts connections but does not answer fails soon.
 _CHECK_READ_TIMEOUT = 4.0
@@ -25,7 +21,7 @@ class ReleaseStore:
 
         blobs/sha256/<digest>                     payloads, written once, shared by releases
         releases/<name>/<version>/release.json    written last: a release exists when this does
-        claims/<name>/<version>/<digest>-<nonce>  the claim of a publisher on that release.json; short-lived
+        channels/<name>/<channel>.json            see `channels`
 
     Every method raises `StoreError`, in one sentence, when the server is unreachable, refuses, or holds something else
     than expected. An instance may be shared by threads.
@@ -33,18 +29,18 @@ class ReleaseStore:
 
     def __init__(self, config: StoreConfig) -> None:
         self.config = config
-        self.objects = ObjectStore(config)
+        self.objects = open_objects(config)
         self._blobs = BlobStore(self.objects)
 
     def check(self) -> None:
         """Check that the store can be read and written, and create the bucket if it is missing.
 
-        Takes about ten seconds at most. Leaves one small object, `checks/writable`, which is the same every time.
-        Raises StoreError when the store cannot be used.
+        Takes about ten seconds at most. Leaves two small objects in `checks/`, which are the same every time. Raises
+        StoreError when the store cannot be used, or does not decide between two writers.
         """
         timeout = min(self.config.read_timeout, _CHECK_READ_TIMEOUT)
-        objects = ObjectStore(replace(self.config, read_timeout=timeout, attempts=min(self.config.attempts, 2)))
-        objects.ensure_bucket()
+        objects = open_objects(replace(self.config, read_timeout=timeout, attempts=min(self.config.attempts, 2)))
+        objects.prepare()
         content = b"tvmflow can write here\n"
         objects.put("checks/writable", content, "writing a small object to try the store")
         if objects.get("checks/writable") != content:
@@ -52,6 +48,7 @@ class ReleaseStore:
                 f"{self.config.uri} at {self.config.server} does not give back what was just written: check the "
                 "server's disk and log before releasing to it."
             )
+        self.objects.require_conditions()
 
     def put_blob(self, path: Path, sha256: str, on_progress: Progress | None = None) -> str:
         """Send a file as `BlobStore.put` does; return its `s3://` address. Raises StoreError."""
@@ -93,8 +90,8 @@ class ReleaseStore:
                 )
         for path, sha256 in blobs:
             self.put_blob(path, sha256, on_progress)
-        if published is None:
-            self._write_once(name, version, document)
+        if published is None and not self.objects.create(key, document):
+            self._require_same(key, self.objects.get(key), document)
         return self.objects.uri(key)
 
     def get_release(self, name: str, version: str) -> dict[str, Any]:
@@ -164,46 +161,7 @@ class ReleaseStore:
                 case ["releases", name, version, "release.json"] if NAME.fullmatch(name) and NAME.fullmatch(version):
                     yield name, version
 
-    def _write_once(self, name: str, version: str, document: bytes) -> None:
-        """Write release.json so that of several publishers with different documents at most one succeeds.
-
-        `IfNoneMatch` alone would do, but some servers ignore it and others enforce it only most of the time. So each
-        publisher leaves a claim (see `claims`), and whoever sees no rival's looks for release.json once more and writes
-        it. A claim is withdrawn only when the fate of release.json is known. It never hinders the same document.
-        """
-        key = release_key(name, version)
-        digest = hashlib.sha256(document).hexdigest()
-        deadline = time.monotonic() + claims.PATIENCE_SECONDS
-        own_claims: set[str] = set()
-        while True:
-            claim = f"claims/{name}/{version}/{digest}-{secrets.token_hex(8)}"
-            own_claims.add(claim)
-            claims.leave_claim(self.objects, claim, b"%s\n" % digest.encode(), "claiming the version")
-            rivals = [
-                each for each in claims.list_claims(self.objects, f"claims/{name}/{version}/") if digest not in each
-            ]
-            published = self.objects.get(key)
-            if published is None and not rivals and self.objects.put_if_unchanged(key, document, None):
-                published = self.objects.get(key, just_written=True)
-                if published is None:
-                    raise StoreError(
-                        f"{self.objects.uri(key)} is missing right after it was written: check the server's disk and "
-                        "log, then publish again."
-                    )
-            # Claims of earlier rounds, too: a busy rclone may confirm a deletion and not do it.
-            claims.withdraw_claims(self.objects, own_claims)
-            if published is not None:
-                self._require_same(key, published, document)
-                return
-            if time.monotonic() > deadline:
-                raise StoreError(
-                    f"The release {name} {version} is being published by somebody else with other content "
-                    f"({self.objects.uri(rivals[0] if rivals else key)}): choose another version, or try again in "
-                    f"{claims.LIFETIME.seconds // 60} minutes if that publisher was killed."
-                )
-            claims.pause_before_retry()
-
-    def _require_same(self, key: str, published: bytes, document: bytes) -> None:
+    def _require_same(self, key: str, published: bytes | None, document: bytes) -> None:
         if published != document:
             raise StoreError(
                 f"{self.objects.uri(key)} is already published with other content and stays as it is: choose another "

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tvmflow.errors import StoreError
+from tvmflow.store.backends import open_objects
 from tvmflow.store.blobs import BlobStore
 from tvmflow.store.keys import blob_key
-from tvmflow.store.objects import ObjectStore
 from tvmflow.store.releases import ReleaseStore
 
 _RECORDS = "records/"
@@ -28,7 +28,7 @@ class WorkStore:
 
     def __init__(self, store: ReleaseStore) -> None:
         prefix = f"{store.config.prefix}/work" if store.config.prefix else "work"
-        self.objects = ObjectStore(replace(store.config, prefix=prefix))
+        self.objects = open_objects(replace(store.config, prefix=prefix))
         self._blobs = BlobStore(self.objects)
 
     @property
@@ -51,7 +51,7 @@ class WorkStore:
         """
         place = _record_key(step, key)
         self.objects.put(place, record, f"sharing the record of step {step}")
-        if self.objects.get(place, just_written=True) is None:
+        if self.objects.get(place) is None:
             raise StoreError(
                 f"{self.objects.uri(place)} is missing right after it was written: check the server's disk and log, "
                 "then run again."

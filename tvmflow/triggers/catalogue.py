@@ -9,6 +9,7 @@ from typing import Any
 from tvmflow import spec as release_file
 from tvmflow.errors import SettingsError
 from tvmflow.spec import Spec
+from tvmflow.store.channels import WANTED
 
 _SOURCE = re.compile(r"models:/(?P<model>[^/@]+)@(?P<alias>[^/@]+)")
 
@@ -63,9 +64,9 @@ class ManagedModel:
         alias = self.spec.source_alias
         return None if alias is None else Alias(*alias)
 
-    def has_channel(self, alias: str) -> bool:
-        """Whether the alias is a channel: one of the file's channels; every alias is one when the file names none."""
-        return not self.spec.channels or alias in self.spec.channels
+    def has_channel(self, channel: str) -> bool:
+        """Whether this is one of the file's channels; every name is one when the file names none."""
+        return not self.spec.channels or channel in self.spec.channels
 
     def request_release(self, version: str) -> RunRequest:
         """Return the request to release that version of the source model.
@@ -78,7 +79,7 @@ class ManagedModel:
         return RunRequest(f"release/{self.name}", parameters, f"source:{source}")
 
     def request_promotion(self, channel: str, version: str, *, who: str, why: str) -> RunRequest:
-        """Return the request to promote a release to a channel, unless the channel's alias names another by then."""
+        """Return the request to promote a release to a channel, if an alias or an open wish still asks for it then."""
         parameters = {
             "name": self.name,
             "version": version,
@@ -101,9 +102,10 @@ class Catalogue:
         for entry in self.entries:
             if alias == entry.source_alias:
                 return entry.request_release(version)
-            if alias.model == entry.registered_model and entry.has_channel(alias.alias):
+            channel = alias.alias.removesuffix(WANTED)
+            if alias.model == entry.registered_model and entry.has_channel(channel):
                 why = f"the alias {alias} was set to {version} in MLflow"
-                return entry.request_promotion(alias.alias, version, who="mlflow", why=why)
+                return entry.request_promotion(channel, version, who="mlflow", why=why)
         return None
 
 

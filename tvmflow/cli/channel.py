@@ -1,0 +1,148 @@
+"""`tvmflow channel`: show channels and change their policies."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tvmflow.errors import SpecError
+
+if TYPE_CHECKING:
+    from tvmflow.spec import Policy
+    from tvmflow.store.channels import Channel
+
+_why_option = click.option("--why", default="", help="Kept in the channel's history.")
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+@click.group("channel")
+def channel_command() -> None:
+    """Show channels, and change what they require of a release."""
+
+
+@channel_command.command("show")
+@click.argument("name")
+@click.argument("channel", required=False)
+@_json_option
+def show_command(name: str, channel: str | None, as_json: bool) -> None:
+    """Show what the channels of NAME hold and require, and what somebody wishes for; of one CHANNEL or of all."""
+    from tvmflow import settings as machine
+    from tvmflow.services import open_store
+    from tvmflow.store import channels
+
+    with open_store(machine.load()) as store:
+        documents = [channels.read(store, name, channel)] if channel else channels.list_all(store, name)
+    _show(documents, as_json)
+
+
+@channel_command.command("set")
+@click.argument("name")
+@click.argument("channel")
+@click.argument("values", nargs=-1, required=True, metavar="KEY=VALUE...")
+@_why_option
+@_json_option
+def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_json: bool) -> None:
+    """Change parts of the policy of a CHANNEL of NAME, e.g. approval=required gates.max_latency_ms=5 after=null."""
+    from tvmflow import settings as machine
+    from tvmflow.promotion import identify_user
+    from tvmflow.services import open_store
+    from tvmflow.store import channels
+
+    with open_store(machine.load()) as store:
+        before = channels.find(store, name, channel).policy
+        policy = _change(before, values)
+        _show([channels.set_policy(store, name, channel, policy, who=identify_user(), why=why)], as_json)
+
+
+@channel_command.command("apply")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--channel", help="One channel of the file; all of them unless given.")
+@_why_option
+@_json_option
+def apply_command(file: Path, channel: str | None, why: str, as_json: bool) -> None:
+    """Give the channels of a release FILE the policies that it proposes."""
+    from tvmflow import settings as machine
+    from tvmflow import spec as release_file
+    from tvmflow.promotion import identify_user
+    from tvmflow.services import open_store
+    from tvmflow.store import channels
+
+    spec = release_file.load(file)
+    sections = {key: section for key, section in spec.channels.items() if channel in (None, key)}
+    if not sections:
+        what = "no channels" if channel is None else f"no channel {channel!r}"
+        raise SpecError(f"{str(file)!r} proposes {what}; add a section `channels`, or name one that it has")
+    who = identify_user()
+    with open_store(machine.load(), spec.store) as store:
+        changed = [
+            channels.set_policy(store, spec.name, key, section.policy, who=who, why=why or f"applied from {file.name}")
+            for key, section in sections.items()
+        ]
+    _show(changed, as_json)
+
+
+def _change(before: "Policy | None", values: tuple[str, ...]) -> "Policy":
+    """Return a policy with some values changed, each as KEY=VALUE in YAML. Raises SpecError."""
+    import yaml
+    from pydantic import ValidationError
+
+    from tvmflow.spec import Policy
+
+    document: dict[str, Any] = (before or Policy()).model_dump()
+    for text in values:
+        key, equals, value = text.partition("=")
+        *path, last = key.split(".")
+        part: Any = document
+        for step in path:
+            part = part.get(step) if isinstance(part, dict) else None
+        if not equals or not isinstance(part, dict) or last not in part:
+            raise SpecError(f"{text!r} sets nothing of a policy; write KEY=VALUE with a key of {', '.join(_keys())}")
+        try:
+            part[last] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise SpecError(f"{text!r} has a value that is not YAML") from error
+    try:
+        return Policy.model_validate(document)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise SpecError(f"the policy's {where} is wrong: {problem['msg']}") from error
+
+
+def _keys() -> list[str]:
+    """The keys of a policy, those of its gates with a dot."""
+    from tvmflow.spec import ChannelGates, Policy
+
+    gates = (f"gates.{key}" for key in ChannelGates.model_fields)
+    return [*(key for key in Policy.model_fields if key != "gates"), *gates]
+
+
+def describe_policy(policy: "Policy | None") -> str:
+    """Return the conditions of a policy in one line, without those that it leaves open."""
+    from tvmflow.spec import ChannelGates, Policy
+
+    if policy is None or policy == Policy():
+        return "no conditions"
+    parts = policy.model_dump(exclude_defaults=True, exclude={"gates"})
+    gates = policy.gates.model_dump(exclude_defaults=True) if policy.gates != ChannelGates() else {}
+    return ", ".join(f"{key}: {value}" for key, value in {**parts, **gates}.items())
+
+
+def _show(documents: "list[Channel]", as_json: bool) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    if as_json:
+        click.echo(json.dumps([document.model_dump(mode="json") for document in documents]))
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("channel", "holds", "policy", "wish"):
+        table.add_column(column, no_wrap=column in ("channel", "holds"))
+    for document in documents:
+        wish = document.wish
+        asked = f"{wish.version} of {wish.who}, {wish.when[:19].replace('T', ' ')}" if wish is not None else "-"
+        table.add_row(document.channel, document.version or "-", describe_policy(document.policy), asked)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

@@ -1,0 +1,145 @@
+"""A release store in a folder of this machine: each object is a plain file, `FOLDER/KEY`."""
+
+import contextlib
+import datetime
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from tvmflow.errors import StoreError
+from tvmflow.store.config import StoreConfig
+from tvmflow.store.objects import CHUNK_BYTES, Object, ObjectEntry, ObjectStore, locked
+
+
+class FolderObjects(ObjectStore):
+    """The objects in `folder`, which is the bucket. All writers are processes of this machine.
+
+    Each file is renamed into place when it is complete. `locks` and unfinished files lie beside the bucket, where no
+    listing shows them.
+    """
+
+    def __init__(self, config: StoreConfig, folder: Path) -> None:
+        super().__init__(config)
+        self._folder = folder
+        self._lock = folder.with_name(f".{folder.name}.lock")
+
+    def prepare(self) -> None:
+        """Create the folder if it is missing. Raises StoreError."""
+        with self._explained("creating the folder"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+    def require_conditions(self) -> None:
+        """Do nothing: the lock decides between all processes of this machine."""
+
+    def list_objects(self, prefix: str) -> Iterator[ObjectEntry]:
+        """Yield the objects whose keys begin with `prefix`, sorted by key. Raises StoreError."""
+        start, full_prefix = len(self.full_key("")), self.full_key(prefix)
+        top = self._folder / full_prefix.rpartition("/")[0]
+        with self._explained(f"listing {prefix}"):
+            keys = [
+                key
+                for folder, _, files in os.walk(top)
+                for key in (str((Path(folder) / file).relative_to(self._folder)) for file in files)
+                if key.startswith(full_prefix)
+            ]
+            for key in sorted(keys):
+                with contextlib.suppress(FileNotFoundError):
+                    status = (self._folder / key).stat()
+                    written = datetime.datetime.fromtimestamp(status.st_mtime, datetime.UTC)
+                    yield ObjectEntry(key[start:], status.st_size, written)
+
+    def read(self, key: str) -> Object | None:
+        """Return an object; its tag is the SHA-256 of its content. Raises StoreError."""
+        with self._explained(f"reading {key}"):
+            try:
+                content = self._path(key).read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return Object(content, hashlib.sha256(content).hexdigest())
+
+    def stream(self, key: str, consume: Callable[[bytes], object]) -> str | None:
+        """Pass an object's content to `consume` in chunks; return its SHA-256, None if there is no such object.
+
+        Raises StoreError when the object cannot be read; errors of `consume` pass.
+        """
+        hasher = hashlib.sha256()
+        with self._explained(f"reading {key}"):
+            try:
+                file = self._path(key).open("rb")
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        with file:
+            while True:
+                with self._explained(f"reading {key}"):
+                    chunk = file.read(CHUNK_BYTES)
+                if not chunk:
+                    return hasher.hexdigest()
+                hasher.update(chunk)
+                consume(chunk)
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Write a new document; return False if the object exists with other content. Raises StoreError."""
+        with locked(self._lock):
+            found = self.read(key)
+            if found is None:
+                self._write(key, [content], f"writing {key}", is_document=True)
+        return found is None or found.content == content
+
+    def replace(self, key: str, content: bytes, tag: str) -> bool:
+        """Write a document in place of the one with `tag`; return False if it has changed. Raises StoreError."""
+        with locked(self._lock):
+            found = self.read(key)
+            if found is None or found.tag != tag:
+                return False
+            self._write(key, [content], f"writing {key}", is_document=True)
+        return True
+
+    def put(self, key: str, content: bytes, action: str) -> None:
+        """Write an object whatever was there. Raises StoreError."""
+        self._write(key, [content], action)
+
+    def put_in_parts(self, key: str, parts: Iterable[bytes], action: str) -> None:
+        """Write an object from parts of any size; when `parts` raises, there is none. Raises StoreError."""
+        self._write(key, parts, action)
+
+    def delete(self, key: str, action: str) -> None:
+        """Delete an object, if it exists. Raises StoreError."""
+        with self._explained(action), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._path(key).unlink()
+
+    def _path(self, key: str) -> Path:
+        return self._folder / self.full_key(key)
+
+    def _write(self, key: str, parts: Iterable[bytes], action: str, *, is_document: bool = False) -> None:
+        """Write a file beside the bucket and rename it into place; a document is on the disk before that."""
+        path = self._path(key)
+        with self._explained(action):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, partial = tempfile.mkstemp(dir=self._folder.parent, prefix=".partial-")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                for part in parts:
+                    with self._explained(action):
+                        file.write(part)
+                with self._explained(action):
+                    file.flush()
+                    if is_document:
+                        os.fsync(file.fileno())
+            with self._explained(action):
+                Path(partial).chmod(0o644)
+                Path(partial).replace(path)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
+
+    @contextlib.contextmanager
+    def _explained(self, action: str) -> Iterator[None]:
+        """Turn an OSError of the body into one StoreError; `action` completes "while ..."."""
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"The release store's folder {self._folder} cannot be used while {action}: {error.strerror or error}."
+            ) from error
