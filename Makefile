@@ -86,6 +86,6 @@ format: setup
 	@ruff format .
 
 clean:
-	@rm -rf .tvmflow build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(addprefix .tvmflow/,artifacts steps sources code bundles logs tmp) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
-	@echo "removed state and caches; .venv stays, remove it by hand for a fresh one"
+	@echo "removed caches; releases, the registry and tuning records stay in .tvmflow, and .venv: remove them by hand"

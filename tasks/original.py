@@ -1,6 +1,7 @@
 """The original: the model that a release is made of, as a file or a factory, before it is exported."""
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ def _registered(spec: Spec, workspace: Workspace, registry: Registry, uri: str, 
     """Return a model of the MLflow registry; download it unless the workspace has it."""
     version = registry.resolve_source(uri)
     folder = workspace.folder / "sources" / version.identity
-    if not folder.is_dir():
+    if folder.is_dir():
+        os.utime(folder)
+    else:
         with workspace.scratch() as scratch:
             downloaded = registry.download_source(uri, scratch / "model")
             folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,14 @@
 """The workspace: a folder that holds the artifacts of steps, and a record of the inputs and result of each step."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import re
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib.metadata import version
@@ -134,6 +137,10 @@ class Workspace:
         try:
             for name in ("artifacts", "steps", "tmp", "logs"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
+            # Who removes garbage locks the folder for itself alone. The kernel frees the lock of a process that dies.
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_SH)
         except OSError as error:
             raise StepError(
                 f"state folder {str(folder)!r} cannot be written ({error.strerror}); set TVMFLOW_HOME to another"
@@ -179,6 +186,7 @@ class Workspace:
             content = place.read_bytes()
             result = _parsed(content, result_type)
             if result is not None and self._intact(result, folder):
+                self._mark_used(place, result)
                 if self.shared is not None and not self.shared.has_record(step, key):
                     self._share_record(step, key, content, result, progress)
                 return result
@@ -264,6 +272,10 @@ class Workspace:
         for name, size in local_sizes.items():
             if remote_sizes.get(name, -1) < size:
                 self.shared.write_tuning_records(name, (self.records / name).read_bytes())
+
+    def _mark_used(self, record: Path, result: StepResult) -> None:
+        for path in (record, *map(self.path, result.artifacts())):
+            os.utime(path)
 
     def _intact(self, result: StepResult, folder: Path) -> bool:
         return all(self.holds(artifact) for artifact in result.artifacts()) and result.sources.unchanged(folder)

@@ -1,12 +1,22 @@
 """The channel moves: the new version takes over under load, a bad one never does."""
 
+import asyncio
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+
+from tvmflow.serving import Options, Source
+from tvmflow.serving.app import Service
+from tvmflow.serving.batching import Batcher
+from tvmflow.serving.metrics import Metrics
+from tvmflow.serving.server import Watcher
+from tvmflow.serving.source import load
 
 CLIENTS = 8
 # Each client ends after so many answers of the new version.
@@ -110,3 +120,26 @@ def test_a_rollback_is_a_swap_as_well(serve: Serve, point: Point) -> None:
             point("stable", version)
             _until(lambda version=version: running.client.get("/v2/models/small").json()["versions"] == [version])
         assert running.metric("tvmflow_swaps_total") == 2
+
+
+def test_the_last_two_bundles_stay_in_the_cache(bundle: Path, tmp_path: Path) -> None:
+    paths = {version: tmp_path / f"{version}.tar.gz" for version in ("1", "2", "3")}
+    for path in paths.values():
+        shutil.copyfile(bundle, path)
+    versions = iter(paths)
+    source = Source("small", lambda: next(versions), lambda version: iter([paths[version]]), is_channel=True)
+    options = Options()
+    batcher = Batcher(max_batch=1, max_delay=0, on_batch=lambda rows: None)
+    service = Service([load(source, source.desired_version(), None)], batcher, Metrics(), options.limits)
+
+    async def follow() -> None:
+        watcher = Watcher(service, source, options, asyncio.get_running_loop())
+        await asyncio.to_thread(watcher.poll)
+        assert all(path.is_file() for path in paths.values())
+        await asyncio.to_thread(watcher.poll)
+
+    asyncio.run(follow())
+    assert service.models["small"].version == "3"
+    service.models["small"].model.close()
+    batcher.close()
+    assert [version for version, path in paths.items() if path.is_file()] == ["2", "3"]

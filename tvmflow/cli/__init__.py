@@ -19,6 +19,7 @@ from tvmflow.cli.deploy import deploy_command
 from tvmflow.cli.devices import devices_command
 from tvmflow.cli.doctor import doctor_command
 from tvmflow.cli.down import down_command
+from tvmflow.cli.gc import gc_command
 from tvmflow.cli.history import history_command
 from tvmflow.cli.init import init_command
 from tvmflow.cli.list import list_command
@@ -95,6 +96,7 @@ for command in (
     records_command,
     promote_command,
     rollback_command,
+    gc_command,
     history_command,
     channel_command,
     approve_command,

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -132,6 +133,7 @@ class Watcher:
         self._loop = loop
         # A version that was refused is not tried again before the channel has pointed at another one.
         self._refused_version: str | None = None
+        self._paths = [self._served.path]
 
     @property
     def _served(self) -> ServedModel:
@@ -187,6 +189,15 @@ class Watcher:
 
         self._loop.call_soon_threadsafe(swap)
         swapped.wait()
+        self._keep_two(following.path)
+
+    def _keep_two(self, path: Path | None) -> None:
+        """Remove the bundles that this server fetched, but for the last two: a rollback finds its bundle here."""
+        self._paths = [*(item for item in self._paths if item != path), path]
+        for item in self._paths[:-2]:
+            if item is not None:
+                item.unlink(missing_ok=True)
+        del self._paths[:-2]
 
     def _report(self, problem: str | None) -> None:
         """Log a new problem, and let the readiness endpoints show it; None when there is none any more."""

@@ -28,11 +28,12 @@ class Source:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A version of a model that is loaded."""
+    """A version of a model that is loaded, from the bundle at `path`."""
 
     name: str
     version: str
     model: CompiledModel
+    path: Path | None = None
 
 
 def bundle_source(path: Path) -> Source:
@@ -72,7 +73,7 @@ def load(source: Source, version: str, threads: int | None) -> ServedModel:
             if dtypes:
                 raise BundleError(f"{', '.join(sorted(dtypes))} cannot be served; build it with another dtype")
             # Idle workers that look for work would take the cores from reading and writing requests.
-            return ServedModel(source.name, version, runtime.load(path, threads=threads, spin=0))
+            return ServedModel(source.name, version, runtime.load(path, threads=threads, spin=0), path)
         except BundleError as error:
             refusals.append(str(error))
     raise BundleError(f"{source.name} {version} cannot be served: {'; '.join(refusals)}")

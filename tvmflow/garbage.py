@@ -1,0 +1,104 @@
+"""Garbage of a state folder: what no run has used for a while and any run can make or fetch again."""
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tvmflow.errors import StepError
+
+_DIGEST = re.compile(rb"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file or folder that can go: of which kind it is, where, and its size in bytes."""
+
+    kind: str
+    path: Path
+    size: int
+
+
+@contextlib.contextmanager
+def alone_in(state: Path) -> Iterator[None]:
+    """Hold off all runs of a state folder while the body runs: those that start meanwhile wait.
+
+    Raises StepError when a run is at work there: it may be about to use anything.
+    """
+    state.mkdir(parents=True, exist_ok=True)
+    lock = os.open(state, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise StepError(
+            f"a command or a run is at work in the state folder {str(state)!r}; try again when it has ended"
+        ) from error
+    finally:
+        os.close(lock)
+
+
+def find_garbage(state: Path, bundles: Path, days: float) -> list[Piece]:
+    """Return what nothing in a state folder has used for so many days, in the order in which it is to be removed.
+
+    These are results of steps, artifacts that no other result names, downloaded models, compiled code and logs; files
+    of runs that were killed; and bundles in the folder `bundles`, where devices and servers keep those they fetched.
+    Releases, the registry and tuning records are not looked at. Call it within `alone_in`.
+    """
+    before = time.time() - days * 86400
+    records = list((state / "steps").glob("*/*.json"))
+    old_records = {path for path in records if _used_at(path) < before}
+    # Any digest counts that a kept result mentions, wherever in it.
+    named = {digest.decode() for path in records if path not in old_records for digest in _digests(path)}
+    pieces = [_piece("results of steps", path) for path in sorted(old_records)]
+    pieces += [
+        _piece("artifacts", path)
+        for path in sorted((state / "artifacts").glob("*/*"))
+        if path.name not in named and _used_at(path) < before
+    ]
+    for kind, pattern in (("downloaded models", "sources/*/*"), ("compiled code", "code/*"), ("logs", "logs/*")):
+        pieces += [_piece(kind, path) for path in sorted(state.glob(pattern)) if _used_at(path) < before]
+    pieces += [_piece("files of killed runs", path) for path in _entries(state / "tmp")]
+    pieces += [
+        _piece("fetched bundles", path)
+        for path in _entries(bundles)
+        if not path.is_symlink() and _used_at(path) < before
+    ]
+    gone = {piece.path for piece in pieces}
+    links = [path for path in _entries(state / "bundles") if path.is_symlink()]
+    return pieces + [_piece("links to bundles", path) for path in links if path.resolve() in gone or not path.exists()]
+
+
+def remove(pieces: list[Piece]) -> None:
+    """Remove files and folders, in order. Killed at any point, it leaves a folder that every run can use."""
+    for piece in pieces:
+        if piece.path.is_dir() and not piece.path.is_symlink():
+            shutil.rmtree(piece.path, ignore_errors=True)
+        else:
+            piece.path.unlink(missing_ok=True)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _digests(path: Path) -> list[bytes]:
+    try:
+        return _DIGEST.findall(path.read_bytes())
+    except OSError:
+        return []
+
+
+def _used_at(path: Path) -> float:
+    """When a file was used last, or written: `Workspace.find` marks what it returns."""
+    return path.lstat().st_mtime
+
+
+def _piece(kind: str, path: Path) -> Piece:
+    files = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
+    return Piece(kind, path, sum(file.lstat().st_size for file in files if not file.is_dir()))
