@@ -300,7 +300,8 @@ So `{kind: llvm, mcpu: x86-64-v4, model: zen4}` runs on every processor with AVX
 digest of the profile are part of a target's identity: tuning records of one profile are not used with another. A bundle
 keeps the numbers in its provenance, so that `tvmflow verify --rebuild` needs no file of the machine that built it.
 
-Write a profile of your own in the same form: a copy of the nearest file, and in its `sources` what you measured.
+`tvmflow calibrate` measures an unknown processor in under a minute and writes its profile, in the same form. Run it on
+a quiet machine, and name the file in `TVMFLOW_PROFILE`.
 
 - `vectors`, for each width in bits: the registers, the multiply-adds, loads and stores per cycle, and the cycles from a
   multiply-add to the next that needs its result (`latency`).

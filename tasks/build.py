@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.options import as_options, variants
 from tasks.relax_import import ImportResult, load_imported
@@ -12,6 +12,9 @@ from tvmflow.process import Emit
 from tvmflow.spec import Build, Spec
 from tvmflow.target import Target
 from tvmflow.workspace import Artifact, Record, StepResult
+
+if TYPE_CHECKING:
+    from tvmflow.compiler import Choices
 
 
 class Inspect(Record):
@@ -76,7 +79,8 @@ class BuildResult(StepResult):
     `llvm` LLVM's major version. `schedules` maps each scheduling rule to the number of functions that it scheduled.
     `variants` maps the name of each specialised function to its sizes of the symbolic dimensions. `algorithms`
     describes those with fewer multiplications by name. `inspected` is a JSON file with the parts that the job's
-    `inspect` asks for: `passes`, a list of when, name and text, and `code`, texts by their form.
+    `inspect` asks for: `passes`, a list of when, name and text, and `code`, texts by their form. Its `decisions` are
+    those that the cost model takes by cycles: kind, subject, the estimated cycles by option, and the choice.
     """
 
     library: Artifact
@@ -120,7 +124,8 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
         (folder / "mod.txt").write_text(built.ir_text)
         timings = sorted(built.pass_timings, key=lambda item: -item[1])
         (folder / "pass_timings.json").write_text(json.dumps(dict(timings), indent=1))
-        (folder / "inspected.json").write_text(json.dumps(asdict(built.inspected)))
+        inspected = {**asdict(built.inspected), "decisions": _decisions(choices)}
+        (folder / "inspected.json").write_text(json.dumps(inspected))
         if job.build.weights == "apart":
             compiler.save_params(built.params, folder / "mod.params")
         rules = [rule for _, rule in built.schedules]
@@ -138,6 +143,20 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
             llvm=str(get_global_func("target.llvm_version_major")()),
             inspected=workspace.keep(folder / "inspected.json"),
         )
+
+
+def _decisions(choices: "Choices") -> list[dict[str, Any]]:
+    """The decisions that the build met and the cost model estimated, in their order."""
+    return [
+        {
+            "kind": site.kind,
+            "subject": site.subject,
+            "cycles": dict(zip(site.options, site.cycles, strict=True)),
+            "choice": choices.option_of(site),
+        }
+        for site in choices.met.values()
+        if len(site.cycles) == len(site.options) > 1
+    ]
 
 
 build = ChildStep("build", BuildResult, work)

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import resources
@@ -336,3 +336,20 @@ def with_caches(profile: Profile, folder: Path = _CACHES) -> Profile:
         changes[key] = replace(cache_of_level, **{**values, "cores": cores})
     changed = replace(profile, **changes)
     return profile if changed == profile else replace(changed, name=f"{profile.name}-caches")
+
+
+def to_toml(profile: Profile, sources: Mapping[str, str], source_of: Callable[[str], str]) -> str:
+    """Return a profile as the text of a file that `read` reads.
+
+    `sources` describes the sources by name, and `source_of` names the source of the number at a path, as `first.size`.
+    """
+    lines = [f"title = {json.dumps(profile.title)}", f"arch = {json.dumps(profile.arch)}"]
+    tables = [("[[vectors]]", f"vectors.{item.bits}", item) for item in profile.vectors]
+    tables += [(f"[{key}]", key, getattr(profile, key)) for key in _TABLES if getattr(profile, key) is not None]
+    for heading, path, table in tables:
+        numbers = asdict(table)
+        names = {source_of(f"{path}.{key}") for key in numbers}
+        by_source = {name: [key for key in numbers if source_of(f"{path}.{key}") == name] for name in sorted(names)}
+        lines += ["", heading, *(f"{key} = {value}" for key, value in numbers.items())]
+        lines.append(f"sources = {{ {', '.join(f'{name} = {json.dumps(keys)}' for name, keys in by_source.items())} }}")
+    return "\n".join([*lines, "", "[sources]", *(f"{key} = {json.dumps(text)}" for key, text in sources.items()), ""])

@@ -450,3 +450,20 @@ def test_a_cross_compiler_that_is_not_installed_is_named(tvmflow: Command, model
     _assert_refused(
         tvmflow, models / "small.onnx", "TargetError", ["'nonesuch-g++'"], "--cross-compiler", "nonesuch-g++"
     )
+
+
+def test_the_cost_models_choices_are_explained_with_their_margins(tvmflow: Command, tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).standard_normal((16, 16, 3, 3)).astype("float32")
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)
+    path = save_model(tmp_path / "one.onnx", [node], [("x", [1, 16, 8, 8])], [("y", [1, 16, 8, 8])], {"w": weight})
+    result = tvmflow("compile", path, "-o", tmp_path / "one.tar.gz", "--explain", "--json")
+    assert result.code == 0, result.stderr
+    (decision,) = json.loads(result.stdout)["decisions"]
+    assert decision["kind"] == "algorithm"
+    assert set(decision["cycles"]) == {"direct", "winograd 2", "winograd 4"}
+    assert all(cycles > 0 for cycles in decision["cycles"].values())
+    assert decision["choice"] in decision["cycles"]
+    printed = tvmflow("compile", path, "-o", tmp_path / "one.tar.gz", "--explain").stdout
+    lines = [line for line in printed.splitlines() if line.endswith("of the next best")]
+    assert [line.split("  ")[1] for line in lines] == [decision["choice"]]
+    assert "decisions" not in json.loads(tvmflow("compile", path, "-o", tmp_path / "one.tar.gz", "--json").stdout)

@@ -81,6 +81,14 @@ def test_cpuinfo_identifies_the_processor() -> None:
     assert profiles.parse_processor("model name : a processor\n") is None
 
 
+@pytest.mark.parametrize("name", sorted(profiles.shipped()))
+def test_a_profile_that_is_written_is_read_as_the_same(name: str) -> None:
+    profile = profiles.named(name)
+    item = profiles.read(name, profiles.to_toml(profile, {"me": "measured"}, lambda _: "me"))
+    assert item.profile == profile
+    assert set(item.sources_of.values()) == {"me"}
+
+
 def _cache(folder: Path, index: int, **values: str) -> None:
     (folder / f"index{index}").mkdir()
     for key, value in values.items():

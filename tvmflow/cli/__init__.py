@@ -13,6 +13,7 @@ from tvmflow import __version__
 from tvmflow.cli.approve import approve_command
 from tvmflow.cli.bench import bench_command
 from tvmflow.cli.bisect import bisect_command
+from tvmflow.cli.calibrate import calibrate_command
 from tvmflow.cli.channel import channel_command
 from tvmflow.cli.compile import compile_command
 from tvmflow.cli.deploy import deploy_command
@@ -73,6 +74,7 @@ for command in (
     tune_command,
     devices_command,
     doctor_command,
+    calibrate_command,
     compile_command,
     bench_command,
     bisect_command,

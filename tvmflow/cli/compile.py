@@ -119,6 +119,7 @@ class _Setting(click.ParamType[tuple[str, Any]]):
     type=click.Path(exists=True, path_type=Path),
     help="A file or folder of records, used before those of the state folder.",
 )
+@click.option("--explain", is_flag=True, help="Print the options of the cost model's decisions and their cycles.")
 @click.option("--print-pass-times", is_flag=True, help="Print the seconds of each compiler pass.")
 @click.option("--print-ir-before", type=_Names(), default=(), metavar="PASSES", help="Print the module before passes.")
 @click.option("--print-ir-after", type=_Names(), default=(), metavar="PASSES", help="Print the module after passes.")
@@ -146,6 +147,7 @@ def compile_command(
     cross_compiler_options: str,
     trials: int,
     tuning_records: Path | None,
+    explain: bool,
     print_pass_times: bool,
     print_ir_before: tuple[str, ...],
     print_ir_after: tuple[str, ...],
@@ -188,6 +190,8 @@ def compile_command(
     times: dict[str, float] = json.loads(workspace.path(built.pass_timings).read_text())
     if not as_json:
         _show(inspected["passes"], times if print_pass_times else {})
+        if explain:
+            _show_decisions(inspected["decisions"])
     _warn_of_absent_passes((*print_ir_before, *print_ir_after), inspected["passes"])
     if not verdict.passed:
         raise VerdictError(f"{model} is not written to {output}: {verdict.reasons[0]}")
@@ -204,6 +208,7 @@ def compile_command(
         document |= {"choice": choice and choice.result.model_dump(mode="json", exclude={"sources"})}
         document |= {"passes": inspected["passes"]} if print_ir_before or print_ir_after else {}
         document |= {"pass_seconds": times} if print_pass_times else {}
+        document |= {"decisions": inspected["decisions"]} if explain else {}
         click.echo(json.dumps(document))
         return
     for note in exported.notes():
@@ -350,6 +355,19 @@ def _show(passes: list[dict[str, str]], times: dict[str, float]) -> None:
         for name, seconds in times.items():
             click.echo(f"{name:<{width}}  {seconds * 1e3:>9.3f}")
         click.echo(f"{'all':<{width}}  {sum(times.values()) * 1e3:>9.3f}")
+
+
+def _show_decisions(decisions: list[dict[str, Any]]) -> None:
+    """Print each decision: its options with their estimated cycles, the choice and how much faster than the next."""
+    for item in decisions:
+        cycles, choice = item["cycles"], item["choice"]
+        others = [value for name, value in cycles.items() if name != choice]
+        click.echo(f"{item['kind']}: {item['subject']}")
+        for name, value in cycles.items():
+            margin = f"  chosen, {min(others) / value - 1:+.0%} of the next best" if name == choice else ""
+            click.echo(f"  {name:<12} {value:>12.0f} cycles{margin}")
+    if not decisions:
+        click.echo("the cost model had no decision to take")
 
 
 def _warn_of_absent_passes(names: tuple[str, ...], passes: list[dict[str, str]]) -> None:

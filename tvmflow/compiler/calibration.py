@@ -26,10 +26,10 @@ _WIDTH = 8
 # The parallel loops in a row whose time is that of a region.
 _REGIONS = 200
 _BYTES_PER_RUN = 1 << 26
-_SECONDS = 0.25
+_SECONDS = 0.15
 _FEWEST_RUNS = 5
 # A level is measured with half of its bytes, the memory with four times the last cache, at most this many.
-_MOST_BYTES = 1 << 29
+_MOST_BYTES = 1 << 28
 
 Report = Callable[[int, int, str], None]
 """Receives the measurements done, those in all, and what is measured next."""

@@ -61,8 +61,12 @@ class Choices:
         """
         site = Site(kind, subject, tuple(options), parts, tuple(cycles[name] for name in options if name in cycles))
         self.met[site.key] = site
+        return options[self.option_of(site)]
+
+    def option_of(self, site: Site) -> str:
+        """Return the option that the build took at a site that it met."""
         name = self.made.get(site.key)
-        return options[site.options[0] if name is None or name not in options else name]
+        return site.options[0] if name is None or name not in site.options else name
 
     def about(self, subject: str) -> "Decisions":
         """Return the decisions about one subject, which read and extend these choices."""
