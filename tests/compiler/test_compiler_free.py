@@ -41,6 +41,7 @@ _WEIGHTS = {
     "scalar": np.array(1, "int64"),
     "scales": np.array([1, 1, 2, 2], "float32"),
     "none": np.array([], "float32"),
+    "kernel": np.random.default_rng(0).standard_normal((8, 3, 3, 3)).astype("float32"),
 }
 _BATCH_AS_INT32 = [
     _node("Shape", ["x"], ["shape"]),
@@ -237,6 +238,42 @@ _CASES: list[tuple[str, list[onnx.NodeProto], list[Any], list[tuple[int, ...]]]]
         [(1, 2, 4, 6), (2, 2, 8, 2)],
     ),
     (
+        "resized with a free batch among the sizes",
+        [
+            _node("Shape", ["x"], ["shape"]),
+            _node("Slice", ["shape", "zero", "two", "zero"], ["front"]),
+            _node("Concat", ["front", "four", "four"], ["sizes"], axis=0),
+            _node("Resize", ["x", "none", "none", "sizes"], ["y"], mode="nearest", nearest_mode="floor",
+                  coordinate_transformation_mode="asymmetric"),
+        ],
+        ["n", 2, 2, 2],
+        [(1, 2, 2, 2), (3, 2, 2, 2)],
+    ),
+    (
+        "a line resized with a free batch among the sizes",
+        [
+            _node("Shape", ["x"], ["shape"]),
+            _node("Slice", ["shape", "zero", "two", "zero"], ["front"]),
+            _node("Concat", ["front", "four"], ["sizes"], axis=0),
+            _node("Resize", ["x", "none", "none", "sizes"], ["y"], mode="linear"),
+        ],
+        ["n", 2, 3],
+        [(1, 2, 3), (3, 2, 3)],
+    ),
+    (
+        "pixels of channels moved into a picture of any size",
+        [
+            _node("Conv", ["x", "kernel"], ["small"], strides=[2, 2], pads=[1, 1, 1, 1]),
+            _node("DepthToSpace", ["small"], ["large"], blocksize=2),
+            _node("Shape", ["large"], ["shape"]),
+            _node("Slice", ["shape", "zero", "one", "zero"], ["batch"]),
+            _node("Concat", ["batch", "one", "two", "minus"], ["target"], axis=0),
+            _node("Reshape", ["large", "target"], ["y"]),
+        ],
+        ["n", 3, "h", "w"],
+        [(1, 3, 5, 8), (2, 3, 9, 3)],
+    ),
+    (
         "resized to another's size",
         [
             _node("MaxPool", ["x"], ["small"], kernel_shape=[3, 3], strides=[2, 2]),
@@ -264,6 +301,38 @@ def test_a_computed_shape_is_that_of_every_size(
     (result,) = import_onnx(path).outputs
     assert "?" not in result.shape
     assert_same_as_onnxruntime(path, *_feeds(*shapes))
+
+
+def test_functions_have_names_of_their_own_for_sizes(make_model: Any, target: Any) -> None:
+    from tvm import tirx
+
+    from tvmflow.compiler import ir_text, lower
+
+    nodes = [
+        _node("Conv", ["x", "first_kernel"], ["a"], strides=[2, 2], pads=[1, 1, 1, 1]),
+        _node("Conv", ["a", "kernel"], ["b"], strides=[2, 2], pads=[1, 1, 1, 1]),
+        _node("Sigmoid", ["b"], ["c"]),
+        _node("MaxPool", ["c"], ["d"], kernel_shape=[3, 3], strides=[2, 2]),
+        _node("Conv", ["d", "kernel"], ["y"], pads=[1, 1, 1, 1]),
+    ]
+    rng = np.random.default_rng(0)
+    weights = {
+        "first_kernel": rng.standard_normal((8, 3, 3, 3)).astype("float32"),
+        "kernel": rng.standard_normal((8, 8, 3, 3)).astype("float32"),
+    }
+    path = make_model(nodes, [("x", ["n", 3, "h", "w"])], ["y"], weights)
+    texts = set()
+    for _ in range(4):
+        lowered = lower(import_onnx(path), target)
+        functions = [function for function in lowered.functions.values() if isinstance(function, tirx.PrimFunc)]
+        assert functions
+        for function in functions:
+            assert all(tirx.is_buffer_var(param) for param in function.params)
+            dims = [dim for param in function.params for dim in param.ty.shape]
+            assert all(isinstance(dim, tirx.IntImm | tirx.Var) for dim in dims)
+        texts.add(ir_text(lowered))
+    # TVM orders the sizes of a function by addresses in memory.
+    assert len(texts) == 1
 
 
 def test_sizes_that_a_model_needs_equal_are_checked_at_run_time(make_model: Any, target: Any) -> None:

@@ -58,9 +58,12 @@ def convert_resize(node: Node) -> relax.Expr | None:
         and node.text("keep_aspect_ratio_policy", "stretch") == "stretch"
         and len(shape) in (3, 4, 5)
     ):
-        if is_symbolic and steps and len(shape) == 4:
+        # TVM's converter takes no sizes with a symbol among them, be it the batch alone.
+        has_symbols = is_symbolic or isinstance(node.input(3), relax.ShapeExpr)
+        if has_symbols and steps and len(shape) == 4:
             return _resize_image(node, shape, axes, results, scales)
-        return None if steps else data
+        if not has_symbols or not steps:
+            return None if steps else data
     if is_symbolic:
         raise FreeSizeError("symbolic dimensions in this form")
     if not dtype_of(data).startswith("float") and mode != "nearest":

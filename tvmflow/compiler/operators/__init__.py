@@ -13,7 +13,17 @@ from tvm import relax
 
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import convolution, elementwise, norms, pooling, products, reductions, resize, rowwise
+from tvmflow.compiler.operators import (
+    convolution,
+    elementwise,
+    norms,
+    pooling,
+    products,
+    reductions,
+    reshape,
+    resize,
+    rowwise,
+)
 from tvmflow.compiler.operators.common import Legalization, default
 
 _Definition = Callable[[relax.BlockBuilder, relax.Call, Machine], relax.Expr | None]
@@ -27,6 +37,7 @@ _OPERATORS: dict[str, _Definition] = {
     "relax.nn.log_softmax": partial(rowwise.legalize_softmax, logarithm=True),
     "relax.nn.layer_norm": rowwise.legalize_norm,
     "relax.nn.rms_norm": rowwise.legalize_norm,
+    "relax.reshape": reshape.legalize,
     "relax.nn.instance_norm": norms.legalize,
     "relax.nn.group_norm": norms.legalize,
     **{name: partial(elementwise.legalize, function=function) for name, function in elementwise.FUNCTIONS.items()},

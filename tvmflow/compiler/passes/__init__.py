@@ -17,6 +17,7 @@ from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.compiler.passes.recurrence import lower_recurrence
+from tvmflow.compiler.passes.sizes import NameSizes
 from tvmflow.compiler.passes.strassen import StrassenProducts
 from tvmflow.compiler.passes.trees import lower_trees
 from tvmflow.target import Precision, Target, explain_missing_unit
@@ -85,6 +86,7 @@ def pass_names() -> list[str]:
         "LowerRecurrence",
         "LowerTrees",
         "RefuseKernels",
+        "NameSizes",
         "RoundProducts",
         "HalveProducts",
         "IntegerArithmetic",
@@ -140,6 +142,7 @@ def lower_passes(
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         legalize,
+        NameSizes(),
         relax.transform.AnnotateTIROpPattern(),
         MarkFollowers(),
         SeparateRepeats(),
@@ -148,4 +151,5 @@ def lower_passes(
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),
         relax.transform.DeadCodeElimination(),
+        NameSizes(),
     ]

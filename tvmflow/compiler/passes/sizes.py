@@ -1,0 +1,244 @@
+"""Gives each function names of its own for the sizes that it works on.
+
+The dimensions within a model of free sizes are expressions of its inputs' dimensions, as `(height - 1) // 4 + 1`. In
+the loops of a function such an expression stands in every index, and TVM's simplifier takes time that is exponential in
+it. With a variable for each size, equal layers at different depths have equal loops.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.tirx import PrimFunc
+
+# Operators on sizes that no simplification sees through.
+_OPAQUE = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod, tirx.Min, tirx.Max)
+_COMPOUND = (tirx.Add, tirx.Sub, tirx.Mul, *_OPAQUE)
+_TYPES = (tirx.Var, *_COMPOUND)
+
+
+@dataclass(frozen=True)
+class _Callee:
+    """A function with names of its own for sizes.
+
+    `tensors` are the places of its tensors among the former arguments. Arguments for `scalars` follow them: expressions
+    in the former function's variables. `variables` says where a caller finds the values of these: the place of an
+    argument and the axis of a tensor, None for a scalar.
+    """
+
+    function: PrimFunc
+    tensors: Sequence[int]
+    scalars: Sequence[Any]
+    variables: Mapping[tirx.Var, tuple[int, int | None]]
+
+
+@tvm.transform.module_pass(opt_level=0, name="NameSizes")
+class NameSizes:
+    """Replaces dimensions of functions that are expressions by variables of the function, and merges equal functions.
+
+    A dimension of a tensor is then a variable that the tensor itself defines; other expressions become arguments. The
+    order of arguments, and the numbers in the names of functions, are those of the calls, as TVM orders the sizes of a
+    function by addresses in memory.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module with its functions of free sizes rewritten, and their calls."""
+        calls = _calls_of_functions(mod)
+        callees = {variable: _rewritten(mod[variable], variable_calls[0]) for variable, variable_calls in calls.items()}
+        if not any(_is_symbolic(mod[variable]) for variable in calls):
+            return mod
+        names: Counter[str] = Counter()
+        taken = {variable.name_hint for variable in mod.get_global_vars() if variable not in calls}
+        merged: dict[Any, tvm.ir.GlobalVar] = {}
+        functions: dict[tvm.ir.GlobalVar, Any] = {}
+        variables: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
+        for variable, callee in callees.items():
+            key = _key(callee.function)
+            if key not in merged:
+                merged[key] = tvm.ir.GlobalVar(_unique(variable.name_hint, names, taken))
+                relax.expr._update_type(merged[key], callee.function.ty)
+                functions[merged[key]] = callee.function
+            variables[variable] = merged[key]
+        change = _ChangeCalls({variable: (variables[variable], callees[variable]) for variable in callees})
+        for variable, function in mod.functions_items():
+            if variable not in callees:
+                functions[variable] = change.visit_expr(function) if isinstance(function, relax.Function) else function
+        return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def _key(value: Any) -> tvm_ffi.StructuralKey:
+    """A key of tables: equal for values of equal structure."""
+    return tvm_ffi.StructuralKey(value)  # type: ignore[call-arg]
+
+
+def _calls_of_functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, list[relax.Call]]:
+    """The functions that are called by call_tir alone, in the order of the first calls."""
+    calls: dict[tvm.ir.GlobalVar, list[relax.Call]] = {}
+    others: set[tvm.ir.GlobalVar] = set()
+
+    def visit(expr: Any) -> None:
+        if not isinstance(expr, relax.Call):
+            return
+        names = [item for item in (expr.op, *expr.args) if isinstance(item, tvm.ir.GlobalVar)]
+        for variable in names:
+            if not isinstance(mod[variable], PrimFunc):
+                continue
+            if isinstance(expr.op, tvm.ir.Op) and expr.op.name == "relax.call_tir" and len(names) == 1:
+                calls.setdefault(variable, []).append(expr)
+            else:
+                others.add(variable)
+
+    for _, function in sorted(mod.functions_items(), key=lambda item: str(item[0].name_hint)):
+        if isinstance(function, relax.Function):
+            relax.analysis.post_order_visit(function, visit)
+    return {variable: found for variable, found in calls.items() if variable not in others}
+
+
+def _unique(name: str, names: Counter[str], taken: set[str]) -> str:
+    base = re.sub(r"\d+(?=_|$)", "", name)
+    while True:
+        number, names[base] = names[base], names[base] + 1
+        unique = f"{base}{number or ''}"
+        if unique not in taken:
+            return unique
+
+
+def _dims(variable: tirx.Var) -> list[Any] | None:
+    """The dimensions of a function's tensor; None for a scalar."""
+    return list(variable.ty.shape) if tirx.is_buffer_var(variable) else None
+
+
+def _is_symbolic(function: PrimFunc) -> bool:
+    dims = [_dims(param) for param in function.params]
+    return any(shape is None or not all(isinstance(dim, tirx.IntImm) for dim in shape) for shape in dims)
+
+
+def _rewritten(function: PrimFunc, call: relax.Call) -> _Callee:
+    """A function with names of its own for the sizes of its tensors."""
+    shapes = [_dims(param) for param in function.params]
+    arguments = len(call.args[1].fields)
+    variables: dict[tirx.Var, tuple[int, int | None]] = {}
+    for place, (param, shape) in enumerate(zip(function.params, shapes, strict=True)):
+        if shape is None:
+            variables[param] = (place, None)
+        for axis, dim in enumerate(shape or ()):
+            if isinstance(dim, tirx.Var):
+                variables.setdefault(dim, (place, axis))
+    dims = [dim for shape in shapes for dim in shape or () if not isinstance(dim, tirx.IntImm | tirx.Var)]
+    table: dict[Any, Any] = {}
+    scalars: dict[tirx.Var, Any] = {}
+    numbers = count()
+    # A dimension that is an opaque expression and a number is itself the variable.
+    for dim in dims:
+        core, number = (dim.a, dim.b) if isinstance(dim, tirx.Add) and isinstance(dim.b, tirx.IntImm) else (dim, 0)
+        if isinstance(core, _OPAQUE) and _key(core) not in table:
+            size = tirx.Var(f"size{next(numbers)}", dim.ty)
+            table[_key(core)] = size if isinstance(number, int) else size - number
+            table[_key(dim)] = size
+    for core in _opaque_parts(dims, table):
+        size = tirx.Var(f"size{next(numbers)}", core.ty)
+        table[_key(core)] = scalars[size] = size
+        scalars[size] = core
+
+    quotients = [key.key for key in table if isinstance(key.key, tirx.FloorDiv)]
+
+    def replace(expr: Any) -> Any:
+        key = _key(expr)
+        if key not in table and isinstance(expr, tirx.FloorDiv):
+            table[key] = _by_quotients(expr, quotients, table)
+        return table.get(key, expr)
+
+    mapped = tvm_ffi.structural_map(function, [(_COMPOUND, replace)], order="pre") if table else function
+    tensors = [place for place, shape in enumerate(shapes[:arguments]) if shape is not None]
+    params = list(mapped.params)
+    defined = {dim for param in params for dim in _dims(param) or () if isinstance(dim, tirx.Var)}
+    given = {params[place]: function.params[place] for place, shape in enumerate(shapes) if shape is None}
+    values = {**given, **scalars}
+    used = [item for item in _variables([*(_dims(param) or [] for param in params), mapped.body]) if item in values]
+    used = [item for item in used if item not in defined]
+    outputs = params[arguments:]
+    whole = PrimFunc(
+        [*(params[place] for place in tensors), *used, *outputs], mapped.body, mapped.ret_type, mapped.attrs
+    )
+    return _Callee(whole, tensors, [values[item] for item in used], variables)
+
+
+def _by_quotients(expr: tirx.FloorDiv, quotients: Sequence[tirx.FloorDiv], table: Mapping[Any, Any]) -> Any:
+    """A quotient by a multiple of another's divisor, computed from that: `(x + 8) // 32` is `(x // 4 + 2) // 8`."""
+    analyzer = tvm.sym.Analyzer()
+    for other in sorted(quotients, key=lambda item: -int(item.b) if isinstance(item.b, tirx.IntImm) else 0):
+        if not isinstance(expr.b, tirx.IntImm) or not isinstance(other.b, tirx.IntImm) or int(other.b) < 1:
+            continue
+        divisor, more = int(other.b), analyzer.simplify(expr.a - other.a)
+        if int(expr.b) % divisor == 0 and isinstance(more, tirx.IntImm) and int(more) % divisor == 0:
+            return tirx.floordiv(table[_key(other)] + int(more) // divisor, int(expr.b) // divisor)
+    return expr
+
+
+def _opaque_parts(dims: Sequence[Any], table: Mapping[Any, Any]) -> list[Any]:
+    """The largest opaque expressions in dimensions, but for those of `table`."""
+    parts: dict[Any, Any] = {}
+
+    def collect(expr: Any) -> None:
+        key = _key(expr)
+        if key in table:
+            return
+        if isinstance(expr, _OPAQUE):
+            parts.setdefault(key, expr)
+        elif isinstance(expr, _COMPOUND):
+            collect(expr.a)
+            collect(expr.b)
+
+    for dim in dims:
+        collect(dim)
+    return list(parts.values())
+
+
+def _variables(roots: Iterable[Any]) -> list[tirx.Var]:
+    """The variables in expressions and statements, in the order in which they occur first."""
+    variables: dict[tirx.Var, None] = {}
+
+    def visit(variable: tirx.Var) -> tvm_ffi.WalkResult:
+        variables.setdefault(variable)
+        return tvm_ffi.WalkResult.ADVANCE
+
+    for root in roots:
+        tvm_ffi.structural_walk(root, [(tirx.Var, visit)])
+    return list(variables)
+
+
+@mutator
+class _ChangeCalls(PyExprMutator):  # type: ignore[misc]
+    """Changes calls of functions: the new function takes the tensors and then its scalars."""
+
+    def __init__(self, callees: Mapping[tvm.ir.GlobalVar, tuple[tvm.ir.GlobalVar, _Callee]]) -> None:
+        super().__init__(None)
+        self._callees = callees
+
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        """Change a call of one of the functions."""
+        call = super().visit_call_(op)
+        if not call.args or call.args[0] not in self._callees:
+            return call
+        variable, callee = self._callees[call.args[0]]
+        fields = list(call.args[1].fields)
+        results = [call.ty_args[0]] if not isinstance(call.ty_args[0], relax.TupleType) else call.ty_args[0].fields
+        tensor_types = [*(field.ty for field in fields), *results]
+
+        def value(name: tirx.Var) -> Any:
+            place, axis = callee.variables[name]
+            return fields[place] if axis is None else tensor_types[place].shape.values[axis]
+
+        scalars = [
+            tvm_ffi.structural_map(scalar, [(tirx.Var, value)]) if not isinstance(scalar, tirx.Var) else value(scalar)
+            for scalar in callee.scalars
+        ]
+        arguments = relax.Tuple([*(fields[place] for place in callee.tensors), *scalars])
+        return relax.Call(call.op, [variable, arguments], call.attrs, call.ty_args)
