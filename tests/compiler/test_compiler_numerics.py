@@ -8,10 +8,10 @@ from onnx import NodeProto, TensorProto, helper
 
 from support import scale
 from support.arrays import normal
-from support.builds import assert_all_same_as_onnxruntime, rule_counts
+from support.builds import assert_all_same_as_onnxruntime, rule_counts, run_in_memory
 from support.machines import on_two_cores, runnable_levels
 from support.models import save_model
-from tvmflow.compiler import BuildOptions, CompiledModel
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx
 from tvmflow.compiler.machine import machine
 from tvmflow.target import Target
 
@@ -432,3 +432,25 @@ def test_scattering_and_sorting_keep_their_order(make_model: Any, assert_same_as
     }
     path = make_model(nodes, [("x", [5, 30])], ["y"], weights)
     assert_same_as_onnxruntime(path, {"x": normal(5, 30)})
+
+
+@pytest.mark.parametrize("before", ["", "Conv"])
+def test_nan_stays_nan_in_rectifiers(before: str, make_model: Any, target: Target) -> None:
+    convolution = [helper.make_node("Conv", ["x", "w"], ["a"])] if before else []
+    value = "a" if before else "x"
+    nodes = [
+        *convolution,
+        helper.make_node("Relu", [value], ["relu"]),
+        helper.make_node("Clip", [value, "zero", "six"], ["relu6"]),
+        helper.make_node("Clip", [value, "minus", "six"], ["clip"]),
+    ]
+    weights = {name: np.array(number, "float32") for name, number in (("zero", 0), ("six", 6), ("minus", -1))}
+    names = ["relu", "relu6", "clip"]
+    path: Path = make_model(nodes, [("x", [1, 16, 5, 7])], names, {**weights, "w": normal(24, 16, 1, 1)})
+    x = normal(1, 16, 5, 7)
+    x[0, 3, 2, 4] = np.nan
+    results = run_in_memory(build(import_onnx(path), target), [[x]])[0]
+    for name, result in zip(names, results, strict=True):
+        place = (0, slice(None) if before else 3, 2, 4)
+        assert np.isnan(result[place]).all(), name
+        assert np.isnan(result).sum() == np.size(result[place]), name

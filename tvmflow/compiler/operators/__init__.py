@@ -40,6 +40,8 @@ _OPERATORS: dict[str, _Definition] = {
     "relax.reshape": reshape.legalize,
     "relax.nn.instance_norm": norms.legalize,
     "relax.nn.group_norm": norms.legalize,
+    "relax.maximum": partial(elementwise.legalize_extreme, largest=True),
+    "relax.minimum": partial(elementwise.legalize_extreme, largest=False),
     **{name: partial(elementwise.legalize, function=function) for name, function in elementwise.FUNCTIONS.items()},
 }
 

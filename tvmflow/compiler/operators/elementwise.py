@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import tvm
 from tvm import relax, te, tirx
 
 from tvmflow.compiler import vectormath
@@ -19,6 +20,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "relax.nn.silu": vectormath.silu,
     "relax.nn.gelu": vectormath.gelu,
     "relax.nn.gelu_tanh": vectormath.gelu_tanh,
+    "relax.nn.relu": lambda x: tirx.max(tirx.const(0, "float32"), x),
 }
 
 
@@ -34,3 +36,22 @@ def legalize(
         return te.compute(x.shape, lambda *index: function(x[index]), name=name)
 
     return builder.call_te(compute, call.args[0], primfunc_name_hint=name)
+
+
+def legalize_extreme(
+    builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, largest: bool
+) -> relax.Expr | None:
+    """Take the larger or the smaller of a float32 tensor and a constant number; NaN stays NaN. None for other operands.
+
+    Code for the first of two operands that do not compare, as with NaN, returns the second one: the number comes first.
+    """
+    data, number = call.args
+    if not is_float32(data, number) or not isinstance(number, tvm.ir.GenericConst) or len(number.ty.shape.values):
+        return None
+    limit, extreme = tirx.const(float(number.value.numpy()), "float32"), tirx.max if largest else tirx.min
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *index: extreme(limit, x[index]), name=name)
+
+    name = "maximum" if largest else "minimum"
+    return builder.call_te(compute, data, primfunc_name_hint=name)
