@@ -25,13 +25,14 @@ from tasks.step import slug
 from tasks.track import TargetResult, TrackJob, TrackResult, track
 from tasks.train import TrainJob, TrainResult, train
 from tasks.validate import ReferenceJob, reference
+from tvmflow import promotion, supervisor
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
-from tvmflow import supervisor
 from tvmflow.errors import VerdictError
 from tvmflow.process import shared_imports
 from tvmflow.services import open_services, open_workspace
 from tvmflow.spec import Spec
+from tvmflow.store import leases
 from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, Outcome, Record, StepSummary
 
@@ -167,19 +168,20 @@ def release_model(
         weights=weights,
         registry=context.registry.config.address,
     )
-    tracked = track(runner, job, context.registry)
-    reasons = [reason for result in results for reason in result.reasons]
-    if reasons:
-        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-        raise VerdictError(
-            f"{spec.name} is not released: {reasons[0]}{more}; "
-            f"the verdict is kept in MLflow run {tracked.result.run_id}"
-        )
-    endpoint = context.settings.s3_endpoint
-    document = release_document(spec, export_result, results, tracked.result)
-    page = _report(context, model, results, document)
-    publishing = PublishJob.of(spec, context.store, endpoint, document, results, tracked.result, page)
-    published = publish(runner, publishing, context.store, context.registry)
+    with leases.hold(context.store, spec.name, promotion.identify_user()) as lease:
+        tracked = track(runner, job, context.registry, lease)
+        reasons = [reason for result in results for reason in result.reasons]
+        if reasons:
+            more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+            raise VerdictError(
+                f"{spec.name} is not released: {reasons[0]}{more}; "
+                f"the verdict is kept in MLflow run {tracked.result.run_id}"
+            )
+        endpoint = context.settings.s3_endpoint
+        document = release_document(spec, export_result, results, tracked.result)
+        page = _report(context, model, results, document)
+        publishing = PublishJob.of(spec, context.store, endpoint, document, results, tracked.result, page)
+        published = publish(runner, publishing, context.store, context.registry, lease)
     outcomes: dict[str, Outcome[Any] | None] = {
         "train": trained,
         "export": exported,

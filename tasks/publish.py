@@ -12,6 +12,7 @@ from tvmflow.registry import Registry
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore
 from tvmflow.store.documents import RELEASE_FORMAT
+from tvmflow.store.leases import HeldLease
 from tvmflow.target import needed_features
 from tvmflow.workspace import Artifact, StepResult
 
@@ -70,11 +71,13 @@ class PublishResult(StepResult):
     bundle_uris: dict[str, str]
 
 
-def work(job: PublishJob, runner: StepRunner, store: ReleaseStore, registry: Registry) -> PublishResult:
+def work(
+    job: PublishJob, runner: StepRunner, store: ReleaseStore, registry: Registry, lease: HeldLease
+) -> PublishResult:
     """Send the release to the store and mark its version as published in the registry.
 
     The release exists only when release.json has been written, last; after an interruption, a second run completes it.
-    Raises StoreError and RegistryError.
+    `lease` is held meanwhile. Raises StoreError, also when the lease has been lost, and RegistryError.
     """
     artifacts = {item.sha256: item for target in job.targets for item in blobs_of(target).values()}
     page = runner.workspace.path(job.report)
@@ -90,6 +93,7 @@ def work(job: PublishJob, runner: StepRunner, store: ReleaseStore, registry: Reg
         runner.emit(min(sent_bytes, total), total, "sending")
 
     blobs = [(runner.workspace.path(item), digest) for digest, item in artifacts.items()]
+    lease.require()
     uri = store.publish(job.name, job.version, job.document, blobs, progressed)
     if page.exists():
         registry.log_artifacts(job.tracked.run_id, {PAGE: page})
@@ -105,7 +109,9 @@ def work(job: PublishJob, runner: StepRunner, store: ReleaseStore, registry: Reg
     )
 
 
-def _is_there(result: PublishResult, job: PublishJob, store: ReleaseStore, registry: Registry) -> bool:
+def _is_there(
+    result: PublishResult, job: PublishJob, store: ReleaseStore, registry: Registry, lease: HeldLease
+) -> bool:
     return store.has_release(job.name, job.version)
 
 

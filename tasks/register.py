@@ -17,6 +17,9 @@ from tvmflow.source import load_module
 from tvmflow.spec import Dimension, Input, Spec
 from tvmflow.workspace import Artifact, StepResult
 
+# The tag with the key of the step that made a version, written with the version.
+_KEY = "tvmflow.key"
+
 
 class RegisterJob(Job):
     """The trained model with its signature, and the place where it is registered.
@@ -122,15 +125,23 @@ def save_work(job: RegisterJob, emit: Emit) -> Saved:
 def work(job: RegisterJob, runner: StepRunner, registry: Registry) -> RegisterResult:
     """Register the trained model as a new version of the source model and return the version.
 
-    Raises ExportError when the model cannot be loaded, StepError when saving it fails, RegistryError when the registry
-    fails.
+    A version that a predecessor registered before it died, for the same cache key, is returned. Raises ExportError when
+    the model cannot be loaded, StepError when saving it fails, RegistryError when the registry fails.
     """
+    version = registry.find_tagged_version(job.model, _KEY, runner.key)
+    if version is not None:
+        return RegisterResult(model=job.model, version=version)
     with runner.workspace.scratch() as folder:
         saving = job.model_copy(update={"destination": folder / "model"})
         runner.call(save_work, saving, Saved)
         metrics = {"task_metric": job.evaluation.challenger}
         logged = registry.log_saved_model(job.run_id, job.model, saving.destination, metrics, job.arguments)
-    tags = {**job.tags, "tvmflow.weights": job.weights.sha256, "tvmflow.held_out": job.evaluation.held_out}
+    tags = {
+        **job.tags,
+        "tvmflow.weights": job.weights.sha256,
+        "tvmflow.held_out": job.evaluation.held_out,
+        _KEY: runner.key,
+    }
     return RegisterResult(model=job.model, version=registry.register(job.model, logged, job.run_id, tags))
 
 

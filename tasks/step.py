@@ -93,6 +93,7 @@ class StepRunner:
     comparison_seconds: float = 120.0
     step: str = ""
     label: str | None = None
+    key: str = ""
     variables: tuple[str, ...] = ()
     outage: float = 0.0
     stop: Event = field(default_factory=Event)
@@ -203,7 +204,7 @@ class Step(Generic[J, P, R]):
         if runner.stop.is_set():
             raise StepError(f"step {self.name} did not begin, because the release has failed or was interrupted")
         job = runner.place(job)
-        runner = replace(runner, step=self.name, label=job.label)
+        runner = replace(runner, step=self.name, label=job.label, key=self.key(runner, job))
 
         def is_valid(result: R) -> bool:
             if not self._cached:

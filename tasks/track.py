@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from tvmflow import __version__, samples
 from tvmflow.errors import RegistryError
 from tvmflow.registry import Registry
 from tvmflow.spec import Spec
+from tvmflow.store.leases import HeldLease
 from tvmflow.target import Target
 from tvmflow.workspace import Artifact, StepResult, StepSummary, Workspace
 
@@ -109,10 +109,12 @@ class TrackJob(Job):
         }
 
 
-def work(job: TrackJob, runner: StepRunner, registry: Registry) -> TrackResult:
+def work(job: TrackJob, runner: StepRunner, registry: Registry, lease: HeldLease) -> TrackResult:
     """Log the release to MLflow: one run, a nested run per target, and a model version when every verdict passed.
 
-    A refused release is logged without a version, so that its verdict is kept. Raises RegistryError.
+    A refused release is logged without a version, so that its verdict is kept. Runs and a version that a predecessor
+    made before it died, for the same cache key, are gone on with; open runs of the release under other keys are ended.
+    `lease` is held meanwhile. Raises RegistryError, and StoreError when the lease has been lost.
     """
     spec, exported, workspace = job.spec, job.exported, runner.workspace
     params = {
@@ -125,24 +127,25 @@ def work(job: TrackJob, runner: StepRunner, registry: Registry) -> TrackResult:
     tags = {**spec.registry.tags, "tvmflow.name": spec.name, "tvmflow.verdict": "passed" if job.passed else "refused"}
     if exported.registered is not None:
         tags["tvmflow.source"] = exported.registered
-    run_id = registry.start_run(spec.name, params, tags)
+    registry.end_abandoned_runs({"tvmflow.name": spec.name})
+    run_id = registry.start_run(spec.name, params, tags, key=runner.key)
     with _closing(registry, run_id):
         if exported.max_abs_error is not None:
             registry.log_metrics(run_id, {"export_max_abs_error": exported.max_abs_error})
         with workspace.scratch() as scratch:
             registry.log_artifacts(run_id, _files(job, workspace, scratch))
-        runs = {item.target.name: _log_target(registry, run_id, item) for item in job.targets}
-        version = _register(registry, run_id, job, workspace) if job.passed else None
+        runs = {item.target.name: _log_target(registry, run_id, item, runner.key) for item in job.targets}
+        version = _register(registry, run_id, job, workspace, lease) if job.passed else None
     return TrackResult(
         run_id=run_id,
         target_runs=runs,
         model=job.model,
         version=version,
-        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        created_at=registry.read_start(run_id).isoformat(timespec="seconds"),
     )
 
 
-def _is_there(result: TrackResult, job: TrackJob, registry: Registry) -> bool:
+def _is_there(result: TrackResult, job: TrackJob, registry: Registry, lease: HeldLease) -> bool:
     return registry.run_exists(result.run_id) and (
         result.version is None or registry.version_exists(result.model, result.version)
     )
@@ -182,7 +185,7 @@ def _files(job: TrackJob, workspace: Workspace, scratch: Path) -> dict[str, Path
     return files
 
 
-def _log_target(registry: Registry, parent: str, item: TargetResult) -> str:
+def _log_target(registry: Registry, parent: str, item: TargetResult, key: str) -> str:
     params = {
         "target": item.target.canonical,
         "threads": item.target.threads,
@@ -191,14 +194,17 @@ def _log_target(registry: Registry, parent: str, item: TargetResult) -> str:
         "bundle_sha256": item.bundle.sha256,
     }
     tags = {"tvmflow.verdict": "refused" if item.reasons else "passed", "tvmflow.shipped": item.shipped}
-    run_id = registry.start_target_run(parent, item.target.name, params, tags)
+    run_id = registry.start_target_run(parent, item.target.name, params, tags, key=f"{key}/{item.target.name}")
     with _closing(registry, run_id):
         registry.log_metrics(run_id, metrics(item))
         log_curve(registry, run_id, item.tuned)
     return run_id
 
 
-def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspace) -> str:
+def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspace, lease: HeldLease) -> str:
+    version = registry.find_version(job.model, run_id)
+    if version is not None:
+        return version
     reference = registry.log_model(
         run_id,
         job.spec.name,
@@ -212,6 +218,7 @@ def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspa
     )
     # Readers of the registry can see the version before the release is published: this tag says so.
     tags = {**job.spec.registry.tags, "tvmflow.status": "unpublished"}
+    lease.require()
     return registry.register(job.model, reference, run_id, tags)
 
 

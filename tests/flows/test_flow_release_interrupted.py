@@ -121,3 +121,33 @@ def test_an_interrupt_ends_targets_that_are_made_side_by_side(served: Any, folde
     assert "interrupted" in result.sentence
     _, alive = psutil.wait_procs(started, timeout=30)
     assert not [child.cmdline() for child in alive]
+
+
+def test_a_release_that_died_before_it_noted_its_version_goes_on_with_that(
+    served: Any, make: Any, tmp_path: Path
+) -> None:
+    """A predecessor was killed after the version was registered: its runs are open, and no step remembers them."""
+    make.onnx(tmp_path)
+    file = make.file(tmp_path, name="forgetful")
+    first = served.release(file)
+    assert first.code == 0, first.stderr
+    run = first.document["mlflow_run_id"]
+    for step in ("track", "publish"):
+        for path in (served.home / "steps" / step).glob("*.json"):
+            if run in path.read_text() or "/forgetful/" in path.read_text():
+                path.unlink()
+    client = served.mlflow
+    experiment = client.get_run(run).info.experiment_id
+    names = "tags.`tvmflow.name` = 'forgetful'"
+    other = client.create_run(experiment, tags={"tvmflow.name": "forgetful", "tvmflow.key": "of another file"})
+    client.update_run(run, status="RUNNING")
+
+    again = served.release(file)
+    assert again.code == 0, again.stderr
+    assert (again.steps["track"], again.steps["publish"]) == ("ran", "ran")
+    assert (again.document["mlflow_run_id"], again.document["version"]) == (run, "1")
+    assert [version.version for version in served.versions("forgetful")] == ["1"]
+    statuses = {item.info.run_id: item.info.status for item in client.search_runs([experiment], names)}
+    assert statuses == {run: "FINISHED", other.info.run_id: "KILLED"}
+    nested = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{run}'")
+    assert [item.info.status for item in nested] == ["FINISHED"]

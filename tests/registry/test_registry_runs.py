@@ -32,6 +32,25 @@ def test_a_release_is_a_run_with_a_nested_run_per_target(registry: Registry, cli
     assert nested.info.end_time is not None
 
 
+def test_a_step_that_runs_again_goes_on_with_its_run_and_ends_those_of_others(registry: Registry, client: Any) -> None:
+    tags = {"tvmflow.name": "again"}
+    first = registry.start_run("again", {"trials": 8}, tags, key="one")
+    nested = registry.start_target_run(first, "native", {}, {}, key="one/native")
+    without_key = registry.start_run("verdict", {}, tags)
+    assert registry.end_abandoned_runs(tags) == [first]
+    statuses = [client.get_run(run).info.status for run in (first, nested, without_key)]
+    assert statuses == ["KILLED", "KILLED", "RUNNING"]
+    began = registry.read_start(first)
+
+    assert registry.start_run("again", {"trials": 8}, tags, key="one") == first
+    assert registry.start_target_run(first, "native", {}, {}, key="one/native") == nested
+    assert client.get_run(first).info.status == client.get_run(nested).info.status == "RUNNING"
+    assert registry.read_start(first) == began
+    assert registry.start_run("again", {}, tags, key="two") != first
+    client.delete_run(first)
+    assert registry.start_run("again", {}, tags, key="one") != first
+
+
 def test_a_curve_has_its_steps_and_a_gap_where_a_value_is_not_finite(registry: Registry, client: Any) -> None:
     run_id = registry.start_run("demo", {}, {})
     registry.log_curve(run_id, "trial_ms", [(0, 3.0), (1, float("inf")), (2, float("nan")), (8, 2.0)])
@@ -105,6 +124,10 @@ def test_registering_a_run_twice_gives_one_version(
     ref = _log(registry, run_id, build_bundle(), fields)
     first = registry.register("twice", ref, run_id, {"release": "1"})
     second = registry.register("twice", ref, run_id, {"release": "2"})
+    assert registry.find_version("twice", run_id) == first
+    assert registry.find_version("another", run_id) is None
+    assert registry.find_tagged_version("twice", "release", "2") == first
+    assert registry.find_tagged_version("twice", "release", "1") is None
 
     assert first == second
     (only,) = registry.list_versions("twice")

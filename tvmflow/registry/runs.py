@@ -1,5 +1,6 @@
 """Runs: MLflow runs of releases, targets, promotions and evaluations, with parameters, tags, metrics and files."""
 
+import datetime
 import math
 import shutil
 import tempfile
@@ -17,26 +18,72 @@ MetricPoint = tuple[str, float, int]
 
 _PARENT_RUN = "mlflow.parentRunId"
 _FLOW_RUN = "tvmflow.flow_run"
+# The key of the step that opened the run: a step that runs again goes on with what its dead predecessor began.
+_KEY = "tvmflow.key"
 
 
 class Runs(Connection):
     """Runs of MLflow, by their ids. Every method raises RegistryError when MLflow fails."""
 
-    def start_run(self, name: str, params: Mapping[str, object], tags: Mapping[str, str]) -> str:
-        """Open a run in the configured experiment and return its id. Raises RegistryError."""
+    def start_run(
+        self, name: str, params: Mapping[str, object], tags: Mapping[str, str], *, key: str | None = None
+    ) -> str:
+        """Open a run in the configured experiment and return its id.
+
+        A run that a step opened under the same `key` before, and that is not deleted, is opened again. Raises
+        RegistryError.
+        """
         with self._explained(f"open the run {name!r}"):
             from mlflow.entities import Param
 
-            client = self._client()
-            run_id = str(client.create_run(self._experiment(), tags=dict(tags), run_name=name).info.run_id)
+            client, experiment = self._client(), self._experiment()
+            run_id = None if key is None else self._find_run(experiment, {_KEY: key})
+            if run_id is None:
+                all_tags = {**tags, **({} if key is None else {_KEY: key})}
+                run_id = str(client.create_run(experiment, tags=all_tags, run_name=name).info.run_id)
+            else:
+                client.update_run(run_id, status="RUNNING")
             client.log_batch(run_id, params=[Param(key, str(value)) for key, value in params.items()])
             return run_id
 
     def start_target_run(
-        self, parent_run_id: str, target_name: str, params: Mapping[str, object], tags: Mapping[str, str]
+        self,
+        parent_run_id: str,
+        target_name: str,
+        params: Mapping[str, object],
+        tags: Mapping[str, str],
+        *,
+        key: str | None = None,
     ) -> str:
-        """Open the run of one target inside a release's run and return its id. Raises RegistryError."""
-        return self.start_run(target_name, params, {**tags, _PARENT_RUN: parent_run_id})
+        """Open the run of one target, inside a release's run, as `start_run` does. Raises RegistryError."""
+        return self.start_run(target_name, params, {**tags, _PARENT_RUN: parent_run_id}, key=key)
+
+    def read_start(self, run_id: str) -> datetime.datetime:
+        """Return the time at which a run was opened first, in UTC. Raises RegistryError."""
+        with self._explained(f"read the run {run_id}"):
+            milliseconds = self._client().get_run(run_id).info.start_time
+        return datetime.datetime.fromtimestamp(milliseconds / 1000, datetime.UTC)
+
+    def end_abandoned_runs(self, tags: Mapping[str, str]) -> list[str]:
+        """End the experiment's open runs of steps that have all of these tags, and their nested runs, as KILLED.
+
+        Returns the ids of the former. Call this while no such step runs. Raises RegistryError.
+        """
+        with self._explained("end runs that nobody works on"):
+            client, experiment = self._client(), self._experiment()
+            running = client.search_runs([experiment], f"attributes.status = 'RUNNING' and {_query(tags)}")
+            abandoned = [str(run.info.run_id) for run in running if _KEY in run.data.tags]
+            for run_id in abandoned:
+                nested = f"attributes.status = 'RUNNING' and {_query({_PARENT_RUN: run_id})}"
+                for run in client.search_runs([experiment], nested):
+                    client.set_terminated(run.info.run_id, "KILLED")
+                client.set_terminated(run_id, "KILLED")
+            return abandoned
+
+    def _find_run(self, experiment: str, tags: Mapping[str, str]) -> str | None:
+        """The id of the newest run of an experiment with all of these tags, None if there is none."""
+        runs = self._client().search_runs([experiment], _query(tags), max_results=1)
+        return next((str(run.info.run_id) for run in runs), None)
 
     def open_promotion_run(
         self, release_run: str, name: str, tags: Mapping[str, str], flow_run: str | None = None
@@ -51,11 +98,11 @@ class Runs(Connection):
             release = get_or_none(client.get_run, release_run)
             experiment = self._experiment() if release is None else str(release.info.experiment_id)
             if flow_run is not None:
-                query = f"tags.`{_FLOW_RUN}` = {quote(flow_run)}"
-                for run in client.search_runs([experiment], query, max_results=1):
+                run_id = self._find_run(experiment, {_FLOW_RUN: flow_run})
+                if run_id is not None:
                     for key, value in tags.items():
-                        client.set_tag(run.info.run_id, key, value)
-                    return str(run.info.run_id)
+                        client.set_tag(run_id, key, value)
+                    return run_id
             all_tags = dict(tags)
             if release is not None:
                 all_tags[_PARENT_RUN] = release_run
@@ -85,8 +132,8 @@ class Runs(Connection):
         Raises RegistryError.
         """
         with self._explained("search its runs"):
-            query = " and ".join(f"tags.`{key}` = {quote(value)}" for key, value in tags.items())
-            runs = self._client().search_runs([self._experiment()], f"attributes.status = 'FINISHED' and {query}")
+            query = f"attributes.status = 'FINISHED' and {_query(tags)}"
+            runs = self._client().search_runs([self._experiment()], query)
             return [str(run.info.run_id) for run in runs]
 
     def log_metrics(self, run_id: str, metrics: Mapping[str, float]) -> None:
@@ -146,3 +193,8 @@ class Runs(Connection):
             Metric(key, float(value), now, step, model_id=model_id, run_id=run_id) for key, value, step in points
         ]
         self._client().log_batch(run_id, metrics=metrics)
+
+
+def _query(tags: Mapping[str, str]) -> str:
+    """MLflow's filter for runs that have all of these tags."""
+    return " and ".join(f"tags.`{key}` = {quote(value)}" for key, value in tags.items())

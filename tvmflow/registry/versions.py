@@ -33,13 +33,8 @@ class Versions(Connection):
         with self._explained(f"register the model {name!r}"):
             client = self._client()
             self._create_registered_model(name)
-            versions = [
-                int(version.version)
-                for version in client.search_model_versions(f"run_id = {quote(run_id)}")
-                if version.name == name
-            ]
-            if versions:
-                number = str(min(versions))
+            number = self.find_version(name, run_id)
+            if number is not None:
                 for key, value in tags.items():
                     client.set_model_version_tag(name, number, key, value)
                 return number
@@ -49,6 +44,24 @@ class Versions(Connection):
                 name, location, run_id=run_id, tags=dict(tags), model_id=model_ref.model_id
             )
             return str(version.version)
+
+    def find_version(self, name: str, run_id: str) -> str | None:
+        """Return the version of a registered model that a run made, None if it made none. Raises RegistryError."""
+        with self._explained(f"look for the version of {name!r} that the run {run_id} made"):
+            versions = [
+                int(version.version)
+                for version in self._client().search_model_versions(f"run_id = {quote(run_id)}")
+                if version.name == name
+            ]
+        return str(min(versions)) if versions else None
+
+    def find_tagged_version(self, name: str, key: str, value: str) -> str | None:
+        """Return the oldest version of a registered model with a tag of this value, None if there is none.
+
+        The latest hundred versions are looked at. Raises RegistryError.
+        """
+        tagged = [version.version for version in self.list_versions(name) if version.tags.get(key) == value]
+        return tagged[-1] if tagged else None
 
     def list_versions(self, name: str, limit: int = 100) -> list[ModelVersion]:
         """Return the latest `limit` versions of a registered model, newest first; empty when the model does not exist.
