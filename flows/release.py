@@ -40,8 +40,9 @@ from tvmflow.workspace import Artifact, Outcome, Record, StepSummary
 class TargetSummary(Record):
     """One target of a release; figures are None where this machine could not run the bundle.
 
-    `bundle_size` is in bytes, `latency_ms` in milliseconds, `ratio` the bundle's median latency over each peer's.
-    `choice` says which of the tuned and the untuned build is shipped, None where tuning changed nothing.
+    `bundle_size` is in bytes, `latency_ms` in milliseconds, None for a percentile without enough runs, `ratio` the
+    bundle's median latency over each peer's. `choice` says which of the tuned and the untuned build is shipped, None
+    where tuning changed nothing.
     """
 
     target: str
@@ -52,7 +53,7 @@ class TargetSummary(Record):
     max_abs_error: float | None
     top1_agreement: float | None
     metric: dict[str, float] | None
-    latency_ms: dict[str, float] | None
+    latency_ms: dict[str, float | None] | None
     ratio: dict[str, float]
     runs: int | None
     measurements: tuple[Point, ...]

@@ -16,6 +16,7 @@ from tasks.package import PackageResult
 from tasks.step import Job, Step, StepRunner, path_of
 from tvmflow import samples
 from tvmflow.bundle import read_manifest
+from tvmflow.comparison import percentile
 from tvmflow.errors import VerdictError
 from tvmflow.process import Child, Emit
 from tvmflow.samples import NamedArrays
@@ -112,13 +113,16 @@ class Round(StepResult):
 
 
 class Latency(Record):
-    """Milliseconds per run over all rounds; `throughput` is runs per second at the median."""
+    """Milliseconds per run over all rounds; `throughput` is runs per second at the median.
+
+    p90 and p99 are None where there are fewer runs than they need, 64 and 662.
+    """
 
     mean: float
     std: float
     p50: float
-    p90: float
-    p99: float
+    p90: float | None
+    p99: float | None
     min: float
     throughput: float
 
@@ -328,7 +332,8 @@ def _pytorch(job: RoundJob) -> Callable[[NamedArrays], object]:
 
 def _summary(rounds: list[Round], size: int) -> Measurement:
     seconds = np.array([value for item in rounds for value in item.seconds])
-    p50, p90, p99 = (float(value) * 1e3 for value in np.percentile(seconds, (50, 90, 99)))
+    p50 = float(np.median(seconds)) * 1e3
+    p90, p99 = (percentile(seconds * 1e3, which) for which in (90, 99))
     return Measurement(
         latency_ms=Latency(
             mean=float(seconds.mean()) * 1e3,

@@ -91,7 +91,7 @@ class Check(Record):
     """One check: its name, its outcome in a sentence, and whether the release passed it.
 
     `value` is the figure that was compared with `bound`; both are None for a check without figures. `interval` is that
-    of a measured figure.
+    of a measured figure, `comparison` what was measured.
     """
 
     name: str
@@ -100,6 +100,7 @@ class Check(Record):
     value: float | None = None
     bound: float | None = None
     interval: Interval | None = None
+    comparison: Comparison | None = None
 
 
 class GateResult(StepResult):
@@ -277,6 +278,15 @@ def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: P
     yield check_ratio(comparison, f"target {new.target!r}:", f"that of {against}", bound)
 
 
+def decide_again(check: Check) -> Check:
+    """Return a check with the verdict that its kept measurements give; one without measurements is unchanged."""
+    if check.comparison is None or check.bound is None:
+        return check
+    interval = check.comparison.interval
+    changes = {"interval": interval, "value": check.comparison.ratio, "passed": interval.judge(check.bound) == "pass"}
+    return check.model_copy(update=changes)
+
+
 def check_ratio(comparison: Comparison, candidate: str, baseline: str, bound: float) -> Check:
     """Return the check of a measured ratio; an undecided one does not pass. The texts name the two sides."""
     name, verdict = "max_ratio_current", comparison.interval.judge(bound)
@@ -290,6 +300,7 @@ def check_ratio(comparison: Comparison, candidate: str, baseline: str, bound: fl
         value=comparison.ratio,
         bound=bound,
         interval=comparison.interval,
+        comparison=comparison,
     )
 
 

@@ -253,7 +253,7 @@ def metrics(item: TargetResult) -> dict[str, float]:
         # The typical sizes have the plain names; the others name their sizes.
         suffix = "" if index == 0 else "".join(f"_{name}{size}" for name, size in point.sizes.items())
         for runner, measurement in point.runners.items():
-            for name, value in measurement.latency_ms.model_dump().items():
+            for name, value in measurement.latency_ms.model_dump(exclude_none=True).items():
                 figure = "throughput" if name == "throughput" else f"latency_ms_{name}"
                 figures[f"{runner}_{figure}{suffix}"] = value
             figures[f"{runner}_load_seconds"] = measurement.load_seconds

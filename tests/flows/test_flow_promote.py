@@ -291,6 +291,10 @@ def test_a_slower_release_is_refused_with_the_ratio_and_its_alias_is_put_back(sh
     assert run.info.run_id in sentence
     assert (run.data.tags["tvmflow.verdict"], verdict["verdict"], verdict["from"]) == ("refused", "refused", "1")
     assert verdict["checks"][-1]["value"] > 3
+    again = shipped.machine.run("verdict", "tiny", "2", "--channel", "beside", "--replay", "--json")
+    assert again.code == 0, again.stderr
+    assert (again.document["checks"], again.document["verdict"]) == (verdict["checks"], "refused")
+    assert len(again.document["checks"][-1]["comparison"]["pairs"]) >= 9
     assert "max_ratio_current" in shipped.machine.mlflow.get_model_version("tiny", "2").tags["tvmflow.refused.beside"]
 
 

@@ -88,7 +88,9 @@ def test_the_document_has_the_figures_of_the_target(target: dict[str, Any]) -> N
     assert target["top1_agreement"] == 1.0
     assert target["metric"]["bundle"] == target["metric"]["original"] > 0.5
     latency = target["latency_ms"]
-    assert 0 < latency["min"] <= latency["p50"] <= latency["p90"] <= latency["p99"]
+    assert 0 < latency["min"] <= latency["p50"]
+    # Ten runs have neither.
+    assert (latency["p90"], latency["p99"]) == (None, None)
     assert latency["min"] <= latency["mean"]
     assert set(target["ratio"]) == {"onnxruntime", "pytorch"}
     assert target["runs"] == 10

@@ -54,6 +54,13 @@ def test_the_figures_are_over_all_rounds() -> None:
     assert (measured.load_seconds, measured.peak_memory, measured.size) == (0.5, 30, _SIZE["tvm"])
 
 
+@pytest.mark.parametrize(("runs", "has_p90", "has_p99"), [(63, False, False), (64, True, False), (662, True, True)])
+def test_a_percentile_needs_enough_runs(runs: int, has_p90: bool, has_p99: bool) -> None:
+    rounds = [Round(seconds=(1e-3,) * runs, load_seconds=1.0, peak_memory=10)]
+    latency = _point({}, {"tvm": rounds}, _SIZE).runners["tvm"].latency_ms
+    assert (latency.p90, latency.p99) == (1.0 if has_p90 else None, 1.0 if has_p99 else None)
+
+
 def test_the_ratio_is_the_bundle_s_median_over_the_peer_s(result: BenchmarkResult) -> None:
     assert result.typical.ratio == {"onnxruntime": pytest.approx(2.0)}
 

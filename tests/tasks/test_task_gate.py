@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tasks.gate import Check, GateJob, check_figures, check_ratio
+from tasks.gate import Check, GateJob, check_figures, check_ratio, decide_again
 from tvmflow.comparison import Comparison, Conditions, Pair, Plan
 from tvmflow.promotion import EffectivePolicy
 from tvmflow.spec import Policy
@@ -90,3 +90,5 @@ def test_a_ratio_passes_when_its_whole_interval_is_below_the_bound(ratios: list[
     check = check_ratio(comparison, "the new one's", "the old one's", 1.02)
     assert (check.passed, check.interval, check.value) == (passes, comparison.interval, comparison.ratio)
     assert check.message.endswith(end)
+    assert decide_again(Check.model_validate_json(check.model_dump_json())) == check
+    assert decide_again(check.model_copy(update={"passed": not passes})).passed == passes

@@ -38,6 +38,7 @@ from tvmflow.cli.serve import serve_command
 from tvmflow.cli.sign import keygen_command, sign_command
 from tvmflow.cli.tune import tune_command
 from tvmflow.cli.up import up_command
+from tvmflow.cli.verdict import verdict_command
 from tvmflow.cli.verify import verify_command
 from tvmflow.errors import TvmflowError
 from tvmflow.imports import end_quickly
@@ -99,6 +100,7 @@ for command in (
     promote_command,
     rollback_command,
     gc_command,
+    verdict_command,
     history_command,
     channel_command,
     approve_command,

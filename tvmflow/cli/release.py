@@ -74,7 +74,7 @@ def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") ->
         "target",
         *(["at"] if has_sizes else []),
         "p50 ms",
-        "p99 ms",
+        "p90 ms",
         "/ ONNX RT",
         "/ PyTorch",
         "error",
@@ -93,7 +93,7 @@ def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") ->
                 item.target if index == 0 else "",
                 *([point.label] if has_sizes else []),
                 f"{latency.p50:.3f}",
-                f"{latency.p99:.3f}",
+                _number(latency.p90, "{:.3f}"),
                 _number(point.ratio.get("onnxruntime"), "{:.2f}"),
                 _number(point.ratio.get("pytorch"), "{:.2f}"),
                 *(shared if index == 0 else ("", "", "")),
@@ -114,6 +114,15 @@ def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") ->
         console.print(f"{label:<8} {place}", highlight=False, soft_wrap=True)
 
 
+def _missing_percentiles(runs: int) -> "Iterator[str]":
+    """Yield a sentence where the runs are too few for p90, or for p99."""
+    from tvmflow.comparison import runs_needed
+
+    missing = [f"p{which} needs {runs_needed(which) - runs} more" for which in (90, 99) if runs < runs_needed(which)]
+    if missing:
+        yield f"{runs} runs are too few for some percentiles: {', '.join(missing)}"
+
+
 def _lines(item: "TargetSummary") -> "Iterator[str]":
     if item.metric is not None:
         yield f"task metric {item.metric['bundle']:.4f}, the original's {item.metric['original']:.4f}"
@@ -125,6 +134,7 @@ def _lines(item: "TargetSummary") -> "Iterator[str]":
     typical = item.measurements[0]
     names = {"pytorch": "PyTorch", "onnxruntime": "ONNX Runtime", "tvm": "TVM from Python"}
     seconds = {str(runner): measured.total_seconds for runner, measured in typical.runners.items()}
+    yield from _missing_percentiles(item.runs or 0)
     yield f"{item.runs} runs: " + ", ".join(
         f"{name} {seconds[key]:.3f} s" for key, name in names.items() if key in seconds
     )

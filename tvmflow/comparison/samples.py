@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 # The batches into which a series is cut to look for the end of its warm-up, and the fewest that tell anything.
 _BATCHES, _FEWEST_BATCHES = 40, 6
@@ -39,7 +40,7 @@ def runs_needed(percentile: float) -> int:
     return runs
 
 
-def percentile(times: Sequence[float], which: float) -> float | None:
+def percentile(times: "Sequence[float] | npt.NDArray[np.float64]", which: float) -> float | None:
     """Return a percentile of the times, None where there are too few of them."""
     return float(np.percentile(times, which)) if len(times) >= runs_needed(which) else None
 

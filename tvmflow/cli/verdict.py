@@ -1,0 +1,66 @@
+"""`tvmflow verdict`: show the last verdict on a promotion, and decide it again from what was measured."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from tvmflow.errors import StoreError, VerdictError
+
+
+@click.command("verdict")
+@click.argument("name")
+@click.argument("version")
+@click.option("--channel", default="production", show_default=True, help="The channel to which it was promoted.")
+@click.option("--replay", is_flag=True, help="Decide again from the kept measurements.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def verdict_command(name: str, version: str, channel: str, replay: bool, as_json: bool) -> None:
+    """Show the last verdict on a promotion of the release NAME VERSION: every check, its figure and its bound.
+
+    With --replay, a ratio that was measured is decided again from its pairs. Exit code 3: the verdict is not the same.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from tasks.gate import Check, decide_again
+    from tvmflow import settings as machine
+    from tvmflow.services import open_registry
+
+    registry = open_registry(machine.load())
+    tags = {"kind": "promotion", "name": name, "version": version, "channel": channel}
+    runs = registry.find_runs({f"tvmflow.{key}": value for key, value in tags.items()})
+    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+        path = registry.fetch_artifact(runs[0], "verdict.json", Path(folder)) if runs else None
+        if path is None:
+            raise StoreError(
+                f"the registry has no verdict on {name} {version} for {channel}; promote it to that channel first"
+            )
+        document = json.loads(path.read_text())
+    kept = [Check.model_validate(check) for check in document["checks"]]
+    checks = [decide_again(check) for check in kept] if replay else kept
+    if as_json:
+        shown = [check.model_dump(mode="json") for check in checks]
+        click.echo(json.dumps({**document, "checks": shown, "mlflow_run_id": runs[0]}))
+    else:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("check", "", "figure", "interval", "bound", "pairs"):
+            table.add_column(column, no_wrap=True)
+        for check in checks:
+            table.add_row(
+                check.name,
+                "passed" if check.passed else "refused",
+                "-" if check.value is None else f"{check.value:.4g}",
+                "-" if check.interval is None else str(check.interval),
+                "-" if check.bound is None else f"{check.bound:g}",
+                "-" if check.comparison is None else str(len(check.comparison.pairs)),
+            )
+        Console(width=None if sys.stdout.isatty() else 120).print(table)
+        click.echo(f"{name} {version} to {channel}: {document['verdict']}, MLflow run {runs[0]}")
+    changed = [check.name for check, before in zip(checks, kept, strict=True) if check.passed != before.passed]
+    if changed:
+        raise VerdictError(
+            f"{', '.join(changed)} of {name} {version} is decided otherwise than in MLflow run {runs[0]}"
+        )
