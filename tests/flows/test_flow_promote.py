@@ -291,6 +291,11 @@ def test_a_slower_release_is_refused_with_the_ratio_and_its_alias_is_put_back(sh
     assert run.info.run_id in sentence
     assert (run.data.tags["tvmflow.verdict"], verdict["verdict"], verdict["from"]) == ("refused", "refused", "1")
     assert verdict["checks"][-1]["value"] > 3
+    status = shipped.machine.run("status", "--json")
+    assert status.code == 0, status.stderr
+    (row,) = [row for row in status.document if row["channel"] == "beside"]
+    assert (row["name"], row["version"], "2" in row["newer"]) == ("tiny", "1", True)
+    assert row["verdict"] == {"version": "2", "verdict": "refused", "reasons": verdict["reasons"]}
     again = shipped.machine.run("verdict", "tiny", "2", "--channel", "beside", "--replay", "--json")
     assert again.code == 0, again.stderr
     assert (again.document["checks"], again.document["verdict"]) == (verdict["checks"], "refused")

@@ -36,6 +36,7 @@ from tvmflow.cli.rollback import rollback_command
 from tvmflow.cli.run import run_command
 from tvmflow.cli.serve import serve_command
 from tvmflow.cli.sign import keygen_command, sign_command
+from tvmflow.cli.status import status_command
 from tvmflow.cli.tune import tune_command
 from tvmflow.cli.up import up_command
 from tvmflow.cli.verdict import verdict_command
@@ -86,6 +87,7 @@ for command in (
     sign_command,
     init_command,
     list_command,
+    status_command,
     report_command,
     diff_command,
     up_command,

@@ -1,0 +1,96 @@
+"""`tvmflow status`: show every model with its channels, what waits, and the last verdicts."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from tvmflow.registry import Registry
+    from tvmflow.store import ReleaseStore
+
+
+@click.command("status")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def status_command(as_json: bool) -> None:
+    """Show every released model: what each channel holds and since when, what is newer, and the last verdict.
+
+    It is what a person on duty opens first. "newer" are the releases after the one that the channel holds.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from tvmflow import settings as machine
+    from tvmflow.services import open_registry, open_store
+
+    settings = machine.load()
+    registry = open_registry(settings)
+    with open_store(settings) as store:
+        rows = [row for name in store.list_names() for row in _read_rows(store, registry, name)]
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("name", "channel", "version", "days", "p50 ms", "newer", "last verdict"):
+        table.add_column(column, no_wrap=column != "last verdict")
+    for row in rows:
+        verdict = row["verdict"]
+        table.add_row(
+            row["name"],
+            row["channel"] or "-",
+            row["version"] or "-",
+            "-" if row["days"] is None else f"{row['days']:.0f}",
+            "-" if row["p50_ms"] is None else f"{row['p50_ms']:.3f}",
+            ", ".join(row["newer"]) or "-",
+            "-" if verdict is None else ": ".join([f"{verdict['version']} {verdict['verdict']}", *verdict["reasons"]]),
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _read_rows(store: "ReleaseStore", registry: "Registry", name: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each channel of a model, one without a channel where it has none."""
+    from tvmflow.store import channels
+
+    versions = store.list_versions(name)
+    empty = {"name": name, "channel": None, "version": None, "days": None, "p50_ms": None, "verdict": None}
+    pointers = channels.list_all(store, name)
+    if not pointers:
+        yield {**empty, "newer": versions}
+    for pointer in pointers:
+        is_there = pointer.version in versions
+        age = datetime.now(UTC) - datetime.fromisoformat(pointer.last_move.when)
+        yield {
+            "name": name,
+            "channel": pointer.channel,
+            "version": pointer.version,
+            "days": age.total_seconds() / 86400,
+            "p50_ms": _p50(store.get_release(name, pointer.version)) if is_there else None,
+            "newer": versions[versions.index(pointer.version) + 1 :] if is_there else versions,
+            "verdict": _last_verdict(registry, name, pointer.channel),
+        }
+
+
+def _p50(release: dict[str, Any]) -> float | None:
+    """Return the smallest median latency of a release's targets in ms, None where none was measured."""
+    measured = [item["measurements"] for item in release["targets"] if item["measurements"]]
+    return min((float(item["points"][0]["runners"]["tvm"]["latency_ms"]["p50"]) for item in measured), default=None)
+
+
+def _last_verdict(registry: "Registry", name: str, channel: str) -> dict[str, Any] | None:
+    """Return version, verdict and reasons of the last promotion to a channel, None where the registry has none."""
+    tags = {"tvmflow.kind": "promotion", "tvmflow.name": name, "tvmflow.channel": channel}
+    runs = registry.find_runs(tags)
+    if not runs:
+        return None
+    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+        path = registry.fetch_artifact(runs[0], "verdict.json", Path(folder))
+        if path is None:
+            return None
+        document = json.loads(path.read_text())
+    return {key: document[key] for key in ("version", "verdict", "reasons")}
