@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 @click.command("status")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def status_command(as_json: bool) -> None:
-    """Show every released model: what each channel holds and since when, what is newer, and the last verdict.
+    """Show every released model: what each channel holds and since when, what waits, and the last verdict.
 
-    It is what a person on duty opens first. "newer" are the releases after the one that the channel holds.
+    It is what a person on duty opens first. "newer" are the releases after the one that the channel holds, "waits" is
+    the release that somebody asks for.
     """
     from rich import box
     from rich.console import Console
@@ -37,7 +38,7 @@ def status_command(as_json: bool) -> None:
         click.echo(json.dumps(rows))
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("name", "channel", "version", "days", "p50 ms", "newer", "last verdict"):
+    for column in ("name", "channel", "version", "days", "p50 ms", "newer", "waits", "last verdict"):
         table.add_column(column, no_wrap=column != "last verdict")
     for row in rows:
         verdict = row["verdict"]
@@ -48,6 +49,7 @@ def status_command(as_json: bool) -> None:
             "-" if row["days"] is None else f"{row['days']:.0f}",
             "-" if row["p50_ms"] is None else f"{row['p50_ms']:.3f}",
             ", ".join(row["newer"]) or "-",
+            row["wish"] or "-",
             "-" if verdict is None else ": ".join([f"{verdict['version']} {verdict['verdict']}", *verdict["reasons"]]),
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
@@ -58,22 +60,28 @@ def _read_rows(store: "ReleaseStore", registry: "Registry", name: str) -> Iterat
     from tvmflow.store import channels
 
     versions = store.list_versions(name)
-    empty = {"name": name, "channel": None, "version": None, "days": None, "p50_ms": None, "verdict": None}
-    pointers = channels.list_all(store, name)
-    if not pointers:
-        yield {**empty, "newer": versions}
-    for pointer in pointers:
-        is_there = pointer.version in versions
-        age = datetime.now(UTC) - datetime.fromisoformat(pointer.last_move.when)
+    all_channels = channels.list_all(store, name)
+    if not all_channels:
+        empty = {"channel": None, "version": None, "days": None, "p50_ms": None, "wish": None, "verdict": None}
+        yield {"name": name, **empty, "newer": versions}
+    for channel in all_channels:
+        version = channel.version
+        is_there = version in versions
         yield {
             "name": name,
-            "channel": pointer.channel,
-            "version": pointer.version,
-            "days": age.total_seconds() / 86400,
-            "p50_ms": _p50(store.get_release(name, pointer.version)) if is_there else None,
-            "newer": versions[versions.index(pointer.version) + 1 :] if is_there else versions,
-            "verdict": _last_verdict(registry, name, pointer.channel),
+            "channel": channel.channel,
+            "version": version,
+            "days": _days_since(channel.moves[-1].when) if channel.moves else None,
+            "p50_ms": _p50(store.get_release(name, version)) if version is not None and is_there else None,
+            "newer": versions[versions.index(version) + 1 :] if version is not None and is_there else versions,
+            "wish": channel.wish and channel.wish.version,
+            "verdict": _last_verdict(registry, name, channel.channel),
         }
+
+
+def _days_since(when: str) -> float:
+    """Return the days that have passed since a time in ISO 8601."""
+    return (datetime.now(UTC) - datetime.fromisoformat(when)).total_seconds() / 86400
 
 
 def _p50(release: dict[str, Any]) -> float | None:
