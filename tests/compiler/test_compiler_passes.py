@@ -742,6 +742,21 @@ def test_attention_without_heads_and_with_other_keys(make_model: Any, assert_sam
     assert rule_counts(built)["attention"] == 1
 
 
+def test_attention_over_keys_whose_number_is_free(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = "a = Transpose(k; perm=[0,1,3,2])\n b = MatMul(q, a)\n c = Add(b, m)\n d = Softmax(c)\n y = MatMul(d, v)"
+    inputs = {"q": ("n", 2, "s", 16), "k": ("n", 2, "t", 16), "v": ("n", 2, "t", 16), "m": ("n", 1, "s", "t")}
+    path = make_model(_nodes(nodes), list(inputs.items()), ["y"])
+    feeds = [
+        {
+            name: normal(*(sizes[dim] if isinstance(dim, str) else dim for dim in dims), seed=seed)
+            for seed, (name, dims) in enumerate(inputs.items())
+        }
+        for sizes in ({"n": 1, "s": 3, "t": 37}, {"n": 2, "s": 9, "t": 5})
+    ]
+    built = assert_same_as_onnxruntime(path, *feeds)
+    assert rule_counts(built)["attention"] == 1
+
+
 def test_tokens_masked_with_minus_infinity_have_no_weight(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = "a = Transpose(k; perm=[0,1,3,2])\n b = MatMul(q, a)\n c = Add(m, b)\n d = Softmax(c)\n y = MatMul(d, v)"
     inputs = {"q": (1, 2, 9, 16), "k": (1, 2, 9, 16), "v": (1, 2, 9, 16), "m": (9, 9)}

@@ -286,7 +286,12 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Ex
 
         query, key, value = (partial(element, view, tensors[place]) for view, place in zip(views, places, strict=True))
         mask = tensors[len(bases)] if masks else None
-        return attention.attention(shape, keys[1], query, key, value, mask, float(attrs.scale), machine)
+        count = keys[1]
+        if not isinstance(count, tirx.IntImm):
+            # The function's tensors have variables of their own for symbolic sizes.
+            axes = zip(tensors[places[1]].shape, views[1].places, strict=True)
+            count = next((size for size, (dim, _, _) in axes if dim == 1), count)
+        return attention.attention(shape, count, query, key, value, mask, float(attrs.scale), machine)
 
     return rewriter.builder_.call_te(compute, *bases, *masks, primfunc_name_hint="attention")
 
