@@ -88,7 +88,7 @@ class BenchmarkJob(Job):
         """
         section = spec.benchmark
         threads = section.threads or min(target.threads, host().cores)
-        own_threads = read_manifest(workspace.path(packaged.bundle)).threads
+        limit = read_manifest(workspace.path(packaged.bundle)).max_threads
         inputs = [Input(name=item.name, shape=item.shape, samples=Samples(kind="ones")) for item in exported.inputs]
         return cls(
             original=original,
@@ -100,7 +100,7 @@ class BenchmarkJob(Job):
             peers=tuple(peer for peer in section.peers if peer != "pytorch" or original.source.framework == "pytorch"),
             points=tuple(samples.measured_sizes(inputs, exported.dimensions)),
             threads=threads,
-            bundle_threads=own_threads if own_threads < target.threads else threads,
+            bundle_threads=min(limit or threads, threads),
         )
 
 

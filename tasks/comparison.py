@@ -71,7 +71,8 @@ def compare_latency(
     `slowdown` above 0 makes each run of the candidate longer by that share of its time, to try the comparison. Raises
     BundleError for a bundle that does not run here, InputError where `baseline` takes other inputs.
     """
-    threads = min(host().cores, read_manifest(candidate).threads), min(host().cores, read_manifest(baseline).threads)
+    limits = read_manifest(candidate).max_threads, read_manifest(baseline).max_threads
+    threads = min(host().cores, limits[0] or host().cores), min(host().cores, limits[1] or host().cores)
     with workspace.scratch() as folder:
         extract(candidate, folder)
         sample = folder / "sample.npz"

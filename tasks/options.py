@@ -13,7 +13,7 @@ def as_options(section: Build, variants: tuple[dict[str, int], ...]) -> "BuildOp
     """Return the compiler's options for a release file's section `build` and the given `variants`."""
     from tvmflow.compiler import BuildOptions
 
-    options = {**section.model_dump(), "fast_algorithms": section.fast_algorithms == "allow"}
+    options = {**section.model_dump(exclude={"threads"}), "fast_algorithms": section.fast_algorithms == "allow"}
     return BuildOptions(**options, variants=variants)
 
 

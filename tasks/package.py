@@ -59,13 +59,17 @@ class PackageJob(Job):
         """
         ranges = exported.dimensions
         names = sorted({dim for item in imported.inputs for dim in item.shape if isinstance(dim, str)})
+        threads = read_threads(workspace.path(tuned.records), target.threads)
+        threads = min(threads, spec.build.threads or threads)
         manifest = Manifest(
             name=spec.name,
             target=target.name,
             tvm_target=target.tvm,
             arch=target.arch,
             cpu_features=needed_features(target, spec.build.precision),
-            threads=read_threads(workspace.path(tuned.records), target.threads),
+            threads=threads,
+            # The release file bounds them, or tuning found fewer faster; else all cores of the machine that runs it.
+            max_threads=spec.build.threads or (threads if threads < target.threads else None),
             inputs=imported.inputs,
             outputs=imported.outputs,
             dimensions={name: (item.min, item.max) for name in names for item in [ranges.get(name, Dimension())]},

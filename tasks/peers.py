@@ -142,7 +142,7 @@ def hold_contest(
         if not rounds:
             budget = min(max(int(seconds / (time.monotonic() - start)), _FEWEST_ROUNDS), _MOST_ROUNDS)
         rounds.append(completed)
-    conditions = observe_conditions((min(threads, read_manifest(bundle).threads), threads), load)
+    conditions = observe_conditions((min(threads, read_manifest(bundle).max_threads or threads), threads), load)
     plan = Plan(looks=(len(rounds),))
     return Contest(
         figures={runner: _figures([item.turns[runner] for item in rounds], rounds, runner) for runner in runners},
@@ -290,7 +290,7 @@ def _error(results: Sequence[Any], expected: Sequence[Any]) -> float:
 def _load_tvmflow(job: TurnJob, inputs: NamedArrays) -> Run:
     from tvmflow import runtime
 
-    model = runtime.load(job.bundle, threads=min(job.threads, read_manifest(job.bundle).threads))
+    model = runtime.load(job.bundle, threads=min(job.threads, read_manifest(job.bundle).max_threads or job.threads))
     return lambda: list(model(**inputs).values())
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from tvmflow import profiles
+from tvmflow import cores, profiles
 from tvmflow.errors import TargetError
 from tvmflow.profiles import Processor, Profile
 
@@ -151,7 +151,7 @@ def processor() -> str:
 
 @cache
 def host() -> Host:
-    """Return this machine: architecture, CPU features as the kernel reports them, cores that this process may use."""
+    """Return this machine: architecture, CPU features as the kernel reports them, physical cores that this process may use."""
     machine = platform.machine().lower()
     arch = _ARCH_NAMES.get(machine, machine)
     cpuinfo = ""
@@ -160,8 +160,7 @@ def host() -> Host:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
     features = frozenset(match.group(1).split()) if match else frozenset()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Host(arch, features, cores, profiles.parse_processor(cpuinfo))
+    return Host(arch, features, cores.count(), profiles.parse_processor(cpuinfo))
 
 
 def missing_features(features: tuple[str, ...]) -> tuple[str, ...]:

@@ -87,6 +87,11 @@ Manifest ReadManifest(const Field& document) {
   manifest.host_arch = HostArchOf(manifest.arch, target);
   for (const Field& feature : document.At("cpu_features").Items()) manifest.cpu_features.push_back(feature.Text());
   manifest.threads = document.At("threads").Count(1);
+  // A bundle that does not name the most threads runs on those it was built for.
+  manifest.max_threads = manifest.threads;
+  for (const auto& [key, value] : document.Members()) {
+    if (key == "max_threads") manifest.max_threads = value.IsNull() ? std::nullopt : std::optional(value.Count(1));
+  }
   manifest.inputs = ReadTensors(document.At("inputs"));
   manifest.outputs = ReadTensors(document.At("outputs"));
   for (const auto& [symbol, range] : PrintableMembers(document.At("dimensions"))) {

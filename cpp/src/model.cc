@@ -88,9 +88,9 @@ void CheckInput(const Manifest& manifest, const TensorSpec& spec, const Tensor& 
 
 // Sets the environment variables from which TVM's thread pool takes the number of its worker threads. `threads` is the
 // number that the caller demands, or 0.
-void SetWorkerThreads(int threads, int64_t bundle_threads) {
+void SetWorkerThreads(int threads, std::optional<int64_t> most) {
   const char* variable = std::getenv("TVM_NUM_THREADS");
-  int64_t count = std::min<int64_t>(bundle_threads, HostCores());
+  int64_t count = std::min<int64_t>(most.value_or(HostCores()), HostCores());
   if (threads > 0) {
     count = threads;
   } else if (variable != nullptr) {
@@ -120,7 +120,7 @@ Model Model::Open(const std::string& bundle, int threads) {
   model.manifest_ = files.manifest();
   const Manifest& manifest = model.manifest_;
   CheckHost(manifest);
-  SetWorkerThreads(threads, manifest.threads);
+  SetWorkerThreads(threads, manifest.max_threads);
   if (manifest.arch == "cuda") {
     LoadCuda(manifest.name);
     model.device_ = {kDLCUDA, 0};

@@ -32,7 +32,7 @@ constexpr const char* kUsage =
     "  --output   the file to write\n"
     "  --repeat   timed runs (1)\n"
     "  --warmup   runs before the timed ones (0)\n"
-    "  --threads  worker threads (TVM_NUM_THREADS, else the bundle's number but at most the number of cores)\n"
+    "  --threads  worker threads (TVM_NUM_THREADS, else the number of cores but at most the bundle's bound)\n"
     "  --json     print one JSON document\n";
 
 // A mistake in the command line.

@@ -458,6 +458,8 @@ def test_the_cost_models_choices_are_explained_with_their_margins(tvmflow: Comma
     path = save_model(tmp_path / "one.onnx", [node], [("x", [1, 16, 8, 8])], [("y", [1, 16, 8, 8])], {"w": weight})
     result = tvmflow("compile", path, "-o", tmp_path / "one.tar.gz", "--explain", "--json")
     assert result.code == 0, result.stderr
+    # It runs on the cores of the machine that runs it.
+    assert read_manifest(tmp_path / "one.tar.gz").max_threads is None
     (decision,) = json.loads(result.stdout)["decisions"]
     assert decision["kind"] == "algorithm"
     assert set(decision["cycles"]) == {"direct", "winograd 2", "winograd 4"}

@@ -512,6 +512,7 @@ DEFAULTS: Document = {
         "exec_mode": "bytecode",
         "weights": "inside",
         "precision": "fp32",
+        "threads": None,
         "fast_algorithms": "allow",
     },
     "tune": {"trials": None, "minutes": None, "until": None, "early_stopping": 256, "tuner": "xgb", "seed": 0},

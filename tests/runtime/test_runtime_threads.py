@@ -75,6 +75,23 @@ print(runtime.load(sys.argv[1]).threads, run(runtime.load(sys.argv[1], threads=1
     assert python(code, bundle, TVM_NUM_THREADS="2") == ["2 1"]
 
 
+def test_a_model_gets_the_cores_of_this_machine_up_to_its_own_bound(bundle: Path) -> None:
+    code = """
+from tvmflow.runtime import threads
+from tvmflow.target import host
+print(*(threads.reserve(None, most, None) == min(most or host().cores, host().cores) for most in (None, 1, 2, 4096)))
+"""
+    assert python(code, bundle) == ["True True True True"]
+
+
+def test_a_process_that_may_use_one_core_gets_one_worker(bundle: Path) -> None:
+    code = """
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+print(runtime.load(sys.argv[1]).threads)
+"""
+    assert python(code, bundle) == ["1"]
+
+
 def test_one_worker_leaves_its_thread_free_to_move(bundle: Path) -> None:
     code = """
 before = os.sched_getaffinity(0)

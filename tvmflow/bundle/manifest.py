@@ -63,8 +63,9 @@ class Manifest:
     """The content of `bundle.json`: nothing in it varies from run to run.
 
     `dimensions` holds the smallest and the largest size of each symbolic dimension; a largest size of None means no
-    limit. `weights` says whether they are inside the library or in a file apart. `threads` is the number of threads to
-    run on. `provenance` maps the inputs of the build to their SHA-256, and `options` and `code` to the options and the
+    limit. `weights` says whether they are inside the library or in a file apart. `threads` is the number of
+    threads that the code was chosen for, and `max_threads` the most to run on; None: as many as there are cores.
+    `provenance` maps the inputs of the build to their SHA-256, and `options` and `code` to the options and the
     digest of tvmflow's code.
     """
 
@@ -82,6 +83,7 @@ class Manifest:
     variants: tuple[Variant, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
+    max_threads: int | None = None
     format: int = FORMAT
 
     def to_json(self) -> bytes:
@@ -196,6 +198,7 @@ def _read_1(document: dict[str, Any]) -> Manifest:
         arch=_text(document["arch"]),
         cpu_features=tuple(_text(item) for item in _list(document["cpu_features"])),
         threads=_count(document["threads"], least=1),
+        max_threads=_limit(document),
         inputs=inputs,
         outputs=tuple(_tensor(item) for item in _list(document["outputs"])),
         dimensions={_text(name): _range(item) for name, item in _mapping(document["dimensions"]).items()},
@@ -247,6 +250,12 @@ def _count(value: object, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST_SIZE:
         raise TypeError(f"{value!r} is not a count")
     return value
+
+
+def _limit(document: dict[str, Any]) -> int | None:
+    """The most threads to run on. A bundle that does not name them runs on those it was built for, as ever."""
+    limit = document.get("max_threads", document["threads"])
+    return None if limit is None else _count(limit, least=1)
 
 
 def _range(item: Any) -> tuple[int, int | None]:

@@ -44,12 +44,12 @@ def load(path_or_uri: Path | str, *, threads: int | None = None, spin: int | Non
     `release://NAME/VERSION`. Of a release's bundles, the best one that this machine can run is loaded and kept in a
     cache.
 
-    `threads` is the number of worker threads of a call: by default TVM_NUM_THREADS, else the bundle's own number, but
-    not more than the number of cores. A thread that calls models gets its pool of workers at its first call, as large
-    as the largest number of any model loaded by then; a model that is loaded later with a larger `threads` gives a
-    RuntimeWarning at its first call and runs on fewer. `spin` is how many times an idle worker looks for work before it
-    sleeps, by default 300000; 0 spares the processor and costs some microseconds per call. The first call of the
-    process fixes it.
+    `threads` is the number of worker threads of a call: by default TVM_NUM_THREADS, else one for each physical core
+    that this process may use, but not more than the bundle's `max_threads`. A thread that calls models gets its pool of
+    workers at its first call, as large as the largest number of any model loaded by then; a model that is loaded later
+    with a larger `threads` gives a RuntimeWarning at its first call and runs on fewer. `spin` is how many times an idle
+    worker looks for work before it sleeps, by default 300000; 0 spares the processor and costs some microseconds per
+    call. The first call of the process fixes it.
 
     Raises BundleError when the file is damaged or this machine cannot run it, before any of its code runs; StoreError
     when it cannot be fetched; InputError for a number of threads below 1 or a spin below 0.
@@ -70,7 +70,7 @@ def _open(file: Path, threads: int | None, spin: int | None) -> "CompiledModel":
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
         manifest = extract(file, Path(folder))
         manifest.check_host()
-        workers = pools.reserve(threads, manifest.threads, spin)
+        workers = pools.reserve(threads, manifest.max_threads, spin)
         # The library stays in memory when its file is removed with the folder.
         return CompiledModel(manifest, Path(folder), workers, warn_of_fewer_threads=threads is not None)
 

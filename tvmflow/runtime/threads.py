@@ -10,6 +10,7 @@ import re
 import threading
 import warnings
 
+from tvmflow import cores
 from tvmflow.errors import InputError
 from tvmflow.target import host
 
@@ -37,13 +38,13 @@ are_mixed = False
 """Whether models of this process use different numbers of workers: each call has to say its own then."""
 
 
-def reserve(requested: int | None, built_for: int, spin: int | None) -> int:
+def reserve(requested: int | None, most: int | None, spin: int | None) -> int:
     """Return the number of workers for a model that is being loaded, and set the environment of later pools.
 
-    The number is `requested`, else the user's TVM_NUM_THREADS, else `built_for` but at most the number of cores. `spin`
-    is how many times a worker looks for work before it sleeps; None leaves TVM's default. Warns if the process has
-    workers already and so ignores `spin`. Raises InputError for `requested` below 1, for `spin` below 0, and for a
-    TVM_NUM_THREADS that is no positive integer.
+    The number is `requested`, else the user's TVM_NUM_THREADS, else the number of cores that this process may use, but
+    not above `most`. `spin` is how many times a worker looks for work before it sleeps; None leaves TVM's default.
+    Warns if the process has workers already and so ignores `spin`. Raises InputError for `requested` below 1, for
+    `spin` below 0, and for a TVM_NUM_THREADS that is no positive integer.
     """
     global _user_count, _own_count, are_mixed
     for name, value, least in (("threads", requested, 1), ("spin", spin, 0)):
@@ -55,12 +56,13 @@ def reserve(requested: int | None, built_for: int, spin: int | None) -> int:
             _user_count = variable
         if _user_count is not None and not re.fullmatch("0*[1-9][0-9]{0,8}", _user_count):
             raise InputError(f"the environment variable {_COUNT} is {_user_count!r}, expected a positive number")
-        count = requested or int(_user_count or 0) or min(built_for, host().cores)
+        count = requested or int(_user_count or 0) or min(most or host().cores, host().cores)
         _counts.add(count)
         are_mixed = len(_counts) > 1
         _own_count = os.environ[_COUNT] = str(max(_counts))
-        if _own_count == "1":
-            # TVM would bind every thread that calls a model to the first core.
+        if _own_count == "1" or cores.are_restricted():
+            # TVM would bind workers to the first hardware threads: every caller with one worker to the first of them,
+            # two workers to one core, or workers to the cores of another process.
             os.environ.setdefault(_BIND, "0")
         if spin is not None and os.environ.get(_SPIN) != str(spin):
             if _is_started:

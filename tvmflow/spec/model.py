@@ -114,6 +114,9 @@ class Build(Section):
     precision: Precision = "fp32"
     """The precision of convolutions and matrix products; all other operators stay in float32. See [reduced
     precision](../explanation/the-cpu-compiler.md#reduced-precision)."""
+    threads: PositiveInt | None = None
+    """The most threads that a bundle runs on; unless given, one for each physical core of the machine that runs it, or
+    fewer where tuning found that faster."""
     fast_algorithms: Literal["allow", "forbid"] = "allow"
     """Whether algorithms may be used that multiply less and round more. See
     [fast algorithms](../explanation/the-cpu-compiler.md#fast-algorithms)."""

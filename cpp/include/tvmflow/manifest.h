@@ -41,7 +41,9 @@ struct Manifest {
   // The architecture of the CPU that the library runs on; for a GPU's bundle its host's, empty if the manifest names none.
   std::string host_arch;
   std::vector<std::string> cpu_features;
+  // The threads that the code was chosen for, and the most to run on; none: as many as there are cores.
   int64_t threads;
+  std::optional<int64_t> max_threads;
   std::vector<TensorSpec> inputs;
   std::vector<TensorSpec> outputs;
   // The smallest and the largest size of each symbolic dimension; without a largest, any size from the smallest.

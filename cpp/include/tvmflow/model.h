@@ -20,8 +20,8 @@ class Model {
  public:
   // Verifies a bundle, a `.tar.gz` or a folder into which one was unpacked, and loads its library.
   //
-  // `threads` is the number of worker threads. For 0 it is TVM_NUM_THREADS, or, where that is not set, the bundle's own
-  // number but at most the number of cores. TVM fixes the number for the whole process with its first parallel call.
+  // `threads` is the number of worker threads. For 0 it is TVM_NUM_THREADS, or, where that is not set, the number of
+  // cores but at most the bundle's own bound. TVM fixes the number for the whole process with its first parallel call.
   // Throws Error when the bundle is damaged or this machine cannot run it; nothing of it is executed then.
   static Model Open(const std::string& bundle, int threads = 0);
 
