@@ -151,7 +151,7 @@ def processor() -> str:
 
 @cache
 def host() -> Host:
-    """Return this machine: architecture, CPU features as the kernel reports them, physical cores that this process may use."""
+    """Return this machine: architecture, CPU features as the kernel reports them, cores (`tvmflow.cores.count`)."""
     machine = platform.machine().lower()
     arch = _ARCH_NAMES.get(machine, machine)
     cpuinfo = ""
