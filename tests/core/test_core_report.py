@@ -14,6 +14,7 @@ from support.skips import needs
 from tasks.insight import draw
 from tvmflow.report import charts
 from tvmflow.report.changes import compare_releases
+from tvmflow.report.drift import find_drifts
 from tvmflow.report.release import make_data, write_difference, write_page
 
 _PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
@@ -204,3 +205,26 @@ def test_nothing_overflows_a_phone_or_a_desk(page: str, tmp_path: Path) -> None:
         check=True,
     )
     assert re.findall(r"<title>([\d ]+)</title>", dumped.stdout) == ["0 0"]
+
+
+@pytest.mark.parametrize(
+    ("latencies", "drifts"),
+    [
+        ([1.0, 1.01, 1.02, 1.03, 1.04, 1.05], True),
+        ([1.0, 1.01, 0.99, 1.0, 1.01, 1.0, 0.99, 1.01, 1.0], False),
+        ([1.0, 1.0, 1.0, 1.0, 1.0, 5.0], False),
+        ([1.0, 1.02, 1.04, 1.06, 1.08], False),
+        ([1.0, 1.01, 0.99, 1.0] * 3 + [1.01, 1.02, 1.03, 1.04, 1.05, 1.06, 1.07], True),
+    ],
+)
+def test_small_steps_in_one_direction_are_a_drift(latencies: list[float], drifts: bool) -> None:
+    releases = [_release(str(index), latency) for index, latency in enumerate(latencies, 1)]
+    names = {drift.figure for drift in find_drifts(releases)}
+    assert ("p50 latency, ms" in names) == drifts
+    assert "task metric" not in names
+
+
+def test_a_drift_in_words_has_both_ends() -> None:
+    releases = [_release(str(index), 1 + index / 100) for index in range(1, 7)]
+    (sentence,) = [str(drift) for drift in find_drifts(releases) if drift.figure == "p50 latency, ms"]
+    assert sentence.startswith("native: p50 latency, ms rises over the last 6 releases, from 1.01 to 1.06 (")

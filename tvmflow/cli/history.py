@@ -1,17 +1,34 @@
-"""`tvmflow history`: show what happened to a channel."""
+"""`tvmflow history`: show what happened to a channel, and how the figures of releases have changed."""
 
 import json
 import sys
 
 import click
 
+# The newest releases that the table of figures has columns for.
+_SHOWN = 8
+
 
 @click.command("history")
 @click.argument("name")
-@click.option("--channel", required=True, help="The channel, e.g. production.")
+@click.option("--channel", help="The channel, e.g. production.")
+@click.option("--figures", is_flag=True, help="Show the figures of all releases, and which of them drift.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def history_command(name: str, channel: str, as_json: bool) -> None:
-    """Show the moves of a channel of NAME, the changes of its policy and the wishes that were not granted."""
+def history_command(name: str, channel: str | None, figures: bool, as_json: bool) -> None:
+    """Show the moves of a channel of NAME, the changes of its policy and the wishes that were not granted.
+
+    With --figures, show the figures of its releases instead. A figure drifts when it rises or falls over six releases
+    or more, also by small steps.
+    """
+    if figures == (channel is not None):
+        raise click.UsageError("give either --channel or --figures")
+    if channel is None:
+        _show_figures(name, as_json)
+    else:
+        _show_channel(name, channel, as_json)
+
+
+def _show_channel(name: str, channel: str, as_json: bool) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -39,3 +56,38 @@ def history_command(name: str, channel: str, as_json: bool) -> None:
         why = ": ".join(part for part in (kind, event.why) if part)
         table.add_row(event.when[:19].replace("T", " "), before, after, event.who, why)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _show_figures(name: str, as_json: bool) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from tvmflow import settings as machine
+    from tvmflow.errors import StoreError
+    from tvmflow.report.drift import find_drifts, list_figures
+    from tvmflow.services import open_store
+
+    with open_store(machine.load()) as store:
+        releases = list(store.iterate_releases(name))
+        if not releases:
+            raise StoreError(
+                f"there is no release of {name!r} in {store.config.uri}; `tvmflow list` shows those that are"
+            )
+    series, drifts = list_figures(releases), list(find_drifts(releases))
+    if as_json:
+        rows = [
+            {"target": target, "figure": figure, "values": dict(points)} for (target, figure), points in series.items()
+        ]
+        click.echo(json.dumps({"figures": rows, "drifts": [drift._asdict() for drift in drifts]}))
+        return
+    shown = [str(release["version"]) for release in releases][-_SHOWN:]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("target", "figure", *shown):
+        table.add_column(column, no_wrap=True)
+    for (target, figure), points in series.items():
+        values = dict(points)
+        table.add_row(target, figure, *(f"{values[each]:.4g}" if each in values else "-" for each in shown))
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    for drift in drifts:
+        click.echo(str(drift))
