@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 
 from tvmflow.serving import Options, Source
 from tvmflow.serving.app import Service
@@ -122,7 +123,9 @@ def test_a_rollback_is_a_swap_as_well(serve: Serve, point: Point) -> None:
         assert running.metric("tvmflow_swaps_total") == 2
 
 
-def test_the_last_two_bundles_stay_in_the_cache(bundle: Path, tmp_path: Path) -> None:
+def test_the_last_two_bundles_stay_in_the_cache(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Another test may have started this process's workers, with other settings.
+    monkeypatch.setenv("TVM_THREAD_POOL_SPIN_COUNT", "0")
     paths = {version: tmp_path / f"{version}.tar.gz" for version in ("1", "2", "3")}
     for path in paths.values():
         shutil.copyfile(bundle, path)
