@@ -15,6 +15,7 @@ from prefect import flow
 
 from flows.context import RunContext
 from flows.local import ModelSteps, build_here, measure_here, refuse_unverifiable
+from flows.logs import keeping_logs
 from tasks.export import ExportResult
 from tasks.relax_import import ImportResult
 from tasks.step import Job, Step, StepRunner
@@ -110,7 +111,9 @@ def _make(key: str, artifact: Artifact, section: Store) -> None:
                 _place_file(workspace.path(item), folder, path)
             spec = release_file.parse(job.document, folder)
             services = Services(releases, open_registry(settings, spec.registry))
-            MAKE(workspace_runner(workspace, settings, job), job, RunContext(spec, settings, workspace, services))
+            context = RunContext(spec, settings, workspace, services)
+            with keeping_logs(context):
+                MAKE(workspace_runner(workspace, settings, job), job, context)
 
 
 def _work(job: MakeJob, runner: StepRunner, context: RunContext) -> TargetResult:

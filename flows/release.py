@@ -11,6 +11,7 @@ from prefect import flow
 
 from flows.context import RunContext
 from flows.local import LocalBuilds, ModelSteps, build_here, measure_here, refuse_unverifiable
+from flows.logs import keeping_logs
 from flows.promote import PromotionSummary, promote_automatically
 from flows.remote import make_on_pool, pools_of
 from flows.runs import one_at_a_time
@@ -102,7 +103,8 @@ def release(
     ):
         workspace = open_workspace(settings, services.store, spec.store)
         context = RunContext(spec, settings, workspace, services)
-        return release_model(context).model_dump(mode="json")
+        with keeping_logs(context):
+            return release_model(context).model_dump(mode="json")
 
 
 def override(

@@ -8,6 +8,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows.context import RunContext
+from flows.logs import keeping_logs
 from flows.release import ReleaseSummary, release_model
 from flows.runs import one_at_a_time
 from tasks.evaluate import EvaluateJob, Evaluation, evaluate, keep_verdict
@@ -55,7 +56,9 @@ def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", w
         shared_imports(),
     ):
         workspace = open_workspace(settings, services.store, spec.store)
-        return _retrain(RunContext(spec, settings, workspace, services), why, who).model_dump(mode="json")
+        context = RunContext(spec, settings, workspace, services)
+        with keeping_logs(context):
+            return _retrain(context, why, who).model_dump(mode="json")
 
 
 def with_arguments(spec: Spec, arguments: Mapping[str, Any], source: str = "release file") -> Spec:

@@ -6,6 +6,7 @@ where the lookup fails, reports progress, records the result, and shows up in Pr
 `ChildStep` runs its function in a child process, which can be killed and has a log file of its own.
 """
 
+import logging
 import os
 import sys
 import time
@@ -25,6 +26,8 @@ from tvmflow.settings import Settings
 from tvmflow.spec import Spec
 from tvmflow.workspace import Outcome, Record, StepResult, Workspace, run_step, step_key
 
+# The most bytes of a log that Prefect gets: its end.
+_LOG_BYTES = 1 << 16
 # The modules that steps with the compiler, steps with PyTorch, and other steps import.
 _COMPILER = ("tvmflow.compiler", "tvmflow.tuning.model", "tasks.relax_import", "tasks.tune", "tasks.build")
 _TORCH = ("torch", "tasks.train", "tasks.export", "tasks.validate")
@@ -224,7 +227,7 @@ class Step(Generic[J, P, R]):
                 folder=runner.folder,
             )
 
-        return _as_task(run, self.name, job.label, runner.outage) if _in_flow() else run()
+        return _as_task(run, runner) if _in_flow() else run()
 
     def key(self, runner: StepRunner, job: J) -> str:
         """Return the SHA-256, in hexadecimal, under which the workspace keeps the result of a job."""
@@ -254,6 +257,17 @@ def slug(text: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:60]
 
 
+def _send_logs(paths: list[Path], level: int) -> None:
+    """Write the ends of log files to Prefect's log of the task that runs."""
+    from prefect.logging import get_run_logger
+
+    logger = get_run_logger()
+    for path in paths:
+        text = path.read_bytes()[-_LOG_BYTES:].decode(errors="replace").strip()
+        if text:
+            logger.log(level, "%s:\n%s", path.name, text)
+
+
 def _in_flow() -> bool:
     """Whether the caller runs within a Prefect flow; without Prefect imported, it does not."""
     if "prefect.context" not in sys.modules:
@@ -263,24 +277,30 @@ def _in_flow() -> bool:
     return FlowRunContext.get() is not None
 
 
-def _as_task(run: Callable[[], Outcome[R]], name: str, label: str | None, outage: float) -> Outcome[R]:
-    """Call `run` as a task of the flow that runs; Prefect retries it for `outage` seconds while a server is away.
+def _as_task(run: Callable[[], Outcome[R]], runner: StepRunner) -> Outcome[R]:
+    """Call `run` as a task of the flow that runs; Prefect gets its logs, and retries it while a server is away.
 
     Prefect caches nothing here: its cache keys see no file contents, and it never looks whether an artifact is there.
     """
     from prefect import task
     from prefect.cache_policies import NO_CACHE
 
-    pauses, deadline = delays(outage), time.monotonic() + outage
+    name, label = runner.step, runner.label
+    pauses, deadline = delays(runner.outage), time.monotonic() + runner.outage
     last_error: TvmflowError | None = None
 
     def attempt() -> Outcome[R]:
         nonlocal last_error
+        since, level = time.time(), logging.ERROR
         try:
-            return run()
+            outcome = run()
+            level = logging.INFO
+            return outcome
         except TvmflowError as error:
             last_error = error
             raise
+        finally:
+            _send_logs(runner.workspace.logs(f"{runner.name}-{name}", since), level)
 
     def is_worthwhile(*_: object) -> bool:
         # A step within this one may have waited for the same server.

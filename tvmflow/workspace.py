@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -165,6 +166,11 @@ class Workspace:
             return self.path(artifact).stat().st_size == artifact.size
         except OSError:
             return False
+
+    def logs(self, name: str, since: float) -> list[Path]:
+        """Return the logs that steps of a release wrote after `since`, a time of `time.time`; `name` begins theirs."""
+        paths = sorted((self.folder / "logs").glob(f"{glob.escape(name)}-*.log"))
+        return [path for path in paths if path.stat().st_mtime >= since and path.stat().st_size]
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:

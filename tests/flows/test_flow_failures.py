@@ -1,22 +1,42 @@
 """Steps whose servers are away for a while, and targets that end because another one has failed."""
 
+import os
 import threading
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.context import FlowRunContext
 from prefect.runtime import task_run
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
+from flows.logs import keeping_logs
 from flows.release import _make_all
 from flows.runs import connect
+from mlflow import MlflowClient
+from support.databases import Databases
 from support.servers import free_port
+from support.waits import wait_until
 from tasks.step import Job, Step, StepRunner
 from tvmflow import process
-from tvmflow.errors import BuildError, PrefectUnavailableError, StepError, StoreError, StoreUnavailableError
+from tvmflow.errors import (
+    BuildError,
+    PrefectUnavailableError,
+    SettingsError,
+    StepError,
+    StoreError,
+    StoreUnavailableError,
+    TvmflowError,
+    VerdictError,
+)
+from tvmflow.registry import Registry, embedded_registry
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.target import Target, resolve
@@ -129,3 +149,99 @@ def test_no_step_of_a_stopped_release_begins(workspace: Workspace) -> None:
     runner.stop.set()
     with pytest.raises(StepError, match="did not begin"):
         step(runner, AskJob())
+
+
+DYING = """
+import sys
+from tasks.step import ChildStep, Job
+from tvmflow.workspace import StepResult
+
+class DyingJob(Job):
+    pass
+
+class DyingResult(StepResult):
+    pass
+
+def work(job: DyingJob, emit) -> DyingResult:
+    print("these are my last words")
+    sys.exit(7)
+
+dying = ChildStep("die", DyingResult, work)
+"""
+
+
+def test_what_a_step_prints_reaches_prefect(
+    prefect_server: str, workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dying_step.py").write_text(DYING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = import_module("dying_step")
+    runner = StepRunner(workspace, "talking", tmp_path, timeout=60)
+    runs: list[UUID] = []
+
+    @flow(name="talking")
+    def talking() -> None:
+        context = FlowRunContext.get()
+        assert context is not None
+        assert context.flow_run is not None
+        runs.append(context.flow_run.id)
+        module.dying(runner, module.DyingJob())
+
+    with temporary_settings({PREFECT_API_URL: prefect_server, PREFECT_LOGGING_TO_API_ENABLED: True}):
+        with pytest.raises(StepError, match="exit code 7"):
+            talking()
+        own = LogFilter(flow_run_id=LogFilterFlowRunId(any_=runs))
+        with get_client(sync_client=True) as client:
+            wait_until(lambda: "these are my last words" in "".join(log.message for log in client.read_logs(own)))
+
+
+@pytest.fixture
+def context(workspace: Workspace, databases: Databases, tmp_path: Path) -> Any:
+    """What a flow's steps share, with a registry of its own."""
+    databases.mlflow(tmp_path / "mlflow" / "mlflow.db")
+    spec = SimpleNamespace(name="failing", registry=SimpleNamespace(tags={"team": "vision"}))
+    return SimpleNamespace(
+        spec=spec, workspace=workspace, registry=Registry(embedded_registry(tmp_path / "mlflow")), folder=tmp_path
+    )
+
+
+def fail(context: Any, error: TvmflowError, logs: dict[str, str]) -> None:
+    """Do what a run does whose steps write these logs and which then fails."""
+    with keeping_logs(context):
+        for name, text in logs.items():
+            (context.workspace.folder / "logs" / name).write_text(text)
+        raise error
+
+
+def test_logs_of_a_failed_run_are_kept_in_mlflow_and_the_error_says_where(context: Any) -> None:
+    log = context.workspace.folder / "logs" / "failing-build-native.log"
+    old = log.with_name("failing-old.log")
+    old.write_text("of an earlier run")
+    os.utime(old, (1, 1))
+    error = StepError(f"the process of step build ended with exit code 7; its log is {log}")
+    with pytest.raises(StepError) as caught:
+        fail(context, error, {log.name: "the linker is missing", "other-build.log": "of another release"})
+    assert str(log) not in str(caught.value)
+    run = str(caught.value).split()[-1]
+    kept = context.registry.fetch_artifact(run, f"logs/{log.name}", context.folder)
+    assert kept.read_text() == "the linker is missing"
+    for name in (old.name, "other-build.log"):
+        assert context.registry.fetch_artifact(run, f"logs/{name}", context.folder) is None
+    ended = MlflowClient(context.registry.config.tracking_uri).get_run(run)
+    assert ended.info.status == "FAILED"
+    assert {
+        "team": "vision",
+        "tvmflow.kind": "failure",
+        "tvmflow.error": "StepError",
+    }.items() <= ended.data.tags.items()
+
+
+@pytest.mark.parametrize(
+    ("error", "logs"), [(VerdictError("no"), {"failing-build.log": "built"}), (SettingsError("no"), {})]
+)
+def test_a_refusal_and_a_failure_without_logs_leave_no_run(
+    context: Any, error: TvmflowError, logs: dict[str, str]
+) -> None:
+    with pytest.raises(type(error), match="no"):
+        fail(context, error, logs)
+    assert MlflowClient(context.registry.config.tracking_uri).get_experiment_by_name("tvmflow") is None
