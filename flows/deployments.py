@@ -81,7 +81,11 @@ def _deployments_of(entry: ManagedModel) -> "list[RunnerDeployment]":
     # A nightly release costs seconds when nothing has changed, since every step is cached.
     deployments = [
         _deployment(release, name, file, schedules=[_cron("nightly", "0 2 * * *")]),
-        _deployment(promote, name, {"name": name}),
+        _deployment(
+            promote,
+            name,
+            {"name": name, "store": entry.spec.store.model_dump(), "registry": entry.spec.registry.model_dump()},
+        ),
     ]
     if entry.spec.retrain is not None:
         weekly = _cron("weekly", "0 1 * * 0", {"who": "schedule", "why": "weekly"})

@@ -14,7 +14,7 @@ from tvmflow import promotion
 from tvmflow import settings as machine
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
-from tvmflow.services import Services, open_services, open_workspace
+from tvmflow.services import Services, open_services, open_workspace, read_sections
 from tvmflow.settings import Settings
 from tvmflow.spec import Policy, RegistrySection, Store
 from tvmflow.store import channels
@@ -63,18 +63,22 @@ def promote(
     why: str = "",
     approved: bool = False,
     while_wanted: bool = False,
+    store: Store | None = None,
+    registry: RegistrySection | None = None,
 ) -> dict[str, Any]:
     """Promote a release to a channel when it is complete and passes the channel's gates.
 
     `who` promotes, by default the user or the flow run, and `why` are kept in the channel's history. `approved` says
     that `who` approves of it; without it, a channel that requires approval suspends a run of a deployment until a
-    person answers. With `while_wanted`, the channel stays if no alias and no open wish asks for it by now. Returns a
+    person answers. With `while_wanted`, the channel stays if no alias and no open wish asks for it by now. `store` and
+    `registry` are the sections of the release file; by default they are what was kept of it here. Returns a
     PromotionSummary as JSON. Raises VerdictError when the release is refused: the channel stays.
     """
     from prefect.runtime import deployment, flow_run
 
     settings = machine.load()
-    with open_services(settings, Store(), RegistrySection()) as services:
+    kept = read_sections(settings, name)
+    with open_services(settings, store or kept.store, registry or kept.registry) as services:
         summary = promote_release(
             services,
             settings,

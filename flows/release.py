@@ -31,7 +31,7 @@ from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.errors import VerdictError
 from tvmflow.process import shared_imports
-from tvmflow.services import open_services, open_workspace
+from tvmflow.services import open_services, open_workspace, record_sections
 from tvmflow.spec import Spec
 from tvmflow.store import leases
 from tvmflow.target import Target, host
@@ -101,6 +101,7 @@ def release(
         open_services(settings, spec.store, spec.registry) as services,
         shared_imports(),
     ):
+        record_sections(settings, spec)
         workspace = open_workspace(settings, services.store, spec.store)
         context = RunContext(spec, settings, workspace, services)
         with keeping_logs(context):

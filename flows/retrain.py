@@ -21,7 +21,7 @@ from tvmflow import spec as release_file
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
 from tvmflow.process import shared_imports
-from tvmflow.services import open_services, open_workspace
+from tvmflow.services import open_services, open_workspace, record_sections
 from tvmflow.spec import Retrain, Spec
 from tvmflow.workspace import Record
 
@@ -55,6 +55,7 @@ def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", w
         open_services(settings, spec.store, spec.registry) as services,
         shared_imports(),
     ):
+        record_sections(settings, spec)
         workspace = open_workspace(settings, services.store, spec.store)
         context = RunContext(spec, settings, workspace, services)
         with keeping_logs(context):

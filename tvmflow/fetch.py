@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tvmflow import settings
 from tvmflow.errors import StoreError
-from tvmflow.services import BUCKET, open_store
+from tvmflow.services import BUCKET, open_store, read_sections
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, StoreConfig, channels, parse_uri, resolve
 from tvmflow.store.client import code_of, connect, explained
@@ -35,12 +35,13 @@ def _of_release(configuration: Settings, uri: str) -> Iterator[Path]:
     if match is None:
         raise StoreError(f"{uri!r} names no release: expected release://NAME@CHANNEL or release://NAME/VERSION.")
     name, version = match["name"], match["version"]
-    has_server = configuration.s3_endpoint is not None or configuration.s3_bucket is not None
+    section = read_sections(configuration, name).store
+    has_server = configuration.s3_bucket is not None or (configuration.s3_endpoint or section.endpoint) is not None
     if not has_server and not (configuration.state / "s3").is_dir():
         raise StoreError(
             f"No release store is named for {uri!r}: set TVMFLOW_S3_ENDPOINT, or TVMFLOW_S3_BUCKET for Amazon S3."
         )
-    with open_store(configuration) as store:
+    with open_store(configuration, section) as store:
         if version is None:
             version = channels.read_version(store, name, match["channel"])
         yield from resolve.fetch_bundles(store, name, version, cache_folder(configuration))

@@ -1,19 +1,23 @@
 """The release store and the registry: servers where settings name them, otherwise in the state folder."""
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
-from tvmflow.errors import SettingsError
+from tvmflow import spec as release_file
+from tvmflow.errors import SettingsError, StoreError
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
 from tvmflow.settings import Settings
-from tvmflow.spec import RegistrySection, Store
+from tvmflow.spec import RegistrySection, Spec, Store
 from tvmflow.store import ReleaseStore, StoreConfig
+from tvmflow.store.keys import require_name
 from tvmflow.store.records import RecordObjects
 from tvmflow.store.work import WorkStore
-from tvmflow.workspace import Workspace
+from tvmflow.workspace import Record, Workspace
 
 BUCKET = "tvmflow"
 
@@ -24,6 +28,56 @@ class Services:
 
     store: ReleaseStore
     registry: Registry
+
+
+class Sections(Record):
+    """What a release file says of the places of its releases: its sections `store` and `registry`."""
+
+    store: Store = Store()
+    registry: RegistrySection = RegistrySection()
+
+
+def record_sections(settings: Settings, spec: Spec) -> None:
+    """Keep the places that a release file names for commands that name only its releases, in the state folder.
+
+    Raises StoreError when the state folder cannot be written.
+    """
+    sections = Sections(store=spec.store, registry=spec.registry)
+    place = _sections_file(settings, spec.name)
+    try:
+        if sections == Sections() and not place.exists():
+            return
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, prefix=".", delete=False) as file:
+            file.write(sections.model_dump_json(indent=1))
+        Path(file.name).replace(place)
+    except OSError as error:
+        raise StoreError(f"{place} cannot be written: {error.strerror or error}.") from error
+
+
+def read_sections(settings: Settings, name: str) -> Sections:
+    """Return the places of the releases of a name: what was kept when its file was released or deployed here.
+
+    Otherwise they are those of the release file of that name in the setting models, else the defaults. Raises
+    SpecError for a release file of that setting that is wrong, StoreError for a damaged record.
+    """
+    place = _sections_file(settings, name)
+    try:
+        return Sections.model_validate_json(place.read_bytes())
+    except FileNotFoundError:
+        pass
+    except (OSError, ValidationError) as error:
+        raise StoreError(f"{place} is damaged: remove it, and release or deploy the release file again.") from error
+    for file in settings.models:
+        spec = release_file.load(file)
+        if spec.name == name:
+            return Sections(store=spec.store, registry=spec.registry)
+    return Sections()
+
+
+def _sections_file(settings: Settings, name: str) -> Path:
+    require_name("name", name)
+    return settings.state / "models" / f"{name}.json"
 
 
 @contextmanager
@@ -57,6 +111,13 @@ def open_store(settings: Settings, section: Store | None = None) -> Iterator[Rel
             lock=settings.state / "s3.lock" if settings.s3_single_writer else None,
         )
     )
+
+
+@contextmanager
+def open_store_of(settings: Settings, name: str) -> Iterator[ReleaseStore]:
+    """Open the store of the releases of a name, as `read_sections` and `open_store` find it. Raises as they do."""
+    with open_store(settings, read_sections(settings, name).store) as store:
+        yield store
 
 
 def open_registry(settings: Settings, section: RegistrySection | None = None) -> Registry:

@@ -396,3 +396,30 @@ def test_what_does_not_exist_is_named(shipped: Shipped, command: tuple[str, ...]
     result = shipped.machine.run(*command)
     assert result.code == code
     assert [name for name in names if name not in result.sentence] == []
+
+
+def test_the_store_of_a_release_file_holds_for_commands_that_name_the_model(
+    machine: Any, make: Any, tmp_path: Path
+) -> None:
+    make.onnx(tmp_path)
+    store = {"bucket": "elsewhere", "prefix": "apart"}
+    channels = {"staging": {"automatic": True}, "production": {}}
+    result = machine.release(make.file(tmp_path, name="apart", store=store, channels=channels))
+    assert result.code == 0, result.stderr
+    assert (machine.home / "s3" / "elsewhere" / "apart" / "releases" / "apart" / "1" / "release.json").is_file()
+    promoted = machine.run("promote", "apart", "1", "--channel", "production", "--json")
+    assert promoted.code == 0, promoted.stderr
+    for command in (("history", "apart", "--channel", "production"), ("channel", "show", "apart"), ("list", "apart")):
+        assert "1" in machine.run(*command).stdout
+    rollback = machine.run("rollback", "apart", "--channel", "production")
+    assert "before 1" in rollback.sentence
+    # A machine that has neither released nor deployed it finds the file by the setting models.
+    file = json.dumps([str(tmp_path / "apart.yaml")])
+    (machine.home / "models" / "apart.json").write_text("{")
+    damaged = machine.run("list", "apart")
+    assert damaged.code == 1
+    assert "apart.json is damaged" in damaged.sentence
+    (machine.home / "models" / "apart.json").unlink()
+    assert machine.run("list", "apart").code == 1
+    managing = replace(machine, settings={**machine.settings, "TVMFLOW_MODELS": file})
+    assert managing.run("list", "apart").code == 0

@@ -59,10 +59,10 @@ def _check(settings: "Settings", item: dict[str, Any], who: str) -> None:
     """Raise VerdictError where the channel wants another person's approval than that of the one who asked."""
     from tvmflow import promotion
     from tvmflow.errors import VerdictError
-    from tvmflow.services import open_store
+    from tvmflow.services import open_store_of
     from tvmflow.store import channels
 
-    with open_store(settings) as store:
+    with open_store_of(settings, item["name"]) as store:
         document = channels.find(store, item["name"], item["channel"])
     is_own = document.wish is not None and promotion.is_same_person(document.wish.who, who)
     if is_own and document.policy is not None and document.policy.approval == "another":

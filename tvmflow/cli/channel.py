@@ -29,10 +29,10 @@ def channel_command() -> None:
 def show_command(name: str, channel: str | None, as_json: bool) -> None:
     """Show what the channels of NAME hold and require, and what somebody wishes for; of one CHANNEL or of all."""
     from tvmflow import settings as machine
-    from tvmflow.services import open_store
+    from tvmflow.services import open_store_of
     from tvmflow.store import channels
 
-    with open_store(machine.load()) as store:
+    with open_store_of(machine.load(), name) as store:
         documents = [channels.read(store, name, channel)] if channel else channels.list_all(store, name)
     _show(documents, as_json)
 
@@ -47,10 +47,10 @@ def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_j
     """Change parts of the policy of a CHANNEL of NAME, e.g. approval=required gates.max_latency_ms=5 after=null."""
     from tvmflow import settings as machine
     from tvmflow.promotion import identify_user
-    from tvmflow.services import open_store
+    from tvmflow.services import open_store_of
     from tvmflow.store import channels
 
-    with open_store(machine.load()) as store:
+    with open_store_of(machine.load(), name) as store:
         before = channels.find(store, name, channel).policy
         policy = _change(before, values)
         _show([channels.set_policy(store, name, channel, policy, who=identify_user(), why=why)], as_json)

@@ -66,12 +66,15 @@ def deploy_command(
     from flows.automations import register_automations
     from flows.deployments import register
     from flows.pools import ensure_pool
+    from tvmflow.services import record_sections
 
     name = pool or settings.work_pool
     created = ensure_pool(name, kind, image)
     targets = tuple(dict.fromkeys(settings.target_pools.values()))
     for target in targets:
         ensure_pool(target)
+    for entry in entries:
+        record_sections(settings, entry.spec)
     deployed = register(entries, name, targets)
     automations = register_automations(settings.notification_block)
     connected = _connect(settings, receiver) if receiver is not None else None

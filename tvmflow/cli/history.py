@@ -34,10 +34,10 @@ def _show_channel(name: str, channel: str, as_json: bool) -> None:
     from rich.table import Table
 
     from tvmflow import settings as machine
-    from tvmflow.services import open_store
+    from tvmflow.services import open_store_of
     from tvmflow.store import channels
 
-    with open_store(machine.load()) as store:
+    with open_store_of(machine.load(), name) as store:
         document = channels.read(store, name, channel)
     if as_json:
         click.echo(json.dumps(document.model_dump(mode="json")))

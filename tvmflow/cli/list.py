@@ -23,9 +23,10 @@ def list_command(name: str | None, as_json: bool) -> None:
 
     from tvmflow import settings as machine
     from tvmflow.errors import StoreError
-    from tvmflow.services import open_store
+    from tvmflow.services import open_store, open_store_of
 
-    with open_store(machine.load()) as store:
+    settings = machine.load()
+    with open_store(settings) if name is None else open_store_of(settings, name) as store:
         releases = list(store.iterate_releases(name))
         if name is not None and not releases:
             names = ", ".join(store.list_names()) or "none"

@@ -57,10 +57,10 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
 def _needs_approval(settings: "Settings", name: str, version: str, channel: str) -> bool:
     """Whether a person must approve the move first. Raises StoreError or SpecError."""
     from tvmflow import promotion
-    from tvmflow.services import open_store
+    from tvmflow.services import open_store_of
     from tvmflow.store import channels
 
-    with open_store(settings) as store:
+    with open_store_of(settings, name) as store:
         document = channels.find(store, name, channel)
         policy = promotion.read_policy(store, document, version)
     return policy.approval != "none" and document.version != version

@@ -23,10 +23,10 @@ def report_command(name: str, version: str, output: Path | None, opens: bool) ->
     The page is one file that needs no network. It was made with the release.
     """
     from tvmflow import settings as machine
-    from tvmflow.services import open_store
+    from tvmflow.services import open_store_of
 
     path = output or Path(f"{name}-{version}.html")
-    with open_store(machine.load()) as store:
+    with open_store_of(machine.load(), name) as store:
         reference = store.get_release(name, version).get("report")
         if reference is None:
             raise StoreError(f"the release {name} {version} has no report: it was made before there were any")
@@ -49,9 +49,9 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
     """
     from tvmflow import settings as machine
     from tvmflow.report.release import change_rows, write_difference
-    from tvmflow.services import open_store
+    from tvmflow.services import open_store_of
 
-    with open_store(machine.load()) as store:
+    with open_store_of(machine.load(), name) as store:
         old, new = (store.get_release(name, version) for version in (before, now))
     rows = change_rows(new, old)
     if html is not None:

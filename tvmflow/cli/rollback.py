@@ -18,10 +18,11 @@ def rollback_command(name: str, channel: str, to: str | None, why: str, as_json:
     """
     from tvmflow import promotion
     from tvmflow import settings as machine
-    from tvmflow.services import open_services
-    from tvmflow.spec import RegistrySection, Store
+    from tvmflow.services import open_services, read_sections
 
-    with open_services(machine.load(), Store(), RegistrySection()) as services:
+    settings = machine.load()
+    sections = read_sections(settings, name)
+    with open_services(settings, sections.store, sections.registry) as services:
         before, after = promotion.roll_back(services, name, channel, who=promotion.identify_user(), why=why, to=to)
     has_moved = before != after
     if as_json:

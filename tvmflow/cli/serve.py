@@ -126,12 +126,12 @@ def _source(model: str, stack: ExitStack) -> "Source":
         return bundle_source(path)
     # Imported here because serving a bundle needs neither a store nor its settings.
     from tvmflow import fetch, settings
-    from tvmflow.services import open_store
+    from tvmflow.services import open_store_of
 
     match = _RELEASE.fullmatch(model)
     if match is None:
         raise SettingsError(f"{model!r} cannot be served; give NAME@CHANNEL, NAME/VERSION or a bundle's path")
     name, channel, version = match.groups()
     configuration = settings.load()
-    store, cache = stack.enter_context(open_store(configuration)), fetch.cache_folder(configuration)
+    store, cache = stack.enter_context(open_store_of(configuration, name)), fetch.cache_folder(configuration)
     return channel_source(store, name, channel, cache) if channel else release_source(store, name, version, cache)

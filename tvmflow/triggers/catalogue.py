@@ -87,6 +87,8 @@ class ManagedModel:
             "who": who,
             "why": why,
             "while_wanted": True,
+            "store": self.spec.store.model_dump(),
+            "registry": self.spec.registry.model_dump(),
         }
         return RunRequest(f"promote/{self.name}", parameters, f"promote:{channel}/{version}")
 
