@@ -12,12 +12,14 @@ import httpx
 import numpy as np
 import pytest
 
-from tvmflow.serving import Options, Source
+from tvmflow.errors import BundleError
+from tvmflow.serving import Options, Source, release_source
 from tvmflow.serving.app import Service
 from tvmflow.serving.batching import Batcher
 from tvmflow.serving.metrics import Metrics
 from tvmflow.serving.server import Watcher
 from tvmflow.serving.source import load
+from tvmflow.store import ReleaseStore
 
 CLIENTS = 8
 # Each client ends after so many answers of the new version.
@@ -146,3 +148,11 @@ def test_the_last_two_bundles_stay_in_the_cache(bundle: Path, tmp_path: Path, mo
     service.models["small"].model.close()
     batcher.close()
     assert [version for version, path in paths.items() if path.is_file()] == ["2", "3"]
+
+
+def test_a_bundle_of_another_model_is_not_served(store: ReleaseStore, tmp_path: Path) -> None:
+    """Somebody who can write the store has published another model's bundle, which may well be signed."""
+    document = {**store.get_release("small", "1"), "name": "foreign"}
+    store.publish("foreign", "1", document, [])
+    with pytest.raises(BundleError, match="foreign 1 cannot be served: it holds a bundle of 'small'"):
+        load(release_source(store, "foreign", "1", tmp_path), "1", None)

@@ -62,12 +62,16 @@ def load(source: Source, version: str, threads: int | None) -> ServedModel:
     """Fetch, verify and load a version; `threads` is the number of TVM's workers, None for the bundle's own.
 
     A bundle's golden sample runs in another process before its library is loaded in this one. Raises StoreError when
-    the version cannot be fetched, BundleError when none of its bundles can be served here, and VerdictError when a
-    bundle's outputs differ from its golden sample's.
+    the version cannot be fetched, BundleError when none of its bundles is of this model and can be served here, and
+    VerdictError when a bundle's outputs differ from its golden sample's.
     """
     refusals = []
     for path in source.bundles(version):
         try:
+            owner = bundle.read_manifest(path).name
+            if owner != source.name:
+                # A signature covers the name: who can write the store cannot have another model's bundle served.
+                raise BundleError(f"it holds a bundle of {owner!r}; publish the release again")
             manifest = verify(path).manifest
             dtypes = {spec.dtype for spec in (*manifest.inputs, *manifest.outputs)} - DATATYPES.keys()
             if dtypes:
