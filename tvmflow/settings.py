@@ -81,9 +81,9 @@ class Settings(BaseSettings):
     )
 
     home: Path = Path(".tvmflow")
-    """The state folder: artifacts, step records, tuning records, fetched bundles, data of embedded servers."""
+    """The state folder: artifacts, records, fetched bundles; releases and registry where no server is set."""
     s3_endpoint: str | None = None
-    """The S3 endpoint, as `https://HOST`; an embedded server unless given."""
+    """The S3 endpoint, as `https://HOST`; the state folder keeps releases unless given."""
     s3_bucket: str | None = None
     """The bucket, `tvmflow` unless given. A bucket without an endpoint means Amazon S3."""
     s3_prefix: str | None = None
