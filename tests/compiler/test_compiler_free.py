@@ -41,6 +41,7 @@ _WEIGHTS = {
     "scalar": np.array(1, "int64"),
     "scales": np.array([1, 1, 2, 2], "float32"),
     "none": np.array([], "float32"),
+    "column": np.random.default_rng(1).standard_normal((4, 1)).astype("float32"),
     "kernel": np.random.default_rng(0).standard_normal((8, 3, 3, 3)).astype("float32"),
 }
 _BATCH_AS_INT32 = [
@@ -272,6 +273,13 @@ _CASES: list[tuple[str, list[onnx.NodeProto], list[Any], list[tuple[int, ...]]]]
         ],
         ["n", 3, "h", "w"],
         [(1, 3, 5, 8), (2, 3, 9, 3)],
+    ),
+    (
+        "a product of one column without this dimension",
+        [_node("MatMul", ["x", "column"], ["product"]), _node("Squeeze", ["product", "two"], ["line"]),
+         _node("Relu", ["line"], ["y"])],
+        ["n", "t", 4],
+        [(1, 3, 4), (3, 2, 4)],
     ),
     (
         "resized to another's size",

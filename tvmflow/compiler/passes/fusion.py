@@ -65,5 +65,7 @@ def _repeats(argument: relax.Expr, call: relax.Call) -> bool:
     if not isinstance(sizes, relax.ShapeExpr) or not isinstance(result, relax.ShapeExpr):
         return False
     missing = len(result.values) - len(sizes.values)
+    if missing < 0:
+        return False  # Squeeze is element-wise too.
     own = [1] * missing + [static(size) for size in sizes.values]
     return any(size == 1 != static(whole) for size, whole in zip(own, result.values, strict=True))
