@@ -11,6 +11,7 @@ from tvmflow.target import resolve
 from .conftest import Command
 
 
+@pytest.mark.long
 def test_the_measured_profile_is_read_by_native(
     tvmflow: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

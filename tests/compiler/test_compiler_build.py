@@ -182,7 +182,8 @@ def test_a_linker_that_fails_is_one_sentence(usual: CompiledModel, tmp_path: Pat
 @pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
 def test_other_processors_get_the_same_rules(name: str, model: Path) -> None:
     built = build(import_onnx(model), resolve(name))
-    assert {rule for function, rule in built.schedules if "conv2d" in function} == {"conv2d"}
+    rules = {rule for function, rule in built.schedules if "conv2d" in function}
+    assert rules in ({"conv2d"}, {"conv2d", "winograd"})
 
 
 def test_a_gpu_library_builds_with_the_schedules_of_dlight(model: Path, tmp_path: Path) -> None:

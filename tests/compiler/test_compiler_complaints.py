@@ -118,6 +118,7 @@ def test_17876_shapes_that_are_computed_build_at_every_level(tmp_path: Path, tar
     assert_same_as_onnxruntime(path, [{"x": normal(2, 3, 4)}], target, BuildOptions(opt_level=level))
 
 
+@pytest.mark.long
 def test_18340_an_lstm_of_pytorch_in_both_directions(tmp_path: Path, target: Target) -> None:
     torch.manual_seed(0)
     model = torch.nn.LSTM(5, 8, num_layers=2, bidirectional=True, batch_first=True).eval()

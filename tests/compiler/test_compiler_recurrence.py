@@ -84,7 +84,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("operator", CASES)
+@pytest.mark.parametrize("operator", scale.choose(normal=["LSTM", "GRU"], long=list(CASES)))
 def test_recurrent_networks_equal_onnx_runtime(operator: str, assert_all_same: Check) -> None:
     cases = CASES[operator][: scale.count(normal=1, long=5)]
     built = assert_all_same(cases)

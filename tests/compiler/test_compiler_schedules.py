@@ -142,7 +142,7 @@ def test_weights_from_the_second_level_cache_keep_pace_with_a_tile(rows: int, na
     for vectors in (12, 48, 192):
         tile = tiles.choose(rows, vectors, cpu)
         weights = tile.vectors * cpu.vectors.bits / 8 / cpu.second.read
-        assert weights <= max(tile.rows * tile.vectors / 2, 4), tile
+        assert weights <= max(tile.rows * tile.vectors / cpu.vectors.multiply_adds, 4), tile
 
 
 @pytest.mark.parametrize("rows", [4, "rows"])

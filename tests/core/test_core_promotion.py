@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from support import scale
 from support.databases import Databases
 from support.servers import moto_server
 from tvmflow import promotion
@@ -47,6 +48,7 @@ def services(request: pytest.FixtureRequest, registry: Registry, tmp_path: Path)
 
 
 on_both_stores = pytest.mark.parametrize("services", ["folder", "moto"], indirect=True)
+on_a_server = pytest.mark.parametrize("services", scale.choose(["moto"], ["folder", "moto"]), indirect=True)
 
 
 @pytest.fixture
@@ -232,7 +234,7 @@ def _ready(mover: "subprocess.Popen[str]") -> None:
     assert mover.stdout.readline() == "ready\n"
 
 
-@on_both_stores
+@on_a_server
 def test_after_racing_processes_the_alias_names_what_the_channel_holds(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:

@@ -96,6 +96,7 @@ def ask(api: str, error: type[StoreError], outage: float, workspace: Workspace) 
     return attempts
 
 
+@pytest.mark.long
 def test_prefect_retries_a_step_whose_server_is_away(prefect_server: str, workspace: Workspace) -> None:
     assert ask(prefect_server, StoreUnavailableError, 60.0, workspace) == [1, 2]
 

@@ -107,6 +107,7 @@ def test_an_interrupted_release_leaves_nothing_behind_and_goes_on(
     assert [release["version"] for release in embedded.releases(case)] == ["1"]
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_targets_that_are_made_side_by_side(served: Any, folder: Path, make: Any) -> None:
     side_by_side = {**served.settings, "TVMFLOW_PARALLEL_TARGETS": "2"}
     make.onnx(folder)

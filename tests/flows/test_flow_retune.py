@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+# tests/flows/test_flow_release_tuned.py compares builds, and tests/tuning tunes.
+pytestmark = pytest.mark.long
+
 _NETWORK = """
 import torch
 from torch import nn
@@ -86,7 +89,6 @@ def test_the_time_goes_to_what_costs_most_in_production(story: Story) -> None:
     assert set(costliest) in tuned
 
 
-@pytest.mark.long
 def test_another_model_than_that_in_production_is_not_retuned(story: Story, make: Any) -> None:
     file = make.file(
         story.folder,

@@ -218,6 +218,7 @@ def test_a_release_is_fanned_out_over_two_workers_and_found_by_every_machine(
     assert len(cluster.runs("fanned")) == 2
 
 
+@pytest.mark.long
 def test_an_interrupt_of_the_release_cancels_its_runs(
     cluster: Cluster, first: "subprocess.Popen[str]", make: Any, tmp_path: Path
 ) -> None:
@@ -300,6 +301,7 @@ def listening() -> Iterator[tuple[str, "queue.Queue[str]"]]:
         server.shutdown()
 
 
+@pytest.mark.long
 def test_a_run_whose_worker_died_is_ended_and_reported(cluster: Cluster) -> None:
     """The run is one that a worker took and left: it says that it lives once, and then nothing any more."""
     with temporary_settings({PREFECT_API_URL: cluster.api}), listening() as (address, texts):

@@ -52,6 +52,7 @@ def registry(server: str) -> Registry:
     return Registry(RegistryConfig(server))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize(
     ("name", "flavor", "file"), [("net", "pytorch", "data/model.pth"), ("graph", "onnx", "model.onnx")]

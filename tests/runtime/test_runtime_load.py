@@ -59,7 +59,7 @@ def test_the_workers_are_no_more_than_the_cores(repack: Repack) -> None:
 
 
 def test_the_bundle_says_how_many_workers(repack: Repack) -> None:
-    assert int(python(THREADS, repack(threads=1))) == 1
+    assert int(python(THREADS, repack(max_threads=1))) == 1
 
 
 def test_the_environments_number_of_workers_stands(bundle: Path) -> None:

@@ -201,6 +201,7 @@ def test_a_key_that_no_device_has_is_refused_with_the_keys_there_are(native: Tar
         )
 
 
+@pytest.mark.long
 def test_a_run_outlives_servers_sessions_and_the_tracker_and_keeps_every_record(
     lab: Path, device: Device, conv: PrimFunc, matmul: PrimFunc, native: Target, store: RecordStore
 ) -> None:

@@ -87,8 +87,14 @@ class Manifest:
     format: int = FORMAT
 
     def to_json(self) -> bytes:
-        """Return canonical JSON: equal manifests give equal bytes. Raises ValueError for NaN or infinity."""
-        return _canonical(asdict(self))
+        """Return canonical JSON: equal manifests give equal bytes. Raises ValueError for NaN or infinity.
+
+        A limit that equals `threads` is left out, as older manifests are read.
+        """
+        document = asdict(self)
+        if self.max_threads == self.threads:
+            del document["max_threads"]
+        return _canonical(document)
 
     @classmethod
     def from_json(cls, data: bytes, source: str) -> "Manifest":

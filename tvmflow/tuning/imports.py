@@ -218,11 +218,16 @@ def _lines(path: Path) -> Iterator[Any]:
 
 
 def _resolve(its_target: dict[str, Any]) -> Target | None:
-    """The target that a record names, less what TVM adds to every target; None for one that is not built here."""
+    """The target that a record names, less what TVM adds to every target; None for one that is not built here.
+
+    TVM's form has no profile of the processor: what names the code of this machine is taken for this machine's.
+    """
     try:
-        return resolve({name: value for name, value in its_target.items() if name not in ("keys", "tag", "model")})
+        target = resolve({name: value for name, value in its_target.items() if name not in ("keys", "tag", "model")})
     except TargetError:
         return None
+    own = resolve("native")
+    return own if target.tvm == own.tvm else target
 
 
 def _why_refused(

@@ -102,7 +102,8 @@ def _calls_of_functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, list[relax.
 
 
 def _unique(name: str, names: Counter[str], taken: set[str]) -> str:
-    base = re.sub(r"\d+(?=_|$)", "", name)
+    # The digits of a type of numbers are part of the name, those after it count the functions.
+    base = re.sub(r"(bf16|fp16|int8)?\d*(?=_|$)", r"\1", name)
     while True:
         number, names[base] = names[base], names[base] + 1
         unique = f"{base}{number or ''}"
