@@ -6,7 +6,6 @@ after a call, and would take time from the runner whose turn it is.
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -110,16 +109,13 @@ class Turns:
     """A process that serves jobs and is stopped (SIGSTOP) between them."""
 
     def __init__(self, function: str, log: Path, paths: Sequence[Path] = (), torch: bool = False) -> None:
-        self._process: int | None = None
         self._child = Child(function, log=log, paths=(_FOLDER, *paths), torch=torch)
 
     def call(self, job: Record, kind: type[T]) -> T:
         """Let the process run one job and return its result; other processes are stopped meanwhile."""
-        if self._process is not None:
-            os.killpg(self._process, signal.SIGCONT)
+        self._child.resume()
         result = self._child.call(job, kind, timeout=_TIMEOUT)
-        self._process = result.process
-        os.killpg(self._process, signal.SIGSTOP)
+        self._child.pause()
         return result
 
     def __enter__(self) -> "Turns":

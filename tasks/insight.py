@@ -10,7 +10,7 @@ import numpy as np
 
 from tasks.export import ExportResult
 from tasks.step import ChildStep, Job
-from tasks.validate import ReferenceResult
+from tasks.validate import ReferenceResult, largest_error
 from tvmflow import samples
 from tvmflow.process import Emit
 from tvmflow.samples import Array, NamedArrays
@@ -162,19 +162,13 @@ def _compare(job: InsightJob, model: Any, labels: Array | None, emit: Emit) -> I
             ours, theirs = (
                 {name: np.asarray(values[name])[place] for name in expected} for values in (outputs, expected)
             )
-            error = max(_largest_difference(ours[name], theirs[name]) for name in expected)
+            error = max(largest_error(theirs[name].astype(float), ours[name].astype(float)) for name in expected)
             first = next(iter(expected))
             part = {name: array[position] if is_chunked else array for name, array in inputs.items()}
             yield index, error, _answer(ours[first]), _answer(theirs[first]), part
             index += 1
         if time.monotonic() - start > _SECONDS:
             break
-
-
-def _largest_difference(ours: Array, theirs: Array) -> float:
-    if ours.shape != theirs.shape or not ours.size or not np.issubdtype(ours.dtype, np.number):
-        return 0.0
-    return float(np.nan_to_num(np.abs(ours.astype(np.float64) - theirs.astype(np.float64))).max())
 
 
 def _answer(output: Array) -> int | None:

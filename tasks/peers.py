@@ -3,7 +3,6 @@
 import contextlib
 import os
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,13 +52,12 @@ class TurnJob(Record):
 
 
 class Turn(Record):
-    """The seconds of the runs of a turn, one after the other; `process` is the id of the runner's process.
+    """The seconds of the runs of a turn, one after the other.
 
     `load_seconds` and `first_seconds` are those of loading the model and of its first run. `peak_memory` is in bytes.
     `error` is the largest difference from the sample's outputs over their largest value.
     """
 
-    process: int
     seconds: tuple[float, ...]
     load_seconds: float
     first_seconds: float
@@ -194,14 +192,12 @@ class _Round:
         return Pair.of(Samples(candidate=candidate, baseline=baseline, reference=tuple(self.reference)))
 
     def _take(self, child: Child, job: TurnJob, timeout: float, counted: bool) -> None:
-        turns = self.turns.get(job.runner, [])
-        if turns:
-            os.killpg(turns[0].process, signal.SIGCONT)
+        child.resume()
         before = read_energy()
         turn = child.call(job, Turn, timeout=timeout)
         after = read_energy()
-        os.killpg(turn.process, signal.SIGSTOP)
-        self.turns[job.runner] = [*turns, turn]
+        child.pause()
+        self.turns.setdefault(job.runner, []).append(turn)
         if counted and before is not None and after is not None and after > before:
             self.joules[job.runner] = (after - before) / len(turn.seconds)
 
@@ -234,7 +230,7 @@ def _figures(turns: Sequence[Sequence[Turn]], rounds: Sequence[_Round], runner: 
         first_ms=float(np.median([each[0].first_seconds for each in turns])) * 1e3,
         peak_memory=int(np.median([each[-1].peak_memory for each in turns])),
         joules=float(np.median(joules)) if joules else None,
-        error=max(each[0].error for each in turns),
+        error=float(np.max([each[0].error for each in turns])),
     )
 
 
@@ -265,7 +261,6 @@ def work(job: TurnJob, emit: Emit) -> Turn:
         run()
         seconds.append(time.perf_counter() - start)
     return Turn(
-        process=os.getpid(),
         seconds=tuple(seconds),
         load_seconds=load_seconds,
         first_seconds=first_seconds,
@@ -284,7 +279,8 @@ def _error(results: Sequence[Any], expected: Sequence[Any]) -> float:
         for result, theirs in zip(results, expected, strict=True)
         if np.issubdtype(theirs.dtype, np.number)
     ]
-    return max(errors, default=0.0)
+    # Not max(), which may pass over a NaN.
+    return float(np.max(errors, initial=0.0))
 
 
 def _load_tvmflow(job: TurnJob, inputs: NamedArrays) -> Run:

@@ -377,7 +377,7 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
     for expected, outputs in pairs:
         for name, array in expected.items():
             reference, actual = array.astype(np.float64), outputs[name].astype(np.float64)
-            error = _largest_error(reference, actual)
+            error = largest_error(reference, actual)
             if reference.shape != actual.shape:
                 return Comparison(
                     against=against,
@@ -406,7 +406,7 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
     )
 
 
-def _largest_error(reference: Array, actual: Array) -> float:
+def largest_error(reference: Array, actual: Array) -> float:
     """Return the largest absolute difference; infinite for unequal shapes, or if only one side is NaN or infinite."""
     if reference.shape != actual.shape:
         return float("inf")
@@ -441,7 +441,7 @@ def _reasons(bounds: Validate, comparison: Comparison, pairs: list[tuple[NamedAr
         )
         if not is_close:
             worst = max(
-                _largest_error(expected[name].astype(np.float64), outputs[name].astype(np.float64))
+                largest_error(expected[name].astype(np.float64), outputs[name].astype(np.float64))
                 for expected, outputs in pairs
             )
             reasons.append(

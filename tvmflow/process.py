@@ -82,6 +82,14 @@ class Child:
         """
         return _exchange(self._process, self.step, {"job": job.model_dump_json()}, result, timeout, emit)
 
+    def pause(self) -> None:
+        """Stop the child and all that it started until `resume` (SIGSTOP). Raises OSError when it has ended."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the child go on (SIGCONT); one that is not paused just goes on. Raises OSError when it has ended."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def close(self) -> None:
         """End the child and all processes that it started."""
         self._process.close()
