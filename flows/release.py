@@ -15,7 +15,6 @@ from flows.logs import keeping_logs
 from flows.promote import PromotionSummary, promote_automatically
 from flows.remote import make_on_pool, pools_of
 from flows.runs import one_at_a_time
-from tasks.benchmark import Point
 from tasks.choose import Choice
 from tasks.export import ExportJob, ExportResult, export
 from tasks.insight import InsightJob, insight
@@ -30,6 +29,7 @@ from tvmflow import promotion, supervisor
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.errors import VerdictError
+from tvmflow.figures import Point
 from tvmflow.process import shared_imports
 from tvmflow.services import open_services, open_workspace, record_sections
 from tvmflow.spec import Spec

@@ -18,14 +18,13 @@ from tvmflow import samples
 from tvmflow.bundle import read_manifest
 from tvmflow.comparison import percentile
 from tvmflow.errors import VerdictError
+from tvmflow.figures import Latency, Measurement, Measurements, Point, Runner
 from tvmflow.process import Child, Emit
 from tvmflow.samples import NamedArrays
 from tvmflow.source import load_module, open_session, run_session
 from tvmflow.spec import Benchmark, Gates, Input, Samples, Spec
 from tvmflow.target import Target, host
-from tvmflow.workspace import Artifact, Record, StepResult, Workspace
-
-Runner = Literal["tvm", "onnxruntime", "pytorch"]
+from tvmflow.workspace import Artifact, StepResult, Workspace
 
 
 class RoundJob(Job):
@@ -112,67 +111,8 @@ class Round(StepResult):
     peak_memory: int
 
 
-class Latency(Record):
-    """Milliseconds per run over all rounds; `throughput` is runs per second at the median.
-
-    p90 and p99 are None where there are fewer runs than they need, 64 and 662.
-    """
-
-    mean: float
-    std: float
-    p50: float
-    p90: float | None
-    p99: float | None
-    min: float
-    throughput: float
-
-
-class Measurement(Record):
-    """The figures of one runner at one point.
-
-    `latency_ms` is in milliseconds, `total_seconds` the sum of all timed runs, `load_seconds` the time to load the
-    model. `peak_memory` is in bytes, as is `size`, the size of the runner's model file.
-    """
-
-    latency_ms: Latency
-    total_seconds: float
-    load_seconds: float
-    peak_memory: int
-    size: int
-
-
-class Point(Record):
-    """The runners measured in turn at one choice of the symbolic dimensions' sizes.
-
-    `ratio` is the bundle's median latency over each peer's: below one, the bundle is faster. `noise` is the largest
-    difference between the bundle's round medians, divided by their median.
-    """
-
-    sizes: dict[str, int]
-    runners: dict[Runner, Measurement]
-    ratio: dict[Runner, float]
-    noise: float
-
-    @property
-    def label(self) -> str:
-        """The sizes in words, as "batch 1"; empty for static shapes."""
-        return ", ".join(f"{name} {size}" for name, size in self.sizes.items())
-
-
-class BenchmarkResult(StepResult):
-    """The measured points, the typical sizes first; `runs` is the number of timed runs of each runner at each point.
-
-    `threads` is the number of threads of the peers.
-    """
-
-    runs: int
-    threads: int
-    points: tuple[Point, ...]
-
-    @property
-    def typical(self) -> Point:
-        """The point at the typical sizes, which the gates check."""
-        return self.points[0]
+class BenchmarkResult(Measurements, StepResult):
+    """The measurements of a bundle and its peers."""
 
 
 # The models that a runner's process has loaded, and the seconds that took.

@@ -8,6 +8,7 @@ from tasks.options import as_options, variants
 from tasks.relax_import import ImportResult, load_imported
 from tasks.step import ChildStep, Job
 from tasks.tune import TuneResult
+from tvmflow.figures import Algorithm
 from tvmflow.process import Emit
 from tvmflow.spec import Build, Spec
 from tvmflow.target import Target
@@ -58,18 +59,6 @@ class BuildJob(Job):
             variants=variants(spec, imported.inputs),
             inspect=inspect or Inspect(),
         )
-
-
-class Algorithm(Record):
-    """The number of functions that use an algorithm with fewer multiplications, and the largest of their error bounds.
-
-    A bound is relative. For `winograd` it is relative to the largest output that the convolution's weights can give
-    when all inputs are as large as the largest one; for `strassen` to the largest output when all elements of each
-    operand are as large as its largest one.
-    """
-
-    functions: int
-    bound: float
 
 
 class BuildResult(StepResult):

@@ -6,8 +6,6 @@ Both are decided by measuring whole bundles in turn: only the whole model shows 
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field
-
 from tasks.build import BuildResult
 from tasks.comparison import compare_latency
 from tasks.export import ExportResult
@@ -16,8 +14,8 @@ from tasks.package import PackageResult
 from tasks.step import Job, Step, StepRunner
 from tasks.tune import NOTHING_TUNED, TuneResult
 from tasks.validate import Verdict, why_not_here
-from tvmflow import samples
-from tvmflow.comparison import Comparison, Interval
+from tvmflow import release, samples
+from tvmflow.comparison import Comparison
 from tvmflow.samples import NamedArrays
 from tvmflow.spec import Spec
 from tvmflow.target import Target
@@ -41,21 +39,8 @@ class Candidate(Record):
     steps: dict[str, StepSummary]
 
 
-class Choice(StepResult):
-    """The build that is shipped, tuned or untuned; `message` gives the reason in one sentence.
-
-    `ratio` is the tuned build's latency over the untuned one's, the median over pairs, and `interval` the interval of
-    this median; both are None where the two were not measured.
-    `part` is the part of the tuning with which the tuned build was made. `threads` is the number of threads of the
-    bundle where fewer than the target's were faster, else None.
-    """
-
-    shipped: Literal["tuned", "untuned"]
-    message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
-    ratio: float | None = None
-    interval: Interval | None = None
-    part: Part | Literal["all"] = "all"
-    threads: int | None = None
+class Choice(release.Choice, StepResult):
+    """The build that is shipped, tuned or untuned."""
 
 
 class FewerThreads(StepResult):

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from tasks.build import Algorithm, BuildResult
+from tasks.build import BuildResult
 from tasks.export import ExportResult
 from tasks.relax_import import ImportResult
 from tasks.step import Job, Step, StepRunner
 from tasks.tune import TuneResult
 from tvmflow import samples
 from tvmflow.bundle import Manifest, Variant, installed_versions, pack
+from tvmflow.figures import Algorithm
 from tvmflow.reach import code_digest
 from tvmflow.spec import Dimension, Spec
 from tvmflow.target import Target, needed_features

@@ -9,20 +9,20 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from tasks.build import Algorithm
 from tasks.export import ExportResult
 from tasks.original import Original
 from tasks.package import PackageResult
 from tasks.step import ChildStep, Job, Step, StepRunner
 from tvmflow import samples, usercode
 from tvmflow.errors import ExportError
+from tvmflow.figures import Algorithm, Deviation, Validation
 from tvmflow.process import Emit
 from tvmflow.samples import Array, NamedArrays
 from tvmflow.source import load_module, open_session, run_module, run_session
 from tvmflow.spec import Spec, TaskMetric, Validate
 from tvmflow.target import Precision, Target, host, missing_features, needed_features
 from tvmflow.usercode import describe
-from tvmflow.workspace import Artifact, Record, StepResult
+from tvmflow.workspace import Artifact, StepResult
 
 
 class ReferenceJob(Job):
@@ -113,45 +113,8 @@ class JudgeJob(Job):
     target: str
 
 
-class Comparison(Record):
-    """The distance of outputs from the original's: largest absolute and relative error, least cosine, top-1 agreement.
-
-    The relative error is the absolute one over the output's largest value. `top1_agreement` is the share, 0 to 1, of
-    equal argmax along the last axis of the first output; None where that axis has one element.
-    """
-
-    against: Literal["pytorch", "onnxruntime"]
-    max_abs_error: float
-    max_rel_error: float
-    cosine: float
-    top1_agreement: float | None
-    samples: int
-
-
-class Verdict(StepResult):
-    """The outcome of validating one bundle; `reasons` say why it failed and are empty when it passed.
-
-    `algorithms` are those with fewer multiplications, by name; the comparisons include their errors. `precision` is the
-    one in which the bundle's products are computed. `max_relative_error` is the bound that replaces the tolerances for
-    each element, or None. `verified` is False for a target that this machine cannot run, whose outputs were not
-    compared. `metric_original` and `metric_bundle` are the task metric on the held-out data; None without such data.
-    """
-
-    passed: bool
-    verified: bool
-    reasons: tuple[str, ...]
-    precision: Precision = "fp32"
-    algorithms: dict[str, Algorithm]
-    max_relative_error: float | None = None
-    comparisons: tuple[Comparison, ...]
-    metric_name: str | None
-    metric_original: float | None
-    metric_bundle: float | None
-
-    @property
-    def original(self) -> Comparison | None:
-        """The comparison with the model's own framework; None for a bundle that was not run."""
-        return self.comparisons[0] if self.comparisons else None
+class Verdict(Validation, StepResult):
+    """The outcome of validating one bundle."""
 
 
 def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
@@ -371,7 +334,7 @@ def why_not_here(target: Target, precision: Precision) -> str | None:
     )
 
 
-def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[NamedArrays, NamedArrays]]) -> Comparison:
+def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[NamedArrays, NamedArrays]]) -> Deviation:
     absolute, relative, cosine = 0.0, 0.0, 1.0
     agreements = comparisons = 0
     for expected, outputs in pairs:
@@ -379,7 +342,7 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
             reference, actual = array.astype(np.float64), outputs[name].astype(np.float64)
             error = largest_error(reference, actual)
             if reference.shape != actual.shape:
-                return Comparison(
+                return Deviation(
                     against=against,
                     max_abs_error=error,
                     max_rel_error=error,
@@ -396,7 +359,7 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
         if reference.ndim >= 1 and reference.shape == actual.shape and reference.shape[-1] > 1:
             same = reference.argmax(-1) == actual.argmax(-1)
             agreements, comparisons = agreements + int(same.sum()), comparisons + int(same.size)
-    return Comparison(
+    return Deviation(
         against=against,
         max_abs_error=absolute,
         max_rel_error=relative,
@@ -423,7 +386,7 @@ def _cosine(reference: Array, actual: Array) -> float:
     return min(1.0, float(np.vdot(reference, actual)) / norms)
 
 
-def _reasons(bounds: Validate, comparison: Comparison, pairs: list[tuple[NamedArrays, NamedArrays]]) -> list[str]:
+def _reasons(bounds: Validate, comparison: Deviation, pairs: list[tuple[NamedArrays, NamedArrays]]) -> list[str]:
     """Return the reasons why the outputs are out of bounds; empty when they are within."""
     reasons = []
     if bounds.max_relative_error is not None:
@@ -451,7 +414,7 @@ def _reasons(bounds: Validate, comparison: Comparison, pairs: list[tuple[NamedAr
     return reasons + _disagreement(bounds, comparison)
 
 
-def _disagreement(bounds: Validate, comparison: Comparison) -> list[str]:
+def _disagreement(bounds: Validate, comparison: Deviation) -> list[str]:
     agreement = comparison.top1_agreement
     if bounds.top1_agreement is not None and agreement is not None and agreement < bounds.top1_agreement:
         return [f"top-1 agreement is {agreement:.4f}, {bounds.top1_agreement:g} is asked for"]

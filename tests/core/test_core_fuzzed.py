@@ -1,4 +1,4 @@
-"""Release files, targets and shapes of any form: each is read, or refused in one sentence that names what is wrong."""
+"""Release files, documents, targets and shapes of any form: each is read, or refused in one sentence with the fault."""
 
 import copy
 import json
@@ -13,7 +13,9 @@ from hypothesis import strategies as some
 
 from support.fuzzing import examples
 from tvmflow.cli.compile import parse_shapes
-from tvmflow.errors import InputError, SpecError, TargetError
+from tvmflow.documents import decode, encode
+from tvmflow.errors import InputError, SpecError, StoreError, TargetError
+from tvmflow.release import Release
 from tvmflow.runtime.tracker import Address
 from tvmflow.spec import Spec, amend, load, parse, template, to_document
 from tvmflow.target import presets, resolve
@@ -79,7 +81,16 @@ def places(part: Any, keys: Keys = ()) -> list[Keys]:
     return [*([keys] if keys else []), *(place for key, value in items for place in places(value, (*keys, key)))]
 
 
+def find(document: Any, keys: Keys) -> Any:
+    """The value of a document at a place."""
+    for key in keys:
+        document = document[key]
+    return document
+
+
 PLACES = places(DOCUMENT)
+FORMATS = Path(__file__).parents[1] / "store" / "formats"
+"""Documents as older versions of tvmflow wrote them."""
 
 
 def read(document: object, folder: Path) -> Spec | str:
@@ -100,6 +111,21 @@ def mentions(error: Exception, value: str) -> None:
     assert value in str(error)
 
 
+def changed(whole: dict[str, Any], place: Keys, action: str, value: object, key: str = "") -> dict[str, Any]:
+    """A document with the value at a place replaced or removed, or with another one of the name `key` beside it."""
+    document = copy.deepcopy(whole)
+    parent: Any = document
+    for part in place[:-1]:
+        parent = parent[part]
+    if action == "remove":
+        del parent[place[-1]]
+    elif action == "add" and isinstance(parent, dict):
+        parent[key] = value
+    else:
+        parent[place[-1]] = value
+    return document
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "data.csv").touch()
@@ -116,17 +142,7 @@ def test_the_fuzzed_document_is_a_release_file(folder: Path) -> None:
 def test_a_changed_document_is_read_or_refused_by_the_name_of_what_is_wrong(
     folder: Path, place: Keys, action: str, value: object, key: str
 ) -> None:
-    document = copy.deepcopy(DOCUMENT)
-    parent: Any = document
-    for part in place[:-1]:
-        parent = parent[part]
-    if action == "remove":
-        del parent[place[-1]]
-    elif action == "add" and isinstance(parent, dict):
-        parent[key] = value
-    else:
-        parent[place[-1]] = value
-    spec = read(document, folder)
+    spec = read(changed(DOCUMENT, place, action, value, key), folder)
     if isinstance(spec, Spec):
         # A specification can be copied with a change, and pickled for another process.
         assert amend(spec, {"tune.trials": 3}).tune.trials == 3
@@ -135,6 +151,57 @@ def test_a_changed_document_is_read_or_refused_by_the_name_of_what_is_wrong(
         assert spec.startswith("release.yaml: ")
         names = [str(part) for part in (*place, key) if isinstance(part, str) and part]
         assert any(name in spec or repr(name) in spec for name in names) or repr(value) in spec, (place, spec)
+
+
+RELEASES = [json.loads(path.read_text()) for path in sorted(FORMATS.glob("release-*.json"))]
+JSON_VALUES = some.recursive(
+    some.sampled_from([None, True, False, 0, -1, 10**400, 0.5, 1e300, float("nan"), float("inf"), *WORDS])
+    | some.text(max_size=8),
+    lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@examples(normal=300, long=10_000)
+@given(
+    some.sampled_from(RELEASES),
+    some.data(),
+    some.sampled_from(["replace", "remove", "add"]),
+    JSON_VALUES,
+    some.text(max_size=8),
+)
+def test_a_changed_release_is_read_whole_or_refused_by_file_and_field(
+    whole: dict[str, Any], data: some.DataObject, action: str, value: object, key: str
+) -> None:
+    place = data.draw(some.sampled_from(places(whole)))
+    document = changed(whole, place, action, value, key)
+    try:
+        release = decode(Release, json.dumps(document).encode(), "s3://models/release.json")
+    except StoreError as error:
+        mentions(error, "s3://models/release.json")
+        sentence = checked(error)
+        names = [ascii(part)[1:-1] for part in (*place, key, *(value if isinstance(value, dict) else ()))]
+        assert any(name in sentence for name in names) or "NaN" in sentence or "Infinity" in sentence, sentence
+    else:
+        content = encode(release)
+        assert decode(Release, content, "") == release
+        assert encode(decode(Release, content, "")) == content
+
+
+@examples(normal=200, long=10_000)
+@given(some.sampled_from(RELEASES), some.data())
+def test_every_value_of_a_release_survives_being_written_and_read(whole: dict[str, Any], data: some.DataObject) -> None:
+    """A float that is replaced by another float, and so on, is in the document that is read and written again."""
+    leaves = {float: some.floats(1e-9, 1e9), int: some.integers(1, 2**40), str: some.text(max_size=8)}
+    at = [keys for keys in places(whole) if type(find(whole, keys)) in leaves and keys != ("format",)]
+    place = data.draw(some.sampled_from(at))
+    value = data.draw(leaves[type(find(whole, place))])
+    try:
+        release = decode(Release, json.dumps(changed(whole, place, "replace", value)).encode(), "")
+    except StoreError:
+        assert isinstance(value, str)  # of a text, not every one is allowed
+    else:
+        assert find(json.loads(encode(release)), place) == value
 
 
 @examples(normal=60, long=1_500)

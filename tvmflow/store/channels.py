@@ -7,21 +7,19 @@ one. Whoever changes a document reads it, and writes it only if it has not chang
 """
 
 import datetime
-import json
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
+from tvmflow.documents import Document, Reader, decode, encode
 from tvmflow.errors import StoreError
 from tvmflow.spec import Policy
 from tvmflow.store.keys import channel_key, require_name
 from tvmflow.store.releases import ReleaseStore
 from tvmflow.workspace import Record
 
-# Raised whenever a reader of the previous number could misread a document of the new number.
-_FORMAT = 2
 WANTED = "-wanted"
 """An alias in MLflow that ends in this asks for a release in the channel of the name before it."""
 # Each failure to write means that somebody else has written.
@@ -75,12 +73,23 @@ class Wish(Event):
     version: str
 
 
-class Channel(Record):
+def _read_first(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 1: a pointer with its moves. Its alias, which moved first, was the wish."""
+    moves = [{"kind": "move", **move} for move in document["history"]]
+    if not moves:
+        raise ValueError("it has no history")
+    fields = {key: document[key] for key in ("name", "channel", "version")}
+    return {**fields, "number": len(moves), "shown": document["version"], "history": moves}
+
+
+class Channel(Document):
     """A channel; without a release (`version` None), policy and wish where it has none of them.
 
     `shown` is the version that the channel's alias in MLflow was last set to: it lags behind `version` for the moment
     between the two. `number` grows with every change.
     """
+
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_first}
 
     format: Literal[2] = 2
     name: str
@@ -91,6 +100,11 @@ class Channel(Record):
     version: str | None = None
     shown: str | None = None
     history: tuple[Annotated[Move | PolicyChange | WishEnd, Field(discriminator="kind")], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The document in words, as "channel digits@production"."""
+        return f"channel {self.name}@{self.channel}"
 
     @property
     def exists(self) -> bool:
@@ -328,7 +342,7 @@ def _update(store: ReleaseStore, name: str, channel: str, change: Callable[[Chan
         if after is before:
             return before
         after = after.model_copy(update={"number": before.number + 1})
-        content = f"{after.model_dump_json(indent=2)}\n".encode()
+        content = encode(after)
         if store.objects.create(key, content) if tag is None else store.objects.replace(key, content, tag):
             return after
     raise StoreError(f"{store.objects.uri(key)} is written by others all the time: try again later.")
@@ -369,31 +383,8 @@ def _read(store: ReleaseStore, name: str, channel: str) -> tuple[Channel, str | 
     if found is None:
         return Channel(name=name, channel=channel), None
     uri = store.objects.uri(key)
-    try:
-        document = json.loads(found.content)
-        number = document["format"]
-        if isinstance(number, int) and number > _FORMAT:
-            raise StoreError(f"{uri} has format {number}, this tvmflow reads up to {_FORMAT}; upgrade tvmflow.")
-        content = Channel.model_validate_json(json.dumps(_READERS[number](document)), strict=True)
-        held = content.moves[-1].to_version if content.moves else None
-        if (content.name, content.channel, content.version) != (name, channel, held):
-            raise ValueError("it contradicts its own history or its place")
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise StoreError(f"{uri} is damaged ({where}: {problem['msg']}): restore it from a backup.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StoreError(f"{uri} is damaged ({error!r}): restore it from a backup.") from error
+    content = decode(Channel, found.content, uri)
+    held = content.moves[-1].to_version if content.moves else None
+    if (content.name, content.channel, content.version) != (name, channel, held):
+        raise StoreError(f"{uri} is damaged (it contradicts its own history or its place): restore it from a backup.")
     return content, found.tag
-
-
-def _read_first(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A document of format 1: a pointer with its moves. Its alias, which moved first, was the wish."""
-    moves = [{"kind": "move", **move} for move in document["history"]]
-    if not moves:
-        raise ValueError("it has no history")
-    fields = {key: document[key] for key in ("name", "channel", "version")}
-    return {**fields, "number": len(moves), "shown": document["version"], "history": moves}
-
-
-_READERS: dict[int, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {1: _read_first, 2: lambda document: document}

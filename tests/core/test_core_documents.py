@@ -1,0 +1,153 @@
+"""Documents: one spelling, a format number, readers of every number ever written, and refusals by file and field."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tvmflow.documents import Document, decode, encode
+from tvmflow.errors import StoreError
+from tvmflow.release import Release
+
+FORMATS = Path(__file__).parents[1] / "store" / "formats"
+OLD = sorted(FORMATS.glob("release-*.json"))
+PLACE = "s3://models/releases/digits/1/release.json"
+
+
+def _content(path: Path = FORMATS / "release-1.json", **changes: Any) -> dict[str, Any]:
+    return {**json.loads(path.read_text()), **changes}
+
+
+def _refusal(document: Any) -> str:
+    with pytest.raises(StoreError) as caught:
+        decode(Release, json.dumps(document).encode(), PLACE)
+    return str(caught.value)
+
+
+def test_there_is_a_file_of_every_older_format() -> None:
+    assert {json.loads(path.read_text())["format"] for path in OLD} == set(Release.older)
+
+
+@pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
+def test_a_release_of_an_older_tvmflow_is_read_without_loss(path: Path) -> None:
+    old = _content(path)
+    release = decode(Release, path.read_bytes(), PLACE)
+    assert set(_leaves(old)) - {(("format",), 1)} <= set(_leaves(json.loads(encode(release))))
+    target = release.targets[0]
+    measurements = target.measurements
+    assert measurements is not None
+    assert (
+        measurements.typical.bundle.latency_ms.p50
+        == old["targets"][0]["measurements"]["points"][0]["runners"]["tvm"]["latency_ms"]["p50"]
+    )
+    assert release.registered_version == (old["name"], old["version"])
+    assert release.blobs == {
+        blob["sha256"]: {blob["size"]} for blob in (target.bundle.model_dump(), old.get("report")) if blob is not None
+    }
+
+
+def _leaves(part: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
+    """Every value of a document with the keys that lead to it."""
+    items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else None
+    if items is None:
+        return [(keys, part)]
+    return [leaf for key, value in items for leaf in _leaves(value, (*keys, key))]
+
+
+def test_the_first_releases_had_no_points_no_algorithms_and_little_of_their_tuning() -> None:
+    document = _content()
+    (target,) = document["targets"]
+    point = target["measurements"]["points"][0]
+    target["measurements"] = {"runs": 9, "threads": 2, **{key: point[key] for key in ("runners", "ratio", "noise")}}
+    target["tuning"] = {"trials": 0, "coverage": "0 of 2 workloads tuned"}
+    for key in ("algorithms", "precision", "max_relative_error", "choice"):
+        del target["verdict"][key]
+    for key in ("format", "report", "channels"):
+        del document[key]
+    del document["provenance"]["source"]
+    release = decode(Release, json.dumps(document).encode(), PLACE)
+    (item,) = release.targets
+    assert item.measurements is not None
+    assert (item.measurements.runs, item.measurements.typical.sizes) == (9, {})
+    assert item.measurements.typical.bundle.latency_ms.p50 == point["runners"]["tvm"]["latency_ms"]["p50"]
+    assert (item.tuning, item.verdict.precision, item.verdict.algorithms) == (None, "fp32", {})
+    assert (release.report, release.channels, release.provenance.source) == (None, {}, None)
+
+
+def test_equal_documents_are_equal_bytes_in_one_order() -> None:
+    release = decode(Release, OLD[0].read_bytes(), PLACE)
+    reverse = dict(reversed(json.loads(encode(release)).items()))
+    assert encode(decode(Release, json.dumps(reverse).encode(), PLACE)) == encode(release)
+    assert encode(release).startswith(b'{\n  "channels": {\n    "production": {\n      "after": "staging",\n')
+    assert encode(release.model_copy(update={"tvmflow": "ü"})).endswith(
+        '"tvmflow": "ü",\n  "version": "1"\n}\n'.encode()
+    )
+
+
+def test_a_release_of_a_newer_format_asks_for_an_upgrade() -> None:
+    newest = Release.model_fields["format"].default
+    told = f"{PLACE} has format {newest + 1}, this tvmflow reads up to {newest}; upgrade tvmflow."
+    assert _refusal({"format": newest + 1, "stars": "many"}) == told
+
+
+@pytest.mark.parametrize("number", [0, -1, True, "1", 1.0, None, [1]])
+def test_a_format_that_is_no_number_is_damage(number: Any) -> None:
+    assert "its format " in _refusal(_content(format=number))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[1]", b"1", b'"text"', b"null", b"[" * 100_000])
+def test_what_is_no_json_object_is_damage(content: bytes) -> None:
+    with pytest.raises(StoreError, match=f"^{PLACE} is damaged .*: restore it from a backup.$"):
+        decode(Release, content, PLACE)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("targets", {"targets": 3}),
+        ("targets", {"targets": [3]}),
+        ("stars", {"stars": 3}),
+        ("name", {"name": 3}),
+        ("model", {"model": "models:/digits@production"}),
+        ("model", {"model": "models:/digits/0"}),
+        ("model", {"model": "models:/digits/1x"}),
+        ("channels.staging.moon", {"channels": {"staging": {"moon": "full"}}}),
+        ("channels", {"channels": ["staging"]}),
+        ("report.sha256", {"report": {"sha256": "abc", "size": 3}}),
+        ("report.size", {"report": {"sha256": "a" * 64, "size": "3"}}),
+        ("NaN", {"created_at": float("nan")}),
+    ],
+)
+def test_a_fault_is_named_with_its_field(field: str, changes: dict[str, Any]) -> None:
+    assert field in _refusal(_content(**changes))
+
+
+@pytest.mark.parametrize("place", [("bundle",), ("verdict",), ("measurements", "points"), ("verdict", "comparisons")])
+def test_a_target_that_lacks_something_is_damage(place: tuple[str, ...]) -> None:
+    document = _content()
+    part = document["targets"][0]
+    for key in place[:-1]:
+        part = part[key]
+    del part[place[-1]]
+    assert place[-1] in _refusal(document) or "runners" in _refusal(document)
+
+
+def test_a_point_without_the_bundle_is_damage() -> None:
+    document = _content()
+    del document["targets"][0]["measurements"]["points"][0]["runners"]["tvm"]
+    assert "points.0.runners: Value error, the bundle, tvm, is not among them" in _refusal(document)
+
+
+def test_a_value_that_json_cannot_hold_is_refused_with_the_document() -> None:
+    class Measured(Document):
+        format: int = 1
+        seconds: float
+
+        @property
+        def label(self) -> str:
+            return "clock 7"
+
+    for seconds in (float("nan"), float("inf")):
+        with pytest.raises(StoreError, match=r"^The clock 7 cannot be written as JSON: .*\.$"):
+            encode(Measured(seconds=seconds))

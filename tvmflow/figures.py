@@ -1,0 +1,138 @@
+"""Figures of a bundle: how fast it ran beside its peers, and how far its outputs are from the original's."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from tvmflow.target import Precision
+from tvmflow.workspace import Record
+
+Runner = Literal["tvm", "onnxruntime", "pytorch"]
+
+
+class Latency(Record):
+    """Milliseconds per run over all rounds; `throughput` is runs per second at the median.
+
+    p90 and p99 are None where there are fewer runs than they need, 64 and 662.
+    """
+
+    mean: float
+    std: float
+    p50: float
+    p90: float | None
+    p99: float | None
+    min: float
+    throughput: float
+
+
+class Measurement(Record):
+    """The figures of one runner at one point.
+
+    `latency_ms` is in milliseconds, `total_seconds` the sum of all timed runs, `load_seconds` the time to load the
+    model. `peak_memory` is in bytes, as is `size`, the size of the runner's model file.
+    """
+
+    latency_ms: Latency
+    total_seconds: float
+    load_seconds: float
+    peak_memory: int
+    size: int
+
+
+class Point(Record):
+    """The runners measured in turn at one choice of the symbolic dimensions' sizes.
+
+    `ratio` is the bundle's median latency over each peer's: below one, the bundle is faster. `noise` is the largest
+    difference between the bundle's round medians, divided by their median.
+    """
+
+    sizes: dict[str, int]
+    runners: dict[Runner, Measurement]
+    ratio: dict[Runner, float]
+    noise: float
+
+    @field_validator("runners")
+    @classmethod
+    def _has_bundle(cls, runners: dict[Runner, Measurement]) -> dict[Runner, Measurement]:
+        if "tvm" not in runners:
+            raise ValueError("the bundle, tvm, is not among them")
+        return runners
+
+    @property
+    def bundle(self) -> Measurement:
+        """The figures of the bundle."""
+        return self.runners["tvm"]
+
+    @property
+    def label(self) -> str:
+        """The sizes in words, as "batch 1"; empty for static shapes."""
+        return ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+
+
+class Measurements(Record):
+    """The measured points, the typical sizes first; `runs` is the number of timed runs of each runner at each point.
+
+    `threads` is the number of threads of the peers.
+    """
+
+    runs: int
+    threads: int
+    points: Annotated[tuple[Point, ...], Field(min_length=1)]
+
+    @property
+    def typical(self) -> Point:
+        """The point at the typical sizes, which the gates check."""
+        return self.points[0]
+
+
+class Deviation(Record):
+    """The distance of outputs from the original's: largest absolute and relative error, least cosine, top-1 agreement.
+
+    The relative error is the absolute one over the output's largest value. `top1_agreement` is the share, 0 to 1, of
+    equal argmax along the last axis of the first output; None where that axis has one element.
+    """
+
+    against: Literal["pytorch", "onnxruntime"]
+    max_abs_error: float
+    max_rel_error: float
+    cosine: float
+    top1_agreement: float | None
+    samples: int
+
+
+class Algorithm(Record):
+    """The number of functions that use an algorithm with fewer multiplications, and the largest of their error bounds.
+
+    A bound is relative. For `winograd` it is relative to the largest output that the convolution's weights can give
+    when all inputs are as large as the largest one; for `strassen` to the largest output when all elements of each
+    operand are as large as its largest one.
+    """
+
+    functions: int
+    bound: float
+
+
+class Validation(Record):
+    """The outcome of validating one bundle; `reasons` say why it failed and are empty when it passed.
+
+    `algorithms` are those with fewer multiplications, by name; the comparisons include their errors. `precision` is the
+    one in which the bundle's products are computed. `max_relative_error` is the bound that replaces the tolerances for
+    each element, or None. `verified` is False for a target that this machine cannot run, whose outputs were not
+    compared. `metric_original` and `metric_bundle` are the task metric on the held-out data; None without such data.
+    """
+
+    passed: bool
+    verified: bool
+    reasons: tuple[str, ...]
+    precision: Precision = "fp32"
+    algorithms: dict[str, Algorithm]
+    max_relative_error: float | None = None
+    comparisons: tuple[Deviation, ...]
+    metric_name: str | None
+    metric_original: float | None
+    metric_bundle: float | None
+
+    @property
+    def original(self) -> Deviation | None:
+        """The comparison with the model's own framework; None for a bundle that was not run."""
+        return self.comparisons[0] if self.comparisons else None

@@ -1,0 +1,166 @@
+"""The document of a release, release.json: what was released, from what, and every figure that was measured on it."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import AliasChoices, Field, JsonValue
+
+from tvmflow.bundle.manifest import TensorSpec
+from tvmflow.comparison import Interval
+from tvmflow.documents import Document, Reader
+from tvmflow.figures import Measurements, Point, Validation
+from tvmflow.spec import Policy
+from tvmflow.workspace import Record
+
+
+class RegisteredVersion(NamedTuple):
+    """A version of a registered model in MLflow."""
+
+    model: str
+    version: str
+
+
+class Blob(Record):
+    """A file of the release store, by its digest; `size` is in bytes."""
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    size: Annotated[int, Field(ge=0)]
+
+
+class Provenance(Record):
+    """What a release was made from: the digest of its ONNX file, `sha256:DIGEST`, and the opset of that.
+
+    `source` is the version of the registered model that it was exported from, as MODEL/3; None for another origin.
+    """
+
+    onnx: str
+    opset: int
+    source: str | None = None
+
+
+class Choice(Record):
+    """The build that is shipped, tuned or untuned; `message` gives the reason in one sentence.
+
+    `ratio` is the tuned build's latency over the untuned one's, the median over pairs, and `interval` the interval of
+    this median; both are None where the two were not measured.
+    `part` is the part of the tuning with which the tuned build was made. `threads` is the number of threads of the
+    bundle where fewer than the target's were faster, else None.
+    """
+
+    shipped: Literal["tuned", "untuned"]
+    message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
+    ratio: float | None = None
+    interval: Interval | None = None
+    part: Literal["all", "records", "decisions"] = "all"
+    threads: int | None = None
+
+
+class TargetVerdict(Validation):
+    """The validation of a target's bundle, with the gates of the release file among its `reasons`.
+
+    `choice` says why this build is shipped, None where tuning changed nothing.
+    """
+
+    choice: Choice | None = None
+
+
+class Tuning(Record):
+    """The tuning of a target: its trials, and its coverage in a sentence and in the numbers of `tasks.tune.Coverage`.
+
+    `ratio_untuned` is the tuned build's latency over the untuned one's, None where they were not compared.
+    """
+
+    trials: int
+    coverage: str
+    tuned: int
+    workloads: int
+    share_of_time: float | None
+    untimed: int
+    shipped: Literal["tuned", "untuned"]
+    ratio_untuned: float | None
+
+
+class ReleaseTarget(Record):
+    """A target of a release: what its bundle needs of a machine, the bundle, and how that was judged and measured.
+
+    `weights` are the bundle's, where the store keeps them apart. `measurements` is None where the machine that made
+    the release could not run the bundle, `tuning` where the release was made before it was recorded.
+    """
+
+    target: str
+    tvm_target: dict[str, JsonValue]
+    arch: str
+    cpu_features: tuple[str, ...]
+    bundle: Blob
+    weights: Blob | None = None
+    verdict: TargetVerdict
+    measurements: Measurements | None
+    tuning: Tuning | None
+
+
+def _read_first(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 1, whose writers left out what they did not know yet. What is damaged is passed on."""
+    targets = document.get("targets")
+    if isinstance(targets, list):
+        targets = [_read_first_target(item) if isinstance(item, dict) else item for item in targets]
+    return {"channels": {}, **document, "targets": targets}
+
+
+def _read_first_target(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    measurements, tuning, verdict = (item.get(key) for key in ("measurements", "tuning", "verdict"))
+    if isinstance(measurements, dict) and "runners" in measurements:
+        point = {key: value for key, value in measurements.items() if key in Point.model_fields}
+        others = {key: value for key, value in measurements.items() if key not in point}
+        measurements = {**others, "points": [{"sizes": {}, **point}]}
+    if isinstance(tuning, dict) and "shipped" not in tuning:
+        # The first releases had fewer figures of their tuning.
+        tuning = None
+    if isinstance(verdict, dict):
+        verdict = {"algorithms": {}, **verdict}
+    return {**item, "verdict": verdict, "measurements": measurements, "tuning": tuning}
+
+
+class Release(Document):
+    """A release. It is written once and never changed.
+
+    `created_at` is the UTC time in ISO 8601, `tvmflow` the version that made it, `mlflow_run_id` the run that logs it,
+    `model` its registered version as models:/MODEL/3. `channels` are the policies that its release file proposes, by
+    channel. `report` is its page, None in a release that was made before there were pages.
+    """
+
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_first}
+
+    format: Literal[2] = 2
+    name: str
+    version: str
+    created_at: str
+    tvmflow: str
+    mlflow_run_id: str
+    model: Annotated[str, Field(pattern="^models:/[^/@]+/[1-9][0-9]*$")]
+    provenance: Provenance
+    channels: dict[str, Policy]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    targets: tuple[ReleaseTarget, ...]
+    report: Blob | None = None
+
+    @property
+    def label(self) -> str:
+        """The document in words, as "release digits 3"."""
+        return f"release {self.name} {self.version}"
+
+    @property
+    def registered_version(self) -> RegisteredVersion:
+        """The version in MLflow that belongs to the release."""
+        _, model, version = self.model.split("/")
+        return RegisteredVersion(model, version)
+
+    @property
+    def blobs(self) -> dict[str, set[int]]:
+        """The digests of the files that the release consists of, each with its size in bytes: one, if it is whole."""
+        blobs = [blob for item in self.targets for blob in (item.bundle, item.weights)]
+        sizes: dict[str, set[int]] = {}
+        for blob in (*blobs, self.report):
+            if blob is not None:
+                sizes.setdefault(blob.sha256, set()).add(blob.size)
+        return sizes
