@@ -16,10 +16,10 @@ from tvmflow import promotion
 from tvmflow.bundle import extract, public_key
 from tvmflow.bundle.signature import trusted_keys
 from tvmflow.comparison import Comparison, Interval
-from tvmflow.errors import BundleError, InputError, VerdictError
+from tvmflow.errors import BundleError, InputError, StatementError, VerdictError
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channels import Channel
-from tvmflow.store.resolve import TargetEntry, fetch_bundle
+from tvmflow.store.resolve import TargetEntry, fetch_target
 from tvmflow.target import host
 from tvmflow.verification import verify
 from tvmflow.workspace import Record, StepResult
@@ -116,11 +116,13 @@ class GateResult(StepResult):
 
 
 def integrity_work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> GateResult:
-    """Read every blob of the release and compare its digest; check the order of channels and the required signatures.
+    """Read every blob of the release and compare its digest; check the order of channels, names and signatures.
 
     Bundles are fetched into the folder `cache`. Raises StoreError when the store fails.
     """
-    checks = [_digests(job, runner, store), *_order(job, store)]
+    checks = [_digests(job, runner, store), *_order(job, store), *_statements(job, store)]
+    if all(check.passed for check in checks):
+        checks += _names(job, store, cache)
     if all(check.passed for check in checks):
         checks += _signatures(job, runner, store, cache)
     return GateResult(checks=tuple(checks), compared=job.current_version)
@@ -165,6 +167,37 @@ def _order(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
     yield Check(name="after", message=message, passed=passed)
 
 
+def _statements(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
+    """Check, where this machine trusts keys, that one has signed a statement on the release and on the current one."""
+    keys = trusted_keys()
+    if not keys:
+        return
+    for document in (job.release, job.current):
+        if document is None:
+            continue
+        version = str(document["version"])
+        try:
+            signed = store.get_release(job.name, version, trusted=keys)
+        except StatementError as error:
+            yield Check(name="statement", message=str(error).rstrip("."), passed=False)
+        else:
+            message = f"a trusted key has signed the statement on {job.name} {version}"
+            if signed != document:
+                message = f"{job.name} {version} has changed since it was read: promote it again"
+            yield Check(name="statement", message=message, passed=signed == document)
+
+
+def _names(job: GateJob, store: ReleaseStore, cache: Path) -> Iterator[Check]:
+    """Check that every bundle is one of the release's model."""
+    try:
+        for entry in TargetEntry.read_all(job.release):
+            fetch_target(store, entry, cache)
+    except BundleError as error:
+        yield Check(name="name", message=str(error), passed=False)
+    else:
+        yield Check(name="name", message=f"every bundle is one of {job.name}", passed=True)
+
+
 def _signatures(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:
     """Check that a trusted key has signed every bundle, where the channel or this machine requires it."""
     keys = trusted_keys()
@@ -178,7 +211,7 @@ def _signatures(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Pa
         target = f"target {entry.target!r}"
         try:
             with runner.workspace.scratch() as folder:
-                extract(fetch_bundle(store, entry.sha256, cache), folder, trusted=keys)
+                extract(fetch_target(store, entry, cache), folder, trusted=keys)
         except BundleError as error:
             yield Check(name="signature", message=f"{target}: {error}", passed=False)
         else:
@@ -196,7 +229,7 @@ def _golden_samples(job: GateJob, runner: StepRunner, store: ReleaseStore, cache
             continue
         runner.emit(0, 0, f"golden sample of {entry.target}")
         try:
-            worst = verify(fetch_bundle(store, entry.sha256, cache), timeout=runner.timeout).max_abs_error
+            worst = verify(fetch_target(store, entry, cache), timeout=runner.timeout).max_abs_error
         except (BundleError, VerdictError) as error:
             yield Check(name="golden sample", message=f"{target}: {error}", passed=False)
         else:
@@ -330,8 +363,8 @@ def _compare(
     return compare_latency(
         runner.workspace,
         runner.log(),
-        fetch_bundle(store, new.sha256, cache),
-        fetch_bundle(store, old.sha256, cache),
+        fetch_target(store, new, cache),
+        fetch_target(store, old, cache),
         timeout=runner.timeout,
         progress=lambda done, total: runner.emit(done, total, f"beside {job.current_version}"),
         seconds=runner.comparison_seconds,

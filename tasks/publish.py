@@ -112,7 +112,10 @@ def work(
 def _is_there(
     result: PublishResult, job: PublishJob, store: ReleaseStore, registry: Registry, lease: HeldLease
 ) -> bool:
-    return store.has_release(job.name, job.version)
+    needs_statement = store.config.signing_key is not None
+    return store.has_release(job.name, job.version) and not (
+        needs_statement and store.read_statement(job.name, job.version) is None
+    )
 
 
 publish = Step("publish", PublishResult, work, is_current=_is_there)

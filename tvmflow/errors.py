@@ -16,6 +16,7 @@
     ├── RemoteError          an RPC tracker or server is gone, refuses or does not answer
     ├── VerdictError         the release was measured and refused; the verdict says why
     ├── StoreError           the S3 endpoint is down, refuses, or holds something else
+    │   └── StatementError   a release, a channel or a verdict lacks the signed statement that this machine demands
     ├── RegistryError        MLflow is down or refuses
     ├── PrefectError         Prefect is down or refuses, or a deployment is not registered
     ├── StackError           a server of the local stack does not start
@@ -105,6 +106,10 @@ class VerdictError(TvmflowError):
 
 class StoreError(TvmflowError):
     """The S3 endpoint is down, refuses the credentials, or holds other content than expected."""
+
+
+class StatementError(StoreError):
+    """A release, a channel or a verdict lacks a signed statement that this machine demands, or the two differ."""
 
 
 class RegistryError(TvmflowError):

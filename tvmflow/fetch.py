@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from tvmflow import settings
 from tvmflow.errors import StoreError
@@ -30,11 +31,24 @@ def bundles(uri: str) -> Iterator[Path]:
     yield from _of_release(configuration, uri) if uri.startswith("release://") else _of_object(configuration, uri)
 
 
+class ReleaseAddress(NamedTuple):
+    """A release by its version, or the one that a channel holds; the other of the two is None."""
+
+    name: str
+    version: str | None
+    channel: str | None
+
+    @classmethod
+    def parse(cls, uri: str) -> Self:
+        """Read a `release://` URI. Raises StoreError for any other text."""
+        match = _RELEASE.fullmatch(uri)
+        if match is None:
+            raise StoreError(f"{uri!r} names no release: expected release://NAME@CHANNEL or release://NAME/VERSION.")
+        return cls(match["name"], match["version"], match["channel"])
+
+
 def _of_release(configuration: Settings, uri: str) -> Iterator[Path]:
-    match = _RELEASE.fullmatch(uri)
-    if match is None:
-        raise StoreError(f"{uri!r} names no release: expected release://NAME@CHANNEL or release://NAME/VERSION.")
-    name, version = match["name"], match["version"]
+    name, version, channel = ReleaseAddress.parse(uri)
     section = read_sections(configuration, name).store
     has_server = configuration.s3_bucket is not None or (configuration.s3_endpoint or section.endpoint) is not None
     if not has_server and not (configuration.state / "s3").is_dir():
@@ -43,7 +57,7 @@ def _of_release(configuration: Settings, uri: str) -> Iterator[Path]:
         )
     with open_store(configuration, section) as store:
         if version is None:
-            version = channels.read_version(store, name, match["channel"])
+            version = channels.read_version(store, name, str(channel))
         yield from resolve.fetch_bundles(store, name, version, cache_folder(configuration))
 
 

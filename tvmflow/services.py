@@ -92,7 +92,8 @@ def open_store(settings: Settings, section: Store | None = None) -> Iterator[Rel
     bucket = settings.s3_bucket or section.bucket or BUCKET
     prefix = (settings.s3_prefix if settings.s3_prefix is not None else section.prefix) or ""
     if endpoint is None and settings.s3_bucket is None:
-        store = ReleaseStore(StoreConfig(bucket, prefix, folder=settings.state / "s3" / bucket))
+        folder = settings.state / "s3" / bucket
+        store = ReleaseStore(StoreConfig(bucket, prefix, folder=folder, signing_key=settings.signing_key))
         store.objects.prepare()
         yield store
         return
@@ -109,6 +110,7 @@ def open_store(settings: Settings, section: Store | None = None) -> Iterator[Rel
             checksums=settings.s3_checksums,
             folder=None if settings.s3_folder is None else settings.s3_folder.expanduser().absolute() / bucket,
             lock=settings.state / "s3.lock" if settings.s3_single_writer else None,
+            signing_key=settings.signing_key,
         )
     )
 

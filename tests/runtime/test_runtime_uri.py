@@ -1,9 +1,11 @@
 """Bundles by address: a file, an object on S3, or a release, whose bundle for this machine is fetched and cached."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +32,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConfig]:
 
 
 @pytest.fixture
-def store(server: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReleaseStore:
-    """A release store that the environment names, and a cache of this test alone."""
+def store(
+    server: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> ReleaseStore:
+    """A release store that the environment names, with a prefix and a cache of this test alone."""
+    config = replace(server, prefix=re.sub(r"[^A-Za-z0-9]+", "-", request.node.name).strip("-"))
     monkeypatch.chdir(tmp_path)
     settings = {
         "TVMFLOW_HOME": str(tmp_path / "home"),
         "TVMFLOW_S3_ENDPOINT": server.endpoint,
         "TVMFLOW_S3_BUCKET": server.bucket,
+        "TVMFLOW_S3_PREFIX": config.prefix,
         "TVMFLOW_S3_ACCESS_KEY": server.access_key,
         "TVMFLOW_S3_SECRET_KEY": server.secret_key,
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value or "")
-    return ReleaseStore(server)
+    return ReleaseStore(config)
 
 
 @pytest.fixture
-def publish(store: ReleaseStore, request: pytest.FixtureRequest) -> Publish:
-    """Publish bundles, by target, as a version of the release that is named like the test."""
+def publish(store: ReleaseStore) -> Publish:
+    """Publish bundles, by target, as a version of the release "small"."""
 
     def write(version: str, bundles: dict[str, Path]) -> None:
         targets: list[dict[str, Any]] = []
@@ -62,9 +68,8 @@ def publish(store: ReleaseStore, request: pytest.FixtureRequest) -> Publish:
                     "bundle": {"sha256": sha256_file(path), "size": path.stat().st_size},
                 }
             )
-        name = request.node.name
-        document = {"format": 1, "name": name, "version": version, "targets": targets}
-        store.publish(name, version, document, [(path, sha256_file(path)) for path in bundles.values()])
+        document = {"format": 1, "name": "small", "version": version, "targets": targets}
+        store.publish("small", version, document, [(path, sha256_file(path)) for path in bundles.values()])
 
     return write
 
@@ -103,7 +108,7 @@ def test_a_blob_on_s3_is_kept_and_any_other_object_is_not(
     assert runs(store.put_blob(bundle, digest)) == "native"
     assert [path.name for path in (tmp_path / "home" / "bundles").iterdir()] == [f"{digest}.tar.gz"]
     store.objects.put("by-hand/model.tar.gz", bundle.read_bytes(), "planting a bundle")
-    assert runs("s3://models/by-hand/model.tar.gz") == "native"
+    assert runs(store.objects.uri("by-hand/model.tar.gz")) == "native"
     assert len(list((tmp_path / "home" / "bundles").iterdir())) == 1
     assert not list(scratch.iterdir())
 
@@ -114,7 +119,7 @@ def test_a_missing_object_is_one_sentence(store: ReleaseStore) -> None:
 
 
 def test_of_a_release_the_bundle_that_asks_most_of_this_machine_is_taken(
-    publish: Publish, bundle: Path, repack: Repack, tmp_path: Path, request: pytest.FixtureRequest
+    publish: Publish, bundle: Path, repack: Repack, tmp_path: Path
 ) -> None:
     feature = sorted(host().features)[0]
     better = repack(target="better", cpu_features=(feature,))
@@ -125,29 +130,26 @@ def test_of_a_release_the_bundle_that_asks_most_of_this_machine_is_taken(
         "elsewhere": repack(target="elsewhere", arch=OTHER_ARCH, cpu_features=()),
     }
     publish("1", bundles)
-    assert runs(f"release://{request.node.name}/1") == "better"
+    assert runs("release://small/1") == "better"
     # The other bundles were not fetched.
     assert [path.name for path in (tmp_path / "home" / "bundles").iterdir()] == [f"{sha256_file(better)}.tar.gz"]
 
 
-def test_a_channel_is_followed_where_it_moves(
-    publish: Publish, store: ReleaseStore, repack: Repack, request: pytest.FixtureRequest
-) -> None:
-    name = request.node.name
+def test_a_channel_is_followed_where_it_moves(publish: Publish, store: ReleaseStore, repack: Repack) -> None:
     for version in ("1", "2"):
         publish(version, {"native": repack(target=f"of-{version}")})
-    move_channel(store, name, "production", "1")
-    assert runs(f"release://{name}@production") == "of-1"
-    move_channel(store, name, "production", "2")
-    assert runs(f"release://{name}@production") == "of-2"
-    assert runs(f"release://{name}/1") == "of-1"
+    move_channel(store, "small", "production", "1")
+    assert runs("release://small@production") == "of-1"
+    move_channel(store, "small", "production", "2")
+    assert runs("release://small@production") == "of-2"
+    assert runs("release://small/1") == "of-1"
 
 
 def test_a_kept_bundle_that_was_damaged_is_fetched_again(
-    publish: Publish, store: ReleaseStore, bundle: Path, tmp_path: Path, request: pytest.FixtureRequest
+    publish: Publish, store: ReleaseStore, bundle: Path, tmp_path: Path
 ) -> None:
     publish("1", {"native": bundle})
-    address = f"release://{request.node.name}/1"
+    address = "release://small/1"
     runs(address)
     (cached_bundle,) = (tmp_path / "home" / "bundles").iterdir()
     cached_bundle.write_bytes(bundle.read_bytes()[:-100])
@@ -155,20 +157,34 @@ def test_a_kept_bundle_that_was_damaged_is_fetched_again(
     assert cached_bundle.read_bytes() == bundle.read_bytes()
 
 
-def test_a_missing_release_or_channel_is_one_sentence(
-    publish: Publish, bundle: Path, repack: Repack, request: pytest.FixtureRequest
-) -> None:
-    name = request.node.name
+def test_a_missing_release_or_channel_is_one_sentence(publish: Publish, bundle: Path, repack: Repack) -> None:
     publish("1", {"other": repack(target="other", arch=OTHER_ARCH)})
     for address, message in {
-        f"release://{name}/2": "There is no release .* 2 in .*; published versions: 1",
-        f"release://{name}@nowhere": "There is no channel 'nowhere'",
+        "release://small/2": "There is no release .* 2 in .*; published versions: 1",
+        "release://small@nowhere": "There is no channel 'nowhere'",
         "release://name": "expected release://NAME@CHANNEL or release://NAME/VERSION",
     }.items():
         with pytest.raises(StoreError, match=message):
             runtime.load(address)
-    with pytest.raises(BundleError, match=f"no bundle of release {name} 1 runs on this machine: .* for {OTHER_ARCH}"):
-        runtime.load(f"release://{name}/1")
+    with pytest.raises(BundleError, match=f"no bundle of release small 1 runs on this machine: .* for {OTHER_ARCH}"):
+        runtime.load("release://small/1")
+
+
+def test_a_bundle_of_another_model_is_refused(publish: Publish, repack: Repack) -> None:
+    publish("1", {"native": repack(name="foreign")})
+    with pytest.raises(BundleError, match="the release of 'small' holds a bundle of 'foreign'"):
+        runtime.load("release://small/1")
+
+
+def test_a_release_that_was_copied_to_another_version_is_refused(
+    publish: Publish, store: ReleaseStore, repack: Repack
+) -> None:
+    publish("1", {"native": repack()})
+    copied = store.objects.get("releases/small/1/release.json")
+    assert copied is not None
+    store.objects.put("releases/small/2/release.json", copied, "planting a release")
+    with pytest.raises(StoreError, match="is the document of small 1: publish small 2 again"):
+        runtime.load("release://small/2")
 
 
 def test_without_a_store_the_settings_are_named_and_nothing_is_created(

@@ -23,7 +23,7 @@ RELEASE: dict[str, Any] = {"name": "resnet", "version": "1", "targets": [TARGET]
 
 def _store(release: dict[str, Any]) -> Any:
     """A store that has one release."""
-    return SimpleNamespace(get_release=lambda name, version: release)
+    return SimpleNamespace(get_release=lambda name, version, trusted: release)
 
 
 def test_an_entry_says_what_its_bundle_asks_of_a_machine() -> None:

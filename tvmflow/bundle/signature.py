@@ -1,5 +1,6 @@
 """Signatures of bundles: Ed25519 over the manifest, whose digests cover all other files."""
 
+import importlib
 import os
 import re
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ def keygen(path: Path) -> Path:
     Returns the public key's path, which is `path` with `.pub` added. Raises SettingsError when a file exists or cannot
     be written, and when the library `cryptography` is not installed.
     """
-    _require_library()
+    require_library()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ed25519
 
@@ -51,7 +52,7 @@ def sign(manifest: bytes, key: Path) -> bytes:
 
     Equal bytes and keys give equal signatures. Raises SettingsError for a file without an Ed25519 private key.
     """
-    private = _private(key)
+    private = load_private(key)
     return f"ed25519 {_raw(private.public_key()).hex()} {private.sign(manifest).hex()}\n".encode()
 
 
@@ -60,7 +61,7 @@ def public_key(path: Path) -> str:
 
     Raises SettingsError for a file without an Ed25519 key.
     """
-    return _raw(_public(path)).hex()
+    return _raw(load_public(path)).hex()
 
 
 def signer(signature: bytes, source: str) -> str:
@@ -86,7 +87,7 @@ def check(manifest: bytes, signature: bytes | None, trusted: Sequence[Path], sou
     """
     if not trusted:
         return
-    keys = {_raw(key).hex(): key for key in map(_public, trusted)}
+    keys = {_raw(key).hex(): key for key in map(load_public, trusted)}
     if signature is None:
         raise BundleError(
             f"bundle {source!r} is not signed, and this machine accepts signed bundles only; "
@@ -107,31 +108,33 @@ def check(manifest: bytes, signature: bytes | None, trusted: Sequence[Path], sou
         raise BundleError(f"bundle {source!r} was changed after it was signed; do not trust it") from error
 
 
-def _require_library() -> None:
-    """Raise SettingsError unless the library `cryptography` is installed."""
+def require_library(name: str = "cryptography") -> None:
+    """Raise SettingsError unless a library of the extra `sign` is installed."""
     try:
-        import cryptography  # noqa: F401 - whether it is installed
+        importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise SettingsError(
-            "signatures need the library 'cryptography'; install it with `pip install tvmflow[sign]`"
+            f"signatures need the library {name!r}; install it with `pip install tvmflow[sign]`"
         ) from error
 
 
-def _private(path: Path) -> "Ed25519PrivateKey":
+def load_private(path: Path) -> "Ed25519PrivateKey":
+    """Return the private key in a PEM file. Raises SettingsError for a file without an Ed25519 private key."""
     key = _load(path)
     if not hasattr(key, "sign"):
         raise SettingsError(f"{str(path)!r} holds a public key; sign with the private one")
     return key  # type: ignore[no-any-return]
 
 
-def _public(path: Path) -> "Ed25519PublicKey":
+def load_public(path: Path) -> "Ed25519PublicKey":
+    """Return the public key of a PEM file with a public or a private key. Raises SettingsError for another file."""
     key = _load(path)
     return key.public_key() if hasattr(key, "sign") else key  # type: ignore[no-any-return]
 
 
 def _load(path: Path) -> Any:
     """The Ed25519 key in a PEM file, private or public. Raises SettingsError."""
-    _require_library()
+    require_library()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ed25519

@@ -17,15 +17,38 @@ def keygen_command(key: Path) -> None:
 
 
 @click.command("sign")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle")
 @click.option("--key", type=click.Path(path_type=Path), envvar="TVMFLOW_SIGNING_KEY", help="The private key.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Default: BUNDLE itself.")
-def sign_command(bundle: Path, key: Path | None, output: Path | None) -> None:
-    """Sign BUNDLE; an earlier signature is replaced."""
+def sign_command(bundle: str, key: Path | None, output: Path | None) -> None:
+    """Sign BUNDLE, a file or a release at release://NAME/VERSION; an earlier signature is replaced.
+
+    Of a release, the statement on its document is signed, which names all bundles by their digests; the bundles
+    themselves stay as they are.
+    """
     from tvmflow.bundle import public_key, sha256_file, sign
 
     if key is None:
         raise click.UsageError("no key to sign with: give --key or set TVMFLOW_SIGNING_KEY; `tvmflow keygen` makes one")
-    place = output or bundle
-    sign(bundle, key, place)
+    if bundle.startswith("release://"):
+        if output is not None:
+            raise click.UsageError("--output is for a bundle in a file; the statement on a release is in the store")
+        _sign_release(bundle, key)
+        click.echo(f"{bundle}: signed with {public_key(key)[:16]}")
+        return
+    place = output or Path(bundle)
+    sign(Path(bundle), key, place)
     click.echo(f"{place}: signed with {public_key(key)[:16]}, sha256 {sha256_file(place)}")
+
+
+def _sign_release(uri: str, key: Path) -> None:
+    """Sign the statement on a release. Raises StoreError, and SettingsError for a key that cannot be read."""
+    from tvmflow import settings as machine
+    from tvmflow.fetch import ReleaseAddress
+    from tvmflow.services import open_store_of
+
+    address = ReleaseAddress.parse(uri)
+    if address.version is None:
+        raise click.UsageError(f"{uri} names a channel: give the version, as release://{address.name}/VERSION")
+    with open_store_of(machine.load(), address.name) as store:
+        store.sign_release(address.name, address.version, key)

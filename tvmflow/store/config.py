@@ -45,6 +45,12 @@ class StoreConfig:
     """The folder of this machine that is the bucket; there is no server then, or it is not asked."""
     lock: Path | None = None
     """A file that all writers lock, for a server without conditional writes that this machine alone writes to."""
+    signing_key: Path | None = None
+    """The private key that signs statements on releases and channels; they are not signed without one."""
+    statement_days: float = 30.0
+    """Days for which a statement on a channel is valid."""
+    memory: Path | None = None
+    """The folder in which this host keeps the highest number that it has seen of each channel."""
 
     def __post_init__(self) -> None:
         if not _BUCKET.fullmatch(self.bucket):

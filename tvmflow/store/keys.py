@@ -21,6 +21,11 @@ def release_key(name: str, version: str) -> str:
     return f"releases/{name}/{version}/release.json"
 
 
+def statement_key(name: str, version: str) -> str:
+    """Return the key of the signed statement on a release. Raises StoreError for a name or version not allowed."""
+    return release_key(name, version).removesuffix("release.json") + "statement.json"
+
+
 def channel_key(name: str, channel: str) -> str:
     """Return the key of a channel's pointer. Raises StoreError for a name or channel that is not allowed."""
     require_name("name", name)

@@ -5,22 +5,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tvmflow.errors import StoreError
+from tvmflow.bundle.signature import trusted_keys
+from tvmflow.errors import StatementError, StoreError
 from tvmflow.store.backends import open_objects
 from tvmflow.store.blobs import BlobStore, Progress
 from tvmflow.store.config import StoreConfig
 from tvmflow.store.documents import decode, encode, list_references
-from tvmflow.store.keys import NAME, blob_key, numeric_order, release_key, require_name
+from tvmflow.store.keys import NAME, blob_key, numeric_order, release_key, require_name, statement_key
+from tvmflow.store.statements import Claim, Envelope, Subject, check, sign
 
 # A person waits for the check, so a server that accepts connections but does not answer fails soon.
 _CHECK_READ_TIMEOUT = 4.0
+
+
+class ReleaseClaim(Claim):
+    """That a release has the document and the blobs which are the statement's subjects."""
+
+    predicate_type = "urn:tvmflow:release:1"
+    name: str
+    version: str
 
 
 class ReleaseStore:
     """The releases under one prefix of one bucket.
 
         blobs/sha256/<digest>                     payloads, written once, shared by releases
-        releases/<name>/<version>/release.json    written last: a release exists when this does
+        releases/<name>/<version>/release.json    a release exists when this does
+        releases/<name>/<version>/statement.json  the signed statement on it, where a key signs
         channels/<name>/<channel>.json            see `channels`
 
     Every method raises `StoreError`, in one sentence, when the server is unreachable, refuses, or holds something else
@@ -71,8 +82,8 @@ class ReleaseStore:
         Each blob that the document refers to (see `list_references`) must be among `blobs` or in the store already. To
         publish the same document again is a success. The same version with another document is refused, also when two
         publishers race. After an interruption at any point there is no release yet, and a second call completes it.
-        `on_progress` gets the number of bytes sent since its last call. Raises StoreError when it is refused or the
-        server fails.
+        With a signing key, a statement on the release is written after it. `on_progress` gets the number of bytes sent
+        since its last call. Raises StoreError when it is refused or the server fails.
         """
         key = release_key(name, version)
         document = encode(name, version, release)
@@ -92,22 +103,84 @@ class ReleaseStore:
             self.put_blob(path, sha256, on_progress)
         if published is None and not self.objects.create(key, document):
             self._require_same(key, self.objects.get(key), document)
+        if self.config.signing_key is not None:
+            self._sign(name, version, document, self.config.signing_key)
         return self.objects.uri(key)
 
-    def get_release(self, name: str, version: str) -> dict[str, Any]:
+    def sign_release(self, name: str, version: str, key: Path) -> None:
+        """Sign a statement on a release as it is in the store; an earlier statement is replaced.
+
+        Raises StoreError for a release that is not published or whose blobs are not whole, SettingsError for a key that
+        cannot be read.
+        """
+        content = self._read(name, version)
+        if fault := self.find_fault(decode(content, self.objects.uri(release_key(name, version)))):
+            raise StoreError(f"The release {name} {version} is not whole: {fault}")
+        self._sign(name, version, content, key)
+
+    def read_statement(self, name: str, version: str) -> Envelope | None:
+        """Return the statement on a release, unchecked; None if there is none. Raises StoreError for a damaged one."""
+        content = self.objects.get(statement_key(name, version))
+        return None if content is None else Envelope.parse(content, f"The release {name} {version}")
+
+    def get_release(self, name: str, version: str, *, trusted: Sequence[Path] = ()) -> dict[str, Any]:
         """Return the document of one release.
 
-        Raises StoreError for a version that is not published, with the versions that are; for a document that is
-        damaged or of a newer format; and when the server fails.
+        One of the keys in the files `trusted` must have signed a statement on it; if there are none, statements are
+        not checked. Raises StoreError for a version that is not published, with the versions that are;
+        for a document that is damaged, of another release or of a newer format; and when the server fails.
         """
-        key = release_key(name, version)
-        content = self.objects.get(key)
+        content = self._read(name, version)
+        uri = self.objects.uri(release_key(name, version))
+        if trusted:
+            self._check_statement(name, version, content, trusted)
+        release = decode(content, uri)
+        if (release.get("name", name), release.get("version", version)) != (name, version):
+            raise StoreError(
+                f"{uri} is the document of {release.get('name')} {release.get('version')}: publish {name} {version} "
+                "again."
+            )
+        return release
+
+    def list_subjects(self, name: str, version: str) -> tuple[Subject, ...]:
+        """Return the subjects of a statement on a release: its document and its blobs.
+
+        Raises StatementError where this machine demands a statement on the release and that does not hold, StoreError
+        for a damaged document.
+        """
+        content = self._read(name, version)
+        if trusted := trusted_keys():
+            self._check_statement(name, version, content, trusted)
+        return _list_subjects(name, version, content, self.objects.uri(release_key(name, version)))
+
+    def _read(self, name: str, version: str) -> bytes:
+        """The bytes of a release's document. Raises StoreError for a version that is not published."""
+        content = self.objects.get(release_key(name, version))
         if content is None:
             published = ", ".join(self.list_versions(name)) or "none"
             raise StoreError(
                 f"There is no release {name} {version} in {self.config.uri}; published versions: {published}."
             )
-        return decode(content, self.objects.uri(key))
+        return content
+
+    def _sign(self, name: str, version: str, content: bytes, key: Path) -> None:
+        """Write the statement on a release whose document has these bytes."""
+        subjects = _list_subjects(name, version, content, self.objects.uri(release_key(name, version)))
+        envelope = sign(ReleaseClaim(name=name, version=version), subjects, key)
+        self.objects.put(
+            statement_key(name, version), envelope.to_bytes(), f"writing the statement on {name} {version}"
+        )
+
+    def _check_statement(self, name: str, version: str, content: bytes, trusted: Sequence[Path]) -> None:
+        """Raise StatementError unless a trusted key's statement is about this release and these bytes."""
+        topic = f"The release {name} {version}"
+        uri = f"release://{name}/{version}"
+        claim, digests = check(self.read_statement(name, version), ReleaseClaim, trusted, topic, uri)
+        if (claim.name, claim.version) != (name, version):
+            raise StatementError(f"{topic} has the statement on {claim.name} {claim.version}: do not trust it.")
+        key = release_key(name, version)
+        if digests.get(key) != Subject.of(key, content).digest["sha256"]:
+            raise StatementError(f"{topic} was changed after it was signed: do not trust it.")
 
     def has_release(self, name: str, version: str) -> bool:
         """Whether that version is published. Raises StoreError."""
@@ -116,9 +189,10 @@ class ReleaseStore:
     def verify_release(self, name: str, version: str) -> dict[str, Any]:
         """Read every blob of a release and compare size and digest; return the release's document.
 
-        Raises StoreError when a blob is missing or damaged, or the release is not published.
+        Where this machine demands a signed statement on the release, that is checked. Raises StoreError when a blob is
+        missing or damaged, or the release is not published, not signed or changed.
         """
-        release = self.get_release(name, version)
+        release = self.get_release(name, version, trusted=trusted_keys())
         if fault := self.find_fault(release):
             raise StoreError(f"The release {name} {version} is not whole: {fault}")
         return release
@@ -167,6 +241,13 @@ class ReleaseStore:
                 f"{self.objects.uri(key)} is already published with other content and stays as it is: choose another "
                 "version."
             )
+
+
+def _list_subjects(name: str, version: str, content: bytes, uri: str) -> tuple[Subject, ...]:
+    blobs = (
+        Subject(name=blob_key(sha256), digest={"sha256": sha256}) for sha256 in list_references(decode(content, uri))
+    )
+    return (Subject.of(release_key(name, version), content), *blobs)
 
 
 def _require_size(path: Path, sizes: Collection[int]) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tvmflow.bundle import missing_weights, sha256_file
+from tvmflow.bundle import missing_weights, read_manifest, sha256_file
 from tvmflow.bundle.manifest import check_machine
+from tvmflow.bundle.signature import trusted_keys
 from tvmflow.errors import BundleError, StoreError
 from tvmflow.runtime.selection import select_runnable
 from tvmflow.store.releases import ReleaseStore
@@ -16,16 +17,30 @@ from tvmflow.store.releases import ReleaseStore
 def fetch_bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> Iterator[Path]:
     """Fetch the bundles of a release that this machine can run; yield their paths, the most demanding bundle first.
 
-    Each is fetched into `cache` when the iterator reaches it. Raises StoreError when the store cannot be read,
-    BundleError when this machine can run none of the bundles.
+    Each is fetched into `cache` when the iterator reaches it. Raises StoreError when the store cannot be read, or has
+    no signed statement on the release where this machine demands one; BundleError when this machine can run none of
+    the bundles, or one is another model's.
     """
-    entries = TargetEntry.read_all(store.get_release(name, version))
+    entries = TargetEntry.read_all(store.get_release(name, version, trusted=trusted_keys()))
     fitting, refusals = select_runnable((entry, entry) for entry in entries)
     if not fitting:
         reasons = "; ".join(refusals) or "it holds none"
         raise BundleError(f"no bundle of release {name} {version} runs on this machine: {reasons}")
     for entry in fitting:
-        yield fetch_bundle(store, entry.sha256, cache)
+        yield fetch_target(store, entry, cache)
+
+
+def fetch_target(store: ReleaseStore, entry: "TargetEntry", cache: Path) -> Path:
+    """Fetch the bundle of a release's target as `fetch_bundle` does, and return its path.
+
+    Raises StoreError when it cannot be fetched, BundleError when it is another model's: a signature covers a bundle's
+    own name, not the place where somebody has put it.
+    """
+    path = fetch_bundle(store, entry.sha256, cache)
+    owner = read_manifest(path).name
+    if owner != entry.name:
+        raise BundleError(f"the release of {entry.name!r} holds a bundle of {owner!r}; publish the release again")
+    return path
 
 
 def fetch_bundle(store: ReleaseStore, sha256: str, cache: Path) -> Path:
