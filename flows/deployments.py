@@ -41,14 +41,18 @@ class Deployed:
 
 
 def register(entries: Sequence[ManagedModel], pool: str, target_pools: Sequence[str] = ()) -> list[Deployed]:
-    """Register the deployments of release files, and reconcile/all, on a work pool; return all that are registered.
+    """Register the deployments of release files, reconcile/all and gc/all on a work pool; return all of them.
 
     Each of `target_pools`, the work pools that make targets of releases, gets the deployment make/POOL. A second call
     updates the deployments: a paused schedule stays paused, and a deployment that a release file no longer asks for is
     deleted. The work pools must exist. Raises PrefectError when the server fails or refuses a deployment.
     """
     deployments = [(item, pool) for entry in entries for item in _deployments_of(entry)]
-    deployments += [(_reconcile_deployment(), pool), *((_make_deployment(name), name) for name in target_pools)]
+    deployments += [
+        (_reconcile_deployment(), pool),
+        (_gc_deployment(), pool),
+        *((_make_deployment(name), name) for name in target_pools),
+    ]
     events = {item.full_name: _events(item) for item, _ in deployments}
     for deployment, pool_name in deployments:
         _apply(deployment, pool_name)
@@ -100,6 +104,12 @@ def _reconcile_deployment() -> "RunnerDeployment":
 
     # A run does not wait for another, because the next one comes soon.
     return _deployment(reconcile, "all", {}, schedules=[_cron("often", "*/5 * * * *")], waits=False, model=False)
+
+
+def _gc_deployment() -> "RunnerDeployment":
+    from flows.gc import gc
+
+    return _deployment(gc, "all", {}, schedules=[_cron("nightly", "0 5 * * *")], waits=False, model=False)
 
 
 def _make_deployment(pool: str) -> "RunnerDeployment":

@@ -93,8 +93,7 @@ def work(
         runner.emit(min(sent_bytes, total), total, "sending")
 
     blobs = [(runner.workspace.path(item), digest) for digest, item in artifacts.items()]
-    lease.require()
-    uri = store.publish(job.name, job.version, job.document, blobs, progressed)
+    uri = store.publish(job.name, job.version, job.document, blobs, progressed, lease.require)
     if page.exists():
         registry.log_artifacts(job.tracked.run_id, {PAGE: page})
     model = job.tracked.model

@@ -75,6 +75,17 @@ def read_sections(settings: Settings, name: str) -> Sections:
     return Sections()
 
 
+def list_sections(settings: Settings) -> list[Sections]:
+    """Return the places of releases that this machine knows, each once: the defaults, those recorded, those of models.
+
+    Raises as `read_sections` does.
+    """
+    recorded = [path.stem for path in sorted((settings.state / "models").glob("*.json"))]
+    names = dict.fromkeys([*recorded, *(release_file.load(file).name for file in settings.models)])
+    sections = [Sections(), *(read_sections(settings, name) for name in names)]
+    return [each for index, each in enumerate(sections) if each not in sections[:index]]
+
+
 def _sections_file(settings: Settings, name: str) -> Path:
     require_name("name", name)
     return settings.state / "models" / f"{name}.json"

@@ -141,6 +141,11 @@ class Settings(BaseSettings):
     notification_block: str | None = None
     """The notification block of Prefect, as `TYPE/NAME`, that `tvmflow deploy` has send runs that failed, e.g.
     `slack-webhook/oncall`; none unless given."""
+    retention_days: Annotated[float, Field(ge=0, le=36500)] = 90.0
+    """Days for which every release stays, and every result in the shared workspace that is used;
+    [what `tvmflow gc --releases` removes](../reference/release-store.md#what-is-removed)."""
+    retention_releases: Annotated[int, Field(ge=1)] = 10
+    """How many of the newest releases of a model stay, however old they are."""
     outage_minutes: Annotated[float, Field(ge=0, le=20)] = 5.0
     """Minutes for which a running release waits for S3, MLflow or Prefect to answer again before it fails."""
     worker_timeout_seconds: Annotated[float, Field(gt=0)] = 120.0

@@ -580,6 +580,7 @@ def test_what_a_release_file_does_not_say_is_as_documented(tmp_path: Path) -> No
         "automatic": False,
         "approval": "none",
         "by_hand": "wish",
+        "keep": 5,
         "signature": "optional",
         "after": None,
         "gates": {"max_ratio_current": None, "max_latency_ms": None, "max_metric_drop": None, "min_metric": None},

@@ -114,7 +114,7 @@ def deployed(house: House) -> dict[str, Any]:
 
 def test_deploying_registers_what_a_release_file_needs(house: House, deployed: dict[str, Any]) -> None:
     names = {item["name"] for item in deployed["deployments"]}
-    assert names == {"release/house", "promote/house", "retune/house", "reconcile/all"}
+    assert names == {"release/house", "promote/house", "retune/house", "reconcile/all", "gc/all"}
     assert deployed["pool"] == {"name": "tvmflow", "created": True}
     assert deployed["webhook"] == {"url": house.receiver + PATH, "status": "created"}
     release = requests.get(f"{house.api}/deployments/name/release/house", timeout=30).json()

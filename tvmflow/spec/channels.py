@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from tvmflow.spec.fields import NonNegativeFloat, PositiveFloat, Section
+from tvmflow.spec.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 class ChannelGates(Section):
@@ -39,6 +39,8 @@ class Policy(Section):
     """Bounds on the release."""
     by_hand: Literal["wish", "refuse"] = "wish"
     """What setting the channel's own alias in MLflow is: a wish, or nothing. In both cases the alias goes back."""
+    keep: PositiveInt = 5
+    """How many of the releases that the channel held last `tvmflow gc --releases` keeps, for rollbacks."""
 
 
 class ChannelSection(Policy):

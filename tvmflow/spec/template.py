@@ -109,6 +109,7 @@ validate:
 #     approval: none            # required: a person says yes; another: not the one who asked
 #     signature: optional       # required: every bundle is signed with a key that is trusted where it is promoted
 #     by_hand: wish             # an alias that somebody sets by hand in MLflow: wish | refuse
+#     keep: 5                   # releases that the channel held last, which `tvmflow gc --releases` keeps for rollbacks
 #     after: staging            # the channel that must have held the release before
 #     gates:                    # a release out of bounds is not promoted
 #       max_ratio_current: 1.1  # latency over that of the release which the channel holds, measured side by side

@@ -16,6 +16,7 @@ from pydantic import Field
 from tvmflow.documents import Document, Reader, decode, encode
 from tvmflow.errors import StoreError
 from tvmflow.spec import Policy
+from tvmflow.store import leases
 from tvmflow.store.keys import channel_key, require_name
 from tvmflow.store.releases import ReleaseStore
 from tvmflow.workspace import Record
@@ -137,6 +138,17 @@ class Channel(Document):
                 versions.append(move.to_version)
         return tuple(versions)
 
+    @property
+    def kept_versions(self) -> frozenset[str]:
+        """The versions whose releases have to stay: the one held, the one wished for, and the last within the policy.
+
+        The last are those that the channel held last, and those to which the next rollbacks return.
+        """
+        depth = (self.policy or Policy()).keep
+        latest = list(dict.fromkeys(move.to_version for move in reversed(self.moves)))[:depth]
+        needed = {*latest, *self.rollback_stack[-depth:], *([] if self.version is None else [self.version])}
+        return frozenset(needed if self.wish is None else {*needed, self.wish.version})
+
 
 def find(store: ReleaseStore, name: str, channel: str) -> Channel:
     """Read a channel; one that was never used holds nothing. Raises StoreError for a damaged document."""
@@ -173,10 +185,9 @@ def wish(
     The newest wish wins: an open one for another version ends as superseded, and one for this version stays as it is,
     with the person who made it. A wish for what the channel holds ends an open one and is not kept. A call with the
     `id` of an earlier wish, open or ended, changes nothing; by default the id is random. Raises StoreError for a
-    version that is not published, and when the server fails.
+    version that is not published, or whose release is removed at this moment, and when the server fails.
     """
-    if not store.has_release(name, version):
-        store.get_release(name, version)  # its error names the versions that are published
+    _require_release(store, name, version)
     number = id or secrets.token_hex(8)
 
     def change(before: Channel) -> Channel:
@@ -187,7 +198,11 @@ def wish(
             return after
         return _with(after, wish=Wish(who=who, when=_now(), why=why, id=number, version=version))
 
-    return _update(store, name, channel, change)
+    after = _update(store, name, channel, change)
+    if not _outlasts_sweep(store, name, version):
+        end_wish(store, name, channel, number, "withdrawn", who=who, why="its release was removed meanwhile")
+        _require_release(store, name, version)
+    return after
 
 
 def end_wish(
@@ -261,10 +276,19 @@ def grant(
 def roll_back(store: ReleaseStore, before: Channel, version: str, *, who: str, why: str) -> Channel:
     """Move a channel back to a version that it held; return the channel. An open wish ends as superseded.
 
-    Raises StoreError, which says who moved it, when the channel has moved since `before` was read, and when the server
-    fails.
+    Raises StoreError, which says who moved it, when the channel has moved since `before` was read, when the release is
+    removed at this moment, and when the server fails.
     """
+    after = _move_back(store, before, version, who=who, why=why)
+    if not _outlasts_sweep(store, before.name, version):
+        if before.version is not None:
+            why = f"the release {version} was removed meanwhile"
+            _move_back(store, after, before.version, who=who, why=why)
+        _require_release(store, before.name, version)
+    return after
 
+
+def _move_back(store: ReleaseStore, before: Channel, version: str, *, who: str, why: str) -> Channel:
     def change(current: Channel) -> Channel:
         if current.version != before.version:
             raise StoreError(describe_move(current, before.version))
@@ -326,6 +350,17 @@ def describe_move(current: Channel, expected: str | None) -> str:
         f"The channel {current.name}@{current.channel} was expected at {expected or 'nothing'}, but {by}: check "
         "whether it is still to be moved, then try again."
     )
+
+
+def _require_release(store: ReleaseStore, name: str, version: str) -> None:
+    if not store.has_release(name, version):
+        store.get_release(name, version)  # its error names the versions that are published
+
+
+def _outlasts_sweep(store: ReleaseStore, name: str, version: str) -> bool:
+    """Whether a release is still there when a sweep, which may have read a channel before it named it, has ended."""
+    leases.await_sweep(store)
+    return store.has_release(name, version)
 
 
 def _update(store: ReleaseStore, name: str, channel: str, change: Callable[[Channel], Channel]) -> Channel:

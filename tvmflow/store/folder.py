@@ -47,17 +47,17 @@ class FolderObjects(ObjectStore):
             for key in sorted(keys):
                 with contextlib.suppress(FileNotFoundError):
                     status = (self._folder / key).stat()
-                    written = datetime.datetime.fromtimestamp(status.st_mtime, datetime.UTC)
-                    yield ObjectEntry(key[start:], status.st_size, written)
+                    yield ObjectEntry(key[start:], status.st_size, _last_modified(status))
 
     def read(self, key: str) -> Object | None:
         """Return an object; its tag is the SHA-256 of its content. Raises StoreError."""
         with self._explained(f"reading {key}"):
             try:
-                content = self._path(key).read_bytes()
+                with self._path(key).open("rb") as file:
+                    content, written = file.read(), _last_modified(os.fstat(file.fileno()))
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return Object(content, hashlib.sha256(content).hexdigest())
+        return Object(content, hashlib.sha256(content).hexdigest(), written)
 
     def stream(self, key: str, consume: Callable[[bytes], object]) -> str | None:
         """Pass an object's content to `consume` in chunks; return its SHA-256, None if there is no such object.
@@ -143,3 +143,7 @@ class FolderObjects(ObjectStore):
             raise StoreError(
                 f"The release store's folder {self._folder} cannot be used while {action}: {error.strerror or error}."
             ) from error
+
+
+def _last_modified(status: os.stat_result) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(status.st_mtime, datetime.UTC)

@@ -1,13 +1,19 @@
-"""Leases: one process at a time registers and publishes the releases of a model.
+"""Leases: one process at a time registers and publishes the releases of a model, and none while the store is swept.
 
-leases/<name>.json
+leases/<name>.json         held by who registers and publishes the releases of a model
+leases/work/<id>.json      held by each run that uses the shared workspace
+sweep.json                 held by who removes objects that nothing refers to
 
 A holder renews its lease while it works. A lease that is not renewed for its duration, or whose process has died on
 this machine, is free. Its number grows with every holder: who has lost a lease learns that before it writes.
+
+Who takes one of the leases in `leases/` looks at the sweep afterwards, and who sweeps looks at them after it has taken
+its own: at least one of the two sees the other.
 """
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +33,7 @@ _POLL_SECONDS = 0.5
 # Renewals within the duration of a lease.
 _RENEWALS = 4
 _LONGEST_PID = 10
+_FOLDER, _WORK, _SWEEP = "leases/", "leases/work/", "sweep.json"
 
 
 class Lease(Record):
@@ -46,10 +53,10 @@ class Lease(Record):
 
 
 class HeldLease:
-    """A lease that this process holds and renews."""
+    """A lease that this process holds and renews; `subject` is what it is on, for messages."""
 
-    def __init__(self, store: ReleaseStore, lease: Lease, tag: str) -> None:
-        self._store, self._lease, self._tag = store, lease, tag
+    def __init__(self, store: ReleaseStore, key: str, subject: str, lease: Lease, tag: str) -> None:
+        self._store, self._key, self._subject, self._lease, self._tag = store, key, subject, lease, tag
         self._writing = threading.Lock()
         self._has_ended = threading.Event()
         self._renewal = threading.Thread(target=self._renew, daemon=True)
@@ -57,20 +64,25 @@ class HeldLease:
 
     def require(self) -> None:
         """Raise StoreError unless this process still holds the lease; call this before a write that is made once."""
-        found = _read(self._store, self._lease.name)
+        found = _read(self._store, self._key)
         if found is None or not found[0].is_held or found[0].number != self._lease.number:
             by = found[0].holder if found is not None else "somebody"
             raise StoreError(
-                f"This process has lost the lease on the releases of {self._lease.name} to {by}, because it did not "
-                "renew it in time: run the same command again."
+                f"This process has lost the lease on {self._subject} to {by}, because it did not renew it in time: run "
+                "the same command again."
             )
 
     def end(self) -> None:
         """Give the lease back; one that was lost or cannot be written stays as it is."""
         self._has_ended.set()
-        self._renewal.join()
+        # A finalizer may run in any thread.
+        if self._renewal is not threading.current_thread():
+            self._renewal.join()
         with contextlib.suppress(StoreError):
             self._write(is_held=False)
+            # No other holder will ever take a lease with a random name.
+            if self._key.startswith(_WORK):
+                self._store.objects.delete(self._key, "giving back a lease")
 
     def _renew(self) -> None:
         while not self._has_ended.wait(self._lease.seconds / _RENEWALS):
@@ -81,8 +93,8 @@ class HeldLease:
     def _write(self, *, is_held: bool) -> None:
         with self._writing:
             after = self._lease.model_copy(update={"beat": self._lease.beat + 1, "is_held": is_held})
-            if self._store.objects.replace(_key(after.name), _encode(after), self._tag):
-                found = self._store.objects.read(_key(after.name))
+            if self._store.objects.replace(self._key, _encode(after), self._tag):
+                found = self._store.objects.read(self._key)
                 if found is not None and found.content == _encode(after):
                     self._lease, self._tag = after, found.tag
 
@@ -91,24 +103,111 @@ class HeldLease:
 def hold(store: ReleaseStore, name: str, who: str, seconds: float = SECONDS) -> Iterator[HeldLease]:
     """Be the only one who registers and publishes releases of a model while the body runs.
 
-    Waits while a living process holds the lease. Raises StoreError for a damaged lease, and when the server fails.
+    Waits while a living process holds the lease or sweeps the store. Raises StoreError for a damaged lease, and when
+    the server fails.
     """
-    held = _acquire(store, name, who, seconds)
+    held = _acquire_unswept(store, _model_key(name), f"the releases of {name}", who, seconds)
     try:
         yield held
     finally:
         held.end()
 
 
-def _acquire(store: ReleaseStore, name: str, who: str, seconds: float) -> HeldLease:
-    last_beat: tuple[int, int] | None = None
-    since = time.monotonic()
+def use_work(store: ReleaseStore, who: str) -> HeldLease:
+    """Keep the shared workspace from being swept until the lease ends. Waits and raises as `hold` does."""
+    return _acquire_unswept(store, f"{_WORK}{secrets.token_hex(8)}.json", "the shared workspace", who, SECONDS)
+
+
+@contextlib.contextmanager
+def sweep(store: ReleaseStore, who: str, seconds: float = SECONDS) -> Iterator[HeldLease]:
+    """Let nobody register or publish a release, or begin to use the shared workspace, while the body runs.
+
+    Waits for those who have begun to publish, not for those who use the workspace: see `find_idle_work`. Raises
+    StoreError for a damaged lease, and when the server fails.
+    """
+    held = _acquire(store, _SWEEP, "the sweep of the store", who, seconds)
+    try:
+        keys = [entry.key for entry in store.objects.list_objects(_FOLDER) if not entry.key.startswith(_WORK)]
+        watches = [_Watch(store, key) for key in keys]
+        while [watch for watch in watches if not watch.is_free()]:
+            time.sleep(_POLL_SECONDS)
+        yield held
+    finally:
+        held.end()
+
+
+def await_sweep(store: ReleaseStore) -> None:
+    """Wait while a living process sweeps the store. Raises StoreError as `hold` does."""
+    _Watch(store, _SWEEP).await_free()
+
+
+def find_idle_work(store: ReleaseStore) -> list[str] | None:
+    """Return the keys of the leases on the shared workspace that dead runs have left, None when a living run uses it.
+
+    Takes as long as a lease lasts when a run has died on another machine. Raises StoreError as `hold` does.
+    """
+    watches = [_Watch(store, entry.key) for entry in store.objects.list_objects(_WORK)]
+    while held := [watch for watch in watches if not watch.is_free()]:
+        if any(watch.is_alive for watch in held):
+            return None
+        time.sleep(_POLL_SECONDS)
+    return [watch.key for watch in watches]
+
+
+class _Watch:
+    """A lease that this process looks at again and again, to see whether its holder renews it."""
+
+    def __init__(self, store: ReleaseStore, key: str) -> None:
+        self.key = key
+        self.number = 0
+        self.tag: str | None = None
+        self.is_alive = False
+        self._store = store
+        self._last_beat: tuple[int, int] | None = None
+        self._since = time.monotonic()
+
+    def is_free(self) -> bool:
+        """Look at the lease: whether nobody holds it, its holder has died, or it was not renewed for its duration.
+
+        `number` and `tag` are the lease's from then on, 0 and None where there is none; `is_alive` says whether the
+        holder is known to live.
+        """
+        found = _read(self._store, self.key)
+        if found is None:
+            self.number, self.tag = 0, None
+            return True
+        lease, self.tag = found
+        self.number = lease.number
+        beat = (lease.number, lease.beat)
+        if beat != self._last_beat:
+            self.is_alive = lease.is_held and (self._last_beat is not None or _is_living(lease.process))
+            self._last_beat, self._since = beat, time.monotonic()
+        return not lease.is_held or time.monotonic() - self._since > lease.seconds or _is_dead(lease.process)
+
+    def await_free(self) -> None:
+        """Wait until the lease is free."""
+        while not self.is_free():
+            time.sleep(_POLL_SECONDS)
+
+
+def _acquire_unswept(store: ReleaseStore, key: str, subject: str, who: str, seconds: float) -> HeldLease:
+    """Acquire a lease while nobody sweeps the store."""
+    sweeping = _Watch(store, _SWEEP)
     while True:
-        found = _read(store, name)
-        number = 1 if found is None else found[0].number + 1
+        held = _acquire(store, key, subject, who, seconds)
+        if sweeping.is_free():
+            return held
+        held.end()
+        sweeping.await_free()
+
+
+def _acquire(store: ReleaseStore, key: str, subject: str, who: str, seconds: float) -> HeldLease:
+    watch = _Watch(store, key)
+    while True:
+        is_free = watch.is_free()
         own = Lease(
-            name=name,
-            number=number,
+            name=key.removeprefix(_FOLDER).removesuffix(".json"),
+            number=watch.number + 1,
             beat=0,
             holder=who,
             process=_describe_process(os.getpid()),
@@ -116,38 +215,33 @@ def _acquire(store: ReleaseStore, name: str, who: str, seconds: float) -> HeldLe
             is_held=True,
         )
         content = _encode(own)
-        if found is None:
-            has_written = store.objects.create(_key(name), content)
+        if watch.tag is None:
+            has_written = store.objects.create(key, content)
         else:
-            lease, tag = found
-            if (lease.number, lease.beat) != last_beat:
-                last_beat, since = (lease.number, lease.beat), time.monotonic()
-            has_expired = time.monotonic() - since > lease.seconds
-            is_free = not lease.is_held or has_expired or _is_dead(lease.process)
-            has_written = is_free and store.objects.replace(_key(name), content, tag)
-        if has_written and (written := store.objects.read(_key(name))) is not None and written.content == content:
-            return HeldLease(store, own, written.tag)
+            has_written = is_free and store.objects.replace(key, content, watch.tag)
+        if has_written and (written := store.objects.read(key)) is not None and written.content == content:
+            return HeldLease(store, key, subject, own, written.tag)
         time.sleep(_POLL_SECONDS)
 
 
-def _key(name: str) -> str:
+def _model_key(name: str) -> str:
     require_name("name", name)
-    return f"leases/{name}.json"
+    return f"{_FOLDER}{name}.json"
 
 
 def _encode(lease: Lease) -> bytes:
     return f"{lease.model_dump_json(indent=2)}\n".encode()
 
 
-def _read(store: ReleaseStore, name: str) -> tuple[Lease, str] | None:
+def _read(store: ReleaseStore, key: str) -> tuple[Lease, str] | None:
     """The lease and the tag of its object, None if there is none. Raises StoreError for a damaged one."""
-    found = store.objects.read(_key(name))
+    found = store.objects.read(key)
     if found is None:
         return None
     try:
         return Lease.model_validate_json(found.content, strict=True), found.tag
     except ValidationError as error:
-        uri = store.objects.uri(_key(name))
+        uri = store.objects.uri(key)
         raise StoreError(f"{uri} is damaged ({error.errors()[0]['msg']}): remove it when no release runs.") from error
 
 
@@ -168,8 +262,20 @@ def _describe_process(pid: int) -> str:
 
 def _is_dead(process: str) -> bool:
     """Whether a description is of a process of this machine, and of this container, that has ended."""
+    pid = _find_pid(process)
+    return pid is not None and _describe_process(pid) != process
+
+
+def _is_living(process: str) -> bool:
+    """Whether a description is of a process of this machine, and of this container, that has not ended."""
+    pid = _find_pid(process)
+    return pid is not None and _describe_process(pid) == process
+
+
+def _find_pid(process: str) -> int | None:
+    """The id of the process of a description; None when it is not of this machine and this container."""
     words, own = process.split(), _describe_process(os.getpid()).split()
     if len(words) != 4 or len(own) != 4 or words[:2] != own[:2]:
-        return False
+        return None
     pid = words[2]
-    return pid.isascii() and pid.isdigit() and len(pid) <= _LONGEST_PID and _describe_process(int(pid)) != process
+    return int(pid) if pid.isascii() and pid.isdigit() and len(pid) <= _LONGEST_PID else None

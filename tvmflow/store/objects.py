@@ -31,10 +31,14 @@ class ObjectEntry:
 
 @dataclass(frozen=True)
 class Object:
-    """An object that was read: its content, and the tag by which `replace` knows that it has not changed since."""
+    """An object that was read: its content, the tag by which `replace` knows that it has not changed since, its time.
+
+    `last_modified` is when it was written.
+    """
 
     content: bytes
     tag: str
+    last_modified: datetime.datetime
 
 
 class ObjectStore(abc.ABC):

@@ -1,6 +1,6 @@
 """Releases in a bucket: each is written once, is complete or absent, and its blobs are checked."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ class ReleaseStore:
         release: Mapping[str, Any],
         blobs: Sequence[tuple[Path, str]],
         on_progress: Progress | None = None,
+        require_lease: Callable[[], None] = lambda: None,
     ) -> str:
         """Send `blobs`, pairs of file and SHA-256, then write the release; return the address of its release.json.
 
@@ -83,7 +84,8 @@ class ReleaseStore:
         publish the same document again is a success. The same version with another document is refused, also when two
         publishers race. After an interruption at any point there is no release yet, and a second call completes it.
         With a signing key, a statement on the release is written after it. `on_progress` gets the number of bytes sent
-        since its last call. Raises StoreError when it is refused or the server fails.
+        since its last call. `require_lease` is called right before the document is written, and may raise. Raises
+        StoreError when it is refused or the server fails.
         """
         key = release_key(name, version)
         document = encode(name, version, release)
@@ -101,8 +103,10 @@ class ReleaseStore:
                 )
         for path, sha256 in blobs:
             self.put_blob(path, sha256, on_progress)
-        if published is None and not self.objects.create(key, document):
-            self._require_same(key, self.objects.get(key), document)
+        if published is None:
+            require_lease()
+            if not self.objects.create(key, document):
+                self._require_same(key, self.objects.get(key), document)
         if self.config.signing_key is not None:
             self._sign(name, version, document, self.config.signing_key)
         return self.objects.uri(key)

@@ -81,7 +81,7 @@ class S3Objects(ObjectStore):
                     except self.s3.exceptions.NoSuchKey:
                         return None
                     with contextlib.closing(answer["Body"]) as body:
-                        return Object(body.read(), answer["ETag"])
+                        return Object(body.read(), answer["ETag"], answer["LastModified"])
             except StoreError as error:
                 if read == _READS or not isinstance(error.__cause__, IncompleteReadError | ResponseStreamingError):
                     raise

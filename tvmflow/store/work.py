@@ -6,21 +6,32 @@ work/records/<run>.jsonl        tuning records, a file for each run that tuned
 """
 
 import contextlib
+import datetime
+import socket
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from tvmflow.errors import StoreError
+from tvmflow.store import leases
 from tvmflow.store.backends import open_objects
 from tvmflow.store.blobs import BlobStore
 from tvmflow.store.keys import blob_key
 from tvmflow.store.releases import ReleaseStore
 
 _RECORDS = "records/"
+# A record that is used again is marked at most once in such a time.
+_MARKED_AGAIN = datetime.timedelta(days=1)
 
 
 class WorkStore:
-    """The part of a release store that `tvmflow.workspace.Workspace` shares; its objects may be deleted at any time.
+    """The part of a release store that `tvmflow.workspace.Workspace` shares.
+
+    From the first use of a record or an artifact on, the object holds a lease, so that nobody takes away what its run
+    relies on (see `tvmflow.store.garbage`). It ends with the object or its process. A record that is used again becomes
+    young again.
 
     Anyone who may write to the bucket can change results: give that right only to the machines that release. Every
     method raises StoreError when the server fails.
@@ -29,7 +40,10 @@ class WorkStore:
     def __init__(self, store: ReleaseStore) -> None:
         prefix = f"{store.config.prefix}/work" if store.config.prefix else "work"
         self.objects = open_objects(replace(store.config, prefix=prefix))
+        self._store = store
         self._blobs = BlobStore(self.objects)
+        self._joining = threading.Lock()
+        self._has_joined = False
 
     @property
     def uri(self) -> str:
@@ -42,13 +56,21 @@ class WorkStore:
 
     def read_record(self, step: str, key: str) -> bytes | None:
         """Return the record of a step as JSON; None if there is none. Raises StoreError."""
-        return self.objects.get(_record_key(step, key))
+        self._join()
+        place = _record_key(step, key)
+        found = self.objects.read(place)
+        if found is None:
+            return None
+        if datetime.datetime.now(datetime.UTC) - found.last_modified > _MARKED_AGAIN:
+            self.objects.put(place, found.content, f"marking the record of step {step} as used")
+        return found.content
 
     def write_record(self, step: str, key: str, record: bytes) -> None:
         """Write the record of a step, or replace it, and check that the server has it.
 
         Raises StoreError when the server fails, or the record is missing right after it was written.
         """
+        self._join()
         place = _record_key(step, key)
         self.objects.put(place, record, f"sharing the record of step {step}")
         if self.objects.get(place) is None:
@@ -62,6 +84,7 @@ class WorkStore:
 
         Raises StoreError when the server fails.
         """
+        self._join()
         try:
             with place.open("xb") as file:
                 is_whole = self.objects.stream(blob_key(sha256), file.write) == sha256
@@ -75,6 +98,7 @@ class WorkStore:
 
     def send(self, path: Path, sha256: str, on_progress: Callable[[int], None]) -> None:
         """Send an artifact unless the store has it complete; a damaged one is replaced. Raises StoreError."""
+        self._join()
         self._blobs.put(path, sha256, on_progress)
 
     def tuning_records(self) -> dict[str, int]:
@@ -88,6 +112,14 @@ class WorkStore:
     def write_tuning_records(self, name: str, content: bytes) -> None:
         """Write a file of tuning records in place of a shorter one; such a file only grows. Raises StoreError."""
         self.objects.put(_RECORDS + name, content, "sharing tuning records")
+
+    def _join(self) -> None:
+        """Take the lease on the shared workspace, once."""
+        with self._joining:
+            if not self._has_joined:
+                lease = leases.use_work(self._store, f"a run on {socket.gethostname()}")
+                weakref.finalize(self, lease.end)
+                self._has_joined = True
 
 
 def _record_key(step: str, key: str) -> str:

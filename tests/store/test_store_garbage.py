@@ -1,0 +1,348 @@
+"""Garbage of a release store: what anything refers to stays whole, the rest goes, at whatever moment it is killed."""
+
+import datetime
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.waits import wait_until
+from tvmflow.errors import StoreError
+from tvmflow.spec import Policy
+from tvmflow.store import ReleaseStore, StoreConfig, channels, garbage, leases
+from tvmflow.store.garbage import Garbage, Retention
+from tvmflow.store.work import WorkStore
+
+WriteFile = Callable[[bytes], tuple[Path, str]]
+NEWEST = Retention(days=0, releases=1)
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that were written a moment ago may go: an S3 server's clock cannot be set back."""
+    monkeypatch.setattr(garbage, "_GRACE", datetime.timedelta(seconds=-60))
+
+
+def never(release: Mapping[str, Any]) -> bool:
+    return False
+
+
+@pytest.fixture
+def publish(store: ReleaseStore, write_file: WriteFile) -> Callable[..., str]:
+    """Publishes a release of `resnet` with a bundle of its own and one that all share; returns its bundle's digest."""
+    return lambda version: publish_to(store, version, write_file)
+
+
+def publish_to(store: ReleaseStore, version: str, write_file: WriteFile) -> str:
+    blobs = [write_file(f"bundle {version}".encode()), write_file(b"weights")]
+    targets = [{"sha256": digest, "size": path.stat().st_size} for path, digest in blobs]
+    store.publish("resnet", version, {"name": "resnet", "version": version, "targets": targets}, blobs)
+    return blobs[0][1]
+
+
+def move(store: ReleaseStore, channel: str, *versions: str) -> None:
+    """Move a channel to one version after the other."""
+    for version in versions:
+        document = channels.wish(store, "resnet", channel, version, who="ann", why="")
+        assert document.wish is not None
+        policy = document.policy or Policy()
+        channels.grant(store, "resnet", channel, document.wish.id, why="", policy=policy)
+
+
+def keys(store: ReleaseStore) -> set[str]:
+    return {entry.key for entry in store.objects.list_objects("")}
+
+
+def test_what_nobody_needs_goes_and_every_other_release_stays_whole(
+    store: ReleaseStore, publish: Callable[[str], str], write_file: WriteFile
+) -> None:
+    digests = {str(version): publish(str(version)) for version in range(1, 10)}
+    channels.set_policy(store, "resnet", "production", Policy(keep=2), who="ann", why="")
+    move(store, "production", "1", "2", "3", "4")
+    channels.wish(store, "resnet", "staging", "5", who="ann", why="")
+    store.put_blob(*write_file(b"of a release that was never published"))
+    store.objects.put("records/x/run.jsonl", b"{}", "writing tuning records")
+    named = Garbage(store, NEWEST, lambda release: release["version"] == "7")
+
+    planned = named.find()
+    assert store.list_versions("resnet") == [*"123456789"]  # nothing goes in a dry run
+    assert named.collect("ann") == planned
+    assert {piece.kind: sum(item.kind == piece.kind for item in planned) for piece in planned} == {
+        "releases": 4,
+        "blobs": 5,
+    }
+    # Held, held before, wished for, named, newest.
+    assert store.list_versions("resnet") == [*"34579"]
+    for version in store.list_versions("resnet"):
+        store.verify_release("resnet", version)
+    blobs = {entry.key.rpartition("/")[2] for entry in store.objects.list_objects("blobs/")}
+    assert blobs == {*(digests[version] for version in "34579"), hashlib.sha256(b"weights").hexdigest()}
+    assert store.objects.get("records/x/run.jsonl") == b"{}"
+    assert named.collect("ann") == []
+
+
+def test_a_channel_keeps_what_its_rollbacks_return_to(store: ReleaseStore, publish: Callable[[str], str]) -> None:
+    for version in range(1, 8):
+        publish(str(version))
+    channels.set_policy(store, "resnet", "production", Policy(keep=2), who="ann", why="")
+    move(store, "production", *"12345")
+    for _ in range(3):
+        before = channels.read(store, "resnet", "production")
+        channels.roll_back(store, before, before.rollback_stack[-2], who="ann", why="")
+    Garbage(store, NEWEST, never).collect("ann")
+    # It holds 2, held 3 before, and the next rollback returns to 1; 7 is the newest.
+    assert store.list_versions("resnet") == [*"1237"]
+
+
+@pytest.mark.parametrize(("rule", "versions"), [(Retention(1, 1), "123"), (Retention(0, 2), "23")])
+def test_the_rule_keeps_young_releases_and_the_newest(
+    store: ReleaseStore, publish: Callable[[str], str], rule: Retention, versions: str
+) -> None:
+    for version in "123":
+        publish(version)
+    Garbage(store, rule, never).collect("ann")
+    assert store.list_versions("resnet") == [*versions]
+
+
+def test_nothing_younger_than_a_day_goes(
+    store: ReleaseStore, publish: Callable[[str], str], write_file: WriteFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    for version in "12":
+        publish(version)
+    store.put_blob(*write_file(b"of an older tvmflow, which takes no lease"))
+    assert Garbage(store, NEWEST, never).find() == []
+
+
+@pytest.mark.parametrize("key", ["channels/resnet/production.json", "releases/resnet/1/release.json"])
+def test_nothing_goes_while_a_document_cannot_be_read(
+    store: ReleaseStore, publish: Callable[[str], str], key: str
+) -> None:
+    for version in "12":
+        publish(version)
+    store.objects.put(key, b"{", "damaging a document")
+    before = keys(store)
+    with pytest.raises(StoreError, match="is damaged"):
+        Garbage(store, NEWEST, never).collect("ann")
+    assert keys(store) == before
+
+
+def test_a_release_whose_blobs_are_sent_before_its_document_is_waited_for(
+    store: ReleaseStore, write_file: WriteFile, publish: Callable[[str], str]
+) -> None:
+    """The blob that it found in the store belongs to nobody until its document is there."""
+    publish("1")
+    publish("2")
+    orphan = write_file(b"sent by a release that died")
+    store.put_blob(*orphan)
+    is_sent, may_go_on = threading.Event(), threading.Event()
+
+    def publish_slowly() -> None:
+        with leases.hold(store, "other", "bert") as lease:
+            store.put_blob(*orphan)  # it is there already
+            is_sent.set()
+            may_go_on.wait(60)
+            lease.require()
+            store.publish("other", "1", {"name": "other", "targets": [{"sha256": orphan[1]}]}, [])
+
+    with ThreadPoolExecutor(2) as pool:
+        publishing = pool.submit(publish_slowly)
+        assert is_sent.wait(60)
+        collecting = pool.submit(Garbage(store, NEWEST, never).collect, "ann")
+        wait_until(lambda: store.objects.get("sweep.json") is not None, 60)
+        assert not collecting.done()
+        may_go_on.set()
+        publishing.result()
+        assert [piece.kind for piece in collecting.result()] == ["releases", "blobs"]
+    store.verify_release("other", "1")
+
+
+def test_who_has_lost_its_lease_while_it_sent_blobs_writes_no_document(
+    store: ReleaseStore, write_file: WriteFile
+) -> None:
+    """A process that was stopped for minutes may refer to blobs that are gone by now."""
+    path, digest = write_file(b"bundle")
+
+    def lose_lease(count: int) -> None:
+        found = json.loads(store.objects.get("leases/resnet.json") or b"")
+        content = json.dumps({**found, "number": found["number"] + 1, "is_held": False}).encode()
+        store.objects.put("leases/resnet.json", content, "taking the lease")
+
+    with (
+        leases.hold(store, "resnet", "ann") as lease,
+        pytest.raises(StoreError, match="has lost the lease on the releases of resnet"),
+    ):
+        store.publish("resnet", "1", {"sha256": digest}, [(path, digest)], lose_lease, lease.require)
+    assert store.list_versions("resnet") == []
+
+
+def test_a_release_that_begins_during_the_sweep_waits_for_its_end(
+    store: ReleaseStore, publish: Callable[[str], str]
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+
+        def begin() -> set[str]:
+            with leases.hold(store, "resnet", "bert"):
+                return keys(store)
+
+        with leases.sweep(store, "ann"):
+            begun = pool.submit(begin)
+            wait_until(lambda: store.objects.get("leases/resnet.json") is not None, 60)
+            store.objects.put("swept", b"", "marking the end of the sweep")
+            assert not begun.done()
+        assert "swept" in begun.result()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_wish_during_the_sweep_keeps_its_release_or_ends(
+    store: ReleaseStore, publish: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Of a wish that is made before the channels are read the release stays; one that comes later is withdrawn."""
+    for version in "123":
+        publish(version)
+    move(store, "production", "3")
+    read_channels = garbage._list_kept_versions
+    with ThreadPoolExecutor(1) as pool:
+        wishes: list[Any] = []
+
+        def wish() -> None:
+            if store.objects.get("sweep.json") is not None:
+                wishes.append(pool.submit(channels.wish, store, "resnet", "production", "1", who="bert", why=""))
+                wait_until(lambda: channels.find(store, "resnet", "production").wish is not None, 60)
+
+        def read(each: ReleaseStore, name: str) -> set[str]:
+            if moment == "before":
+                wish()
+            kept = read_channels(each, name)
+            if moment == "after":
+                wish()
+            return kept
+
+        monkeypatch.setattr(garbage, "_list_kept_versions", read)
+        Garbage(store, NEWEST, never).collect("ann")
+        (made,) = wishes
+        document = None
+        if moment == "before":
+            document = made.result()
+            assert document.wish.version == "1"
+            store.verify_release("resnet", "1")
+        else:
+            with pytest.raises(StoreError, match="There is no release resnet 1"):
+                made.result()
+            document = channels.read(store, "resnet", "production")
+            assert document.wish is None
+            assert document.history[-1].outcome == "withdrawn"
+    assert document.version == "3"
+    assert store.list_versions("resnet") == (["1", "3"] if moment == "before" else ["3"])
+
+
+def test_a_rollback_to_a_release_that_goes_is_undone(
+    store: ReleaseStore, publish: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in "123":
+        publish(version)
+    channels.set_policy(store, "resnet", "production", Policy(keep=1), who="ann", why="")
+    move(store, "production", *"123")
+    before = channels.read(store, "resnet", "production")
+
+    def remove(each: ReleaseStore) -> None:
+        each.objects.delete("releases/resnet/1/release.json", "sweeping")
+
+    monkeypatch.setattr(leases, "await_sweep", remove)
+    with pytest.raises(StoreError, match="There is no release resnet 1"):
+        channels.roll_back(store, before, "1", who="bert", why="")
+    assert channels.read(store, "resnet", "production").version == "3"
+
+
+_COLLECT = """
+import datetime, json, os, signal, sys
+from pathlib import Path
+from tvmflow.store import ReleaseStore, StoreConfig, garbage
+garbage._GRACE = datetime.timedelta(seconds=-60)
+config, count = json.loads(sys.argv[1]), int(sys.argv[2])
+store = ReleaseStore(StoreConfig(**{**config, "folder": config["folder"] and Path(config["folder"])}))
+delete, done = store.objects.delete, []
+def die_after(key, action):
+    if len(done) == count:
+        os.kill(os.getpid(), signal.SIGKILL)
+    done.append(key)
+    delete(key, action)
+store.objects.delete = die_after
+garbage.Garbage(store, garbage.Retention(0, 1), lambda release: False).collect("killed")
+"""
+
+
+def test_killed_at_any_moment_it_leaves_whole_releases_and_the_next_one_ends_it(
+    store: ReleaseStore, publish: Callable[[str], str]
+) -> None:
+    for version in "1234":
+        publish(version)
+    store.objects.put("releases/resnet/1/statement.json", b"{}", "writing a statement")
+    move(store, "production", "3")
+    arguments = json.dumps(asdict(store.config), default=str), "1" if store.config.folder is not None else "3"
+    rest = len(Garbage(store, NEWEST, never).find())
+    assert rest == 5
+    while rest > int(arguments[1]):
+        process = subprocess.run([sys.executable, "-c", _COLLECT, *arguments], check=False, timeout=60)
+        assert process.returncode == -signal.SIGKILL
+        rest -= int(arguments[1])
+        assert len(Garbage(store, NEWEST, never).find()) == rest
+        assert {"3", "4"} <= set(store.list_versions("resnet"))
+        for version in store.list_versions("resnet"):
+            store.verify_release("resnet", version)
+    Garbage(store, NEWEST, never).collect("ann")
+    assert store.list_versions("resnet") == ["3", "4"]
+    assert Garbage(store, NEWEST, never).find() == []
+
+
+def test_unused_results_of_the_shared_workspace_go_and_used_ones_stay(
+    store: ReleaseStore, write_file: WriteFile
+) -> None:
+    work = WorkStore(store)
+    for name in ("used", "unused"):
+        path, digest = write_file(name.encode())
+        work.send(path, digest, lambda count: None)
+        work.write_record("build", name, json.dumps({"sha256": digest}).encode())
+    work.send(*write_file(b"of no record"), lambda count: None)
+    work.write_tuning_records("run.jsonl", b"{}")
+    # A run uses the workspace.
+    assert Garbage(store, NEWEST, never).collect("ann") == []
+    del work
+    assert not [key for key in keys(store) if key.startswith("leases/work/")]
+    pieces = Garbage(store, Retention(1, 1), never).collect("ann")
+    assert [piece.kind for piece in pieces] == ["artifacts"]
+    assert {piece.kind for piece in Garbage(store, NEWEST, never).collect("ann")} == {"results of steps", "artifacts"}
+    assert {key for key in keys(store) if key.startswith("work/")} == {"work/records/run.jsonl"}
+
+
+def test_a_result_that_is_used_again_is_young_again(local: StoreConfig, local_folder: Path) -> None:
+    store = ReleaseStore(local)
+    WorkStore(store).write_record("build", "used", b"{}")
+    WorkStore(store).write_record("build", "unused", b"{}")
+    for path in (local_folder / "work" / "steps" / "build").iterdir():
+        os.utime(path, (time.time() - 40 * 86400,) * 2)
+    assert WorkStore(store).has_record("build", "used")
+    (piece,) = Garbage(store, Retention(30, 1), never).find()
+    assert piece.key == "work/steps/build/unused.json"
+
+
+def test_the_lease_of_a_run_that_died_on_another_machine_runs_out(store: ReleaseStore, write_file: WriteFile) -> None:
+    WorkStore(store).send(*write_file(b"of no record"), lambda count: None)
+    lease = {
+        "format": 1, "name": "work/x", "number": 1, "beat": 0, "holder": "a run on elsewhere",
+        "process": "other-start pid:[1] 12 34", "seconds": 0.2, "is_held": True,
+    }  # fmt: skip
+    store.objects.put("leases/work/x.json", json.dumps(lease).encode(), "planting a lease")
+    assert [piece.kind for piece in Garbage(store, NEWEST, never).collect("ann")] == ["artifacts"]
+    assert store.objects.get("leases/work/x.json") is None

@@ -1,0 +1,50 @@
+"""Retention: which releases stay in the release stores that this machine knows, and the removal of the others."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from tvmflow.progress import reporter
+from tvmflow.promotion import get_registered_version, identify_user
+from tvmflow.registry import Registry
+from tvmflow.services import list_sections, open_services
+from tvmflow.settings import Settings
+from tvmflow.store.garbage import Garbage, Retention, StoredPiece
+
+
+def collect(settings: Settings, rule: Retention, *, dry_run: bool = False) -> list[StoredPiece]:
+    """Remove what nobody needs from the release stores that this machine knows; return what went, or with `dry_run`
+    would go.
+
+    A version with an alias in MLflow keeps its release. Raises StoreError, RegistryError and SettingsError.
+    """
+    pieces: list[StoredPiece] = []
+    seen: set[tuple[str, str]] = set()
+    for sections in list_sections(settings):
+        with open_services(settings, sections.store, sections.registry) as services:
+            config = services.store.config
+            if (config.server, config.uri) in seen:
+                continue
+            seen.add((config.server, config.uri))
+
+            def report(done: float, total: float, message: str, uri: str = config.uri) -> None:
+                reporter().progressed("gc", uri, done, total, message)
+
+            garbage = Garbage(services.store, rule, _alias_reader(services.registry), report)
+            started_at = time.perf_counter()
+            reporter().started("gc", config.uri)
+            pieces += garbage.find() if dry_run else garbage.collect(identify_user())
+            reporter().ended("gc", config.uri, "ran", time.perf_counter() - started_at)
+    return pieces
+
+
+def _alias_reader(registry: Registry) -> Callable[[Mapping[str, Any]], bool]:
+    """Return a function that says whether an alias names the registered version of a release's document."""
+    aliases = cache(registry.list_aliases)
+
+    def is_named(release: Mapping[str, Any]) -> bool:
+        model, version = get_registered_version(release)
+        return version in aliases(model).values()
+
+    return is_named
