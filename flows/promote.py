@@ -159,13 +159,13 @@ def promote_release(
         if approved:
             answer = Approval(approve=True, why=why, who=who)
         else:
-            _log_verdict(services, job, checks, [], None, wish, flow_run_id, is_waiting=True)
+            _log_verdict(services, workspace, job, checks, [], None, wish, flow_run_id, is_waiting=True)
             answer = _ask(job, checks, wish)
         if answer.approve and needs_another and promotion.is_same_person(answer.who, wish.who):
             reasons = [f"{answer.who} asked for it, and another person must approve it"]
         elif not answer.approve:
             reasons = [f"{answer.who} rejected it" + (f" ({answer.why})" if answer.why else "")]
-    run = _log_verdict(services, job, checks, reasons, answer, wish, flow_run_id)
+    run = _log_verdict(services, workspace, job, checks, reasons, answer, wish, flow_run_id)
     if reasons:
         promotion.refuse(services, job.release, channel, wish.id, who=who, reason="; ".join(reasons))
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
@@ -317,6 +317,7 @@ def _check(job: GateJob, services: Services, settings: Settings, workspace: Work
 
 def _log_verdict(
     services: Services,
+    workspace: Workspace,
     job: GateJob,
     checks: tuple[Check, ...],
     reasons: list[str],
@@ -349,6 +350,7 @@ def _log_verdict(
         document,
         tags={"tvmflow.verdict": verdict, "tvmflow.who": wish.who},
         report=_report(job, checks, wish),
+        files={check.samples_file: workspace.path(check.samples) for check in checks if check.samples is not None},
         flow_run=flow_run_id,
         done=not is_waiting,
     )

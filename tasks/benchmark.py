@@ -1,22 +1,26 @@
-"""Benchmark: measure the latency of the bundle and of its peers in turn, each in its own process.
+"""Benchmark: measure the latency of the bundle and of its peers, in rounds of fresh processes that take turns.
 
 The peers use the same number of threads; the bundle uses fewer where its build was faster on fewer.
 """
 
+import os
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from tasks.comparison import measure_reference, observe_conditions, plan_pairs
 from tasks.export import ExportResult
 from tasks.original import Original
 from tasks.package import PackageResult
 from tasks.step import Job, Step, StepRunner, path_of
 from tvmflow import samples
 from tvmflow.bundle import read_manifest
-from tvmflow.comparison import percentile
+from tvmflow.comparison import Comparison, Pair, Plan, compare, percentile
 from tvmflow.errors import VerdictError
 from tvmflow.figures import Latency, Measurement, Measurements, Point, Runner
 from tvmflow.process import Child, Emit
@@ -26,9 +30,13 @@ from tvmflow.spec import Benchmark, Gates, Input, Samples, Spec
 from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, StepResult, Workspace
 
+# The most turns of a runner at a point in a round, and the untimed runs before each but the first: the data of the
+# others have displaced its own in the caches.
+_TURNS, _UNTIMED = 5, 1
 
-class RoundJob(Job):
-    """One round of one runner: `warmup` untimed runs, then `repeats` timed ones, on the sample with the index `point`.
+
+class TurnJob(Job):
+    """One turn of one runner: `warmup` untimed runs, then `runs` timed ones, on the sample with the index `point`.
 
     The peers use `threads` threads. The bundle uses `bundle_threads`: fewer where its build was faster on fewer.
     """
@@ -42,7 +50,7 @@ class RoundJob(Job):
     threads: int
     bundle_threads: int
     warmup: int
-    repeats: int
+    runs: int
 
     @property
     def needs_torch(self) -> bool:
@@ -51,7 +59,10 @@ class RoundJob(Job):
 
 
 class BenchmarkJob(Job):
-    """The bundle, its original, and how to measure both; `points` are the sizes of symbolic dimensions to measure."""
+    """The bundle, its original, and how to measure both; `points` are the sizes of symbolic dimensions to measure.
+
+    `bounds` are those that gates set to the bundle's latency over that of a peer.
+    """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
 
@@ -65,6 +76,7 @@ class BenchmarkJob(Job):
     points: tuple[dict[str, int], ...]
     threads: int
     bundle_threads: int
+    bounds: dict[Literal["onnxruntime", "pytorch"], float]
 
     @property
     def label(self) -> str:
@@ -89,6 +101,8 @@ class BenchmarkJob(Job):
         threads = section.threads or min(target.threads, host().cores)
         limit = read_manifest(workspace.path(packaged.bundle)).max_threads
         inputs = [Input(name=item.name, shape=item.shape, samples=Samples(kind="ones")) for item in exported.inputs]
+        peers = tuple(peer for peer in section.peers if peer != "pytorch" or original.source.framework == "pytorch")
+        gates = {peer: getattr(spec.gates, f"max_ratio_{peer}") for peer in peers}
         return cls(
             original=original,
             onnx=exported.onnx,
@@ -96,15 +110,16 @@ class BenchmarkJob(Job):
             samples=exported.samples,
             target=target,
             section=section,
-            peers=tuple(peer for peer in section.peers if peer != "pytorch" or original.source.framework == "pytorch"),
+            peers=peers,
             points=tuple(samples.measured_sizes(inputs, exported.dimensions)),
             threads=threads,
             bundle_threads=min(limit or threads, threads),
+            bounds={peer: bound for peer, bound in gates.items() if bound is not None},
         )
 
 
-class Round(StepResult):
-    """The times of one round: seconds of each run, seconds to load the model, and the process's peak memory (bytes)."""
+class Turn(StepResult):
+    """The times of one turn: seconds of each run, seconds to load the model, and the process's peak memory (bytes)."""
 
     seconds: tuple[float, ...]
     load_seconds: float
@@ -119,8 +134,8 @@ class BenchmarkResult(Measurements, StepResult):
 _loaded: dict[str, tuple[Callable[[NamedArrays], object], float]] = {}
 
 
-def round_work(job: RoundJob, emit: Emit) -> Round:
-    """Run one round in the runner's own process, which loads the model before its first round."""
+def turn_work(job: TurnJob, emit: Emit) -> Turn:
+    """Take one turn in the runner's own process, which loads the model before its first turn."""
     if job.runner not in _loaded:
         start = time.perf_counter()
         prepare = {"tvm": _bundle, "onnxruntime": _onnxruntime, "pytorch": _pytorch}[job.runner]
@@ -128,70 +143,118 @@ def round_work(job: RoundJob, emit: Emit) -> Round:
         _loaded[job.runner] = run, time.perf_counter() - start
     run, load_seconds = _loaded[job.runner]
     inputs = samples.load(job.workspace.path(job.samples))[job.point][0]
-    return timed(lambda: run(inputs), job.warmup, job.repeats, load_seconds)
+    return timed(lambda: run(inputs), job.warmup, job.runs, load_seconds)
 
 
-def timed(run: Callable[[], object], warmup: int, repeats: int, load_seconds: float) -> Round:
-    """Call `run` `warmup` times untimed, then `repeats` times timed; return the times in seconds as one round.
+def timed(run: Callable[[], object], warmup: int, runs: int, load_seconds: float) -> Turn:
+    """Call `run` `warmup` times untimed, then `runs` times timed; return the times in seconds as one turn.
 
-    `load_seconds` is passed on to the round.
+    `load_seconds` is passed on to the turn.
     """
     for _ in range(warmup):
         run()
     seconds = []
-    for _ in range(repeats):
+    for _ in range(runs):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Round(seconds=tuple(seconds), load_seconds=load_seconds, peak_memory=peak)
+    return Turn(seconds=tuple(seconds), load_seconds=load_seconds, peak_memory=peak)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of fresh processes: the turns of each runner at each point, and the reference kernel's seconds."""
+
+    turns: Mapping[tuple[int, Runner], Sequence[Turn]]
+    reference: Sequence[float]
+
+    def seconds(self, point: int, name: Runner) -> list[float]:
+        """Return the seconds of all runs of a runner at a point."""
+        return [value for turn in self.turns[point, name] for value in turn.seconds]
+
+    def pair(self, point: int, peer: Runner) -> Pair:
+        """Return the bundle beside a peer at a point."""
+        candidate, baseline = ([turn.seconds for turn in self.turns[point, name]] for name in ("tvm", peer))
+        return Pair.of_turns(candidate, baseline, self.reference)
 
 
 def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
     """Measure the bundle and its peers, ONNX Runtime and PyTorch eager, in turn at each of the job's points.
 
-    Raises StepError when a runner's process crashes or takes too long, BundleError when the bundle does not run here.
+    Where ratios have bounds, rounds go on until the ratio is clearly above or below each of them, as long as the time
+    for a comparison lasts. Raises StepError when a runner's process crashes or takes too long, BundleError when the
+    bundle does not run here.
     """
-    rounds = job.section.rounds
-    runners: list[Runner] = ["tvm", *job.peers]
-    # Rounds outermost and runners innermost: the runners of a round take turns as close in time as possible.
-    plan = [(point, name) for _ in range(rounds) for point in range(len(job.points)) for name in runners]
-    results: dict[tuple[int, Runner], list[Round]] = {}
-    jobs = {name: _round_job(job, runner, name) for name in runners}
-    children: dict[Runner, Child] = {}
-    try:
-        for name in runners:
-            children[name] = Child(
-                path_of(round_work),
-                log=runner.log(name),
-                paths=(runner.folder,),
-                environment=runner.environment,
-                torch=jobs[name].needs_torch,
-            )
-        for done, (point, name) in enumerate(plan):
-            runner.emit(done, len(plan), name)
-            round_job = jobs[name].model_copy(update={"point": point})
-            result = children[name].call(round_job, Round, timeout=runner.timeout)
-            results.setdefault((point, name), []).append(result)
-    finally:
-        for child in children.values():
-            child.close()
-    size = {"tvm": job.bundle.size, "onnxruntime": job.onnx.size, "pytorch": job.onnx.size}
+    random = np.random.default_rng(0)
+    load, start = os.getloadavg()[0], time.monotonic()
+    rounds = [_measure_round(job, runner, random)]
+    plan = Plan(looks=(job.section.rounds,))
+    if job.bounds:
+        longest = plan_pairs(runner.comparison_seconds, time.monotonic() - start)
+        looks = tuple(look for look in longest.looks if look > job.section.rounds)
+        plan = Plan(looks=looks or plan.looks)
+
+    def measure(index: int) -> dict[Runner, Pair]:
+        if index:
+            rounds.append(_measure_round(job, runner, random))
+        return {peer: rounds[index].pair(0, peer) for peer in job.peers}
+
+    bounds: dict[Runner, tuple[float, ...]] = dict.fromkeys(job.peers, ())
+    bounds |= {peer: (bound,) for peer, bound in job.bounds.items()}
+    pairs = compare(plan, bounds, measure, lambda done, budget: runner.emit(done, budget, "in turn"))
+    conditions = observe_conditions((job.bundle_threads, job.threads), load)
+    size: dict[Runner, int] = {"tvm": job.bundle.size, "onnxruntime": job.onnx.size, "pytorch": job.onnx.size}
     return BenchmarkResult(
-        runs=rounds * job.section.repeats,
+        runs=len(rounds) * job.section.repeats,
         threads=job.threads,
-        points=tuple(
-            _point(sizes, {name: results[index, name] for name in runners}, size)
-            for index, sizes in enumerate(job.points)
-        ),
+        points=tuple(_point(sizes, index, rounds, job.peers, size) for index, sizes in enumerate(job.points)),
+        comparisons={peer: Comparison(plan=plan, pairs=each, conditions=conditions) for peer, each in pairs.items()},
     )
 
 
 benchmark = Step("benchmark", BenchmarkResult, work)
 
 
-def _round_job(job: BenchmarkJob, runner: StepRunner, name: Runner) -> RoundJob:
-    round_job = RoundJob(
+def _measure_round(job: BenchmarkJob, runner: StepRunner, random: np.random.Generator) -> Round:
+    turns: dict[tuple[int, Runner], list[Turn]] = {}
+    reference: list[float] = []
+    names: list[Runner] = ["tvm", *job.peers]
+    jobs = {name: _turn_job(job, runner, name) for name in names}
+    with ExitStack() as stack:
+        order = [names[index] for index in random.permutation(len(names))]
+        children = {name: stack.enter_context(_start(runner, jobs[name])) for name in order}
+        for point in range(len(job.points)):
+            warmup = job.section.warmup
+            for runs in _split(job.section.repeats):
+                reference += measure_reference()
+                for index in random.permutation(len(names)):
+                    name = names[index]
+                    turn = jobs[name].model_copy(update={"point": point, "warmup": warmup, "runs": runs})
+                    result = children[name].take_turn(turn, Turn, timeout=runner.timeout)
+                    turns.setdefault((point, name), []).append(result)
+                warmup = _UNTIMED
+    return Round(turns, reference)
+
+
+def _start(runner: StepRunner, job: TurnJob) -> Child:
+    return Child(
+        path_of(turn_work),
+        log=runner.log(job.runner),
+        paths=(runner.folder,),
+        environment=runner.environment,
+        torch=job.needs_torch,
+    )
+
+
+def _split(repeats: int) -> list[int]:
+    """The runs of each turn: at most five turns of about as many runs."""
+    turns = min(_TURNS, repeats)
+    return [repeats // turns + (turn < repeats % turns) for turn in range(turns)]
+
+
+def _turn_job(job: BenchmarkJob, runner: StepRunner, name: Runner) -> TurnJob:
+    turn_job = TurnJob(
         runner=name,
         point=0,
         original=job.original,
@@ -200,20 +263,20 @@ def _round_job(job: BenchmarkJob, runner: StepRunner, name: Runner) -> RoundJob:
         samples=job.samples,
         threads=job.threads,
         bundle_threads=job.bundle_threads,
-        warmup=job.section.warmup,
-        repeats=job.section.repeats,
+        warmup=0,
+        runs=0,
     )
-    return runner.place(round_job)
+    return runner.place(turn_job)
 
 
-def _point(sizes: dict[str, int], rounds: dict[Runner, list[Round]], size: Mapping[str, int]) -> Point:
-    measurements = {runner: _summary(items, size[runner]) for runner, items in rounds.items()}
-    p50 = measurements["tvm"].latency_ms.p50
-    medians = [float(np.median(item.seconds)) for item in rounds["tvm"]]
+def _point(
+    sizes: dict[str, int], index: int, rounds: Sequence[Round], peers: Sequence[Runner], size: Mapping[Runner, int]
+) -> Point:
+    medians = [float(np.median(each.seconds(index, "tvm"))) for each in rounds]
     return Point(
         sizes=sizes,
-        runners=measurements,
-        ratio={runner: p50 / item.latency_ms.p50 for runner, item in measurements.items() if runner != "tvm"},
+        runners={name: _summary(name, index, rounds, size[name]) for name in ("tvm", *peers)},
+        ratio={peer: float(np.median([each.pair(index, peer).ratio for each in rounds])) for peer in peers},
         noise=(max(medians) - min(medians)) / float(np.median(medians)),
     )
 
@@ -223,41 +286,45 @@ def gate_failures(gates: Gates, result: BenchmarkResult, bundle: Artifact, targe
 
     `bundle` gives the size for `max_bundle_mb`. Raises VerdictError for a gate on a peer that was not measured.
     """
-    typical = result.typical
-    figures: Mapping[str, tuple[float | None, float | None, str]] = {
-        "max_latency_ms": (typical.runners["tvm"].latency_ms.p50, gates.max_latency_ms, "p50 latency in ms"),
-        "max_ratio_onnxruntime": (
-            typical.ratio.get("onnxruntime"),
-            gates.max_ratio_onnxruntime,
-            "latency over ONNX Runtime's",
-        ),
-        "max_ratio_pytorch": (typical.ratio.get("pytorch"), gates.max_ratio_pytorch, "latency over PyTorch's"),
+    ours = result.typical.runners["tvm"]
+    figures = {
+        "max_latency_ms": (ours.latency_ms.p50, gates.max_latency_ms, "p50 latency in ms"),
         "max_bundle_mb": (bundle.size / 1e6, gates.max_bundle_mb, "bundle size in MB"),
     }
-    failures = []
-    for gate, (value, bound, what) in figures.items():
+    failures = [
+        f"target {target.name!r}: {what} is {value:.4g}, gate {gate} allows {bound:g}"
+        for gate, (value, bound, what) in figures.items()
+        if bound is not None and value > bound
+    ]
+    ratios: tuple[tuple[Runner, float | None, str], ...] = (
+        ("onnxruntime", gates.max_ratio_onnxruntime, "ONNX Runtime's"),
+        ("pytorch", gates.max_ratio_pytorch, "PyTorch's"),
+    )
+    for peer, bound, whose in ratios:
         if bound is None:
             continue
-        if value is None:
+        gate = f"max_ratio_{peer}"
+        if peer not in result.comparisons:
             raise VerdictError(f"gate {gate} cannot be checked: add the peer to benchmark.peers")
-        if value > bound:
-            failures.append(f"target {target.name!r}: {what} is {value:.4g}, gate {gate} allows {bound:g}")
+        comparison = result.comparisons[peer]
+        if comparison.interval.judge(bound) != "pass":
+            failures.append(comparison.describe_gate(f"target {target.name!r}:", whose, gate, bound))
     return failures
 
 
-def _bundle(job: RoundJob) -> Callable[[NamedArrays], object]:
+def _bundle(job: TurnJob) -> Callable[[NamedArrays], object]:
     from tvmflow import runtime
 
     model = runtime.load(job.workspace.path(job.bundle), threads=job.bundle_threads)
     return lambda inputs: model(**inputs)
 
 
-def _onnxruntime(job: RoundJob) -> Callable[[NamedArrays], object]:
+def _onnxruntime(job: TurnJob) -> Callable[[NamedArrays], object]:
     session = open_session(job.workspace.path(job.onnx), job.threads)
     return lambda inputs: run_session(session, inputs)
 
 
-def _pytorch(job: RoundJob) -> Callable[[NamedArrays], object]:
+def _pytorch(job: TurnJob) -> Callable[[NamedArrays], object]:
     import torch
 
     torch.set_num_threads(job.threads)
@@ -270,8 +337,9 @@ def _pytorch(job: RoundJob) -> Callable[[NamedArrays], object]:
     return run
 
 
-def _summary(rounds: list[Round], size: int) -> Measurement:
-    seconds = np.array([value for item in rounds for value in item.seconds])
+def _summary(name: Runner, point: int, rounds: Sequence[Round], size: int) -> Measurement:
+    seconds = np.array([value for each in rounds for value in each.seconds(point, name)])
+    turns = [turn for each in rounds for turn in each.turns[point, name]]
     p50 = float(np.median(seconds)) * 1e3
     p90, p99 = (percentile(seconds * 1e3, which) for which in (90, 99))
     return Measurement(
@@ -285,7 +353,7 @@ def _summary(rounds: list[Round], size: int) -> Measurement:
             throughput=1e3 / p50,
         ),
         total_seconds=float(seconds.sum()),
-        load_seconds=rounds[0].load_seconds,
-        peak_memory=max(item.peak_memory for item in rounds),
+        load_seconds=float(np.median([turn.load_seconds for turn in turns])),
+        peak_memory=max(turn.peak_memory for turn in turns),
         size=size,
     )

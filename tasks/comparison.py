@@ -12,7 +12,7 @@ from tasks.step import Job
 from tvmflow import npz
 from tvmflow.bundle import extract, read_manifest
 from tvmflow.comparison import Comparison, Conditions, Pair, Plan, compare
-from tvmflow.comparison.pairs import Samples
+from tvmflow.comparison.pairs import Samples, write_samples
 from tvmflow.process import Child, Emit
 from tvmflow.samples import NamedArrays
 from tvmflow.target import host, processor
@@ -59,6 +59,7 @@ def compare_latency(
     bounds: Sequence[float],
     inputs: NamedArrays | None = None,
     slowdown: float = 0.0,
+    samples: Path | None = None,
 ) -> Comparison:
     """Measure two bundles in turn, each on the number of threads that it would use here.
 
@@ -68,8 +69,9 @@ def compare_latency(
     killed after `timeout` seconds; `progress` gets the number of pairs done and the budget. The comparison ends when
     the ratio of the latencies is clearly above or below each of the `bounds`, or after as many pairs as fit into
     `seconds`, 12 to 150 of them: the duration of the first pair tells how many, before any ratio is looked at. A
-    `slowdown` above 0 makes each run of the candidate longer by that share of its time, to try the comparison. Raises
-    BundleError for a bundle that does not run here, InputError where `baseline` takes other inputs.
+    `slowdown` above 0 makes each run of the candidate longer by that share of its time, to try the comparison. The
+    times of all runs are written to the file `samples`, where one is given. Raises BundleError for a bundle that does
+    not run here, InputError where `baseline` takes other inputs.
     """
     limits = read_manifest(candidate).max_threads, read_manifest(baseline).max_threads
     threads = min(host().cores, limits[0] or host().cores), min(host().cores, limits[1] or host().cores)
@@ -93,7 +95,7 @@ def compare_latency(
             with Child("tasks.comparison:work", log=log) as child:
                 return child.call(job, PairSamples, timeout=timeout).samples
 
-        return compare_pairs(measure, threads, seconds, bounds, progress)
+        return compare_pairs(measure, threads, seconds, bounds, progress, samples)
 
 
 def compare_pairs(
@@ -102,18 +104,31 @@ def compare_pairs(
     seconds: float,
     bounds: Sequence[float],
     progress: Callable[[int, int], None] = lambda done, budget: None,
+    samples: Path | None = None,
 ) -> Comparison:
     """Compare two sides by pairs, of which `measure` measures the one with an index, as `compare_latency` does.
 
-    `threads` are those of the candidate and of the baseline.
+    `threads` are those of the candidate and of the baseline. The times of all runs are written to the file
+    `samples`, where one is given.
     """
     load, start = os.getloadavg()[0], time.monotonic()
-    first = measure(0)
-    pairs = int(seconds / (time.monotonic() - start))
-    plan = Plan.up_to(min(max(pairs, _FEWEST_PAIRS), _MOST_PAIRS))
-    measured = compare(plan, bounds, lambda index: measure(index) if index else first, progress)
-    conditions = observe_conditions(threads, load)
-    return Comparison(plan=plan, pairs=tuple(map(Pair.of, measured)), conditions=conditions)
+    measured = [measure(0)]
+    plan = plan_pairs(seconds, time.monotonic() - start)
+
+    def measure_pair(index: int) -> dict[None, Pair]:
+        if index:
+            measured.append(measure(index))
+        return {None: Pair.of(measured[index])}
+
+    pairs = compare(plan, {None: bounds}, measure_pair, progress)[None]
+    if samples is not None:
+        write_samples(samples, measured)
+    return Comparison(plan=plan, pairs=pairs, conditions=observe_conditions(threads, load))
+
+
+def plan_pairs(seconds: float, pair_seconds: float) -> Plan:
+    """Return the plan of a comparison that has `seconds` for pairs of `pair_seconds`: 12 to 150 of them."""
+    return Plan.up_to(min(max(int(seconds / pair_seconds), _FEWEST_PAIRS), _MOST_PAIRS))
 
 
 def observe_conditions(threads: tuple[int, int], load: float) -> Conditions:

@@ -4,7 +4,7 @@ Two steps: `integrity` checks that the release is complete and has the required 
 the channel's gates.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,15 @@ from tasks.step import Job, Step, StepRunner
 from tvmflow import promotion
 from tvmflow.bundle import extract, public_key
 from tvmflow.bundle.signature import trusted_keys
-from tvmflow.comparison import Comparison, Interval
+from tvmflow.comparison import Comparison, Interval, Pair
+from tvmflow.comparison.pairs import Samples
 from tvmflow.errors import BundleError, InputError, StatementError, VerdictError
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channels import Channel
 from tvmflow.store.resolve import TargetEntry, fetch_target
 from tvmflow.target import host
 from tvmflow.verification import verify
-from tvmflow.workspace import Record, StepResult
+from tvmflow.workspace import Artifact, Record, StepResult
 
 Document = Mapping[str, Any]
 
@@ -91,7 +92,7 @@ class Check(Record):
     """One check: its name, its outcome in a sentence, and whether the release passed it.
 
     `value` is the figure that was compared with `bound`; both are None for a check without figures. `interval` is that
-    of a measured figure, `comparison` what was measured.
+    of a measured figure, `comparison` what was measured, and `samples` the file with the time of every run of it.
     """
 
     name: str
@@ -101,6 +102,12 @@ class Check(Record):
     bound: float | None = None
     interval: Interval | None = None
     comparison: Comparison | None = None
+    samples: Artifact | None = None
+
+    @property
+    def samples_file(self) -> str:
+        """The path of the samples beside the verdict in MLflow."""
+        return f"samples/{self.name}.npz"
 
 
 class GateResult(StepResult):
@@ -298,7 +305,11 @@ def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: P
         return
     try:
         new, old = _best(job.release), _best(job.current)
-        comparison = None if new.sha256 == old.sha256 else _compare(job, runner, store, cache, new, old, bound)
+        with runner.workspace.scratch() as folder:
+            file, comparison, samples = folder / "samples.npz", None, None
+            if new.sha256 != old.sha256:
+                comparison = _compare(job, runner, store, cache, new, old, bound, file)
+                samples = runner.workspace.keep(file)
     except (BundleError, InputError) as error:
         message = f"gate {name} cannot be checked here: {error}"
         yield Check(name=name, message=message, passed=False, bound=bound)
@@ -308,28 +319,32 @@ def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: P
         message = f"target {new.target!r}: its bundle is that of {against}"
         yield Check(name=name, message=message, passed=True, value=1.0, bound=bound)
         return
-    yield check_ratio(comparison, f"target {new.target!r}:", f"that of {against}", bound)
+    check = check_ratio(comparison, f"target {new.target!r}:", f"that of {against}", bound)
+    yield check.model_copy(update={"samples": samples})
 
 
-def decide_again(check: Check) -> Check:
-    """Return a check with the verdict that its kept measurements give; one without measurements is unchanged."""
-    if check.comparison is None or check.bound is None:
+def decide_again(check: Check, samples: Sequence[Samples] = ()) -> Check:
+    """Return a check with the verdict that its kept measurements give; one without measurements is unchanged.
+
+    The pairs are computed from the `samples` of every run, where there are any.
+    """
+    comparison = check.comparison
+    if comparison is None or check.bound is None:
         return check
-    interval = check.comparison.interval
-    changes = {"interval": interval, "value": check.comparison.ratio, "passed": interval.judge(check.bound) == "pass"}
-    return check.model_copy(update=changes)
+    if samples:
+        comparison = comparison.model_copy(update={"pairs": tuple(map(Pair.of, samples))})
+    interval = comparison.interval
+    changes = {"interval": interval, "value": comparison.ratio, "passed": interval.judge(check.bound) == "pass"}
+    return check.model_copy(update={**changes, "comparison": comparison})
 
 
 def check_ratio(comparison: Comparison, candidate: str, baseline: str, bound: float) -> Check:
     """Return the check of a measured ratio; an undecided one does not pass. The texts name the two sides."""
-    name, verdict = "max_ratio_current", comparison.interval.judge(bound)
-    message = f"{comparison.describe(candidate, baseline)}, gate {name} allows {bound:g}"
-    if verdict == "undecided":
-        message += f": undecided, {comparison.describe_lack(bound)}"
+    name = "max_ratio_current"
     return Check(
         name=name,
-        message=message,
-        passed=verdict == "pass",
+        message=comparison.describe_gate(candidate, baseline, name, bound),
+        passed=comparison.interval.judge(bound) == "pass",
         value=comparison.ratio,
         bound=bound,
         interval=comparison.interval,
@@ -358,8 +373,12 @@ def _compare(
     new: TargetEntry,
     old: TargetEntry,
     bound: float,
+    samples: Path,
 ) -> Comparison:
-    """Measure the two bundles in turn until `bound` is decided. Raises InputError where the old takes other inputs."""
+    """Measure the two bundles in turn until `bound` is decided; the times of all runs are written to `samples`.
+
+    Raises InputError where the old takes other inputs.
+    """
     return compare_latency(
         runner.workspace,
         runner.log(),
@@ -369,6 +388,7 @@ def _compare(
         progress=lambda done, total: runner.emit(done, total, f"beside {job.current_version}"),
         seconds=runner.comparison_seconds,
         bounds=(bound,),
+        samples=samples,
     )
 
 

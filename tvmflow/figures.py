@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from tvmflow.comparison import Comparison
 from tvmflow.target import Precision
 from tvmflow.workspace import Record
 
@@ -28,8 +29,8 @@ class Latency(Record):
 class Measurement(Record):
     """The figures of one runner at one point.
 
-    `latency_ms` is in milliseconds, `total_seconds` the sum of all timed runs, `load_seconds` the time to load the
-    model. `peak_memory` is in bytes, as is `size`, the size of the runner's model file.
+    `latency_ms` is in milliseconds, `total_seconds` the sum of all timed runs, `load_seconds` the median time to
+    load the model. `peak_memory` is in bytes, as is `size`, the size of the runner's model file.
     """
 
     latency_ms: Latency
@@ -42,8 +43,8 @@ class Measurement(Record):
 class Point(Record):
     """The runners measured in turn at one choice of the symbolic dimensions' sizes.
 
-    `ratio` is the bundle's median latency over each peer's: below one, the bundle is faster. `noise` is the largest
-    difference between the bundle's round medians, divided by their median.
+    `ratio` is the bundle's latency over each peer's, the median over the rounds: below one, the bundle is faster.
+    `noise` is the largest difference between the bundle's round medians, divided by their median.
     """
 
     sizes: dict[str, int]
@@ -72,12 +73,13 @@ class Point(Record):
 class Measurements(Record):
     """The measured points, the typical sizes first; `runs` is the number of timed runs of each runner at each point.
 
-    `threads` is the number of threads of the peers.
+    `threads` is the number of threads of the peers. `comparisons` are those with each peer at the typical sizes.
     """
 
     runs: int
     threads: int
     points: Annotated[tuple[Point, ...], Field(min_length=1)]
+    comparisons: dict[Runner, Comparison] = Field(default={})
 
     @property
     def typical(self) -> Point:

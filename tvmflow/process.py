@@ -82,6 +82,16 @@ class Child:
         """
         return _exchange(self._process, self.step, {"job": job.model_dump_json()}, result, timeout, emit)
 
+    def take_turn(self, job: BaseModel, result: type[T], *, timeout: float) -> T:
+        """Send one job and return its result as `call` does; the child is paused before and afterwards.
+
+        Of several children that measure, the threads of all but one are paused: they would take its cores.
+        """
+        self.resume()
+        turn = self.call(job, result, timeout=timeout)
+        self.pause()
+        return turn
+
     def pause(self) -> None:
         """Stop the child and all that it started until `resume` (SIGSTOP). Raises OSError when it has ended."""
         os.killpg(self._process.pid, signal.SIGSTOP)

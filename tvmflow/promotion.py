@@ -320,12 +320,14 @@ def log_verdict(
     *,
     tags: Mapping[str, str],
     report: str,
+    files: Mapping[str, Path],
     flow_run: str | None,
     done: bool,
 ) -> str:
     """Log the verdict on a promotion as a run in MLflow, inside the run of the release; return the run's id.
 
-    `verdict` becomes verdict.json and `report`, in Markdown, report.md. `done` ends the run. A flow run that waits for
+    `verdict` becomes verdict.json, `report`, in Markdown, report.md, and each of the `files` its path. `done` ends the
+    run. A flow run that waits for
     approval leaves its MLflow run open, and uses it again when it logs the next time. Raises RegistryError.
     """
     name, version = str(release["name"]), str(release["version"])
@@ -341,10 +343,10 @@ def log_verdict(
         str(release["mlflow_run_id"]), f"promote {name} {version} to {channel}", all_tags, flow_run
     )
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as scratch:
-        files = {"verdict.json": json.dumps(verdict, indent=2), "report.md": report}
-        for file, content in files.items():
+        texts = {"verdict.json": json.dumps(verdict, indent=2), "report.md": report}
+        for file, content in texts.items():
             Path(scratch, file).write_text(content)
-        registry.log_artifacts(run, {file: Path(scratch, file) for file in files})
+        registry.log_artifacts(run, {**{file: Path(scratch, file) for file in texts}, **files})
     if done:
         registry.finish_run(run, "FINISHED")
     return run

@@ -24,9 +24,9 @@ NOISES: dict[str, Noise] = {
 }
 
 
-def _samples(ratio: float) -> Samples:
+def _pair(ratio: float) -> Pair:
     """A pair of one run each."""
-    return Samples(candidate=(ratio,), baseline=(1.0,), reference=(1.0,))
+    return Pair.of(Samples(candidate=(ratio,), baseline=(1.0,), reference=(1.0,)))
 
 
 def _verdict(plan: Plan, bound: float, ratio: float, noise: Noise, seed: int) -> Verdict:
@@ -78,14 +78,27 @@ def test_too_few_pairs_decide_nothing() -> None:
 
 
 def test_a_comparison_stops_at_the_first_clear_interval() -> None:
-    assert len(compare(Plan.up_to(100), (1.0,), lambda index: _samples(2.0))) == Plan.up_to(100).looks[0]
-    assert len(compare(Plan.up_to(100), (1.0, 2.0), lambda index: _samples((1.9, 2.1)[index % 2]))) == 100
-    assert len(compare(Plan.up_to(100), (), lambda index: _samples(2.0))) == 100
+    plan = Plan.up_to(100)
+    assert len(compare(plan, {"a": (1.0,)}, lambda index: {"a": _pair(2.0)})["a"]) == plan.looks[0]
+    assert len(compare(plan, {"a": (1.0, 2.0)}, lambda index: {"a": _pair((1.9, 2.1)[index % 2])})["a"]) == 100
+    assert len(compare(plan, {"a": ()}, lambda index: {"a": _pair(2.0)})["a"]) == 100
+
+
+def test_a_comparison_with_two_baselines_goes_on_until_both_are_decided() -> None:
+    def measure(index: int) -> dict[str, Pair]:
+        return {"clear": _pair(2.0), "close": _pair(0.9 if index % 8 == 0 else 2.0)}
+
+    plan = Plan.up_to(100)
+    pairs = compare(plan, {"clear": (1.0,), "close": (1.0,)}, measure)
+    assert plan.looks[0] < len(pairs["close"]) == len(pairs["clear"]) < 100
+    assert len(compare(plan, {"clear": (1.0,), "close": ()}, measure)["close"]) == plan.looks[0]
 
 
 def test_progress_counts_up_to_the_budget() -> None:
     seen: list[tuple[int, int]] = []
-    compare(Plan.up_to(12), (), lambda index: _samples(1.0), lambda done, budget: seen.append((done, budget)))
+    compare(
+        Plan.up_to(12), {"a": ()}, lambda index: {"a": _pair(1.0)}, lambda done, budget: seen.append((done, budget))
+    )
     assert seen == [(done, 12) for done in range(12)]
 
 
@@ -103,7 +116,7 @@ def test_an_undecided_comparison_says_how_many_pairs_it_takes() -> None:
 
 
 def _comparison(plan: Plan, ratios: list[float]) -> Comparison:
-    pairs = [Pair.of(_samples(ratio)) for ratio in ratios]
+    pairs = [_pair(ratio) for ratio in ratios]
     return Comparison(plan=plan, pairs=tuple(pairs), conditions=_CONDITIONS)
 
 
@@ -162,3 +175,10 @@ def test_the_verdict_from_kept_samples_is_the_same(tmp_path: Path) -> None:
     ]
     write_samples(tmp_path / "samples.npz", samples)
     assert read_samples(tmp_path / "samples.npz") == samples
+
+
+@pytest.mark.parametrize("names", [("a",), ("0.candidate", "0.baseline", "1.reference")])
+def test_a_file_of_other_arrays_holds_no_samples(tmp_path: Path, names: tuple[str, ...]) -> None:
+    np.savez(tmp_path / "samples.npz", **dict.fromkeys(names, np.ones(1)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="does not hold the times of a comparison"):
+        read_samples(tmp_path / "samples.npz")

@@ -459,6 +459,8 @@ def test_a_verdict_is_a_run_inside_that_of_its_release(
     client = MlflowClient(uri, registry_uri=uri)
     parent = services.registry.start_run(name, {}, {})
     release = {"name": name, "version": "3", "mlflow_run_id": parent}
+    samples = tmp_path / "kept"
+    samples.write_text("times")
 
     def log(verdict: str) -> str:
         return promotion.log_verdict(
@@ -468,6 +470,7 @@ def test_a_verdict_is_a_run_inside_that_of_its_release(
             {"verdict": verdict},
             tags={"tvmflow.verdict": verdict},
             report="# why",
+            files={"samples/a.npz": samples},
             flow_run=f"flow-{name}",
             done=done,
         )
@@ -488,11 +491,11 @@ def test_a_verdict_is_a_run_inside_that_of_its_release(
     # The same flow run logs into the same run again.
     assert log("passed") == run
     assert client.get_run(run).data.tags["tvmflow.verdict"] == "passed"
-    verdict, report = (services.registry.fetch_artifact(run, file, tmp_path) for file in ("verdict.json", "report.md"))
-    assert verdict is not None
-    assert report is not None
-    assert json.loads(verdict.read_text()) == {"verdict": "passed"}
-    assert report.read_text() == "# why"
+    files = ("verdict.json", "report.md", "samples/a.npz")
+    texts = [
+        path and path.read_text() for path in (services.registry.fetch_artifact(run, file, tmp_path) for file in files)
+    ]
+    assert texts == ['{\n  "verdict": "passed"\n}', "# why", "times"]
 
 
 def test_a_releases_hash_follows_its_content_and_not_its_order() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import support
 from tvmflow.bundle import keygen
+from tvmflow.comparison.pairs import read_samples, write_samples
 
 PERSON = f"{getpass.getuser()}@{socket.gethostname()}"
 CHANNELS = {
@@ -279,7 +280,15 @@ def test_another_person_approves_and_an_older_wish_is_superseded(shipped: Shippe
     assert "superseded" in history
 
 
-def test_a_slower_release_is_refused_with_the_ratio_and_its_alias_is_put_back(shipped: Shipped) -> None:
+def _spoil_samples(shipped: Shipped, run: str, folder: Path) -> None:
+    """Replace the kept times of a verdict by those of equal sides."""
+    path = shipped.machine.mlflow.download_artifacts(run, "samples/max_ratio_current.npz", str(folder))
+    equal = [pair.model_copy(update={"candidate": pair.baseline}) for pair in read_samples(Path(path))]
+    write_samples(Path(path), equal)
+    shipped.machine.mlflow.log_artifact(run, path, "samples")
+
+
+def test_a_slower_release_is_refused_with_the_ratio_and_its_alias_is_put_back(shipped: Shipped, tmp_path: Path) -> None:
     first = shipped.promoted("1", "beside")
     last = first["checks"][-1]
     assert (last["name"], last["value"], last["passed"]) == ("max_ratio_current", None, True)
@@ -300,6 +309,11 @@ def test_a_slower_release_is_refused_with_the_ratio_and_its_alias_is_put_back(sh
     assert again.code == 0, again.stderr
     assert (again.document["checks"], again.document["verdict"]) == (verdict["checks"], "refused")
     assert len(again.document["checks"][-1]["comparison"]["pairs"]) >= 9
+    _spoil_samples(shipped, run.info.run_id, tmp_path)
+    again = shipped.machine.run("verdict", "tiny", "2", "--channel", "beside", "--replay", "--json")
+    document, error = map(json.loads, again.stdout.splitlines())
+    assert (again.code, document["checks"][-1]["passed"]) == (3, True)
+    assert "is decided otherwise" in error["error"]["message"]
     assert "max_ratio_current" in shipped.machine.mlflow.get_model_version("tiny", "2").tags["tvmflow.refused.beside"]
 
 

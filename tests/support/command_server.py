@@ -33,7 +33,7 @@ from tvmflow.runtime.library import without_torch
 _STAND_IN = Path(__file__).with_name("stand_in.py")
 _ROOT = Path(__file__).parents[2]
 # The steps whose processes have neither the compiler nor torch.
-_PLAIN = ("tasks.export:work", "tasks.validate:judge_work", "tasks.benchmark:round_work", "tasks.comparison:work")
+_PLAIN = ("tasks.export:work", "tasks.validate:judge_work", "tasks.benchmark:turn_work", "tasks.comparison:work")
 # Builds that tests compare differ by more than short pairs do.
 _PAIR_SECONDS, _MOST_PAIRS = 0.03, 20
 

@@ -6,25 +6,41 @@ from typing import Any
 
 import pytest
 
-from tasks.benchmark import BenchmarkResult, Round, _point, gate_failures
+from tasks.benchmark import BenchmarkResult, Measurement, Round, Runner, Turn, _point, _split, gate_failures
+from tvmflow.comparison import Comparison, Conditions, Plan
 from tvmflow.errors import VerdictError
 from tvmflow.spec import parse
 from tvmflow.target import resolve
 from tvmflow.workspace import Artifact
 
-_SIZE = {"tvm": 2_000_000, "onnxruntime": 1, "pytorch": 1}
+_SIZE: dict[Runner, int] = {"tvm": 2_000_000, "onnxruntime": 1, "pytorch": 1}
 
 
-def _rounds(*milliseconds: float) -> list[Round]:
-    """Rounds of three runs each, all of the same length."""
-    return [Round(seconds=(value / 1e3,) * 3, load_seconds=1.0, peak_memory=10) for value in milliseconds]
+def _turn(*milliseconds: float, load: float = 1.0, peak: int = 10) -> Turn:
+    return Turn(seconds=tuple(value / 1e3 for value in milliseconds), load_seconds=load, peak_memory=peak)
+
+
+def _round(**milliseconds: float) -> Round:
+    """A round of two turns of three runs of the same length for each runner."""
+    turns = {(0, name): [_turn(*(value,) * 3)] * 2 for name, value in milliseconds.items()}
+    return Round(turns, (1.0,))  # type: ignore[arg-type]
+
+
+def _bundle_alone(*turns: Turn) -> Measurement:
+    """The figures of the bundle, from rounds of one turn each."""
+    rounds = [Round({(0, "tvm"): [turn]}, (1.0,)) for turn in turns]
+    return _point({}, 0, rounds, (), _SIZE).runners["tvm"]
 
 
 @pytest.fixture
 def result() -> BenchmarkResult:
-    """The bundle at 2 ms, ONNX Runtime at 1 ms, PyTorch not measured."""
-    point = _point({}, {"tvm": _rounds(2, 2), "onnxruntime": _rounds(1, 1)}, _SIZE)
-    return BenchmarkResult(runs=6, threads=1, points=(point,))
+    """The bundle at 2 ms, ONNX Runtime at 1 ms in twelve rounds, PyTorch not measured."""
+    rounds = [_round(tvm=2, onnxruntime=1)] * 12
+    conditions = Conditions(processor="any", cores=(0,), threads=(1, 1), load=(0.0, 0.0))
+    pairs = tuple(each.pair(0, "onnxruntime") for each in rounds)
+    comparison = Comparison(plan=Plan.up_to(12), pairs=pairs, conditions=conditions)
+    point = _point({}, 0, rounds, ("onnxruntime",), _SIZE)
+    return BenchmarkResult(runs=6, threads=1, points=(point,), comparisons={"onnxruntime": comparison})
 
 
 @pytest.fixture
@@ -41,24 +57,25 @@ def failures(result: BenchmarkResult, tmp_path: Path) -> Callable[..., list[str]
 
 
 def test_the_figures_are_over_all_rounds() -> None:
-    rounds = [
-        Round(seconds=tuple(value / 1e3 for value in values), load_seconds=load, peak_memory=peak)
-        for values, load, peak in (((1, 2, 3), 0.5, 10), ((4, 5, 6), 0.0, 30))
-    ]
-    measured = _point({}, {"tvm": rounds}, _SIZE).runners["tvm"]
+    measured = _bundle_alone(_turn(1, 2, 3, load=0.5, peak=10), _turn(4, 5, 6, load=0.1, peak=30))
     assert measured.latency_ms.mean == pytest.approx(3.5)
     assert measured.latency_ms.p50 == pytest.approx(3.5)
     assert measured.latency_ms.min == pytest.approx(1.0)
     assert measured.latency_ms.throughput == pytest.approx(1e3 / 3.5)
     assert measured.total_seconds == pytest.approx(21e-3)
-    assert (measured.load_seconds, measured.peak_memory, measured.size) == (0.5, 30, _SIZE["tvm"])
+    assert measured.load_seconds == pytest.approx(0.3)
+    assert (measured.peak_memory, measured.size) == (30, _SIZE["tvm"])
 
 
 @pytest.mark.parametrize(("runs", "has_p90", "has_p99"), [(63, False, False), (64, True, False), (662, True, True)])
 def test_a_percentile_needs_enough_runs(runs: int, has_p90: bool, has_p99: bool) -> None:
-    rounds = [Round(seconds=(1e-3,) * runs, load_seconds=1.0, peak_memory=10)]
-    latency = _point({}, {"tvm": rounds}, _SIZE).runners["tvm"].latency_ms
+    latency = _bundle_alone(_turn(*(1,) * runs)).latency_ms
     assert (latency.p90, latency.p99) == (1.0 if has_p90 else None, 1.0 if has_p99 else None)
+
+
+@pytest.mark.parametrize(("repeats", "turns"), [(1, [1]), (4, [1, 1, 1, 1]), (5, [1] * 5), (52, [11, 11, 10, 10, 10])])
+def test_the_runs_of_a_round_are_split_into_turns(repeats: int, turns: list[int]) -> None:
+    assert _split(repeats) == turns
 
 
 def test_the_ratio_is_the_bundle_s_median_over_the_peer_s(result: BenchmarkResult) -> None:
@@ -66,7 +83,8 @@ def test_the_ratio_is_the_bundle_s_median_over_the_peer_s(result: BenchmarkResul
 
 
 def test_the_noise_is_the_largest_difference_between_rounds() -> None:
-    assert _point({}, {"tvm": _rounds(1.0, 1.1, 0.9)}, _SIZE).noise == pytest.approx(0.2)
+    rounds = [_round(tvm=value) for value in (1.0, 1.1, 0.9)]
+    assert _point({}, 0, rounds, (), _SIZE).noise == pytest.approx(0.2)
 
 
 def test_gates_that_are_kept_or_not_set_say_nothing(failures: Callable[..., list[str]]) -> None:
@@ -78,7 +96,6 @@ def test_gates_that_are_kept_or_not_set_say_nothing(failures: Callable[..., list
     ("gate", "bound", "said"),
     [
         ("max_latency_ms", 1.5, "p50 latency in ms is 2, gate max_latency_ms allows 1.5"),
-        ("max_ratio_onnxruntime", 1, "latency over ONNX Runtime's is 2, gate max_ratio_onnxruntime allows 1"),
         ("max_bundle_mb", 1.9, "bundle size in MB is 2, gate max_bundle_mb allows 1.9"),
     ],
 )
@@ -86,6 +103,24 @@ def test_a_gate_that_is_not_kept_is_reported_with_both_figures(
     failures: Callable[..., list[str]], gate: str, bound: float, said: str
 ) -> None:
     assert failures(**{gate: bound}) == [f"target 'x86-64-v2': {said}"]
+
+
+def test_a_ratio_is_refused_with_its_interval(failures: Callable[..., list[str]]) -> None:
+    assert failures(max_ratio_onnxruntime=2) == []
+    assert failures(max_ratio_onnxruntime=1.9) == [
+        "target 'x86-64-v2': latency is 2.000 (2.000 to 2.000) of ONNX Runtime's (2.000 ms beside 1.000 ms, 12 pairs), "
+        "gate max_ratio_onnxruntime allows 1.9"
+    ]
+
+
+def test_a_ratio_of_too_few_rounds_is_refused_as_undecided(
+    failures: Callable[..., list[str]], result: BenchmarkResult
+) -> None:
+    comparison = result.comparisons["onnxruntime"]
+    result.comparisons["onnxruntime"] = comparison.model_copy(update={"pairs": comparison.pairs[:3]})
+    (sentence,) = failures(max_ratio_onnxruntime=3)
+    assert "is 2.000 (unknown) of ONNX Runtime's" in sentence
+    assert "undecided, about" in sentence
 
 
 def test_every_gate_that_is_not_kept_is_reported(failures: Callable[..., list[str]]) -> None:

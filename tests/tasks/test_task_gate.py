@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from tasks.gate import Check, GateJob, check_figures, check_ratio, decide_again
-from tvmflow.comparison import Comparison, Conditions, Pair, Plan
+from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan
+from tvmflow.comparison.pairs import Samples
 from tvmflow.promotion import EffectivePolicy
 from tvmflow.spec import Policy
 from tvmflow.store.channels import Channel
@@ -92,3 +93,6 @@ def test_a_ratio_passes_when_its_whole_interval_is_below_the_bound(ratios: list[
     assert check.message.endswith(end)
     assert decide_again(Check.model_validate_json(check.model_dump_json())) == check
     assert decide_again(check.model_copy(update={"passed": not passes})).passed == passes
+    slow = [Samples(candidate=(2.0,) * 3, baseline=(1.0,) * 3, reference=(1.0,))] * 12
+    assert decide_again(check, slow).interval == Interval(low=2.0, high=2.0)
+    assert not decide_again(check, slow).passed

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 import click
 
 from tvmflow.cli.compile import build_best, make_spec, parse_shapes
-from tvmflow.cli.options import input_shapes_option, model_argument, operator_option, precision_option
-from tvmflow.errors import StepError, VerdictError, naming_model
+from tvmflow.cli.options import (
+    input_shapes_option,
+    model_argument,
+    naming_output,
+    operator_option,
+    precision_option,
+)
+from tvmflow.errors import VerdictError, naming_model
 
 if TYPE_CHECKING:
     from tasks.peers import Contest, Peer
@@ -104,10 +110,8 @@ def bench_command(
     if html is not None:
         from tvmflow.report.bench import write_page
 
-        try:
+        with naming_output(html):
             html.write_text(write_page(model.name, document, describe_ratios(contest)))
-        except OSError as error:
-            raise StepError(f"{str(html)!r} cannot be written ({error.strerror}); choose another place") from error
     if as_json:
         click.echo(json.dumps(document))
     else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tvmflow.cli.options import naming_output
 from tvmflow.errors import StepError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def calibrate_command(output: Path, threads: int | None, as_json: bool) -> None:
     from tvmflow.target import host, resolve
 
     if not output.absolute().parent.is_dir():
-        raise StepError(f"{str(output)!r} cannot be written (its folder does not exist); choose another output")
+        raise StepError(f"{str(output)!r} cannot be written (its folder does not exist); choose another place")
     cores = threads or host().cores
     # TVM reads it at the first parallel call.
     os.environ["TVM_NUM_THREADS"] = str(cores)
@@ -67,10 +68,8 @@ def calibrate_command(output: Path, threads: int | None, as_json: bool) -> None:
         "nearest": f"the profile {nearest.name!r} of tvmflow, and the caches that the kernel tells",
     }
     text = to_toml(profile, sources, lambda path: "calibrate" if path.rpartition(".")[2] in _MEASURED else "nearest")
-    try:
+    with naming_output(output):
         output.write_text(text)
-    except OSError as error:
-        raise StepError(f"{str(output)!r} cannot be written ({error.strerror}); choose another output") from error
     if as_json:
         document = {"profile": str(output), "digest": profile.digest, "clock": calibration.clock}
         click.echo(json.dumps({**document, "numbers": json.loads(profile.to_json())}))

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from tvmflow.cli.options import input_shapes_option, model_argument, operator_option, precision_option, target_option
-from tvmflow.errors import InputError, StepError, VerdictError, naming_model
+from tvmflow.cli.options import (
+    input_shapes_option,
+    model_argument,
+    naming_output,
+    operator_option,
+    precision_option,
+    target_option,
+)
+from tvmflow.errors import InputError, VerdictError, naming_model
 
 if TYPE_CHECKING:
     from tasks.build import Inspect
@@ -338,10 +345,8 @@ def _dump(code: dict[str, str], output: Path, stem: str) -> list[Path]:
     paths = []
     for form, text in code.items():
         path = output.parent / f"{stem}.{form}"
-        try:
+        with naming_output(path):
             path.write_text(text)
-        except OSError as error:
-            raise StepError(f"{str(path)!r} cannot be written ({error.strerror}); choose another output") from error
         paths.append(path)
     return paths
 
@@ -377,14 +382,13 @@ def _warn_of_absent_passes(names: tuple[str, ...], passes: list[dict[str, str]])
 
 def _copy(bundle: Path, output: Path) -> None:
     """Copy the bundle to the output, which is complete or unchanged afterwards."""
-    partial = None
-    try:
+    with naming_output(output):
         descriptor, partial = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
         os.close(descriptor)
-        shutil.copyfile(bundle, partial)
-        Path(partial).chmod(0o644)
-        Path(partial).replace(output)
-    except OSError as error:
-        if partial is not None:
+        try:
+            shutil.copyfile(bundle, partial)
+            Path(partial).chmod(0o644)
+            Path(partial).replace(output)
+        except OSError:
             Path(partial).unlink(missing_ok=True)
-        raise StepError(f"{str(output)!r} cannot be written ({error.strerror}); choose another place") from error
+            raise

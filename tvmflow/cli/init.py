@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from tvmflow.cli.options import naming_output
 from tvmflow.errors import SpecError
 
 
@@ -18,11 +19,8 @@ def init_command(file: Path, name: str | None, force: bool) -> None:
 
     folder = re.sub(r"[^A-Za-z0-9._-]", "-", file.absolute().parent.name).lstrip("-._")
     text = template(name or folder or "model")
-    try:
-        with file.open("w" if force else "x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError as error:
-        raise SpecError(f"{str(file)!r} exists; name another file, or overwrite it with --force") from error
-    except OSError as error:
-        raise SpecError(f"{str(file)!r} cannot be written ({error.strerror}); choose another place") from error
+    if file.exists() and not force:
+        raise SpecError(f"{str(file)!r} exists; name another file, or overwrite it with --force")
+    with naming_output(file), file.open("w" if force else "x", encoding="utf-8") as stream:
+        stream.write(text)
     click.echo(f"{file} written; say your model and inputs in it, then run `tvmflow release {file}`")

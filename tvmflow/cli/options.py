@@ -1,7 +1,8 @@
-"""Arguments and options of several commands, and readers of the files that they name."""
+"""Arguments and options of several commands, and the files that they name."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,15 @@ def load_own_operators(addresses: tuple[str, ...]) -> "dict[str, OwnOperator]":
     if addresses:
         sys.path.insert(0, str(Path.cwd()))
     return load_operators(addresses)
+
+
+@contextmanager
+def naming_output(path: Path) -> Iterator[None]:
+    """Make an OSError from the body, which writes `path`, one sentence. Raises InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{str(path)!r} cannot be written ({error.strerror}); choose another place") from error
 
 
 def read_inputs(path: Path) -> "dict[str, Array]":

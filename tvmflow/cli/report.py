@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from tvmflow.cli.options import naming_output
 from tvmflow.errors import StoreError
 
 _OUTPUT = click.Path(path_type=Path, dir_okay=False)
@@ -55,7 +56,8 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
         old, new = (store.get_release(name, version) for version in (before, now))
     rows = change_rows(new, old)
     if html is not None:
-        html.write_text(write_difference(new, old))
+        with naming_output(html):
+            html.write_text(write_difference(new, old))
     if as_json:
         click.echo(json.dumps({"name": name, "before": before, "now": now, "changes": rows}))
         return

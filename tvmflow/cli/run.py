@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tvmflow.cli.options import read_inputs
-from tvmflow.errors import InputError
+from tvmflow.cli.options import naming_output, read_inputs
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -296,7 +295,5 @@ def _write(path: Path, results: "dict[str, Array]") -> None:
     from tvmflow import npz
 
     numbered = {f"output_{index}": array for index, array in enumerate(results.values())}
-    try:
+    with naming_output(path):
         npz.write(path, {**numbered, **results})
-    except OSError as error:
-        raise InputError(f"{str(path)!r} cannot be written ({error.strerror}); choose another place") from error

@@ -3,11 +3,18 @@
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from tvmflow.errors import StoreError, VerdictError
+
+if TYPE_CHECKING:
+    from tasks.gate import Check
+    from tvmflow.comparison.pairs import Samples
+    from tvmflow.registry import Registry
 
 
 @click.command("verdict")
@@ -19,7 +26,8 @@ from tvmflow.errors import StoreError, VerdictError
 def verdict_command(name: str, version: str, channel: str, replay: bool, as_json: bool) -> None:
     """Show the last verdict on a promotion of the release NAME VERSION: every check, its figure and its bound.
 
-    With --replay, a ratio that was measured is decided again from its pairs. Exit code 3: the verdict is not the same.
+    With --replay, a ratio that was measured is decided again from the times of all runs. Exit code 3: the verdict is
+    not the same.
     """
     from rich import box
     from rich.console import Console
@@ -39,8 +47,9 @@ def verdict_command(name: str, version: str, channel: str, replay: bool, as_json
                 f"the registry has no verdict on {name} {version} for {channel}; promote it to that channel first"
             )
         document = json.loads(path.read_text())
-    kept = [Check.model_validate(check) for check in document["checks"]]
-    checks = [decide_again(check) for check in kept] if replay else kept
+        kept = checks = [Check.model_validate(check) for check in document["checks"]]
+        if replay:
+            checks = [decide_again(check, _read_samples(registry, runs[0], check, Path(folder))) for check in kept]
     if as_json:
         shown = [check.model_dump(mode="json") for check in checks]
         click.echo(json.dumps({**document, "checks": shown, "mlflow_run_id": runs[0]}))
@@ -64,3 +73,14 @@ def verdict_command(name: str, version: str, channel: str, replay: bool, as_json
         raise VerdictError(
             f"{', '.join(changed)} of {name} {version} is decided otherwise than in MLflow run {runs[0]}"
         )
+
+
+def _read_samples(registry: "Registry", run: str, check: "Check", folder: Path) -> "Sequence[Samples]":
+    """Return the times of all runs that a check rests on; none where it has no measurement or they are gone."""
+    from tvmflow.comparison.pairs import read_samples
+
+    path = registry.fetch_artifact(run, check.samples_file, folder) if check.samples is not None else None
+    try:
+        return () if path is None else read_samples(path)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{check.samples_file} of MLflow run {run} is damaged ({error}); promote it again") from error

@@ -1,7 +1,8 @@
 """Pairs: two sides measured together in fresh processes, until their ratio is clear or the budget is spent."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -9,6 +10,8 @@ from tvmflow import npz
 from tvmflow.comparison.plan import Interval, Plan
 from tvmflow.comparison.samples import find_steady
 from tvmflow.workspace import Record
+
+K = TypeVar("K")
 
 # The machine is uneven when the reference kernel takes this much longer in slow pairs than in fast ones, as a share.
 _UNEVEN = 0.05
@@ -39,6 +42,18 @@ class Pair(Record):
     runs: int
     warmup: int
     reference: float
+
+    @classmethod
+    def of_turns(
+        cls, candidate: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]], reference: Sequence[float]
+    ) -> "Pair":
+        """Return the figures of two processes that took turns, by the median of each turn's seconds.
+
+        Turns with the same number are neighbours.
+        """
+        medians = (tuple(float(np.median(turn)) for turn in turns) for turns in (candidate, baseline))
+        first, second = medians
+        return cls.of(Samples(candidate=first, baseline=second, reference=tuple(reference)))
 
     @classmethod
     def of(cls, samples: Samples) -> "Pair":
@@ -117,6 +132,13 @@ class Comparison(Record):
             note = f"; the machine was uneven: a fixed kernel took {1 + self.unevenness:.2f} times as long at times"
         return f"{candidate} latency is {self.ratio:.3f} ({self.interval}) of {baseline} ({times}{note})"
 
+    def describe_gate(self, candidate: str, baseline: str, gate: str, bound: float) -> str:
+        """Return the comparison in words beside the `bound` that a gate sets, and what an undecided one lacks."""
+        sentence = f"{self.describe(candidate, baseline)}, gate {gate} allows {bound:g}"
+        if self.interval.judge(bound) == "undecided":
+            sentence += f": undecided, {self.describe_lack(bound)}"
+        return sentence
+
     def describe_lack(self, bound: float) -> str:
         """Return what an undecided comparison lacks, as a clause: the pairs that would decide about `bound`."""
         needed = self.plan.pairs_needed(self.ratios, bound)
@@ -127,26 +149,29 @@ class Comparison(Record):
 
 def compare(
     plan: Plan,
-    bounds: Sequence[float],
-    measure: Callable[[int], Samples],
+    bounds: Mapping[K, Sequence[float]],
+    measure: Callable[[int], Mapping[K, Pair]],
     progress: Callable[[int, int], None] = lambda done, budget: None,
-) -> list[Samples]:
-    """Measure pairs until the interval excludes all `bounds`, at the latest until the plan's budget is spent.
+) -> dict[K, tuple[Pair, ...]]:
+    """Measure pairs until every interval excludes all of its `bounds`, at the latest until the plan's budget is spent.
 
-    Without bounds the whole budget is measured. `measure` gets the index of a pair, `progress` the number of pairs
-    measured and the budget.
+    A candidate may be compared with several baselines at once: `bounds`, `measure` and the result have an entry for
+    each. Without any bound the whole budget is measured. `measure` gets the index of a pair, `progress` the number of
+    pairs measured and the budget.
     """
-    measured: list[Samples] = []
-    ratios: list[float] = []
+    pairs: dict[K, list[Pair]] = {name: [] for name in bounds}
+    done = 0
     for look in plan.looks:
-        while len(measured) < look:
-            progress(len(measured), plan.budget)
-            measured.append(measure(len(measured)))
-            ratios.append(Pair.of(measured[-1]).ratio)
-        interval = plan.interval(ratios)
-        if bounds and all(interval.judge(bound) != "undecided" for bound in bounds):
+        for index in range(done, look):
+            progress(index, plan.budget)
+            for name, pair in measure(index).items():
+                pairs[name].append(pair)
+        done = look
+        intervals = {name: plan.interval([pair.ratio for pair in each]) for name, each in pairs.items()}
+        verdicts = [intervals[name].judge(bound) for name, each in bounds.items() for bound in each]
+        if verdicts and "undecided" not in verdicts:
             break
-    return measured
+    return {name: tuple(each) for name, each in pairs.items()}
 
 
 def write_samples(path: Path, samples: Sequence[Samples]) -> None:
@@ -163,7 +188,7 @@ def read_samples(path: Path) -> list[Samples]:
     """Read what `write_samples` has written. Raises OSError, ValueError for another file."""
     arrays = npz.read(path)
     names = Samples.model_fields
-    return [
-        Samples(**{name: tuple(map(float, arrays[f"{index}.{name}"])) for name in names})
-        for index in range(len(arrays) // len(names))
-    ]
+    pairs = range(len(arrays) // len(names))
+    if arrays.keys() != {f"{index}.{name}" for index in pairs for name in names}:
+        raise ValueError("it does not hold the times of a comparison")
+    return [Samples(**{name: tuple(map(float, arrays[f"{index}.{name}"])) for name in names}) for index in pairs]

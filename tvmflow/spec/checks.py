@@ -78,9 +78,10 @@ class Benchmark(Section):
     repeats: PositiveInt = 50
     """Runs in each round."""
     rounds: PositiveInt = 3
-    """Rounds; the bundle and its peers take turns."""
+    """Rounds of fresh processes, in which the bundle and its peers take turns; a gate on a ratio takes more, until it
+    is decided."""
     warmup: NonNegativeInt = 10
-    """Runs before each round that are not counted."""
+    """Runs at the beginning of each round that are not counted."""
     threads: PositiveInt | None = None
     """Threads of each runner; the target's unless given."""
     peers: tuple[Literal["onnxruntime", "pytorch"], ...] = ("onnxruntime", "pytorch")
@@ -93,9 +94,9 @@ class Gates(Section):
     max_latency_ms: PositiveFloat | None = None
     """Median latency in milliseconds."""
     max_ratio_onnxruntime: PositiveFloat | None = None
-    """Median latency over ONNX Runtime's."""
+    """Median latency over ONNX Runtime's, with the whole interval."""
     max_ratio_pytorch: PositiveFloat | None = None
-    """Median latency over PyTorch's."""
+    """Median latency over PyTorch's, with the whole interval."""
     max_bundle_mb: PositiveFloat | None = None
     """Size of a bundle in megabytes."""
     unverified_targets: Literal["refuse", "allow"] = "refuse"
