@@ -455,3 +455,19 @@ def test_nan_stays_nan_in_rectifiers(before: str, make_model: Any, target: Targe
         place = (0, slice(None) if before else 3, 2, 4)
         assert np.isnan(result[place]).all(), name
         assert np.isnan(result).sum() == np.size(result[place]), name
+
+
+def test_nan_of_either_operand_stays_nan_in_max_and_min(make_model: Any, target: Target) -> None:
+    import onnxruntime
+
+    weights = {"row": np.array([0, np.nan, 2, -3], "float32"), "number": np.array(np.nan, "float32")}
+    pairs = [["x", "y"], ["y", "x"], ["x", "row"], ["row", "x"], ["x", "number"], ["x", "y", "row"]]
+    names = [f"{operator}{place}" for operator in ("Max", "Min") for place in range(len(pairs))]
+    nodes = [helper.make_node(name[:3], pairs[int(name[3])], [name]) for name in names]
+    path: Path = make_model(nodes, [("x", [6, 4]), ("y", [1, 4])], names, weights)
+    x, y = normal(6, 4), normal(1, 4)
+    x[2], x[3, 1], y[0, 2] = np.nan, np.inf, np.nan
+    results = run_in_memory(build(import_onnx(path), target), [[x, y]])[0]
+    expected = onnxruntime.InferenceSession(path).run(None, {"x": x, "y": y})
+    for name, result, other in zip(names, results, expected, strict=True):
+        np.testing.assert_array_equal(result, other, err_msg=name)

@@ -33,6 +33,7 @@ from tvmflow.compiler.onnx.control import Value
 from tvmflow.compiler.onnx.folding import evaluate_constants, is_foldable
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
 from tvmflow.compiler.onnx.values import dims_of
+from tvmflow.compiler.onnx_file import decide_rank
 from tvmflow.compiler.refusals import NoConverterError, Refusal, missing_converter
 from tvmflow.onnx_graph import inner_nodes, node_name, operator_name
 
@@ -276,7 +277,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
                 self._nodes[name] = self.tensor(self.value(name))
         self._let_agree(node)
         try:
-            self._convert_node(node)
+            self._convert_node(self._with_axes(node))
         finally:
             # Another node may take the sizes for what they are.
             self._nodes.update(operands)
@@ -286,7 +287,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         """Import a node by its converter, as TVM's importer does, which lets few operators take sizes for operands."""
         name = operator_name(node)
         inputs = [self._nodes[item] if item else None for item in node.input]
-        if name not in ("Pad", "Split", "Tile") or not any(isinstance(item, relax.ShapeExpr) for item in inputs):
+        has_sizes = any(isinstance(item, relax.ShapeExpr) or tvm.ir.is_prim_expr(item) for item in inputs)
+        if name not in ("OneHot", "Pad", "Split", "Tile", "TopK") or not has_sizes:
             graph = onnx.GraphProto(node=[node])
             graph.node[0].op_type = name
             super()._construct_nodes(graph)
@@ -294,6 +296,18 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         attrs = {**self._parse_attr(node.attribute), "tvm_custom": {"name": name, "num_outputs": len(node.output)}}
         result = self._convert_operator(name, inputs, attrs, self.opset)
         self._nodes.update(zip(node.output, result if isinstance(result, relax.Tuple) else [result], strict=True))
+
+    def _with_axes(self, node: onnx.NodeProto) -> onnx.NodeProto:
+        """A Squeeze that, by the file, removes all symbolic dimensions, with its axes; other nodes as they are."""
+        if node.op_type != "Squeeze" or any(node.input[1:]) or node.attribute:
+            return node
+        dims = dims_of(self._nodes[node.input[0]]) or []
+        kept = sum(isinstance(size, int) and size != 1 for size in dims)
+        most = sum(not isinstance(size, int) or size != 1 for size in dims)
+        if kept == most or decide_rank(self._model, node.output[0], range(kept, most + 1)) != kept:
+            return node
+        axes = [axis for axis, size in enumerate(dims) if not isinstance(size, int) or size == 1]
+        return onnx.helper.make_node("Squeeze", node.input[:1], node.output, node.name, axes=axes)
 
     def _in_symbols_of_inputs(self, value: relax.Expr) -> relax.Expr:
         """A tensor whose dimensions are expressions of the inputs' dimensions, as a caller knows no others."""

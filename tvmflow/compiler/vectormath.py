@@ -39,6 +39,17 @@ _ERF_Q = (
 )
 
 
+# By type of floating-point numbers: the integers of the same size, and the bits of infinity.
+_INFINITY = {"float16": ("int16", 0x7C00), "float32": ("int32", 0x7F800000), "float64": ("int64", 0x7FF0000000000000)}
+
+
+def is_nan(x: Any, dtype: str) -> Any:
+    """Return whether a number of 16, 32 or 64 bits is NaN, by its bits: TVM assumes that a number equals itself."""
+    integer, infinity = _INFINITY[dtype]
+    size = tirx.reinterpret(integer, x) & tirx.const(tirx.max_value(integer).value, integer)
+    return size > tirx.const(infinity, integer)
+
+
 def _bound(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Bind the argument to a variable: otherwise each use repeats its whole expression, and nesting multiplies it."""
 

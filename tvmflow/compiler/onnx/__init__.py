@@ -45,13 +45,13 @@ __all__ = [
 ]
 
 _STANDARD: dict[str, Converter] = {
-    "AveragePool": vision.check_padding,
+    "AveragePool": vision.convert_padding("AveragePool"),
     "BatchNormalization": norms.convert_batch_norm,
     "BitShift": elementwise.convert_shift,
     "Clip": elementwise.convert_clip,
     "Col2Im": vision.convert_col2im,
     "ConcatFromSequence": movement.check_sequence,
-    "Conv": vision.check_padding,
+    "Conv": vision.convert_padding("Conv"),
     "ConvInteger": quantised.convert_conv_integer,
     "ConvTranspose": vision.convert_conv_transpose,
     "CumProd": indexing.convert_cum_prod,
@@ -68,7 +68,7 @@ _STANDARD: dict[str, Converter] = {
     "LSTM": recurrence.convert_recurrence("LSTM"),
     "LpNormalization": norms.convert_lp_normalization,
     "MatMulInteger": quantised.convert_matmul_integer,
-    "MaxPool": vision.check_padding,
+    "MaxPool": vision.convert_padding("MaxPool"),
     "Max": elementwise.convert_by_pairs(relax.op.maximum),
     "MelWeightMatrix": signals.convert_mel_weight_matrix,
     "Mean": elementwise.convert_mean,
@@ -183,6 +183,7 @@ _NOT_STANDARD = {
 TAKES_SIZES: dict[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
     "Expand": (1,),
+    "OneHot": (1,),
     "Pad": (1,),
     "Range": (0, 1, 2),
     "Reshape": (1,),
@@ -190,6 +191,7 @@ TAKES_SIZES: dict[str, tuple[int, ...]] = {
     "Slice": (1, 2, 3, 4),
     "Split": (1,),
     "Tile": (1,),
+    "TopK": (1,),
 }
 # Operators whose operands are broadcast to one shape.
 BROADCASTING = {

@@ -1,5 +1,6 @@
 """Operators that move, select or make elements by their position."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import tvm
 from tvm import relax, te
 
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.sizes import materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
 
 
@@ -80,18 +82,23 @@ def _pad_by_sizes(node: Node) -> relax.Expr:
     fill = const(np.asarray(0.0 if value is None else value.reshape(-1)[0], dtype_of(data)))
     places = range(len(dims)) if axes is None else [int(axis) % len(dims) for axis in axes]
     for axis, before, after in zip(places, widths, widths[len(widths) // 2 :], strict=False):
-        if not all(node.evaluator.holds(width >= 0) for width in (before, after)):
-            raise FreeSizeError("a symbolic width that may be negative")
-        edges = [
-            None
-            if is_static(width) and not width
-            else node.emit(relax.op.full(relax.ShapeExpr([*dims[:axis], width, *dims[axis + 1 :]]), fill))
-            for width in (before, after)
-        ]
-        parts = [part for part in (edges[0], data, edges[1]) if part is not None]
-        data = data if len(parts) == 1 else node.emit(relax.op.concat(parts, axis))
-        dims = dims_of(data) or dims
+        data = pad_axis(node, data, axis, (before, after), fill)
     return data
+
+
+def pad_axis(node: Node, data: relax.Expr, axis: int, widths: Sequence[Any], fill: relax.Expr) -> relax.Expr:
+    """Return the data with so many elements `fill` before and after it along an axis; the widths may be symbolic."""
+    dims = dims_of(data) or []
+    if not all(node.evaluator.holds(width >= 0) for width in widths):
+        raise FreeSizeError("a symbolic width that may be negative")
+    edges = [
+        None
+        if is_static(width) and not width
+        else node.emit(relax.op.broadcast_to(fill, relax.ShapeExpr([*dims[:axis], width, *dims[axis + 1 :]])))
+        for width in widths
+    ]
+    parts = [part for part in (edges[0], data, edges[1]) if part is not None]
+    return data if len(parts) == 1 else node.emit(relax.op.concat(parts, axis))
 
 
 def convert_space_to_depth(node: Node) -> relax.Expr | None:
@@ -117,28 +124,42 @@ def convert_eye_like(node: Node) -> relax.Expr | None:
 
 def convert_one_hot(node: Node) -> relax.Expr | None:
     """Write OneHot as a comparison; indices outside of the depth select nothing."""
-    indices, values = node.inputs[0], node.inputs[2]
-    depth = node.constant(1)
-    if depth is None:
-        raise FreeSizeError("a depth that is computed")
-    size, rank = int(depth.reshape(-1)[0]), indices.ty.ndim
+    indices, values, sizes = node.inputs[0], node.inputs[2], node.sizes(1)
+    rank = indices.ty.ndim
+    (size,) = sizes if sizes is not None else node.bind(node.integers(1))
     axis = int(node.attrs.get("axis", -1)) % (rank + 1)
     integers = node.emit(relax.op.astype(indices, "int64"))
     negative = relax.op.less(integers, relax.const(0, "int64"))
-    positions = node.emit(relax.op.where(negative, relax.op.add(integers, relax.const(size, "int64")), integers))
-    places = const(np.arange(size).reshape([-1 if i == axis else 1 for i in range(rank + 1)]), "int64")
+    whole = materialise(node.builder, node.evaluator.shape([size]))
+    positions = node.emit(relax.op.where(negative, relax.op.add(integers, whole), integers))
+    places = node.emit(relax.op.arange(0, size, 1, "int64"))
+    places = node.emit(relax.op.reshape(places, [size if i == axis else 1 for i in range(rank + 1)]))
     is_hot = node.emit(relax.op.equal(node.emit(relax.op.expand_dims(positions, axis)), places))
     off, on = (node.emit(relax.op.take(values, const(place, "int64"), axis=0)) for place in (0, 1))
     return relax.op.where(is_hot, on, off)
 
 
 def convert_top_k(node: Node) -> relax.Expr | None:
-    """Refuse TopK of element types that TVM does not sort, and of a computed number of results."""
-    if node.opset >= 10 and node.constant(1) is None:
-        raise FreeSizeError("a number of results that is computed when the model runs")
-    if dtype_of(node.inputs[0]) in ("uint64", "uint32", "uint16"):
-        raise UnsupportedFormError(f"{dtype_of(node.inputs[0])}: TVM does not sort them")
-    return None
+    """Write TopK of a computed number of results as the first of all in order; refuse types that TVM does not sort."""
+    data, dims = node.inputs[0], dims_of(node.inputs[0])
+    if dtype_of(data) in ("uint64", "uint32", "uint16"):
+        raise UnsupportedFormError(f"{dtype_of(data)}: TVM does not sort them")
+    if node.opset < 10 or node.constant(1) is not None:
+        return None
+    if dims is None:
+        raise FreeSizeError("a number of results that is computed, of data of unknown shape")
+    axis = int(node.attrs.get("axis", -1)) % len(dims)
+    whole = materialise(node.builder, node.evaluator.shape([dims[axis]]))
+    sizes = node.bind(node.emit(relax.op.minimum(node.integers(1), whole)))
+    in_order = node.emit(
+        relax.op.topk(data, -1, axis, "both", largest=bool(node.attrs.get("largest", 1)), dtype="int64")
+    )
+    return relax.Tuple(
+        [
+            node.emit(relax.op.strided_slice(node.emit(in_order[place]), [axis], [0], sizes, assume_inbound=True))
+            for place in (0, 1)
+        ]
+    )
 
 
 def convert_cum_prod(node: Node) -> relax.Expr:

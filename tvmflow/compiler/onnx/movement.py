@@ -1,5 +1,7 @@
 """Operators whose result has another shape: Reshape, Expand, Tile and Slice, of symbolic sizes too."""
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -7,7 +9,7 @@ from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.broadcasting import cast_to, simplest
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.sizes import LARGEST_SIZE
+from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, materialise
 from tvmflow.compiler.onnx.values import const, dims_of
 
 
@@ -15,7 +17,7 @@ def convert_reshape(node: Node) -> relax.Expr | None:
     """Write Reshape to symbolic sizes, where -1 is the quotient of all sizes and the others."""
     data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
     if target is None:
-        raise FreeSizeError("a shape that is computed from data")
+        return _reshape_to_data(node)
     if dims is None or all(isinstance(size, int) for size in (*dims, *target)):
         return None
     keeps_zero = bool(node.attrs.get("allowzero", 0))
@@ -29,12 +31,37 @@ def convert_reshape(node: Node) -> relax.Expr | None:
     return relax.op.reshape(data, relax.ShapeExpr(sizes))
 
 
+def _reshape_to_data(node: Node) -> relax.Expr:
+    """Write Reshape to a shape that is computed from data: zeros and -1 are replaced when the model runs."""
+    data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.integers(1)
+    if dims is None:
+        raise FreeSizeError("a shape that is computed from data, of data whose shape is unknown")
+    (rank,) = dims_of(target)  # type: ignore[misc]
+    emit, total = node.emit, node.evaluator.quotient(dims, [])
+    own = [*dims, *[0] * rank][:rank]
+    if not node.attrs.get("allowzero", 0):
+        is_zero = emit(relax.op.equal(target, const(0, "int64")))
+        target = emit(relax.op.where(is_zero, _vector(node, own), target))
+    is_rest = emit(relax.op.less(target, const(0, "int64")))
+    ones = emit(relax.op.where(is_rest, const(1, "int64"), target))
+    others = emit(relax.op.maximum(emit(relax.op.prod(ones, keepdims=True)), const(1, "int64")))
+    rest = emit(relax.op.floor_divide(_vector(node, [total]), others))
+    sizes = node.bind(emit(relax.op.where(is_rest, rest, target)))
+    # The cast checks that the shape has as many elements as the data.
+    flat = cast_to(node.builder, emit(relax.op.reshape(data, [total])), [reduce(node.evaluator.multiply, sizes, 1)])
+    return relax.op.reshape(flat, relax.ShapeExpr(sizes))
+
+
+def _vector(node: Node, sizes: Sequence[Any]) -> relax.Expr:
+    """Sizes as a vector of int64."""
+    return materialise(node.builder, node.evaluator.shape(sizes))
+
+
 def convert_expand(node: Node) -> relax.Expr | None:
-    """Write Expand to symbolic sizes; a shape that is computed from data is left to TVM's converter."""
+    """Write Expand to symbolic sizes and to sizes that are computed from data."""
     data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
     if target is None:
-        _keep_dimensions(node)
-        return None
+        return _expand_to_data(node)
     if dims is None or all(isinstance(size, int) for size in (*dims, *target)):
         return None
     rank = max(len(dims), len(target))
@@ -53,16 +80,22 @@ def convert_expand(node: Node) -> relax.Expr | None:
     return relax.op.broadcast_to(data, relax.ShapeExpr(sizes))
 
 
-def _keep_dimensions(node: Node) -> None:
-    """Replace the ones in the computed shape of Expand by the data's dimensions."""
-    data, shape = node.inputs
-    dims, length = dims_of(data), dims_of(shape)
-    if dims is None or length is None or not all(isinstance(size, int) for size in (*dims, *length)):
-        raise FreeSizeError("a shape that is computed from data, of data whose shape is symbolic")
-    if length[0] < len(dims):
-        raise FreeSizeError("a shape that is computed from data, of fewer dimensions than the data")
-    least = np.array([1] * (length[0] - len(dims)) + dims, "int64")
-    node.inputs[1] = node.emit(relax.op.maximum(node.emit(relax.op.astype(shape, "int64")), const(least)))
+def _expand_to_data(node: Node) -> relax.Expr:
+    """Write Expand to a shape that is computed from data, where a one stands for the data's own size."""
+    data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.integers(1)
+    if dims is None:
+        raise FreeSizeError("a shape that is computed from data, of data whose shape is unknown")
+    (length,) = dims_of(target)  # type: ignore[misc]
+    rank = max(length, len(dims))
+    if length < rank:
+        target = node.emit(relax.op.concat([_vector(node, [1] * (rank - length)), target], 0))
+    dims = [1] * (rank - len(dims)) + dims
+    is_one = node.emit(relax.op.equal(target, const(1, "int64")))
+    sizes = node.bind(node.emit(relax.op.where(is_one, _vector(node, dims), target)))
+    own = [1 if isinstance(dim, int) and dim == 1 else size for dim, size in zip(dims, sizes, strict=True)]
+    # A dimension that is no one is as large as the result's, which is checked at run time.
+    data = cast_to(node.builder, data, own[rank - data.ty.ndim :])
+    return relax.op.broadcast_to(data, relax.ShapeExpr(sizes))
 
 
 def convert_tile(node: Node) -> relax.Expr | None:
@@ -93,7 +126,9 @@ def convert_squeeze(node: Node) -> relax.Expr | None:
     if axes is None and node.input(1) is not None:
         return None
     if axes is None:
-        raise FreeSizeError("no axes, so that a symbolic dimension is removed where it is one")
+        raise FreeSizeError(
+            "no axes, so that a symbolic dimension is removed where it is one, and no shape in the file says which"
+        )
     places = [int(axis) % len(dims) for axis in axes]
     if not all(isinstance(dims[place], int) for place in places):
         data = cast_to(node.builder, data, [1 if place in places else size for place, size in enumerate(dims)])
@@ -110,14 +145,15 @@ def convert_slice(node: Node) -> relax.Expr | None:
             node.inputs[position:] = [const(np.array(values, "int64"))]
     else:
         first, last = node.sizes(1), node.sizes(2)
-        if first is None or last is None:
-            raise FreeSizeError("bounds that are computed from data")
-        starts, ends = first, last
         given = [node.constant(place) for place in (3, 4)]
         if any(node.input(place) is not None and value is None for place, value in zip((3, 4), given, strict=True)):
-            return None
-        axes = list(range(len(starts))) if given[0] is None else given[0].tolist()
-        steps = [1] * len(starts) if given[1] is None else given[1].tolist()
+            raise FreeSizeError("axes or steps that are computed from data")
+        count = len(first or last or dims_of(node.integers(1)) or ())
+        axes = list(range(count)) if given[0] is None else given[0].tolist()
+        steps = [1] * len(axes) if given[1] is None else given[1].tolist()
+        if first is None or last is None:
+            return _slice_by_data(node, axes, steps)
+        starts, ends = first, last
     if dims is None:
         return None
     axes = [axis % len(dims) for axis in axes]
@@ -149,14 +185,38 @@ def convert_slice(node: Node) -> relax.Expr | None:
     return cast_to(node.builder, part, sizes)
 
 
+def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> relax.Expr:
+    """Write Slice by bounds that are computed from data: they are limited to the dimension when the model runs."""
+    data, dims = node.inputs[0], dims_of(node.inputs[0])
+    if dims is None or any(step < 1 for step in steps):
+        raise FreeSizeError("bounds that are computed from data, with a negative step or of data of unknown shape")
+    axes = [axis % len(dims) for axis in axes]
+    emit, zero = node.emit, const(0, "int64")
+    whole = _vector(node, [dims[axis] for axis in axes])
+    begin, end = (
+        emit(relax.op.where(emit(relax.op.less(bound, zero)), emit(relax.op.add(bound, whole)), bound))
+        for bound in (node.integers(1), node.integers(2))
+    )
+    begin = emit(relax.op.minimum(emit(relax.op.maximum(begin, zero)), whole))
+    length = emit(relax.op.subtract(emit(relax.op.minimum(end, whole)), begin))
+    begins = node.bind(begin)
+    lengths = node.bind(emit(relax.op.maximum(length, zero)))
+    ends = [node.evaluator.add(*pair) for pair in zip(begins, lengths, strict=True)]
+    return relax.op.strided_slice(data, axes, begins, ends, list(steps), assume_inbound=True)
+
+
 def convert_split(node: Node) -> relax.Expr | None:
     """Write Split of a symbolic dimension or into symbolic sizes as slices."""
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     lengths = node.sizes(1) if node.opset >= 13 else node.attrs.get("split")
-    if node.opset >= 13 and node.input(1) is not None and lengths is None:
-        raise FreeSizeError("sizes that are computed from data")
     if dims is None:
         return None
+    if node.opset >= 13 and node.input(1) is not None and lengths is None:
+        lengths = node.bind(node.emit(relax.op.maximum(node.integers(1), const(0, "int64"))))
+        # The cast checks that the parts are the whole.
+        axis = node.attrs.get("axis", 0) % len(dims)
+        dims[axis] = reduce(node.evaluator.add, lengths)
+        data = cast_to(node.builder, data, dims)
     axis, evaluator = node.attrs.get("axis", 0) % len(dims), node.evaluator
     if isinstance(dims[axis], int) and all(isinstance(length, int) for length in lengths or ()):
         return None

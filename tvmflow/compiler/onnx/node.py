@@ -1,14 +1,16 @@
 """A node of an ONNX graph as a converter takes it, and what converters of all families use."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import tvm
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
-from tvmflow.compiler.onnx.sizes import SizeEvaluator
-from tvmflow.compiler.onnx.values import Array
+from tvmflow.compiler.onnx.sizes import SizeEvaluator, bind_sizes, materialise
+from tvmflow.compiler.onnx.values import Array, dims_of, dtype_of
 
 # The opset of the operators that converters are composed of.
 _OPSET = 20
@@ -54,8 +56,26 @@ class Node:
         expr = self.input(position)
         if isinstance(expr, relax.ShapeExpr):
             return [self.evaluator.simplify(size) for size in expr.values]
+        if tvm.ir.is_prim_expr(expr):
+            return [self.evaluator.simplify(expr)]
         value = self.constant(position)
         return None if value is None else [int(size) for size in value.reshape(-1)]
+
+    def integers(self, position: int) -> relax.Expr:
+        """Return an operand as a vector of int64. Raises FreeSizeError where the number of its elements is unknown."""
+        sizes, value = self.sizes(position), self.inputs[position]
+        if sizes is not None:
+            return materialise(self.builder, self.evaluator.shape(sizes))
+        dims = dims_of(value)
+        if dims is None or not all(isinstance(size, int) for size in dims):
+            raise FreeSizeError("an unknown number of sizes that are computed from data")
+        value = value if dtype_of(value) == "int64" else self.emit(relax.op.astype(value, "int64"))
+        return value if len(dims) == 1 else self.emit(relax.op.reshape(value, [math.prod(dims)]))
+
+    def bind(self, sizes: relax.Expr) -> list[Any]:
+        """Return symbols for the elements of a vector of int64, none negative, which are known when the model runs."""
+        (count,) = dims_of(sizes)  # type: ignore[misc]
+        return bind_sizes(self.builder, self.evaluator, sizes, count)
 
     def text(self, name: str, default: str) -> str:
         """Return a string attribute."""

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from tvm import relax, te
 
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.sizes import Sizes, materialise
 from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
 
 # The opset in which DFT got its axis as an operand.
@@ -13,17 +14,20 @@ _AXIS_OPERAND = 20
 
 
 def convert_dft(node: Node) -> relax.Expr:
-    """Write DFT as products with the matrix of the transform along a dimension of known size."""
+    """Write DFT as products with the matrix of the transform, which is computed for a dimension of symbolic size."""
     x, has_operand = node.inputs[0], node.opset >= _AXIS_OPERAND
     axis = _number(node, 2, -2) if has_operand else int(node.attrs.get("axis", 1))
     axis %= x.ty.ndim
     is_inverse, is_half = bool(node.attrs.get("inverse", 0)), bool(node.attrs.get("onesided", 0))
     size = (dims_of(x) or [None] * x.ty.ndim)[axis]
-    if not isinstance(size, int):
-        raise UnsupportedFormError("a transform along a dimension of unknown size")
     from_half = is_inverse and is_half
-    length = _number(node, 1, 2 * (size - 1) if from_half else size)
-    x = _resize(node, x, axis, length // 2 + 1 if from_half else length)
+    if isinstance(size, int):
+        length: Any = _number(node, 1, 2 * (size - 1) if from_half else size)
+        x = _resize(node, x, axis, length // 2 + 1 if from_half else length)
+    elif size is None or from_half or node.input(1) is not None:
+        raise FreeSizeError("a transform of another length than the symbolic dimension along which it goes")
+    else:
+        length = size
     # The transformed dimension is the last one, but for the real and imaginary parts.
     rank = x.ty.ndim
     order = [place for place in range(rank - 1) if place != axis] + [axis, rank - 1]
@@ -31,7 +35,8 @@ def convert_dft(node: Node) -> relax.Expr:
     if from_half:
         result = node.emit(relax.op.expand_dims(_from_half(node, parts, length), -1))
     else:
-        result = _transform(node, parts, length, length // 2 + 1 if is_half else length, is_inverse)
+        bins = node.evaluator.add(node.evaluator.divide(length, 2), 1) if is_half else length
+        result = _transform(node, parts, length, bins, is_inverse)
     return relax.op.permute_dims(result, [order.index(place) for place in range(rank)])
 
 
@@ -90,16 +95,21 @@ def _parts(node: Node, x: relax.Expr) -> list[relax.Expr]:
     return [node.emit(relax.op.take(x, const(place, "int64"), axis=-1)) for place in range(count)]
 
 
-def _transform(node: Node, parts: list[relax.Expr], length: int, bins: int, is_inverse: bool) -> relax.Expr:
+def _transform(node: Node, parts: list[relax.Expr], length: Any, bins: Any, is_inverse: bool) -> relax.Expr:
     """The transform along the last dimension, with real and imaginary parts as a new last one."""
-    cosine, sine = _waves(length, bins)
-    if is_inverse:
-        cosine, sine = cosine / length, -sine / length
-    real, imaginary = _product(node, parts[0], cosine), _product(node, parts[0], -sine)
+    dtype = dtype_of(parts[0])
+    if isinstance(length, int):
+        cosine, sine = (const(wave.astype(dtype)) for wave in _waves(length, bins))
+    else:
+        cosine, sine = _symbolic_waves(node, length, bins, dtype)
+    opposite = node.emit(relax.op.negative(sine))
+    sine, opposite = (opposite, sine) if is_inverse else (sine, opposite)
+    real, imaginary = _product(node, parts[0], cosine), _product(node, parts[0], opposite)
     if len(parts) > 1:
         real = node.emit(relax.op.add(real, _product(node, parts[1], sine)))
         imaginary = node.emit(relax.op.add(imaginary, _product(node, parts[1], cosine)))
-    return node.emit(relax.op.stack([real, imaginary], axis=-1))
+    result = node.emit(relax.op.stack([real, imaginary], axis=-1))
+    return node.emit(relax.op.divide(result, _whole(node, length, dtype))) if is_inverse else result
 
 
 def _from_half(node: Node, parts: list[relax.Expr], length: int) -> relax.Expr:
@@ -110,8 +120,9 @@ def _from_half(node: Node, parts: list[relax.Expr], length: int) -> relax.Expr:
     twice[0] = 1.0
     if length % 2 == 0:
         twice[-1] = 1.0
-    real = _product(node, parts[0], twice * cosine)
-    return node.emit(relax.op.subtract(real, _product(node, parts[1], twice * sine))) if len(parts) > 1 else real
+    cosine, sine = (const(np.ascontiguousarray(twice * wave), dtype_of(parts[0])) for wave in (cosine, sine))
+    real = _product(node, parts[0], cosine)
+    return node.emit(relax.op.subtract(real, _product(node, parts[1], sine))) if len(parts) > 1 else real
 
 
 def _waves(length: int, bins: int) -> tuple[Array, Array]:
@@ -121,6 +132,27 @@ def _waves(length: int, bins: int) -> tuple[Array, Array]:
     return np.cos(angles), np.sin(angles)
 
 
-def _product(node: Node, x: relax.Expr, matrix: Array) -> relax.Expr:
-    value: Any = const(np.ascontiguousarray(matrix.astype(dtype_of(x))))
-    return node.emit(relax.op.matmul(x, value))
+def _symbolic_waves(node: Node, length: Any, bins: Any, dtype: str) -> tuple[relax.Expr, relax.Expr]:
+    """Cosine and sine as `_waves` returns them, computed when the model runs."""
+    positions, frequencies = (
+        node.emit(relax.op.expand_dims(node.emit(relax.op.arange(0, size, 1, "int64")), axis))
+        for axis, size in ((1, length), (0, bins))
+    )
+    turns = node.emit(relax.op.multiply(positions, frequencies))
+    turns = node.emit(relax.op.astype(node.emit(relax.op.mod(turns, _whole(node, length, "int64"))), dtype))
+    angles = node.emit(relax.op.multiply(turns, const(2 * np.pi, dtype)))
+    angles = node.emit(relax.op.divide(angles, _whole(node, length, dtype)))
+    return node.emit(relax.op.cos(angles)), node.emit(relax.op.sin(angles))
+
+
+def _whole(node: Node, size: Any, dtype: str) -> relax.Expr:
+    """A size as a number."""
+    return (
+        const(size, dtype)
+        if isinstance(size, int)
+        else materialise(node.builder, Sizes(np.array([size], object), dtype), ())
+    )
+
+
+def _product(node: Node, x: relax.Expr, matrix: relax.Expr) -> relax.Expr:
+    return node.emit(relax.op.matmul(x, matrix))

@@ -78,6 +78,16 @@ def materialise(builder: relax.BlockBuilder, sizes: Sizes, shape: tuple[int, ...
     return value if shape == (len(items),) else builder.emit(relax.op.reshape(value, shape))
 
 
+def bind_sizes(builder: relax.BlockBuilder, evaluator: "SizeEvaluator", value: relax.Expr, count: int) -> list[Any]:
+    """Return symbols for the `count` elements of an int64 vector, which are known when the model runs.
+
+    The elements must not be negative.
+    """
+    symbols = [evaluator.unknown_size() for _ in range(count)]
+    builder.match_cast(builder.emit(relax.op.tensor_to_shape(value)), relax.ShapeType(symbols))
+    return symbols
+
+
 def run_reference(node: onnx.NodeProto, feeds: Mapping[str, Array], opset: int) -> dict[str, Array]:
     """Run a node by ONNX's reference implementation of an opset; return its results by name.
 

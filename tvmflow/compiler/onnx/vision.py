@@ -6,19 +6,67 @@ from typing import Any
 import numpy as np
 from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.values import const, dims_of
+from tvmflow.compiler.onnx.broadcasting import cast_to
+from tvmflow.compiler.onnx.indexing import pad_axis
+from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 
-def check_padding(node: Node) -> None:
-    """Refuse a padding that depends on symbolic sizes; without strides it depends on the window alone."""
-    dims = dims_of(node.inputs[0])
-    is_same = node.text("auto_pad", "NOTSET").startswith("SAME")
-    is_symbolic = dims is None or not all(isinstance(size, int) for size in dims[2:])
-    # TVM pads a convolution without strides by itself.
-    has_strides = len(node.inputs) == 1 or any(stride != 1 for stride in node.attrs.get("strides", ()))
-    if is_same and is_symbolic and has_strides:
-        raise FreeSizeError(f"auto_pad {node.text('auto_pad', '')} along symbolic dimensions")
+def convert_padding(operator: str) -> Converter:
+    """Return a converter that pads the data of a convolution or pooling where auto_pad depends on symbolic sizes.
+
+    Without strides the padding depends on the window alone, and TVM's converter pads a convolution by itself.
+    """
+
+    def convert(node: Node) -> relax.Expr | None:
+        data, dims, auto_pad = node.inputs[0], dims_of(node.inputs[0]), node.text("auto_pad", "NOTSET")
+        has_strides = operator != "Conv" or any(stride != 1 for stride in node.attrs.get("strides", ()))
+        if not auto_pad.startswith("SAME") or not has_strides:
+            return None
+        if dims is None:
+            raise FreeSizeError(f"auto_pad {auto_pad} of an input of unknown shape")
+        if all(isinstance(size, int) for size in dims[2:]):
+            return None
+        if node.outputs > 1:
+            raise FreeSizeError(f"auto_pad {auto_pad} with indices along symbolic dimensions")
+        kernel = node.attrs.get("kernel_shape") or dims_of(node.inputs[1])[2:]  # type: ignore[index]
+        strides, dilations = (node.attrs.get(name, [1] * len(kernel)) for name in ("strides", "dilations"))
+        fill = const(-np.inf if operator == "MaxPool" else 0, dtype_of(data))
+        padded, ones = data, node.emit(relax.op.ones(relax.ShapeExpr([1, 1, *dims[2:]]), dtype_of(data)))
+        for place, (size, taps, stride, dilation) in enumerate(zip(dims[2:], kernel, strides, dilations, strict=True)):
+            extent = (taps - 1) * dilation + 1
+            widths, whole = _same_padding(node, size, extent, stride, auto_pad == "SAME_UPPER")
+            padded, ones = (
+                _with_size(node, pad_axis(node, item, 2 + place, widths, fill), 2 + place, whole)
+                for item in (padded, ones)
+            )
+        node.inputs[0] = padded
+        node.attrs["auto_pad"] = b"NOTSET"
+        if operator != "AveragePool" or node.attrs.get("count_include_pad", 0):
+            return None
+        # Of each window only the elements within the data count.
+        attributes = {name: value for name, value in node.attrs.items() if name not in ("tvm_custom", "auto_pad")}
+        means, shares = (node.apply(operator, item, **attributes) for item in (padded, ones))
+        return relax.op.divide(means, shares)
+
+    return convert
+
+
+def _same_padding(node: Node, size: Any, extent: int, stride: int, upper: bool) -> tuple[tuple[Any, Any], Any]:
+    """The widths before and after a dimension that give `ceil(size / stride)` windows of `extent`, and the sum."""
+    evaluator = node.evaluator
+    windows = evaluator.divide(evaluator.add(size, stride - 1), stride)
+    missing = evaluator.add(evaluator.multiply(windows, stride), evaluator.negate(size))
+    total = evaluator.greatest(evaluator.add(missing, extent - stride), 0)
+    less, more = (evaluator.divide(evaluator.add(total, odd), 2) for odd in (0, 1))
+    whole = evaluator.add(evaluator.multiply(evaluator.add(windows, -1), stride), extent)
+    return ((less, more) if upper else (more, less)), whole if extent >= stride else evaluator.add(size, total)
+
+
+def _with_size(node: Node, data: relax.Expr, axis: int, size: Any) -> relax.Expr:
+    """The data with another expression for a dimension."""
+    dims = dims_of(data) or []
+    return cast_to(node.builder, data, [*dims[:axis], size, *dims[axis + 1 :]])
 
 
 def convert_conv_transpose(node: Node) -> relax.Expr | None:

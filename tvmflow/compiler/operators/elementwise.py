@@ -1,14 +1,15 @@
 """Element-wise functions that vectorise. TVM's own definitions call the C library for each lane."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
 from tvmflow.compiler import vectormath
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import is_float32
+from tvmflow.compiler.operators.common import is_float32, static
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "relax.exp": vectormath.exp,
@@ -41,17 +42,39 @@ def legalize(
 def legalize_extreme(
     builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, largest: bool
 ) -> relax.Expr | None:
-    """Take the larger or the smaller of a float32 tensor and a constant number; NaN stays NaN. None for other operands.
+    """Take the larger or the smaller element of two tensors of floats; NaN of either stays NaN. None for other types.
 
-    Code for the first of two operands that do not compare, as with NaN, returns the second one: the number comes first.
+    Code for the larger of two operands that do not compare, as with NaN, returns the second one: constant numbers come
+    first, and what may be NaN on both sides is looked at.
     """
-    data, number = call.args
-    if not is_float32(data, number) or not isinstance(number, tvm.ir.GenericConst) or len(number.ty.shape.values):
+    dtypes = {str(tensor.ty.dtype) for tensor in call.args}
+    if len(dtypes) > 1 or not dtypes <= {"float16", "float32", "float64"}:
         return None
-    limit, extreme = tirx.const(float(number.value.numpy()), "float32"), tirx.max if largest else tirx.min
-
-    def compute(x: te.Tensor) -> te.Tensor:
-        return te.compute(x.shape, lambda *index: extreme(limit, x[index]), name=name)
-
+    if not all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in (*call.args, call)):
+        return None
+    (dtype,), extreme = dtypes, tirx.max if largest else tirx.min
+    first, second = sorted(call.args, key=_is_free_of_nan, reverse=True)
+    may_be_nan = not _is_free_of_nan(first)
+    limit = None if may_be_nan or first.ty.ndim else tirx.const(first.value.numpy().item(), dtype)
     name = "maximum" if largest else "minimum"
-    return builder.call_te(compute, data, primfunc_name_hint=name)
+
+    def compute(*tensors: te.Tensor) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            *others, b = (_element(tensor, index) for tensor in tensors)
+            a = others[0] if others else limit
+            return tirx.Select(vectormath.is_nan(a, dtype), a, extreme(a, b)) if may_be_nan else extreme(a, b)
+
+        return te.compute(list(call.ty.shape.values), element, name=name)
+
+    operands = [first, second] if limit is None else [second]
+    return builder.call_te(compute, *operands, primfunc_name_hint=name)
+
+
+def _is_free_of_nan(tensor: relax.Expr) -> bool:
+    return isinstance(tensor, tvm.ir.GenericConst) and not np.isnan(tensor.value.numpy()).any()
+
+
+def _element(tensor: te.Tensor, index: Sequence[Any]) -> Any:
+    """The element of a tensor at an index of the shape to which it is broadcast."""
+    own = index[len(index) - len(tensor.shape) :]
+    return tensor(*(0 if static(size) == 1 else place for place, size in zip(own, tensor.shape, strict=True)))

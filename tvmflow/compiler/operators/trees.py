@@ -15,7 +15,7 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from tvmflow.compiler import extensions
+from tvmflow.compiler import extensions, vectormath
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import buffer, size_parameter, static
@@ -225,7 +225,7 @@ class Trees:
         value = self._x[row, feature]
         passes = tirx.Cast("int32", value <= self._thresholds[place])
         if forest.has_missing:
-            is_missing = tirx.Cast("int32", _is_nan(value, forest.dtype))
+            is_missing = tirx.Cast("int32", vectormath.is_nan(value, forest.dtype))
             passes = passes | (is_missing & ((link >> forest.feature_bits) & 1))
         if forest.shift == 0:
             return self._links[place, 1] + passes
@@ -272,13 +272,6 @@ class Trees:
                 start, zero = (tirx.const(number, forest.score) for number in (_START[forest.aggregate], 0.0))
                 value = tirx.Select(value == start, zero, value)
             T.buffer_store(self._y, value + self._base[target], [row, target])
-
-
-def _is_nan(value: Any, dtype: str) -> Any:
-    """Whether a number is NaN, by its bits: the compiler assumes that a number equals itself."""
-    integer, exponent = {"float32": ("int32", 0x7F800000), "float64": ("int64", 0x7FF0000000000000)}[dtype]
-    size = tirx.reinterpret(integer, value) & tirx.const(tirx.max_value(integer).value, integer)
-    return size > tirx.const(exponent, integer)
 
 
 def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr:
