@@ -130,7 +130,7 @@ def promote_release(
         who=who,
         why=why,
     )
-    model = promotion.get_registered_version(job.release).model
+    model = job.release.registered_version.model
     state = promotion.read_state(services, name, channel, model)
     if while_wanted and (reason := _why_not_wanted(state, job.policy.policy, version)) is not None:
         if version in (before, state.hand_set_version):
@@ -372,7 +372,7 @@ def _report(job: GateJob, checks: tuple[Check, ...], wish: Wish) -> str:
         f"# {job.name}: {job.channel} from {job.current_version or 'nothing'} to {job.version}",
         "",
         f"Asked for by {wish.who}{f': {wish.why}' if wish.why else ''}. "
-        f"Released {job.release['created_at']} in MLflow run {job.release['mlflow_run_id']}.",
+        f"Released {job.release.created_at} in MLflow run {job.release.mlflow_run_id}.",
         "",
         "| check | passed | what was found |",
         "|---|---|---|",

@@ -31,6 +31,7 @@ from tvmflow import spec as release_file
 from tvmflow.errors import VerdictError
 from tvmflow.figures import Point
 from tvmflow.process import shared_imports
+from tvmflow.release import Release
 from tvmflow.services import open_services, open_workspace, record_sections
 from tvmflow.spec import Spec
 from tvmflow.store import leases
@@ -202,14 +203,12 @@ def release_model(
     return summary.model_copy(update={"promotions": promotions, "warnings": warnings})
 
 
-def _report(
-    context: RunContext, model: ModelSteps, results: tuple[TargetResult, ...], document: dict[str, Any]
-) -> Artifact:
+def _report(context: RunContext, model: ModelSteps, results: tuple[TargetResult, ...], document: Release) -> Artifact:
     """Return the page of a release; one that is published keeps the page that it has."""
-    if context.store.has_release(document["name"], document["version"]):
-        published = context.store.get_release(document["name"], document["version"])
-        if "report" in published:
-            return Artifact(name=PAGE, **published["report"])
+    if context.store.has_release(document.name, document.version):
+        page = context.store.get_release(document.name, document.version).report
+        if page is not None:
+            return Artifact(name=PAGE, sha256=page.sha256, size=page.size)
     insights = {
         item.target.name: insight(
             context.runner, InsightJob.of(model.exported, model.reference, item.bundle, item.target)

@@ -1,6 +1,5 @@
 """The retune flow: it tunes the costliest workloads of a bundle in production, and releases a faster build."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ from tvmflow.errors import StoreError, TargetError, TuneError
 from tvmflow.fetch import cache_folder
 from tvmflow.process import shared_imports
 from tvmflow.registry import Registry
+from tvmflow.release import Release
 from tvmflow.services import open_services, open_workspace
 from tvmflow.store import channels
 from tvmflow.store.resolve import TargetEntry, fetch_bundle
@@ -82,7 +82,7 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
                 f"the channel {channel!r} of {spec.name} holds nothing to retune; promote a release to it first"
             )
         production = services.store.get_release(spec.name, version)
-        source = production.get("provenance", {}).get("source")
+        source = production.provenance.source
         workspace = open_workspace(settings, services.store, spec.store)
         weights = _weights(services.registry, workspace, production) if spec.train is not None else None
         if source is not None and weights is None:
@@ -94,18 +94,18 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
 
 def _retune(
     context: RunContext,
-    production: Mapping[str, Any],
+    production: Release,
     channel: str,
     minutes: float,
     weights: Outcome[TrainResult] | None,
 ) -> RetuneSummary:
-    spec, version = context.spec, str(production["version"])
+    spec, version = context.spec, production.version
     bundles = _bundles(context, production)
     runner = context.runner
     trained = weights or (train(runner, TrainJob.of(spec)) if spec.train is not None else None)
     original = context.find_original(None if trained is None else trained.result.weights)
     exported = export(runner, ExportJob.of(spec, original)).result
-    if production.get("provenance", {}).get("onnx") != f"sha256:{exported.onnx.sha256}":
+    if production.provenance.onnx != f"sha256:{exported.onnx.sha256}":
         raise TuneError(
             f"the release file describes another model than {spec.name} {version}, which {channel} holds; "
             "release and promote it first"
@@ -121,7 +121,7 @@ def _retune(
     run_id = _log_verdict(context, channel, version, verdict, reason, minutes, targets)
     release = None
     if is_better:
-        release = release_model(context, trained, production["provenance"].get("source"))
+        release = release_model(context, trained, production.provenance.source)
     return RetuneSummary(
         name=spec.name,
         channel=channel,
@@ -134,7 +134,7 @@ def _retune(
     )
 
 
-def _bundles(context: RunContext, production: Mapping[str, Any]) -> tuple[tuple[Target, Path], ...]:
+def _bundles(context: RunContext, production: Release) -> tuple[tuple[Target, Path], ...]:
     """Return the bundles in production for the targets that this machine can measure.
 
     Raises TargetError without any.
@@ -151,16 +151,16 @@ def _bundles(context: RunContext, production: Mapping[str, Any]) -> tuple[tuple[
             bundles.append((target, bundle))
     if not bundles:
         raise TargetError(
-            f"{context.spec.name} {production['version']} has none of the release file's targets that this machine can "
+            f"{context.spec.name} {production.version} has none of the release file's targets that this machine can "
             "measure; retune it where one of them runs"
         )
     return tuple(bundles)
 
 
-def _weights(registry: Registry, workspace: Workspace, production: Mapping[str, Any]) -> Outcome[TrainResult] | None:
+def _weights(registry: Registry, workspace: Workspace, production: Release) -> Outcome[TrainResult] | None:
     """Return the weights of the release in production from its MLflow run, None where the run has none."""
     with workspace.scratch() as folder:
-        path = registry.fetch_artifact(str(production["mlflow_run_id"]), WEIGHTS, folder)
+        path = registry.fetch_artifact(production.mlflow_run_id, WEIGHTS, folder)
         return None if path is None else Outcome(TrainResult(weights=workspace.keep(path)), "cached", 0.0)
 
 

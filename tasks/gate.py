@@ -18,6 +18,7 @@ from tvmflow.bundle.signature import trusted_keys
 from tvmflow.comparison import Comparison, Interval, Pair
 from tvmflow.comparison.pairs import Samples
 from tvmflow.errors import BundleError, InputError, StatementError, VerdictError
+from tvmflow.release import Release
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channels import Channel
 from tvmflow.store.resolve import TargetEntry, fetch_target
@@ -25,20 +26,18 @@ from tvmflow.target import host
 from tvmflow.verification import verify
 from tvmflow.workspace import Artifact, Record, StepResult
 
-Document = Mapping[str, Any]
-
 
 class GateJob(Job):
-    """A release on its way to a channel: its document, the channel, the policy that it meets, and the current release.
+    """A release on its way to a channel: the release, the channel, the policy that it meets, and the current release.
 
-    `current` is the document of the release that the channel holds; None where the channel holds nothing, or the
+    `current` is the release that the channel holds; None where the channel holds nothing, or the
     release is gone from the store.
     """
 
-    release: dict[str, Any]
+    release: Release
     destination: Channel
     policy: promotion.EffectivePolicy
-    current: dict[str, Any] | None
+    current: Release | None
 
     @property
     def channel(self) -> str:
@@ -48,12 +47,12 @@ class GateJob(Job):
     @property
     def name(self) -> str:
         """The name of the release."""
-        return str(self.release["name"])
+        return self.release.name
 
     @property
     def version(self) -> str:
         """The version of the release."""
-        return str(self.release["version"])
+        return self.release.version
 
     @property
     def current_version(self) -> str | None:
@@ -179,19 +178,19 @@ def _statements(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
     keys = trusted_keys()
     if not keys:
         return
-    for document in (job.release, job.current):
-        if document is None:
+    for release in (job.release, job.current):
+        if release is None:
             continue
-        version = str(document["version"])
+        version = release.version
         try:
             signed = store.get_release(job.name, version, trusted=keys)
         except StatementError as error:
             yield Check(name="statement", message=str(error).rstrip("."), passed=False)
         else:
             message = f"a trusted key has signed the statement on {job.name} {version}"
-            if signed != document:
+            if signed != release:
                 message = f"{job.name} {version} has changed since it was read: promote it again"
-            yield Check(name="statement", message=message, passed=signed == document)
+            yield Check(name="statement", message=message, passed=signed == release)
 
 
 def _names(job: GateJob, store: ReleaseStore, cache: Path) -> Iterator[Check]:
@@ -277,21 +276,20 @@ def _metric_check(name: str, metric: float | None, lowest: float, against: str) 
     return Check(name=name, message=message, passed=passed, value=metric, bound=lowest)
 
 
-def _latencies(release: Document, bound: float) -> Iterator[Check]:
-    measured = {item["target"]: item["measurements"] for item in release["targets"] if item["measurements"]}
-    if not measured:
+def _latencies(release: Release, bound: float) -> Iterator[Check]:
+    latencies = {item.target: item.p50 for item in release.targets if item.p50 is not None}
+    if not latencies:
         message = "gate max_latency_ms cannot be checked: no target was measured; release it on a machine that runs one"
         yield Check(name="max_latency_ms", message=message, passed=False, bound=bound)
-    for target, measurements in measured.items():
-        value = float(measurements["points"][0]["runners"]["tvm"]["latency_ms"]["p50"])
+    for target, value in latencies.items():
         message = f"target {target!r}: p50 latency was {value:.4g} ms, gate max_latency_ms allows {bound:g}"
         yield Check(name="max_latency_ms", message=message, passed=value <= bound, value=value, bound=bound)
 
 
-def _metric(release: Document) -> float | None:
+def _metric(release: Release) -> float | None:
     """Return the lowest task metric of a release's targets; None where no target has one."""
-    metrics = [item["verdict"].get("metric_bundle") for item in release["targets"]]
-    return min((float(value) for value in metrics if value is not None), default=None)
+    metrics = (item.verdict.metric_bundle for item in release.targets)
+    return min((value for value in metrics if value is not None), default=None)
 
 
 def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:
@@ -352,14 +350,14 @@ def check_ratio(comparison: Comparison, candidate: str, baseline: str, bound: fl
     )
 
 
-def _best(release: Document) -> TargetEntry:
+def _best(release: Release) -> TargetEntry:
     """Return the target of a release that runs best on this machine. Raises BundleError when none runs."""
     from tvmflow.runtime.selection import select_runnable
 
     fitting, refusals = select_runnable((entry, entry) for entry in TargetEntry.read_all(release))
     if not fitting:
         raise BundleError(
-            f"no bundle of {release['name']} {release['version']} runs on this machine ({'; '.join(refusals)}); "
+            f"no bundle of {release.name} {release.version} runs on this machine ({'; '.join(refusals)}); "
             "promote it where one does"
         )
     return fitting[0]

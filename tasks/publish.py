@@ -6,32 +6,28 @@ from typing import Any
 from tasks.export import ExportResult
 from tasks.report import PAGE
 from tasks.step import Job, Step, StepRunner
-from tasks.track import TargetResult, TrackResult, verdict_document
+from tasks.track import TargetResult, TrackResult, make_verdict
 from tvmflow import __version__
+from tvmflow.documents import narrow
+from tvmflow.figures import Measurements
 from tvmflow.registry import Registry
+from tvmflow.release import Blob, Provenance, Release, ReleaseTarget, Tuning
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore
-from tvmflow.store.documents import RELEASE_FORMAT
 from tvmflow.store.leases import HeldLease
 from tvmflow.target import needed_features
 from tvmflow.workspace import Artifact, StepResult
 
 
 class PublishJob(Job):
-    """The release's document, its bundles and its report; `store` and `endpoint` are the addresses of the store."""
+    """The release, its bundles and its report; `store` and `endpoint` are the addresses of the store."""
 
-    name: str
     tracked: TrackResult
-    document: dict[str, Any]
+    document: Release
     targets: tuple[TargetResult, ...]
     report: Artifact
     store: str
     endpoint: str | None
-
-    @property
-    def version(self) -> str:
-        """The version of the release; it must have one."""
-        return self.tracked.version or ""
 
     def cache_key(self) -> Mapping[str, Any]:
         """Return the store's address and the document, which names every blob by its digest."""
@@ -43,7 +39,7 @@ class PublishJob(Job):
         spec: Spec,
         store: ReleaseStore,
         endpoint: str | None,
-        document: dict[str, Any],
+        document: Release,
         targets: tuple[TargetResult, ...],
         tracked: TrackResult,
         report: Artifact,
@@ -54,9 +50,8 @@ class PublishJob(Job):
         returns; release.json names the report as well.
         """
         return cls(
-            name=spec.name,
             tracked=tracked,
-            document={**document, "report": {"sha256": report.sha256, "size": report.size}},
+            document=document.model_copy(update={"report": Blob(sha256=report.sha256, size=report.size)}),
             targets=targets,
             report=report,
             store=store.config.uri,
@@ -93,12 +88,12 @@ def work(
         runner.emit(min(sent_bytes, total), total, "sending")
 
     blobs = [(runner.workspace.path(item), digest) for digest, item in artifacts.items()]
-    uri = store.publish(job.name, job.version, job.document, blobs, progressed, lease.require)
+    uri = store.publish(job.document, blobs, progressed, lease.require)
     if page.exists():
         registry.log_artifacts(job.tracked.run_id, {PAGE: page})
     model = job.tracked.model
-    registry.set_version_tag(model, job.version, "tvmflow.status", "published")
-    registry.set_version_tag(model, job.version, "tvmflow.release_uri", uri)
+    registry.set_version_tag(model, job.document.version, "tvmflow.status", "published")
+    registry.set_version_tag(model, job.document.version, "tvmflow.release_uri", uri)
     return PublishResult(
         release_uri=uri,
         bundle_uris={
@@ -111,10 +106,9 @@ def work(
 def _is_there(
     result: PublishResult, job: PublishJob, store: ReleaseStore, registry: Registry, lease: HeldLease
 ) -> bool:
+    name, version = job.document.name, job.document.version
     needs_statement = store.config.signing_key is not None
-    return store.has_release(job.name, job.version) and not (
-        needs_statement and store.read_statement(job.name, job.version) is None
-    )
+    return store.has_release(name, version) and not (needs_statement and store.read_statement(name, version) is None)
 
 
 publish = Step("publish", PublishResult, work, is_current=_is_there)
@@ -128,43 +122,40 @@ def blobs_of(result: TargetResult) -> dict[str, Artifact]:
 
 def release_document(
     spec: Spec, exported: ExportResult, targets: tuple[TargetResult, ...], tracked: TrackResult
-) -> dict[str, Any]:
-    """Return the content of release.json: origin of the model, policies of its channels, and each target's bundle."""
-    return {
-        "format": RELEASE_FORMAT,
-        "name": spec.name,
-        "version": tracked.version,
-        "created_at": tracked.created_at,
-        "tvmflow": __version__,
-        "mlflow_run_id": tracked.run_id,
-        "model": f"models:/{tracked.model}/{tracked.version}",
-        "provenance": {
-            "onnx": f"sha256:{exported.onnx.sha256}",
-            "opset": exported.opset,
-            # A version of a registered model, as MODEL/3; None for a model that comes from elsewhere.
-            "source": exported.registered,
-        },
-        "channels": {
-            name: channel.model_dump(mode="json", exclude={"automatic"}) for name, channel in spec.channels.items()
-        },
-        **exported.model_dump(mode="json", include={"inputs", "outputs"}),
-        "targets": [
-            {
-                "target": item.target.name,
-                "tvm_target": item.target.tvm,
-                "arch": item.target.arch,
-                "cpu_features": list(needed_features(item.target, spec.build.precision)),
-                **{name: {"sha256": blob.sha256, "size": blob.size} for name, blob in blobs_of(item).items()},
-                "verdict": verdict_document(item),
-                "measurements": item.measured and item.measured.model_dump(mode="json", exclude={"sources"}),
-                "tuning": {
-                    "trials": item.tuned.trials,
-                    "coverage": str(item.tuned.coverage),
-                    **item.tuned.coverage.model_dump(mode="json"),
-                    "shipped": item.shipped,
-                    "ratio_untuned": item.choice and item.choice.ratio,
-                },
-            }
-            for item in targets
-        ],
-    }
+) -> Release:
+    """Return the release, which has a version, without its report."""
+    return Release(
+        name=spec.name,
+        version=tracked.version or "",
+        created_at=tracked.created_at,
+        tvmflow=__version__,
+        mlflow_run_id=tracked.run_id,
+        model=f"models:/{tracked.model}/{tracked.version}",
+        provenance=Provenance(onnx=f"sha256:{exported.onnx.sha256}", opset=exported.opset, source=exported.registered),
+        channels={name: channel.policy for name, channel in spec.channels.items()},
+        inputs=exported.inputs,
+        outputs=exported.outputs,
+        targets=tuple(_make_target(spec, item) for item in targets),
+    )
+
+
+def _make_target(spec: Spec, item: TargetResult) -> ReleaseTarget:
+    blobs = {name: Blob(sha256=artifact.sha256, size=artifact.size) for name, artifact in blobs_of(item).items()}
+    coverage = item.tuned.coverage
+    return ReleaseTarget(
+        target=item.target.name,
+        tvm_target=item.target.tvm,
+        arch=item.target.arch,
+        cpu_features=needed_features(item.target, spec.build.precision),
+        bundle=blobs["bundle"],
+        weights=blobs.get("weights"),
+        verdict=make_verdict(item),
+        measurements=item.measured and narrow(Measurements, item.measured),
+        tuning=Tuning(
+            **dict(coverage),
+            coverage=str(coverage),
+            trials=item.tuned.trials,
+            shipped=item.shipped,
+            ratio_untuned=None if item.choice is None else item.choice.ratio,
+        ),
+    )

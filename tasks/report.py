@@ -7,6 +7,7 @@ from tasks.gate import Check, GateJob, check_figures
 from tasks.insight import Insight
 from tasks.step import Job, Step, StepRunner
 from tvmflow import promotion
+from tvmflow.release import Release
 from tvmflow.report.release import make_data, write_page
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, channels
@@ -19,33 +20,31 @@ _CHANNEL, _HISTORY = "production", 30
 
 
 class ReportJob(Job):
-    """A release's document without its report, the documents before it, and the insights by target.
+    """A release without its report, the releases before it, and the insights by target.
 
     `channel` is the one whose release, `production`, it is compared with; None where the channel holds nothing.
     `checks` are those of the channel's gates on figures.
     """
 
-    release: dict[str, Any]
+    release: Release
     channel: str
-    production: dict[str, Any] | None
-    history: tuple[dict[str, Any], ...]
+    production: Release | None
+    history: tuple[Release, ...]
     insights: dict[str, Insight]
     checks: tuple[Check, ...]
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return the release's document: its page stays the same when later releases and moves change the others."""
+        """Return the release: its page stays the same when later releases and moves change the others."""
         return {"release": self.release}
 
     @classmethod
-    def of(
-        cls, spec: Spec, store: ReleaseStore, release: dict[str, Any], insights: Mapping[str, Insight]
-    ) -> "ReportJob":
+    def of(cls, spec: Spec, store: ReleaseStore, release: Release, insights: Mapping[str, Insight]) -> "ReportJob":
         """Return the job that reports on a release which is not published yet. Raises StoreError."""
         channel = _CHANNEL if _CHANNEL in spec.channels or not spec.channels else list(spec.channels)[-1]
-        versions = [version for version in store.list_versions(spec.name) if version != release["version"]]
+        versions = [version for version in store.list_versions(spec.name) if version != release.version]
         history = tuple(store.get_release(spec.name, version) for version in versions[-_HISTORY:])
         destination = channels.find(store, spec.name, channel)
-        production = next((document for document in history if document["version"] == destination.version), None)
+        production = next((document for document in history if document.version == destination.version), None)
         policy = promotion.find_policy(destination, release, production, who=promotion.identify_user())
         checks = tuple(
             check_figures(GateJob(release=release, destination=destination, policy=policy, current=production))

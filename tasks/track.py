@@ -16,9 +16,12 @@ from tasks.relax_import import ImportResult
 from tasks.step import Job, Step, StepRunner, slug
 from tasks.tune import TuneResult
 from tasks.validate import Verdict
-from tvmflow import __version__, samples
+from tvmflow import __version__, release, samples
+from tvmflow.documents import narrow
 from tvmflow.errors import RegistryError
+from tvmflow.figures import Validation
 from tvmflow.registry import Registry
+from tvmflow.release import TargetVerdict
 from tvmflow.spec import Spec
 from tvmflow.store.leases import HeldLease
 from tvmflow.target import Target
@@ -165,7 +168,7 @@ def _files(job: TrackJob, workspace: Workspace, scratch: Path) -> dict[str, Path
         files[WEIGHTS] = workspace.path(job.weights)
     documents = {
         "release.json": job.spec.model_dump(mode="json", by_alias=True),
-        "verdict.json": {item.target.name: verdict_document(item) for item in job.targets},
+        "verdict.json": {item.target.name: make_verdict(item).model_dump(mode="json") for item in job.targets},
         "workloads.json": {
             item.target.name: [workload.model_dump() for workload in item.tuned.workloads] for item in job.targets
         },
@@ -262,11 +265,11 @@ def metrics(item: TargetResult) -> dict[str, float]:
     return figures
 
 
-def verdict_document(item: TargetResult) -> dict[str, Any]:
-    """Return the verdict of one target in the form in which release.json and MLflow keep it."""
-    document = item.verdict.model_dump(mode="json", exclude={"sources"})
-    choice = item.choice and item.choice.model_dump(mode="json", exclude={"sources"})
-    return {**document, "passed": not item.reasons, "reasons": list(item.reasons), "choice": choice}
+def make_verdict(item: TargetResult) -> TargetVerdict:
+    """Return the verdict on one target as release.json and MLflow keep it."""
+    choice = item.choice and narrow(release.Choice, item.choice)
+    validation = dict(narrow(Validation, item.verdict))
+    return TargetVerdict(**{**validation, "passed": not item.reasons, "reasons": item.reasons}, choice=choice)
 
 
 @contextmanager

@@ -73,5 +73,13 @@ def decode(kind: type[D], content: bytes, place: str) -> D:
         raise StoreError(f"{place} is damaged ({str(error)!a}): restore it from a backup.") from error
 
 
+R = TypeVar("R", bound=Record)
+
+
+def narrow(kind: type[R], value: R) -> R:
+    """Return the part of a value that its base class `kind` has, such as a step's result without its sources."""
+    return kind(**{name: getattr(value, name) for name in kind.model_fields})
+
+
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")

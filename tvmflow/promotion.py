@@ -9,33 +9,24 @@ import getpass
 import hashlib
 import json
 import os
-import re
 import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pydantic import ValidationError
-
+from tvmflow.documents import encode
 from tvmflow.errors import SpecError, StoreError
+from tvmflow.release import Release
 from tvmflow.services import Services
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channels import WANTED, Channel, PolicyChange
 
-_MODEL_URI = re.compile(r"models:/(?P<model>[^/@]+)/(?P<version>[1-9][0-9]*)")
 # Characters; MLflow's servers refuse much longer tags.
 _LONGEST_TAG = 4000
-
-
-class RegisteredVersion(NamedTuple):
-    """A version of a registered model in MLflow."""
-
-    model: str
-    version: str
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,7 @@ def read_state(services: Services, name: str, channel: str, model: str | None = 
     document = channels.find(services.store, name, channel)
     if model is None:
         versions = services.store.list_versions(name) if document.version is None else [document.version]
-        model = get_registered_version(services.store.get_release(name, versions[-1]))[0] if versions else name
+        model = services.store.get_release(name, versions[-1]).registered_version.model if versions else name
     aliases = services.registry.list_aliases(model)
     return ChannelState(document, model, aliases.get(channel), aliases.get(channel + WANTED))
 
@@ -82,23 +73,6 @@ def read_state(services: Services, name: str, channel: str, model: str | None = 
 def read_refusal(services: Services, model: str, version: str, channel: str) -> str | None:
     """Return the reason why a channel refused a registered version, None if it did not. Raises RegistryError."""
     return services.registry.get_version_tags(model, version).get(format_refusal_tag(channel))
-
-
-def read_proposal(release: Mapping[str, Any], channel: str) -> Policy | None:
-    """Return the policy that a release's document proposes for a channel, None if it proposes none.
-
-    Raises StoreError for a document that is damaged or was written by a newer tvmflow.
-    """
-    section = _read_sections(release).get(channel)
-    if section is None:
-        return None
-    try:
-        return Policy.model_validate(section)
-    except ValidationError as error:
-        raise StoreError(
-            f"The release {release.get('name')} {release.get('version')} asks for something of the channel {channel!r} "
-            "that this tvmflow does not know: upgrade tvmflow."
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -114,31 +88,28 @@ class EffectivePolicy:
     proposal: Policy | None = None
 
 
-def find_policy(
-    channel: Channel, release: Mapping[str, Any], current: Mapping[str, Any] | None, *, who: str
-) -> EffectivePolicy:
+def find_policy(channel: Channel, release: Release, current: Release | None, *, who: str) -> EffectivePolicy:
     """Find the policy that a release meets in a channel.
 
     A channel without one adopts what the release that it holds (`current`) proposes, else what the release proposes,
     unless that is nothing; else it has no conditions. Raises SpecError for a channel that nobody has used, and that is
-    not among those of the release file; StoreError for a damaged document.
+    not among those of the release file.
     """
-    proposal = read_proposal(release, channel.channel)
+    proposal = release.channels.get(channel.channel)
     if channel.policy is not None:
         return EffectivePolicy(channel.policy, proposal=None if proposal == channel.policy else proposal)
     for document in (current, release):
-        found = None if document is None else read_proposal(document, channel.channel)
+        found = None if document is None else document.channels.get(channel.channel)
         if document is not None and found is not None and found != Policy():
-            why = f"proposed by {document.get('name')} {document.get('version')}"
+            why = f"proposed by {document.name} {document.version}"
             adoption = channels.make_policy_change(None, found, who=who, why=why)
             return EffectivePolicy(found, adoption, None if proposal == found else proposal)
-    sections = _read_sections(release)
-    if sections and proposal is None and not channel.exists:
-        close = get_close_matches(channel.channel, sections, n=1, cutoff=0.4)
+    if release.channels and proposal is None and not channel.exists:
+        close = get_close_matches(channel.channel, release.channels, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise SpecError(
-            f"{release.get('name')} {release.get('version')} is released for the channels "
-            f"{', '.join(sorted(sections))}: {channel.channel!r} is not among them{hint}"
+            f"{release.name} {release.version} is released for the channels "
+            f"{', '.join(sorted(release.channels))}: {channel.channel!r} is not among them{hint}"
         )
     return EffectivePolicy(Policy())
 
@@ -149,8 +120,8 @@ def read_policy(store: ReleaseStore, channel: Channel, version: str) -> Policy:
     return find_policy(channel, release, read_current(store, channel), who=identify_user()).policy
 
 
-def read_current(store: ReleaseStore, channel: Channel) -> dict[str, Any] | None:
-    """Return the document of the release that a channel holds; None if it holds none, or that is gone from the store.
+def read_current(store: ReleaseStore, channel: Channel) -> Release | None:
+    """Return the release that a channel holds; None if it holds none, or that is gone from the store.
 
     Raises StoreError.
     """
@@ -160,30 +131,9 @@ def read_current(store: ReleaseStore, channel: Channel) -> dict[str, Any] | None
     return store.get_release(channel.name, version)
 
 
-def _read_sections(release: Mapping[str, Any]) -> Mapping[str, Any]:
-    sections = release.get("channels") or {}
-    if not isinstance(sections, Mapping):
-        raise StoreError(
-            f"The release {release.get('name')} {release.get('version')} is damaged, its `channels` are not a section: "
-            "publish it again."
-        )
-    return sections
-
-
-def get_registered_version(release: Mapping[str, Any]) -> RegisteredVersion:
-    """Return the registered version that belongs to a release. Raises StoreError when its document names none."""
-    match = _MODEL_URI.fullmatch(str(release.get("model")))
-    if match is None:
-        raise StoreError(
-            f"The release {release.get('name')} {release.get('version')} is damaged, its document names no registered "
-            "model: publish it again."
-        )
-    return RegisteredVersion(match["model"], match["version"])
-
-
-def hash_release(release: Mapping[str, Any]) -> str:
+def hash_release(release: Release) -> str:
     """Return the SHA-256, in hexadecimal, of a release's document, which names all its blobs by their digests."""
-    return hashlib.sha256(json.dumps(release, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(encode(release)).hexdigest()
 
 
 def identify_user() -> str:
@@ -213,7 +163,7 @@ def make_wish(
     MLflow's aliases follow: the channel's own goes back where somebody has set it, and a CHANNEL-wanted that asks for
     another version, which is older, is deleted. Raises StoreError and RegistryError.
     """
-    model, number = get_registered_version(services.store.get_release(name, version))
+    model, number = services.store.get_release(name, version).registered_version
     document = channels.wish(services.store, name, channel, version, who=who, why=why, id=id)
     show(services, name, channel, model)
     if services.registry.get_alias_version(model, channel + WANTED) not in (None, number):
@@ -238,7 +188,7 @@ def show(services: Services, name: str, channel: str, model: str) -> Channel:
         held = read_current(services.store, document)
         if held is None:
             return document
-        held_model, number = get_registered_version(held)
+        held_model, number = held.registered_version
         if registry.get_alias_version(held_model, channel) != number:
             registry.set_alias(held_model, channel, number)
         after = channels.mark_shown(services.store, name, channel, document.version)
@@ -257,7 +207,7 @@ def grant(services: Services, name: str, channel: str, wish: str, *, why: str, p
     move = after.find_end(wish)
     if not isinstance(move, channels.Move):
         return after
-    model, number = get_registered_version(services.store.get_release(name, move.to_version))
+    model, number = services.store.get_release(name, move.to_version).registered_version
     after = show(services, name, channel, model)
     _forget_alias(services, model, channel, number)
     if read_refusal(services, model, number, channel) is not None:
@@ -265,15 +215,15 @@ def grant(services: Services, name: str, channel: str, wish: str, *, why: str, p
     return after
 
 
-def refuse(services: Services, release: Mapping[str, Any], channel: str, wish: str, *, who: str, reason: str) -> None:
+def refuse(services: Services, release: Release, channel: str, wish: str, *, who: str, reason: str) -> None:
     """End the wish with this id as refused, tag the registered version with the reason, and delete the asking alias.
 
     Raises StoreError and RegistryError.
     """
-    model, number = get_registered_version(release)
+    model, number = release.registered_version
     services.registry.set_version_tag(model, number, format_refusal_tag(channel), reason[:_LONGEST_TAG])
     _forget_alias(services, model, channel, number)
-    channels.end_wish(services.store, str(release["name"]), channel, wish, "refused", who=who, why=reason)
+    channels.end_wish(services.store, release.name, channel, wish, "refused", who=who, why=reason)
 
 
 def _forget_alias(services: Services, model: str, channel: str, number: str) -> None:
@@ -304,7 +254,7 @@ def roll_back(
         raise StoreError(
             f"The channel {name}@{channel} has never held {to}, only {earlier}: promote it with `tvmflow promote`."
         )
-    model = get_registered_version(services.store.verify_release(name, to)).model
+    model = services.store.verify_release(name, to).registered_version.model
     channels.roll_back(services.store, before, to, who=who, why=why)
     after = show(services, name, channel, model)
     if services.registry.get_alias_version(model, channel + WANTED) is not None:
@@ -314,7 +264,7 @@ def roll_back(
 
 def log_verdict(
     services: Services,
-    release: Mapping[str, Any],
+    release: Release,
     channel: str,
     verdict: Mapping[str, Any],
     *,
@@ -330,17 +280,16 @@ def log_verdict(
     run. A flow run that waits for
     approval leaves its MLflow run open, and uses it again when it logs the next time. Raises RegistryError.
     """
-    name, version = str(release["name"]), str(release["version"])
     all_tags = {
         "tvmflow.kind": "promotion",
-        "tvmflow.name": name,
-        "tvmflow.version": version,
+        "tvmflow.name": release.name,
+        "tvmflow.version": release.version,
         "tvmflow.channel": channel,
         **tags,
     }
     registry = services.registry
     run = registry.open_promotion_run(
-        str(release["mlflow_run_id"]), f"promote {name} {version} to {channel}", all_tags, flow_run
+        release.mlflow_run_id, f"promote {release.name} {release.version} to {channel}", all_tags, flow_run
     )
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as scratch:
         texts = {"verdict.json": json.dumps(verdict, indent=2), "report.md": report}

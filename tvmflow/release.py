@@ -97,6 +97,11 @@ class ReleaseTarget(Record):
     measurements: Measurements | None
     tuning: Tuning | None
 
+    @property
+    def p50(self) -> float | None:
+        """The bundle's median latency in milliseconds at the typical sizes, None where it was not measured."""
+        return None if self.measurements is None else self.measurements.typical.bundle.latency_ms.p50
+
 
 def _read_first(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """A document of format 1, whose writers left out what they did not know yet. What is damaged is passed on."""

@@ -1,13 +1,13 @@
 """Retention: which releases stay in the release stores that this machine knows, and the removal of the others."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from tvmflow.progress import reporter
-from tvmflow.promotion import get_registered_version, identify_user
+from tvmflow.promotion import identify_user
 from tvmflow.registry import Registry
+from tvmflow.release import Release
 from tvmflow.services import list_sections, open_services
 from tvmflow.settings import Settings
 from tvmflow.store.garbage import Garbage, Retention, StoredPiece
@@ -39,12 +39,12 @@ def collect(settings: Settings, rule: Retention, *, dry_run: bool = False) -> li
     return pieces
 
 
-def _alias_reader(registry: Registry) -> Callable[[Mapping[str, Any]], bool]:
+def _alias_reader(registry: Registry) -> Callable[[Release], bool]:
     """Return a function that says whether an alias names the registered version of a release's document."""
     aliases = cache(registry.list_aliases)
 
-    def is_named(release: Mapping[str, Any]) -> bool:
-        model, version = get_registered_version(release)
+    def is_named(release: Release) -> bool:
+        model, version = release.registered_version
         return version in aliases(model).values()
 
     return is_named

@@ -9,46 +9,41 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.releases import make_measurements, make_release, make_target, make_verdict
 from support.reports import data_of, figures_of, unexplained_figures
 from support.skips import needs
 from tasks.insight import draw
+from tvmflow.release import Provenance, Release, Tuning
 from tvmflow.report import charts
 from tvmflow.report.changes import compare_releases
 from tvmflow.report.drift import find_drifts
 from tvmflow.report.release import make_data, write_difference, write_page
+from tvmflow.spec import Policy
+from tvmflow.spec.channels import ChannelGates
 
 _PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 
 
-def _release(version: str, p50: float, *, onnx: str = "a", reasons: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A release's document with one target, measured at `p50` ms."""
-    latency = {"p50": p50, "p90": p50 * 1.25, "p99": None, "throughput": 1e3 / p50}
-    measured = {"latency_ms": latency, "peak_memory": 123_456, "load_seconds": 0.25}
-    verdict = {
-        "verified": True,
-        "reasons": list(reasons),
-        "precision": "fp32",
-        "algorithms": {},
-        "comparisons": [{"max_abs_error": 1.5e-6, "top1_agreement": 0.996}],
-        "metric_original": 0.9375,
-        "metric_bundle": 0.90625,
-    }
-    target = {
-        "target": "native",
-        "bundle": {"sha256": version * 64, "size": 1_000_000 + int(version)},
-        "verdict": verdict,
-        "measurements": {"points": [{"runners": {"tvm": measured}}]},
-        "tuning": {"shipped": "tuned", "coverage": "3 of 4 workloads tuned"},
-    }
-    return {
-        "name": "net",
-        "version": version,
-        "created_at": "2026-11-22T10:00:00+00:00",
-        "tvmflow": "0.1.0",
-        "provenance": {"onnx": f"sha256:{onnx * 64}", "opset": 18, "source": None},
-        "channels": {"production": {"gates": {"max_metric_drop": 0.01, "min_metric": None}}},
-        "targets": [target],
-    }
+def _release(version: str, p50: float, *, onnx: str = "a", reasons: tuple[str, ...] = ()) -> Release:
+    """A release with one target, measured at `p50` ms."""
+    tuning = Tuning(
+        trials=9, coverage="3 of 4 workloads tuned", tuned=3, workloads=4, share_of_time=None, untimed=4,
+        shipped="tuned", ratio_untuned=0.9,
+    )  # fmt: skip
+    target = make_target(
+        sha256=version[-1] * 64,
+        size=1_000_000 + int(version),
+        verdict=make_verdict(0.90625, *reasons).model_copy(update={"metric_original": 0.9375}),
+        measurements=make_measurements(p50),
+        tuning=tuning,
+    )
+    return make_release(
+        "net",
+        version,
+        target,
+        provenance=Provenance(onnx=f"sha256:{onnx * 64}", opset=18),
+        channels={"production": Policy(gates=ChannelGates(max_metric_drop=0.01))},
+    )
 
 
 def _sample(index: int, answer: int, **drawing: Any) -> dict[str, Any]:
@@ -133,24 +128,23 @@ def test_a_gate_that_is_not_kept_stands_first() -> None:
 
 
 def test_text_of_a_model_cannot_end_the_data() -> None:
-    release = _release("1", 1.0)
-    release["provenance"]["source"] = "</script><b>"
+    origin = Provenance(onnx="sha256:" + "a" * 64, opset=18, source="</script><b>")
+    release = _release("1", 1.0).model_copy(update={"provenance": origin})
     text = write_page(make_data(release, "production", None, (), {}, ()))
     assert text.count("</script>") == 1
     assert data_of(text)["release"]["provenance"]["source"] == "</script><b>"
 
 
 def test_a_target_that_was_not_measured_has_no_figures() -> None:
-    release = _release("1", 1.0)
-    release["targets"][0] |= {"measurements": None, "verdict": {"verified": False, "reasons": [], "comparisons": []}}
+    verdict = make_verdict().model_copy(update={"verified": False, "comparisons": ()})
+    release = make_release("net", "1", make_target(verdict=verdict))
     text = write_page(make_data(release, "production", None, (), {}, ()))
     assert unexplained_figures(text) == []
     assert "not run on the machine that built it" in text
 
 
 def test_a_figure_without_one_before_has_no_ratio() -> None:
-    before = _release("1", 1.0)
-    before["targets"][0]["target"] = "other"
+    before = make_release("net", "1", make_target("other", measurements=make_measurements(1.0)))
     ratios = {change.name: change.ratio for change in compare_releases(_release("2", 2.0), before)}
     assert set(ratios.values()) == {None}
     assert unexplained_figures(write_difference(_release("2", 2.0), _release("1", 1.0))) == []

@@ -11,6 +11,7 @@ import pytest
 
 from support.databases import Databases
 from support.processes import TVMFLOW, clean_environment
+from support.releases import make_release
 from tvmflow.errors import StoreError
 from tvmflow.registry import Registry
 from tvmflow.retention import collect
@@ -46,7 +47,7 @@ def publish(store: ReleaseStore, registry: Registry, name: str, count: int) -> N
     client.create_registered_model(name)
     for version in map(str, range(1, count + 1)):
         assert str(client.create_model_version(name, "file:///nowhere").version) == version
-        store.publish(name, version, {"name": name, "version": version, "model": f"models:/{name}/{version}"}, [])
+        store.publish(make_release(name, version, model=f"models:/{name}/{version}"), [])
     for path in (store.config.folder or Path()).rglob("release.json"):
         os.utime(path, (time.time() - 40 * 86400,) * 2)
 
@@ -97,6 +98,6 @@ def test_nothing_goes_while_the_registry_cannot_say_what_it_names(settings: Sett
         publish(store, open_registry(settings), "net", 2)
         store.objects.put("releases/net/1/release.json", b'{"name": "net", "version": "1"}', "damaging a document")
         os.utime((store.config.folder or Path()) / "releases/net/1/release.json", (0, 0))
-        with pytest.raises(StoreError, match="names no registered model"):
+        with pytest.raises(StoreError, match=r"net/1/release\.json is damaged \("):
             collect(settings, NEWEST)
         assert store.list_versions("net") == ["1", "2"]

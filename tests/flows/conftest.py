@@ -84,7 +84,7 @@ class Machine:
     def releases(self, name: str | None = None) -> list[Document]:
         """What is in its release store."""
         with open_store(self._loaded) as store:
-            return list(store.iterate_releases(name))
+            return [release.model_dump(mode="json") for release in store.iterate_releases(name)]
 
     def versions(self, name: str) -> list[Any]:
         """The versions of a registered model, newest first."""

@@ -12,6 +12,7 @@ import pytest
 from mlflow.entities import ViewType
 
 from support.reports import data_of, unexplained_figures
+from tvmflow.release import Blob
 from tvmflow.services import open_store
 from tvmflow.settings import Settings
 
@@ -105,10 +106,10 @@ def test_the_store_holds_the_release_and_its_bundle(digits: Any, target: dict[st
     with open_store(Settings(home=digits.machine.home)) as store:
         release = store.verify_release("digits", "1")
         assert target["bundle_uri"] == f"{store.config.uri}/blobs/sha256/{target['bundle_sha256']}"
-    (released,) = release["targets"]
-    assert released["bundle"] == {"sha256": target["bundle_sha256"], "size": target["bundle_size"]}
-    assert released["verdict"]["passed"]
-    assert release["mlflow_run_id"] == digits.first.document["mlflow_run_id"]
+    (released,) = release.targets
+    assert (released.bundle.sha256, released.bundle.size) == (target["bundle_sha256"], target["bundle_size"])
+    assert released.verdict.passed
+    assert release.mlflow_run_id == digits.first.document["mlflow_run_id"]
 
 
 def test_the_bundle_path_leads_to_the_bundle(digits: Any, target: dict[str, Any]) -> None:
@@ -141,9 +142,9 @@ def test_the_report_is_published_and_logged(digits: Any) -> None:
     written = machine.run("report", "digits", "1", "-o", page)
     assert written.code == 0, written.stderr
     with open_store(Settings(home=machine.home)) as store:
-        reference = store.get_release("digits", "1")["report"]
+        blob = store.get_release("digits", "1").report
     content = page.read_bytes()
-    assert reference == {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    assert blob == Blob(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
     logged = machine.mlflow.download_artifacts(digits.first.document["mlflow_run_id"], "report.html")
     assert Path(logged).read_bytes() == content
     assert unexplained_figures(content.decode()) == []

@@ -47,7 +47,7 @@ def test_a_release_goes_to_the_servers_that_settings_name(
     result = served.release(make.file(tmp_path))
     assert result.code == 0, result.stderr
     assert result.document["release_uri"] == "s3://shipped/models/releases/tiny/1/release.json"
-    assert moto.verify_release("tiny", "1")["mlflow_run_id"] == result.document["mlflow_run_id"]
+    assert moto.verify_release("tiny", "1").mlflow_run_id == result.document["mlflow_run_id"]
     assert served.mlflow.get_model_version("tiny", "1").tags["tvmflow.status"] == "published"
     assert not (served.home / "s3").exists()
     assert not (served.home / "mlflow").exists()
@@ -86,6 +86,6 @@ def test_a_store_that_dies_half_way_leaves_no_release_and_a_second_run_completes
     again = _with_store(machine, s3.config).release(file)
     assert again.code == 0, again.stderr
     assert [name for name, status in again.steps.items() if status == "ran"] == ["publish"]
-    assert s3.verify_release("dying", "1")["version"] == "1"
+    assert s3.verify_release("dying", "1").version == "1"
     (version,) = machine.versions("dying")
     assert version.tags["tvmflow.status"] == "published"

@@ -198,10 +198,10 @@ def test_a_release_is_fanned_out_over_two_workers_and_found_by_every_machine(
     assert not [name for name in logs(machine.home) if "-build-" in name]
     pools = {run["name"]: run["work_pool_name"] for run in cluster.runs("fanned")}
     assert pools == {"make fanned for x86-64-v3": "first", "make fanned for native": "second"}
-    released = {item["target"]: item for item in cluster.store.verify_release("fanned", "1")["targets"]}
+    released = {item.target: item for item in cluster.store.verify_release("fanned", "1").targets}
     assert set(released) == {"x86-64-v3", "native"}
     for item in result.document["targets"]:
-        assert item["bundle_sha256"] == released[item["target"]]["bundle"]["sha256"]
+        assert item["bundle_sha256"] == released[item["target"]].bundle.sha256
         assert item["measurements"]
         assert machine.run("verify", cluster.folder / item["bundle_path"]).code == 0
 

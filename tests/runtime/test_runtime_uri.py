@@ -7,15 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from support.channels import move_channel
 from support.rclone import rclone_s3
+from support.releases import describe_bundle, make_release
 from tvmflow import runtime
-from tvmflow.bundle import read_manifest, sha256_file
+from tvmflow.bundle import sha256_file
 from tvmflow.errors import BundleError, StoreError
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.target import host
@@ -56,20 +56,9 @@ def publish(store: ReleaseStore) -> Publish:
     """Publish bundles, by target, as a version of the release "small"."""
 
     def write(version: str, bundles: dict[str, Path]) -> None:
-        targets: list[dict[str, Any]] = []
-        for target, path in bundles.items():
-            manifest = read_manifest(path)
-            targets.append(
-                {
-                    "target": target,
-                    "tvm_target": manifest.tvm_target,
-                    "arch": manifest.arch,
-                    "cpu_features": list(manifest.cpu_features),
-                    "bundle": {"sha256": sha256_file(path), "size": path.stat().st_size},
-                }
-            )
-        document = {"format": 1, "name": "small", "version": version, "targets": targets}
-        store.publish("small", version, document, [(path, sha256_file(path)) for path in bundles.values()])
+        targets = (describe_bundle(path, target) for target, path in bundles.items())
+        release = make_release("small", version, *targets)
+        store.publish(release, [(path, sha256_file(path)) for path in bundles.values()])
 
     return write
 

@@ -18,6 +18,7 @@ from support.channels import move_channel
 from support.models import save_model
 from support.processes import TVMFLOW, clean_environment
 from support.rclone import rclone_s3
+from support.releases import describe_bundle, make_release
 from support.steps import compile_by_steps
 from tvmflow.bundle import extract, pack
 from tvmflow.store import ReleaseStore, StoreConfig
@@ -123,21 +124,12 @@ def reference(models: dict[str, Path]) -> Callable[[str, Arrays], Arrays]:
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory, bundles: dict[str, Path]) -> Iterator[StoreConfig]:
     """A store with the three releases."""
-    from tvmflow.bundle import read_manifest, sha256_file
+    from tvmflow.bundle import sha256_file
 
     with rclone_s3(tmp_path_factory.mktemp("s3"), bucket="releases") as config:
         store = ReleaseStore(config)
         for version, path in bundles.items():
-            manifest, digest = read_manifest(path), sha256_file(path)
-            target = {
-                "target": manifest.target,
-                "tvm_target": manifest.tvm_target,
-                "arch": manifest.arch,
-                "cpu_features": list(manifest.cpu_features),
-                "bundle": {"sha256": digest, "size": path.stat().st_size},
-            }
-            document = {"format": 1, "name": NAME, "version": version, "targets": [target]}
-            store.publish(NAME, version, document, [(path, digest)])
+            store.publish(make_release(NAME, version, describe_bundle(path)), [(path, sha256_file(path))])
         yield config
 
 

@@ -152,7 +152,6 @@ def test_the_last_two_bundles_stay_in_the_cache(bundle: Path, tmp_path: Path, mo
 
 def test_a_bundle_of_another_model_is_not_served(store: ReleaseStore, tmp_path: Path) -> None:
     """Somebody who can write the store has published another model's bundle, which may well be signed."""
-    document = {**store.get_release("small", "1"), "name": "foreign"}
-    store.publish("foreign", "1", document, [])
+    store.publish(store.get_release("small", "1").model_copy(update={"name": "foreign"}), [])
     with pytest.raises(BundleError, match="the release of 'foreign' holds a bundle of 'small'"):
         load(release_source(store, "foreign", "1", tmp_path), "1", None)

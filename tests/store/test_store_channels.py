@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from support.releases import make_release
 from tvmflow.errors import StoreError
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
@@ -26,7 +27,7 @@ WISHERS = 5
 
 def _publish(store: ReleaseStore, *versions: str) -> None:
     for version in versions:
-        store.publish("resnet", version, {"version": version}, [])
+        store.publish(make_release("resnet", version), [])
 
 
 def _wish(store: ReleaseStore, version: str, who: str = "ann", why: str = "test", id: str | None = None) -> Channel:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from botocore.compat import get_current_datetime
 
+from support.releases import make_release
 from tvmflow.errors import StoreError
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store import client as client_module
@@ -163,13 +164,13 @@ def test_a_server_without_conditional_writes_is_refused_unless_this_machine_alon
     assert "knows no conditional writes" in (sentence := _refusal(shared))
     assert "s3_single_writer" in sentence
     with pytest.raises(StoreError, match="s3_single_writer"):
-        ReleaseStore(shared).publish("resnet", "1", {"a": 1}, [])
+        ReleaseStore(shared).publish(make_release(), [])
     assert ReleaseStore(shared).list_names() == []
     alone = ReleaseStore(replace(rclone, lock=tmp_path / "locks" / "lock"))
     alone.check()
-    alone.publish("resnet", "1", {"a": 1}, [])
+    alone.publish(make_release(), [])
     with pytest.raises(StoreError, match="already published"):
-        alone.publish("resnet", "1", {"a": 2}, [])
+        alone.publish(make_release(tvmflow="2"), [])
 
 
 def test_a_proxy_in_the_environment_is_not_used_for_this_machine(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from support.releases import make_release, make_target
 from support.waits import wait_until
 from tvmflow.errors import StoreError
+from tvmflow.release import Blob, Release
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels, garbage, leases
 from tvmflow.store.garbage import Garbage, Retention
@@ -34,7 +36,7 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_GRACE", datetime.timedelta(seconds=-60))
 
 
-def never(release: Mapping[str, Any]) -> bool:
+def never(release: Release) -> bool:
     return False
 
 
@@ -46,8 +48,8 @@ def publish(store: ReleaseStore, write_file: WriteFile) -> Callable[..., str]:
 
 def publish_to(store: ReleaseStore, version: str, write_file: WriteFile) -> str:
     blobs = [write_file(f"bundle {version}".encode()), write_file(b"weights")]
-    targets = [{"sha256": digest, "size": path.stat().st_size} for path, digest in blobs]
-    store.publish("resnet", version, {"name": "resnet", "version": version, "targets": targets}, blobs)
+    (bundle, weights) = (Blob(sha256=digest, size=path.stat().st_size) for path, digest in blobs)
+    store.publish(make_release("resnet", version, make_target(bundle=bundle, weights=weights)), blobs)
     return blobs[0][1]
 
 
@@ -73,7 +75,7 @@ def test_what_nobody_needs_goes_and_every_other_release_stays_whole(
     channels.wish(store, "resnet", "staging", "5", who="ann", why="")
     store.put_blob(*write_file(b"of a release that was never published"))
     store.objects.put("records/x/run.jsonl", b"{}", "writing tuning records")
-    named = Garbage(store, NEWEST, lambda release: release["version"] == "7")
+    named = Garbage(store, NEWEST, lambda release: release.version == "7")
 
     planned = named.find()
     assert store.list_versions("resnet") == [*"123456789"]  # nothing goes in a dry run
@@ -154,7 +156,7 @@ def test_a_release_whose_blobs_are_sent_before_its_document_is_waited_for(
             is_sent.set()
             may_go_on.wait(60)
             lease.require()
-            store.publish("other", "1", {"name": "other", "targets": [{"sha256": orphan[1]}]}, [])
+            store.publish(make_release("other", "1", make_target(sha256=orphan[1], size=orphan[0].stat().st_size)), [])
 
     with ThreadPoolExecutor(2) as pool:
         publishing = pool.submit(publish_slowly)
@@ -173,6 +175,7 @@ def test_who_has_lost_its_lease_while_it_sent_blobs_writes_no_document(
 ) -> None:
     """A process that was stopped for minutes may refer to blobs that are gone by now."""
     path, digest = write_file(b"bundle")
+    release = make_release("resnet", "1", make_target(sha256=digest, size=6))
 
     def lose_lease(count: int) -> None:
         found = json.loads(store.objects.get("leases/resnet.json") or b"")
@@ -183,7 +186,7 @@ def test_who_has_lost_its_lease_while_it_sent_blobs_writes_no_document(
         leases.hold(store, "resnet", "ann") as lease,
         pytest.raises(StoreError, match="has lost the lease on the releases of resnet"),
     ):
-        store.publish("resnet", "1", {"sha256": digest}, [(path, digest)], lose_lease, lease.require)
+        store.publish(release, [(path, digest)], lose_lease, lease.require)
     assert store.list_versions("resnet") == []
 
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from support.rclone import rclone_s3
+from support.releases import make_release
 from tvmflow.errors import StoreError
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store.rclone import server_command
@@ -20,9 +21,9 @@ def test_what_is_published_in_the_folder_is_read_through_the_server(tmp_path: Pa
     writer = ReleaseStore(StoreConfig("releases", folder=tmp_path / "releases"))
     with rclone_s3(tmp_path, bucket="releases") as config:
         reader = ReleaseStore(config)
-        writer.publish("resnet", "1", {"version": "1"}, [])
+        writer.publish(make_release("resnet", "1"), [])
         assert any(reader.has_release("resnet", "1") for _ in range(100))
-        reader.publish("resnet", "2", {"version": "2"}, [])
+        reader.publish(make_release("resnet", "2"), [])
     assert writer.list_versions("resnet") == ["1", "2"]
 
 

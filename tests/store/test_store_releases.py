@@ -1,5 +1,6 @@
 """Releases: there whole or not at all, and never changed."""
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 
 from support.rclone import rclone_s3
+from support.releases import make_release, make_target
+from tvmflow.documents import encode
 from tvmflow.errors import StoreError
+from tvmflow.release import Blob, Release
 from tvmflow.store import ReleaseStore, StoreConfig
 
 Damage = Callable[[str, bytes | None], None]
@@ -20,42 +24,44 @@ MIB = 2**20
 WRITERS = 6
 
 
-def _document(digest: str, size: int, **more: Any) -> dict[str, Any]:
-    return {"format": 1, "bundles": [{"target": "x86-64-v4", "sha256": digest, "size": size}], **more}
+def _release(digest: str, size: int, **fields: Any) -> Release:
+    return make_release("resnet", "1", make_target(sha256=digest, size=size), **fields)
 
 
 def test_a_release_comes_back_as_it_was_published(store: ReleaseStore, write_file: WriteFile, tmp_path: Path) -> None:
     path, digest = write_file(b"a bundle")
-    document = _document(digest, 8, verdict="größer als erwartet", p50_ms=0.77)
-    uri = store.publish("resnet", "3", document, [(path, digest)])
+    release = make_release("resnet", "3", make_target(sha256=digest), tvmflow="größer als erwartet")
+    uri = store.publish(release, [(path, digest)])
     assert uri == f"s3://releases/{store.config.prefix}/releases/resnet/3/release.json"
-    assert store.get_release("resnet", "3") == document
+    assert store.get_release("resnet", "3") == release
     assert store.has_release("resnet", "3")
-    assert store.verify_release("resnet", "3") == document
+    assert store.verify_release("resnet", "3") == release
     store.get_blob(digest, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == b"a bundle"
 
 
 def test_the_document_is_canonical_json(local: StoreConfig, local_folder: Path) -> None:
-    ReleaseStore(local).publish("resnet", "1", {"b": "ü", "a": (1, 2)}, [])
+    release = make_release(tvmflow="ü")
+    ReleaseStore(local).publish(release, [])
     content = (local_folder / "releases" / "resnet" / "1" / "release.json").read_bytes()
-    assert content == '{\n  "a": [\n    1,\n    2\n  ],\n  "b": "ü"\n}\n'.encode()
+    assert content == encode(release)
+    assert '  "tvmflow": "ü",\n' in content.decode()
 
 
 def test_nothing_but_the_release_and_its_blobs_is_left(
     local: StoreConfig, local_folder: Path, write_file: WriteFile
 ) -> None:
     path, digest = write_file(b"a bundle")
-    ReleaseStore(local).publish("resnet", "1", _document(digest, 8), [(path, digest)])
+    ReleaseStore(local).publish(_release(digest, 8), [(path, digest)])
     files = {str(each.relative_to(local_folder)) for each in local_folder.rglob("*") if each.is_file()}
     assert files == {f"blobs/sha256/{digest}", "releases/resnet/1/release.json"}
 
 
 def test_publishing_the_same_again_succeeds_and_writes_nothing(local: StoreConfig, local_folder: Path) -> None:
     store = ReleaseStore(local)
-    first = store.publish("resnet", "1", {"a": 1, "b": 2}, [])
+    first = store.publish(make_release(), [])
     before = (local_folder / "releases" / "resnet" / "1" / "release.json").stat()
-    assert store.publish("resnet", "1", {"b": 2, "a": 1}, []) == first
+    assert store.publish(make_release(), []) == first
     after = (local_folder / "releases" / "resnet" / "1" / "release.json").stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
@@ -65,18 +71,18 @@ def test_publishing_the_same_again_repairs_a_lost_blob(
 ) -> None:
     store = ReleaseStore(local)
     path, digest = write_file(b"a bundle")
-    store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
+    store.publish(_release(digest, 8), [(path, digest)])
     damage(f"blobs/sha256/{digest}", None)
-    store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
+    store.publish(_release(digest, 8), [(path, digest)])
     store.verify_release("resnet", "1")
 
 
 def test_a_published_version_is_never_changed(store: ReleaseStore, write_file: WriteFile, tmp_path: Path) -> None:
-    store.publish("resnet", "1", {"content": "first"}, [])
+    store.publish(make_release(), [])
     path, digest = write_file(b"a bundle")
     with pytest.raises(StoreError, match="already published with other content"):
-        store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
-    assert store.get_release("resnet", "1") == {"content": "first"}
+        store.publish(_release(digest, 8), [(path, digest)])
+    assert store.get_release("resnet", "1") == make_release()
     with pytest.raises(StoreError, match="is missing"):
         store.get_blob(digest, tmp_path / "copy")
 
@@ -87,7 +93,7 @@ def test_one_of_several_racing_publishers_wins_and_the_others_are_refused(store:
     def publish(writer: int) -> int | str:
         start.wait()
         try:
-            store.publish("resnet", "1", {"writer": writer}, [])
+            store.publish(make_release(tvmflow=str(writer)), [])
         except StoreError as error:
             return str(error)
         return writer
@@ -95,7 +101,7 @@ def test_one_of_several_racing_publishers_wins_and_the_others_are_refused(store:
     with ThreadPoolExecutor(WRITERS) as pool:
         outcomes = list(pool.map(publish, range(WRITERS)))
     winners = [each for each in outcomes if isinstance(each, int)]
-    assert [store.get_release("resnet", "1")["writer"]] == winners
+    assert [int(store.get_release("resnet", "1").tvmflow)] == winners
     assert all("published" in each for each in outcomes if isinstance(each, str))
 
 
@@ -104,11 +110,11 @@ def test_racing_publishers_of_the_same_content_all_succeed(store: ReleaseStore) 
 
     def publish(_: int) -> str:
         start.wait()
-        return store.publish("resnet", "1", {"a": 1}, [])
+        return store.publish(make_release(), [])
 
     with ThreadPoolExecutor(WRITERS) as pool:
         assert len(set(pool.map(publish, range(WRITERS)))) == 1
-    assert store.get_release("resnet", "1") == {"a": 1}
+    assert store.get_release("resnet", "1") == make_release()
 
 
 def test_a_file_that_is_gone_when_it_is_to_be_published_is_one_sentence(
@@ -116,28 +122,30 @@ def test_a_file_that_is_gone_when_it_is_to_be_published_is_one_sentence(
 ) -> None:
     store = ReleaseStore(replace(moto_server, prefix="gone"))
     with pytest.raises(StoreError, match=r"absent\.bin"):
-        store.publish("resnet", "1", _document("0" * 64, 8), [(tmp_path / "absent.bin", "0" * 64)])
+        store.publish(_release("0" * 64, 8), [(tmp_path / "absent.bin", "0" * 64)])
     assert not store.has_release("resnet", "1")
 
 
 def test_a_reference_to_a_blob_that_is_nowhere_is_refused(store: ReleaseStore) -> None:
-    for document in (_document("0" * 64, 8), {"report": f"s3://elsewhere/blobs/sha256/{'0' * 64}"}):
+    blob = Blob(sha256="0" * 64, size=8)
+    weights = make_release("resnet", "1", make_target(weights=blob))
+    for release in (_release("0" * 64, 8), make_release(report=blob), weights):
         with pytest.raises(StoreError, match=r"refers to the blob 0{64}, which is missing"):
-            store.publish("resnet", "1", document, [])
+            store.publish(release, [])
     assert store.list_versions("resnet") == []
 
 
 def test_a_reference_to_a_blob_of_an_earlier_release_is_enough(store: ReleaseStore, write_file: WriteFile) -> None:
     path, digest = write_file(b"a bundle")
-    uri = store.put_blob(path, digest)
-    store.publish("resnet", "1", _document(digest, 8, report={"uri": uri}), [])
+    store.put_blob(path, digest)
+    store.publish(_release(digest, 8, report=Blob(sha256=digest, size=8)), [])
     store.verify_release("resnet", "1")
 
 
 def test_a_size_that_contradicts_the_file_is_refused(store: ReleaseStore, write_file: WriteFile) -> None:
     path, digest = write_file(b"a bundle")
     with pytest.raises(StoreError, match="has 8 bytes, but its release says 9"):
-        store.publish("resnet", "1", _document(digest, 9), [(path, digest)])
+        store.publish(_release(digest, 9), [(path, digest)])
     assert not store.has_release("resnet", "1")
 
 
@@ -151,7 +159,7 @@ def test_verification_finds_a_damaged_blob(
 ) -> None:
     store = ReleaseStore(local)
     path, digest = write_file(b"a bundle")
-    store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
+    store.publish(_release(digest, 8), [(path, digest)])
     damage(f"blobs/sha256/{digest}", content)
     with pytest.raises(StoreError, match=f"is not whole: .*{digest} {complaint}"):
         store.verify_release("resnet", "1")
@@ -160,30 +168,54 @@ def test_verification_finds_a_damaged_blob(
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff"], ids=["cut", "a list", "no text"])
 def test_a_damaged_document_is_refused(local: StoreConfig, damage: Damage, content: bytes) -> None:
     store = ReleaseStore(local)
-    store.publish("resnet", "1", {"a": 1}, [])
+    store.publish(make_release(), [])
     damage("releases/resnet/1/release.json", content)
-    with pytest.raises(StoreError, match="is damaged: it is not a JSON"):
+    with pytest.raises(StoreError, match=r"releases/resnet/1/release\.json is damaged"):
         store.get_release("resnet", "1")
+
+
+def test_a_document_at_the_place_of_another_is_damage(local: StoreConfig, damage: Damage) -> None:
+    store = ReleaseStore(local)
+    for name, version in (("resnet", "2"), ("bert", "1")):
+        store.publish(make_release(), [])
+        damage("releases/resnet/1/release.json", encode(make_release(name, version)))
+        with pytest.raises(
+            StoreError, match=rf"1/release\.json is the document of {name} {version}: publish resnet 1 "
+        ):
+            store.get_release("resnet", "1")
+        damage("releases/resnet/1/release.json", None)
+
+
+def test_a_release_of_an_older_tvmflow_opens_and_is_never_rewritten(local: StoreConfig, write_file: WriteFile) -> None:
+    """The document has the form of before it had types; to publish the same release again is a success."""
+    store, key = ReleaseStore(local), "releases/digits/1/release.json"
+    path, digest = write_file(b"a bundle")
+    document = json.loads((Path(__file__).parent / "formats" / "release-1.json").read_text())
+    document["report"] = document["targets"][0]["bundle"] = {"sha256": digest, "size": 8}
+    old = json.dumps(document).encode()
+    store.objects.put(key, old, "planting an old release")
+    assert [each.label for each in store.iterate_releases()] == ["release digits 1"]
+    release = store.get_release("digits", "1")
+    store.publish(release, [(path, digest)])
+    assert store.verify_release("digits", "1") == release
+    with pytest.raises(StoreError, match="already published with other content"):
+        store.publish(release.model_copy(update={"tvmflow": "9"}), [])
+    assert store.objects.get(key) == old
 
 
 def test_names_and_versions_are_listed_in_numeric_order(store: ReleaseStore) -> None:
     for name, version in [("resnet", "10"), ("resnet", "9"), ("resnet", "1.10"), ("resnet", "1.9"), ("bert", "v2")]:
-        store.publish(name, version, {"id": f"{name} {version}"}, [])
+        store.publish(make_release(name, version), [])
     assert store.list_names() == ["bert", "resnet"]
     assert store.list_versions("resnet") == ["1.9", "1.10", "9", "10"]
     assert store.list_versions("res") == []
-    assert [each["id"] for each in store.iterate_releases("resnet")] == [
-        "resnet 1.9",
-        "resnet 1.10",
-        "resnet 9",
-        "resnet 10",
-    ]
-    assert next(store.iterate_releases())["id"] == "bert v2"
+    assert [each.version for each in store.iterate_releases("resnet")] == ["1.9", "1.10", "9", "10"]
+    assert next(store.iterate_releases()).label == "release bert v2"
 
 
 def test_an_unknown_version_is_refused_with_those_there_are(store: ReleaseStore) -> None:
-    store.publish("resnet", "1", {}, [])
-    store.publish("resnet", "2", {}, [])
+    store.publish(make_release("resnet", "1"), [])
+    store.publish(make_release("resnet", "2"), [])
     with pytest.raises(StoreError, match=r"no release resnet 3 in .*; published versions: 1, 2\."):
         store.get_release("resnet", "3")
     assert not store.has_release("resnet", "3")
@@ -193,18 +225,17 @@ def test_an_unknown_version_is_refused_with_those_there_are(store: ReleaseStore)
 def test_a_name_or_version_that_is_no_plain_name_is_refused(moto_server: StoreConfig, text: str) -> None:
     store = ReleaseStore(moto_server)
     with pytest.raises(StoreError, match=r"release name .* is not valid"):
-        store.publish(text, "1", {}, [])
+        store.publish(make_release(text), [])
     with pytest.raises(StoreError, match=r"release version .* is not valid"):
         store.get_release("resnet", text)
     with pytest.raises(StoreError, match=r"release name .* is not valid"):
         store.list_versions(text)
 
 
-@pytest.mark.parametrize("value", [float("nan"), b"bytes", {1: "one", "two": 2}], ids=["nan", "bytes", "mixed keys"])
-def test_a_document_that_is_no_json_is_refused(moto_server: StoreConfig, value: Any) -> None:
+def test_a_release_that_json_cannot_hold_is_refused(moto_server: StoreConfig) -> None:
     store = ReleaseStore(replace(moto_server, prefix="no-json"))
     with pytest.raises(StoreError, match="release resnet 1 cannot be written as JSON"):
-        store.publish("resnet", "1", {"value": value}, [])
+        store.publish(make_release("resnet", "1", make_target(metric=float("nan"))), [])
     assert store.list_names() == []
 
 
@@ -215,7 +246,7 @@ def test_a_publication_cut_off_by_the_servers_death_is_invisible_and_can_be_comp
     tmp_path: Path, write_file: WriteFile, kill_server: KillServer, limit: int
 ) -> None:
     blobs = [write_file(bytes([number]) * 12 * MIB) for number in range(2)]
-    document = {"bundles": [{"sha256": digest, "size": 12 * MIB} for _, digest in blobs]}
+    release = make_release("resnet", "1", *(make_target(digest, digest, 12 * MIB) for _, digest in blobs))
     byte_count = 0
     with rclone_s3(tmp_path / "data", bucket="releases") as config:
         store = ReleaseStore(replace(config, attempts=1, part_size=5 * MIB))
@@ -227,15 +258,15 @@ def test_a_publication_cut_off_by_the_servers_death_is_invisible_and_can_be_comp
                 kill_server(config)
 
         with pytest.raises(StoreError, match=config.endpoint):
-            store.publish("resnet", "1", document, blobs, kill_after_enough)
+            store.publish(release, blobs, kill_after_enough)
     assert byte_count == limit
     assert not list((tmp_path / "data").rglob("release.json"))
 
     with rclone_s3(tmp_path / "data", bucket="releases") as config:
         store = ReleaseStore(config)
         assert store.list_names() == []
-        store.publish("resnet", "1", document, blobs)
-        assert store.verify_release("resnet", "1") == document
+        store.publish(release, blobs)
+        assert store.verify_release("resnet", "1") == release
 
 
 def test_a_server_that_dies_before_the_document_leaves_no_release(
@@ -247,11 +278,11 @@ def test_a_server_that_dies_before_the_document_leaves_no_release(
         hooks: Any = store.objects
         hooks.s3.meta.events.register("before-call.s3.PutObject", _at_document(lambda: kill_server(config)))
         with pytest.raises(StoreError, match="Cannot reach"):
-            store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
+            store.publish(_release(digest, 8), [(path, digest)])
     with rclone_s3(tmp_path / "data", bucket="releases") as config:
         store = ReleaseStore(config)
         assert not store.has_release("resnet", "1")
-        store.publish("resnet", "1", _document(digest, 8), [(path, digest)])
+        store.publish(_release(digest, 8), [(path, digest)])
         store.verify_release("resnet", "1")
 
 

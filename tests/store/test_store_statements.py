@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.releases import make_release, make_target
 from tvmflow.bundle import keygen, public_key
 from tvmflow.bundle.signature import trusted_keys
 from tvmflow.errors import SettingsError, StatementError, StoreError
@@ -52,8 +53,7 @@ def release(write_file: WriteFile) -> Callable[[ReleaseStore, str], None]:
     blob = write_file(b"a bundle")
 
     def publish(store: ReleaseStore, version: str) -> None:
-        document = {"name": "resnet", "version": version, "targets": [{"bundle": {"sha256": blob[1], "size": 8}}]}
-        store.publish("resnet", version, document, [blob])
+        store.publish(make_release("resnet", version, make_target(sha256=blob[1], size=8)), [blob])
 
     return publish
 
@@ -103,9 +103,9 @@ def test_an_unsigned_release_is_refused_until_it_is_signed(
         store.get_release("resnet", "1", trusted=trusted_keys())
     with pytest.raises(StatementError):
         store.verify_release("resnet", "1")
-    assert store.get_release("resnet", "1")["version"] == "1"
+    assert store.get_release("resnet", "1").version == "1"
     store.sign_release("resnet", "1", key)
-    assert store.verify_release("resnet", "1")["version"] == "1"
+    assert store.verify_release("resnet", "1").version == "1"
 
 
 def test_a_release_of_a_key_that_is_not_trusted_is_refused(
@@ -122,7 +122,7 @@ def test_an_altered_release_is_refused(signing: ReleaseStore, release: Release, 
     trust(key)
     place = release_key("resnet", "1")
     document = json.loads(signing.objects.get(place) or b"")
-    signing.objects.put(place, json.dumps({**document, "channels": {}}).encode(), "planting a release")
+    signing.objects.put(place, json.dumps({**document, "tvmflow": "9"}).encode(), "planting a release")
     with pytest.raises(StatementError, match=r"^The release resnet 1 was changed after it was signed"):
         signing.get_release("resnet", "1", trusted=trusted_keys())
 

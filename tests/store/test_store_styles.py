@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from support.channels import move_channel
+from support.releases import make_release, make_target
 from tvmflow.store import ReleaseStore, StoreConfig, channels
 
 WriteFile = Callable[[bytes], tuple[Path, str]]
@@ -24,9 +25,10 @@ def _publish_and_read(config: StoreConfig, write_file: WriteFile, tmp_path: Path
         "before-send.s3", lambda request, **_: requests.append(f"{request.url} {dict(request.headers)}")
     )
     small, large = write_file(b"a bundle"), write_file(bytes(6 * MIB))
-    document = {"files": [{"sha256": digest, "size": path.stat().st_size} for path, digest in (small, large)]}
-    store.publish("resnet", "1", document, [small, large])
-    assert store.verify_release("resnet", "1") == document
+    targets = (make_target(path.name, digest, path.stat().st_size) for path, digest in (small, large))
+    release = make_release("resnet", "1", *targets)
+    store.publish(release, [small, large])
+    assert store.verify_release("resnet", "1") == release
     store.get_blob(small[1], tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == b"a bundle"
     move_channel(store, "resnet", "production", "1")

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from support.rclone import rclone_s3
+from support.releases import describe_bundle, make_release
 from tvmflow import runtime
 from tvmflow.bundle import extract, pack, read_manifest, sha256_file
 from tvmflow.errors import BundleError, StoreError
+from tvmflow.release import Blob
 from tvmflow.store import ReleaseStore
 
 APART = Path(__file__).parents[1] / "bundle" / "files" / "format-1-apart.tar.gz"
@@ -30,16 +32,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReleaseSt
         variant = dataclasses.replace(manifest, target=target, cpu_features=features)
         pack(path, variant, {item.name: item for item in files.iterdir()}, leave_weights_out=True)
         blobs.append((path, sha256_file(path)))
-        targets.append(
-            {
-                "target": target,
-                "tvm_target": manifest.tvm_target,
-                "arch": manifest.arch,
-                "cpu_features": list(features),
-                "bundle": {"sha256": sha256_file(path), "size": path.stat().st_size},
-                "weights": {"sha256": sha256_file(weights), "size": weights.stat().st_size},
-            }
-        )
+        blob = Blob(sha256=sha256_file(weights), size=weights.stat().st_size)
+        targets.append(describe_bundle(path).model_copy(update={"weights": blob}))
     with rclone_s3(tmp_path / "s3", bucket="models") as config:
         settings = {
             "TVMFLOW_HOME": str(tmp_path / "home"),
@@ -51,8 +45,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReleaseSt
         for name, value in settings.items():
             monkeypatch.setenv(name, value or "")
         store = ReleaseStore(config)
-        document = {"format": 1, "name": "tiny", "version": "1", "targets": targets}
-        store.publish("tiny", "1", document, blobs)
+        store.publish(make_release("tiny", "1", *targets), blobs)
         yield store
 
 

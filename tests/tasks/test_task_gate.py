@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from support.releases import make_measurements, make_release, make_target
 from tasks.gate import Check, GateJob, check_figures, check_ratio, decide_again
 from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan
 from tvmflow.comparison.pairs import Samples
 from tvmflow.promotion import EffectivePolicy
+from tvmflow.release import Release
 from tvmflow.spec import Policy
 from tvmflow.store.channels import Channel
 
@@ -15,17 +17,16 @@ NEW = Channel(name="m", channel="production")
 HELD = Channel(name="m", channel="production", number=1, version="1")
 
 
-def release(version: str, *metrics: float | None, p50: float | None = None) -> dict[str, Any]:
-    """A release's document with the task metric of each target, and a p50 latency in ms where they were measured."""
-    measured = p50 and {"points": [{"runners": {"tvm": {"latency_ms": {"p50": p50}}}}]}
-    targets = [
-        {"target": f"t{index}", "verdict": {"metric_bundle": metric}, "measurements": measured}
-        for index, metric in enumerate(metrics)
-    ]
-    return {"name": "m", "version": version, "targets": targets}
+def release(version: str, *metrics: float | None, p50: float | None = None) -> Release:
+    """A release with the task metric of each target, and a p50 latency in ms where they were measured."""
+    measurements = None if p50 is None else make_measurements(p50)
+    targets = (
+        make_target(f"t{index}", metric=metric, measurements=measurements) for index, metric in enumerate(metrics)
+    )
+    return make_release("m", version, *targets)
 
 
-def judged(new: dict[str, Any], held: dict[str, Any] | None, destination: Channel = NEW, **gates: float) -> Check:
+def judged(new: Release, held: Release | None, destination: Channel = NEW, **gates: float) -> Check:
     """The one gate's check of a release on its way to production."""
     policy = EffectivePolicy(Policy.model_validate({"gates": gates}))
     job = GateJob(release=new, destination=destination, policy=policy, current=held)

@@ -81,7 +81,7 @@ def _show_figures(name: str, as_json: bool) -> None:
         ]
         click.echo(json.dumps({"figures": rows, "drifts": [drift._asdict() for drift in drifts]}))
         return
-    shown = [str(release["version"]) for release in releases][-_SHOWN:]
+    shown = [release.version for release in releases][-_SHOWN:]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("target", "figure", *shown):
         table.add_column(column, no_wrap=True)

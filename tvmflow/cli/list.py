@@ -1,14 +1,14 @@
 """`tvmflow list`: list the releases in the store."""
 
-import itertools
 import json
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
+    from tvmflow.release import Release
     from tvmflow.store import ReleaseStore
 
 
@@ -34,66 +34,43 @@ def list_command(name: str | None, as_json: bool) -> None:
         channels = _read_channels(store, releases)
     if as_json:
         # A release's own `channels` are the conditions under which it reaches them.
-        documents = [{**release, "held_by": holders} for release, holders in zip(releases, channels, strict=True)]
+        pairs = zip(releases, channels, strict=True)
+        documents = [{**release.model_dump(mode="json"), "held_by": holders} for release, holders in pairs]
         click.echo(json.dumps(documents))
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("name", "version", "channels", "created (UTC)", "target", "p50 ms", "/ ONNX RT", "error", "bundle"):
         table.add_column(column, no_wrap=column != "channels")
     for release, holders in zip(releases, channels, strict=True):
-        for row in read_rows(release, holders):
+        for row in make_rows(release, holders):
             table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-def _read_channels(store: "ReleaseStore", releases: list[dict[str, Any]]) -> list[list[str]]:
+def _read_channels(store: "ReleaseStore", releases: list["Release"]) -> list[list[str]]:
     """Return the channels that hold each of the releases."""
     from tvmflow.store import channels
 
-    names = {str(release.get("name")) for release in releases}
-    pointers = {name: channels.list_all(store, name) for name in names}
+    pointers = {name: channels.list_all(store, name) for name in {release.name for release in releases}}
     return [
-        [
-            pointer.channel
-            for pointer in pointers[str(release.get("name"))]
-            if pointer.version == str(release.get("version"))
-        ]
+        [pointer.channel for pointer in pointers[release.name] if pointer.version == release.version]
         for release in releases
     ]
 
 
-def read_rows(release: dict[str, Any], channels: list[str]) -> list[tuple[str, ...]]:
-    """Return the table's rows for a release, one for each target; `channels` are those that hold it.
-
-    Raises StoreError for a damaged document.
-    """
-    from tvmflow.errors import StoreError
-
-    try:
-        rows = list(_make_rows(release, channels))
-        for cell in itertools.chain(*rows):
-            cell.encode()  # a lone surrogate, which JSON may hold, cannot be printed
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise StoreError(
-            f"the release {release.get('name')!r} {release.get('version')!r} is damaged, its document cannot be shown "
-            f"({error!r}); publish it again, or print it with --json"
-        ) from error
-    return rows
-
-
-def _make_rows(release: dict[str, Any], channels: list[str]) -> Iterator[tuple[str, ...]]:
-    for target in release["targets"]:
-        measurements, comparisons = target["measurements"], target["verdict"]["comparisons"]
-        typical = measurements["points"][0] if measurements else None
-        ratio = typical["ratio"].get("onnxruntime") if typical else None
+def make_rows(release: "Release", channels: list[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the table's rows for a release, one for each target; `channels` are those that hold it."""
+    for target in release.targets:
+        ratio = None if target.measurements is None else target.measurements.typical.ratio.get("onnxruntime")
+        deviation = target.verdict.original
         yield (
-            str(release["name"]),
-            str(release["version"]),
+            release.name,
+            release.version,
             ", ".join(channels),
-            str(release["created_at"])[:19].replace("T", " "),
-            str(target["target"]),
-            f"{typical['runners']['tvm']['latency_ms']['p50']:.3f}" if typical else "-",
-            f"{ratio:.2f}" if ratio is not None else "-",
-            f"{comparisons[0]['max_abs_error']:.1e}" if comparisons else "-",
-            str(target["bundle"]["sha256"])[:12],
+            release.created_at[:19].replace("T", " "),
+            target.target,
+            "-" if target.p50 is None else f"{target.p50:.3f}",
+            "-" if ratio is None else f"{ratio:.2f}",
+            "-" if deviation is None else f"{deviation.max_abs_error:.1e}",
+            target.bundle.sha256[:12],
         )

@@ -28,10 +28,10 @@ def report_command(name: str, version: str, output: Path | None, opens: bool) ->
 
     path = output or Path(f"{name}-{version}.html")
     with open_store_of(machine.load(), name) as store:
-        reference = store.get_release(name, version).get("report")
-        if reference is None:
+        page = store.get_release(name, version).report
+        if page is None:
             raise StoreError(f"the release {name} {version} has no report: it was made before there were any")
-        store.get_blob(str(reference["sha256"]), path)
+        store.get_blob(page.sha256, path)
     click.echo(str(path))
     if opens:
         webbrowser.open(path.absolute().as_uri())

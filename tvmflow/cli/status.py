@@ -12,6 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from tvmflow.registry import Registry
+    from tvmflow.release import Release
     from tvmflow.store import ReleaseStore
 
 
@@ -84,10 +85,9 @@ def _days_since(when: str) -> float:
     return (datetime.now(UTC) - datetime.fromisoformat(when)).total_seconds() / 86400
 
 
-def _p50(release: dict[str, Any]) -> float | None:
+def _p50(release: "Release") -> float | None:
     """Return the smallest median latency of a release's targets in ms, None where none was measured."""
-    measured = [item["measurements"] for item in release["targets"] if item["measurements"]]
-    return min((float(item["points"][0]["runners"]["tvm"]["latency_ms"]["p50"]) for item in measured), default=None)
+    return min((item.p50 for item in release.targets if item.p50 is not None), default=None)
 
 
 def _last_verdict(registry: "Registry", name: str, channel: str) -> dict[str, Any] | None:

@@ -1,9 +1,9 @@
 """Changes: what differs between two releases, by their documents."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Document = Mapping[str, Any]
+from tvmflow.release import Release, ReleaseTarget
 
 
 class Change(NamedTuple):
@@ -22,57 +22,58 @@ class Change(NamedTuple):
         return self.now / self.before
 
 
-def figures(target: Document) -> dict[str, float | None]:
+def figures(target: ReleaseTarget) -> dict[str, float | None]:
     """Return the figures of a release's target, by name with the unit; None where they were not measured."""
-    measurements = target.get("measurements")
-    ours = measurements["points"][0]["runners"]["tvm"] if measurements else {}
-    latency, verdict = ours.get("latency_ms", {}), target["verdict"]
-    comparison: Document = next(iter(verdict.get("comparisons", ())), {})
+    speed: tuple[float | None, ...] = (None,) * 6
+    if target.measurements is not None:
+        bundle = target.measurements.typical.bundle
+        latency = bundle.latency_ms
+        speed = (latency.p50, latency.p90, latency.p99, latency.throughput, bundle.peak_memory, bundle.load_seconds)
+    p50, p90, p99, throughput, peak_memory, load_seconds = speed
+    deviation = target.verdict.original
     return {
-        "p50 latency, ms": latency.get("p50"),
-        "p90 latency, ms": latency.get("p90"),
-        "p99 latency, ms": latency.get("p99"),
-        "runs per second": latency.get("throughput"),
-        "task metric": verdict.get("metric_bundle"),
-        "largest error": comparison.get("max_abs_error"),
-        "top-1 agreement": comparison.get("top1_agreement"),
-        "bundle, bytes": target["bundle"].get("size"),
-        "peak memory, bytes": ours.get("peak_memory"),
-        "load, s": ours.get("load_seconds"),
+        "p50 latency, ms": p50,
+        "p90 latency, ms": p90,
+        "p99 latency, ms": p99,
+        "runs per second": throughput,
+        "task metric": target.verdict.metric_bundle,
+        "largest error": None if deviation is None else deviation.max_abs_error,
+        "top-1 agreement": None if deviation is None else deviation.top1_agreement,
+        "bundle, bytes": target.bundle.size,
+        "peak memory, bytes": peak_memory,
+        "load, s": load_seconds,
     }
 
 
-def facts(release: Document) -> dict[str, str]:
+def facts(release: Release) -> dict[str, str]:
     """Return what a release was made from, by name."""
-    provenance = release.get("provenance", {})
     return {
-        "model (ONNX)": str(provenance.get("onnx", "-")),
-        "operator set": str(provenance.get("opset", "-")),
-        "registered source": str(provenance.get("source") or "-"),
-        "tvmflow": str(release.get("tvmflow", "-")),
+        "model (ONNX)": release.provenance.onnx,
+        "operator set": str(release.provenance.opset),
+        "registered source": release.provenance.source or "-",
+        "tvmflow": release.tvmflow,
     }
 
 
-def target_facts(target: Document) -> dict[str, str]:
+def target_facts(target: ReleaseTarget) -> dict[str, str]:
     """Return what a target's bundle was built with, by name."""
-    tuning, verdict = target.get("tuning", {}), target["verdict"]
     return {
-        "precision": str(verdict.get("precision", "fp32")),
-        "tuning": f"{tuning.get('shipped', '-')}, {tuning.get('coverage', '-')}",
-        "algorithms": ", ".join(sorted(verdict.get("algorithms", {}))) or "-",
-        "bundle": str(target["bundle"].get("sha256", "-")),
+        "precision": target.verdict.precision,
+        "tuning": "-" if target.tuning is None else f"{target.tuning.shipped}, {target.tuning.coverage}",
+        "algorithms": ", ".join(sorted(target.verdict.algorithms)) or "-",
+        "bundle": target.bundle.sha256,
     }
 
 
-def compare_releases(now: Document, before: Document) -> Iterator[Change]:
+def compare_releases(now: Release, before: Release) -> Iterator[Change]:
     """Yield the facts and figures of two releases, those of the whole release first; equal ones as well."""
     old_facts = facts(before)
     for name, fact in facts(now).items():
         yield Change("", name, fact, old_facts[name])
-    old_targets = {item["target"]: item for item in before["targets"]}
-    for target in now["targets"]:
-        old = old_targets.get(target["target"])
+    old_targets = {item.target: item for item in before.targets}
+    for target in now.targets:
+        old = old_targets.get(target.target)
         old_values: Mapping[str, float | str | None] = {} if old is None else {**target_facts(old), **figures(old)}
         values: Mapping[str, float | str | None] = {**target_facts(target), **figures(target)}
         for name, value in values.items():
-            yield Change(target["target"], name, value, old_values.get(name))
+            yield Change(target.target, name, value, old_values.get(name))

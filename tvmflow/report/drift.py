@@ -1,9 +1,10 @@
 """Drift: whether the figures of a model's releases rise or fall over several releases, also by small steps."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from tvmflow.release import Release
 from tvmflow.report.changes import figures
 
 # The last releases that are looked at together; all of them are the last window. Fewer than six show no trend.
@@ -31,18 +32,18 @@ class Drift(NamedTuple):
         )
 
 
-def list_figures(releases: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[tuple[str, float]]]:
+def list_figures(releases: Sequence[Release]) -> dict[tuple[str, str], list[tuple[str, float]]]:
     """Return by target and figure the versions with their values, the oldest first; without what was not measured."""
     series: dict[tuple[str, str], list[tuple[str, float]]] = {}
     for release in releases:
-        for target in release["targets"]:
+        for target in release.targets:
             for name, value in figures(target).items():
                 if value is not None:
-                    series.setdefault((target["target"], name), []).append((str(release["version"]), value))
+                    series.setdefault((target.target, name), []).append((release.version, value))
     return series
 
 
-def find_drifts(releases: Sequence[Mapping[str, Any]]) -> Iterator[Drift]:
+def find_drifts(releases: Sequence[Release]) -> Iterator[Drift]:
     """Yield the drifts of a model's releases, the oldest first, by Kendall's rank correlation with their order.
 
     Ranks see a trend of small steps in one direction and are blind to a single far value.

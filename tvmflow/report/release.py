@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tvmflow.release import Release
 from tvmflow.report import charts, page
 from tvmflow.report.changes import compare_releases
 from tvmflow.report.page import Markup
@@ -14,24 +15,24 @@ _SHOWN_FUNCTIONS, _DIGITS = 12, 12
 
 
 def make_data(
-    release: Document,
+    release: Release,
     channel: str,
-    production: Document | None,
-    history: Sequence[Document],
+    production: Release | None,
+    history: Sequence[Release],
     insights: Document,
     checks: Sequence[Document],
 ) -> dict[str, Any]:
     """Return the JSON document of the page.
 
-    `production` is the release that `channel` holds, None where it holds nothing; `history` are the documents of the
-    releases before, the oldest first; `insights` has by target the insight of `tasks.insight` in JSON; `checks` are
+    `production` is the release that `channel` holds, None where it holds nothing; `history` are the releases
+    before, the oldest first; `insights` has by target the insight of `tasks.insight` in JSON; `checks` are
     those of `tasks.gate` of the channel's gates on figures.
     """
     changes = [] if production is None else change_rows(release, production)
     return {
-        "release": dict(release),
+        "release": release.model_dump(mode="json"),
         "channel": channel,
-        "production": None if production is None else str(production["version"]),
+        "production": None if production is None else production.version,
         "checks": list(checks),
         "changes": changes,
         "history": [row for document in (*history, release) for row in _history_rows(document)],
@@ -40,15 +41,15 @@ def make_data(
     }
 
 
-def change_rows(now: Document, before: Document) -> list[dict[str, Any]]:
+def change_rows(now: Release, before: Release) -> list[dict[str, Any]]:
     """Return the changes between two releases in JSON, with the ratio of each figure."""
     return [{**change._asdict(), "ratio": change.ratio} for change in compare_releases(now, before)]
 
 
-def write_difference(now: Document, before: Document) -> str:
+def write_difference(now: Release, before: Release) -> str:
     """Return a page with what differs between two releases."""
     data = {"changes": change_rows(now, before)}
-    versions = f"{now['name']} {before['version']}", f"{now['name']} {now['version']}"
+    versions = f"{now.name} {before.version}", f"{now.name} {now.version}"
     sections = {
         "Figures": list(figures_beside(data["changes"], *versions)),
         "What differs": list(facts_that_differ(data["changes"], *versions)),
@@ -275,14 +276,13 @@ def _commands(data: Document) -> Iterator[Markup]:
     yield page.commands(lines)
 
 
-def _history_rows(release: Document) -> Iterator[dict[str, Any]]:
-    for item in release["targets"]:
-        measured = item["measurements"]
+def _history_rows(release: Release) -> Iterator[dict[str, Any]]:
+    for item in release.targets:
         yield {
-            "version": release["version"],
-            "position": int(release["version"]) if str(release["version"]).isdigit() else 0,
-            "target": item["target"],
-            "p50": measured and measured["points"][0]["runners"]["tvm"]["latency_ms"]["p50"],
+            "version": release.version,
+            "position": int(release.version) if release.version.isdigit() else 0,
+            "target": item.target,
+            "p50": item.p50,
         }
 
 

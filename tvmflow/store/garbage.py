@@ -7,12 +7,12 @@ its document first: killed at any moment, every release that remains is whole.
 import datetime
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from tvmflow.documents import decode
+from tvmflow.release import Release
 from tvmflow.store import channels, leases
-from tvmflow.store.documents import decode
 from tvmflow.store.keys import NAME, numeric_order, release_key
 from tvmflow.store.objects import ObjectEntry
 from tvmflow.store.releases import ReleaseStore
@@ -57,7 +57,7 @@ class Garbage:
         self,
         store: ReleaseStore,
         rule: Retention,
-        is_named: Callable[[Mapping[str, Any]], bool],
+        is_named: Callable[[Release], bool],
         on_progress: Progress = lambda done, total, message: None,
     ) -> None:
         self._store, self._rule, self._is_named, self._report = store, rule, is_named, on_progress
@@ -132,7 +132,7 @@ class Garbage:
         if not self._is_old(document):
             return True
         content = self._read(document)
-        return content != b"" and self._is_named(decode(content, self._store.objects.uri(document.key)))
+        return content != b"" and self._is_named(decode(Release, content, self._store.objects.uri(document.key)))
 
     def _find_unmentioned(
         self, kind: str, blobs: list[ObjectEntry], documents: list[ObjectEntry]

@@ -1,16 +1,16 @@
 """Releases in a bucket: each is written once, is complete or absent, and its blobs are checked."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tvmflow.bundle.signature import trusted_keys
+from tvmflow.documents import decode, encode
 from tvmflow.errors import StatementError, StoreError
+from tvmflow.release import Release
 from tvmflow.store.backends import open_objects
 from tvmflow.store.blobs import BlobStore, Progress
 from tvmflow.store.config import StoreConfig
-from tvmflow.store.documents import decode, encode, list_references
 from tvmflow.store.keys import NAME, blob_key, numeric_order, release_key, require_name, statement_key
 from tvmflow.store.statements import Claim, Envelope, Subject, check, sign
 
@@ -71,44 +71,43 @@ class ReleaseStore:
 
     def publish(
         self,
-        name: str,
-        version: str,
-        release: Mapping[str, Any],
+        release: Release,
         blobs: Sequence[tuple[Path, str]],
         on_progress: Progress | None = None,
         require_lease: Callable[[], None] = lambda: None,
     ) -> str:
         """Send `blobs`, pairs of file and SHA-256, then write the release; return the address of its release.json.
 
-        Each blob that the document refers to (see `list_references`) must be among `blobs` or in the store already. To
-        publish the same document again is a success. The same version with another document is refused, also when two
+        Each blob of the release must be among `blobs` or in the store already. To publish the same release again is a
+        success, and leaves its document as it is. The same version of another content is refused, also when two
         publishers race. After an interruption at any point there is no release yet, and a second call completes it.
         With a signing key, a statement on the release is written after it. `on_progress` gets the number of bytes sent
         since its last call. `require_lease` is called right before the document is written, and may raise. Raises
         StoreError when it is refused or the server fails.
         """
-        key = release_key(name, version)
-        document = encode(name, version, release)
+        key = release_key(release.name, release.version)
+        content = encode(release)
         published = self.objects.get(key)
         if published is not None:
-            self._require_same(key, published, document)
-        references = list_references(release)
+            self._require_same(key, published, release)
+        references = release.blobs
         for path, sha256 in blobs:
             _require_size(path, references.pop(sha256, set()))
         for sha256, sizes in references.items():
             if fault := self._blobs.find_fault(sha256, sizes):
                 raise StoreError(
-                    f"The release {name} {version} refers to the blob {sha256}, which {fault} in {self.config.uri}: "
+                    f"The {release.label} refers to the blob {sha256}, which {fault} in {self.config.uri}: "
                     "publish it with its file."
                 )
         for path, sha256 in blobs:
             self.put_blob(path, sha256, on_progress)
         if published is None:
             require_lease()
-            if not self.objects.create(key, document):
-                self._require_same(key, self.objects.get(key), document)
+            if not self.objects.create(key, content):
+                published = self.objects.get(key)
+                self._require_same(key, published, release)
         if self.config.signing_key is not None:
-            self._sign(name, version, document, self.config.signing_key)
+            self._sign(release, published or content, self.config.signing_key)
         return self.objects.uri(key)
 
     def sign_release(self, name: str, version: str, key: Path) -> None:
@@ -118,33 +117,27 @@ class ReleaseStore:
         cannot be read.
         """
         content = self._read(name, version)
-        if fault := self.find_fault(decode(content, self.objects.uri(release_key(name, version)))):
-            raise StoreError(f"The release {name} {version} is not whole: {fault}")
-        self._sign(name, version, content, key)
+        release = self._decode(name, version, content)
+        if fault := self.find_fault(release):
+            raise StoreError(f"The {release.label} is not whole: {fault}")
+        self._sign(release, content, key)
 
     def read_statement(self, name: str, version: str) -> Envelope | None:
         """Return the statement on a release, unchecked; None if there is none. Raises StoreError for a damaged one."""
         content = self.objects.get(statement_key(name, version))
         return None if content is None else Envelope.parse(content, f"The release {name} {version}")
 
-    def get_release(self, name: str, version: str, *, trusted: Sequence[Path] = ()) -> dict[str, Any]:
-        """Return the document of one release.
+    def get_release(self, name: str, version: str, *, trusted: Sequence[Path] = ()) -> Release:
+        """Return one release.
 
         One of the keys in the files `trusted` must have signed a statement on it; if there are none, statements are
         not checked. Raises StoreError for a version that is not published, with the versions that are;
         for a document that is damaged, of another release or of a newer format; and when the server fails.
         """
         content = self._read(name, version)
-        uri = self.objects.uri(release_key(name, version))
         if trusted:
             self._check_statement(name, version, content, trusted)
-        release = decode(content, uri)
-        if (release.get("name", name), release.get("version", version)) != (name, version):
-            raise StoreError(
-                f"{uri} is the document of {release.get('name')} {release.get('version')}: publish {name} {version} "
-                "again."
-            )
-        return release
+        return self._decode(name, version, content)
 
     def list_subjects(self, name: str, version: str) -> tuple[Subject, ...]:
         """Return the subjects of a statement on a release: its document and its blobs.
@@ -155,7 +148,7 @@ class ReleaseStore:
         content = self._read(name, version)
         if trusted := trusted_keys():
             self._check_statement(name, version, content, trusted)
-        return _list_subjects(name, version, content, self.objects.uri(release_key(name, version)))
+        return _list_subjects(self._decode(name, version, content), content)
 
     def _read(self, name: str, version: str) -> bytes:
         """The bytes of a release's document. Raises StoreError for a version that is not published."""
@@ -167,10 +160,20 @@ class ReleaseStore:
             )
         return content
 
-    def _sign(self, name: str, version: str, content: bytes, key: Path) -> None:
+    def _decode(self, name: str, version: str, content: bytes) -> Release:
+        """The release whose document has these bytes. Raises StoreError when it is damaged or of another release."""
+        uri = self.objects.uri(release_key(name, version))
+        release = decode(Release, content, uri)
+        if (release.name, release.version) != (name, version):
+            raise StoreError(
+                f"{uri} is the document of {release.name} {release.version}: publish {name} {version} again."
+            )
+        return release
+
+    def _sign(self, release: Release, content: bytes, key: Path) -> None:
         """Write the statement on a release whose document has these bytes."""
-        subjects = _list_subjects(name, version, content, self.objects.uri(release_key(name, version)))
-        envelope = sign(ReleaseClaim(name=name, version=version), subjects, key)
+        name, version = release.name, release.version
+        envelope = sign(ReleaseClaim(name=name, version=version), _list_subjects(release, content), key)
         self.objects.put(
             statement_key(name, version), envelope.to_bytes(), f"writing the statement on {name} {version}"
         )
@@ -190,27 +193,23 @@ class ReleaseStore:
         """Whether that version is published. Raises StoreError."""
         return self.objects.get(release_key(name, version)) is not None
 
-    def verify_release(self, name: str, version: str) -> dict[str, Any]:
-        """Read every blob of a release and compare size and digest; return the release's document.
+    def verify_release(self, name: str, version: str) -> Release:
+        """Read every blob of a release and compare size and digest; return the release.
 
         Where this machine demands a signed statement on the release, that is checked. Raises StoreError when a blob is
         missing or damaged, or the release is not published, not signed or changed.
         """
         release = self.get_release(name, version, trusted=trusted_keys())
         if fault := self.find_fault(release):
-            raise StoreError(f"The release {name} {version} is not whole: {fault}")
+            raise StoreError(f"The {release.label} is not whole: {fault}")
         return release
 
-    def find_fault(self, release: Mapping[str, Any]) -> str | None:
-        """Read every blob of a release's document; return the first fault as a sentence, None if there is none.
+    def find_fault(self, release: Release) -> str | None:
+        """Read every blob of a release; return the first fault as a sentence, None if there is none.
 
         Raises StoreError when the server fails.
         """
-        try:
-            references = list_references(release)
-        except StoreError as error:
-            return f"its document refers to a blob wrongly: {error}"
-        for sha256, sizes in references.items():
+        for sha256, sizes in release.blobs.items():
             if fault := self._blobs.find_fault(sha256, sizes):
                 return f"{self.objects.uri(blob_key(sha256))} {fault}; publish it again from where it was built."
         return None
@@ -224,8 +223,8 @@ class ReleaseStore:
         require_name("name", name)
         return sorted((version for _, version in self._list_published(f"releases/{name}/")), key=numeric_order)
 
-    def iterate_releases(self, name: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the documents of all releases, or of all versions of one name, in order of name and version.
+    def iterate_releases(self, name: str | None = None) -> Iterator[Release]:
+        """Yield all releases, or of all versions of one name, in order of name and version.
 
         Raises StoreError when one of them is damaged, or the server fails.
         """
@@ -239,19 +238,19 @@ class ReleaseStore:
                 case ["releases", name, version, "release.json"] if NAME.fullmatch(name) and NAME.fullmatch(version):
                     yield name, version
 
-    def _require_same(self, key: str, published: bytes | None, document: bytes) -> None:
-        if published != document:
+    def _require_same(self, key: str, published: bytes | None, release: Release) -> None:
+        # An older tvmflow may have published it in an older format, which stays as it is.
+        if published is None or decode(Release, published, self.objects.uri(key)) != release:
             raise StoreError(
                 f"{self.objects.uri(key)} is already published with other content and stays as it is: choose another "
                 "version."
             )
 
 
-def _list_subjects(name: str, version: str, content: bytes, uri: str) -> tuple[Subject, ...]:
-    blobs = (
-        Subject(name=blob_key(sha256), digest={"sha256": sha256}) for sha256 in list_references(decode(content, uri))
-    )
-    return (Subject.of(release_key(name, version), content), *blobs)
+def _list_subjects(release: Release, content: bytes) -> tuple[Subject, ...]:
+    """The subjects of a statement on a release whose document has these bytes."""
+    blobs = (Subject(name=blob_key(sha256), digest={"sha256": sha256}) for sha256 in release.blobs)
+    return (Subject.of(release_key(release.name, release.version), content), *blobs)
 
 
 def _require_size(path: Path, sizes: Collection[int]) -> None:

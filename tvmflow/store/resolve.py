@@ -9,7 +9,8 @@ from typing import Any, Self
 from tvmflow.bundle import missing_weights, read_manifest, sha256_file
 from tvmflow.bundle.manifest import check_machine
 from tvmflow.bundle.signature import trusted_keys
-from tvmflow.errors import BundleError, StoreError
+from tvmflow.errors import BundleError
+from tvmflow.release import Release
 from tvmflow.runtime.selection import select_runnable
 from tvmflow.store.releases import ReleaseStore
 
@@ -76,24 +77,12 @@ class TargetEntry:
     sha256: str
 
     @classmethod
-    def read_all(cls, release: Mapping[str, Any]) -> list[Self]:
-        """Read the targets of a release's document. Raises StoreError when it is damaged."""
-        try:
-            return [cls._read(release["name"], item) for item in release["targets"]]
-        except (KeyError, TypeError) as error:
-            raise StoreError(
-                f"The release {release.get('name')} {release.get('version')} is damaged, its document lacks {error} or "
-                "has it in another type: publish it again."
-            ) from error
-
-    @classmethod
-    def _read(cls, name: str, item: Mapping[str, Any]) -> Self:
-        features = tuple(item["cpu_features"])
-        entry = cls(name, item["target"], item["arch"], item["tvm_target"], features, item["bundle"]["sha256"])
-        texts = (entry.name, entry.target, entry.arch, entry.sha256, *features)
-        if not all(isinstance(text, str) for text in texts) or not isinstance(entry.tvm_target, Mapping):
-            raise TypeError(f"a value of the target {entry.target!r}")
-        return entry
+    def read_all(cls, release: Release) -> list[Self]:
+        """Return the targets of a release."""
+        return [
+            cls(release.name, item.target, item.arch, item.tvm_target, item.cpu_features, item.bundle.sha256)
+            for item in release.targets
+        ]
 
     def check_host(self) -> None:
         """Raise BundleError, in one sentence, if this machine's processor cannot run the bundle."""
