@@ -39,6 +39,7 @@ def test_the_loss_is_that_of_the_first_options_and_leaves_out_what_was_not_measu
     assert costs.Costs(decisions=(), clock=1.0).correlation is None
 
 
+@pytest.mark.long
 def test_every_algorithm_of_a_convolution_is_estimated_and_measured(command: Command, tmp_path: Path) -> None:
     weight = np.random.default_rng(0).standard_normal((32, 32, 3, 3)).astype("float32")
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)

@@ -61,5 +61,6 @@ def test_tiles_fit_the_registers_and_the_sets_of_the_first_cache(name: str) -> N
         for vectors in (1, 2, 4, 6, 32):
             for row_bytes in (None, 4, conflicting, 3 * conflicting):
                 tile = tiles.choose(rows, vectors, machine, row_bytes)
+                assert rows is None or tile.rows <= rows
                 assert tile.rows * tile.vectors + tile.vectors + 1 <= machine.registers
                 assert row_bytes in (None, 4) or tile.rows <= max(1, cost.rows_in_set(machine))

@@ -96,8 +96,8 @@ def test_an_unknown_setting(fresh_machine: Any, tmp_path: Path, make: Any) -> No
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        pytest.param("raising", "RuntimeError: no such checkpoint", marks=pytest.mark.long),
-        ("Branching", "ONNX"),
+        ("raising", "RuntimeError: no such checkpoint"),
+        pytest.param("Branching", "ONNX", marks=pytest.mark.long),
     ],
 )
 def test_a_factory_whose_model_cannot_be_exported(

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 # The first caller, which is the original's side, scores 1, everybody after it less.
 _METRIC = """
 from pathlib import Path
@@ -72,6 +74,7 @@ def test_a_lower_score_of_the_bundle_refuses_the_release(digits: Any) -> None:
     assert (verdict["metric_original"], verdict["metric_bundle"]) == (1.0, 0.75)
 
 
+@pytest.mark.long
 def test_a_lower_score_within_the_allowed_drop_is_released(digits: Any) -> None:
     (digits.folder / "sinking.py").write_text(_METRIC)
     bounds = {"samples": 8, "task": {"dataset": "data:held_out", "metric": "sinking:falling", "drop": 0.25}}
@@ -80,6 +83,7 @@ def test_a_lower_score_within_the_allowed_drop_is_released(digits: Any) -> None:
     assert result.document["targets"][0]["metric"] == {"original": 1.0, "bundle": 0.75}
 
 
+@pytest.mark.long
 def test_a_refused_release_passes_once_its_bounds_are_met(digits: Any) -> None:
     refusal = digits.machine.release(digits.derived("large", gates={"max_bundle_mb": 0.002}))
     assert refusal.code == 3

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support import scale
 from tvmflow import runtime
 from tvmflow.registry import RegistryConfig
 from tvmflow.registry.client import Registry
@@ -92,7 +93,7 @@ def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
         train={"function": "network:train"},
         inputs=[{"name": "x", "shape": [16, 6]}],
         outputs=["y"],
-        tune={"trials": 2},
+        tune={"trials": scale.count(normal=0, long=2)},
         validate={"task": {"dataset": "network:held_out", "metric": "accuracy"}},
         channels={"production": {"automatic": True}},
         retrain={"channel": "production"},

@@ -142,6 +142,7 @@ def test_deploying_again_changes_nothing_and_leaves_what_is_paused(house: House,
     assert [item["active"] for item in after["schedules"]] == [False]
 
 
+@pytest.mark.long
 def test_two_runs_of_one_model_take_turns(house: House, deployed: dict[str, Any], tmp_path: Path) -> None:
     script = (
         "import os, sys\n"

@@ -120,6 +120,7 @@ def test_candidates_are_timed_and_checked_on_a_device(
     assert all(seconds > 0 for seconds in (pool.time(right), *pool.compare(right, reference, right)))
 
 
+@pytest.mark.long
 def test_a_candidate_that_hangs_on_a_device_costs_its_time_out_and_not_the_device(
     native: Target, device: Device, sleeps: PrimFunc, adds_one: PrimFunc
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_candidate_that_hangs_on_a_device_costs_its_time_out_and_not_the_devic
     wait_until(lambda: tracker.summary().queues["lab"].free == 2)
 
 
+@pytest.mark.long
 def test_two_devices_of_a_key_work_at_the_same_time(pool: MeasurePool, device: Device, naps: PrimFunc) -> None:
     nap, failure = build(pool, naps), TrialError("it cannot be built")
     tracker = Tracker(device.tracker)
@@ -272,6 +274,7 @@ def test_a_run_whose_devices_do_not_come_back_ends_with_a_sentence_and_its_recor
     wait_until(lambda: all(has_ended(process) for process in everything))
 
 
+@pytest.mark.long
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, native: Target, naps: PrimFunc) -> None:
     status = devices.up(tmp_path, DeviceConfig("lone", 1, 1))
     device = Device("lone", Address.parse(status.tracker or ""), patience=1)

@@ -34,7 +34,7 @@ def rank(
 ) -> list[Tile]:
     """Rank the register tiles for a product of `rows` rows (None: symbolic) and `vectors` vectors of channels.
 
-    The fastest tile comes first, and there is at least one.
+    The fastest tile comes first, and there is at least one. No tile has more rows than the product.
 
     With `exact` the rows of every tile divide the product's. `row_bytes` is the distance in memory from one row of the
     left operand to the next: of rows that share one set of the first-level cache (`conflicts`), more than the set has
@@ -49,6 +49,8 @@ def rank(
     most = machine.registers - (2 if exact else 4)
     if conflicts(row_bytes, machine):
         most = min(most, cost.rows_in_set(machine))
+    if rows is not None:
+        most = min(most, rows)
     rated_tiles: list[tuple[tuple[float, int, int], Tile]] = []
     for count in range(1, min(vectors, 8) + 1):
         if vectors % count:

@@ -143,7 +143,8 @@ def _cycles(func: PrimFunc, machine: Machine) -> float:
 def _scheduled(
     func: PrimFunc, machine: Machine, rules: Mapping[str, Rule], choices: Choices, cycles: float
 ) -> tuple[Schedule | None, str]:
-    if _with_blocks(func) is None:
+    unscheduled = _with_blocks(func)
+    if unscheduled is None:
         return None, str((func.attrs or {}).get(KERNEL, "none"))
     threads = {"all": machine}
     if cycles < _CLOSE * machine.parallel_cycles:
@@ -152,7 +153,8 @@ def _scheduled(
         threads = dict(reversed(threads.items()))
     machine = choices.choose("threads", "", threads)
     for name, rule in (*rules.items(), ("fallback", fallback.apply)):
-        trial = Schedule(func)
+        # A new schedule would analyse the loops of the function again.
+        trial = unscheduled.copy()
         try:
             if rule(trial, machine, choices):
                 return trial, name
@@ -169,7 +171,8 @@ def _with_blocks(func: PrimFunc) -> Schedule | None:
     """Start a schedule of a function; None for a function that TVM wrote without blocks, such as sorting."""
     try:
         sch = Schedule(func)
-        sch.get_sblock("root")
+        # A copy, because each look is an entry in the schedule's trace.
+        sch.copy().get_sblock("root")
     except ScheduleError:
         return None
     return sch
