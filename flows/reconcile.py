@@ -116,6 +116,7 @@ def _channels(services: Services, entry: ManagedModel) -> list[str]:
 def _reconcile_channel(services: Services, entry: ManagedModel, channel: str) -> Finding | None:
     """Show what a channel holds, and start the promotion that somebody asks for; return None when all is done."""
     model = entry.registered_model
+    channels.renew_statement(services.store, entry.name, channel)
     state = read_state(services, entry.name, channel, model)
     if state.is_settled:
         return None

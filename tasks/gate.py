@@ -174,10 +174,17 @@ def _order(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
 
 
 def _statements(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
-    """Check, where this machine trusts keys, that one has signed a statement on the release and on the current one."""
+    """Check, where this machine trusts keys, that one has signed the statements on the channel and on both releases."""
     keys = trusted_keys()
+    if store.config.signing_key is None and (keys or job.destination.statement is not None):
+        message = f"what {job.channel} holds is signed, and this machine has no key for it: set TVMFLOW_SIGNING_KEY"
+        yield Check(name="statement", message=message, passed=False)
     if not keys:
         return
+    try:
+        channels.check_statement(store, job.destination, keys)
+    except StatementError as error:
+        yield Check(name="statement", message=str(error).rstrip("."), passed=False)
     for release in (job.release, job.current):
         if release is None:
             continue

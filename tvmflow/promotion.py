@@ -11,22 +11,35 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from tvmflow.documents import encode
-from tvmflow.errors import SpecError, StoreError
+from tvmflow.errors import SpecError, StatementError, StoreError
 from tvmflow.release import Release
 from tvmflow.services import Services
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channels import WANTED, Channel, PolicyChange
+from tvmflow.store.statements import Claim, Envelope, Subject, check, sign
 
+VERDICT = "verdict.json"
+VERDICT_STATEMENT = "verdict.statement.json"
 # Characters; MLflow's servers refuse much longer tags.
 _LONGEST_TAG = 4000
+
+
+class VerdictClaim(Claim):
+    """The outcome of a promotion; the statement's subjects are verdict.json and the release's document."""
+
+    predicate_type = "urn:tvmflow:verdict:1"
+    name: str
+    version: str
+    channel: str
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -276,8 +289,8 @@ def log_verdict(
 ) -> str:
     """Log the verdict on a promotion as a run in MLflow, inside the run of the release; return the run's id.
 
-    `verdict` becomes verdict.json, `report`, in Markdown, report.md, and each of the `files` its path. `done` ends the
-    run. A flow run that waits for
+    `verdict` becomes verdict.json, `report`, in Markdown, report.md, and each of the `files` its path. With a signing
+    key, a statement on the verdict lies beside it. `done` ends the run. A flow run that waits for
     approval leaves its MLflow run open, and uses it again when it logs the next time. Raises RegistryError.
     """
     all_tags = {
@@ -292,10 +305,37 @@ def log_verdict(
         release.mlflow_run_id, f"promote {release.name} {release.version} to {channel}", all_tags, flow_run
     )
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as scratch:
-        texts = {"verdict.json": json.dumps(verdict, indent=2), "report.md": report}
+        texts = {VERDICT: json.dumps(verdict, indent=2).encode(), "report.md": report.encode()}
+        key = services.store.config.signing_key
+        if key is not None:
+            claim = VerdictClaim(
+                name=release.name, version=release.version, channel=channel, verdict=verdict["verdict"]
+            )
+            document = services.store.list_subjects(release.name, release.version, ())[0]
+            texts[VERDICT_STATEMENT] = sign(claim, (Subject.of(VERDICT, texts[VERDICT]), document), key).to_bytes()
         for file, content in texts.items():
-            Path(scratch, file).write_text(content)
+            Path(scratch, file).write_bytes(content)
         registry.log_artifacts(run, {**{file: Path(scratch, file) for file in texts}, **files})
     if done:
         registry.finish_run(run, "FINISHED")
     return run
+
+
+def check_verdict(
+    content: bytes, statement: bytes | None, name: str, version: str, channel: str, trusted: Sequence[Path]
+) -> str | None:
+    """Check that a trusted key has signed the statement on a verdict; return the key in hexadecimal.
+
+    `content` and `statement` are the files that `log_verdict` writes. Without `trusted` keys nothing is checked, and
+    the key is the one that the statement names, None without a statement. Raises StatementError for a verdict that is
+    not signed, was changed, or is about another promotion.
+    """
+    topic = f"The verdict on {name} {version} for {channel}"
+    envelope = None if statement is None else Envelope.parse(statement, topic)
+    if trusted:
+        remedy = "promote it again where a key signs"
+        claim, digests = check(envelope, VerdictClaim, trusted, topic, remedy)
+        is_same = digests.get(VERDICT) == Subject.of(VERDICT, content).digest["sha256"]
+        if not is_same or (claim.name, claim.version, claim.channel) != (name, version, channel):
+            raise StatementError(f"{topic} was changed after it was signed, or is another one: do not trust it.")
+    return None if envelope is None else envelope.signer

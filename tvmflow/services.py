@@ -1,10 +1,12 @@
 """The release store and the registry: servers where settings name them, otherwise in the state folder."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict
 
 from pydantic import SecretStr, ValidationError
 
@@ -91,6 +93,22 @@ def _sections_file(settings: Settings, name: str) -> Path:
     return settings.state / "models" / f"{name}.json"
 
 
+class _Signing(TypedDict):
+    signing_key: Path | None
+    statement_days: float
+    memory: Path
+
+
+def _memory(settings: Settings) -> Path:
+    """The folder of the highest numbers of channels: in `TVMFLOW_HOME` if that is set, else in the user's state folder.
+
+    A device has no state folder of its own, and the current folder, where that lies by default, may be any.
+    """
+    if "home" in settings.model_fields_set:
+        return settings.state / "seen"
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tvmflow" / "seen"
+
+
 @contextmanager
 def open_store(settings: Settings, section: Store | None = None) -> Iterator[ReleaseStore]:
     """Open the release store that the settings name, else the one in the release file's `section`.
@@ -102,9 +120,14 @@ def open_store(settings: Settings, section: Store | None = None) -> Iterator[Rel
     endpoint = settings.s3_endpoint or section.endpoint
     bucket = settings.s3_bucket or section.bucket or BUCKET
     prefix = (settings.s3_prefix if settings.s3_prefix is not None else section.prefix) or ""
+    signing: _Signing = {
+        "signing_key": settings.signing_key,
+        "statement_days": settings.statement_days,
+        "memory": _memory(settings),
+    }
     if endpoint is None and settings.s3_bucket is None:
         folder = settings.state / "s3" / bucket
-        store = ReleaseStore(StoreConfig(bucket, prefix, folder=folder, signing_key=settings.signing_key))
+        store = ReleaseStore(StoreConfig(bucket, prefix, folder=folder, **signing))
         store.objects.prepare()
         yield store
         return
@@ -121,7 +144,7 @@ def open_store(settings: Settings, section: Store | None = None) -> Iterator[Rel
             checksums=settings.s3_checksums,
             folder=None if settings.s3_folder is None else settings.s3_folder.expanduser().absolute() / bucket,
             lock=settings.state / "s3.lock" if settings.s3_single_writer else None,
-            signing_key=settings.signing_key,
+            **signing,
         )
     )
 

@@ -137,7 +137,9 @@ class Settings(BaseSettings):
     parallel_targets: Annotated[int, Field(ge=1)] | None = None
     """Targets that are built at a time; half of the cores unless given."""
     signing_key: Path | None = None
-    """The private key with which bundles and releases are signed."""
+    """The private key with which bundles, releases, verdicts and channels are signed."""
+    statement_days: Annotated[float, Field(gt=0)] = 30.0
+    """Days for which the signed statement on a channel is valid; `tvmflow reconcile` renews it when half are over."""
     notification_block: str | None = None
     """The notification block of Prefect, as `TYPE/NAME`, that `tvmflow deploy` has send runs that failed, e.g.
     `slack-webhook/oncall`; none unless given."""

@@ -9,7 +9,10 @@ from typing import Any
 import onnx
 import pytest
 
+from support.channels import move_channel
+from support.releases import describe_bundle, make_release
 from tvmflow.bundle import extract, pack, public_key, read_manifest, sha256_file
+from tvmflow.store import ReleaseStore, StoreConfig
 
 Command = Callable[..., Any]
 
@@ -127,3 +130,35 @@ def test_a_bundle_of_an_older_tvmflow_cannot_be_built_again(tvmflow: Command, mo
     result = tvmflow("verify", old, "--rebuild", models / "small.onnx")
     assert result.code == 1
     assert "does not say with which options it was built" in result.sentence
+
+
+def test_verify_says_who_signed_a_channel_its_release_and_its_bundles(
+    tvmflow: Command, signed: Path, key: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ReleaseStore(StoreConfig("tvmflow", folder=state / "s3" / "tvmflow"))
+    store.publish(make_release("small", "1", describe_bundle(signed)), [(signed, sha256_file(signed))])
+    move_channel(store, "small", "production", "1")
+    short, public = public_key(key)[:16], f"{key}.pub"
+    doubtful = tvmflow("verify", "release://small@production")
+    assert doubtful.stdout.splitlines() == [
+        "channel small@production: not signed",
+        "release small 1: not signed",
+        f"bundle for native: signed with {short} (not checked: no key is trusted here)",
+    ]
+    refused = tvmflow("verify", "release://small@production", "--key", public)
+    assert (refused.code, "The channel small@production is not signed" in refused.sentence) == (1, True)
+    for uri in ("release://small/1", "release://small@production"):
+        assert tvmflow("sign", uri, "--key", key).stdout == f"{uri}: signed with {short}\n"
+    monkeypatch.setenv("TVMFLOW_TRUSTED_KEYS", public)
+    answer = json.loads(tvmflow("verify", "release://small@production", "--json").stdout)
+    assert (answer["trusted"], answer["release"]) == (True, "release://small@production")
+    assert answer["statements"] == [
+        {"what": what, "signed_by": public_key(key)}
+        for what in ("channel small@production", "release small 1", "bundle for native")
+    ]
+    assert tvmflow("keygen", "other").code == 0
+    for uri in ("release://small/1", "release://small@production"):
+        other = tvmflow("verify", uri, "--key", "other.pub")
+        assert (other.code, "which is not trusted here" in other.sentence) == (1, True)
+    for arguments in (("verify", uri, "--rebuild", signed), ("sign", uri, "--key", key, "-o", "elsewhere")):
+        assert tvmflow(*arguments).code == 2

@@ -18,13 +18,15 @@ from support.databases import Databases
 from support.releases import make_release
 from support.servers import moto_server
 from tvmflow import promotion
+from tvmflow.bundle import keygen, public_key
 from tvmflow.documents import encode
-from tvmflow.errors import SpecError, StoreError
+from tvmflow.errors import SpecError, StatementError, StoreError
 from tvmflow.registry import Registry, embedded_registry
 from tvmflow.release import Blob
 from tvmflow.services import Services
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store.statements import Subject, sign
 
 LIMIT_SECONDS = 120
 
@@ -502,3 +504,29 @@ def test_a_user_without_a_name_is_identified_by_number(monkeypatch: pytest.Monke
     assert promotion.identify_user().endswith(f"@{socket.gethostname()}")
     monkeypatch.setattr(promotion.getpass, "getuser", nameless)
     assert promotion.identify_user() == f"{os.getuid()}@{socket.gethostname()}"
+
+
+def _sign_verdict(content: bytes, key: Path, **changes: str) -> bytes:
+    claim = {"name": "tiny", "version": "1", "channel": "production", "verdict": "passed", **changes}
+    subjects = [Subject.of(promotion.VERDICT, content)]
+    return sign(promotion.VerdictClaim(**claim), subjects, key).to_bytes()
+
+
+def test_a_verdict_counts_with_the_statement_of_a_trusted_key(tmp_path: Path) -> None:
+    public = keygen(tmp_path / "key")
+    promotion_of = ("tiny", "1", "production")
+    signed = _sign_verdict(b"{}", tmp_path / "key")
+    assert promotion.check_verdict(b"{}", signed, *promotion_of, [public]) == public_key(public)
+    for content, statement, message in (
+        (b"{}", None, "The verdict on tiny 1 for production is not signed"),
+        (b"{ }", signed, "was changed after it was signed"),
+        (b"{}", _sign_verdict(b"{}", tmp_path / "key", version="2"), "or is another one"),
+        (
+            b"{}",
+            _sign_verdict(b"{}", tmp_path / "key", channel="any"),
+            "or is another one",
+        ),
+    ):
+        with pytest.raises(StatementError, match=message):
+            promotion.check_verdict(content, statement, *promotion_of, [public])
+    assert promotion.check_verdict(b"{ }", None, *promotion_of, []) is None

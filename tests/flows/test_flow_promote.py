@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import support
-from tvmflow.bundle import keygen
+from tvmflow.bundle import keygen, public_key
 from tvmflow.comparison.pairs import read_samples, write_samples
 
 PERSON = f"{getpass.getuser()}@{socket.gethostname()}"
@@ -189,10 +189,10 @@ def test_a_promotion_moves_alias_and_channel_and_is_kept_with_its_figures(shippe
         "name": "tiny", "version": "1", "verdict": "passed", "moved": "true",
     }  # fmt: skip
     assert [check["name"] for check in verdict["checks"]] == [
-        "whole", "after", "golden sample", "max_latency_ms", "max_metric_drop",
+        "whole", "after", "name", "golden sample", "max_latency_ms", "max_metric_drop",
     ]  # fmt: skip
-    assert 0 < verdict["checks"][3]["value"] <= 1000
-    assert "after-staging" in verdict["checks"][4]["told"]
+    assert 0 < verdict["checks"][4]["value"] <= 1000
+    assert "after-staging" in verdict["checks"][5]["told"]
 
     again = shipped.promoted("1", "after-staging")
     assert (again["moved"], again["status"]) == (False, "unchanged")
@@ -360,13 +360,20 @@ def _damaged(path: Path) -> Iterator[None]:
 def test_a_channel_for_signed_releases_takes_those_of_a_trusted_key(shipped: Shipped) -> None:
     assert "TVMFLOW_TRUSTED_KEYS" in shipped.refused("2", "signed")
     trusting = {"TVMFLOW_TRUSTED_KEYS": str(shipped.public_key)}
-    assert "is not signed" in shipped.refused("1", "signed", settings=trusting)
-    assert "is not signed" in shipped.refused("1", "wary", settings=trusting)
-    done = shipped.promoted("2", "signed", settings=trusting)
+    assert "this machine has no key for it" in shipped.refused("2", "signed", settings=trusting)
+    signing = {**trusting, "TVMFLOW_SIGNING_KEY": str(shipped.public_key.with_suffix(""))}
+    assert "The release tiny 1 is not signed" in shipped.refused("1", "signed", settings=signing)
+    assert "The release tiny 1 is not signed" in shipped.refused("1", "wary", settings=signing)
+    done = shipped.promoted("2", "signed", settings=signing)
     sentences = [check["told"] for check in done["checks"]]
     assert "a trusted key has signed the statement on tiny 2" in sentences
     assert any("is signed with a trusted key" in sentence for sentence in sentences)
     assert shipped.held("signed") == ("2", "2")
+    wary = replace(shipped.machine, settings={**shipped.machine.settings, **trusting})
+    verdict = wary.run("verdict", "tiny", "2", "--channel", "signed", "--json")
+    assert verdict.document["signed_by"] == public_key(shipped.public_key)
+    unsigned = wary.run("verdict", "tiny", "1", "--channel", "staging", "--json")
+    assert (unsigned.code, "The verdict on tiny 1 for staging is not signed" in unsigned.sentence) == (1, True)
 
 
 def test_a_channel_that_needs_a_person_takes_approve_and_names_it(shipped: Shipped) -> None:

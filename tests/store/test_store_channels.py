@@ -352,17 +352,34 @@ def test_a_pointer_of_the_first_format_is_read_and_moved_on_without_loss(
     moved = _move(local_store, "3")
     assert moved.moves[:3] == old.moves
     document = json.loads((local_folder / KEY).read_text())
-    assert (document["format"], document["version"], document["history"][1]["why"]) == (2, "3", "schöner")
+    assert (document["format"], document["version"], document["history"][1]["why"]) == (3, "3", "schöner")
     assert channels.read(local_store, "resnet", "production") == moved
+
+
+def test_a_channel_of_the_second_format_is_read_and_moved_on_without_loss(
+    local_store: ReleaseStore, local_folder: Path
+) -> None:
+    content = json.loads((FORMATS / "channel-2.json").read_bytes())
+    local_store.objects.put(KEY, json.dumps(content).encode(), "planting a channel")
+    old = channels.read(local_store, "resnet", "production")
+    assert (old.version, old.shown, old.number, old.statement) == ("2", "2", content["number"], None)
+    assert old.policy is not None
+    assert (old.policy.signature, old.policy.gates.max_latency_ms) == ("required", 5)
+    assert old.wish is not None
+    moved = _grant(local_store, old, old.policy)
+    assert moved.history[:3] == old.history
+    document = json.loads((local_folder / KEY).read_text())
+    assert (document["format"], document["version"], document["history"][0]["why"]) == (3, "3", "schöner")
 
 
 EVENT = {"who": "ann", "when": "2026-01-01T00:00:00+00:00", "why": "test", "id": "00"}
 MOVE = {**EVENT, "from": None, "to": "1"}
 FIRST = {"format": 1, "name": "resnet", "channel": "production", "version": "1", "history": [MOVE]}
 SECOND = {**FIRST, "format": 2, "number": 1, "history": [{**MOVE, "kind": "move"}]}
+THIRD = {**SECOND, "format": 3}
 
 
-@pytest.mark.parametrize("whole", [FIRST, SECOND], ids=["format 1", "format 2"])
+@pytest.mark.parametrize("whole", [FIRST, SECOND, THIRD], ids=["format 1", "format 2", "format 3"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -403,8 +420,8 @@ def test_what_is_no_document_is_damaged(local_store: ReleaseStore, damage: Damag
 
 
 def test_a_document_of_a_later_format_asks_for_an_upgrade(local_store: ReleaseStore) -> None:
-    local_store.objects.put(KEY, b'{"format": 3}', "planting a channel")
-    with pytest.raises(StoreError, match=r"production\.json has format 3, .* reads up to 2; upgrade"):
+    local_store.objects.put(KEY, b'{"format": 4}', "planting a channel")
+    with pytest.raises(StoreError, match=r"production\.json has format 4, .* reads up to 3; upgrade"):
         _find(local_store)
 
 

@@ -1,4 +1,4 @@
-"""Signed statements on releases: what a machine that trusts keys refuses of what somebody has put into the store."""
+"""Signed statements on releases and channels: what a machine that trusts keys refuses to take from the store."""
 
 import json
 from base64 import b64decode
@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from support.channels import move_channel
 from support.releases import make_release, make_target
 from tvmflow.bundle import keygen, public_key
 from tvmflow.bundle.signature import trusted_keys
 from tvmflow.errors import SettingsError, StatementError, StoreError
-from tvmflow.store import ReleaseStore, StoreConfig
-from tvmflow.store.keys import release_key, statement_key
+from tvmflow.spec import Policy
+from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store.channels import Channel
+from tvmflow.store.highest import Highest
+from tvmflow.store.keys import channel_key, release_key, statement_key
 
 WriteFile = Callable[[bytes], tuple[Path, str]]
 Trust = Callable[..., None]
@@ -69,7 +73,7 @@ def test_a_signed_release_is_read_where_its_key_is_trusted(
     assert signing.get_release("resnet", "1", trusted=trusted_keys()) == signing.get_release("resnet", "1")
     envelope = signing.read_statement("resnet", "1")
     assert envelope is not None
-    assert envelope.signers == (public_key(key),)
+    assert envelope.signer == public_key(key)
 
 
 def test_a_statement_is_an_in_toto_statement_on_the_release_and_its_blobs(
@@ -194,3 +198,205 @@ def test_a_statement_needs_a_private_key(store: ReleaseStore, release: Release, 
     release(store, "1")
     with pytest.raises(SettingsError, match="holds a public key; sign with the private one"):
         store.sign_release("resnet", "1", key.with_name("key.pub"))
+
+
+@pytest.fixture
+def host(local: StoreConfig, key: Path, tmp_path: Path) -> ReleaseStore:
+    """The store in a folder, as a host sees it that signs and remembers the numbers of channels."""
+    return ReleaseStore(replace(local, signing_key=key, memory=tmp_path / "seen"))
+
+
+@pytest.fixture
+def held(host: ReleaseStore, release: Release, trust: Trust, key: Path) -> Channel:
+    """The channel resnet@production, which holds 2 after 1."""
+    trust(key)
+    for version in ("1", "2"):
+        release(host, version)
+        channel = move_channel(host, "resnet", "production", version)
+    return channel
+
+
+def read_version(store: ReleaseStore) -> str:
+    return channels.read_version(store, "resnet", "production")
+
+
+def plant(store: ReleaseStore, **changes: object) -> None:
+    """Change the document of the channel as somebody does who can write the store and has no key."""
+    place = channel_key("resnet", "production")
+    document = json.loads(store.objects.get(place) or b"")
+    store.objects.put(place, json.dumps({**document, **changes}).encode(), "planting a channel")
+
+
+def test_a_signed_channel_is_followed(host: ReleaseStore, held: Channel, key: Path) -> None:
+    assert held.statement is not None
+    assert held.statement.signer == public_key(key)
+    assert read_version(host) == "2"
+
+
+def test_a_wish_and_its_end_need_no_key(
+    host: ReleaseStore, held: Channel, local: StoreConfig, release: Release
+) -> None:
+    release(host, "3")
+    wished = channels.wish(ReleaseStore(local), "resnet", "production", "3", who="bert", why="newer")
+    assert wished.wish is not None
+    channels.end_wish(
+        ReleaseStore(local), "resnet", "production", wished.wish.id, "withdrawn", who="bert", why="no longer"
+    )
+    assert read_version(host) == "2"
+
+
+def test_an_unsigned_channel_is_refused_until_it_is_signed(
+    store: ReleaseStore, signing: ReleaseStore, release: Release, trust: Trust, key: Path
+) -> None:
+    release(signing, "1")
+    move_channel(store, "resnet", "production", "1")
+    trust(key)
+    with pytest.raises(StatementError, match=r"^The channel resnet@production is not signed, .*release://resnet@prod"):
+        read_version(signing)
+    with pytest.raises(StatementError, match=r"^The channel resnet@production is not signed"):
+        channels.set_policy(signing, "resnet", "production", Policy(by_hand="refuse"), who="ann", why="test")
+    channels.sign_channel(signing, "resnet", "production")
+    assert read_version(signing) == "1"
+
+
+def test_a_channel_that_demands_a_signature_is_not_moved_without_a_key(
+    host: ReleaseStore, held: Channel, local: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        with pytest.raises(StatementError, match="no key to sign its change: set TVMFLOW_SIGNING_KEY"):
+            channels.roll_back(ReleaseStore(local), held, "1", who="bert", why="test")
+        # The channel is signed, also for a machine that trusts nobody.
+        monkeypatch.delenv("TVMFLOW_TRUSTED_KEYS", raising=False)
+    assert channels.find(host, "resnet", "production") == held
+
+
+@pytest.mark.parametrize("change", ["version", "policy", "held"])
+def test_an_altered_channel_is_refused_and_not_signed(host: ReleaseStore, held: Channel, change: str) -> None:
+    history = json.loads(held.model_dump_json())["history"]
+    changes: dict[str, object] = {"policy": Policy(by_hand="refuse").model_dump(mode="json")}
+    if change == "version":
+        changes = {"version": "1", "history": history[:1]}
+    elif change == "held":
+        changes = {"history": [{**history[0], "to": "3"}, *history]}
+    plant(host, **changes)
+    with pytest.raises(StatementError, match=r"^The channel resnet@production was changed after it was signed"):
+        read_version(host)
+    with pytest.raises(StatementError, match=r"^The channel resnet@production was changed after it was signed"):
+        channels.set_policy(host, "resnet", "production", Policy(approval="required"), who="ann", why="test")
+
+
+def test_a_channel_with_the_statement_of_another_is_refused(host: ReleaseStore, held: Channel) -> None:
+    staging = move_channel(host, "resnet", "staging", "1")
+    assert staging.statement is not None
+    plant(host, statement=staging.statement.model_dump(mode="json"))
+    with pytest.raises(StatementError, match=r"^The channel resnet@production has the statement on resnet@staging"):
+        read_version(host)
+
+
+def test_the_statement_on_a_release_is_not_one_on_a_channel(host: ReleaseStore, held: Channel) -> None:
+    envelope = host.read_statement("resnet", "2")
+    assert envelope is not None
+    plant(host, statement=envelope.model_dump(mode="json"))
+    with pytest.raises(StatementError, match=r"^The channel resnet@production has a statement that .* another kind"):
+        read_version(host)
+
+
+def test_an_older_channel_is_refused_by_a_host_that_has_seen_the_newer(
+    host: ReleaseStore, held: Channel, local: StoreConfig, tmp_path: Path
+) -> None:
+    place = channel_key("resnet", "production")
+    older = host.objects.get(place) or b""
+    channels.roll_back(host, held, "1", who="ann", why="test")
+    assert read_version(host) == "1"
+    host.objects.put(place, older, "planting a channel")
+    with pytest.raises(
+        StatementError, match=r"^The channel resnet@production has number 4, and this host has seen num"
+    ):
+        read_version(ReleaseStore(replace(local, memory=tmp_path / "seen")))
+    with pytest.raises(StatementError, match=r"^The channel resnet@production has number 4"):
+        channels.roll_back(host, held, "1", who="ann", why="test")
+    # Another host has not seen the newer one: the statement's expiry bounds for how long it may be misled.
+    assert read_version(ReleaseStore(local)) == "2"
+
+
+def test_a_channel_that_was_emptied_is_refused_by_a_host_that_has_seen_it(host: ReleaseStore, held: Channel) -> None:
+    assert read_version(host) == "2"
+    host.objects.delete(channel_key("resnet", "production"), "removing a channel")
+    with pytest.raises(StatementError, match=r"^The channel resnet@production is empty, and this host has seen it in"):
+        move_channel(host, "resnet", "production", "1")
+
+
+def test_an_expired_channel_is_refused_until_it_is_signed_again(host: ReleaseStore, held: Channel) -> None:
+    past = ReleaseStore(replace(host.config, statement_days=-1.0))
+    channels.sign_channel(past, "resnet", "production")
+    with pytest.raises(StatementError, match=r"^The channel resnet@production has a statement that expired at 20"):
+        read_version(host)
+    with pytest.raises(StatementError, match="expired"):
+        channels.renew_statement(host, "resnet", "production")
+    channels.sign_channel(host, "resnet", "production")
+    assert read_version(host) == "2"
+
+
+def test_a_statement_is_renewed_when_half_of_its_time_is_over(host: ReleaseStore, held: Channel) -> None:
+    assert not channels.renew_statement(host, "resnet", "production")
+    channels.sign_channel(ReleaseStore(replace(host.config, statement_days=14.0)), "resnet", "production")
+    assert channels.renew_statement(host, "resnet", "production")
+    renewed = channels.find(host, "resnet", "production")
+    assert renewed.number == held.number + 2
+    assert renewed.signed_content == held.signed_content
+    assert not channels.renew_statement(host, "resnet", "production")
+
+
+def test_nothing_is_renewed_without_a_key_or_a_statement(
+    host: ReleaseStore, held: Channel, local: StoreConfig, release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not channels.renew_statement(ReleaseStore(local), "resnet", "production")
+    monkeypatch.delenv("TVMFLOW_TRUSTED_KEYS")
+    move_channel(ReleaseStore(local), "resnet", "staging", "1")
+    assert not channels.renew_statement(host, "resnet", "staging")
+
+
+def test_a_channel_whose_release_was_signed_again_with_other_content_is_refused(
+    host: ReleaseStore, held: Channel, key: Path
+) -> None:
+    place = release_key("resnet", "2")
+    document = json.loads(host.objects.get(place) or b"")
+    host.objects.put(place, json.dumps(document).encode(), "planting a release")
+    host.sign_release("resnet", "2", key)
+    with pytest.raises(StatementError, match=r"^The channel resnet@production holds 2, which was changed since"):
+        read_version(host)
+
+
+def test_a_policy_alone_is_signed_too(host: ReleaseStore, trust: Trust, key: Path) -> None:
+    trust(key)
+    channels.set_policy(host, "resnet", "production", Policy(approval="required"), who="ann", why="test")
+    document = channels.find(host, "resnet", "production")
+    assert channels.check_statement(host, document, trusted_keys()) is not None
+    plant(host, policy=Policy().model_dump(mode="json"))
+    with pytest.raises(StatementError, match="was changed after it was signed"):
+        channels.check_statement(host, channels.find(host, "resnet", "production"), trusted_keys())
+
+
+def test_the_number_that_a_host_has_seen_only_grows(tmp_path: Path) -> None:
+    highest = Highest(tmp_path / "new" / "production")
+    assert highest.number == 0
+    for number in (3, 7, 5):
+        highest.raise_to(number)
+    assert highest.number == 7
+    assert [path.name for path in highest.path.parent.iterdir() if path.suffix != ".lock"] == ["production"]  # type: ignore[union-attr]
+
+
+def test_a_damaged_number_is_not_taken_for_none(host: ReleaseStore, held: Channel, tmp_path: Path) -> None:
+    assert read_version(host) == "2"
+    (kept,) = (path for path in (tmp_path / "seen").rglob("production"))
+    kept.write_text("")
+    with pytest.raises(StatementError, match="does not hold the number of a channel"):
+        read_version(host)
+
+
+def test_two_stores_of_one_name_have_numbers_of_their_own(local: StoreConfig, tmp_path: Path) -> None:
+    memory = replace(local, memory=tmp_path / "seen")
+    Highest.of(memory, "resnet", "production").raise_to(9)
+    assert Highest.of(memory, "resnet", "production").number == 9
+    assert Highest.of(replace(memory, prefix="other"), "resnet", "production").number == 0
+    assert Highest.of(memory, "resnet", "staging").number == 0

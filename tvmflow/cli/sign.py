@@ -21,10 +21,10 @@ def keygen_command(key: Path) -> None:
 @click.option("--key", type=click.Path(path_type=Path), envvar="TVMFLOW_SIGNING_KEY", help="The private key.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Default: BUNDLE itself.")
 def sign_command(bundle: str, key: Path | None, output: Path | None) -> None:
-    """Sign BUNDLE, a file or a release at release://NAME/VERSION; an earlier signature is replaced.
+    """Sign BUNDLE: a file, release://NAME/VERSION or release://NAME@CHANNEL; an earlier signature is replaced.
 
     Of a release, the statement on its document is signed, which names all bundles by their digests; the bundles
-    themselves stay as they are.
+    themselves stay as they are. Of a channel, what it holds by now and its policy are signed: look at them first.
     """
     from tvmflow.bundle import public_key, sha256_file, sign
 
@@ -42,13 +42,16 @@ def sign_command(bundle: str, key: Path | None, output: Path | None) -> None:
 
 
 def _sign_release(uri: str, key: Path) -> None:
-    """Sign the statement on a release. Raises StoreError, and SettingsError for a key that cannot be read."""
+    """Sign the statement on a release or a channel. Raises StoreError and SettingsError."""
     from tvmflow import settings as machine
     from tvmflow.fetch import ReleaseAddress
     from tvmflow.services import open_store_of
+    from tvmflow.store import channels
 
     address = ReleaseAddress.parse(uri)
-    if address.version is None:
-        raise click.UsageError(f"{uri} names a channel: give the version, as release://{address.name}/VERSION")
-    with open_store_of(machine.load(), address.name) as store:
-        store.sign_release(address.name, address.version, key)
+    settings = machine.load().model_copy(update={"signing_key": key})
+    with open_store_of(settings, address.name) as store:
+        if address.version is None:
+            channels.sign_channel(store, address.name, str(address.channel))
+        else:
+            store.sign_release(address.name, address.version, key)

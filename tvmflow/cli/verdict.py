@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def verdict_command(name: str, version: str, channel: str, replay: bool, as_json: bool) -> None:
     """Show the last verdict on a promotion of the release NAME VERSION: every check, its figure and its bound.
 
-    With --replay, a ratio that was measured is decided again from the times of all runs. Exit code 3: the verdict is
-    not the same.
+    Where TVMFLOW_TRUSTED_KEYS is set, one of these keys must have signed it. With --replay, a ratio that was measured
+    is decided again from the times of all runs. Exit code 3: the verdict is not the same.
     """
     from rich import box
     from rich.console import Console
@@ -35,24 +35,30 @@ def verdict_command(name: str, version: str, channel: str, replay: bool, as_json
 
     from tasks.gate import Check, decide_again
     from tvmflow import settings as machine
+    from tvmflow.bundle.signature import trusted_keys
+    from tvmflow.promotion import VERDICT, VERDICT_STATEMENT, check_verdict
     from tvmflow.services import open_registry
 
     registry = open_registry(machine.load())
     tags = {"kind": "promotion", "name": name, "version": version, "channel": channel}
     runs = registry.find_runs({f"tvmflow.{key}": value for key, value in tags.items()})
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
-        path = registry.fetch_artifact(runs[0], "verdict.json", Path(folder)) if runs else None
+        path = registry.fetch_artifact(runs[0], VERDICT, Path(folder)) if runs else None
         if path is None:
             raise StoreError(
                 f"the registry has no verdict on {name} {version} for {channel}; promote it to that channel first"
             )
-        document = json.loads(path.read_text())
+        content = path.read_bytes()
+        statement = registry.fetch_artifact(runs[0], VERDICT_STATEMENT, Path(folder))
+        signed = None if statement is None else statement.read_bytes()
+        signer = check_verdict(content, signed, name, version, channel, trusted_keys())
+        document = json.loads(content)
         kept = checks = [Check.model_validate(check) for check in document["checks"]]
         if replay:
             checks = [decide_again(check, _read_samples(registry, runs[0], check, Path(folder))) for check in kept]
     if as_json:
         shown = [check.model_dump(mode="json") for check in checks]
-        click.echo(json.dumps({**document, "checks": shown, "mlflow_run_id": runs[0]}))
+        click.echo(json.dumps({**document, "checks": shown, "mlflow_run_id": runs[0], "signed_by": signer}))
     else:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("check", "", "figure", "interval", "bound", "pairs"):
@@ -67,7 +73,8 @@ def verdict_command(name: str, version: str, channel: str, replay: bool, as_json
                 "-" if check.comparison is None else str(len(check.comparison.pairs)),
             )
         Console(width=None if sys.stdout.isatty() else 120).print(table)
-        click.echo(f"{name} {version} to {channel}: {document['verdict']}, MLflow run {runs[0]}")
+        by = "" if signer is None else f", signed with {signer[:16]}"
+        click.echo(f"{name} {version} to {channel}: {document['verdict']}, MLflow run {runs[0]}{by}")
     changed = [check.name for check, before in zip(checks, kept, strict=True) if check.passed != before.passed]
     if changed:
         raise VerdictError(

@@ -1,6 +1,7 @@
 """`tvmflow verify`: check a bundle, run its golden sample in another process, and rebuild it from its provenance."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -9,7 +10,7 @@ from tvmflow.errors import BundleError
 
 
 @click.command("verify")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", metavar="BUNDLE")
 @click.option(
     "--key", "keys", type=click.Path(path_type=Path), multiple=True, help="A public key that must have signed it."
 )
@@ -23,11 +24,12 @@ from tvmflow.errors import BundleError
     help="Build it again from this release file or ONNX file, and compare the two.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def verify_command(bundle: Path, keys: tuple[Path, ...], timeout: float, source: Path | None, as_json: bool) -> None:
+def verify_command(bundle: str, keys: tuple[Path, ...], timeout: float, source: Path | None, as_json: bool) -> None:
     """Check BUNDLE's digests and signature and that this machine can run it, then run its golden sample.
 
-    The bundle's code runs in another process. Exit code 3: its outputs are not the original model's, or the source
-    given with --rebuild gives another bundle.
+    The bundle's code runs in another process. Of release://NAME/VERSION or release://NAME@CHANNEL, nothing runs: all
+    digests are checked, and it says who signed the channel, the release and each of its bundles. Exit code 3: its
+    outputs are not the original model's, or the source given with --rebuild gives another bundle.
     """
     from tvmflow.bundle import read_manifest, read_signer
     from tvmflow.bundle.signature import trusted_keys
@@ -35,18 +37,24 @@ def verify_command(bundle: Path, keys: tuple[Path, ...], timeout: float, source:
     from tvmflow.verification import verify
 
     trusted = keys or trusted_keys()
+    if bundle.startswith("release://"):
+        if source is not None:
+            raise click.UsageError("--rebuild is for a bundle in a file; fetch the release's bundle first")
+        _show_signers(bundle, trusted, as_json=as_json)
+        return
+    path = Path(bundle)
     equal_parts, refusal = None, None
     if source is not None:
         from tasks.rebuild import rebuild
 
-        equal_parts = rebuild(bundle, source, trusted)
+        equal_parts = rebuild(path, source, trusted)
         # A bundle for another machine can be built again here, but cannot run.
         try:
-            read_manifest(bundle).check_host()
+            read_manifest(path).check_host()
         except BundleError as error:
             refusal = str(error)
-    worst = None if refusal else verify(bundle, trusted=trusted, timeout=timeout).max_abs_error
-    manifest, signer = read_manifest(bundle), read_signer(bundle)
+    worst = None if refusal else verify(path, trusted=trusted, timeout=timeout).max_abs_error
+    manifest, signer = read_manifest(path), read_signer(path)
     if as_json:
         document = {
             "bundle": str(bundle),
@@ -70,3 +78,24 @@ def verify_command(bundle: Path, keys: tuple[Path, ...], timeout: float, source:
             f"; slower here: it is built for {manifest.threads} threads, and this machine has {host().cores} cores"
         )
     click.echo(message)
+
+
+def _show_signers(uri: str, trusted: Sequence[Path], *, as_json: bool) -> None:
+    """Print who signed a release, its bundles and the channel that holds it. Raises StoreError and BundleError."""
+    from tvmflow import settings as machine
+    from tvmflow.fetch import ReleaseAddress, cache_folder
+    from tvmflow.services import open_store_of
+    from tvmflow.store.signers import list_signers
+
+    settings, address = machine.load(), ReleaseAddress.parse(uri)
+    with open_store_of(settings, address.name) as store:
+        signers = list(list_signers(store, *address, cache_folder(settings), trusted))
+    if as_json:
+        statements = [{"what": item.what, "signed_by": item.key} for item in signers]
+        click.echo(json.dumps({"release": uri, "trusted": bool(trusted), "statements": statements}))
+        return
+    for item in signers:
+        by = "not signed" if item.key is None else f"signed with {item.key[:16]}"
+        click.echo(
+            f"{item.what}: {by}{'' if trusted or item.key is None else ' (not checked: no key is trusted here)'}"
+        )

@@ -4,21 +4,28 @@ channels/<name>/<channel>.json
 
 A wish asks for a release. It is granted, which moves the channel, or ends: refused, withdrawn, or superseded by a newer
 one. Whoever changes a document reads it, and writes it only if it has not changed meanwhile.
+
+Where a key signs, a document carries a signed statement on what the channel holds, its policy and the versions that it
+has held. A wish needs no signature: anybody may ask.
 """
 
 import datetime
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from tvmflow.bundle.signature import trusted_keys
 from tvmflow.documents import Document, Reader, decode, encode
-from tvmflow.errors import StoreError
+from tvmflow.errors import SettingsError, StatementError, StoreError
 from tvmflow.spec import Policy
 from tvmflow.store import leases
+from tvmflow.store.highest import Highest
 from tvmflow.store.keys import channel_key, require_name
 from tvmflow.store.releases import ReleaseStore
+from tvmflow.store.statements import Claim, Envelope, Subject, check, sign
 from tvmflow.workspace import Record
 
 WANTED = "-wanted"
@@ -83,16 +90,38 @@ def _read_first(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**fields, "number": len(moves), "shown": document["version"], "history": moves}
 
 
+def _read_unsigned(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 2, which has no statement."""
+    return {**document, "statement": None}
+
+
+class ChannelClaim(Claim):
+    """What a channel holds, its policy and the versions that it has held, the oldest first.
+
+    `number` is the channel's own after the last of these changed. The claim is valid until `expires` (UTC, ISO 8601).
+    """
+
+    predicate_type = "urn:tvmflow:channel:1"
+    name: str
+    channel: str
+    version: str | None
+    policy: Policy | None
+    held: tuple[str, ...]
+    number: int
+    expires: str
+
+
 class Channel(Document):
     """A channel; without a release (`version` None), policy and wish where it has none of them.
 
     `shown` is the version that the channel's alias in MLflow was last set to: it lags behind `version` for the moment
-    between the two. `number` grows with every change.
+    between the two. `number` grows with every change. `statement` is the signed ChannelClaim on it, None where nobody
+    signs.
     """
 
-    older: ClassVar[Mapping[int, Reader]] = {1: _read_first}
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_first, 2: _read_unsigned}
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     name: str
     channel: str
     number: int = 0
@@ -101,6 +130,12 @@ class Channel(Document):
     version: str | None = None
     shown: str | None = None
     history: tuple[Annotated[Move | PolicyChange | WishEnd, Field(discriminator="kind")], ...] = ()
+    statement: Envelope | None = None
+
+    @property
+    def signed_content(self) -> tuple[str | None, Policy | None, tuple[str, ...]]:
+        """What a statement is about: the version, the policy, and the versions that were held."""
+        return self.version, self.policy, tuple(move.to_version for move in self.moves)
 
     @property
     def label(self) -> str:
@@ -164,12 +199,87 @@ def read(store: ReleaseStore, name: str, channel: str) -> Channel:
     return found
 
 
-def read_version(store: ReleaseStore, name: str, channel: str) -> str:
-    """Return the version that a channel holds. Raises StoreError for a channel that holds none."""
-    version = read(store, name, channel).version
+def read_version(store: ReleaseStore, name: str, channel: str, trusted: Sequence[Path] | None = None) -> str:
+    """Return the version that a channel holds.
+
+    One of the keys in the files `trusted`, by default those of TVMFLOW_TRUSTED_KEYS, must have signed the statement on
+    it; if there are none, statements are not checked. Raises StoreError for a channel that holds none, StatementError
+    as `check_statement` does.
+    """
+    document = read(store, name, channel)
+    version = document.version
+    trusted = trusted_keys() if trusted is None else trusted
+    if trusted:
+        check_statement(store, document, trusted)
     if version is None:
         raise StoreError(f"The channel {name}@{channel} in {store.config.uri} holds nothing: promote a release to it.")
     return version
+
+
+def check_statement(store: ReleaseStore, document: Channel, trusted: Sequence[Path]) -> ChannelClaim | None:
+    """Check that a trusted key has signed the statement on a channel, and that it holds; return its claim.
+
+    A channel that was never used needs none (None). `trusted` are files with public keys. Raises StatementError for a
+    channel that is not signed, was changed since, is another one, has expired, or is older than one that this host has
+    seen; also when the statement on the release that the channel holds does not hold.
+    """
+    highest = Highest.of(store.config, document.name, document.channel)
+    if document.signed_content == Channel(name="", channel="").signed_content and document.statement is None:
+        if highest.number > 0:
+            raise StatementError(f"The {document.label} is empty, and this host has seen it in use: do not trust it.")
+        return None
+    remedy = f"sign it with `tvmflow sign {_address(document)}`"
+    claim, digests = check(document.statement, ChannelClaim, trusted, f"The {document.label}", remedy)
+    if (claim.name, claim.channel) != (document.name, document.channel):
+        raise StatementError(
+            f"The {document.label} has the statement on {claim.name}@{claim.channel}: do not trust it."
+        )
+    if (claim.version, claim.policy, claim.held) != document.signed_content:
+        raise StatementError(f"The {document.label} was changed after it was signed: do not trust it.")
+    if _parse_time(claim.expires) < datetime.datetime.now(datetime.UTC):
+        raise StatementError(
+            f"The {document.label} has a statement that expired at {claim.expires}: `tvmflow reconcile` renews one in "
+            f"time, `tvmflow sign {_address(document)}` signs it again."
+        )
+    if claim.number < highest.number:
+        raise StatementError(
+            f"The {document.label} has number {claim.number}, and this host has seen number {highest.number}: somebody "
+            "has put an older one in its place."
+        )
+    if digests != _list_digests(store, document, trusted):
+        raise StatementError(f"The {document.label} holds {claim.version}, which was changed since: do not trust it.")
+    highest.raise_to(claim.number)
+    return claim
+
+
+def sign_channel(store: ReleaseStore, name: str, channel: str) -> Channel:
+    """Sign what a channel holds, whoever has written it; return the channel.
+
+    Raises StoreError for a channel that was never used, SettingsError for a key that cannot be read.
+    """
+    read(store, name, channel)
+    return _update(store, name, channel, lambda before: _sign(store, before, before))
+
+
+def renew_statement(store: ReleaseStore, name: str, channel: str) -> bool:
+    """Sign the statement on a channel again when half of its time is over; return whether it was.
+
+    Without a signing key, or a statement, nothing happens. Raises StatementError for a statement that does not hold.
+    """
+    key = store.config.signing_key
+    if key is None or find(store, name, channel).statement is None:
+        return False
+    trusted = trusted_keys() or (key,)
+
+    def change(before: Channel) -> Channel:
+        claim = check_statement(store, before, trusted)
+        rest = datetime.timedelta(days=store.config.statement_days / 2)
+        if claim is None or _parse_time(claim.expires) - datetime.datetime.now(datetime.UTC) > rest:
+            return before
+        return _sign(store, before, before)
+
+    before = find(store, name, channel)
+    return _update(store, name, channel, change).number > before.number
 
 
 def list_all(store: ReleaseStore, name: str) -> list[Channel]:
@@ -376,11 +486,76 @@ def _update(store: ReleaseStore, name: str, channel: str, change: Callable[[Chan
         after = change(before)
         if after is before:
             return before
+        if after.signed_content != before.signed_content:
+            after = _sign_change(store, before, after)
         after = after.model_copy(update={"number": before.number + 1})
         content = encode(after)
         if store.objects.create(key, content) if tag is None else store.objects.replace(key, content, tag):
             return after
     raise StoreError(f"{store.objects.uri(key)} is written by others all the time: try again later.")
+
+
+def _sign_change(store: ReleaseStore, before: Channel, after: Channel) -> Channel:
+    """The changed channel with a statement, where a key signs or signatures are demanded."""
+    trusted = trusted_keys()
+    if store.config.signing_key is not None:
+        if trusted:
+            # What nobody has signed must not get a signature by the next change.
+            check_statement(store, before, trusted)
+        return _sign(store, before, after)
+    if before.statement is not None or trusted:
+        raise StatementError(
+            f"The {before.label} needs a signature, and this machine has no key to sign its change: set "
+            "TVMFLOW_SIGNING_KEY, or change it where the key is."
+        )
+    return after
+
+
+def _sign(store: ReleaseStore, before: Channel, after: Channel) -> Channel:
+    """The channel with a statement on what it will be when it replaces `before`."""
+    key = store.config.signing_key
+    if key is None:
+        raise SettingsError("a channel is signed with the setting signing_key; set TVMFLOW_SIGNING_KEY")
+    expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=store.config.statement_days)
+    version, policy, held = after.signed_content
+    claim = ChannelClaim(
+        name=after.name,
+        channel=after.channel,
+        version=version,
+        policy=policy,
+        held=held,
+        number=before.number + 1,
+        expires=expires.isoformat(timespec="seconds"),
+    )
+    digests = _list_digests(store, after, trusted_keys())
+    subjects = [Subject(name=name, digest={"sha256": sha256}) for name, sha256 in digests.items()]
+    return _with(after, statement=sign(claim, subjects, key))
+
+
+def _list_digests(store: ReleaseStore, channel: Channel, trusted: Sequence[Path]) -> dict[str, str]:
+    """The SHA-256 of what a statement on a channel is about, by name: the release and its blobs, or the empty channel.
+
+    Raises StatementError when the release needs a statement and that does not hold.
+    """
+    subjects: tuple[Subject, ...] = (Subject.of(channel_key(channel.name, channel.channel), b""),)
+    if channel.version is not None:
+        subjects = store.list_subjects(channel.name, channel.version, trusted)
+    return {subject.name: subject.digest["sha256"] for subject in subjects}
+
+
+def _address(channel: Channel) -> str:
+    return f"release://{channel.name}@{channel.channel}"
+
+
+def _parse_time(text: str) -> datetime.datetime:
+    """The time that a statement gives. Raises StatementError for a text that is no time with its zone."""
+    try:
+        time = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        time = datetime.datetime.min
+    if time.tzinfo is None:
+        raise StatementError(f"A statement expires at {text!r}, which is no time: sign it again.")
+    return time
 
 
 def _with(channel: Channel, **changes: object) -> Channel:

@@ -139,14 +139,14 @@ class ReleaseStore:
             self._check_statement(name, version, content, trusted)
         return self._decode(name, version, content)
 
-    def list_subjects(self, name: str, version: str) -> tuple[Subject, ...]:
+    def list_subjects(self, name: str, version: str, trusted: Sequence[Path]) -> tuple[Subject, ...]:
         """Return the subjects of a statement on a release: its document and its blobs.
 
-        Raises StatementError where this machine demands a statement on the release and that does not hold, StoreError
-        for a damaged document.
+        Raises StatementError when none of the keys in the files `trusted` has signed the statement on the release;
+        without such keys it is not checked. Raises StoreError for a damaged document.
         """
         content = self._read(name, version)
-        if trusted := trusted_keys():
+        if trusted:
             self._check_statement(name, version, content, trusted)
         return _list_subjects(self._decode(name, version, content), content)
 
@@ -181,8 +181,8 @@ class ReleaseStore:
     def _check_statement(self, name: str, version: str, content: bytes, trusted: Sequence[Path]) -> None:
         """Raise StatementError unless a trusted key's statement is about this release and these bytes."""
         topic = f"The release {name} {version}"
-        uri = f"release://{name}/{version}"
-        claim, digests = check(self.read_statement(name, version), ReleaseClaim, trusted, topic, uri)
+        remedy = f"sign it with `tvmflow sign release://{name}/{version}`"
+        claim, digests = check(self.read_statement(name, version), ReleaseClaim, trusted, topic, remedy)
         if (claim.name, claim.version) != (name, version):
             raise StatementError(f"{topic} has the statement on {claim.name} {claim.version}: do not trust it.")
         key = release_key(name, version)

@@ -44,16 +44,16 @@ class EnvelopeSignature(Record):
 
 
 class Envelope(Record):
-    """A DSSE envelope: a payload in base64, its type and its signatures."""
+    """A DSSE envelope: a payload in base64, its type and its one signature."""
 
     payload: str
     payload_type: Literal["application/vnd.in-toto+json"] = Field(default=_PAYLOAD_TYPE, alias="payloadType")
-    signatures: tuple[EnvelopeSignature, ...] = Field(min_length=1)
+    signatures: tuple[EnvelopeSignature]
 
     @property
-    def signers(self) -> tuple[str, ...]:
-        """The public keys, in hexadecimal, that the envelope names; whether they have signed it is not checked."""
-        return tuple(signature.keyid for signature in self.signatures)
+    def signer(self) -> str:
+        """The public key, in hexadecimal, that the envelope names; whether it has signed it is not checked."""
+        return self.signatures[0].keyid
 
     def to_bytes(self) -> bytes:
         """Return the envelope as JSON."""
@@ -95,12 +95,12 @@ def sign(claim: Claim, subjects: Iterable[Subject], key: Path) -> Envelope:
 
 
 def check(
-    envelope: Envelope | None, kind: type[Kind], trusted: Sequence[Path], topic: str, uri: str
+    envelope: Envelope | None, kind: type[Kind], trusted: Sequence[Path], topic: str, remedy: str
 ) -> tuple[Kind, dict[str, str]]:
     """Check that one of the `trusted` keys has signed an envelope; return its claim, and its subjects' SHA-256 by name.
 
-    `topic` begins the messages and names what the claim is about, `uri` is its address. Raises StatementError when
-    there is no envelope, none of the keys has signed it, or it holds another kind of claim.
+    `topic` begins the messages and names what the claim is about, `remedy` says how it is signed. Raises
+    StatementError when there is no envelope, none of the keys has signed it, or it holds another kind of claim.
     """
     require_library("securesystemslib")
     from securesystemslib.dsse import Envelope as Dsse
@@ -109,14 +109,13 @@ def check(
 
     if envelope is None:
         raise StatementError(
-            f"{topic} is not signed, and this machine accepts signed ones only: sign it with "
-            f"`tvmflow sign {uri}`, or take a signed one."
+            f"{topic} is not signed, and this machine accepts signed ones only: {remedy}, or take a signed one."
         )
     public = [load_public(path) for path in trusted]
     keys = {raw: SSlibKey.from_crypto(key, keyid=raw) for key in public for raw in [key.public_bytes_raw().hex()]}
-    if keys.keys().isdisjoint(envelope.signers):
+    if envelope.signer not in keys:
         raise StatementError(
-            f"{topic} is signed with the key {envelope.signers[0][:16]}, which is not trusted "
+            f"{topic} is signed with the key {envelope.signer[:16]}, which is not trusted "
             "here: take one signed with a trusted key, or add that key to TVMFLOW_TRUSTED_KEYS."
         )
     try:
