@@ -1,11 +1,14 @@
 """The context of a flow run, which the functions of a flow share; a step gets only the parts that it needs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Event
+from typing import TypeVar
 
 from tasks.original import Original, find_original
 from tasks.step import StepRunner
+from tvmflow.outages import outlast
 from tvmflow.registry import Registry
 from tvmflow.services import Services, open_records
 from tvmflow.settings import Settings
@@ -13,6 +16,18 @@ from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore
 from tvmflow.store.records import RecordObjects
 from tvmflow.workspace import Artifact, Workspace
+
+T = TypeVar("T")
+
+
+def patience(settings: Settings) -> float:
+    """Return the seconds for which a flow run waits for servers before its work begins.
+
+    It is 0 for a command, whose person is told at once of an address that is wrong.
+    """
+    from prefect.runtime import deployment
+
+    return settings.outage_minutes * 60 if deployment.id else 0.0
 
 
 @dataclass(frozen=True)
@@ -49,10 +64,20 @@ class RunContext:
         return open_records(self.settings, self.store, self.spec.store)
 
     def find_original(self, weights: Artifact | None = None) -> Original:
-        """Find the original of the release file; `weights` are the weights that its training made, or None.
+        """Find the original of the release file, and wait for a server that is away.
 
-        Raises ExportError when the file names a registered model that is neither PyTorch nor ONNX or is a pickle
-        without trust, RegistryError when the registry cannot be read.
+        `weights` are the weights that its training made, or None. Raises ExportError when the file names a registered
+        model that is neither PyTorch nor ONNX or is a pickle without trust, RegistryError when the registry cannot be
+        read.
         """
         trusts_pickle = self.settings.trust == "pickle"
-        return find_original(self.spec, self.workspace, weights, self.registry, trusts_pickle=trusts_pickle)
+        return self.outlast(
+            lambda: find_original(self.spec, self.workspace, weights, self.registry, trusts_pickle=trusts_pickle)
+        )
+
+    def outlast(self, function: Callable[[], T]) -> T:
+        """Call a function that needs a server, between steps, and wait for the server when it is away.
+
+        The function is called again, so that it must be one that can be repeated. Raises as `tvmflow.outages.outlast`.
+        """
+        return outlast(function, self.settings.outage_minutes * 60, self.stop)

@@ -26,6 +26,7 @@ from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.bundle import public_key
 from tvmflow.errors import SettingsError, StoreError, TvmflowError
+from tvmflow.outages import outlast
 from tvmflow.process import shared_imports
 from tvmflow.progress import Reporter, Status, reporter, reporting_to
 from tvmflow.services import Services, open_registry, open_store, open_workspace
@@ -90,10 +91,15 @@ def make(name: str, target: str, store: dict[str, Any], key: str, job: dict[str,
 
 def _make(key: str, artifact: Artifact, section: Store) -> None:
     settings = machine.load().model_copy(update={"shared_workspace": True})
+    outage = settings.outage_minutes * 60
     with open_store(settings, section) as releases, shared_imports():
-        releases.check()
         workspace = open_workspace(settings, releases, section)
-        _fetch(workspace, [artifact], releases.config.uri)
+
+        def fetch(*artifacts: Artifact) -> None:
+            outlast(lambda: _fetch(workspace, artifacts, releases.config.uri), outage, threading.Event())
+
+        outlast(releases.check, outage, threading.Event())
+        fetch(artifact)
         job = MakeJob.model_validate_json(workspace.path(artifact).read_bytes())
         if MAKE.key(workspace_runner(workspace, settings, job), job) != key:
             raise SettingsError(
@@ -105,7 +111,7 @@ def _make(key: str, artifact: Artifact, section: Store) -> None:
                 f"this worker signs bundles {_key_phrase(signer_of(settings))}, the machine that releases "
                 f"{_key_phrase(job.signer)}; give both the same setting signing_key"
             )
-        _fetch(workspace, job.artifacts(), releases.config.uri)
+        fetch(*job.artifacts())
         with workspace.scratch() as folder:
             for path, item in job.files.items():
                 _place_file(workspace.path(item), folder, path)

@@ -1,24 +1,27 @@
 """The promotion flow: it checks a release, asks a person where the channel requires it, and moves the channel."""
 
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 from prefect import flow
 from prefect.input import RunInput
 from pydantic import AliasChoices, Field
 
-from flows.context import RunContext
+from flows.context import RunContext, patience
 from tasks.gate import Check, GateJob, gate, integrity
 from tasks.step import StepRunner
 from tvmflow import promotion
 from tvmflow import settings as machine
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
+from tvmflow.outages import outlast
 from tvmflow.services import Services, open_services, open_workspace, read_sections
 from tvmflow.settings import Settings
 from tvmflow.spec import Policy, RegistrySection, Store
 from tvmflow.store import channels
-from tvmflow.store.channels import WANTED, Channel, Wish
+from tvmflow.store.channels import WANTED, Wish
 from tvmflow.workspace import Record, Workspace
 
 
@@ -78,21 +81,27 @@ def promote(
 
     settings = machine.load()
     kept = read_sections(settings, name)
-    with open_services(settings, store or kept.store, registry or kept.registry) as services:
-        summary = promote_release(
-            services,
-            settings,
-            open_workspace(settings, services.store),
-            name,
-            version,
-            channel,
-            who=who or (f"flow run {flow_run.name}" if deployment.id else promotion.identify_user()),
-            why=why,
-            approved=approved,
-            while_wanted=while_wanted,
-            flow_run_id=flow_run.id if deployment.id else None,
-        )
-        return summary.model_dump(mode="json")
+    who = who or (f"flow run {flow_run.name}" if deployment.id else promotion.identify_user())
+    run_id, outage = flow_run.id if deployment.id else None, patience(settings)
+    with open_services(settings, store or kept.store, registry or kept.registry, outage) as services:
+        workspace = open_workspace(settings, services.store)
+
+        def promote_once() -> PromotionSummary:
+            return promote_release(
+                services,
+                settings,
+                workspace,
+                name,
+                version,
+                channel,
+                who=who,
+                why=why,
+                approved=approved,
+                while_wanted=while_wanted,
+                flow_run_id=run_id,
+            )
+
+        return outlast(promote_once, outage, Event()).model_dump(mode="json")
 
 
 def promote_release(
@@ -231,15 +240,16 @@ def promote_automatically(context: RunContext, version: str) -> tuple[PromotionS
     and RegistryError.
     """
     return tuple(
-        _promote_automatically(context, version, channels.find(context.store, context.spec.name, name))
+        context.outlast(partial(_promote_automatically, context, version, name))
         for name in context.spec.automatic_channels()
     )
 
 
-def _promote_automatically(context: RunContext, version: str, destination: Channel) -> PromotionSummary:
+def _promote_automatically(context: RunContext, version: str, channel: str) -> PromotionSummary:
     from flows.runs import is_registered
 
-    settings, spec, channel = context.settings, context.spec, destination.channel
+    settings, spec = context.settings, context.spec
+    destination = channels.find(context.store, spec.name, channel)
     policy = promotion.read_policy(context.store, destination, version)
     current_version = destination.version
     summary = PromotionSummary(

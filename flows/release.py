@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
 from prefect import flow
 
-from flows.context import RunContext
+from flows.context import RunContext, patience
 from flows.local import LocalBuilds, ModelSteps, build_here, measure_here, refuse_unverifiable
 from flows.logs import keeping_logs
 from flows.promote import PromotionSummary, promote_automatically
@@ -34,7 +35,7 @@ from tvmflow.process import shared_imports
 from tvmflow.release import Release
 from tvmflow.services import open_services, open_workspace, record_sections
 from tvmflow.spec import Spec
-from tvmflow.store import leases
+from tvmflow.store import ReleaseStore, leases
 from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, Outcome, Record, StepSummary
 
@@ -99,7 +100,7 @@ def release(
     settings = machine.load()
     with (
         one_at_a_time(spec.name),
-        open_services(settings, spec.store, spec.registry) as services,
+        open_services(settings, spec.store, spec.registry, patience(settings)) as services,
         shared_imports(),
     ):
         record_sections(settings, spec)
@@ -173,7 +174,9 @@ def release_model(
         weights=weights,
         registry=context.registry.config.address,
     )
-    with leases.hold(context.store, spec.name, promotion.identify_user()) as lease:
+    with ExitStack() as stack:
+        who = promotion.identify_user()
+        lease = context.outlast(lambda: stack.enter_context(leases.hold(context.store, spec.name, who)))
         tracked = track(runner, job, context.registry, lease)
         reasons = [reason for result in results for reason in result.reasons]
         if reasons:
@@ -205,10 +208,9 @@ def release_model(
 
 def _report(context: RunContext, model: ModelSteps, results: tuple[TargetResult, ...], document: Release) -> Artifact:
     """Return the page of a release; one that is published keeps the page that it has."""
-    if context.store.has_release(document.name, document.version):
-        page = context.store.get_release(document.name, document.version).report
-        if page is not None:
-            return Artifact(name=PAGE, sha256=page.sha256, size=page.size)
+    kept = context.outlast(lambda: _find_page(context.store, document.name, document.version))
+    if kept is not None:
+        return kept
     insights = {
         item.target.name: insight(
             context.runner, InsightJob.of(model.exported, model.reference, item.bundle, item.target)
@@ -216,7 +218,14 @@ def _report(context: RunContext, model: ModelSteps, results: tuple[TargetResult,
         for item in results
         if item.verdict.verified and item.target.tvm.get("kind") == "llvm"
     }
-    return report(context.runner, ReportJob.of(context.spec, context.store, document, insights)).result.page
+    job = context.outlast(lambda: ReportJob.of(context.spec, context.store, document, insights))
+    return report(context.runner, job).result.page
+
+
+def _find_page(store: ReleaseStore, name: str, version: str) -> Artifact | None:
+    """Return the page of a release that is published, None if it is not or has none."""
+    page = store.get_release(name, version).report if store.has_release(name, version) else None
+    return None if page is None else Artifact(name=PAGE, sha256=page.sha256, size=page.size)
 
 
 def _post_artifact(summary: ReleaseSummary) -> None:

@@ -9,9 +9,8 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID, uuid4
 
 from flows.context import RunContext
@@ -23,7 +22,6 @@ from tasks.track import TargetResult
 from tvmflow import errors
 from tvmflow import spec as release_file
 from tvmflow.errors import SettingsError, StepError, StoreError, TvmflowError
-from tvmflow.outages import outlast
 from tvmflow.progress import reporter
 from tvmflow.settings import Settings
 from tvmflow.target import Target, resolve
@@ -41,8 +39,6 @@ _COUNTED_SECONDS = 5.0
 _WORKER_POLL_SECONDS = 15.0
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def pools_of(settings: Settings, targets: tuple[Target, ...]) -> dict[str, str]:
@@ -86,9 +82,9 @@ def make_on_pool(
     workspace, started_at = context.workspace, time.perf_counter()
 
     def find(progress: Progress | None = None) -> TargetResult | None:
-        return _outlast(context, lambda: workspace.find(STEP, key, TargetResult, progress=progress))
+        return context.outlast(lambda: workspace.find(STEP, key, TargetResult, progress=progress))
 
-    job = _make_job(context, pool, model, weights, target)
+    job = context.outlast(lambda: _make_job(context, pool, model, weights, target))
     key = MAKE.key(workspace_runner(workspace, context.settings, job), job)
 
     def report(done: float, total: float, message: str) -> None:
@@ -192,11 +188,6 @@ class _LostWorkerError(StepError):
     """The worker of a run sends no more heartbeats."""
 
 
-def _outlast(context: RunContext, function: Callable[[], T]) -> T:
-    """Call a function that needs a server, and wait for the server when it is away."""
-    return outlast(function, context.settings.outage_minutes * 60, context.stop)
-
-
 def _run(context: RunContext, job: MakeJob, key: str, report: Progress) -> None:
     """Start a run of the make flow and wait for its end."""
     from prefect.states import Cancelling, Crashed
@@ -205,7 +196,7 @@ def _run(context: RunContext, job: MakeJob, key: str, report: Progress) -> None:
     with workspace.scratch() as scratch:
         (scratch / "job.json").write_text(job.model_dump_json())
         artifact = workspace.keep(scratch / "job.json")
-    _outlast(context, lambda: workspace.share([artifact, *job.artifacts()], report))
+    context.outlast(lambda: workspace.share([artifact, *job.artifacts()], report))
     parameters = {
         "name": context.spec.name,
         "target": job.target,
@@ -215,7 +206,7 @@ def _run(context: RunContext, job: MakeJob, key: str, report: Progress) -> None:
     }
     tags, attempt = [context.spec.name, job.target], uuid4().hex
     # The key makes a second attempt find the run that the first one started, if its answer was lost.
-    run_id = UUID(_outlast(context, lambda: start(f"make/{job.pool}", parameters, tags=tags, key=attempt)))
+    run_id = UUID(context.outlast(lambda: start(f"make/{job.pool}", parameters, tags=tags, key=attempt)))
     try:
         run = _wait(context, run_id, job, report)
     except _LostWorkerError as error:
@@ -224,7 +215,7 @@ def _run(context: RunContext, job: MakeJob, key: str, report: Progress) -> None:
     except BaseException:
         _set_state(run_id, job, Cancelling(message="The release was interrupted or gave up."))
         raise
-    _outlast(context, lambda: _raise_unless_completed(run, job))
+    context.outlast(lambda: _raise_unless_completed(run, job))
 
 
 def _wait(context: RunContext, run_id: UUID, job: MakeJob, report: Progress) -> "FlowRun":
@@ -234,7 +225,7 @@ def _wait(context: RunContext, run_id: UUID, job: MakeJob, report: Progress) -> 
     """
     watch = _Watch(run_id, job, report)
     while not context.stop.wait(_POLL_SECONDS):
-        run = _outlast(context, watch.poll)
+        run = context.outlast(watch.poll)
         if run is not None:
             return run
         if watch.silence > context.settings.worker_timeout_seconds:

@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.context import RunContext
+from flows.context import RunContext, patience
 from flows.logs import keeping_logs
 from flows.release import ReleaseSummary, release_model
 from flows.runs import one_at_a_time
@@ -52,7 +52,7 @@ def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", w
     settings = machine.load()
     with (
         one_at_a_time(spec.name),
-        open_services(settings, spec.store, spec.registry) as services,
+        open_services(settings, spec.store, spec.registry, patience(settings)) as services,
         shared_imports(),
     ):
         record_sections(settings, spec)
@@ -87,9 +87,10 @@ def _retrain(context: RunContext, why: str, who: str) -> RetrainSummary:
     original = context.find_original(weights)
     exported = export(runner, ExportJob.of(spec, original)).result
     held_out = reference(runner, ReferenceJob.of(spec, original, exported)).result
-    job = EvaluateJob.of(spec, rule, held_out, context.store, cache_folder(context.settings))
+    cache = cache_folder(context.settings)
+    job = context.outlast(lambda: EvaluateJob.of(spec, rule, held_out, context.store, cache))
     evaluation = evaluate(runner, job).result
-    run_id = _keep_verdict(context, evaluation, why, who)
+    run_id = context.outlast(lambda: _keep_verdict(context, evaluation, why, who))
     if not evaluation.passed:
         raise VerdictError(
             f"{spec.name} is not released: {evaluation.reason}; the verdict is kept in MLflow run {run_id}"
@@ -99,9 +100,9 @@ def _retrain(context: RunContext, why: str, who: str) -> RetrainSummary:
     registered = register(runner, registering, context.registry).result
     source = f"{registered.model}/{registered.version}"
     released = release_model(context, trained, source)
-    context.registry.set_version_tag(
-        registered.model, registered.version, "tvmflow.release", f"{released.name}/{released.version}"
-    )
+    name, version = registered.model, registered.version
+    value = f"{released.name}/{released.version}"
+    context.outlast(lambda: context.registry.set_version_tag(name, version, "tvmflow.release", value))
     return RetrainSummary(name=spec.name, evaluation=evaluation, source=source, mlflow_run_id=run_id, release=released)
 
 

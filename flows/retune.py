@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from prefect import flow
 
-from flows.context import RunContext
+from flows.context import RunContext, patience
 from flows.local import ModelSteps, build_here, choose_here
 from flows.release import ReleaseSummary, override, release_model
 from flows.runs import one_at_a_time
@@ -73,7 +73,7 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
     settings = machine.load()
     with (
         one_at_a_time(spec.name),
-        open_services(settings, spec.store, spec.registry) as services,
+        open_services(settings, spec.store, spec.registry, patience(settings)) as services,
         shared_imports(),
     ):
         version = channels.find(services.store, spec.name, channel).version

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import TypedDict
 
 from pydantic import SecretStr, ValidationError
 
 from tvmflow import spec as release_file
 from tvmflow.errors import SettingsError, StoreError
+from tvmflow.outages import outlast
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
 from tvmflow.settings import Settings
 from tvmflow.spec import RegistrySection, Spec, Store
@@ -168,15 +170,17 @@ def open_registry(settings: Settings, section: RegistrySection | None = None) ->
 
 
 @contextmanager
-def open_services(settings: Settings, store: Store, registry: RegistrySection) -> Iterator[Services]:
-    """Open store and registry, and check both before any work begins.
+def open_services(
+    settings: Settings, store: Store, registry: RegistrySection, outage: float = 0.0
+) -> Iterator[Services]:
+    """Open store and registry, and check both before any work begins; wait `outage` seconds for one that is away.
 
     Raises StoreError, RegistryError or SettingsError.
     """
     services_registry = open_registry(settings, registry)
     with open_store(settings, store) as services_store:
-        services_store.check()
-        services_registry.check()
+        outlast(services_store.check, outage, Event())
+        outlast(services_registry.check, outage, Event())
         yield Services(services_store, services_registry)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import yaml
@@ -207,10 +208,44 @@ def make_file(folder: Path, **sections: Any) -> Path:
     return path
 
 
+# A metric that is scored first where the release is made, and then on a worker, where it waits until somebody says go.
+_WAITING = """
+import time
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path({here!r})
+
+
+def data():
+    return {{"x": np.eye(4, dtype=np.float32)}}, np.zeros(4, np.int64)
+
+
+def score(outputs, labels):
+    if (HERE / "scored").exists():
+        (HERE / "reached").touch()
+        while not (HERE / "go").exists():
+            time.sleep(0.01)
+    (HERE / "scored").touch()
+    return 1.0
+"""
+
+
+def make_waiting(folder: Path, name: str) -> Path:
+    """A release whose bundle is scored for as long as the test wants, of a model that no other test has built."""
+    from onnx import helper
+
+    weights = {"w": np.full((4, 3), len(name), np.float32)}
+    make_onnx(folder, [helper.make_node("MatMul", ["x", "w"], ["y"])], weights)
+    (folder / "waiting.py").write_text(_WAITING.format(here=str(folder)))
+    return make_file(folder, name=name, validate={"task": {"dataset": "waiting:data", "metric": "waiting:score"}})
+
+
 @pytest.fixture(scope="session")
 def make() -> SimpleNamespace:
-    """What tests make their releases of: `onnx`, `file`."""
-    return SimpleNamespace(onnx=make_onnx, file=make_file)
+    """What tests make their releases of: `onnx`, `file`, and both at once, `waiting`."""
+    return SimpleNamespace(onnx=make_onnx, file=make_file, waiting=make_waiting)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,16 @@
 """Steps whose servers are away for a while, and targets that end because another one has failed."""
 
 import os
+import socket
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import UUID
 
 import pytest
@@ -22,7 +26,8 @@ from flows.release import _make_all
 from flows.runs import connect
 from mlflow import MlflowClient
 from support.databases import Databases
-from support.servers import free_port
+from support.rclone import rclone_s3
+from support.servers import free_port, mlflow_server
 from support.waits import wait_until
 from tasks.step import Job, Step, StepRunner
 from tvmflow import process
@@ -118,6 +123,69 @@ def test_servers_that_refuse_connections_are_known_as_away() -> None:
         connect("look for something") as client,
     ):
         client.hello()
+
+
+@contextmanager
+def listening(address: str) -> Iterator[Callable[[], bool]]:
+    """Break off every connection to an address, as a server that is being started does; yield whether there was one."""
+    asked = threading.Event()
+    with socket.create_server(("127.0.0.1", urlsplit(address).port or 0)) as server:
+
+        def break_off() -> None:
+            with suppress(OSError):  # the end of the body closes the socket
+                while True:
+                    connection, _ = server.accept()
+                    connection.close()
+                    asked.set()
+
+        thread = threading.Thread(target=break_off)
+        thread.start()
+        try:
+            yield asked.is_set
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_a_release_lives_through_a_restart_of_its_servers(
+    machine: Any, databases: Databases, make: Any, tmp_path: Path
+) -> None:
+    """Both are away when the last target is done; one comes back when it has been asked, then the other."""
+    data, folder, models = tmp_path / "s3", tmp_path / "mlflow", tmp_path / "model"
+    for path in (data, folder, models):
+        path.mkdir()
+    databases.mlflow(folder / "mlflow.db")
+    port = free_port()
+    file = make.waiting(models, "restarted")
+    with ExitStack() as stack:
+        with rclone_s3(data, bucket="models") as s3, mlflow_server(folder, port=port) as mlflow:
+            settings = {
+                "TVMFLOW_S3_ENDPOINT": s3.endpoint or "",
+                "TVMFLOW_S3_BUCKET": s3.bucket,
+                "TVMFLOW_S3_ACCESS_KEY": s3.access_key or "",
+                "TVMFLOW_S3_SECRET_KEY": s3.secret_key or "",
+                "TVMFLOW_S3_SINGLE_WRITER": "true",
+                "TVMFLOW_MLFLOW_TRACKING_URI": mlflow,
+                # Its own retries would wait as well.
+                "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+            }
+            served = replace(machine, home=tmp_path / "state", settings={**machine.settings, **settings})
+            process = served.start("release", file, "--json")
+            wait_until((models / "reached").exists, message="the bundle is scored", process=process)
+        with listening(mlflow) as mlflow_is_asked:
+            with listening(s3.endpoint or "") as s3_is_asked:
+                (models / "go").touch()
+                wait_until(s3_is_asked, message="S3 is asked", process=process)
+            stack.enter_context(rclone_s3(data, bucket="models", before=s3))
+            wait_until(mlflow_is_asked, message="MLflow is asked", process=process)
+        stack.enter_context(mlflow_server(folder, port=port))
+        result = served.finish(process)
+        assert result.code == 0, result.stderr
+        store = ReleaseStore(s3)
+        assert store.verify_release("restarted", "1")["mlflow_run_id"] == result.document["mlflow_run_id"]
+        assert [version.version for version in served.versions("restarted")] == ["1"]
+        runs = served.mlflow.search_runs([served.mlflow.get_experiment_by_name("tvmflow").experiment_id])
+        assert {run.info.status for run in runs} == {"FINISHED"}
 
 
 def test_the_first_failure_of_a_target_ends_the_others_at_once(tmp_path: Path) -> None:

@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import psutil
 import pytest
 import requests
-from onnx import helper
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -39,29 +37,6 @@ from tvmflow.services import open_workspace
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore
 from tvmflow.target import resolve
-
-# A metric that is scored first where the release is made, and then on a worker, where it waits until somebody says go.
-_WAITING = """
-import time
-from pathlib import Path
-
-import numpy as np
-
-HERE = Path({here!r})
-
-
-def data():
-    return {{"x": np.eye(4, dtype=np.float32)}}, np.zeros(4, np.int64)
-
-
-def score(outputs, labels):
-    if (HERE / "scored").exists():
-        (HERE / "reached").touch()
-        while not (HERE / "go").exists():
-            time.sleep(0.01)
-    (HERE / "scored").touch()
-    return 1.0
-"""
 
 
 @dataclass(frozen=True)
@@ -222,7 +197,7 @@ def test_a_release_is_fanned_out_over_two_workers_and_found_by_every_machine(
 def test_an_interrupt_of_the_release_cancels_its_runs(
     cluster: Cluster, first: "subprocess.Popen[str]", make: Any, tmp_path: Path
 ) -> None:
-    file = waiting(make, tmp_path, "cancelled")
+    file = make.waiting(tmp_path, "cancelled")
     process = cluster.releasing({"native": "first"}).start("release", file, "--json")
     wait_until((tmp_path / "reached").exists, message="the worker scores the bundle", process=process)
     scoring = psutil.Process(first.pid).children(recursive=True)
@@ -255,7 +230,7 @@ def test_what_a_worker_says_arrives(cluster: Cluster, make: Any, tmp_path: Path)
 def test_what_a_killed_worker_had_done_is_reused_by_another(
     cluster: Cluster, second: "subprocess.Popen[str]", make: Any, tmp_path: Path
 ) -> None:
-    file = waiting(make, tmp_path, "killed")
+    file = make.waiting(tmp_path, "killed")
     with ThreadPoolExecutor(1) as executor:
         releasing = cluster.releasing({"native": "second"}, TVMFLOW_WORKER_TIMEOUT_SECONDS="10")
         release = executor.submit(releasing.release, file)
@@ -337,7 +312,7 @@ def test_a_release_lives_through_a_restart_of_prefect(
     folder.mkdir()
     api = f"http://127.0.0.1:{port}/api"
     cluster = Cluster(api, s3, folder, replace(machine, home=folder, settings=shared_settings(api, s3, folder)))
-    file = waiting(make, tmp_path, "outlasting")
+    file = make.waiting(tmp_path, "outlasting")
     with ExitStack() as stack:
         with prefect_server(folder, services=True, port=port), temporary_settings({PREFECT_API_URL: api}):
             cluster.ask("/work_pools/", name="only", type="process")
@@ -397,11 +372,3 @@ def settings(**said: Any) -> Settings:
 def logs(home: Path) -> set[str]:
     """The steps with targets whose processes ran on the machine with this state folder."""
     return {path.stem for path in (home / "logs").glob("*.log")}
-
-
-def waiting(make: Any, folder: Path, name: str) -> Path:
-    """A release whose bundle is scored for as long as the test wants, of a model that no other test has built."""
-    weights = {"w": np.full((4, 3), len(name), np.float32)}
-    make.onnx(folder, [helper.make_node("MatMul", ["x", "w"], ["y"])], weights)
-    (folder / "waiting.py").write_text(_WAITING.format(here=str(folder)))
-    return Path(make.file(folder, name=name, validate={"task": {"dataset": "waiting:data", "metric": "waiting:score"}}))

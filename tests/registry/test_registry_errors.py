@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tvmflow.errors import RegistryError, SettingsError
+from tvmflow.errors import RegistryError, RegistryUnavailableError, SettingsError
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
 
 # Nothing listens on the discard port of a host without inetd.
@@ -50,9 +50,11 @@ def test_a_server_that_is_down_is_one_sentence_whatever_is_called_first() -> Non
 
 def test_a_server_that_refuses_or_is_no_mlflow_is_one_sentence(stranger: tuple[int, str]) -> None:
     status, address = stranger
-    expected = {401: "MLFLOW_TRACKING_USERNAME", 403: "MLFLOW_SERVER_ALLOWED_HOSTS"}.get(status, "is not MLflow")
-    with pytest.raises(RegistryError, match=expected) as caught:
+    expected = {401: "MLFLOW_TRACKING_USERNAME", 403: "MLFLOW_SERVER_ALLOWED_HOSTS", 502: r"is failing .*\(HTTP 502\)"}
+    with pytest.raises(RegistryError, match=expected.get(status, "is not MLflow")) as caught:
         Registry(RegistryConfig(address)).check()
+    # Releases wait for a server whose proxy says that it is away.
+    assert isinstance(caught.value, RegistryUnavailableError) == (status == 502)
     assert address in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -21,16 +21,21 @@ _ADDRESS = re.compile(rb"Starting s3 server on \[(http://127\.0\.0\.1:\d+)/?\]")
 
 
 @contextlib.contextmanager
-def rclone_s3(data: Path, *, bucket: str) -> Iterator[StoreConfig]:
+def rclone_s3(data: Path, *, bucket: str, before: StoreConfig | None = None) -> Iterator[StoreConfig]:
     """Serve the folder `data` over S3 while the body runs; yield a store whose writers a lock decides between.
 
-    The server ends with the body, and with this process.
+    The server ends with the body, and with this process. With `before`, the store of a server that has ended, it is
+    started again with the same address and keys.
     """
     access_key, secret_key = secrets.token_hex(10), secrets.token_hex(20)
+    address = "127.0.0.1:0"
+    if before is not None:
+        access_key, secret_key = before.access_key or "", before.secret_key or ""
+        address = (before.endpoint or "").removeprefix("http://")
     (data / bucket).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
-            program_command(server_command(data, "127.0.0.1:0")),
+            program_command(server_command(data, address)),
             env=server_environment(access_key, secret_key),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

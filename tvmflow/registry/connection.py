@@ -24,6 +24,8 @@ _ENVIRONMENT = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 _LONGEST_REASON = 300
+# The answers of a proxy whose server is away for now.
+_AWAY = (502, 503, 504)
 
 
 class Connection:
@@ -108,6 +110,11 @@ class Connection:
                 f"MLflow at {address} forbids the access (HTTP 403); ask for permission, "
                 f"or name this host in the server's MLFLOW_SERVER_ALLOWED_HOSTS"
             )
+        if response.status_code in _AWAY:
+            raise RegistryUnavailableError(
+                f"MLflow at {address} is failing or being started (HTTP {response.status_code}); try again later, or "
+                "see the server's log"
+            )
         if response.status_code != 200 or not response.headers.get("Content-Type", "").startswith("application/json"):
             raise RegistryError(
                 f"the server at {address} is not MLflow (HTTP {response.status_code}); check the tracking address"
@@ -176,4 +183,5 @@ def _describe(error: Exception) -> str | None:
 
 
 def _is_unreachable(reason: str) -> bool:
-    return re.search(r"HTTPS?ConnectionPool|Connection (aborted|refused|reset)", reason) is not None
+    pattern = r"HTTPS?ConnectionPool|Connection (aborted|refused|reset)|error code (502|503|504)\b"
+    return re.search(pattern, reason) is not None
