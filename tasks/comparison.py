@@ -20,9 +20,11 @@ from tvmflow.workspace import StepResult, Workspace
 
 # The pairs of a budget: fewer could decide nothing, more would tell apart what nobody notices.
 _FEWEST_PAIRS, _MOST_PAIRS = 12, 150
-# Seconds of a pair, also where it loads for longer, and the runs of each side in it.
-_PAIR_SECONDS, _LONGEST_PAIR_SECONDS = 0.6, 2.0
-_LEAST_RUNS, _MOST_RUNS = 7, 2000
+# Seconds of a pair, in which both bundles are loaded again and again, of the runs after a load, and at most where
+# loading takes long.
+_PAIR_SECONDS, _LOAD_SECONDS, _LONGEST_LOAD_SECONDS = 0.8, 0.06, 2.0
+# The runs of each side after a load.
+_LEAST_RUNS, _MOST_RUNS = 7, 1000
 # The reference kernel takes square roots of numbers that stay in the first cache: its time shows the clock alone.
 _REFERENCE_NUMBERS, _REFERENCE_CALLS, _REFERENCE_RUNS = 2048, 100, 5
 
@@ -139,28 +141,49 @@ def observe_conditions(threads: tuple[int, int], load: float) -> Conditions:
 
 def work(job: PairJob, emit: Emit) -> PairSamples:
     """Run two bundles in turn in a child process; return the seconds of their runs and of the reference kernel."""
-    from tvmflow import runtime
-
     arrays = npz.read(job.sample)
     inputs = {key.removeprefix("input:"): value for key, value in arrays.items() if key.startswith("input:")}
     random = np.random.default_rng(job.seed)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    loads: list[int] = []
+    reference = measure_reference()
+    start = time.perf_counter()
+    while not loads or time.perf_counter() - start < job.seconds:
+        times = _measure_load(job, inputs, random)
+        for side in (0, 1):
+            seconds[side].extend(times[side])
+        loads.append(len(times[0]))
+    reference += measure_reference()
+    samples = Samples(
+        candidate=_rounded(seconds[0]), baseline=_rounded(seconds[1]), reference=_rounded(reference), loads=tuple(loads)
+    )
+    return PairSamples(samples=samples)
+
+
+def _measure_load(job: PairJob, inputs: NamedArrays, random: np.random.Generator) -> tuple[list[float], list[float]]:
+    """Load both bundles in random order and run them in turn; return the seconds of each one's runs.
+
+    The turns alternate strictly. A run that follows one of its own bundle finds more of its data in the caches: in a
+    random order the times have two peaks, and which one holds the median is left to chance.
+    """
+    from tvmflow import runtime
+
+    seconds: tuple[list[float], list[float]] = ([], [])
     start = time.perf_counter()
     with ExitStack() as stack:
         models = {
             int(side): stack.enter_context(runtime.load(job.bundles[side], threads=job.threads[side]))
             for side in random.permutation(2)
         }
-        loading = time.perf_counter() - start
-        start = time.perf_counter()
+        # A load that takes long is worth more runs.
+        until = time.perf_counter() + max(
+            min(job.seconds, _LOAD_SECONDS), min(time.perf_counter() - start, _LONGEST_LOAD_SECONDS)
+        )
         for model in [*models.values()] * 2:
             model(**inputs)
-        run_seconds = max(1e-9, (time.perf_counter() - start) / 2)
-        # A pair that takes long to load is worth more runs.
-        runs = int(max(job.seconds, min(loading, _LONGEST_PAIR_SECONDS)) / run_seconds)
-        seconds: tuple[list[float], list[float]] = ([], [])
-        reference = measure_reference()
-        for _ in range(min(max(runs, _LEAST_RUNS), _MOST_RUNS)):
-            for side in map(int, random.permutation(2)):
+        order = [int(side) for side in random.permutation(2)]
+        while len(seconds[1]) < _LEAST_RUNS or (time.perf_counter() < until and len(seconds[1]) < _MOST_RUNS):
+            for side in order:
                 models[side](**inputs)  # The other bundle's data has displaced this one's in the caches.
                 start = time.perf_counter()
                 models[side](**inputs)
@@ -170,10 +193,7 @@ def work(job: PairJob, emit: Emit) -> PairSamples:
                     while time.perf_counter() < end:
                         pass
                 seconds[side].append(end - start)
-    reference += measure_reference()
-    return PairSamples(
-        samples=Samples(candidate=_rounded(seconds[0]), baseline=_rounded(seconds[1]), reference=_rounded(reference))
-    )
+    return seconds
 
 
 def measure_reference() -> list[float]:

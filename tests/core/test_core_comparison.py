@@ -159,6 +159,12 @@ def test_the_warm_up_of_either_side_is_left_out_of_both() -> None:
     assert (pair.ratio, pair.warmup, pair.runs) == (0.5, 40, 60)
 
 
+def test_every_load_has_a_warm_up_of_its_own() -> None:
+    load = (5.0,) * 40 + (2.0,) * 60
+    pair = Pair.of(Samples(candidate=(1.0,) * 200, baseline=load * 2, reference=(1.0,), loads=(100, 100)))
+    assert (pair.ratio, pair.warmup, pair.runs) == (0.5, 80, 120)
+
+
 def test_percentiles_need_as_many_runs_as_mlperf_asks_for() -> None:
     assert [runs_needed(which) for which in (50, 90, 99)] == [11, 64, 662]
     assert percentile([1.0] * 63, 90) is None
@@ -169,7 +175,11 @@ def test_the_verdict_from_kept_samples_is_the_same(tmp_path: Path) -> None:
     random = np.random.default_rng(3)
     samples = [
         Samples(
-            **{name: tuple(map(float, random.random(20).astype(np.float32))) for name in Samples.model_fields},
+            **{
+                name: tuple(random.random(20).astype(np.float32).tolist())
+                for name in ("candidate", "baseline", "reference")
+            },
+            loads=(12, 8),
         )
         for _ in range(12)
     ]

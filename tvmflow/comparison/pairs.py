@@ -20,20 +20,22 @@ _UNEVEN = 0.05
 class Samples(Record):
     """The seconds of every run of a pair, in single precision; `reference` those of the reference kernel.
 
-    A run of the candidate and the one of the baseline with the same index were measured right after each other.
+    A run of the candidate and the one of the baseline with the same index were measured right after each other. `loads`
+    are the numbers of runs of each side after both were loaded, in order; empty where they were loaded once.
     """
 
     candidate: tuple[float, ...]
     baseline: tuple[float, ...]
     reference: tuple[float, ...]
+    loads: tuple[int, ...] = ()
 
 
 class Pair(Record):
     """The median seconds of the steady runs of both sides in a pair of fresh processes, or in one that they share.
 
     `ratio` is the median of the candidate's time over the baseline's, run by run: what slows both cancels out. `warmup`
-    is the number of runs of each side that were left out at the beginning, `runs` the number that was left. `reference`
-    is the median of the reference kernel.
+    is the number of runs of each side that were left out at the beginning of all loads, `runs` the number that was
+    left. `reference` is the median of the reference kernel.
     """
 
     candidate: float
@@ -57,15 +59,20 @@ class Pair(Record):
 
     @classmethod
     def of(cls, samples: Samples) -> "Pair":
-        """Return the figures of a pair's samples; the end of the warm-up is the later one of the two sides."""
-        warmup = max(find_steady(samples.candidate), find_steady(samples.baseline))
-        candidate, baseline = np.array(samples.candidate[warmup:]), np.array(samples.baseline[warmup:])
+        """Return the figures of a pair's samples; the end of a warm-up is the later one of the two sides."""
+        is_steady = np.ones(len(samples.candidate), bool)
+        start = 0
+        for runs in samples.loads or (len(is_steady),):
+            sides = (samples.candidate[start : start + runs], samples.baseline[start : start + runs])
+            is_steady[start : start + max(map(find_steady, sides))] = False
+            start += runs
+        candidate, baseline = np.array(samples.candidate)[is_steady], np.array(samples.baseline)[is_steady]
         return cls(
             candidate=float(np.median(candidate)),
             baseline=float(np.median(baseline)),
             ratio=float(np.median(candidate / baseline)),
             runs=len(candidate),
-            warmup=warmup,
+            warmup=len(is_steady) - len(candidate),
             reference=float(np.median(samples.reference)),
         )
 
@@ -191,4 +198,4 @@ def read_samples(path: Path) -> list[Samples]:
     pairs = range(len(arrays) // len(names))
     if arrays.keys() != {f"{index}.{name}" for index in pairs for name in names}:
         raise ValueError("it does not hold the times of a comparison")
-    return [Samples(**{name: tuple(map(float, arrays[f"{index}.{name}"])) for name in names}) for index in pairs]
+    return [Samples(**{name: tuple(arrays[f"{index}.{name}"].tolist()) for name in names}) for index in pairs]

@@ -17,7 +17,7 @@ class ChannelGates(Section):
     """
 
     max_ratio_current: PositiveFloat | None = None
-    """Median latency over the current release's, with the whole interval."""
+    """Median latency over the current release's, with the whole interval: one plus the slowdown that is accepted."""
     max_latency_ms: PositiveFloat | None = None
     """Median latency in milliseconds of each target that was measured."""
     max_metric_drop: NonNegativeFloat | None = None
