@@ -33,6 +33,12 @@ def moto_server() -> Iterator[StoreConfig]:
         yield config
 
 
+@pytest.fixture(scope="session")
+def seaweedfs_server() -> Iterator[StoreConfig]:
+    with servers.seaweedfs_server("releases") as config:
+        yield config
+
+
 def _prefix_of(request: pytest.FixtureRequest) -> str:
     """A prefix of its own for each test, so that all share one server."""
     return re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")
@@ -55,7 +61,7 @@ def local_folder(local: StoreConfig) -> Path:
     return (local.folder or Path()) / local.prefix
 
 
-@pytest.fixture(params=["local", "moto"])
+@pytest.fixture(params=["local", "moto", pytest.param("seaweedfs", marks=pytest.mark.long)])
 def config(request: pytest.FixtureRequest) -> StoreConfig:
     if request.param == "local":
         folder_store: StoreConfig = request.getfixturevalue("local")

@@ -34,12 +34,14 @@ def store(moto_server: StoreConfig, prefix: str) -> ReleaseStore:
     return ReleaseStore(replace(moto_server, prefix=prefix))
 
 
-@pytest.fixture(params=["folder", "server", "locked server"])
+@pytest.fixture(params=["folder", "server", "locked server", "real server"])
 def objects(request: pytest.FixtureRequest, moto_server: StoreConfig, prefix: str, tmp_path: Path) -> ObjectStore:
-    """A folder, a server that honours conditions, and a server without them that this machine alone writes to."""
+    """A folder, servers that honour conditions, moto's and SeaweedFS, and one that this machine alone writes to."""
     each: ObjectStore
     if request.param == "folder":
         each = open_objects(StoreConfig("releases", prefix, folder=tmp_path / "s3" / "releases"))
+    elif request.param == "real server":
+        each = open_objects(replace(request.getfixturevalue("seaweedfs_server"), prefix=prefix))
     else:
         lock = tmp_path / "lock" if request.param == "locked server" else None
         each = open_objects(replace(moto_server, prefix=f"{prefix}-{request.param[:6]}", lock=lock))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from support.processes import clean_environment
 from support.skips import require
 from support.waits import wait_until
@@ -106,6 +108,25 @@ def moto_server(bucket: str, prefix: str = "") -> Iterator[StoreConfig]:
         yield config
     finally:
         server.stop()
+
+
+@contextmanager
+def seaweedfs_server(bucket: str) -> Iterator[StoreConfig]:
+    """Run SeaweedFS's S3, a real server that decides between conditional writes; yield a store on it."""
+    weed = Path(sys.executable).with_name("weed")
+    if not weed.exists():
+        pytest.skip("SeaweedFS is not installed: run `make setup`")
+    names = ("s3", "master", "volume", "filer", "admin")
+    ports = {f"-{name}.port{kind}": free_port() for name in names for kind in ("", ".grpc")}
+    with tempfile.TemporaryDirectory(prefix="seaweedfs-") as folder:
+        command = [str(weed), "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+        command += [*(f"{option}={port}" for option, port in ports.items()), "-s3.port.iceberg=0", "-s3.port.lance=0"]
+        command += ["-admin.ui=false", "-webdav=false", "-master.telemetry=false"]
+        keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing-secret"}
+        with serving(command, ports["-s3.port"], "/healthz", Path(folder) / "log", keys) as address:
+            config = StoreConfig(bucket, endpoint=address, access_key="testing", secret_key="testing-secret")
+            ReleaseStore(config).check()
+            yield config
 
 
 @contextmanager
