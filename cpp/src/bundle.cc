@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <optional>
 #include <vector>
 
 #include "archive.h"
@@ -20,6 +21,7 @@ constexpr const char* kManifest = "bundle.json";
 constexpr const char* kSignature = "bundle.sig";
 constexpr const char* kWeights = "mod.params";
 constexpr uint64_t kMaxManifest = 1 << 20;
+constexpr uint64_t kMaxSignature = 1 << 10;
 constexpr size_t kChunk = 1 << 20;
 
 // Returns what `call` returns; the name of the bundle is added to its errors.
@@ -40,23 +42,21 @@ void Extract(BundleArchive& archive, const fs::path& path) {
   file.Close();
 }
 
-// Throws Error unless the current member is a signature: `ed25519`, a key of 64 and a signature of 128 hexadecimal
-// digits. Whether the key has made it is not checked.
-void ReadSignature(BundleArchive& archive) {
-  static const std::string kAlgorithm = "ed25519 ";
-  constexpr size_t kKey = 64, kDigits = 128;
-  const size_t size = kAlgorithm.size() + kKey + 1 + kDigits + 1;
-  if (archive.size() != size) throw Error("its signature is damaged");
+// The content of the current member, a signature.
+std::string ReadSignature(BundleArchive& archive) {
+  if (archive.size() > kMaxSignature) throw Error("its signature is damaged");
   std::string text;
   archive.Read([&text](const void* data, size_t count) { text.append(static_cast<const char*>(data), count); });
-  const auto is_hexadecimal = [&text](size_t begin, size_t count) {
-    return text.find_first_not_of("0123456789abcdef", begin) >= begin + count;
-  };
-  const size_t key = kAlgorithm.size(), digits = key + kKey + 1;
-  if (text.compare(0, key, kAlgorithm) != 0 || !is_hexadecimal(key, kKey) || text[digits - 1] != ' ' ||
-      !is_hexadecimal(digits, kDigits) || text.back() != '\n') {
-    throw Error("its signature is damaged");
-  }
+  return text;
+}
+
+// The content of a file of at most `limit` bytes in an unpacked bundle. Throws Error.
+std::string ReadFile(const fs::path& path, uint64_t limit) {
+  InputFile file(path.string());
+  if (file.size() > limit) throw Error("its " + path.filename().string() + " is too large");
+  std::string text(static_cast<size_t>(file.size()), '\0');
+  file.Read(0, text.data(), text.size());
+  return text;
 }
 
 void CheckFreeSpace(const Manifest& manifest, const fs::path& folder) {
@@ -107,49 +107,49 @@ TemporaryFolder::~TemporaryFolder() {
 }
 
 OpenBundle::OpenBundle(const std::string& bundle) : bundle_(bundle), folder_(bundle) {
-  const char* trusted_keys = std::getenv("TVMFLOW_TRUSTED_KEYS");
-  if (trusted_keys != nullptr && *trusted_keys != '\0') {
-    throw Error("TVMFLOW_TRUSTED_KEYS is set and this program checks no signatures; check it with `tvmflow verify`");
-  }
+  const TrustedKeys trusted;
   std::error_code ignored;
   if (!fs::exists(folder_, ignored)) throw Error("there is no bundle '" + bundle + "'");
-  WithBundleName(bundle_, [this, &ignored] {
+  WithBundleName(bundle_, [this, &ignored, &trusted] {
     if (fs::is_directory(folder_, ignored)) {
-      ReadManifest();
+      ReadFolder(trusted);
     } else {
       unpacked_.emplace();
       folder_ = unpacked_->path();
-      Unpack();
+      Unpack(trusted);
     }
   });
   CheckDigests();
 }
 
-void OpenBundle::ReadManifest() {
-  const fs::path path = folder_ / kManifest;
+void OpenBundle::ReadFolder(const TrustedKeys& trusted) {
+  const fs::path path = folder_ / kManifest, signature_path = folder_ / kSignature;
   if (!fs::exists(path)) throw Error(std::string("it has no ") + kManifest);
-  InputFile file(path.string());
-  if (file.size() > kMaxManifest) throw Error(std::string("its ") + kManifest + " is too large");
-  std::string text(static_cast<size_t>(file.size()), '\0');
-  file.Read(0, text.data(), text.size());
-  manifest_ = ParseManifest(text);
+  const std::string manifest = ReadFile(path, kMaxManifest);
+  std::optional<std::string> signature;
+  if (fs::exists(signature_path)) signature = ReadFile(signature_path, kMaxSignature);
+  trusted.Check(manifest, signature);
+  manifest_ = ParseManifest(manifest);
 }
 
 // Extracts the regular files that the manifest names. The archive must hold those and nothing else: first the manifest,
 // then perhaps a signature.
-void OpenBundle::Unpack() {
+void OpenBundle::Unpack(const TrustedKeys& trusted) {
   BundleArchive archive(bundle_);
   if (!archive.Next() || archive.name() != kManifest) throw Error(std::string("it does not begin with ") + kManifest);
   if (archive.size() > kMaxManifest) throw Error(std::string("its ") + kManifest + " is too large");
   Extract(archive, folder_ / kManifest);
-  ReadManifest();
-  CheckFreeSpace(manifest_, folder_);
-  std::map<std::string, FileEntry> missing = manifest_.files;
   bool has_member = archive.Next();
+  std::optional<std::string> signature;
   if (has_member && archive.name() == kSignature) {
-    ReadSignature(archive);
+    signature = ReadSignature(archive);
     has_member = archive.Next();
   }
+  const std::string manifest = ReadFile(folder_ / kManifest, kMaxManifest);
+  trusted.Check(manifest, signature);
+  manifest_ = ParseManifest(manifest);
+  CheckFreeSpace(manifest_, folder_);
+  std::map<std::string, FileEntry> missing = manifest_.files;
   for (; has_member; has_member = archive.Next()) {
     const auto entry = missing.find(archive.name());
     if (entry == missing.end() || static_cast<uint64_t>(entry->second.size) != archive.size()) {

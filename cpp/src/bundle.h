@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "signature.h"
 #include "tvmflow/manifest.h"
 
 namespace tvmflow {
@@ -26,8 +27,8 @@ class TemporaryFolder {
 // A bundle whose files lie in a folder, unpacked there if the bundle is an archive, and equal their digests.
 class OpenBundle {
  public:
-  // `bundle` is an archive or a folder. Throws Error for anything but an intact bundle, and where TVMFLOW_TRUSTED_KEYS
-  // demands signatures. Nothing of the bundle is executed.
+  // `bundle` is an archive or a folder. Throws Error for anything but an intact bundle, and, where TVMFLOW_TRUSTED_KEYS
+  // names public keys, for one that none of them has signed. Nothing of the bundle is executed.
   explicit OpenBundle(const std::string& bundle);
 
   const Manifest& manifest() const { return manifest_; }
@@ -37,8 +38,8 @@ class OpenBundle {
   std::filesystem::path PathOf(const std::string& file) const;
 
  private:
-  void Unpack();
-  void ReadManifest();
+  void Unpack(const TrustedKeys& trusted);
+  void ReadFolder(const TrustedKeys& trusted);
   void CheckDigests() const;
 
   std::string bundle_;

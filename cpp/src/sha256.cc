@@ -1,16 +1,14 @@
 #include "sha256.h"
 
+#include "text.h"
+
 namespace tvmflow {
 
 std::string Sha256::Finish() {
-  unsigned char digest[SHA256_DIGEST_LENGTH];
-  SHA256_Final(digest, &state_);
-  std::string text;
-  for (unsigned char byte : digest) {
-    text += "0123456789abcdef"[byte >> 4];
-    text += "0123456789abcdef"[byte & 15];
-  }
-  return text;
+  unsigned char digest[EVP_MAX_MD_SIZE] = {};
+  unsigned int size = 0;
+  EVP_DigestFinal_ex(state_.get(), digest, &size);
+  return Hexadecimal(digest, size);
 }
 
 }  // namespace tvmflow

@@ -1,25 +1,23 @@
 // SHA-256 digests.
 #pragma once
 
-// OpenSSL's own interface to one algorithm, of before its version 3: the general one (EVP) would link every cipher into
-// a static program, 3.8 MB of them.
-#define OPENSSL_API_COMPAT 0x10100000L
-#include <openssl/sha.h>
+#include <openssl/evp.h>
 
 #include <cstddef>
+#include <memory>
 #include <string>
 
 namespace tvmflow {
 
 class Sha256 {
  public:
-  Sha256() { SHA256_Init(&state_); }
-  void Update(const void* data, size_t size) { SHA256_Update(&state_, data, size); }
+  Sha256() : state_(EVP_MD_CTX_new(), EVP_MD_CTX_free) { EVP_DigestInit_ex(state_.get(), EVP_sha256(), nullptr); }
+  void Update(const void* data, size_t size) { EVP_DigestUpdate(state_.get(), data, size); }
   // The digest of all bytes so far, in hexadecimal. No method may be called after it.
   std::string Finish();
 
  private:
-  SHA256_CTX state_;
+  std::unique_ptr<EVP_MD_CTX, void (*)(EVP_MD_CTX*)> state_;
 };
 
 }  // namespace tvmflow

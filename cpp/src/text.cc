@@ -77,4 +77,14 @@ std::string Escape(std::string_view text) {
   return result;
 }
 
+std::string Hexadecimal(const unsigned char* bytes, size_t size) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (size_t i = 0; i < size; ++i) {
+    text += kDigits[bytes[i] >> 4];
+    text += kDigits[bytes[i] & 15];
+  }
+  return text;
+}
+
 }  // namespace tvmflow

@@ -1,6 +1,7 @@
 // Text from files that may be hostile.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <string_view>
 
@@ -12,5 +13,8 @@ bool IsPrintable(std::string_view text);
 
 // The text with every byte of an unprintable character as `\xNN`.
 std::string Escape(std::string_view text);
+
+// Bytes as lower-case hexadecimal digits.
+std::string Hexadecimal(const unsigned char* bytes, size_t size);
 
 }  // namespace tvmflow

@@ -6,8 +6,10 @@ A failure names its mutant: `mutant(mutator, seed)` of tests/support/mutants.py 
 import gzip
 import hashlib
 import json
+import random
 import tarfile
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +28,30 @@ from support.mutants import (
     archive,
     bomb,
     compressed,
+    flipped,
+    members,
     mutant,
     plain,
     spelled,
 )
-from tvmflow.bundle import extract
+from tvmflow.bundle import extract, keygen, sign
 from tvmflow.errors import BundleError
 
 
-def is_intact_for_python(path: Path, folder: Path) -> bool:
-    """Whether the Python reader accepts a bundle."""
+def is_intact_for_python(path: Path, folder: Path, trusted: Sequence[Path] = ()) -> bool:
+    """Whether the Python reader accepts a bundle, where the keys in `trusted` are."""
     folder.mkdir()
     try:
-        extract(path, folder, trusted=())
+        extract(path, folder, trusted=trusted)
     except BundleError:
         return False
     return True
 
 
-def verdicts(program: Runner, paths: Iterable[Path]) -> list[str]:
-    """The C++ reader's answer for each bundle; it must not crash on any."""
-    process = program("verify", text="".join(f"{path}\n" for path in paths))
+def verdicts(program: Runner, paths: Iterable[Path], trusted: str = "") -> list[str]:
+    """The C++ reader's answer for each bundle, where the keys in `trusted` are; it must not crash on any."""
+    text = "".join(f"{path}\n" for path in paths)
+    process = program("verify", text=text, env={"TVMFLOW_TRUSTED_KEYS": trusted})
     assert process.returncode == 0, process.stderr[-4000:]
     return process.stdout.splitlines()
 
@@ -74,6 +79,32 @@ def test_the_runner_survives_every_mutated_bundle(runner: Runner, mutator: Mutat
         origin = f"mutant({mutator.__name__}, {seed})"
         assert process.returncode in (0, 1), f"{origin}: {process.stderr[-4000:]}"
         assert process.stderr.count("\n") == process.returncode, f"{origin}: {process.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("part", ["signature", "manifest", "library"])
+def test_both_readers_agree_on_a_mutated_signed_bundle(program: Runner, part: str, tmp_path: Path) -> None:
+    public, other = keygen(tmp_path / "key"), keygen(tmp_path / "other")
+    sign(ORIGINAL_FILE, tmp_path / "key", tmp_path / "signed.tar.gz")
+    signed = gzip.decompress((tmp_path / "signed.tar.gz").read_bytes())
+    parts = members(signed)
+    number = {"manifest": 0, "signature": 1, "library": 3}[part]
+    info, content = parts[number]
+    chance = random.Random(part)  # noqa: S311
+    paths = []
+    for count in range(scale.count(normal=20, long=400)):
+        mutated = content if count == 0 else flipped(content, chance)
+        if part == "signature" and count % 2:
+            # Another digit in place of one: the form stays right.
+            place = chance.randrange(len(b"ed25519 "), len(content) - 1)
+            mutated = content[:place] + chance.choice(b"0123456789abcdef ").to_bytes() + content[place + 1 :]
+        paths.append(tmp_path / f"{count}.tar.gz")
+        paths[-1].write_bytes(compressed(archive([*parts[:number], (info, mutated), *parts[number + 1 :]])))
+    for trusted in ((), (public,), (other, public), (other,)):
+        answers = verdicts(program, paths, ":".join(map(str, trusted)))
+        for path, verdict in zip(paths, answers, strict=True):
+            expected = is_intact_for_python(path, Path(tempfile.mkdtemp(dir=tmp_path)) / "files", trusted)
+            assert (verdict == "intact") == expected, f"{path.name}: {verdict}"
+        assert answers[0] == "intact" or trusted == (other,)
 
 
 def special(kind: bytes, name: str, link: str = "") -> tuple[tarfile.TarInfo, bytes]:
@@ -107,8 +138,8 @@ CRAFTED = {
 
 def test_crafted_archives_are_refused_by_both_readers(program: Runner, tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.tar.gz" for number in range(len(CRAFTED))]
-    for path, members in zip(paths, CRAFTED.values(), strict=True):
-        path.write_bytes(compressed(archive(members)))
+    for path, parts in zip(paths, CRAFTED.values(), strict=True):
+        path.write_bytes(compressed(archive(parts)))
     for path, label, verdict in zip(paths, CRAFTED, verdicts(program, paths), strict=True):
         assert str(path) in verdict, label
         assert not is_intact_for_python(path, tmp_path / path.stem), label

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from support import cpp
 from support.cpp import Runner
 from support.mutants import ORIGINAL_FILE, spelled
 from tvmflow import npz, runtime
-from tvmflow.bundle import extract, pack, read_manifest, signature
+from tvmflow.bundle import extract, pack, read_manifest, sign, signature
 
 Arrays = dict[str, npt.NDArray[Any]]
 MakeInputs = Callable[[int], Arrays]
@@ -120,15 +123,52 @@ def test_the_json_document_holds_shapes_and_times(runner: Runner, bundle: Path, 
     assert times["min"] <= times["mean"]
 
 
-def test_a_signed_bundle_runs_unless_signatures_are_demanded(runner: Runner, bundle: Path, tmp_path: Path) -> None:
-    public = signature.keygen(tmp_path / "key")
-    files = tmp_path / "files"
-    files.mkdir()
+def test_where_keys_are_trusted_bundles_that_they_signed_run(
+    runner: Runner, bundle: Path, tmp_path: Path, unpacked: Path
+) -> None:
+    public, other = signature.keygen(tmp_path / "key"), signature.keygen(tmp_path / "other")
     signed = tmp_path / "signed.tar.gz"
-    manifest = extract(bundle, files)
-    pack(signed, manifest, {name: files / name for name in manifest.files}, key=tmp_path / "key")
+    sign(bundle, tmp_path / "key", signed)
     assert runner(signed).returncode == 0
-    assert "TVMFLOW_TRUSTED_KEYS" in runner.refusal(signed, env={"TVMFLOW_TRUSTED_KEYS": str(public)})
+    # A private key says which public one it belongs to.
+    for keys in (f"{public}", f"{other}:{public}", f"{tmp_path / 'key'}:"):
+        assert runner(signed, env={"TVMFLOW_TRUSTED_KEYS": keys}).returncode == 0, keys
+    trusting = {"TVMFLOW_TRUSTED_KEYS": str(public)}
+    for unsigned in (bundle, unpacked):
+        refusal = runner.refusal(unsigned, env=trusting)
+        assert refusal.startswith(f"bundle '{unsigned}' cannot be used: it is not signed, and this machine accepts")
+    key = signature.public_key(public)[:16]
+    refusal = runner.refusal(signed, env={"TVMFLOW_TRUSTED_KEYS": str(other)})
+    assert f"it is signed with the key {key}, which is not trusted here" in refusal
+    with tarfile.open(signed) as archive:
+        archive.extract("bundle.sig", unpacked, filter="data")
+    assert runner(unpacked, env=trusting).returncode == 0
+    manifest = unpacked / "bundle.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"small"', b'"large"'))
+    assert runner(unpacked).returncode == 0
+    assert "it was changed after it was signed; do not trust it" in runner.refusal(unpacked, env=trusting)
+
+
+def test_a_trusted_key_that_is_none_is_refused_with_its_file(runner: Runner, bundle: Path, tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    forms = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8)
+    files = {
+        "text": b"a key",
+        "empty": b"",
+        "curve": key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        ),
+        "locked": ed25519.Ed25519PrivateKey.generate().private_bytes(
+            *forms, serialization.BestAvailableEncryption(b"password")
+        ),
+    }
+    for name, content in files.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        refusal = runner.refusal(bundle, env={"TVMFLOW_TRUSTED_KEYS": str(path)})
+        assert refusal == f"'{path}' is no Ed25519 key in PEM without a password; `tvmflow keygen` makes a pair"
+    for path in (tmp_path / "nowhere", tmp_path):
+        assert f"key '{path}' cannot be read" in runner.refusal(bundle, env={"TVMFLOW_TRUSTED_KEYS": str(path)})
 
 
 def test_installed_it_needs_nothing_but_its_own_folder(runner: Runner, bundle: Path, tmp_path: Path) -> None:
