@@ -4,9 +4,9 @@ Two steps: `integrity` checks that the release is complete and has the required 
 the channel's gates.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import AliasChoices, Field
 
@@ -18,7 +18,8 @@ from tvmflow.bundle.signature import trusted_keys
 from tvmflow.comparison import Comparison, Interval, Pair
 from tvmflow.comparison.pairs import Samples
 from tvmflow.errors import BundleError, InputError, StatementError, VerdictError
-from tvmflow.release import Release
+from tvmflow.figures import Measurement
+from tvmflow.release import Release, ReleaseTarget
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channels import Channel
 from tvmflow.store.resolve import TargetEntry, fetch_target
@@ -253,8 +254,10 @@ def _golden_samples(job: GateJob, runner: StepRunner, store: ReleaseStore, cache
 def check_figures(job: GateJob) -> Iterator[Check]:
     """Yield a check for each gate of the channel on figures that were measured when the release was made."""
     gates = job.policy.policy.gates
-    if gates.max_latency_ms is not None:
-        yield from _latencies(job.release, gates.max_latency_ms)
+    for figure in _FIGURES:
+        bound = getattr(gates, figure.gate)
+        if bound is not None:
+            yield from _check_figure(job.release, figure, bound)
     metric = _metric(job.release)
     if gates.min_metric is not None:
         yield _metric_check("min_metric", metric, gates.min_metric, f"gate min_metric asks for {gates.min_metric:g}")
@@ -283,14 +286,61 @@ def _metric_check(name: str, metric: float | None, lowest: float, against: str) 
     return Check(name=name, message=message, passed=passed, value=metric, bound=lowest)
 
 
-def _latencies(release: Release, bound: float) -> Iterator[Check]:
-    latencies = {item.target: item.p50 for item in release.targets if item.p50 is not None}
-    if not latencies:
-        message = "gate max_latency_ms cannot be checked: no target was measured; release it on a machine that runs one"
-        yield Check(name="max_latency_ms", message=message, passed=False, bound=bound)
-    for target, value in latencies.items():
-        message = f"target {target!r}: p50 latency was {value:.4g} ms, gate max_latency_ms allows {bound:g}"
-        yield Check(name="max_latency_ms", message=message, passed=value <= bound, value=value, bound=bound)
+class _Figure(NamedTuple):
+    """A figure of a target that the gate `gate` bounds.
+
+    `read` returns it, or None for a target without it; `words` say it, and `lack` why no target has it.
+    """
+
+    gate: str
+    read: Callable[[ReleaseTarget], float | None]
+    words: str
+    lack: str
+
+
+def _of_bundle(read: Callable[[Measurement], float]) -> Callable[[ReleaseTarget], float | None]:
+    """Return the reader of a figure of the bundle at the typical sizes, which is None where nothing was measured."""
+    return lambda target: None if target.measurements is None else read(target.measurements.typical.bundle)
+
+
+def _read_agreement(target: ReleaseTarget) -> float | None:
+    original = target.verdict.original
+    return None if original is None else original.top1_agreement
+
+
+def _read_megabytes(target: ReleaseTarget) -> float:
+    return (target.bundle.size + (0 if target.weights is None else target.weights.size)) / 1e6
+
+
+_NOT_MEASURED = "no target was measured; release it on a machine that runs one"
+_FIGURES = (
+    _Figure("max_latency_ms", _of_bundle(lambda item: item.latency_ms.p50), "p50 latency was {:.4g} ms", _NOT_MEASURED),
+    _Figure("min_throughput", _of_bundle(lambda item: item.latency_ms.throughput), "{:.4g} runs/s", _NOT_MEASURED),
+    _Figure("max_load_ms", _of_bundle(lambda item: item.load_seconds * 1e3), "loaded in {:.4g} ms", _NOT_MEASURED),
+    _Figure(
+        "max_memory_mb", _of_bundle(lambda item: item.peak_memory / 1e6), "its process took {:.4g} MB", _NOT_MEASURED
+    ),
+    _Figure("max_bundle_mb", _read_megabytes, "the bundle has {:.4g} MB", "it has no target"),
+    _Figure(
+        "min_top1_agreement",
+        _read_agreement,
+        "the largest output was the original's in {:.4%} of the samples",
+        "no target was compared, or the outputs are not class scores",
+    ),
+)
+
+
+def _check_figure(release: Release, figure: _Figure, bound: float) -> Iterator[Check]:
+    values = {item.target: value for item in release.targets if (value := figure.read(item)) is not None}
+    if not values:
+        message = f"gate {figure.gate} cannot be checked: {figure.lack}"
+        yield Check(name=figure.gate, message=message, passed=False, bound=bound)
+    is_least = figure.gate.startswith("min_")
+    for target, value in values.items():
+        wish = f"gate {figure.gate} {'asks for' if is_least else 'allows'} {bound:g}"
+        message = f"target {target!r}: {figure.words.format(value)}, {wish}"
+        passed = value >= bound if is_least else value <= bound
+        yield Check(name=figure.gate, message=message, passed=passed, value=value, bound=bound)
 
 
 def _metric(release: Release) -> float | None:

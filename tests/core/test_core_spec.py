@@ -583,7 +583,19 @@ def test_what_a_release_file_does_not_say_is_as_documented(tmp_path: Path) -> No
         "keep": 5,
         "signature": "optional",
         "after": None,
-        "gates": {"max_ratio_current": None, "max_latency_ms": None, "max_metric_drop": None, "min_metric": None},
+        "gates": dict.fromkeys(
+            (
+                "max_ratio_current",
+                "max_latency_ms",
+                "min_throughput",
+                "max_load_ms",
+                "max_memory_mb",
+                "max_bundle_mb",
+                "min_top1_agreement",
+                "max_metric_drop",
+                "min_metric",
+            )
+        ),
     }
 
 
@@ -613,6 +625,11 @@ LIMITS: list[tuple[str, list[object], list[object]]] = [
     ("gates.max_bundle_mb", [0.1], [0]),
     ("channels.c.gates.max_ratio_current", [0.1], [0]),
     ("channels.c.gates.max_latency_ms", [0.1], [0]),
+    ("channels.c.gates.min_throughput", [0.1], [0]),
+    ("channels.c.gates.max_load_ms", [0.1], [0]),
+    ("channels.c.gates.max_memory_mb", [0.1], [0]),
+    ("channels.c.gates.max_bundle_mb", [0.1], [0]),
+    ("channels.c.gates.min_top1_agreement", [0, 1], [-0.1, 1.1]),
     ("channels.c.gates.max_metric_drop", [0], [-0.1]),
     ("channels.c.gates.min_metric", [-1, 0], ["x"]),
     ("dimensions.batch", [{"min": 1}, {"min": 4, "max": 4}, {"tune": 9}], [{"min": 0}, {"min": 5, "max": 4}]),

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
-from support.releases import make_measurements, make_release, make_target
+from support.releases import make_measurements, make_release, make_target, make_verdict
 from tasks.gate import Check, GateJob, check_figures, check_ratio, decide_again
 from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan
 from tvmflow.comparison.pairs import Samples
 from tvmflow.promotion import EffectivePolicy
-from tvmflow.release import Release
+from tvmflow.release import Blob, Release
 from tvmflow.spec import Policy
+from tvmflow.spec.channels import ChannelGates
 from tvmflow.store.channels import Channel
 
 NEW = Channel(name="m", channel="production")
@@ -66,9 +67,47 @@ def test_a_release_without_a_metric_does_not_pass_a_gate_on_it(gates: dict[str, 
     assert "cannot be checked: the release has no task metric; add validate.task" in check.message
 
 
-@pytest.mark.parametrize(("bound", "passes"), [(3.0, True), (2.9, False)])
-def test_a_latency_is_that_of_the_release(bound: float, passes: bool) -> None:
-    assert judged(release("2", None, p50=3.0), None, max_latency_ms=bound).passed == passes
+# The target's bundle has 8 bytes and was run at 3 ms, loaded in 250 ms and took 123,456 bytes; 0.996 agree.
+FIGURES = [
+    ("max_latency_ms", 3.0, 2.9, "p50 latency was 3 ms, gate max_latency_ms allows 2.9"),
+    ("min_throughput", 333.0, 334.0, "333.3 runs/s, gate min_throughput asks for 334"),
+    ("max_load_ms", 250.0, 249.0, "loaded in 250 ms, gate max_load_ms allows 249"),
+    ("max_memory_mb", 0.124, 0.123, "its process took 0.1235 MB, gate max_memory_mb allows 0.123"),
+    ("max_bundle_mb", 8e-6, 7e-6, "the bundle has 8e-06 MB, gate max_bundle_mb allows 7e-06"),
+    (
+        "min_top1_agreement",
+        0.996,
+        0.997,
+        "original's in 99.6000% of the samples, gate min_top1_agreement asks for 0.997",
+    ),
+]
+
+
+@pytest.mark.parametrize(("gate", "kept", "missed", "end"), FIGURES)
+def test_a_figure_is_that_of_the_release(gate: str, kept: float, missed: float, end: str) -> None:
+    assert judged(release("2", None, p50=3.0), None, **{gate: kept}).passed
+    check = judged(release("2", None, p50=3.0), None, **{gate: missed})
+    assert not check.passed
+    assert check.message.startswith("target 't0': ")
+    assert check.message.endswith(end)
+
+
+def test_every_gate_on_a_figure_is_checked() -> None:
+    decided_elsewhere = {"max_ratio_current", "max_metric_drop", "min_metric"}
+    assert {gate for gate, *_ in FIGURES} == ChannelGates.model_fields.keys() - decided_elsewhere
+
+
+def test_weights_that_are_kept_apart_count_as_size() -> None:
+    target = make_target(size=8, weights=Blob(sha256="1" * 64, size=2_000_000))
+    check = judged(make_release("m", "2", target), None, max_bundle_mb=1)
+    assert (check.passed, check.value) == (False, 2.000008)
+
+
+def test_an_agreement_that_no_target_has_does_not_pass() -> None:
+    target = make_target(verdict=make_verdict().model_copy(update={"comparisons": ()}))
+    check = judged(make_release("m", "2", target), None, min_top1_agreement=0.0)
+    assert not check.passed
+    assert "cannot be checked: no target was compared" in check.message
 
 
 def test_a_latency_that_was_never_measured_does_not_pass() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from tvmflow.spec.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from tvmflow.spec.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Share
 
 
 class ChannelGates(Section):
@@ -10,16 +10,26 @@ class ChannelGates(Section):
 
     The current release is the one that the channel holds. `max_ratio_current` bounds the median latency over the
     current release's, both measured in turn on the machine that promotes: the whole interval of the ratio must be
-    below it. `max_metric_drop` bounds how far the task
-    metric lies below the current release's. `max_latency_ms` and `min_metric` bound figures that were measured when the
-    release was made. On a channel without a release the two gates that compare pass. A gate that cannot be checked
-    refuses: nothing was measured, there is no task metric, no bundle runs here, or the inputs have changed.
+    below it. `max_metric_drop` bounds how far the task metric lies below the current release's. The others bound
+    figures of the release's targets that were measured when it was made. On a channel without a release the two gates
+    that compare pass. A gate that cannot be checked refuses: nothing was measured, there is no task metric, no bundle
+    runs here, or the inputs have changed.
     """
 
     max_ratio_current: PositiveFloat | None = None
     """Median latency over the current release's, with the whole interval: one plus the slowdown that is accepted."""
     max_latency_ms: PositiveFloat | None = None
     """Median latency in milliseconds of each target that was measured."""
+    min_throughput: PositiveFloat | None = None
+    """Runs per second at the median latency, of each target that was measured."""
+    max_load_ms: PositiveFloat | None = None
+    """Milliseconds to load the bundle of each target that was measured."""
+    max_memory_mb: PositiveFloat | None = None
+    """Most megabytes of memory that the process took which measured the bundle."""
+    max_bundle_mb: PositiveFloat | None = None
+    """Size of the bundle of each target in megabytes, with weights that are kept apart."""
+    min_top1_agreement: Share | None = None
+    """Least share of samples whose largest output has the same index as the original's, of each target that was run."""
     max_metric_drop: NonNegativeFloat | None = None
     """How far the task metric may lie below the current release's; the lowest of a release's targets counts."""
     min_metric: float | None = None

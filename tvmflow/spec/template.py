@@ -113,7 +113,7 @@ validate:
 #     after: staging            # the channel that must have held the release before
 #     gates:                    # a release out of bounds is not promoted
 #       max_ratio_current: 1.1  # latency over that of the release which the channel holds, measured side by side
-#       max_latency_ms: 20
+#       max_latency_ms: 20      # also min_throughput, max_load_ms, max_memory_mb, max_bundle_mb, min_top1_agreement
 #       max_metric_drop: 0.01   # how much lower than that release's the task metric may be
 #       min_metric: 0.9
 
