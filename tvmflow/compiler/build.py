@@ -165,8 +165,9 @@ def lower(
 ) -> tvm.IRModule:
     """Lower a model to a module whose `main` calls fused, unscheduled functions and holds the packed weights.
 
-    `choices.made` overrides decisions of the cost model, and `choices.met` collects the decisions of the build. The
-    same input gives the same module in every process. Raises BuildError when a pass fails, OptionError for an unknown
+    `options` None means the defaults. `choices.made` overrides decisions of the cost model, and `choices.met` collects
+    the decisions of the build; without `choices` the cost model decides. The same input gives the same module in every
+    process. Raises BuildError when a pass fails, OptionError for an unknown
     pass or a wrong option, TargetError for a precision that the target's processor has no instructions for.
     """
     options = options or BuildOptions()
@@ -192,10 +193,10 @@ def build(
 ) -> CompiledModel:
     """Build a model for a target.
 
-    `tuned` may return a scheduled replacement, with the same parameters, for an unscheduled fused function; where it
-    returns None the analytic rules schedule the function. `cache` is a folder that keeps generated code: a model with
+    `options` None means the defaults. `tuned` may return a scheduled replacement, with the same parameters, for an
+    unscheduled fused function; where it returns None the analytic rules schedule the function. `cache` is a folder that keeps generated code: a model with
     the same functions, whatever its weights, then takes little more than linking. `inspect` names the parts of the
-    build to keep for a person to read. `choices` overrides decisions of the cost model.
+    build to keep for a person to read. `choices` overrides decisions of the cost model, and collects those it meets.
 
     Raises BuildError when a pass or the code generator fails, OptionError for an unknown pass or a wrong option,
     TargetError for a target TVM does not know and for a precision that its processor has no instructions for.

@@ -105,9 +105,11 @@ def diagnose(
 ) -> Diagnosis:
     """Import an ONNX file, lower each kind of node by itself, and report the rule that each gets.
 
-    `shapes` fixes or renames dimensions, and `operators` are converters, as in `import_onnx`; `sizes` are sizes of free
-    dimensions to estimate times with, by default 1. Raises ModelImportError for a file that is damaged and for shapes
-    that contradict the model, TargetError for a precision that the target's processor has no instructions for.
+    `shapes` fixes or renames symbolic dimensions of inputs by name: `{"x": (1, 3, 224, 224)}`, `{"x": ("batch", 10)}`.
+    `sizes` are sizes of free dimensions to estimate times with, by default 1. The report calls the file `label`, by
+    default its path. `operators` are converters of the caller's own, by domain and operator as in `org.example.Twice`.
+    Raises ModelImportError for a file that is damaged and for shapes that contradict the model, TargetError for a
+    precision that the target's processor has no instructions for.
     """
     survey = survey_onnx(path, shapes, label, operators)
     sizes = {name: (sizes or {}).get(name, 1) for name in survey.free}

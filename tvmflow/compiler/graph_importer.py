@@ -61,8 +61,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     """TVM's importer with our converters; weights become parameters, and constant operands are evaluated.
 
     `sizes` are the new sizes or names of symbols that the shapes recorded in the graph still mention. A node that
-    cannot be imported is a refusal with `advice`, and the import goes on with placeholders for its results. `own` are
-    the caller's converters.
+    cannot be imported is reported in `refusals`, with `advice`, and the import goes on with placeholders for its
+    results. `own` are the caller's converters, by operator.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return forget
 
     def add_function(self, variable: tvm.ir.GlobalVar, function: relax.Function) -> None:
-        """Add a function to the module."""
+        """Add a function to the module that `import_model` returns."""
         self._functions[variable] = function
 
     def unique_name(self, name: str) -> str:

@@ -91,9 +91,11 @@ def survey_onnx(
     label: str | None = None,
     operators: Mapping[str, Converter] | None = None,
 ) -> Survey:
-    """Import an ONNX file as `import_onnx` does, and go on after what is refused.
+    """Import an ONNX file of opset 7 or later into Relax, and go on after a node that is refused.
 
-    Raises ModelImportError for a file that is damaged and for shapes that contradict the model.
+    `shapes` fixes or renames symbolic dimensions of inputs by name. Messages call the file `label`, by default its
+    path. `operators` are converters of the caller's own, by domain and operator as in `org.example.Twice`. Raises
+    ModelImportError for a file that is damaged and for shapes that contradict the model.
     """
     label = label or str(path)
     own = operators or {}

@@ -29,7 +29,7 @@ class Inspection:
 
     @property
     def needs_llvm(self) -> bool:
-        """Whether the build must generate code anew, because an object file of the cache has no such form."""
+        """Whether a form is LLVM's (`ll` or `asm`): the build then generates code anew, for the cache holds no text."""
         return bool(_LLVM_FORMS.keys() & set(self.code))
 
 

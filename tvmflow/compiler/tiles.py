@@ -25,7 +25,11 @@ _CHOICES = 4
 def choose(
     rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None, *, exact: bool = False
 ) -> Tile:
-    """Return the register tile that `rank` puts first; the arguments are the same."""
+    """Return the fastest register tile for a product of `rows` rows (None: symbolic) and `vectors` vectors of channels.
+
+    `row_bytes` is the distance in memory from one row of the left operand to the next, None where it is unknown. With
+    `exact` the rows of the tile divide the product's.
+    """
     return rank(rows, vectors, machine, row_bytes, exact=exact)[0]
 
 
@@ -37,8 +41,8 @@ def rank(
     The fastest tile comes first, and there is at least one. No tile has more rows than the product.
 
     With `exact` the rows of every tile divide the product's. `row_bytes` is the distance in memory from one row of the
-    left operand to the next: of rows that share one set of the first-level cache (`conflicts`), more than the set has
-    lines for would evict each other.
+    left operand to the next, None where it is unknown: of rows that share one set of the first-level cache
+    (`conflicts`), more than the set has lines for would evict each other.
 
     The rate is multiply-adds per cycle of a step of the reduction: a tile of r rows by v vectors does r*v of them with
     r + v loads, v of them of weights in the second-level cache, and needs r*v + v + 1 registers. Work on the missing

@@ -72,7 +72,8 @@ def cycles(
 ) -> float:
     """Return a core's cycles for one image with output tiles of `size`, or by direct convolution if `size` is None.
 
-    The other arguments are those of `rank_sizes`.
+    The output has `height` by `width` pixels. `group` is the number of multiply-adds of narrow numbers that an
+    instruction does in a lane, where narrow numbers are accurate enough; 1 means float32.
     """
     vectors = -(-out_channels // machine.lanes)
     if size is None:
@@ -140,9 +141,10 @@ def choose_tile(high: int, wide: int, taps: int, channels: int, vectors: int, ma
 
 
 def rank_tiles(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> list[tiles.Tile]:
-    """Rank register tiles: first the one that `choose_tile` returns, then others that are worth measuring.
+    """Rank the register tiles of the products: first the one that `choose_tile` returns, then others worth measuring.
 
-    The arguments are those of `choose_tile`.
+    Images have `high` by `wide` output tiles. `taps` are the elements of an input tile, `channels` is the depth of a
+    product, and `vectors` the vectors of output channels.
     """
     line, lines = (tiles.rank(rows, vectors, machine, 4 * channels, exact=True) for rows in (wide, high * wide))
     in_cache = 4 * taps * channels * vectors * machine.lanes <= machine.own_cache

@@ -119,7 +119,7 @@ def convert_feature_vectorizer(node: Node) -> relax.Expr:
 
 
 def convert_label_encoder(node: Node) -> relax.Expr:
-    """Write LabelEncoder of numbers as a search among its sorted keys."""
+    """Write LabelEncoder of numbers as a search among its sorted keys. Raises UnsupportedFormError for strings."""
     attrs = node.attrs
     if any("string" in name and value for name, value in attrs.items()):
         raise UnsupportedFormError("strings: only numbers are supported")

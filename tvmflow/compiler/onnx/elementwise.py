@@ -75,7 +75,11 @@ def convert_thresholded_relu(node: Node) -> relax.Expr:
 
 
 def convert_shift(node: Node) -> relax.Expr | None:
-    """Write shifts so that as many bits as a number has, or more, leave none: LLVM leaves such shifts undefined."""
+    """Write BitShift; a shift by as many bits as the type has, or more, gives zero, where LLVM leaves it undefined.
+
+    Of a signed type, a negative number that is shifted right so far gives -1. Returns None, which leaves the
+    node to TVM's converter, where the number to shift is constant or no tensor.
+    """
     x, distance = node.inputs
     if node.constant(0) is not None or not isinstance(x.ty, relax.TensorType):
         return None
@@ -150,7 +154,10 @@ def convert_pow(node: Node) -> relax.Expr | None:
 
 
 def convert_by_pairs(combine: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> "Converter":
-    """Return a converter that combines operands pair by pair; TVM's stacks them all."""
+    """Return a converter that combines operands pair by pair by `combine`; TVM's converter stacks them all.
+
+    It returns None, which leaves the node to TVM's converter, where an operand is no tensor.
+    """
 
     def convert(node: Node) -> relax.Expr | None:
         if not all(expr is not None and isinstance(expr.ty, relax.TensorType) for expr in node.inputs):
@@ -164,6 +171,9 @@ def convert_by_pairs(combine: Callable[[relax.Expr, relax.Expr], relax.Expr]) ->
 
 
 def convert_mean(node: Node) -> relax.Expr | None:
-    """Write Mean as a sum and a quotient."""
+    """Write Mean as the sum of its operands divided by their number.
+
+    Returns None, which leaves the node to TVM's converter, where an operand is no tensor.
+    """
     total = convert_by_pairs(relax.op.add)(node)
     return None if total is None else relax.op.divide(total, relax.const(len(node.inputs), dtype_of(total)))

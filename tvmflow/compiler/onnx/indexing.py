@@ -14,7 +14,11 @@ from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
 
 
 def convert_range(node: Node) -> relax.Expr | None:
-    """Write a range of integers over symbolic dimensions; TVM's converter computes its length at run time."""
+    """Write Range of integers that starts or stops at a symbolic size; TVM's converter computes its length at run time.
+
+    Returns None, which leaves the node to TVM's converter, for a constant start and stop, for floats, and for numbers
+    that are computed from data.
+    """
     bounds = []
     for bound in node.inputs:
         if isinstance(bound, tvm.ir.GenericConst) and bound.value.numpy().dtype.kind == "i":
@@ -31,7 +35,11 @@ def convert_range(node: Node) -> relax.Expr | None:
 
 
 def convert_gather(node: Node) -> relax.Expr | None:
-    """Write Gather by constant indices or along a static dimension, which TVM's converter measures at run time."""
+    """Write Gather by constant indices or along a static dimension; TVM's converter reads the dimension at run time.
+
+    Returns None, which leaves the node to TVM's converter, for constant data, for data of unknown shape, for indices
+    that are symbolic sizes, and along a symbolic dimension for indices that are computed or negative.
+    """
     data, indices = node.inputs[0], node.inputs[1]
     axis = node.attrs.get("axis", 0)
     if isinstance(data, tvm.ir.GenericConst) or not isinstance(data.ty, relax.TensorType) or not data.ty.shape:
@@ -53,7 +61,13 @@ def convert_gather(node: Node) -> relax.Expr | None:
 
 
 def convert_pad(node: Node) -> relax.Expr | None:
-    """Write padding by a constant as an operator, which folds into convolutions; TVM's converter emits a function."""
+    """Write padding by a constant as an operator, which folds into convolutions; TVM's converter emits a function.
+
+    Returns None, which leaves the node to TVM's converter, for other modes, for types other than float32, for data of
+    unknown shape, for negative widths, and for widths, values or axes that are computed. A symbolic width becomes a
+    concatenation. Raises FreeSizeError for a symbolic width that may be negative, of data of unknown shape, in another
+    mode, or with a computed value or computed axes.
+    """
     data, widths = node.inputs[0], node.constant(1) if node.opset >= 11 else np.asarray(node.attrs.get("pads", ()))
     if isinstance(node.input(1), relax.ShapeExpr):
         return _pad_by_sizes(node)
@@ -102,7 +116,10 @@ def pad_axis(node: Node, data: relax.Expr, axis: int, widths: Sequence[Any], fil
 
 
 def convert_space_to_depth(node: Node) -> relax.Expr | None:
-    """Write SpaceToDepth of mode CRD as a transpose between two reshapes."""
+    """Write SpaceToDepth of mode CRD as a transpose between two reshapes.
+
+    Returns None, which leaves the node to TVM's converter, for mode DCR.
+    """
     if node.text("mode", "DCR") != "CRD":
         return None
     data, block = node.inputs[0], int(node.attrs["blocksize"])
@@ -113,7 +130,10 @@ def convert_space_to_depth(node: Node) -> relax.Expr | None:
 
 
 def convert_eye_like(node: Node) -> relax.Expr | None:
-    """Write EyeLike of a static shape as a constant."""
+    """Write EyeLike of a static shape as a constant.
+
+    Returns None, which leaves the node to TVM's converter, for other shapes.
+    """
     dims = dims_of(node.inputs[0])
     if dims is None or not all(isinstance(size, int) for size in dims):
         return None
@@ -122,8 +142,8 @@ def convert_eye_like(node: Node) -> relax.Expr | None:
     return const(np.eye(dims[0], dims[1], int(node.attrs.get("k", 0))), dtype)
 
 
-def convert_one_hot(node: Node) -> relax.Expr | None:
-    """Write OneHot as a comparison; indices outside of the depth select nothing."""
+def convert_one_hot(node: Node) -> relax.Expr:
+    """Write OneHot as a comparison; an index outside of the depth gives the off value everywhere."""
     indices, values, sizes = node.inputs[0], node.inputs[2], node.sizes(1)
     rank = indices.ty.ndim
     (size,) = sizes if sizes is not None else node.bind(node.integers(1))
@@ -140,7 +160,12 @@ def convert_one_hot(node: Node) -> relax.Expr | None:
 
 
 def convert_top_k(node: Node) -> relax.Expr | None:
-    """Write TopK of a computed number of results as the first of all in order; refuse types that TVM does not sort."""
+    """Write TopK of a computed number of results as the first of all elements in order.
+
+    Returns None, which leaves the node to TVM's converter, for a constant number of results and before opset 10. Raises
+    UnsupportedFormError for unsigned integers of 16 bits and more, which TVM does not sort, and FreeSizeError for data
+    of unknown shape.
+    """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if dtype_of(data) in ("uint64", "uint32", "uint16"):
         raise UnsupportedFormError(f"{dtype_of(data)}: TVM does not sort them")

@@ -14,7 +14,12 @@ from tvmflow.compiler.onnx.values import const, dims_of
 
 
 def convert_reshape(node: Node) -> relax.Expr | None:
-    """Write Reshape to symbolic sizes, where -1 is the quotient of all sizes and the others."""
+    """Write Reshape to sizes that are symbolic or computed from data; -1 is what the other sizes leave.
+
+    Raises FreeSizeError for computed sizes where their number, or the data's shape, is unknown. Returns None, which
+    leaves the node to TVM's converter, for other sizes where all, and the data's, are constant, or the data's shape is
+    unknown.
+    """
     data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
     if target is None:
         return _reshape_to_data(node)
@@ -58,7 +63,12 @@ def _vector(node: Node, sizes: Sequence[Any]) -> relax.Expr:
 
 
 def convert_expand(node: Node) -> relax.Expr | None:
-    """Write Expand to symbolic sizes and to sizes that are computed from data."""
+    """Write Expand to sizes that are symbolic or computed from data; the model checks them when it runs.
+
+    Raises FreeSizeError for computed sizes where their number, or the data's shape, is unknown. Returns None, which
+    leaves the node to TVM's converter, for other sizes where all, and the data's, are constant, or the data's shape is
+    unknown.
+    """
     data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
     if target is None:
         return _expand_to_data(node)
@@ -99,7 +109,11 @@ def _expand_to_data(node: Node) -> relax.Expr:
 
 
 def convert_tile(node: Node) -> relax.Expr | None:
-    """Write Tile by symbolic repeats as an expansion between two reshapes."""
+    """Write Tile by symbolic repeats as an expansion between two reshapes.
+
+    Returns None, which leaves the node to TVM's converter, where all repeats are constant, where one is computed from
+    data, or where the data's shape is unknown.
+    """
     data, dims, repeats = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
     if dims is None or repeats is None or all(isinstance(size, int) for size in repeats):
         return None
@@ -118,7 +132,11 @@ def check_sequence(node: Node) -> None:
 
 
 def convert_squeeze(node: Node) -> relax.Expr | None:
-    """Write Squeeze of symbolic dimensions, which must be one when the model runs."""
+    """Write Squeeze of data with symbolic dimensions; the model checks when it runs that those it removes are 1.
+
+    Returns None, which leaves the node to TVM's converter, for data of static or unknown shape, and for axes that are
+    computed from data. Raises FreeSizeError for a node without axes.
+    """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if dims is None or all(isinstance(size, int) for size in dims):
         return None
@@ -136,7 +154,12 @@ def convert_squeeze(node: Node) -> relax.Expr | None:
 
 
 def convert_slice(node: Node) -> relax.Expr | None:
-    """Write Slice along symbolic dimensions and with symbolic bounds, which are limited to the dimension."""
+    """Write Slice along symbolic dimensions, or with symbolic or computed bounds; bounds are limited to the dimension.
+
+    Returns None, which leaves the node to TVM's converter, where bounds and dimensions are constant or the data's shape
+    is unknown. Raises FreeSizeError for axes or steps that are computed, for computed bounds of data of unknown shape,
+    and for a negative step, unless constant bounds reverse a whole dimension.
+    """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if node.opset < 10:
         starts, ends = list(node.attrs["starts"]), list(node.attrs["ends"])
@@ -206,7 +229,11 @@ def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> rel
 
 
 def convert_split(node: Node) -> relax.Expr | None:
-    """Write Split of a symbolic dimension or into symbolic sizes as slices."""
+    """Write Split of a symbolic dimension, or into parts of symbolic or computed sizes, as slices.
+
+    Returns None, which leaves the node to TVM's converter, where the dimension and the parts are constant or the data's
+    shape is unknown.
+    """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     lengths = node.sizes(1) if node.opset >= 13 else node.attrs.get("split")
     if dims is None:

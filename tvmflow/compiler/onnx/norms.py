@@ -7,14 +7,20 @@ from tvmflow.compiler.onnx.values import dtype_of
 
 
 def convert_batch_norm(node: Node) -> relax.Expr | None:
-    """Refuse a batch norm that computes statistics."""
+    """Refuse a batch norm that computes statistics: raise UnsupportedFormError.
+
+    Returns None for others, which leaves the node to TVM's converter.
+    """
     if node.attrs.get("training_mode", 0) or node.outputs > 1:
         raise UnsupportedFormError("training_mode computes statistics of the batch")
     return None
 
 
 def convert_layer_norm(node: Node) -> relax.Expr | None:
-    """Write a layer norm that also returns the mean and one divided by the standard deviation."""
+    """Write a layer norm that also returns the mean, and perhaps one divided by the standard deviation.
+
+    Returns None, which leaves the node to TVM's converter, for one with a single result.
+    """
     if node.outputs == 1:
         return None
     data, scale, bias = node.inputs[0], node.inputs[1], node.input(2)

@@ -29,7 +29,11 @@ class _Step:
 def convert_resize(node: Node) -> relax.Expr | None:
     """Resize one axis after the other, where TVM's operator would take sizes for scales or ignore an attribute.
 
-    Each axis is a product with a matrix of interpolation weights, or a gather of the nearest neighbours.
+    Each axis is a product with a matrix of interpolation weights, or a gather of the nearest neighbours. Returns None,
+    which leaves the node to TVM's converter, before opset 10, and for constant sizes in the forms that TVM's operator
+    computes correctly. Raises FreeSizeError for an input of unknown shape, for scales, sizes or a region that are
+    computed, and for symbolic dimensions in other forms. Raises UnsupportedFormError for interpolation of integers, for
+    unknown coordinates, and for a region beyond the data.
     """
     if node.opset < 10:
         return None

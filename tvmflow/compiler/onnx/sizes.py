@@ -114,7 +114,7 @@ def _objects(items: Iterable[Any], shape: Sequence[int]) -> Array:
 
 
 class SizeEvaluator:
-    """Evaluates operators on sizes; every free dimension of the model's inputs is from one to a thousand million."""
+    """Evaluates operators on sizes; every free dimension of the model's inputs has from one to 10^9 elements."""
 
     def __init__(self) -> None:
         self._analyzer = sym.Analyzer()
@@ -167,7 +167,7 @@ class SizeEvaluator:
         return condition if isinstance(condition, bool) else bool(self._analyzer.can_prove(condition))
 
     def simplify(self, size: Any) -> Any:
-        """The size in its simplest form, an int where it is a number."""
+        """Return a size in its simplest form, an int where it is a number."""
         return self._simple(size)
 
     def quotient(self, dims: Sequence[Any], parts: Sequence[Any]) -> Any:

@@ -70,7 +70,11 @@ def _with_size(node: Node, data: relax.Expr, axis: int, size: Any) -> relax.Expr
 
 
 def convert_conv_transpose(node: Node) -> relax.Expr | None:
-    """Replace the attribute output_shape by the padding that gives it."""
+    """Replace the node's attribute output_shape by the padding that gives it.
+
+    Returns None, so that TVM's converter takes the node. Raises FreeSizeError for output_shape of an input of unknown
+    size.
+    """
     output_shape = node.attrs.pop("output_shape", None)
     if output_shape is None:
         return None
@@ -114,7 +118,10 @@ def convert_non_max_suppression(node: Node) -> relax.Expr | None:
 
 
 def convert_roi_align(node: Node) -> relax.Expr | None:
-    """Refuse mode max, which TVM computes otherwise than ONNX."""
+    """Refuse RoiAlign of mode max, which TVM computes otherwise than ONNX: raise UnsupportedFormError.
+
+    Returns None for mode avg, which leaves the node to TVM's converter.
+    """
     if node.text("mode", "avg") != "avg":
         raise UnsupportedFormError("mode 'max'")
     return None

@@ -21,7 +21,7 @@ _UNKNOWN_ROWS = 8
 def choose(queries: int | None, keys: int | None, channels: int, machine: Machine) -> tuple[int, int, int]:
     """Choose the rows of a strip of queries, and the vectors of keys and of channels of its two register tiles.
 
-    `queries` and `keys` are None where they are symbolic; `channels` are those of a head. The choice minimises the
+    `queries` and `keys` are None where they are symbolic; `channels` is the size of a head. The choice minimises the
     cycles of both products. It counts the work on padding: rows, keys and channels that fill up the last tile.
     """
 

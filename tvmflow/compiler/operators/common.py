@@ -36,7 +36,7 @@ def size_parameter(size: Any, name: str) -> Any:
 
 
 def buffer(name: str, shape: Sequence[Any], dtype: str = "float32") -> Any:
-    """Return a buffer as a parameter of a function that is built statement by statement."""
+    """Create a TIR buffer, without a layout, to be a parameter of a function; the caller adds it to the function."""
     return tirx.decl_buffer(shape, dtype, name, layout=None)
 
 

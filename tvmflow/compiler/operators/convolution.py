@@ -185,7 +185,8 @@ def winograd_conv2d(
 ) -> te.Tensor:
     """Define a convolution by Winograd's algorithm with the annotations of the schedule rule `kind`.
 
-    `arguments` are the other arguments of `operators.winograd.conv2d`.
+    `decisions` about the convolution choose the rows of its register tile, None takes the fastest ones. `arguments` go
+    to `operators.winograd.conv2d`: `channels`, `padding`, `machine`, and optionally `stride` and `rows`.
     """
     return winograd_stages.conv2d(
         data,

@@ -1,4 +1,4 @@
-"""Linear and cubic resizing of images: first along one axis, then along the other, by constant places and weights."""
+"""Linear and cubic resizing of images along one axis, then the other: weighted sums of elements at constant places."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -63,9 +63,11 @@ def _taps(weights: Array) -> tuple[Array, Array]:
 
 
 def resize(data: te.Tensor, *tables: te.Tensor, axes: Sequence[int], apart: bool) -> te.Tensor:
-    """Resize `data` along each of the `axes` in turn; `tables` are the places and weights of each, as `_taps` has them.
+    """Resize `data` along each of the `axes` in turn.
 
-    With `apart` the result of the first step is stored before the second one.
+    `tables` are two tensors of shape `[taps, result size]` for each axis, in their order: the places (int32) of the
+    elements that a result is made of, and their weights (float32). With `apart` the result of each axis but the last is
+    stored before the next one; otherwise all are computed at once.
     """
     shape, element = list(data.shape), partial(_read, data)
     for step, axis in enumerate(axes):

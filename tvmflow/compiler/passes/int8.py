@@ -87,24 +87,31 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
         return self.builder_.emit(expr)
 
     def call(self, expr: relax.Expr, *names: str) -> relax.Call | None:
-        """The call that `expr` is, or is bound to, if it is of one of these operators."""
+        """Return the call that `expr` is, or is bound to, if its operator has one of these names; None for others."""
         value = self.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
         return value if isinstance(value, relax.Call) and getattr(value.op, "name", "") in names else None
 
     def value(self, expr: relax.Expr) -> Array | None:
-        """The value of a constant, or of a variable bound to one."""
+        """Return the value of a constant, or of a variable bound to one; None for other expressions."""
         value = self.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
         return np.asarray(value.value.numpy()) if isinstance(value, tvm.ir.GenericConst) else None
 
     def scalars(self, call: relax.Call) -> tuple[float, int] | None:
-        """Scale and zero point of an operator that quantises or dequantises all numbers alike."""
+        """Return the scale and the zero point of an operator that quantises or dequantises all numbers alike.
+
+        None where they are not constant, where there are several, or where the scale is not float32.
+        """
         scale, zero = self.value(call.args[1]), self.value(call.args[2])
         if scale is None or zero is None or scale.size != 1 or zero.size != 1 or scale.dtype != np.float32:
             return None
         return float(scale.reshape(-1)[0]), int(zero.reshape(-1)[0])
 
     def integers(self, expr: relax.Expr) -> tuple[relax.Var, float, int] | None:
-        """The unsigned integers that `expr` dequantises, with their scale and zero point."""
+        """Return the unsigned integers that `expr` dequantises, with their scale and zero point.
+
+        Signed integers are shifted first. None where `expr` dequantises no variable of 8-bit integers by one constant
+        scale and zero point.
+        """
         call = self.call(expr, "relax.dequantize")
         scalars = self.scalars(call) if call is not None else None
         if call is None or scalars is None or not isinstance(call.args[0], relax.Var):
@@ -122,7 +129,10 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
         return self.emit(relax.op.astype(wide, "uint8")), scale, zero + _SHIFT
 
     def weights(self, expr: relax.Expr) -> tuple[Array, Array] | None:
-        """Centred integers, and their scales in a shape that broadcasts against them, of a dequantised constant."""
+        """Return the centred integers of a dequantised constant, perhaps transposed, and their scales.
+
+        The scales have a shape that broadcasts against the integers. None for other expressions.
+        """
         call = self.call(expr, "relax.dequantize", "relax.permute_dims")
         if call is None:
             return None

@@ -1,4 +1,4 @@
-"""Computes products in narrower numbers: their operands are rounded once, and all readers read the rounded values."""
+"""Rewrites convolutions and products to compute in 16-bit floats; each operand is rounded once for all its readers."""
 
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ def narrow_products(mod: tvm.IRModule, numbers: Numbers) -> tvm.IRModule:
 
 
 def is_weighted(call: relax.Call) -> bool:
-    """Whether a call is a float32 convolution of NHWC data, or matrix product, with constant weights."""
+    """Whether a call is a convolution of NHWC data or a matrix product, in float32 and with constant weights."""
     name = getattr(call.op, "name", "")
     if name not in ("relax.nn.conv2d", "relax.matmul") or not is_float32(*call.args):
         return False
