@@ -194,9 +194,10 @@ def build(
     """Build a model for a target.
 
     `options` None means the defaults. `tuned` may return a scheduled replacement, with the same parameters, for an
-    unscheduled fused function; where it returns None the analytic rules schedule the function. `cache` is a folder that keeps generated code: a model with
-    the same functions, whatever its weights, then takes little more than linking. `inspect` names the parts of the
-    build to keep for a person to read. `choices` overrides decisions of the cost model, and collects those it meets.
+    unscheduled fused function; where it returns None the analytic rules schedule the function. `cache` is a folder that
+    keeps generated code: a model with the same functions, whatever its weights, then takes little more than linking.
+    `inspect` names the parts of the build to keep for a person to read. `choices` overrides decisions of the cost
+    model, and collects those that the build meets.
 
     Raises BuildError when a pass or the code generator fails, OptionError for an unknown pass or a wrong option,
     TargetError for a target TVM does not know and for a precision that its processor has no instructions for.
