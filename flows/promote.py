@@ -10,7 +10,7 @@ from prefect.input import RunInput
 from pydantic import AliasChoices, Field
 
 from flows.context import RunContext, patience
-from tasks.gate import Check, GateJob, gate, integrity
+from tasks.gate import GateJob, gate, integrity
 from tasks.step import StepRunner
 from tvmflow import promotion
 from tvmflow import settings as machine
@@ -22,6 +22,7 @@ from tvmflow.settings import Settings
 from tvmflow.spec import Policy, RegistrySection, Store
 from tvmflow.store import channels
 from tvmflow.store.channels import WANTED, Wish
+from tvmflow.verdict import Answer, Check, Verdict
 from tvmflow.workspace import Record, Workspace
 
 
@@ -338,32 +339,22 @@ def _log_verdict(
     is_waiting: bool = False,
 ) -> str:
     """Write the verdict to MLflow; return the id of its run."""
-    verdict = "waiting" if is_waiting else "refused" if reasons else "passed"
-    document = {
-        "name": job.name,
-        "version": job.version,
-        "channel": job.channel,
-        "from": job.current_version,
-        "verdict": verdict,
-        "reasons": reasons,
-        "checks": [check.model_dump(mode="json") for check in checks],
-        "policy": job.policy.policy.model_dump(mode="json"),
-        "approval": answer and {"approve": answer.approve, "who": answer.who, "why": answer.why},
-        "who": wish.who,
-        "why": wish.why,
-        "flow_run": flow_run_id,
-    }
-    return promotion.log_verdict(
-        services,
-        job.release,
-        job.channel,
-        document,
-        tags={"tvmflow.verdict": verdict, "tvmflow.who": wish.who},
-        report=_report(job, checks, wish),
-        files={check.samples_file: workspace.path(check.samples) for check in checks if check.samples is not None},
+    verdict = Verdict(
+        name=job.name,
+        version=job.version,
+        channel=job.channel,
+        from_version=job.current_version,
+        verdict="waiting" if is_waiting else "refused" if reasons else "passed",
+        reasons=tuple(reasons),
+        checks=checks,
+        policy=job.policy.policy,
+        approval=None if answer is None else Answer(approve=answer.approve, who=answer.who, why=answer.why),
+        who=wish.who,
+        why=wish.why,
         flow_run=flow_run_id,
-        done=not is_waiting,
     )
+    samples = {check.samples_file: workspace.path(check.samples) for check in checks if check.samples is not None}
+    return promotion.log_verdict(services, job.release, verdict, report=_report(job, checks, wish), files=samples)
 
 
 def _ask(job: GateJob, checks: tuple[Check, ...], wish: Wish) -> Approval:

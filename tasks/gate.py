@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import AliasChoices, Field
-
 from tasks.comparison import compare_latency
 from tasks.step import Job, Step, StepRunner
 from tvmflow import promotion
 from tvmflow.bundle import extract, public_key
 from tvmflow.bundle.signature import trusted_keys
-from tvmflow.comparison import Comparison, Interval, Pair
+from tvmflow.comparison import Comparison, Pair
 from tvmflow.comparison.pairs import Samples
 from tvmflow.errors import BundleError, InputError, StatementError, VerdictError
 from tvmflow.figures import Measurement
@@ -24,8 +22,9 @@ from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channels import Channel
 from tvmflow.store.resolve import TargetEntry, fetch_target
 from tvmflow.target import host
+from tvmflow.verdict import Check
 from tvmflow.verification import verify
-from tvmflow.workspace import Artifact, Record, StepResult
+from tvmflow.workspace import StepResult
 
 
 class GateJob(Job):
@@ -86,28 +85,6 @@ class GateJob(Job):
         current = promotion.read_current(store, destination)
         policy = promotion.find_policy(destination, release, current, who=who)
         return cls(release=release, destination=destination, policy=policy, current=current)
-
-
-class Check(Record):
-    """One check: its name, its outcome in a sentence, and whether the release passed it.
-
-    `value` is the figure that was compared with `bound`; both are None for a check without figures. `interval` is that
-    of a measured figure, `comparison` what was measured, and `samples` the file with the time of every run of it.
-    """
-
-    name: str
-    message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
-    passed: bool
-    value: float | None = None
-    bound: float | None = None
-    interval: Interval | None = None
-    comparison: Comparison | None = None
-    samples: Artifact | None = None
-
-    @property
-    def samples_file(self) -> str:
-        """The path of the samples beside the verdict in MLflow."""
-        return f"samples/{self.name}.npz"
 
 
 class GateResult(StepResult):

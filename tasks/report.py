@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.gate import Check, GateJob, check_figures
+from tasks.gate import GateJob, check_figures
 from tasks.insight import Insight
 from tasks.step import Job, Step, StepRunner
 from tvmflow import promotion
@@ -11,6 +11,7 @@ from tvmflow.release import Release
 from tvmflow.report.release import make_data, write_page
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, channels
+from tvmflow.verdict import Check
 from tvmflow.workspace import Artifact, StepResult
 
 PAGE = "report.html"

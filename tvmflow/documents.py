@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import ValidationError
 
@@ -54,7 +54,7 @@ def decode(kind: type[D], content: bytes, place: str) -> D:
     """
     newest = kind.model_fields["format"].default
     try:
-        document: Mapping[str, Any] = json.loads(content, parse_constant=_refuse)
+        document: Mapping[str, Any] = json.loads(content)
         if not isinstance(document, dict):
             raise ValueError("it is not a JSON object")
         number = document.get("format", 1)
@@ -64,7 +64,8 @@ def decode(kind: type[D], content: bytes, place: str) -> D:
             raise StoreError(f"{place} has format {number}, this tvmflow reads up to {newest}; upgrade tvmflow.")
         for step in range(number, newest):
             document = kind.older[step](document)
-        return kind.model_validate_json(json.dumps({**document, "format": newest}), strict=True)
+        current = json.dumps({**document, "format": newest}, allow_nan=False)
+        return kind.model_validate_json(current, strict=True)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ascii(".".join(map(str, problem["loc"])))[1:-1]
@@ -79,7 +80,3 @@ R = TypeVar("R", bound=Record)
 def narrow(kind: type[R], value: R) -> R:
     """Return the part of a value that its base class `kind` has, such as a step's result without its sources."""
     return kind(**{name: getattr(value, name) for name in kind.model_fields})
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")

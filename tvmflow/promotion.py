@@ -7,7 +7,6 @@ own alias by hand has asked in the wrong place: the alias goes back.
 
 import getpass
 import hashlib
-import json
 import os
 import socket
 import tempfile
@@ -15,16 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from tvmflow.documents import encode
+from tvmflow.documents import decode, encode
 from tvmflow.errors import SpecError, StatementError, StoreError
+from tvmflow.registry import Registry
 from tvmflow.release import Release
 from tvmflow.services import Services
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channels import WANTED, Channel, PolicyChange
 from tvmflow.store.statements import Claim, Envelope, Subject, check, sign
+from tvmflow.verdict import Verdict
 
 VERDICT = "verdict.json"
 VERDICT_STATEMENT = "verdict.statement.json"
@@ -276,49 +277,73 @@ def roll_back(
 
 
 def log_verdict(
-    services: Services,
-    release: Release,
-    channel: str,
-    verdict: Mapping[str, Any],
-    *,
-    tags: Mapping[str, str],
-    report: str,
-    files: Mapping[str, Path],
-    flow_run: str | None,
-    done: bool,
+    services: Services, release: Release, verdict: Verdict, *, report: str, files: Mapping[str, Path]
 ) -> str:
     """Log the verdict on a promotion as a run in MLflow, inside the run of the release; return the run's id.
 
     `verdict` becomes verdict.json, `report`, in Markdown, report.md, and each of the `files` its path. With a signing
-    key, a statement on the verdict lies beside it. `done` ends the run. A flow run that waits for
-    approval leaves its MLflow run open, and uses it again when it logs the next time. Raises RegistryError.
+    key, a statement on the verdict lies beside it. A promotion that waits for a person leaves its run open; its flow
+    run uses it again when it logs the next time. Raises RegistryError.
     """
-    all_tags = {
-        "tvmflow.kind": "promotion",
-        "tvmflow.name": release.name,
-        "tvmflow.version": release.version,
-        "tvmflow.channel": channel,
-        **tags,
+    tags = {
+        **_promotion_tags(verdict.name, verdict.channel, verdict.version),
+        "tvmflow.verdict": verdict.verdict,
+        "tvmflow.who": verdict.who,
     }
     registry = services.registry
-    run = registry.open_promotion_run(
-        release.mlflow_run_id, f"promote {release.name} {release.version} to {channel}", all_tags, flow_run
-    )
+    title = f"promote {verdict.name} {verdict.version} to {verdict.channel}"
+    run = registry.open_promotion_run(release.mlflow_run_id, title, tags, verdict.flow_run)
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as scratch:
-        texts = {VERDICT: json.dumps(verdict, indent=2).encode(), "report.md": report.encode()}
+        contents = {VERDICT: encode(verdict), "report.md": report.encode()}
         key = services.store.config.signing_key
         if key is not None:
             claim = VerdictClaim(
-                name=release.name, version=release.version, channel=channel, verdict=verdict["verdict"]
+                name=verdict.name, version=verdict.version, channel=verdict.channel, verdict=verdict.verdict
             )
             document = services.store.list_subjects(release.name, release.version, ())[0]
-            texts[VERDICT_STATEMENT] = sign(claim, (Subject.of(VERDICT, texts[VERDICT]), document), key).to_bytes()
-        for file, content in texts.items():
+            subjects = (Subject.of(VERDICT, contents[VERDICT]), document)
+            contents[VERDICT_STATEMENT] = sign(claim, subjects, key).to_bytes()
+        for file, content in contents.items():
             Path(scratch, file).write_bytes(content)
-        registry.log_artifacts(run, {**{file: Path(scratch, file) for file in texts}, **files})
-    if done:
+        registry.log_artifacts(run, {**{file: Path(scratch, file) for file in contents}, **files})
+    if verdict.verdict != "waiting":
         registry.finish_run(run, "FINISHED")
     return run
+
+
+class LoggedVerdict(NamedTuple):
+    """A verdict in MLflow: the id of its run, and the key in hexadecimal that signed it, None where that is unknown."""
+
+    run: str
+    verdict: Verdict
+    signer: str | None
+
+
+def read_verdict(
+    registry: Registry, name: str, channel: str, version: str | None = None, trusted: Sequence[Path] | None = None
+) -> LoggedVerdict | None:
+    """Return the last verdict on a promotion to a channel, of `version` or any; None if there is none.
+
+    With `trusted`, files of public keys, the statement on it is checked as `check_verdict` does; with None it is not
+    looked at. Raises RegistryError, StoreError for a damaged verdict, and StatementError.
+    """
+    runs = registry.find_runs(_promotion_tags(name, channel, version))
+    with tempfile.TemporaryDirectory(prefix="tvmflow-") as scratch:
+        path = registry.fetch_artifact(runs[0], VERDICT, Path(scratch)) if runs else None
+        if path is None:
+            return None
+        content, signer = path.read_bytes(), None
+        verdict = decode(Verdict, content, f"{VERDICT} of MLflow run {runs[0]}")
+        if trusted is not None:
+            statement = registry.fetch_artifact(runs[0], VERDICT_STATEMENT, Path(scratch))
+            signed = None if statement is None else statement.read_bytes()
+            signer = check_verdict(content, signed, name, version or verdict.version, channel, trusted)
+    return LoggedVerdict(runs[0], verdict, signer)
+
+
+def _promotion_tags(name: str, channel: str, version: str | None) -> dict[str, str]:
+    tags = {"tvmflow.kind": "promotion", "tvmflow.name": name, "tvmflow.channel": channel}
+    return tags if version is None else {**tags, "tvmflow.version": version}
 
 
 def check_verdict(

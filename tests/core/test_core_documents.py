@@ -9,6 +9,8 @@ import pytest
 from tvmflow.documents import Document, decode, encode
 from tvmflow.errors import StoreError
 from tvmflow.release import Release
+from tvmflow.store.channels import Channel
+from tvmflow.verdict import Verdict
 
 FORMATS = Path(__file__).parents[1] / "store" / "formats"
 OLD = sorted(FORMATS.glob("release-*.json"))
@@ -25,8 +27,11 @@ def _refusal(document: Any) -> str:
     return str(caught.value)
 
 
-def test_there_is_a_file_of_every_older_format() -> None:
-    assert {json.loads(path.read_text())["format"] for path in OLD} == set(Release.older)
+@pytest.mark.parametrize("kind", [Release, Verdict, Channel])
+def test_there_is_a_file_of_every_older_format(kind: type[Document]) -> None:
+    files = [json.loads(path.read_text()) for path in FORMATS.glob(f"{kind.__name__.lower()}-*.json")]
+    assert {document.get("format", 1) for document in files} == set(kind.older)
+    assert set(kind.older) == set(range(1, kind.model_fields["format"].default))
 
 
 @pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
@@ -45,6 +50,32 @@ def test_a_release_of_an_older_tvmflow_is_read_without_loss(path: Path) -> None:
     assert release.blobs == {
         blob["sha256"]: {blob["size"]} for blob in (target.bundle.model_dump(), old.get("report")) if blob is not None
     }
+
+
+@pytest.mark.parametrize("path", sorted(FORMATS.glob("verdict-*.json")), ids=lambda path: path.stem)
+def test_a_verdict_of_an_older_tvmflow_is_read_without_loss(path: Path) -> None:
+    old = json.loads(path.read_text())
+    verdict = decode(Verdict, path.read_bytes(), "verdict.json of MLflow run 1")
+    lost = set(_leaves(old)) - set(_leaves(json.loads(encode(verdict))))
+    assert lost <= {(("policy", "automatic"), False)}
+    assert (verdict.from_version, verdict.verdict) == (old["from"], "refused")
+    assert [check.message for check in verdict.checks] == [check["told"] for check in old["checks"]]
+    assert decode(Verdict, encode(verdict), "") == verdict
+
+
+def test_an_interval_without_an_upper_end_is_null_and_was_infinity() -> None:
+    """A comparison with too few pairs has it, and its verdict must be JSON that everybody can read."""
+    document = json.loads((FORMATS / "verdict-1.json").read_text())
+    document["checks"][-1]["interval"] = {"low": 0.0, "high": float("inf")}
+    verdict = decode(Verdict, json.dumps(document).encode(), "")
+    interval = verdict.checks[-1].interval
+    assert interval is not None
+    assert (interval.low, interval.high) == (0.0, float("inf"))
+    assert json.loads(encode(verdict))["checks"][-1]["interval"] == {"low": 0.0, "high": None}
+    assert decode(Verdict, encode(verdict), "") == verdict
+    document["checks"][-1]["value"] = float("inf")
+    with pytest.raises(StoreError, match=r"^a place is damaged"):
+        decode(Verdict, json.dumps(document).encode(), "a place")
 
 
 def _leaves(part: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
@@ -116,7 +147,7 @@ def test_what_is_no_json_object_is_damage(content: bytes) -> None:
         ("channels", {"channels": ["staging"]}),
         ("report.sha256", {"report": {"sha256": "abc", "size": 3}}),
         ("report.size", {"report": {"sha256": "a" * 64, "size": "3"}}),
-        ("NaN", {"created_at": float("nan")}),
+        ("not JSON compliant", {"created_at": float("nan")}),
     ],
 )
 def test_a_fault_is_named_with_its_field(field: str, changes: dict[str, Any]) -> None:

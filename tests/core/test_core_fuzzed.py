@@ -13,12 +13,14 @@ from hypothesis import strategies as some
 
 from support.fuzzing import examples
 from tvmflow.cli.compile import parse_shapes
-from tvmflow.documents import decode, encode
+from tvmflow.documents import Document, decode, encode
 from tvmflow.errors import InputError, SpecError, StoreError, TargetError
 from tvmflow.release import Release
 from tvmflow.runtime.tracker import Address
 from tvmflow.spec import Spec, amend, load, parse, template, to_document
+from tvmflow.store.channels import Channel
 from tvmflow.target import presets, resolve
+from tvmflow.verdict import Verdict
 
 Keys = tuple[str | int, ...]
 
@@ -153,7 +155,11 @@ def test_a_changed_document_is_read_or_refused_by_the_name_of_what_is_wrong(
         assert any(name in spec or repr(name) in spec for name in names) or repr(value) in spec, (place, spec)
 
 
-RELEASES = [json.loads(path.read_text()) for path in sorted(FORMATS.glob("release-*.json"))]
+DOCUMENTS: list[tuple[type[Document], dict[str, Any]]] = [
+    (kind, json.loads(path.read_text()))
+    for kind in (Release, Verdict, Channel)
+    for path in sorted(FORMATS.glob(f"{kind.__name__.lower()}-*.json"))
+]
 JSON_VALUES = some.recursive(
     some.sampled_from([None, True, False, 0, -1, 10**400, 0.5, 1e300, float("nan"), float("inf"), *WORDS])
     | some.text(max_size=8),
@@ -164,44 +170,47 @@ JSON_VALUES = some.recursive(
 
 @examples(normal=300, long=10_000)
 @given(
-    some.sampled_from(RELEASES),
+    some.sampled_from(DOCUMENTS),
     some.data(),
     some.sampled_from(["replace", "remove", "add"]),
     JSON_VALUES,
     some.text(max_size=8),
 )
-def test_a_changed_release_is_read_whole_or_refused_by_file_and_field(
-    whole: dict[str, Any], data: some.DataObject, action: str, value: object, key: str
+def test_a_changed_document_of_the_store_is_read_whole_or_refused_by_file_and_field(
+    case: tuple[type[Document], dict[str, Any]], data: some.DataObject, action: str, value: object, key: str
 ) -> None:
+    kind, whole = case
     place = data.draw(some.sampled_from(places(whole)))
-    document = changed(whole, place, action, value, key)
     try:
-        release = decode(Release, json.dumps(document).encode(), "s3://models/release.json")
+        document = decode(kind, json.dumps(changed(whole, place, action, value, key)).encode(), "s3://models/document")
     except StoreError as error:
-        mentions(error, "s3://models/release.json")
+        mentions(error, "s3://models/document")
         sentence = checked(error)
         names = [ascii(part)[1:-1] for part in (*place, key, *(value if isinstance(value, dict) else ()))]
-        assert any(name in sentence for name in names) or "NaN" in sentence or "Infinity" in sentence, sentence
+        assert any(name in sentence for name in names) or "not JSON compliant" in sentence, sentence
     else:
-        content = encode(release)
-        assert decode(Release, content, "") == release
-        assert encode(decode(Release, content, "")) == content
+        content = encode(document)
+        assert decode(kind, content, "") == document
+        assert encode(decode(kind, content, "")) == content
 
 
 @examples(normal=200, long=10_000)
-@given(some.sampled_from(RELEASES), some.data())
-def test_every_value_of_a_release_survives_being_written_and_read(whole: dict[str, Any], data: some.DataObject) -> None:
+@given(some.sampled_from(DOCUMENTS), some.data())
+def test_every_value_of_a_document_survives_being_read_and_written(
+    case: tuple[type[Document], dict[str, Any]], data: some.DataObject
+) -> None:
     """A float that is replaced by another float, and so on, is in the document that is read and written again."""
-    leaves = {float: some.floats(1e-9, 1e9), int: some.integers(1, 2**40), str: some.text(max_size=8)}
-    at = [keys for keys in places(whole) if type(find(whole, keys)) in leaves and keys != ("format",)]
+    kind, whole = case
+    values = {float: some.floats(1e-9, 1e9), int: some.integers(1, 2**40), str: some.text(max_size=8)}
+    at = [keys for keys in places(whole) if type(find(whole, keys)) in values and keys != ("format",)]
     place = data.draw(some.sampled_from(at))
-    value = data.draw(leaves[type(find(whole, place))])
+    value = data.draw(values[type(find(whole, place))])
     try:
-        release = decode(Release, json.dumps(changed(whole, place, "replace", value)).encode(), "")
+        document = decode(kind, json.dumps(changed(whole, place, "replace", value)).encode(), "")
     except StoreError:
         assert isinstance(value, str)  # of a text, not every one is allowed
     else:
-        assert find(json.loads(encode(release)), place) == value
+        assert find(json.loads(encode(document)), place) == value
 
 
 @examples(normal=60, long=1_500)

@@ -27,6 +27,7 @@ from tvmflow.services import Services
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
 from tvmflow.store.statements import Subject, sign
+from tvmflow.verdict import Verdict
 
 LIMIT_SECONDS = 120
 
@@ -447,10 +448,7 @@ def test_a_rollback_is_recorded_as_one(services: Services, name: str, release: C
     assert (after.moves[-1].who, after.moves[-1].why) == ("bert", "bad")
 
 
-@pytest.mark.parametrize("done", [True, False])
-def test_a_verdict_is_a_run_inside_that_of_its_release(
-    services: Services, name: str, tmp_path: Path, done: bool
-) -> None:
+def test_a_verdict_is_a_run_inside_that_of_its_release(services: Services, name: str, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     uri = services.registry.config.tracking_uri
@@ -459,24 +457,19 @@ def test_a_verdict_is_a_run_inside_that_of_its_release(
     release = make_release(name, "3", mlflow_run_id=parent)
     samples = tmp_path / "kept"
     samples.write_text("times")
+    waiting = Verdict(
+        name=name, version="3", channel="staging", from_version="2", verdict="waiting", reasons=(), checks=(),
+        policy=Policy(), approval=None, who="ann", why="", flow_run=f"flow-{name}",
+    )  # fmt: skip
 
-    def log(verdict: str) -> str:
-        return promotion.log_verdict(
-            services,
-            release,
-            "staging",
-            {"verdict": verdict},
-            tags={"tvmflow.verdict": verdict},
-            report="# why",
-            files={"samples/a.npz": samples},
-            flow_run=f"flow-{name}",
-            done=done,
-        )
+    def log(verdict: Verdict) -> str:
+        return promotion.log_verdict(services, release, verdict, report="# why", files={"samples/a.npz": samples})
 
-    run = log("waiting")
+    assert promotion.read_verdict(services.registry, name, "staging") is None
+    run = log(waiting)
     logged = client.get_run(run)
     assert logged.info.run_name == f"promote {name} 3 to staging"
-    assert logged.info.status == ("FINISHED" if done else "RUNNING")
+    assert logged.info.status == "RUNNING"
     expected = {
         "mlflow.parentRunId": parent,
         "tvmflow.kind": "promotion",
@@ -484,16 +477,22 @@ def test_a_verdict_is_a_run_inside_that_of_its_release(
         "tvmflow.version": "3",
         "tvmflow.channel": "staging",
         "tvmflow.verdict": "waiting",
+        "tvmflow.who": "ann",
     }
     assert expected.items() <= logged.data.tags.items()
     # The same flow run logs into the same run again.
-    assert log("passed") == run
+    passed = waiting.model_copy(update={"verdict": "passed"})
+    assert log(passed) == run
     assert client.get_run(run).data.tags["tvmflow.verdict"] == "passed"
+    assert client.get_run(run).info.status == "FINISHED"
     files = ("verdict.json", "report.md", "samples/a.npz")
-    texts = [
-        path and path.read_text() for path in (services.registry.fetch_artifact(run, file, tmp_path) for file in files)
+    contents = [
+        path and path.read_bytes() for path in (services.registry.fetch_artifact(run, file, tmp_path) for file in files)
     ]
-    assert texts == ['{\n  "verdict": "passed"\n}', "# why", "times"]
+    assert contents == [encode(passed), b"# why", b"times"]
+    for version in (None, "3"):
+        assert promotion.read_verdict(services.registry, name, "staging", version) == (run, passed, None)
+    assert promotion.read_verdict(services.registry, name, "staging", "2") is None
 
 
 @pytest.mark.parametrize("error", [KeyError("uid not found"), OSError("no username set")])

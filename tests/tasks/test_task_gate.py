@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from support.releases import make_measurements, make_release, make_target, make_verdict
-from tasks.gate import Check, GateJob, check_figures, check_ratio, decide_again
+from tasks.gate import GateJob, check_figures, check_ratio, decide_again
 from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan
 from tvmflow.comparison.pairs import Samples
 from tvmflow.promotion import EffectivePolicy
@@ -13,6 +13,7 @@ from tvmflow.release import Blob, Release
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates
 from tvmflow.store.channels import Channel
+from tvmflow.verdict import Check
 
 NEW = Channel(name="m", channel="production")
 HELD = Channel(name="m", channel="production", number=1, version="1")

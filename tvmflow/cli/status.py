@@ -2,10 +2,8 @@
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -92,13 +90,7 @@ def _p50(release: "Release") -> float | None:
 
 def _last_verdict(registry: "Registry", name: str, channel: str) -> dict[str, Any] | None:
     """Return version, verdict and reasons of the last promotion to a channel, None where the registry has none."""
-    tags = {"tvmflow.kind": "promotion", "tvmflow.name": name, "tvmflow.channel": channel}
-    runs = registry.find_runs(tags)
-    if not runs:
-        return None
-    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
-        path = registry.fetch_artifact(runs[0], "verdict.json", Path(folder))
-        if path is None:
-            return None
-        document = json.loads(path.read_text())
-    return {key: document[key] for key in ("version", "verdict", "reasons")}
+    from tvmflow.promotion import read_verdict
+
+    last = read_verdict(registry, name, channel)
+    return None if last is None else last.verdict.model_dump(mode="json", include={"version", "verdict", "reasons"})

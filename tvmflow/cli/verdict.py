@@ -12,9 +12,9 @@ import click
 from tvmflow.errors import StoreError, VerdictError
 
 if TYPE_CHECKING:
-    from tasks.gate import Check
     from tvmflow.comparison.pairs import Samples
     from tvmflow.registry import Registry
+    from tvmflow.verdict import Check
 
 
 @click.command("verdict")
@@ -33,32 +33,26 @@ def verdict_command(name: str, version: str, channel: str, replay: bool, as_json
     from rich.console import Console
     from rich.table import Table
 
-    from tasks.gate import Check, decide_again
+    from tasks.gate import decide_again
     from tvmflow import settings as machine
     from tvmflow.bundle.signature import trusted_keys
-    from tvmflow.promotion import VERDICT, VERDICT_STATEMENT, check_verdict
+    from tvmflow.promotion import read_verdict
     from tvmflow.services import open_registry
 
     registry = open_registry(machine.load())
-    tags = {"kind": "promotion", "name": name, "version": version, "channel": channel}
-    runs = registry.find_runs({f"tvmflow.{key}": value for key, value in tags.items()})
-    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
-        path = registry.fetch_artifact(runs[0], VERDICT, Path(folder)) if runs else None
-        if path is None:
-            raise StoreError(
-                f"the registry has no verdict on {name} {version} for {channel}; promote it to that channel first"
-            )
-        content = path.read_bytes()
-        statement = registry.fetch_artifact(runs[0], VERDICT_STATEMENT, Path(folder))
-        signed = None if statement is None else statement.read_bytes()
-        signer = check_verdict(content, signed, name, version, channel, trusted_keys())
-        document = json.loads(content)
-        kept = checks = [Check.model_validate(check) for check in document["checks"]]
-        if replay:
-            checks = [decide_again(check, _read_samples(registry, runs[0], check, Path(folder))) for check in kept]
+    last = read_verdict(registry, name, channel, version, trusted_keys())
+    if last is None:
+        raise StoreError(
+            f"the registry has no verdict on {name} {version} for {channel}; promote it to that channel first"
+        )
+    run, verdict, signer = last
+    checks = verdict.checks
+    if replay:
+        with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+            checks = tuple(decide_again(check, _read_samples(registry, run, check, Path(folder))) for check in checks)
     if as_json:
-        shown = [check.model_dump(mode="json") for check in checks]
-        click.echo(json.dumps({**document, "checks": shown, "mlflow_run_id": runs[0], "signed_by": signer}))
+        document = verdict.model_copy(update={"checks": checks}).model_dump(mode="json")
+        click.echo(json.dumps({**document, "mlflow_run_id": run, "signed_by": signer}))
     else:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("check", "", "figure", "interval", "bound", "pairs"):
@@ -74,12 +68,12 @@ def verdict_command(name: str, version: str, channel: str, replay: bool, as_json
             )
         Console(width=None if sys.stdout.isatty() else 120).print(table)
         by = "" if signer is None else f", signed with {signer[:16]}"
-        click.echo(f"{name} {version} to {channel}: {document['verdict']}, MLflow run {runs[0]}{by}")
-    changed = [check.name for check, before in zip(checks, kept, strict=True) if check.passed != before.passed]
+        click.echo(f"{name} {version} to {channel}: {verdict.verdict}, MLflow run {run}{by}")
+    changed = [
+        check.name for check, before in zip(checks, verdict.checks, strict=True) if check.passed != before.passed
+    ]
     if changed:
-        raise VerdictError(
-            f"{', '.join(changed)} of {name} {version} is decided otherwise than in MLflow run {runs[0]}"
-        )
+        raise VerdictError(f"{', '.join(changed)} of {name} {version} is decided otherwise than in MLflow run {run}")
 
 
 def _read_samples(registry: "Registry", run: str, check: "Check", folder: Path) -> "Sequence[Samples]":

@@ -12,9 +12,10 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from statistics import NormalDist
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import BeforeValidator, PlainSerializer
 
 from tvmflow.workspace import Record
 
@@ -28,11 +29,19 @@ _POWER = 0.9
 _MOST_PAIRS = 10_000
 
 
+def _read_end(value: object) -> object:
+    return math.inf if value is None else value
+
+
+def _write_end(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 class Interval(Record):
-    """The bounds between which a ratio lies; from 0 to infinity while too few pairs have been measured."""
+    """The bounds between which a ratio lies; from 0 to infinity, null in JSON, while too few pairs are measured."""
 
     low: float
-    high: float
+    high: Annotated[float, BeforeValidator(_read_end), PlainSerializer(_write_end, float | None, when_used="json")]
 
     def __str__(self) -> str:
         return "unknown" if math.isinf(self.high) else f"{self.low:.3f} to {self.high:.3f}"

@@ -83,11 +83,12 @@ class Wish(Event):
 
 def _read_first(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """A document of format 1: a pointer with its moves. Its alias, which moved first, was the wish."""
-    moves = [{"kind": "move", **move} for move in document["history"]]
-    if not moves:
+    moves = document.get("history")
+    if not isinstance(moves, list) or not moves:
         raise ValueError("it has no history")
     fields = {key: document[key] for key in ("name", "channel", "version")}
-    return {**fields, "number": len(moves), "shown": document["version"], "history": moves}
+    history = [{"kind": "move", **move} if isinstance(move, dict) else move for move in moves]
+    return {**fields, "number": len(moves), "shown": document["version"], "history": history}
 
 
 def _read_unsigned(document: Mapping[str, Any]) -> Mapping[str, Any]:
