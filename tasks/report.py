@@ -7,7 +7,9 @@ from tasks.gate import GateJob, check_figures
 from tasks.insight import Insight
 from tasks.step import Job, Step, StepRunner
 from tvmflow import promotion
+from tvmflow.documents import narrow
 from tvmflow.release import Release
+from tvmflow.report import insight as report_insight
 from tvmflow.report.release import make_data, write_page
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, channels
@@ -68,9 +70,8 @@ class ReportResult(StepResult):
 
 def work(job: ReportJob, runner: StepRunner) -> ReportResult:
     """Write the page of a release and return it."""
-    insights = {name: item.model_dump(mode="json", exclude={"sources"}) for name, item in job.insights.items()}
-    checks = [check.model_dump(mode="json") for check in job.checks]
-    data = make_data(job.release, job.channel, job.production, job.history, insights, checks)
+    insights = {name: narrow(report_insight.Insight, item) for name, item in job.insights.items()}
+    data = make_data(job.release, job.channel, job.production, job.history, insights, job.checks)
     with runner.workspace.scratch() as folder:
         (folder / PAGE).write_text(write_page(data))
         return ReportResult(page=runner.workspace.keep(folder / PAGE))

@@ -17,9 +17,11 @@ from tvmflow.release import Provenance, Release, Tuning
 from tvmflow.report import charts
 from tvmflow.report.changes import compare_releases
 from tvmflow.report.drift import find_drifts
+from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
 from tvmflow.report.release import make_data, write_difference, write_page
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates
+from tvmflow.verdict import Check
 
 _PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 
@@ -46,29 +48,26 @@ def _release(version: str, p50: float, *, onnx: str = "a", reasons: tuple[str, .
     )
 
 
-def _sample(index: int, answer: int, **drawing: Any) -> dict[str, Any]:
-    item = {"name": "x", "shape": [1, 8, 8], "image": None, "wave": None, "values": "1, 2, 3", **drawing}
-    return {"index": index, "error": 1e-5, "answer": answer, "original_answer": 3, "label": "3", "inputs": [item]}
+def _sample(index: int, answer: int, **drawing: Any) -> SampleInsight:
+    item = Drawing(name="x", shape=(1, 8, 8), values="1, 2, 3", **drawing)
+    return SampleInsight(index=index, error=1e-5, answer=answer, original_answer=3, label="3", inputs=(item,))
 
 
-_INSIGHT = {
-    "functions": [
-        {
-            "name": "fused_conv2d_add_relu_with_a_name_that_is_rather_long_for_a_phone",
-            "calls": 2,
-            "ms": 3.0,
-            "bytes": 6000,
-        },
-        {"name": "softmax", "calls": 1, "ms": 1.0, "bytes": 0},
-    ],
-    "worst": [_sample(7, 3, image=_PNG), _sample(8, 3, wave=[[-1.0, 1.0], [-0.5, 0.25]])],
-    "flipped": [_sample(9, 4)],
-    "flips": 1,
-    "samples": 360,
-}
+_INSIGHT = Insight(
+    functions=(
+        FunctionTime(
+            name="fused_conv2d_add_relu_with_a_name_that_is_rather_long_for_a_phone", calls=2, ms=3.0, bytes=6000
+        ),
+        FunctionTime(name="softmax", calls=1, ms=1.0, bytes=0),
+    ),
+    worst=(_sample(7, 3, image=_PNG), _sample(8, 3, wave=((-1.0, 1.0), (-0.5, 0.25)))),
+    flipped=(_sample(9, 4),),
+    flips=1,
+    samples=360,
+)
 
 
-_CHECK = {"name": "max_metric_drop", "told": "it has dropped", "passed": True, "value": 0.90625, "bound": 0.9}
+_CHECK = Check(name="max_metric_drop", message="it has dropped", passed=True, value=0.90625, bound=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +120,7 @@ def test_a_refusal_stands_first() -> None:
 
 
 def test_a_gate_that_is_not_kept_stands_first() -> None:
-    checks = ({**_CHECK, "passed": False}, _CHECK)
+    checks = (_CHECK.model_copy(update={"passed": False}), _CHECK)
     text = write_page(make_data(_release("1", 1.0), "production", None, (), {}, checks))
     assert "production would refuse it: it has dropped</p>" in text
     assert unexplained_figures(text) == []

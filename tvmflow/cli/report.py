@@ -49,16 +49,18 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
     Each was measured when it was made.
     """
     from tvmflow import settings as machine
-    from tvmflow.report.release import change_rows, write_difference
+    from tvmflow.report.changes import compare_releases
+    from tvmflow.report.release import write_difference
     from tvmflow.services import open_store_of
 
     with open_store_of(machine.load(), name) as store:
         old, new = (store.get_release(name, version) for version in (before, now))
-    rows = change_rows(new, old)
+    changes = list(compare_releases(new, old))
     if html is not None:
         with naming_output(html):
             html.write_text(write_difference(new, old))
     if as_json:
+        rows = [change.model_dump(mode="json") for change in changes]
         click.echo(json.dumps({"name": name, "before": before, "now": now, "changes": rows}))
         return
     from rich import box
@@ -68,10 +70,10 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("target", "", before, now, "ratio"):
         table.add_column(column, no_wrap=True)
-    for row in rows:
-        if row["now"] != row["before"]:
-            ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
-            table.add_row(row["target"] or "all", row["name"], _cell(row["before"]), _cell(row["now"]), ratio)
+    for change in changes:
+        if change.now != change.before:
+            ratio = "" if change.ratio is None else f"{change.ratio:.3f}"
+            table.add_row(change.target or "all", change.name, _cell(change.before), _cell(change.now), ratio)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 

@@ -1,25 +1,24 @@
 """Changes: what differs between two releases, by their documents."""
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from tvmflow.release import Release, ReleaseTarget
+from tvmflow.workspace import Record
+
+Value = float | int | str | None
 
 
-class Change(NamedTuple):
-    """A figure or a fact of a target, or of the whole release where `target` is "", now and before; None is unknown."""
+class Change(Record):
+    """A figure or a fact of a target, or of the whole release where `target` is "", now and before; None is unknown.
+
+    `ratio` is the figure over the one before; None for a fact, and where one of the two is missing or zero.
+    """
 
     target: str
     name: str
-    now: float | str | None
-    before: float | str | None
-
-    @property
-    def ratio(self) -> float | None:
-        """The figure over the one before; None for a fact, and where one of the two is missing or zero."""
-        if isinstance(self.now, str) or isinstance(self.before, str) or self.now is None or not self.before:
-            return None
-        return self.now / self.before
+    now: Value
+    before: Value
+    ratio: float | None
 
 
 def figures(target: ReleaseTarget) -> dict[str, float | None]:
@@ -69,11 +68,18 @@ def compare_releases(now: Release, before: Release) -> Iterator[Change]:
     """Yield the facts and figures of two releases, those of the whole release first; equal ones as well."""
     old_facts = facts(before)
     for name, fact in facts(now).items():
-        yield Change("", name, fact, old_facts[name])
+        yield _compare("", name, fact, old_facts[name])
     old_targets = {item.target: item for item in before.targets}
     for target in now.targets:
         old = old_targets.get(target.target)
-        old_values: Mapping[str, float | str | None] = {} if old is None else {**target_facts(old), **figures(old)}
-        values: Mapping[str, float | str | None] = {**target_facts(target), **figures(target)}
+        old_values: Mapping[str, Value] = {} if old is None else {**target_facts(old), **figures(old)}
+        values: Mapping[str, Value] = {**target_facts(target), **figures(target)}
         for name, value in values.items():
-            yield Change(target.target, name, value, old_values.get(name))
+            yield _compare(target.target, name, value, old_values.get(name))
+
+
+def _compare(target: str, name: str, now: Value, before: Value) -> Change:
+    ratio = None
+    if isinstance(now, int | float) and isinstance(before, int | float) and before != 0:
+        ratio = now / before
+    return Change(target=target, name=name, now=now, before=before, ratio=ratio)

@@ -1,17 +1,55 @@
 """The page of a release, for the person who decides whether it may go out."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from tvmflow.release import Release
 from tvmflow.report import charts, page
-from tvmflow.report.changes import compare_releases
+from tvmflow.report.changes import Change, compare_releases
+from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
 from tvmflow.report.page import Markup
-
-Document = Mapping[str, Any]
+from tvmflow.verdict import Check
+from tvmflow.workspace import Record
 
 # The functions that the page shows by themselves, and the hexadecimal digits of a digest that tell bundles apart.
 _SHOWN_FUNCTIONS, _DIGITS = 12, 12
+
+
+class HistoryRow(Record):
+    """The median latency in ms of a target in one release; `position` orders the releases on an axis."""
+
+    version: str
+    position: int
+    target: str
+    p50: float | None
+
+
+class FunctionRow(Record):
+    """A function of a bundle: its time in ms and as a share of all, and what it moves."""
+
+    name: str
+    calls: int
+    ms: float
+    share: float
+    megabytes: float
+    gigabytes_per_second: float
+
+
+class PageData(Record):
+    """All that a page shows, which it holds as JSON.
+
+    `production` is the version that `channel` holds, None where it holds nothing; `changes` are those since then.
+    `checks` are those of the channel's gates on figures. `history` ends with the release itself. `insights` and the
+    rows of `functions` are by target.
+    """
+
+    release: Release
+    channel: str
+    production: str | None
+    checks: tuple[Check, ...]
+    changes: tuple[Change, ...]
+    history: tuple[HistoryRow, ...]
+    insights: dict[str, Insight]
+    functions: dict[str, tuple[FunctionRow, ...]]
 
 
 def make_data(
@@ -19,134 +57,129 @@ def make_data(
     channel: str,
     production: Release | None,
     history: Sequence[Release],
-    insights: Document,
-    checks: Sequence[Document],
-) -> dict[str, Any]:
-    """Return the JSON document of the page.
+    insights: Mapping[str, Insight],
+    checks: Sequence[Check],
+) -> PageData:
+    """Return the data of the page of a release.
 
     `production` is the release that `channel` holds, None where it holds nothing; `history` are the releases
-    before, the oldest first; `insights` has by target the insight of `tasks.insight` in JSON; `checks` are
-    those of `tasks.gate` of the channel's gates on figures.
+    before, the oldest first; `insights` are by target; `checks` are those of the channel's gates on figures.
     """
-    changes = [] if production is None else change_rows(release, production)
-    return {
-        "release": release.model_dump(mode="json"),
-        "channel": channel,
-        "production": None if production is None else production.version,
-        "checks": list(checks),
-        "changes": changes,
-        "history": [row for document in (*history, release) for row in _history_rows(document)],
-        "insights": dict(insights),
-        "functions": {name: _function_rows(item["functions"]) for name, item in insights.items()},
-    }
-
-
-def change_rows(now: Release, before: Release) -> list[dict[str, Any]]:
-    """Return the changes between two releases in JSON, with the ratio of each figure."""
-    return [{**change._asdict(), "ratio": change.ratio} for change in compare_releases(now, before)]
+    return PageData(
+        release=release,
+        channel=channel,
+        production=None if production is None else production.version,
+        checks=tuple(checks),
+        changes=() if production is None else tuple(compare_releases(release, production)),
+        history=tuple(row for each in (*history, release) for row in _history_rows(each)),
+        insights=dict(insights),
+        functions={name: _function_rows(insight.functions) for name, insight in insights.items()},
+    )
 
 
 def write_difference(now: Release, before: Release) -> str:
     """Return a page with what differs between two releases."""
-    data = {"changes": change_rows(now, before)}
+    changes = tuple(compare_releases(now, before))
     versions = f"{now.name} {before.version}", f"{now.name} {now.version}"
     sections = {
-        "Figures": list(figures_beside(data["changes"], *versions)),
-        "What differs": list(facts_that_differ(data["changes"], *versions)),
+        "Figures": list(figures_beside(changes, *versions)),
+        "What differs": list(facts_that_differ(changes, *versions)),
     }
+    data = {"changes": [change.model_dump(mode="json") for change in changes]}
     return page.write(" and ".join(versions), sections, data)
 
 
-def write_page(data: Document) -> str:
-    """Return the page of a release; `data` is what `make_data` returns."""
-    release = data["release"]
+def write_page(data: PageData) -> str:
+    """Return the page of a release."""
+    release = data.release
     sections: dict[str, list[Markup]] = {
         "Verdict": list(_verdict(data)),
-        f"Against {data['channel']}": list(_against(data)),
+        f"Against {data.channel}": list(_against(data)),
         "Worst samples": list(_samples(data)),
         "Accuracy over latency": list(_trade(release)),
         "Where the time goes": list(_time(data)),
-        f"What changed since {data['channel']}": list(_changes(data)),
+        f"What changed since {data.channel}": list(_changes(data)),
         "Trust": list(_trust(release)),
         "Roll back": list(_commands(data)),
     }
-    return page.write(f"{release['name']} {release['version']}", sections, data)
+    return page.write(f"{release.name} {release.version}", sections, data.model_dump(mode="json"))
 
 
-def _verdict(data: Document) -> Iterator[Markup]:
-    release = data["release"]
-    reasons = [reason for item in release["targets"] for reason in item["verdict"].get("reasons", ())]
-    refusals = [check["told"] for check in data["checks"] if not check["passed"]]
+def _verdict(data: PageData) -> Iterator[Markup]:
+    release = data.release
+    reasons = [reason for item in release.targets for reason in item.verdict.reasons]
+    refusals = [check.message for check in data.checks if not check.passed]
     if reasons:
         yield page.paragraph("Refused: " + "; ".join(reasons), "verdict fail")
     elif refusals:
-        yield page.paragraph(f"{data['channel']} would refuse it: " + "; ".join(refusals), "verdict fail")
+        yield page.paragraph(f"{data.channel} would refuse it: " + "; ".join(refusals), "verdict fail")
     else:
         yield page.paragraph("Every target passed its validation and its gates.", "verdict pass")
     rows = []
-    for item in release["targets"]:
-        verdict = item["verdict"]
-        comparison: Document = next(iter(verdict.get("comparisons", ())), {})
+    for item in release.targets:
+        verdict, deviation = item.verdict, item.verdict.original
         rows.append(
             (
-                item["target"],
-                "run here" if verdict.get("verified") else "not run on the machine that built it",
-                page.number(comparison.get("max_abs_error"), "{:.2e}"),
-                page.number(comparison.get("top1_agreement"), "{:.4f}"),
-                page.number(verdict.get("metric_original"), "{:.4f}"),
-                page.number(verdict.get("metric_bundle"), "{:.4f}"),
+                item.target,
+                "run here" if verdict.verified else "not run on the machine that built it",
+                page.number(None if deviation is None else deviation.max_abs_error, "{:.2e}"),
+                page.number(None if deviation is None else deviation.top1_agreement, "{:.4f}"),
+                page.number(verdict.metric_original, "{:.4f}"),
+                page.number(verdict.metric_bundle, "{:.4f}"),
             )
         )
     headings = ("target", "checked", "largest error", "top-1 agreement", "metric, original", "metric, bundle")
     yield page.table("What was checked", headings, rows)
     conditions = [
         f"{channel}: {gate} {bound}"
-        for channel, policy in release.get("channels", {}).items()
-        for gate, bound in policy.get("gates", {}).items()
+        for channel, policy in release.channels.items()
+        for gate, bound in policy.gates
         if bound is not None
     ]
     if conditions:
         yield page.paragraph("A channel refuses it when a gate of its policy is not kept:")
         yield page.items(conditions)
-    if data["checks"]:
+    if data.checks:
         kept = [
             (
-                check["name"],
-                "kept" if check["passed"] else "not kept",
-                page.number(check["value"]),
-                page.number(check["bound"]),
+                check.name,
+                "kept" if check.passed else "not kept",
+                page.number(check.value),
+                page.number(check.bound),
             )
-            for check in data["checks"]
+            for check in data.checks
         ]
-        yield page.table(f"Gates of {data['channel']} on figures", ("gate", "", "figure", "bound"), kept)
+        yield page.table(f"Gates of {data.channel} on figures", ("gate", "", "figure", "bound"), kept)
 
 
-def _against(data: Document) -> Iterator[Markup]:
-    if data["production"] is None:
-        yield page.paragraph(f"{data['channel']} holds nothing: there is no release to compare with.")
+def _against(data: PageData) -> Iterator[Markup]:
+    if data.production is None:
+        yield page.paragraph(f"{data.channel} holds nothing: there is no release to compare with.")
     else:
-        yield from figures_beside(data["changes"], data["production"], "this release")
+        yield from figures_beside(data.changes, data.production, "this release")
     latencies: dict[str, list[tuple[float, float]]] = {}
-    for row in data["history"]:
-        if row["p50"] is not None:
-            latencies.setdefault(row["target"], []).append((float(row["position"]), row["p50"]))
+    for row in data.history:
+        if row.p50 is not None:
+            latencies.setdefault(row.target, []).append((float(row.position), row.p50))
     if any(len(points) > 1 for points in latencies.values()):
         title = "Latency of the releases"
         yield page.figure(title, charts.points(title, "release, the newest at the right", "p50, ms", latencies))
 
 
-def figures_beside(changes: Sequence[Document], before: str, now: str) -> Iterator[Markup]:
+def figures_beside(changes: Sequence[Change], before: str, now: str) -> Iterator[Markup]:
     """Yield a table of the figures of two releases; `before` and `now` head its columns."""
     rows = [
         (
-            change["target"],
-            change["name"],
-            page.number(change["before"]),
-            page.number(change["now"]),
-            page.number(change["ratio"], "{:.3f}"),
+            change.target,
+            change.name,
+            page.number(change.before),
+            page.number(change.now),
+            page.number(change.ratio, "{:.3f}"),
         )
         for change in changes
-        if not isinstance(change["now"], str) and (change["now"], change["before"]) != (None, None)
+        if not isinstance(change.now, str)
+        and not isinstance(change.before, str)
+        and (change.now, change.before) != (None, None)
     ]
     yield page.table("Figures", ("target", "figure", before, now, "ratio"), rows)
     yield page.paragraph(
@@ -155,54 +188,52 @@ def figures_beside(changes: Sequence[Document], before: str, now: str) -> Iterat
     )
 
 
-def _samples(data: Document) -> Iterator[Markup]:
-    if not data["insights"]:
+def _samples(data: PageData) -> Iterator[Markup]:
+    if not data.insights:
         yield page.paragraph("No target was run on the machine that built it.")
-    for target, insight in data["insights"].items():
+    for target, insight in data.insights.items():
         yield page.paragraph(
             Markup(
-                f"{page.text(target)}: {page.number(insight['flips'], '{:d}')} of "
-                f"{page.number(insight['samples'], '{:d}')} samples have another answer than the original."
+                f"{page.text(target)}: {page.number(insight.flips, '{:d}')} of "
+                f"{page.number(insight.samples, '{:d}')} samples have another answer than the original."
             )
         )
-        for title, samples in (("Another answer", insight["flipped"]), ("Largest differences", insight["worst"])):
+        for title, samples in (("Another answer", insight.flipped), ("Largest differences", insight.worst)):
             if samples:
                 cards = "".join(_card(sample) for sample in samples)
                 yield Markup(f"<h3>{title}</h3><div class='cards'>{cards}</div>")
 
 
-def _card(sample: Document) -> str:
-    words = [f"sample {page.number(sample['index'], '{:d}')}, difference {page.number(sample['error'], '{:.2e}')}"]
-    if sample["answer"] is not None:
+def _card(sample: SampleInsight) -> str:
+    words = [f"sample {page.number(sample.index, '{:d}')}, difference {page.number(sample.error, '{:.2e}')}"]
+    if sample.answer is not None:
         words.append(
-            f"answer {page.number(sample['answer'], '{:d}')}, original {page.number(sample['original_answer'], '{:d}')}"
+            f"answer {page.number(sample.answer, '{:d}')}, original {page.number(sample.original_answer, '{:d}')}"
         )
-    if sample["label"] is not None:
-        words.append(f"label {page.text(sample['label'])}")
-    drawings = "".join(_drawing(item, sample["index"]) for item in sample["inputs"])
+    if sample.label is not None:
+        words.append(f"label {page.text(sample.label)}")
+    drawings = "".join(_draw(item, sample.index) for item in sample.inputs)
     return f"<figure>{drawings}<figcaption>{'<br>'.join(words)}</figcaption></figure>"
 
 
-def _drawing(item: Document, index: int) -> str:
-    description = page.text(f"input {item['name']} of sample {index}")
-    if item["image"] is not None:
-        return f'<img alt="{description}" src="data:image/png;base64,{item["image"]}">'
-    if item["wave"] is not None:
-        return charts.wave(f"input {item['name']} of sample {index}", item["wave"])
-    return f"<p><code>{page.text(item['name'])}: {page.text(item['values'])}</code></p>"
+def _draw(item: Drawing, index: int) -> str:
+    description = page.text(f"input {item.name} of sample {index}")
+    if item.image is not None:
+        return f'<img alt="{description}" src="data:image/png;base64,{item.image}">'
+    if item.wave is not None:
+        return charts.wave(f"input {item.name} of sample {index}", item.wave)
+    return f"<p><code>{page.text(item.name)}: {page.text(item.values)}</code></p>"
 
 
-def _trade(release: Document) -> Iterator[Markup]:
+def _trade(release: Release) -> Iterator[Markup]:
     series: dict[str, list[tuple[float, float]]] = {}
     name = "largest error"
-    for item in release["targets"]:
-        comparison: Document = next(iter(item["verdict"].get("comparisons", ())), {})
-        metric = item["verdict"].get("metric_bundle")
-        if item["measurements"] and comparison:
+    for item in release.targets:
+        deviation, metric = item.verdict.original, item.verdict.metric_bundle
+        if item.p50 is not None and deviation is not None:
             name = "largest error" if metric is None else "task metric"
-            label = f"{item['target']}, {item['verdict'].get('precision', 'fp32')}"
-            p50 = item["measurements"]["points"][0]["runners"]["tvm"]["latency_ms"]["p50"]
-            series[label] = [(p50, comparison["max_abs_error"] if metric is None else metric)]
+            label = f"{item.target}, {item.verdict.precision}"
+            series[label] = [(item.p50, deviation.max_abs_error if metric is None else metric)]
     if series:
         title = "Every target that was measured"
         yield page.figure(title, charts.points(title, "p50, ms", name, series))
@@ -210,9 +241,9 @@ def _trade(release: Document) -> Iterator[Markup]:
         yield page.paragraph("No target was measured on the machine that built it.")
 
 
-def _time(data: Document) -> Iterator[Markup]:
-    for target, rows in data["functions"].items():
-        shown = {row["name"]: row["ms"] for row in rows[:_SHOWN_FUNCTIONS]}
+def _time(data: PageData) -> Iterator[Markup]:
+    for target, rows in data.functions.items():
+        shown = {row.name: row.ms for row in rows[:_SHOWN_FUNCTIONS]}
         title = f"{target}: milliseconds of a run by function"
         yield page.figure(title, charts.bars(title, shown))
         yield page.table(
@@ -220,33 +251,33 @@ def _time(data: Document) -> Iterator[Markup]:
             ("function", "calls", "ms", "share", "MB", "GB/s"),
             [
                 (
-                    row["name"],
-                    page.number(row["calls"], "{:d}"),
-                    page.number(row["ms"], "{:.4f}"),
-                    page.number(row["share"], "{:.1%}"),
-                    page.number(row["megabytes"], "{:.2f}"),
-                    page.number(row["gigabytes_per_second"], "{:.1f}"),
+                    row.name,
+                    page.number(row.calls, "{:d}"),
+                    page.number(row.ms, "{:.4f}"),
+                    page.number(row.share, "{:.1%}"),
+                    page.number(row.megabytes, "{:.2f}"),
+                    page.number(row.gigabytes_per_second, "{:.1f}"),
                 )
                 for row in rows
             ],
         )
-    if not data["functions"]:
+    if not data.functions:
         yield page.paragraph("No target was run on the machine that built it.")
 
 
-def _changes(data: Document) -> Iterator[Markup]:
-    if data["production"] is None:
+def _changes(data: PageData) -> Iterator[Markup]:
+    if data.production is None:
         yield page.paragraph("There is no release to compare with.")
     else:
-        yield from facts_that_differ(data["changes"], data["production"], "this release")
+        yield from facts_that_differ(data.changes, data.production, "this release")
 
 
-def facts_that_differ(changes: Sequence[Document], before: str, now: str) -> Iterator[Markup]:
+def facts_that_differ(changes: Sequence[Change], before: str, now: str) -> Iterator[Markup]:
     """Yield a table of the facts that differ; `before` and `now` head its columns."""
     rows = [
-        (change["target"] or "all", change["name"], shorten(change["before"]), shorten(change["now"]))
+        (change.target or "all", change.name, shorten(change.before), shorten(change.now))
         for change in changes
-        if isinstance(change["now"], str) and change["now"] != change["before"]
+        if isinstance(change.now, str) and change.now != change.before
     ]
     if rows:
         yield page.table("What differs", ("target", "", before, now), rows)
@@ -254,51 +285,47 @@ def facts_that_differ(changes: Sequence[Document], before: str, now: str) -> Ite
         yield page.paragraph("Model, tvmflow, tuning and bundles are the same.")
 
 
-def _trust(release: Document) -> Iterator[Markup]:
+def _trust(release: Release) -> Iterator[Markup]:
     rows = [
         (
-            item["target"],
-            page.number(item["bundle"]["size"], "{:d}"),
-            Markup(f"<code>{page.text(item['bundle']['sha256'])}</code>"),
+            item.target,
+            page.number(item.bundle.size, "{:d}"),
+            Markup(f"<code>{page.text(item.bundle.sha256)}</code>"),
         )
-        for item in release["targets"]
+        for item in release.targets
     ]
     yield page.table("Bundles", ("target", "bytes", "SHA-256"), rows)
-    yield page.paragraph(f"Made at {release['created_at']} by tvmflow {release['tvmflow']}.")
+    yield page.paragraph(f"Made at {release.created_at} by tvmflow {release.tvmflow}.")
     yield page.paragraph("Who signed a bundle, and whether its sources give the same bytes again:")
     yield page.commands("tvmflow verify BUNDLE --rebuild RELEASE_FILE")
 
 
-def _commands(data: Document) -> Iterator[Markup]:
-    name, version, channel = data["release"]["name"], data["release"]["version"], data["channel"]
+def _commands(data: PageData) -> Iterator[Markup]:
+    name, version, channel = data.release.name, data.release.version, data.channel
     yield page.paragraph("To put it out, and to take it back:")
     lines = f"tvmflow promote {name} {version} --channel {channel}\ntvmflow rollback {name} --channel {channel}"
     yield page.commands(lines)
 
 
-def _history_rows(release: Release) -> Iterator[dict[str, Any]]:
+def _history_rows(release: Release) -> Iterator[HistoryRow]:
+    position = int(release.version) if release.version.isdigit() else 0
     for item in release.targets:
-        yield {
-            "version": release.version,
-            "position": int(release.version) if release.version.isdigit() else 0,
-            "target": item.target,
-            "p50": item.p50,
-        }
+        yield HistoryRow(version=release.version, position=position, target=item.target, p50=item.p50)
 
 
-def _function_rows(functions: Sequence[Document]) -> list[dict[str, Any]]:
-    total = sum(item["ms"] for item in functions) or 1.0
-    return [
-        {
-            "name": item["name"],
-            "calls": item["calls"],
-            "ms": item["ms"],
-            "share": item["ms"] / total,
-            "megabytes": item["bytes"] / 1e6,
-            "gigabytes_per_second": item["bytes"] / item["ms"] / 1e6 if item["ms"] else 0.0,
-        }
+def _function_rows(functions: Sequence[FunctionTime]) -> tuple[FunctionRow, ...]:
+    total = sum(item.ms for item in functions) or 1.0
+    return tuple(
+        FunctionRow(
+            name=item.name,
+            calls=item.calls,
+            ms=item.ms,
+            share=item.ms / total,
+            megabytes=item.bytes / 1e6,
+            gigabytes_per_second=item.bytes / item.ms / 1e6 if item.ms else 0.0,
+        )
         for item in functions
-    ]
+    )
 
 
 def shorten(value: object) -> str:
