@@ -47,8 +47,8 @@ class MakeJob(Job):
 
     `document` is the release file's, with this one target; `files` are the files in its folder that the release reads,
     by their paths in it. `signer` is the public key that belongs to the bundles' signing key, None without signatures.
-    `records` are the sizes in bytes of the shared files of tuning records, by file name, for a release that has no
-    budget for tuning and so depends on them.
+    `records` are the sizes in bytes of the shared files of tuning records for the target, by file name, for a release
+    that has no budget for tuning and so depends on them.
     """
 
     document: dict[str, Any]

@@ -19,6 +19,7 @@ from flows.make import ERROR_ARTIFACT, MAKE, STEP, MakeJob, signer_of, workspace
 from flows.pools import why_idle
 from flows.runs import connect, is_registered, start
 from tasks.track import TargetResult
+from tasks.tune import send_records
 from tvmflow import errors
 from tvmflow import spec as release_file
 from tvmflow.errors import SettingsError, StepError, StoreError, TvmflowError
@@ -125,9 +126,8 @@ def _make_job(context: RunContext, pool: str, model: ModelSteps, weights: Artifa
         # An alias may move while the target is made.
         changes["model.mlflow"] = f"models:/{model.original.registered}"
     records: dict[str, int] = {}
-    if not spec.tune.has_budget and workspace.shared is not None:
-        workspace.share_records()
-        records = workspace.shared.tuning_records()
+    if not spec.tune.has_budget and context.shared_records is not None:
+        records = send_records(workspace, target, context.shared_records)
     return MakeJob(
         document=release_file.to_document(release_file.amend(spec, changes)),
         files=_files(context, [item for item in (model.exported, model.reference) if item is not None]),

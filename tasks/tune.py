@@ -278,6 +278,18 @@ def shared_records(workspace: Workspace, target: Target, shared: "SharedRecords 
         yield
 
 
+def send_records(workspace: Workspace, target: Target, shared: "SharedRecords") -> dict[str, int]:
+    """Send this machine's records, and return the size in bytes of each file that `shared` has for a target, by name.
+
+    Raises StoreError.
+    """
+    from tvmflow import tuning
+    from tvmflow.tuning.sharing import Sharing
+
+    Sharing(tuning.RecordStore(workspace.records), shared).send()
+    return shared.sizes(tuning.current_context(target).digest)
+
+
 def with_records(workspace: Workspace, tuned: TuneResult, path: Path, target: Target) -> TuneResult:
     """Return `tuned` with the best records of the file or folder `path` in place of its own for the same workloads.
 

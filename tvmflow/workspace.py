@@ -23,7 +23,6 @@ from tvmflow.errors import StepError, TvmflowError
 from tvmflow.progress import reporter
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_RECORDS = re.compile(r"[\w-]+\.jsonl")
 
 Progress = Callable[[float, float, str], None]
 """Called with the bytes moved so far, the bytes to move in all, and whether they are sent or fetched."""
@@ -113,15 +112,6 @@ class Shared(Protocol):
 
     def send(self, path: Path, sha256: str, on_progress: Callable[[int], None]) -> None:
         """Send the file `path` unless the store has it; call `on_progress` with the bytes sent since the last call."""
-
-    def tuning_records(self) -> dict[str, int]:
-        """Return the sizes in bytes of the files of tuning records, by file name."""
-
-    def read_tuning_records(self, name: str) -> bytes | None:
-        """Return the content of a file of tuning records; None if the file is gone."""
-
-    def write_tuning_records(self, name: str, content: bytes) -> None:
-        """Write a file of tuning records in place of a shorter one; such a file only grows."""
 
 
 class Workspace:
@@ -262,22 +252,6 @@ class Workspace:
     def records(self) -> Path:
         """The folder of the tuning records."""
         return self.folder / "records"
-
-    def share_records(self) -> None:
-        """Exchange tuning records with the shared workspace, if any, until both have all of them. Raises StoreError."""
-        if self.shared is None:
-            return
-        remote_sizes = self.shared.tuning_records()
-        local_sizes = {path.name: path.stat().st_size for path in self.records.glob("*.jsonl")}
-        for name, size in remote_sizes.items():
-            # A run's file only grows, and only on the machine of the run: the longer copy is the complete one.
-            if _RECORDS.fullmatch(name) and local_sizes.get(name, -1) < size:
-                content = self.shared.read_tuning_records(name)
-                if content is not None:
-                    self._write(self.records / name, content)
-        for name, size in local_sizes.items():
-            if remote_sizes.get(name, -1) < size:
-                self.shared.write_tuning_records(name, (self.records / name).read_bytes())
 
     def _mark_used(self, record: Path, result: StepResult) -> None:
         for path in (record, *map(self.path, result.artifacts())):

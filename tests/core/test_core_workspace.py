@@ -450,30 +450,6 @@ def test_a_listener_hears_of_uploads_and_downloads(machines: tuple[Workspace, Wo
     ]
 
 
-def test_tuning_records_are_the_union_of_what_all_machines_recorded(machines: tuple[Workspace, Workspace]) -> None:
-    one, other = machines
-    for machine, name in ((one, "a.jsonl"), (other, "b.jsonl")):
-        machine.records.mkdir()
-        (machine.records / name).write_text("1\n")
-    for machine in (one, other, one):
-        machine.share_records()
-    (one.records / "a.jsonl").write_text("1\n2\n")
-    for machine in (one, other):
-        machine.share_records()
-    for machine in machines:
-        records = {path.name: path.read_text() for path in machine.records.iterdir()}
-        assert records == {"a.jsonl": "1\n2\n", "b.jsonl": "1\n"}
-
-
-def test_files_of_records_with_other_names_are_left_alone(
-    machines: tuple[Workspace, Workspace], store: WorkStore
-) -> None:
-    for name in ("sub/inside.jsonl", "records.txt", ".hidden.jsonl"):
-        store.objects.put(f"records/{name}", b"1\n", "planting records")
-    machines[0].share_records()
-    assert not machines[0].records.exists()
-
-
 def _keep_library(workspace: Workspace) -> Artifact:
     with workspace.scratch() as folder:
         (folder / "mod.so").write_bytes(b"library")

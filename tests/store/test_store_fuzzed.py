@@ -22,7 +22,6 @@ from tvmflow.report.drift import list_figures
 from tvmflow.store import ReleaseStore, StoreConfig, channels
 from tvmflow.store.records import RecordObjects
 from tvmflow.store.resolve import TargetEntry
-from tvmflow.store.work import WorkStore
 
 RELEASE: dict[str, Any] = json.loads((Path(__file__).parent / "formats" / "release-1.json").read_text())
 MOVE = {"who": "ann", "when": "2026-01-01T00:00:00.000+00:00", "from": None, "to": "1", "why": "test", "id": "00"}
@@ -151,7 +150,6 @@ def test_objects_with_foreign_names_are_passed_over(moto_server: StoreConfig) ->
         "records/context/run.jsonl",
         "records-elsewhere/context/run.jsonl",
         "work/records/run.jsonl",
-        "work/recordsother/run.jsonl",
     ):
         store.objects.put(key, b"x", "planting an object")
     assert store.list_names() == ["resnet"]
@@ -160,4 +158,3 @@ def test_objects_with_foreign_names_are_passed_over(moto_server: StoreConfig) ->
     records = RecordObjects(store)
     assert records.sizes() == {"no-folder.jsonl": 1, "context-run.jsonl": 1}
     assert records.sizes("context") == {"context-run.jsonl": 1}
-    assert WorkStore(store).tuning_records() == {"run.jsonl": 1}

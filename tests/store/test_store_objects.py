@@ -283,13 +283,6 @@ def test_an_artifact_that_cannot_be_fetched_leaves_no_file(moto_server: StoreCon
 
 
 def test_tuning_records_are_files_of_their_own(store: ReleaseStore) -> None:
-    work = WorkStore(store)
-    assert work.tuning_records() == {}
-    assert work.read_tuning_records("a.jsonl") is None
-    work.write_tuning_records("a.jsonl", b"1\n")
-    assert work.tuning_records() == {"a.jsonl": 2}
-    assert work.read_tuning_records("a.jsonl") == b"1\n"
-
     records = RecordObjects(store)
     assert records.uri == f"{store.config.uri}/records"
     records.write("context-run-1.jsonl", b"22\n")

@@ -11,13 +11,15 @@ import pytest
 
 from support.rclone import rclone_s3
 from support.waits import wait_until
+from tasks.tune import send_records
 from tvmflow.errors import StoreError
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store.records import RecordObjects
-from tvmflow.target import Target
+from tvmflow.target import Target, resolve
 from tvmflow.tuning import Record, RecordStore, current_context
 from tvmflow.tuning.records import SPACE_VERSION, tvm_version
 from tvmflow.tuning.sharing import Sharing, sharing
+from tvmflow.workspace import Workspace
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,20 @@ def test_a_machine_gets_the_records_of_another(
         here.append(make_record("a", native))
     with sharing(there, shared, current_context(native).digest):
         assert there.records(native) == [make_record("a", native)]
+
+
+def test_a_release_on_a_pool_depends_on_the_records_of_its_target(
+    shared: RecordObjects, native: Target, tmp_path: Path
+) -> None:
+    workspace, other = Workspace(tmp_path / "state"), resolve("x86-64-v3")
+    store = RecordStore(workspace.records)
+    assert send_records(workspace, native, shared) == {}
+    store.append(make_record("a", native))
+    first = send_records(workspace, native, shared)
+    assert first == shared.sizes()
+    assert (len(first), send_records(workspace, other, shared)) == (1, {})
+    store.append(make_record("b", native))
+    assert sum(send_records(workspace, native, shared).values()) > sum(first.values())
 
 
 def test_only_files_that_are_new_or_have_grown_are_fetched_and_sent(

@@ -2,7 +2,6 @@
 
 work/blobs/sha256/<digest>      artifacts, by content
 work/steps/<step>/<key>.json    the record of a step, written after its artifacts
-work/records/<run>.jsonl        tuning records, a file for each run that tuned
 """
 
 import contextlib
@@ -21,7 +20,6 @@ from tvmflow.store.blobs import BlobStore
 from tvmflow.store.keys import blob_key
 from tvmflow.store.releases import ReleaseStore
 
-_RECORDS = "records/"
 # A record that is used again is marked at most once in such a time.
 _MARKED_AGAIN = datetime.timedelta(days=1)
 
@@ -100,18 +98,6 @@ class WorkStore:
         """Send an artifact unless the store has it complete; a damaged one is replaced. Raises StoreError."""
         self._join()
         self._blobs.put(path, sha256, on_progress)
-
-    def tuning_records(self) -> dict[str, int]:
-        """Return the size in bytes of each file of tuning records, by file name. Raises StoreError."""
-        return {entry.key.removeprefix(_RECORDS): entry.size for entry in self.objects.list_objects(_RECORDS)}
-
-    def read_tuning_records(self, name: str) -> bytes | None:
-        """Return the content of a file of tuning records, None if there is none. Raises StoreError."""
-        return self.objects.get(_RECORDS + name)
-
-    def write_tuning_records(self, name: str, content: bytes) -> None:
-        """Write a file of tuning records in place of a shorter one; such a file only grows. Raises StoreError."""
-        self.objects.put(_RECORDS + name, content, "sharing tuning records")
 
     def _join(self) -> None:
         """Take the lease on the shared workspace, once."""
