@@ -37,9 +37,14 @@ def test_a_step_that_runs_again_goes_on_with_its_run_and_ends_those_of_others(re
     first = registry.start_run("again", {"trials": 8}, tags, key="one")
     nested = registry.start_target_run(first, "native", {}, {}, key="one/native")
     without_key = registry.start_run("verdict", {}, tags)
-    assert registry.end_abandoned_runs(tags) == [first]
-    statuses = [client.get_run(run).info.status for run in (first, nested, without_key)]
-    assert statuses == ["KILLED", "KILLED", "RUNNING"]
+    verdict = registry.start_run("retrain again", {}, {**tags, "tvmflow.kind": "retrain"})
+    promotion = registry.open_promotion_run(first, "promote", {**tags, "tvmflow.kind": "promotion"})
+    waiting = registry.open_promotion_run("0" * 32, "promote", {**tags, "tvmflow.kind": "promotion"}, "a flow run")
+    tuning = registry.start_run("tune again", {}, {**tags, "tvmflow.kind": "tune"})
+    assert set(registry.end_abandoned_runs(tags)) == {first, verdict, promotion}
+    ended, others = (first, nested, verdict, promotion), (without_key, waiting, tuning)
+    assert {client.get_run(run).info.status for run in ended} == {"KILLED"}
+    assert {client.get_run(run).info.status for run in others} == {"RUNNING"}
     began = registry.read_start(first)
 
     assert registry.start_run("again", {"trials": 8}, tags, key="one") == first

@@ -20,6 +20,8 @@ _PARENT_RUN = "mlflow.parentRunId"
 _FLOW_RUN = "tvmflow.flow_run"
 # The key of the step that opened the run: a step that runs again goes on with what its dead predecessor began.
 _KEY = "tvmflow.key"
+# What else than a release a run is of, and the kinds that are written at once: a tuning may take hours.
+_KIND, _BRIEF = "tvmflow.kind", ("retrain", "retune", "failure", "promotion")
 
 
 class Runs(Connection):
@@ -65,14 +67,16 @@ class Runs(Connection):
         return datetime.datetime.fromtimestamp(milliseconds / 1000, datetime.UTC)
 
     def end_abandoned_runs(self, tags: Mapping[str, str]) -> list[str]:
-        """End the experiment's open runs of steps that have all of these tags, and their nested runs, as KILLED.
+        """End the experiment's open runs that have all of these tags and that nobody goes on with, as KILLED.
 
-        Returns the ids of the former. Call this while no such step runs. Raises RegistryError.
+        They are runs of steps, with the runs nested in them, and verdicts, but not of promotions that wait for a
+        person. Returns the ids of the former two. Call this while no such step runs; the run of a verdict that is being
+        written ends as its writer says. Raises RegistryError.
         """
         with self._explained("end runs that nobody works on"):
             client, experiment = self._client(), self._experiment()
             running = client.search_runs([experiment], f"attributes.status = 'RUNNING' and {_query(tags)}")
-            abandoned = [str(run.info.run_id) for run in running if _KEY in run.data.tags]
+            abandoned = [str(run.info.run_id) for run in running if _is_written_at_once(run.data.tags)]
             for run_id in abandoned:
                 nested = f"attributes.status = 'RUNNING' and {_query({_PARENT_RUN: run_id})}"
                 for run in client.search_runs([experiment], nested):
@@ -198,3 +202,8 @@ class Runs(Connection):
 def _query(tags: Mapping[str, str]) -> str:
     """MLflow's filter for runs that have all of these tags."""
     return " and ".join(f"tags.`{key}` = {quote(value)}" for key, value in tags.items())
+
+
+def _is_written_at_once(tags: Mapping[str, str]) -> bool:
+    """Whether a run with these tags is of a step or of a verdict, and waits for nobody."""
+    return _KEY in tags or (tags.get(_KIND) in _BRIEF and _FLOW_RUN not in tags)
