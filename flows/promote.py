@@ -277,7 +277,7 @@ def _promote_automatically(context: RunContext, version: str, channel: str) -> P
         if destination.has_held(version):
             return outcome(f"{channel} held {version} before and was moved to {current_version} since: {by_hand}")
         before = policy.after
-        if before is not None and not channels.find(context.store, spec.name, before).has_held(version):
+        if before is not None and not channels.find_checked(context.store, spec.name, before).has_held(version):
             return outcome(f"{channel} comes after {before}, which has never held {version}: once it has, {by_hand}")
         if policy.approval != "none":
             if settings.prefect_api_url is None or not is_registered(f"promote/{spec.name}"):

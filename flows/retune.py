@@ -19,6 +19,7 @@ from tasks.tune import TuneJob
 from tasks.validate import why_not_here
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
+from tvmflow.bundle.signature import trusted_keys
 from tvmflow.errors import StoreError, TargetError, TuneError
 from tvmflow.fetch import cache_folder
 from tvmflow.process import shared_imports
@@ -26,7 +27,7 @@ from tvmflow.registry import Registry
 from tvmflow.release import Release
 from tvmflow.services import open_services, open_workspace
 from tvmflow.store import channels
-from tvmflow.store.resolve import TargetEntry, fetch_bundle
+from tvmflow.store.resolve import TargetEntry, fetch_target
 from tvmflow.target import Target
 from tvmflow.workspace import Outcome, Record, Workspace
 
@@ -76,12 +77,12 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
         open_services(settings, spec.store, spec.registry, patience(settings)) as services,
         shared_imports(),
     ):
-        version = channels.find(services.store, spec.name, channel).version
+        version = channels.find_checked(services.store, spec.name, channel).version
         if version is None:
             raise StoreError(
                 f"the channel {channel!r} of {spec.name} holds nothing to retune; promote a release to it first"
             )
-        production = services.store.get_release(spec.name, version)
+        production = services.store.get_release(spec.name, version, trusted=trusted_keys())
         source = production.provenance.source
         workspace = open_workspace(settings, services.store, spec.store)
         weights = _weights(services.registry, workspace, production) if spec.train is not None else None
@@ -147,7 +148,7 @@ def _bundles(context: RunContext, production: Release) -> tuple[tuple[Target, Pa
             and target.tvm.get("kind") == "llvm"
             and why_not_here(target, context.spec.build.precision) is None
         ):
-            bundle = fetch_bundle(context.store, entries[target.name].sha256, cache_folder(context.settings))
+            bundle = fetch_target(context.store, entries[target.name], cache_folder(context.settings))
             bundles.append((target, bundle))
     if not bundles:
         raise TargetError(

@@ -52,12 +52,12 @@ class EvaluateJob(Job):
         """Return the job that evaluates a retrained model; the champion's bundle is fetched into the folder `cache`.
 
         Raises InputError for a release file without held-out data, BundleError when no bundle of the champion runs
-        here.
+        here, StatementError for a champion without the signatures that this machine demands.
         """
         task = spec.validation.task
         if task is None:
             raise InputError("the release file names no held-out data; add validate.task")
-        version = channels.find(store, spec.name, rule.channel).version
+        version = channels.find_checked(store, spec.name, rule.channel).version
         bundle = None if version is None else next(resolve.fetch_bundles(store, spec.name, version, cache))
         return cls(name=spec.name, reference=reference, task=task, rule=rule, champion=version, bundle=bundle)
 

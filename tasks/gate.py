@@ -146,8 +146,11 @@ def _order(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
     before = job.policy.policy.after
     if before is None:
         return
-    passed = channels.find(store, job.name, before).has_held(job.version)
-    message = f"{before} has {'' if passed else 'never '}held it" + ("" if passed else ": promote it there first")
+    try:
+        passed = channels.find_checked(store, job.name, before).has_held(job.version)
+        message = f"{before} has {'' if passed else 'never '}held it" + ("" if passed else ": promote it there first")
+    except StatementError as error:
+        passed, message = False, str(error).rstrip(".")
     yield Check(name="after", message=message, passed=passed)
 
 

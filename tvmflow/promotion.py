@@ -190,11 +190,12 @@ def show(services: Services, name: str, channel: str, model: str) -> Channel:
 
     `model` is the registered model on which the alias is deleted when the channel holds nothing. Whoever moves the
     channel calls this afterwards: of several, the last one sees the last move. An alias of a release that is gone from
-    the store stays as it is. Raises StoreError and RegistryError.
+    the store stays as it is. Raises StoreError, also for a channel whose signed statement does not hold where this
+    machine demands one, and RegistryError.
     """
     registry = services.registry
     while True:
-        document = channels.find(services.store, name, channel)
+        document = channels.find_checked(services.store, name, channel)
         if document.version is None:
             if registry.get_alias_version(model, channel) is not None:
                 registry.delete_alias(model, channel)

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -529,3 +529,24 @@ def test_a_verdict_counts_with_the_statement_of_a_trusted_key(tmp_path: Path) ->
         with pytest.raises(StatementError, match=message):
             promotion.check_verdict(content, statement, *promotion_of, [public])
     assert promotion.check_verdict(b"{ }", None, *promotion_of, []) is None
+
+
+def test_the_alias_does_not_follow_a_channel_that_was_moved_without_a_key(
+    services: Services, name: str, release: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    public = keygen(tmp_path / "key")
+    monkeypatch.setenv("TVMFLOW_TRUSTED_KEYS", str(public))
+    config = replace(services.store.config, signing_key=tmp_path / "key")
+    services = Services(ReleaseStore(config), services.registry)
+    release("1", "2")
+    for version in ("1", "2"):
+        services.store.sign_release(name, version, tmp_path / "key")
+    before = _move(services, name, "1")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.delenv("TVMFLOW_TRUSTED_KEYS")
+        planted = before.model_copy(update={"version": "2", "history": _move(services, name, "2").history})
+        services.registry.set_alias(name, "production", "1")
+    services.store.objects.put(f"channels/{name}/production.json", encode(planted), "planting a channel")
+    with pytest.raises(StatementError, match="was changed after it was signed"):
+        promotion.show(services, name, "production", name)
+    assert _where(services, name) == ("1", "2")

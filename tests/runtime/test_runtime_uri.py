@@ -15,9 +15,9 @@ from support.channels import move_channel
 from support.rclone import rclone_s3
 from support.releases import describe_bundle, make_release
 from tvmflow import runtime
-from tvmflow.bundle import sha256_file
-from tvmflow.errors import BundleError, StoreError
-from tvmflow.store import ReleaseStore, StoreConfig
+from tvmflow.bundle import keygen, sha256_file, sign
+from tvmflow.errors import BundleError, StatementError, StoreError
+from tvmflow.store import ReleaseStore, StoreConfig, channels
 from tvmflow.target import host
 
 Repack = Callable[..., Path]
@@ -174,6 +174,26 @@ def test_a_release_that_was_copied_to_another_version_is_refused(
     store.objects.put("releases/small/2/release.json", copied, "planting a release")
     with pytest.raises(StoreError, match="is the document of small 1: publish small 2 again"):
         runtime.load("release://small/2")
+
+
+def test_where_keys_are_trusted_a_release_runs_with_their_signatures_only(
+    publish: Publish, store: ReleaseStore, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    public = keygen(tmp_path / "key")
+    signed = tmp_path / "signed.tar.gz"
+    sign(bundle, tmp_path / "key", signed)
+    publish("1", {"native": signed})
+    move_channel(store, "small", "production", "1")
+    monkeypatch.setenv("TVMFLOW_TRUSTED_KEYS", str(public))
+    with pytest.raises(StatementError, match="The channel small@production is not signed"):
+        runtime.load("release://small@production")
+    with pytest.raises(StatementError, match="The release small 1 is not signed"):
+        runtime.load("release://small/1")
+    store.sign_release("small", "1", tmp_path / "key")
+    channels.sign_channel(ReleaseStore(replace(store.config, signing_key=tmp_path / "key")), "small", "production")
+    assert runs("release://small/1") == runs("release://small@production") == "native"
+    # The number that was seen is kept where TVMFLOW_HOME is.
+    assert [path.read_text() for path in (tmp_path / "home" / "seen").rglob("production")] == ["3\n"]
 
 
 def test_without_a_store_the_settings_are_named_and_nothing_is_created(

@@ -12,14 +12,18 @@ import httpx
 import numpy as np
 import pytest
 
+from support.channels import move_channel
+from support.releases import describe_bundle, make_release
+from tvmflow.bundle import keygen, sha256_file, sign
 from tvmflow.errors import BundleError
 from tvmflow.serving import Options, Source, release_source
 from tvmflow.serving.app import Service
 from tvmflow.serving.batching import Batcher
 from tvmflow.serving.metrics import Metrics
 from tvmflow.serving.server import Watcher
-from tvmflow.serving.source import load
-from tvmflow.store import ReleaseStore
+from tvmflow.serving.source import channel_source, load
+from tvmflow.store import ReleaseStore, StoreConfig
+from tvmflow.store.keys import channel_key
 
 CLIENTS = 8
 # Each client ends after so many answers of the new version.
@@ -155,3 +159,35 @@ def test_a_bundle_of_another_model_is_not_served(store: ReleaseStore, tmp_path: 
     store.publish(store.get_release("small", "1").model_copy(update={"name": "foreign"}), [])
     with pytest.raises(BundleError, match="the release of 'foreign' holds a bundle of 'small'"):
         load(release_source(store, "foreign", "1", tmp_path), "1", None)
+
+
+def test_a_channel_that_is_put_back_to_an_older_one_is_not_followed(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TVM_THREAD_POOL_SPIN_COUNT", "0")
+    monkeypatch.setenv("TVMFLOW_TRUSTED_KEYS", str(keygen(tmp_path / "key")))
+    signed, memory = tmp_path / "signed.tar.gz", tmp_path / "seen"
+    sign(bundle, tmp_path / "key", signed)
+    config = StoreConfig("releases", folder=tmp_path / "releases", signing_key=tmp_path / "key", memory=memory)
+    store, key = ReleaseStore(config), channel_key("small", "production")
+    older = {}
+    for version in ("1", "2"):
+        store.publish(make_release("small", version, describe_bundle(signed)), [(signed, sha256_file(signed))])
+        move_channel(store, "small", "production", version)
+        older[version] = store.objects.get(key) or b""
+    source = channel_source(store, "small", "production", tmp_path / "cache")
+    batcher = Batcher(max_batch=1, max_delay=0, on_batch=lambda rows: None)
+    service = Service([load(source, source.desired_version(), None)], batcher, Metrics(), Options().limits)
+
+    async def follow() -> None:
+        watcher = Watcher(service, source, Options(), asyncio.get_running_loop())
+        store.objects.put(key, older["1"], "putting an older channel in its place")
+        await asyncio.to_thread(watcher.poll)
+        assert "somebody has put an older one in its place" in str(service.problems["small"])
+        store.objects.put(key, older["2"], "putting the newer channel back")
+        await asyncio.to_thread(watcher.poll)
+
+    asyncio.run(follow())
+    assert service.models["small"].version == "2"
+    service.models["small"].model.close()
+    batcher.close()

@@ -1,6 +1,7 @@
 """Signed statements on releases and channels: what a machine that trusts keys refuses to take from the store."""
 
 import json
+import subprocess
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 
 from support.channels import move_channel
 from support.releases import make_release, make_target
+from support.skips import needs
 from tvmflow.bundle import keygen, public_key
 from tvmflow.bundle.signature import trusted_keys
 from tvmflow.errors import SettingsError, StatementError, StoreError
@@ -400,3 +402,19 @@ def test_two_stores_of_one_name_have_numbers_of_their_own(local: StoreConfig, tm
     assert Highest.of(memory, "resnet", "production").number == 9
     assert Highest.of(replace(memory, prefix="other"), "resnet", "production").number == 0
     assert Highest.of(memory, "resnet", "staging").number == 0
+
+
+@needs("openssl")
+def test_openssl_finds_the_signature_of_a_statement_right(
+    signing: ReleaseStore, release: Release, key: Path, tmp_path: Path
+) -> None:
+    release(signing, "1")
+    envelope = json.loads(signing.objects.get(statement_key("resnet", "1")) or b"")
+    payload, kind = b64decode(envelope["payload"]), envelope["payloadType"]
+    (tmp_path / "signature").write_bytes(b64decode(envelope["signatures"][0]["sig"]))
+    # The bytes that DSSE signs: https://github.com/secure-systems-lab/dsse/blob/master/protocol.md
+    (tmp_path / "signed").write_bytes(f"DSSEv1 {len(kind)} {kind} {len(payload)} ".encode() + payload)
+    arguments = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", f"{key}.pub", "-rawin"]
+    arguments += ["-in", str(tmp_path / "signed"), "-sigfile", str(tmp_path / "signature")]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "Signature Verified Successfully")

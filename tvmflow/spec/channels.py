@@ -42,7 +42,7 @@ class Policy(Section):
     approval: Literal["none", "required", "another"] = "none"
     """Whether a person has to agree first; `another` must be another person than the one who asked."""
     signature: Literal["optional", "required"] = "optional"
-    """Whether every bundle must be signed with a key of `TVMFLOW_TRUSTED_KEYS`."""
+    """Whether the release and every bundle must be signed with a key of `TVMFLOW_TRUSTED_KEYS`."""
     after: str | None = None
     """Another channel that must have held the release before."""
     gates: ChannelGates = ChannelGates()

@@ -191,6 +191,14 @@ def find(store: ReleaseStore, name: str, channel: str) -> Channel:
     return _read(store, name, channel)[0]
 
 
+def find_checked(store: ReleaseStore, name: str, channel: str) -> Channel:
+    """Read a channel as `find` does, where this machine trusts keys with `check_statement`. Raises as these do."""
+    document = find(store, name, channel)
+    if trusted := trusted_keys():
+        check_statement(store, document, trusted)
+    return document
+
+
 def read(store: ReleaseStore, name: str, channel: str) -> Channel:
     """Read a channel. Raises StoreError for one that was never used; the message names the others."""
     found = find(store, name, channel)
