@@ -47,7 +47,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Bisection:
-    """The first node whose result is out of bounds while all values that it reads are within.
+    """The result of a search: the first node with a result out of bounds though all values that it reads are in bounds.
 
     `error` is the largest absolute error of its output `output`; infinite where the shapes differ. `reproduction` is a
     model of `nodes` nodes whose error on `inputs` is out of bounds, where ONNX Runtime returns `expected`. The search
@@ -84,10 +84,11 @@ def bisect(
     """Find the first node whose compiled result differs from ONNX Runtime's by more than the bounds.
 
     `inputs` are arrays by name. The search compiles parts of the model that end at one node, about twice the logarithm
-    of the number of nodes. It follows one output that is out of bounds; `report` gets a line for each part.
-    `operators` are converters, as in `import_onnx`. Returns None if all outputs are within the bounds. Raises
-    ExportError where ONNX Runtime cannot run the model, and the compiler's errors where the whole model cannot be
-    compiled.
+    of the number of nodes. It follows one output that is out of bounds; `report` gets a line for each part. `options`
+    of the build are by default those of `BuildOptions`. `operators` are converters of the caller's own, by domain and
+    operator as in `org.example.Twice`. Returns None if all outputs are within the bounds, or no node computes the first
+    that is not. Raises ExportError where ONNX Runtime cannot run the model, and the compiler's errors where the whole
+    model cannot be compiled.
     """
     search = _Search(model, inputs, target, bounds, options or BuildOptions(), report, operators or {})
     outputs = search.errors(range(len(search.nodes)), search.graph_outputs)

@@ -22,7 +22,10 @@ def count() -> int:
 
 
 def are_restricted() -> bool:
-    """Whether the machine has more hardware threads than this process has cores."""
+    """Whether this process has fewer cores than the machine has hardware threads.
+
+    That is also so without any limit on a machine whose cores have several threads each.
+    """
     return count() < (os.cpu_count() or 1)
 
 

@@ -1,4 +1,4 @@
-"""Figures of a bundle: how fast it ran beside its peers, and how far its outputs are from the original's."""
+"""Figures of a bundle: its speed beside its peers', and the distance of its outputs from the original model's."""
 
 from typing import Annotated, Literal
 
@@ -73,7 +73,8 @@ class Point(Record):
 class Measurements(Record):
     """The measured points, the typical sizes first; `runs` is the number of timed runs of each runner at each point.
 
-    `threads` is the number of threads of the peers. `comparisons` are those with each peer at the typical sizes.
+    `threads` is the number of threads of the peers. `comparisons` has the bundle's comparison with each peer at the
+    typical sizes, by the peer's name.
     """
 
     runs: int

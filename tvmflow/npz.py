@@ -27,7 +27,7 @@ def read(path: Path) -> dict[str, Array]:
 
 
 def write(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write arrays as `numpy.savez` does, but also with the names `file` and `allow_pickle`. Raises OSError."""
+    """Write arrays by name to an uncompressed .npz file; every name is allowed, also `file`. Raises OSError."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:

@@ -83,9 +83,10 @@ class Child:
         return _exchange(self._process, self.step, {"job": job.model_dump_json()}, result, timeout, emit)
 
     def take_turn(self, job: BaseModel, result: type[T], *, timeout: float) -> T:
-        """Send one job and return its result as `call` does; the child is paused before and afterwards.
+        """Send one job to the paused child, return its result as a `result`, and pause the child again.
 
-        Of several children that measure, the threads of all but one are paused: they would take its cores.
+        Of several children that measure, the threads of all but one are paused: they would take its cores. Raises the
+        TvmflowError that the child raised, and StepError when the child crashed or took longer than `timeout` seconds.
         """
         self.resume()
         turn = self.call(job, result, timeout=timeout)
@@ -124,11 +125,13 @@ def call(
     torch: bool = False,
     imports: Sequence[str] = (),
 ) -> T:
-    """Run one job in a new child process and return its result; the arguments are those of `Child` and of its `call`.
+    """Run `function`, named as `module:function`, on a job in a new child process; return its result as a `result`.
 
-    Within `shared_imports` the child is a fork of a process that has imported the modules `imports`, if any are named.
-    Raises the TvmflowError that the child raised, StepError when the child crashed or took longer than `timeout`
-    seconds.
+    The child prints to the file `log`, and `emit` gets the progress of the job. The folders `paths` come first in its
+    module search path, the variables `environment` (None: none) are added to its environment, and `torch=False`
+    prevents it from importing torch. Within `shared_imports` the child is a fork of a process that has imported the
+    modules `imports`, if any are named. Raises the TvmflowError that the child raised, StepError when the child crashed
+    or took longer than `timeout` seconds.
     """
     servers = _fork_servers.get()
     if imports and servers is not None:
@@ -184,7 +187,10 @@ class _ForkServer:
         emit: Emit,
         environment: Mapping[str, str],
     ) -> T:
-        """Run `function` on a job in a fork; raises as `Child.call` does."""
+        """Run `function` on a job in a fork and return its result.
+
+        Raises the TvmflowError that the fork raised, StepError when it crashed or took longer than `timeout` seconds.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         self._process.log = log
         message = {

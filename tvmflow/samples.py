@@ -73,9 +73,9 @@ def make(
 ) -> NamedArrays:
     """Return sample `index`: one array per input by name; equal seeds give equal samples.
 
-    `folder` is the folder of the release file, where files and modules of samples are looked up. `sizes` are those of
-    the symbolic dimensions, by default what `choose_sizes` returns. Raises SpecError for samples of the wrong shape or
-    dtype, a file or function that fails, and arrays that are too large.
+    `folder` is the folder of the release file, where files and modules of samples are looked up. `sizes` are the sizes
+    of the symbolic dimensions, by default those that `choose_sizes` returns for the index. Raises SpecError for samples
+    of the wrong shape or dtype, a file or function that fails, and arrays that are too large.
     """
     chosen = choose_sizes(inputs, dimensions, index) if sizes is None else sizes
     arrays = {}
@@ -92,7 +92,12 @@ def make(
 
 
 def make_at_sizes(inputs: Sequence[Input], sizes: Mapping[str, int], seed: int, folder: Path) -> NamedArrays:
-    """Return a sample whose symbolic dimensions have these sizes, as `make` does. Raises SpecError."""
+    """Return a sample whose symbolic dimensions have these sizes: one array per input by name.
+
+    Equal seeds give equal samples. `folder` is the folder of the release file, where files and modules of samples are
+    looked up. Raises SpecError for samples of the wrong shape or dtype, a file or function that fails, and arrays that
+    are too large.
+    """
     return make(inputs, {}, 0, seed, folder, sizes)
 
 

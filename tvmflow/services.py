@@ -80,9 +80,10 @@ def read_sections(settings: Settings, name: str) -> Sections:
 
 
 def list_sections(settings: Settings) -> list[Sections]:
-    """Return the places of releases that this machine knows, each once: the defaults, those recorded, those of models.
+    """Return the places of releases that this machine knows, each once, the defaults first.
 
-    Raises as `read_sections` does.
+    The others are those of releases that were made or deployed here, and of the release files in the setting models.
+    Raises SpecError for a release file of that setting that is wrong, StoreError for a damaged record.
     """
     recorded = [path.stem for path in sorted((settings.state / "models").glob("*.json"))]
     names = dict.fromkeys([*recorded, *(release_file.load(file).name for file in settings.models)])
@@ -153,7 +154,12 @@ def open_store(settings: Settings, section: Store | None = None) -> Iterator[Rel
 
 @contextmanager
 def open_store_of(settings: Settings, name: str) -> Iterator[ReleaseStore]:
-    """Open the store of the releases of a name, as `read_sections` and `open_store` find it. Raises as they do."""
+    """Open the store of the releases of a name: the one in the settings, else the one in their release file.
+
+    When neither names a server, the store is in the state folder. Raises StoreError when that cannot be read or
+    written, SpecError for a release file in the setting models that is wrong, SettingsError for an address or
+    credentials that no S3 server accepts.
+    """
     with open_store(settings, read_sections(settings, name).store) as store:
         yield store
 
@@ -161,7 +167,8 @@ def open_store_of(settings: Settings, name: str) -> Iterator[ReleaseStore]:
 def open_registry(settings: Settings, section: RegistrySection | None = None) -> Registry:
     """Return the registry that the settings name, else one in a SQLite file in the state folder.
 
-    Its first use connects. Raises SettingsError for an address of another kind.
+    `section` of the release file may name the experiment; without a name, or with None, it is `tvmflow`. The registry's
+    first use connects. Raises SettingsError for an address of another kind.
     """
     experiment = section.experiment if section is not None and section.experiment else "tvmflow"
     if settings.mlflow_tracking_uri is None:
@@ -185,10 +192,11 @@ def open_services(
 
 
 def open_workspace(settings: Settings, store: ReleaseStore, section: Store | None = None) -> Workspace:
-    """Open this machine's workspace, shared through the release store where the settings ask for that.
+    """Open this machine's workspace, shared through the release store if the setting `shared_workspace` asks for it.
 
-    Raises SettingsError when the store is embedded, because no other machine can reach it, and StepError when the state
-    folder cannot be written.
+    `section` is the release file's section `store`, None where there is none. Raises SettingsError when a workspace is
+    to be shared and neither the settings nor the section name an S3 server, because no other machine can reach a store
+    in the state folder; StepError when the state folder cannot be written.
     """
     if not settings.shared_workspace:
         return Workspace(settings.state)
@@ -202,7 +210,8 @@ def open_workspace(settings: Settings, store: ReleaseStore, section: Store | Non
 def open_records(settings: Settings, store: ReleaseStore, section: Store | None = None) -> RecordObjects | None:
     """Return the store of tuning records that machines share; None where they share none.
 
-    The records are beside the releases on an S3 server that the settings or the release file name.
+    The records are beside the releases on an S3 server that the settings name, or the section `store` of the release
+    file (`section`, None where there is none).
     """
     servers = (settings.s3_endpoint, settings.s3_bucket, section.endpoint if section is not None else None)
     return RecordObjects(store) if settings.share_records and any(servers) else None

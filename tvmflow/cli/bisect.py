@@ -58,7 +58,7 @@ def bisect_command(
 
     Parts of the model are compiled and run in this process. The smallest model that shows the error is written with its
     inputs and with ONNX Runtime's outputs. An output may differ as much as `tvmflow compile` allows, unless --rtol or
-    --atol is given. Exit code 3: the output of a node differs by more.
+    --atol is given. Exit code 3: an output differs by more than that.
     """
     from tasks.validate import why_not_here
     from tvmflow.cli.compile import make_spec

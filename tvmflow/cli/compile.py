@@ -238,10 +238,11 @@ def build_best(
     inspect: "Inspect | None" = None,
     tuning_records: Path | None = None,
 ) -> "tuple[ExportResult, Candidate, Outcome[Choice] | None]":
-    """Build the model of a release file for one target; return its export, the build to ship, and why it is this one.
+    """Build the model of a release file for one target; return its export, the build to ship, and the choice of it.
 
-    The progress of the steps is shown. With `tuning_records`, a file or folder, the build has these records, whatever
-    they gain. Raises TvmflowError when a step fails.
+    The choice says why it is this build; it is None where there was only one. The progress of the steps is shown.
+    `inspect` names the parts of the build to keep for a person to read, None none. With `tuning_records`, a file or
+    folder, the build has these records, whatever they gain. Raises TvmflowError when a step fails.
     """
     from rich.console import Console
 

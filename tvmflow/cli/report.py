@@ -46,7 +46,7 @@ def report_command(name: str, version: str, output: Path | None, opens: bool) ->
 def diff_command(name: str, before: str, now: str, html: Path | None, as_json: bool) -> None:
     """Show what differs between two versions of NAME, BEFORE and NOW: figures, model, tuning and bundles.
 
-    Each was measured when it was made.
+    The figures of each were measured when it was made, so the machine or its load may differ.
     """
     from tvmflow import settings as machine
     from tvmflow.report.changes import compare_releases

@@ -148,7 +148,11 @@ def prepare_environment() -> None:
 
 
 def get_or_none(read: Any, *args: str) -> Any:
-    """Call a reading method of MLflow's client and return its result; None where the object does not exist."""
+    """Call a reading method of MLflow's client with `args` and return its result; None if the object does not exist.
+
+    An argument that MLflow calls invalid gives None, too. Any other error of the method is raised unchanged:
+    MlflowException, or one of the libraries below MLflow.
+    """
     from mlflow.exceptions import MlflowException
 
     try:

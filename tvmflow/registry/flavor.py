@@ -84,9 +84,16 @@ def save_model(
 
     `bundles` is the path of one bundle, or a path for each target's name. By default, the `signature` is that of the
     bundles, and the `input_example` is the golden sample of the first one; False means no example, and an example of
-    more than 262144 values in all is left out. The other arguments are those of MLflow's own flavors. Raises
-    BundleError when a file is no bundle or takes other inputs than the rest, or when two targets' names give the same
-    file name.
+    more than 262144 values in all is left out.
+
+    `conda_env`, a dictionary or the path of a file, replaces the environment that `get_default_conda_env` returns.
+    `pip_requirements`, a list or the path of a file, replaces the packages of `get_default_pip_requirements`, and
+    `extra_pip_requirements` adds some; only one of the three may be given. `code_paths` are files and folders of Python
+    code to copy into the model. `mlflow_model` is the description to complete, by default a new one, and `metadata`
+    is kept in it.
+
+    Raises BundleError when a file is no bundle or takes other inputs than the rest, or when two targets' names give the
+    same file name; ValueError for more than one of the three environments, MlflowException for a folder with content.
     """
     _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
     folder = Path(path)
@@ -142,9 +149,20 @@ def log_model(
 ) -> Any:
     """Log bundles as a model of the active run, or of `run_id`, and return MLflow's `ModelInfo`.
 
-    With `registered_model_name` the model becomes a version of that registered model; the call waits up to
-    `await_registration_for` seconds for it. `bundles`, `signature`, `input_example` and the requirements are those of
-    `save_model`, which also says what is raised; the other arguments are those of MLflow's own flavors.
+    `bundles` is the path of one bundle, or a path for each target's name; `name` is the logged model's name. With
+    `registered_model_name` the model becomes a version of that registered model; the call waits up to
+    `await_registration_for` seconds for it, and with None not at all. By default, the `signature` is that of the
+    bundles, and the `input_example` is the golden sample of the first one; False means no example.
+
+    Only one of `conda_env` (a dictionary or the path of a file), `pip_requirements` and `extra_pip_requirements` (lists
+    or paths of files) may be given: the first two replace what the flavor requires by default, the third adds to it.
+    `code_paths` are files and folders of Python code to copy into the model, and `metadata` is kept in its description.
+    MLflow keeps `params`, `tags` and `model_type` with the logged model; `step` is the run's step at which it is
+    logged. `model_id` is the id of a logged model that exists, to which the files are added; with None there is a new
+    one.
+
+    Raises BundleError when a file is no bundle or takes other inputs than the rest, or when two targets' names give the
+    same file name; ValueError for more than one of the three environments, MlflowException when MLflow fails.
     """
     return Model.log(
         artifact_path=None,
@@ -180,8 +198,11 @@ def load_model(
 ) -> CompiledModel:
     """Load the bundle of a model for `target`, by default the best one that this host can run, after checking it.
 
-    `model_uri` is a model URI of MLflow, `dst_path` a folder that keeps the download; `threads` and `spin` are those of
-    `tvmflow.runtime.load`. Raises BundleError when no bundle runs here, or a file differs from the one that was logged.
+    `model_uri` is a model URI of MLflow, `dst_path` a folder that keeps the download, None a temporary one. `threads`
+    is the number of worker threads of a call, by default TVM_NUM_THREADS, else one for each physical core, but not more
+    than the bundle's `max_threads`. `spin` is how many times an idle worker looks for work before it sleeps, by default
+    300000. Raises BundleError when no bundle runs here, or a file differs from the one that was logged; InputError for
+    a number of threads below 1 or a spin below 0.
     """
     path = _download_artifact_from_uri(artifact_uri=model_uri, output_path=dst_path)
     return _load(path, target, threads, spin)[0]
@@ -263,7 +284,8 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> "T
     """Load the bundle that this host can run; `mlflow.pyfunc.load_model` calls this.
 
     Of several bundles it takes the most demanding: CUDA before CPU, more CPU features before fewer.
-    `model_config={"target": NAME}` chooses another; `threads` and `spin` there are those of `tvmflow.runtime.load`.
+    `model_config={"target": NAME}` chooses another; its keys `threads` and `spin` are arguments of
+    `tvmflow.runtime.load`. None means no configuration.
     Raises BundleError when no bundle runs here, or a file differs from the one that was logged.
     """
     config = model_config or {}

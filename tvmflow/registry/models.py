@@ -135,7 +135,8 @@ class Models(Runs):
     def download_source(self, uri: str, destination: Path) -> Path:
         """Download a registered model into the folder `destination` and return the folder that holds it.
 
-        `uri` is as in `resolve_source`. Raises RegistryError.
+        `uri` is `models:/NAME/VERSION` or `models:/NAME@ALIAS`. Raises RegistryError for another URI, for a version
+        that does not exist, and when MLflow fails.
         """
         with self._explained(f"download {uri!r}"):
             return self._download(self._find_version(uri)[1], destination)

@@ -57,7 +57,11 @@ class Runs(Connection):
         *,
         key: str | None = None,
     ) -> str:
-        """Open the run of one target, inside a release's run, as `start_run` does. Raises RegistryError."""
+        """Open the run of one target, inside a release's run, and return its id.
+
+        A run that a step opened under the same `key` before, and that is not deleted, is opened again; with None the
+        run is new. Raises RegistryError.
+        """
         return self.start_run(target_name, params, {**tags, _PARENT_RUN: parent_run_id}, key=key)
 
     def read_start(self, run_id: str) -> datetime.datetime:

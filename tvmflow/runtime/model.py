@@ -416,9 +416,9 @@ class CompiledModel:
     ) -> "Timings":
         """Time the library's function alone: its inputs are on the device already, its outputs stay there.
 
-        TVM's evaluator measures on the machine that runs the model, so that an RPC connection does not count. `repeat`,
-        `number` and `warmup` are as in `benchmark`, but are not checked. Raises InputError for wrong inputs, ValueError
-        when the model is closed.
+        Takes `repeat` measurements of `number` runs each, after `warmup` runs that do not count; the three are not
+        checked. TVM's evaluator measures on the machine that runs the model, so that an RPC connection does not count.
+        Raises InputError for wrong inputs, ValueError when the model is closed.
         """
         arrays, sizes = self._check(inputs)
         if self._on_cpu:

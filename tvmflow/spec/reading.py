@@ -75,11 +75,12 @@ def parse(document: object, folder: Path, source: str = "release file") -> Spec:
 
 
 def amend(spec: Spec, changes: Mapping[str, object], source: str = "release file") -> Spec:
-    """Return a specification with some values replaced, validated as a release file is.
+    """Return a specification with some values replaced, validated like a release file.
 
     A key of `changes` names a section, as "targets", or a key in a section, as "tune.trials"; the value is the one in
-    the release file, with None for YAML's null. Keys that the release file does not set remain unset. Raises SpecError
-    as `parse` does; its message begins with `source`.
+    the release file, with None for YAML's null. Keys that the release file does not set remain unset. Raises SpecError,
+    whose sentence begins with `source`, for a key or value that is wrong, for a target that is impossible or that
+    cannot compute in the precision, and for a file that does not exist.
     """
     document = spec.model_dump(by_alias=True, exclude_unset=True)
     for key, value in changes.items():
