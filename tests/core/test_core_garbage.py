@@ -133,3 +133,16 @@ def test_the_command_shows_sizes_and_removes_only_without_dry_run(state: Path) -
     assert removed["bytes"] == planned["bytes"] != 0
     assert gc()["bytes"] == 0
     assert not list((state / "artifacts").glob("*/*"))
+
+
+def test_make_clean_keeps_what_cannot_be_made_again(state: Path) -> None:
+    kept = {"s3/tvmflow/releases/net/1/release.json", "mlflow/mlflow.db", "records/run.jsonl", "models/net.json"}
+    cached = {"artifacts/ab/ab", "steps/build/1.json", "sources/net/1", "code/ab.so", "bundles/ab.tar.gz", "logs/a.log"}
+    for path in kept | cached:
+        place = state.parent / ".tvmflow" / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text("content")
+    command = ["make", "-f", Path(__file__).parents[2] / "Makefile", "clean"]
+    subprocess.run(command, cwd=state.parent, capture_output=True, check=True, timeout=60)
+    home = state.parent / ".tvmflow"
+    assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == kept

@@ -14,7 +14,8 @@ import pytest
 
 from support.channels import move_channel
 from support.releases import describe_bundle, make_release
-from tvmflow.bundle import keygen, sha256_file, sign
+from support.steps import compile_by_steps
+from tvmflow.bundle import extract, keygen, pack, sha256_file, sign
 from tvmflow.errors import BundleError
 from tvmflow.serving import Options, Source, release_source
 from tvmflow.serving.app import Service
@@ -129,29 +130,61 @@ def test_a_rollback_is_a_swap_as_well(serve: Serve, point: Point) -> None:
         assert running.metric("tvmflow_swaps_total") == 2
 
 
-def test_the_last_two_bundles_stay_in_the_cache(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Another test may have started this process's workers, with other settings.
-    monkeypatch.setenv("TVM_THREAD_POOL_SPIN_COUNT", "0")
-    paths = {version: tmp_path / f"{version}.tar.gz" for version in ("1", "2", "3")}
-    for path in paths.values():
-        shutil.copyfile(bundle, path)
-    versions = iter(paths)
-    source = Source("small", lambda: next(versions), lambda version: iter([paths[version]]), is_channel=True)
+def _swap_through(paths: list[Path]) -> None:
+    """Serve the bundle at each path in turn, as a channel moves from one to the next."""
+    versions = iter(range(len(paths)))
+    source = Source("small", lambda: str(next(versions)), lambda version: iter([paths[int(version)]]), is_channel=True)
     options = Options()
     batcher = Batcher(max_batch=1, max_delay=0, on_batch=lambda rows: None)
     service = Service([load(source, source.desired_version(), None)], batcher, Metrics(), options.limits)
 
     async def follow() -> None:
         watcher = Watcher(service, source, options, asyncio.get_running_loop())
-        await asyncio.to_thread(watcher.poll)
-        assert all(path.is_file() for path in paths.values())
-        await asyncio.to_thread(watcher.poll)
+        for _ in paths[1:]:
+            assert all(path.is_file() for path in paths)
+            await asyncio.to_thread(watcher.poll)
 
     asyncio.run(follow())
-    assert service.models["small"].version == "3"
+    assert service.models["small"].version == str(len(paths) - 1)
     service.models["small"].model.close()
     batcher.close()
-    assert [version for version, path in paths.items() if path.is_file()] == ["2", "3"]
+
+
+@pytest.fixture
+def one_setting_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test may have started this process's workers, with other settings."""
+    monkeypatch.setenv("TVM_THREAD_POOL_SPIN_COUNT", "0")
+
+
+@pytest.mark.usefixtures("one_setting_of_workers")
+def test_the_last_two_bundles_stay_in_the_cache(bundle: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{version}.tar.gz" for version in range(3)]
+    for path in paths:
+        shutil.copyfile(bundle, path)
+    _swap_through(paths)
+    assert [path.is_file() for path in paths] == [False, True, True]
+
+
+@pytest.mark.usefixtures("one_setting_of_workers")
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_weights_stay_as_long_as_a_bundle_that_stays_needs_them(
+    bundle: Path, models: dict[str, Path], tmp_path: Path, is_shared: bool
+) -> None:
+    document = {"name": "small", "model": {"onnx": str(models["1"])}, "build": {"weights": "apart"}}
+    whole, files = compile_by_steps(document, tmp_path, tmp_path / "state"), tmp_path / "files"
+    files.mkdir()
+    manifest = extract(whole, files)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    weights = cache / manifest.files["mod.params"].sha256
+    shutil.copyfile(files / "mod.params", weights)
+    paths = [cache / f"{version}.tar.gz" for version in range(3)]
+    for path in paths:
+        shutil.copyfile(bundle, path)
+    for path in paths[: 2 if is_shared else 1]:
+        pack(path, manifest, {item.name: item for item in files.iterdir()}, leave_weights_out=True)
+    _swap_through(paths)
+    assert (paths[0].exists(), weights.exists()) == (False, is_shared)
 
 
 def test_a_bundle_of_another_model_is_not_served(store: ReleaseStore, tmp_path: Path) -> None:

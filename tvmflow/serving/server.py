@@ -13,7 +13,8 @@ from typing import Any
 
 import uvicorn
 
-from tvmflow.errors import SettingsError, StoreError, TvmflowError
+from tvmflow.bundle import missing_weights
+from tvmflow.errors import BundleError, SettingsError, StoreError, TvmflowError
 from tvmflow.serving.app import Service, application
 from tvmflow.serving.batching import Batcher
 from tvmflow.serving.limits import Limits
@@ -192,11 +193,14 @@ class Watcher:
         self._keep_two(following.path)
 
     def _keep_two(self, path: Path | None) -> None:
-        """Remove the bundles that this server fetched, but for the last two: a rollback finds its bundle here."""
+        """Remove the bundles that this server fetched, but for the last two: a rollback finds its bundle here.
+
+        Weights that lie beside them go with the last bundle that needs them.
+        """
         self._paths = [*(item for item in self._paths if item != path), path]
-        for item in self._paths[:-2]:
-            if item is not None:
-                item.unlink(missing_ok=True)
+        needed = {file for item in self._paths[-2:] for file in _list_files(item)}
+        for file in {file for item in self._paths[:-2] for file in _list_files(item)} - needed:
+            file.unlink(missing_ok=True)
         del self._paths[:-2]
 
     def _report(self, problem: str | None) -> None:
@@ -207,6 +211,17 @@ class Watcher:
         elif problem != problems.get(name):
             _LOG.warning("%s; still serving %s", problem, self._served.version)
             problems[name] = problem
+
+
+def _list_files(path: Path | None) -> list[Path]:
+    """Return the file of a bundle, and that of its weights where it is without them; none where it is gone."""
+    if path is None or not path.exists():
+        return []
+    try:
+        weights = missing_weights(path)
+    except BundleError:  # somebody has changed the file since it was loaded
+        weights = None
+    return [path] if weights is None else [path, path.with_name(weights.sha256)]
 
 
 class _Server(uvicorn.Server):
