@@ -78,6 +78,8 @@ class RunContext:
     def outlast(self, function: Callable[[], T]) -> T:
         """Call a function that needs a server, between steps, and wait for the server when it is away.
 
-        The function is called again, so that it must be one that can be repeated. Raises as `tvmflow.outages.outlast`.
+        The function may be called several times, so that it must be one that can be repeated. Raises its error: of a
+        server that is away the last one, when the setting `outage_minutes` is over or the release is stopped, any other
+        at once.
         """
         return outlast(function, self.settings.outage_minutes * 60, self.stop)

@@ -18,7 +18,7 @@ _KUBERNETES_ENVIRONMENT = "tvmflow"
 
 
 def ensure_pool(name: str, kind: PoolType | None = None, image: str | None = None) -> bool:
-    """Create a work pool if it is missing, by default of type process; return whether it was created.
+    """Create a work pool of type `kind` if it is missing, by default of type process; return whether it was created.
 
     Runs of a process pool start in the current folder, where the settings file and the state folder are. Runs of the
     other two types start in containers of `image`; a Docker worker, or the secret and the config map `tvmflow` of the

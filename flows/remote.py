@@ -249,7 +249,10 @@ class _Watch:
         self.silence = 0.0
 
     def poll(self) -> "FlowRun | None":
-        """Ask Prefect for the run; return it when it has ended. Raises StepError when no worker takes it."""
+        """Ask Prefect for the run; return it when it has ended, None before.
+
+        Raises StepError when no worker takes it.
+        """
         pool = self._job.pool
         with connect(f"follow the run that makes {self._job.target}") as client:
             run = client.read_flow_run(self._run_id)

@@ -50,7 +50,10 @@ class BuildJob(Job):
     def of(
         cls, spec: Spec, imported: ImportResult, tuned: TuneResult, target: Target, inspect: Inspect | None = None
     ) -> "BuildJob":
-        """Return the job that builds a release file's model for a target."""
+        """Return the job that builds a release file's model for a target.
+
+        `inspect` names the parts of the build that a person wants to read; None means none.
+        """
         return cls(
             imported=imported,
             records=tuned.records,

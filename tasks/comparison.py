@@ -108,10 +108,12 @@ def compare_pairs(
     progress: Callable[[int, int], None] = lambda done, budget: None,
     samples: Path | None = None,
 ) -> Comparison:
-    """Compare two sides by pairs, of which `measure` measures the one with an index, as `compare_latency` does.
+    """Compare a candidate with a baseline by pairs; `measure` measures the pair with an index and returns its samples.
 
-    `threads` are those of the candidate and of the baseline. The times of all runs are written to the file
-    `samples`, where one is given.
+    The comparison ends when the ratio of the latencies is clearly above or below each of the `bounds`, or after as many
+    pairs as fit into `seconds`, 12 to 150 of them; the duration of the first pair tells how many. `threads` are the
+    numbers of threads of the candidate and of the baseline. `progress` gets the number of pairs done and the budget.
+    The times of all runs are written to the file `samples`; with None they are not.
     """
     load, start = os.getloadavg()[0], time.monotonic()
     measured = [measure(0)]

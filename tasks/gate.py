@@ -28,10 +28,10 @@ from tvmflow.workspace import StepResult
 
 
 class GateJob(Job):
-    """A release on its way to a channel: the release, the channel, the policy that it meets, and the current release.
+    """A release to promote to a channel: the release, the channel, the policy that applies, and the current release.
 
-    `current` is the release that the channel holds; None where the channel holds nothing, or the
-    release is gone from the store.
+    `current` is the release that the channel holds; None where the channel holds nothing, or the release is gone from
+    the store.
     """
 
     release: Release

@@ -35,9 +35,11 @@ def rebuild(bundle: Path, source: Path, trusted: Sequence[Path] | None = None) -
     """Make a bundle again from its release file or its ONNX file, in an empty workspace, and compare the two.
 
     Trained weights and tuning records are taken from this machine's workspace, and their digests compared; weights that
-    it lacks are trained again. If `source` is an ONNX file but the original was not, the golden sample is not compared.
-    `trusted` is as for `tvmflow.bundle.extract`. Returns the names of the parts that are the same. Raises VerdictError,
-    which names the first part that differs, and BundleError when the bundle cannot be made again here.
+    this machine lacks are trained again. If `source` is an ONNX file but the original was not, the golden sample is not
+    compared. `trusted` are files with public keys, of which one must have signed the bundle; None means the files that
+    TVMFLOW_TRUSTED_KEYS names. Without such files, signatures are not checked. Returns the names of the parts that are
+    the same. Raises VerdictError, which names the first part that differs, and BundleError when the bundle cannot be
+    made again here.
     """
     settings = machine.load()
     workspace = Workspace(settings.state)

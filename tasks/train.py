@@ -29,7 +29,10 @@ class TrainJob(Job):
 
     @classmethod
     def of(cls, spec: Spec, occasion: str | None = None) -> "TrainJob":
-        """Return the job that trains a release file's model. Raises TrainError for a file without a section `train`."""
+        """Return the job that trains a release file's model; another `occasion` than before trains it again.
+
+        None is the occasion of an ordinary release. Raises TrainError for a file without a section `train`.
+        """
         section = spec.train
         if section is None:
             raise TrainError("the release file has no section train; add one, or give model.weights")

@@ -252,11 +252,12 @@ def tune_more(
     curve: Path | None = None,
     shared: "SharedRecords | None" = None,
 ) -> Outcome[TuneResult]:
-    """Tune a model within a `budget` of its own, on this machine or on devices; `curve` is as in TuneJob.
+    """Tune a model within a `budget` of its own, on this machine or, unless it is None, on `device`.
 
-    The result is never cached, because the user asks for the work. It replaces the cached result of the release's own
-    tuning, if there is one. `shared` is the store through which machines exchange records, or None. Raises TuneError
-    when tuning fails as a whole, RemoteError where there are no such devices.
+    `curve` is a file that gets a line for each trial: its number, and the model's estimated latency in ms; None means
+    no file. The result is never cached, because the user asks for the work. It replaces the cached result of the
+    release's own tuning, if there is one. `shared` is the store through which machines exchange records, or None.
+    Raises TuneError when tuning fails as a whole, RemoteError where there are no such devices.
     """
     with shared_records(runner.workspace, job.target, shared):
         own_key = _TUNE.key(runner, job)

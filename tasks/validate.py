@@ -160,7 +160,10 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
 
 
 def device_work(job: DeviceJob, emit: Emit) -> DeviceResult:
-    """Run the bundle on its inputs as a device would, in a child process. Raises BundleError when it does not run."""
+    """Run the bundle on the samples and the held-out data by the runtime alone, as a device would; return its outputs.
+
+    The step calls this in a child process of its own. Raises BundleError when the bundle does not run.
+    """
     from tvmflow import runtime
 
     workspace = job.workspace

@@ -91,7 +91,7 @@ def read_refusal(services: Services, model: str, version: str, channel: str) -> 
 
 @dataclass(frozen=True)
 class EffectivePolicy:
-    """The policy that a release meets in a channel.
+    """The policy that applies to a release in a channel.
 
     `adoption` is the change that makes it the channel's own, None where it is that already or nobody proposes one.
     `proposal` is another policy that the release proposes, None if it proposes none or the same.
@@ -103,7 +103,7 @@ class EffectivePolicy:
 
 
 def find_policy(channel: Channel, release: Release, current: Release | None, *, who: str) -> EffectivePolicy:
-    """Find the policy that a release meets in a channel.
+    """Find the policy that applies to a release in a channel.
 
     A channel without one adopts what the release that it holds (`current`) proposes, else what the release proposes,
     unless that is nothing; else it has no conditions. Raises SpecError for a channel that nobody has used, and that is
@@ -129,7 +129,12 @@ def find_policy(channel: Channel, release: Release, current: Release | None, *, 
 
 
 def read_policy(store: ReleaseStore, channel: Channel, version: str) -> Policy:
-    """Return the policy that a release meets in a channel, as `find_policy` does. Raises StoreError and SpecError."""
+    """Return the policy that applies to a release in a channel: the channel's own, or the one that it would adopt.
+
+    A channel without one adopts what the release that it holds proposes, else what the release proposes, else a policy
+    without conditions. Raises SpecError for a channel that nobody has used, and that is not among those of the release
+    file; StoreError when the release does not exist or the server fails.
+    """
     release = store.get_release(channel.name, version)
     return find_policy(channel, release, read_current(store, channel), who=identify_user()).policy
 
@@ -172,10 +177,12 @@ def is_same_person(one: str, other: str) -> bool:
 def make_wish(
     services: Services, name: str, version: str, channel: str, *, who: str, why: str, id: str | None = None
 ) -> Channel:
-    """Ask for a release in a channel as `channels.wish` does, and return the channel.
+    """Make a wish for a published release in a channel, which ends an older one, and return the channel.
 
-    MLflow's aliases follow: the channel's own goes back where somebody has set it, and a CHANNEL-wanted that asks for
-    another version, which is older, is deleted. Raises StoreError and RegistryError.
+    A call with the `id` of an earlier wish, open or ended, changes nothing; with None the id is random. MLflow's
+    aliases follow: the channel's own goes back where somebody has set it, and a CHANNEL-wanted that asks for another
+    version, which is older, is deleted. Raises StoreError for a version that is not published or a server that fails,
+    RegistryError when MLflow fails.
     """
     model, number = services.store.get_release(name, version).registered_version
     document = channels.wish(services.store, name, channel, version, who=who, why=why, id=id)
@@ -325,8 +332,9 @@ def read_verdict(
 ) -> LoggedVerdict | None:
     """Return the last verdict on a promotion to a channel, of `version` or any; None if there is none.
 
-    With `trusted`, files of public keys, the statement on it is checked as `check_verdict` does; with None it is not
-    looked at. Raises RegistryError, StoreError for a damaged verdict, and StatementError.
+    With `trusted`, files of public keys, one of them must have signed the statement on the verdict; with an empty list
+    the key that the statement names is returned unchecked, with None the statement is not read. Raises RegistryError,
+    StoreError for a damaged verdict, and StatementError for one that is not signed or was changed.
     """
     runs = registry.find_runs(_promotion_tags(name, channel, version))
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as scratch:

@@ -174,8 +174,8 @@ class Workspace:
         """Return the result that a step recorded under a key; None unless all its artifacts and sources are unchanged.
 
         `folder` is the folder of the release file, to which paths of sources are relative. A result that only the
-        shared workspace has is fetched; a result that only this workspace has is sent to the shared one. Raises
-        StoreError when the shared workspace fails.
+        shared workspace has is fetched; a result that only this workspace has is sent to the shared one. `progress`, if
+        there is one, gets the bytes that are moved. Raises StoreError when the shared workspace fails.
         """
         place = self._record(step, key)
         with contextlib.suppress(OSError):
@@ -200,7 +200,8 @@ class Workspace:
     ) -> None:
         """Record the result of a step, which took `seconds`, under its cache key, and send it to the shared workspace.
 
-        Raises StoreError when the shared workspace fails; the local record has been written by then.
+        `progress`, if there is one, gets the bytes that are sent. Raises StoreError when the shared workspace fails;
+        the local record has been written by then.
         """
         document = {"step": step, "seconds": seconds, "result": result.model_dump(mode="json")}
         record = json.dumps(document).encode()
@@ -209,7 +210,10 @@ class Workspace:
             self._share_record(step, key, record, result, progress)
 
     def share(self, artifacts: Iterable[Artifact], progress: Progress | None = None) -> None:
-        """Send artifacts to the shared workspace, if there is one. Raises StoreError when it fails."""
+        """Send artifacts to the shared workspace, if there is one; `progress`, unless None, gets the bytes sent.
+
+        Raises StoreError when the shared workspace fails.
+        """
         by_digest = {artifact.sha256: artifact for artifact in artifacts}
         total, sent_bytes = sum(artifact.size for artifact in by_digest.values()), 0
 
@@ -226,8 +230,8 @@ class Workspace:
     def fetch(self, artifacts: Iterable[Artifact], progress: Progress | None = None) -> bool:
         """Fetch the artifacts that this workspace lacks from the shared one; return whether it holds all of them now.
 
-        False means that an artifact is missing or damaged in the shared workspace, or has an unsafe name. Raises
-        StoreError when the shared workspace fails.
+        False means that an artifact is missing or damaged in the shared workspace, or has an unsafe name. `progress`,
+        if there is one, gets the bytes that are fetched. Raises StoreError when the shared workspace fails.
         """
         by_digest = {artifact.sha256: artifact for artifact in artifacts}
         if not all(_is_safe(artifact) for artifact in by_digest.values()):
@@ -300,11 +304,11 @@ def run_step(
     """Return a step's cached result for the same inputs; else run `work`, record its result and return it.
 
     The cache key is made of `inputs`, which must name all values that the result depends on, and of `code`, the digest
-    of the code that makes the result. A cached result also needs
-    unchanged `sources`; `folder` is the folder of the release file, to which their paths are relative. `is_valid` says
-    whether a cached result may be used, for instance whether the MLflow run that it names still exists. Raises what
-    `work` raises, StepError for a full disk or a file that cannot be written, StoreError when the shared workspace
-    fails.
+    of the code that makes the result. A cached result also needs unchanged `sources`; `folder` is the folder of the
+    release file, to which their paths are relative. `is_valid` says whether a cached result may be used, for instance
+    whether the MLflow run that it names still exists. Progress is reported under the name `target`, None for a step of
+    no target. Raises what `work` raises, StepError for a full disk or a file that cannot be written, StoreError when
+    the shared workspace fails.
     """
     start = time.perf_counter()
     key = step_key(step, inputs, code)

@@ -1,4 +1,4 @@
-"""Channels: for each, a document with its policy, the open wish, the release that it holds, and the history of all.
+"""Channels: one document for each, with its policy, its open wish, the release that it holds, and their history.
 
 channels/<name>/<channel>.json
 
@@ -135,7 +135,10 @@ class Channel(Document):
 
     @property
     def signed_content(self) -> tuple[str | None, Policy | None, tuple[str, ...]]:
-        """What a statement is about: the version, the policy, and the versions that were held."""
+        """What a statement is about: the version, the policy, and the versions that were held.
+
+        The version is None where the channel holds no release, the policy None where it has none.
+        """
         return self.version, self.policy, tuple(move.to_version for move in self.moves)
 
     @property
@@ -192,7 +195,11 @@ def find(store: ReleaseStore, name: str, channel: str) -> Channel:
 
 
 def find_checked(store: ReleaseStore, name: str, channel: str) -> Channel:
-    """Read a channel as `find` does, where this machine trusts keys with `check_statement`. Raises as these do."""
+    """Read a channel; one that was never used holds nothing. If this machine trusts keys, check the statement on it.
+
+    Raises StoreError for a damaged document; StatementError for a statement that is missing, that has expired, that is
+    older than one that this host has seen, or that differs from the channel or its release.
+    """
     document = find(store, name, channel)
     if trusted := trusted_keys():
         check_statement(store, document, trusted)
@@ -212,8 +219,9 @@ def read_version(store: ReleaseStore, name: str, channel: str, trusted: Sequence
     """Return the version that a channel holds.
 
     One of the keys in the files `trusted`, by default those of TVMFLOW_TRUSTED_KEYS, must have signed the statement on
-    it; if there are none, statements are not checked. Raises StoreError for a channel that holds none, StatementError
-    as `check_statement` does.
+    it; if there are none, statements are not checked. Raises StoreError for a channel that holds none or was never
+    used; StatementError for a statement that is missing, that has expired, that is older than one that this host has
+    seen, or that differs from the channel or its release.
     """
     document = read(store, name, channel)
     version = document.version
@@ -228,9 +236,9 @@ def read_version(store: ReleaseStore, name: str, channel: str, trusted: Sequence
 def check_statement(store: ReleaseStore, document: Channel, trusted: Sequence[Path]) -> ChannelClaim | None:
     """Check that a trusted key has signed the statement on a channel, and that it holds; return its claim.
 
-    A channel that was never used needs none (None). `trusted` are files with public keys. Raises StatementError for a
-    channel that is not signed, was changed since, is another one, has expired, or is older than one that this host has
-    seen; also when the statement on the release that the channel holds does not hold.
+    A channel that was never used needs no statement: the result is None. `trusted` are files with public keys. Raises
+    StatementError for a channel that is not signed, was changed since, is another one, has expired, or is older than
+    one that this host has seen; also when the statement on the release that the channel holds does not hold.
     """
     highest = Highest.of(store.config, document.name, document.channel)
     if document.signed_content == Channel(name="", channel="").signed_content and document.statement is None:
@@ -462,7 +470,10 @@ def mark_shown(store: ReleaseStore, name: str, channel: str, version: str) -> Ch
 
 
 def describe_move(current: Channel, expected: str | None) -> str:
-    """Return the sentence for a caller that expected another version in the channel."""
+    """Return the message for a caller that expected the version `expected` in the channel, or nothing (None).
+
+    It says who moved the channel last, when, to which version and why, or that the channel holds nothing.
+    """
     last = current.moves[-1] if current.moves else None
     by = f"{last.who} moved it to {last.to_version} at {last.when} ({last.why})" if last else "it holds nothing"
     return (

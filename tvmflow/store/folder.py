@@ -50,7 +50,7 @@ class FolderObjects(ObjectStore):
                     yield ObjectEntry(key[start:], status.st_size, _last_modified(status))
 
     def read(self, key: str) -> Object | None:
-        """Return an object; its tag is the SHA-256 of its content. Raises StoreError."""
+        """Return an object, None if there is none; its tag is the SHA-256 of its content. Raises StoreError."""
         with self._explained(f"reading {key}"):
             try:
                 with self._path(key).open("rb") as file:

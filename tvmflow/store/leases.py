@@ -114,7 +114,10 @@ def hold(store: ReleaseStore, name: str, who: str, seconds: float = SECONDS) -> 
 
 
 def use_work(store: ReleaseStore, who: str) -> HeldLease:
-    """Keep the shared workspace from being swept until the lease ends. Waits and raises as `hold` does."""
+    """Return a lease that keeps the shared workspace from being swept until it ends.
+
+    Waits while a living process sweeps the store. Raises StoreError for a damaged lease, and when the server fails.
+    """
     return _acquire_unswept(store, f"{_WORK}{secrets.token_hex(8)}.json", "the shared workspace", who, SECONDS)
 
 
@@ -137,14 +140,15 @@ def sweep(store: ReleaseStore, who: str, seconds: float = SECONDS) -> Iterator[H
 
 
 def await_sweep(store: ReleaseStore) -> None:
-    """Wait while a living process sweeps the store. Raises StoreError as `hold` does."""
+    """Wait while a living process sweeps the store. Raises StoreError for a damaged lease or a server that fails."""
     _Watch(store, _SWEEP).await_free()
 
 
 def find_idle_work(store: ReleaseStore) -> list[str] | None:
     """Return the keys of the leases on the shared workspace that dead runs have left, None when a living run uses it.
 
-    Takes as long as a lease lasts when a run has died on another machine. Raises StoreError as `hold` does.
+    Takes as long as a lease lasts when a run has died on another machine. Raises StoreError for a damaged lease, and
+    when the server fails.
     """
     watches = [_Watch(store, entry.key) for entry in store.objects.list_objects(_WORK)]
     while held := [watch for watch in watches if not watch.is_free()]:

@@ -119,9 +119,10 @@ class ObjectStore(abc.ABC):
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Be the only process of this machine, and the only thread, that holds the lock of a file while the body runs.
+    """Hold the lock of the file `path`, which is created, while the body runs; wait while another one holds it.
 
-    The kernel frees the lock of a process that dies. Raises StoreError when the file cannot be written.
+    The lock excludes all processes of this machine and all their threads. The kernel frees the lock of a process that
+    dies. Raises StoreError when the file cannot be opened for writing.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -62,11 +62,18 @@ class ReleaseStore:
         self.objects.require_conditions()
 
     def put_blob(self, path: Path, sha256: str, on_progress: Progress | None = None) -> str:
-        """Send a file as `BlobStore.put` does; return its `s3://` address. Raises StoreError."""
+        """Send a file whose SHA-256 is `sha256`, unless the store has it already; return its `s3://` address.
+
+        `on_progress`, if there is one, gets the number of bytes sent since its last call. Raises StoreError when the
+        digest differs, the file cannot be read, the blob cannot be read back, or the server fails.
+        """
         return self._blobs.put(path, sha256, on_progress)
 
     def get_blob(self, sha256: str, destination: Path) -> None:
-        """Fetch a blob into `destination` as `BlobStore.fetch` does. Raises StoreError."""
+        """Fetch a blob into the file `destination`, which appears, or is replaced, only when its digest is right.
+
+        Raises StoreError for a blob that is missing or damaged, a file that cannot be written, and a server that fails.
+        """
         self._blobs.fetch(sha256, destination)
 
     def publish(

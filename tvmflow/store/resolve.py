@@ -32,10 +32,10 @@ def fetch_bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> 
 
 
 def fetch_target(store: ReleaseStore, entry: "TargetEntry", cache: Path) -> Path:
-    """Fetch the bundle of a release's target as `fetch_bundle` does, and return its path.
+    """Fetch the bundle of a release's target, and weights apart from it, into the folder `cache`; return its path.
 
-    Raises StoreError when it cannot be fetched, BundleError when it is another model's: a signature covers a bundle's
-    own name, not the place where somebody has put it.
+    Files that the folder has undamaged are not fetched again. Raises StoreError when one cannot be fetched, BundleError
+    when the bundle is another model's: a signature covers a bundle's own name, not the place where somebody has put it.
     """
     path = fetch_bundle(store, entry.sha256, cache)
     owner = read_manifest(path).name

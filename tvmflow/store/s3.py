@@ -70,7 +70,7 @@ class S3Objects(ObjectStore):
                     yield ObjectEntry(entry["Key"][start:], entry["Size"], entry["LastModified"])
 
     def read(self, key: str) -> Object | None:
-        """Return an object; its tag is its entity tag. Raises StoreError."""
+        """Return an object, None if there is none; its tag is its entity tag. Raises StoreError."""
         from botocore.exceptions import IncompleteReadError, ResponseStreamingError
 
         for read in range(1, _READS + 1):

@@ -27,9 +27,9 @@ _MARKED_AGAIN = datetime.timedelta(days=1)
 class WorkStore:
     """The part of a release store that `tvmflow.workspace.Workspace` shares.
 
-    From the first use of a record or an artifact on, the object holds a lease, so that nobody takes away what its run
-    relies on (see `tvmflow.store.garbage`). It ends with the object or its process. A record that is used again becomes
-    young again.
+    From the first use of a record or an artifact on, the object holds a lease, so that no sweep removes files that its
+    run needs (see `tvmflow.store.garbage`). The lease ends with the object or its process. A sweep goes by the time of
+    a record's last use, which `read_record` marks at most once a day.
 
     Anyone who may write to the bucket can change results: give that right only to the machines that release. Every
     method raises StoreError when the server fails.

@@ -1,4 +1,4 @@
-"""The catalogue: the release files that an installation manages, and the run that an alias in MLflow asks for."""
+"""The catalogue: the release files that an installation manages, and the run to start when an alias in MLflow moves."""
 
 import re
 from collections.abc import Iterable
@@ -79,7 +79,11 @@ class ManagedModel:
         return RunRequest(f"release/{self.name}", parameters, f"source:{source}")
 
     def request_promotion(self, channel: str, version: str, *, who: str, why: str) -> RunRequest:
-        """Return the request to promote a release to a channel, if an alias or an open wish still asks for it then."""
+        """Return the request for a run that promotes a release to a channel.
+
+        When the run begins, an alias in MLflow or an open wish must still ask for the release; otherwise the run leaves
+        the channel as it is. `who` asked for it, and `why`.
+        """
         parameters = {
             "name": self.name,
             "version": version,

@@ -60,7 +60,7 @@ class AliasEvent:
 
 
 def sign(secret: str, delivery: str, timestamp: str, body: bytes) -> str:
-    """Return MLflow's signature of a delivery: `v1,` and the HMAC-SHA256 in base64."""
+    """Return MLflow's signature of the delivery with the id `delivery`: `v1,` and the HMAC-SHA256 in base64."""
     content = f"{delivery}.{timestamp}.".encode() + body
     digest = hmac.new(secret.encode(), content, hashlib.sha256).digest()
     return f"{_VERSION},{base64.b64encode(digest).decode()}"

@@ -1,4 +1,4 @@
-"""Forecasts the saving of further tuning from the savings so far."""
+"""Forecasts: how much time further tuning of a workload is expected to save, judged by the savings so far."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,8 @@ class Forecast:
     """The expected saving of another round of trials on one workload.
 
     `gain` is the part of the workload's time, 0 to 1, that the next round is expected to save: one half before the
-    first round, then the mean of the expectation before the last round and of what that round saved. `stale` counts the
+    first round, then the mean of two parts, the one that the last round was expected to save and the one that it saved.
+    `stale` counts the
     trials since the last one that was faster than all before it. `trials` counts the timed trials, which took `seconds`
     in all.
     """
@@ -46,7 +47,7 @@ class Forecast:
     def gain_per_second(self, usual_trial_seconds: float) -> float:
         """Return the part of the workload's time that a second of tuning is expected to save.
 
-        `usual_trial_seconds` is the duration of a trial, for a workload of which none was timed.
+        `usual_trial_seconds` is the duration of a trial, for a workload without a timed trial.
         """
         trial_seconds = self.seconds / self.trials if self.seconds else usual_trial_seconds
         return float(1 - (1 - self.gain) ** (1 / (ROUND * trial_seconds)))

@@ -62,7 +62,10 @@ def use_measurer(
 ) -> AbstractContextManager[Measurer]:
     """Return a context that gives `measurer` or, if that is None, a MeasurePool for the target, closed at its end.
 
-    The pool has a builder for each core of this machine; the other arguments are those of MeasurePool.
+    The pool has a builder for each core of this machine, and measures on `device` or, if that is None, on this machine.
+    A candidate runs with `threads` threads; a build or run is killed after `timeout` seconds. `weights` are the bytes
+    of weights to read before each sample. No request outlives `deadline` (of `time.monotonic`). Raises RemoteError when
+    the devices' tracker does not answer or has no device of their key.
     """
     if measurer is not None:
         return nullcontext(measurer)

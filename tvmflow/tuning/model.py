@@ -77,8 +77,11 @@ def tune_model(
 
     Tunes the workloads that `only` names, and all workloads if the model has none of these. `on_message` receives the
     progress as done, total and text; `on_trial` receives the number of each trial on functions and the model's
-    estimated latency in ms. The other arguments and the errors are those of `tune`; lowering the model raises the
-    errors of `compiler.lower`.
+    estimated latency in ms. Candidates run with `threads` threads on this machine or, if it is not None, on `device`;
+    the search uses `tuner` with `seed`.
+
+    Raises TuneError for an unknown tuner, when nothing can be measured, and when all devices are lost; RemoteError when
+    there are no devices at first; BuildError, OptionError or TargetError when the model cannot be lowered.
     """
     start_time = time.monotonic()
     model = Lowering(imported, target, options)

@@ -70,7 +70,7 @@ class RecordStore:
     """A folder of JSON-lines files, a few for each run; their union is the store. `folder` may also be a single file.
 
     Files are only ever appended to and each run writes its own, so any number of processes may write at once, and
-    copying the files of two stores into one folder merges them. A line that a crash has torn is skipped. A file's name
+    copying the files of two stores into one folder merges them. A line that a crash cut short is skipped. A file's name
     begins with the digest of its `Context`; each file has the function of a workload once. The folder `fetched` holds
     the files of other machines. A pruned file names the files that it replaces and up to which size; lines that were
     appended to them later still count, so that no entry of a run that writes meanwhile is lost.
@@ -138,7 +138,10 @@ class RecordStore:
         yield from (entry for entry in _union(files) if context is None or context_of(entry) == context)
 
     def own_files(self) -> list[Path]:
-        """Return the files that this machine's runs have written, sorted; other names in the folder do not count."""
+        """Return the record files in the folder, sorted: those that this machine's runs have written.
+
+        Files with names of another form are left out. A store that is a single file, or does not exist yet, has none.
+        """
         return [path for path in sorted(self.folder.glob("*.jsonl")) if context_digest(path.name) is not None]
 
     def replaced_files(self) -> dict[str, int]:

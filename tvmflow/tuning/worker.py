@@ -95,7 +95,8 @@ class _Operations:
         """Return the seconds of a call of each library, the least of samples that they take in turn.
 
         They take turns so that other work on the machine slows all of them; it makes times longer, never shorter, hence
-        the least. `preparation` is as in `time`.
+        the least. `preparation` says what to do before each sample: call a `library` with `arguments`, or move so many
+        `bytes`; None means nothing.
         """
         prepared = self._load_preparation(preparation)
         pairs = zip(libraries, arguments, strict=True)

@@ -33,11 +33,12 @@ class Task:
 class Workload:
     """A function to tune, with the results of earlier runs and of this run.
 
-    `key` is its `workload_key`. `record` is the best record in the names of the function, None without one;
-    `measurements` are all schedules that earlier runs measured. `reason` says why it cannot be tuned.
-    `baseline_seconds` and `best_seconds` are those of a call with the analytic schedule and with the best one, perhaps
-    measured at different times. `untuned_seconds` and `seconds` estimate both under the same load of the machine.
-    `trials` are those of this run; `is_tuned` is true once this run has found a faster schedule.
+    `key` is its `workload_key`. `record` is the best record of the workload, with the names that the function uses;
+    None without one. `measurements` are all schedules that earlier runs measured. `reason` says why the function cannot
+    be tuned, None if it can. `baseline_seconds` and `best_seconds` are the seconds of a call with the analytic schedule
+    and with the best one, perhaps measured at different times. `untuned_seconds` and `seconds` estimate both under the
+    same load of the machine. All four are None where they were not measured. `trials` is the number of trials of this
+    run; `is_tuned` is true once this run has found a faster schedule.
     """
 
     task: Task
@@ -60,7 +61,7 @@ class Workload:
         return self.task.weight * (self.seconds or 0.0)
 
     def standing(self) -> Standing:
-        """Return the function's times and trials so far."""
+        """Return the state of the function: its times without tuning and now, and the trials of this run."""
         return Standing(self.task.name, self.task.weight, self.untuned_seconds, self.seconds, self.trials)
 
     def report(self) -> TaskReport:
