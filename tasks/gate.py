@@ -13,10 +13,10 @@ from tasks.step import Job, Step, StepRunner
 from tvmflow import promotion
 from tvmflow.bundle import extract, public_key
 from tvmflow.bundle.signature import trusted_keys
-from tvmflow.comparison import Comparison, Pair
+from tvmflow.comparison import Comparison, Pair, find_drop
 from tvmflow.comparison.pairs import Samples
 from tvmflow.errors import BundleError, InputError, StatementError, VerdictError
-from tvmflow.figures import Measurement
+from tvmflow.figures import Answers, Measurement, Validation
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channels import Channel
@@ -238,22 +238,34 @@ def check_figures(job: GateJob) -> Iterator[Check]:
         bound = getattr(gates, figure.gate)
         if bound is not None:
             yield from _check_figure(job.release, figure, bound)
-    metric = _metric(job.release)
+    worst = _worst(job.release)
+    metric = None if worst is None else worst.metric_bundle
     if gates.min_metric is not None:
         yield _metric_check("min_metric", metric, gates.min_metric, f"gate min_metric asks for {gates.min_metric:g}")
     if gates.max_metric_drop is not None:
-        before = None if job.current is None else _metric(job.current)
-        if before is None:
+        old = None if job.current is None else _worst(job.current)
+        if old is None or old.metric_bundle is None:
             why = _why_no_current(job) if job.current is None else f"{job.current_version} on {job.channel} has none"
             message = f"there is no task metric to compare with: {why}"
             yield Check(name="max_metric_drop", message=message, passed=True, bound=gates.max_metric_drop)
         else:
-            lowest = before - gates.max_metric_drop
             against = (
-                f"that of {job.current_version} on {job.channel} is {before:.4f}, "
+                f"that of {job.current_version} on {job.channel} is {old.metric_bundle:.4f}, "
                 f"gate max_metric_drop allows a drop of {gates.max_metric_drop:g}"
             )
-            yield _metric_check("max_metric_drop", metric, lowest, against)
+            check = _metric_check("max_metric_drop", metric, old.metric_bundle - gates.max_metric_drop, against)
+            yield _with_answers(check, None if worst is None else worst.answers, old.answers)
+
+
+def _with_answers(check: Check, now: Answers | None, before: Answers | None) -> Check:
+    """Return the check of a drop with its interval, where both releases were asked the same questions."""
+    if now is None or before is None or now.data != before.data:
+        return check
+    new, old = now.is_right(), before.is_right()
+    lost, won = int((old & ~new).sum()), int((new & ~old).sum())
+    drop = find_drop(lost, won, now.count)
+    message = f"{check.message}; of {now.count} answers {lost} became wrong and {won} right: a drop of {drop}"
+    return check.model_copy(update={"message": message, "interval": drop})
 
 
 def _metric_check(name: str, metric: float | None, lowest: float, against: str) -> Check:
@@ -323,10 +335,11 @@ def _check_figure(release: Release, figure: _Figure, bound: float) -> Iterator[C
         yield Check(name=figure.gate, message=message, passed=passed, value=value, bound=bound)
 
 
-def _metric(release: Release) -> float | None:
-    """Return the lowest task metric of a release's targets; None where no target has one."""
-    metrics = (item.verdict.metric_bundle for item in release.targets)
-    return min((value for value in metrics if value is not None), default=None)
+def _worst(release: Release) -> Validation | None:
+    """Return the validation of the target with the lowest task metric; None where no target has one."""
+    metrics = ((item.verdict.metric_bundle, item.verdict) for item in release.targets)
+    known = [(metric, verdict) for metric, verdict in metrics if metric is not None]
+    return min(known, key=lambda pair: pair[0])[1] if known else None
 
 
 def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:

@@ -3,11 +3,13 @@
 Two steps: `reference` runs the originals on the held-out data once for all targets, `validate` judges one bundle.
 """
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from tasks.export import ExportResult
 from tasks.original import Original
@@ -15,7 +17,7 @@ from tasks.package import PackageResult
 from tasks.step import ChildStep, Job, Step, StepRunner
 from tvmflow import samples, usercode
 from tvmflow.errors import ExportError
-from tvmflow.figures import Algorithm, Deviation, Validation
+from tvmflow.figures import Algorithm, Answers, Deviation, Validation
 from tvmflow.process import Emit
 from tvmflow.samples import Array, NamedArrays
 from tvmflow.source import load_module, open_session, run_module, run_session
@@ -73,7 +75,8 @@ class ReferenceJob(Job):
 class ReferenceResult(StepResult):
     """The held-out inputs with the original's outputs, both in chunks; ONNX Runtime's outputs; and the labels.
 
-    `count` is the number of held-out samples, `metric` the original's task metric on them. Where the model's batch size
+    `data` is the SHA-256 of the held-out inputs and labels, `count` the number of samples, `metric` the original's task
+    metric on them. Where the model's batch size
     is fixed, the last chunk is filled up by repeating its last sample. With `whole`, each chunk is one sample without
     the axis of samples.
     """
@@ -84,6 +87,7 @@ class ReferenceResult(StepResult):
     count: int
     whole: bool
     metric: float
+    data: str
 
 
 class DeviceJob(Job):
@@ -154,6 +158,7 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
             labels=workspace.keep(folder / "labels.npy"),
             count=count,
             whole=whole,
+            data=_hash_data(inputs, labels),
             metric=score(job.task, join([outputs for _, outputs in original], count, whole=whole), labels),
             sources=usercode.imported_sources(job.folder),
         )
@@ -203,6 +208,7 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         pairs.append((expected, outputs))
         peers.append((run_session(session, inputs), outputs))
     metric: float | None = None
+    answers: Answers | None = None
     if reference is not None and job.device.held_out is not None and task is not None:
         outputs, *references = (
             join(outputs_of(artifact), reference.count, whole=reference.whole)
@@ -210,7 +216,10 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         )
         pairs.append((references[0], outputs))
         peers.append((references[1], outputs))
-        metric = score(task, outputs, np.load(workspace.path(reference.labels)))
+        labels = np.load(workspace.path(reference.labels))
+        metric = score(task, outputs, labels)
+        if task.metric == "accuracy":
+            answers = Answers.of(is_right(outputs, labels), reference.data)
     comparisons = [_compare("pytorch", pairs)] if job.exported.max_abs_error is not None else []
     comparisons.append(_compare("onnxruntime", peers))
     reasons = _reasons(bounds, comparisons[0], pairs)
@@ -231,6 +240,7 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         metric_name=task.metric if task is not None else None,
         metric_original=reference.metric if reference is not None else None,
         metric_bundle=metric,
+        answers=answers,
     )
 
 
@@ -472,11 +482,25 @@ def join(chunks: list[NamedArrays], count: int, *, whole: bool) -> NamedArrays:
     return {name: combine([chunk[name] for chunk in chunks])[:count] for name in chunks[0]}
 
 
+def _hash_data(inputs: NamedArrays, labels: Array) -> str:
+    digest = hashlib.sha256()
+    for name, array in (*sorted(inputs.items()), ("", labels)):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def is_right(outputs: NamedArrays, labels: Array) -> npt.NDArray[np.bool_]:
+    """Return for each label whether the argmax along the last axis of the first output matches it."""
+    matches: npt.NDArray[np.bool_] = np.asarray(next(iter(outputs.values())).argmax(-1) == labels)
+    return matches
+
+
 def score(task: TaskMetric, outputs: NamedArrays, labels: Array) -> float:
     """Return the task metric of outputs on the held-out data. Raises ExportError when the user's own metric fails.
 
     `accuracy` is the share, 0 to 1, of labels that the argmax along the last axis of the first output matches.
     """
     if task.metric == "accuracy":
-        return float((next(iter(outputs.values())).argmax(-1) == labels).mean())
+        return float(is_right(outputs, labels).mean())
     return float(usercode.call(task.metric, "metric", ExportError, outputs, labels))

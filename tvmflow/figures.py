@@ -1,8 +1,13 @@
 """Figures of a bundle: its speed beside its peers', and the distance of its outputs from the original model's."""
 
+import math
+import zlib
+from base64 import b64decode, b64encode
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, field_validator, model_validator
 
 from tvmflow.comparison import Comparison
 from tvmflow.target import Precision
@@ -115,6 +120,45 @@ class Algorithm(Record):
     bound: float
 
 
+# More labels than this would make a release's document large.
+_MOST_ANSWERS = 1 << 17
+
+
+class Answers(Record):
+    """Which labels of the held-out data a model answered rightly.
+
+    `data` is the SHA-256 of the data, `count` the number of labels. `bits` has a bit for each of them in order, the
+    highest of a byte first, compressed (zlib) and in base 64.
+    """
+
+    data: str
+    count: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)]
+    bits: str
+
+    @model_validator(mode="after")
+    def _has_every_bit(self) -> "Answers":
+        self.is_right()
+        return self
+
+    @classmethod
+    def of(cls, is_right: npt.NDArray[np.bool_], data: str) -> "Answers | None":
+        """Return the answers of an array with an entry for each label; None for more than 131,072 of them."""
+        if is_right.size > _MOST_ANSWERS:
+            return None
+        bits = b64encode(zlib.compress(np.packbits(is_right).tobytes(), 9)).decode()
+        return cls(data=data, count=is_right.size, bits=bits)
+
+    def is_right(self) -> npt.NDArray[np.bool_]:
+        """Return an entry for each label. Raises ValueError when the bits are damaged."""
+        try:
+            packed = zlib.decompressobj().decompress(b64decode(self.bits, validate=True), _MOST_ANSWERS)
+        except zlib.error as error:
+            raise ValueError("the bits of the answers are damaged") from error
+        if len(packed) != math.ceil(self.count / 8):
+            raise ValueError(f"the bits are those of {8 * len(packed)} answers, not of {self.count}")
+        return np.unpackbits(np.frombuffer(packed, np.uint8), count=self.count).astype(bool)
+
+
 class Validation(Record):
     """The outcome of validating one bundle; `reasons` say why it failed and are empty when it passed.
 
@@ -122,6 +166,7 @@ class Validation(Record):
     one in which the bundle's products are computed. `max_relative_error` is the bound that replaces the tolerances for
     each element, or None. `verified` is False for a target that this machine cannot run, whose outputs were not
     compared. `metric_original` and `metric_bundle` are the task metric on the held-out data; None without such data.
+    `answers` are the bundle's there; None for another metric than accuracy.
     """
 
     passed: bool
@@ -134,6 +179,7 @@ class Validation(Record):
     metric_name: str | None
     metric_original: float | None
     metric_bundle: float | None
+    answers: Answers | None = None
 
     @property
     def original(self) -> Deviation | None:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from support.scale import count
-from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan, compare, find_steady, percentile
+from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan, compare, find_drop, find_steady, percentile
 from tvmflow.comparison.pairs import Samples, read_samples, write_samples
 from tvmflow.comparison.plan import Verdict, ranks
 from tvmflow.comparison.samples import runs_needed
+from tvmflow.figures import Answers
 
 Noise = Callable[[np.random.Generator], float]
 _CONDITIONS = Conditions(processor="any", cores=(0,), threads=(1, 1), load=(0.0, 0.0))
@@ -163,6 +165,37 @@ def test_every_load_has_a_warm_up_of_its_own() -> None:
     load = (5.0,) * 40 + (2.0,) * 60
     pair = Pair.of(Samples(candidate=(1.0,) * 200, baseline=load * 2, reference=(1.0,), loads=(100, 100)))
     assert (pair.ratio, pair.warmup, pair.runs) == (0.5, 80, 120)
+
+
+@pytest.mark.parametrize(("lost", "won"), [(0.1, 0.1), (0.02, 0.0), (0.3, 0.05)])
+def test_a_drop_lies_in_its_interval_as_often_as_it_says(lost: float, won: float) -> None:
+    random, trials = np.random.default_rng(0), count(normal=60, long=2000)
+    drawn = random.multinomial(360, (lost, won, 1 - lost - won), trials)
+    intervals = [find_drop(int(first), int(second), 360, error=0.1) for first, second, _ in drawn]
+    missed = sum(not interval.low <= lost - won <= interval.high for interval in intervals)
+    assert missed <= trials * 0.1 + 3 * math.sqrt(trials * 0.1 * 0.9)
+
+
+def test_the_interval_of_a_drop_of_nothing_is_as_wide_as_the_data_are_few() -> None:
+    few, many = find_drop(0, 0, 100), find_drop(0, 0, 10_000)
+    assert (few.low, many.low) == (-few.high, -many.high)
+    assert few.high > 0.05 > 0.001 > many.high > 0
+
+
+@pytest.mark.parametrize("size", [1, 8, 1001])
+def test_answers_are_read_as_they_were_written(size: int) -> None:
+    is_right = np.random.default_rng(size).random(size) < 0.9
+    answers = Answers.of(is_right, "a")
+    assert answers is not None
+    assert (answers.is_right() == is_right).all()
+    for change in ({"count": size + 8}, {"bits": "!"}, {"bits": "AAAA"}):
+        with pytest.raises(ValidationError):
+            Answers.model_validate({**answers.model_dump(), **change})
+
+
+def test_too_many_answers_are_not_kept() -> None:
+    assert Answers.of(np.ones(1 << 17, bool), "a") is not None
+    assert Answers.of(np.ones((1 << 17) + 1, bool), "a") is None
 
 
 def test_percentiles_need_as_many_runs_as_mlperf_asks_for() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tvmflow.figures import Answers
+
 # The first caller, which is the original's side, scores 1, everybody after it less.
 _METRIC = """
 from pathlib import Path
@@ -63,6 +65,7 @@ def test_outputs_beyond_the_tolerance_refuse_the_release(digits: Any) -> None:
     sentence, verdict, run = _refuse(digits, digits.derived("exact", validate=bounds))
     assert "'logits'" in sentence
     assert verdict["comparisons"][0]["max_abs_error"] > 0
+    assert Answers.model_validate(verdict["answers"]).is_right().mean() == verdict["metric_bundle"]
     assert run.info.status == "FINISHED"
 
 

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.releases import make_measurements, make_release, make_target, make_verdict
 from tasks.gate import GateJob, check_figures, check_ratio, decide_again
-from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan
+from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan, find_drop
 from tvmflow.comparison.pairs import Samples
+from tvmflow.figures import Answers
 from tvmflow.promotion import EffectivePolicy
 from tvmflow.release import Blob, Release
 from tvmflow.spec import Policy
@@ -45,6 +47,25 @@ def test_a_metric_may_drop_by_as_much_as_the_gate_allows(metric: float, passes: 
 def test_the_target_that_scores_least_is_compared() -> None:
     check = judged(release("2", 0.95, 0.8), release("1", 0.9), HELD, max_metric_drop=0.05)
     assert (check.passed, check.value) == (False, 0.8)
+
+
+def _answered(version: str, right: int, data: str = "a") -> Release:
+    """A release whose target answers the first `right` of 1000 questions rightly."""
+    is_right = np.arange(1000) < right
+    verdict = make_verdict(right / 1000).model_copy(update={"answers": Answers.of(is_right, data)})
+    return make_release("m", version, make_target(verdict=verdict))
+
+
+def test_a_drop_has_the_interval_of_the_answers_that_changed() -> None:
+    check = judged(_answered("2", 900), _answered("1", 940), HELD, max_metric_drop=0.05)
+    assert check.passed
+    assert check.interval == find_drop(40, 0, 1000)
+    assert check.message.endswith("of 1000 answers 40 became wrong and 0 right: a drop of 0.019 to 0.061")
+
+
+def test_answers_to_other_questions_are_not_compared() -> None:
+    check = judged(_answered("2", 900, "b"), _answered("1", 940, "a"), HELD, max_metric_drop=0.05)
+    assert (check.passed, check.interval) == (True, None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 What measures a pair is elsewhere; here is what decides from pairs, without a clock.
 """
 
+from tvmflow.comparison.answers import find_drop
 from tvmflow.comparison.pairs import Comparison, Conditions, Pair, compare
 from tvmflow.comparison.plan import Interval, Plan, Verdict
 from tvmflow.comparison.samples import find_steady, percentile, runs_needed
@@ -15,6 +16,7 @@ __all__ = [
     "Plan",
     "Verdict",
     "compare",
+    "find_drop",
     "find_steady",
     "percentile",
     "runs_needed",

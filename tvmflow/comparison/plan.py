@@ -38,7 +38,10 @@ def _write_end(value: float) -> float | None:
 
 
 class Interval(Record):
-    """The bounds between which a ratio lies; from 0 to infinity, null in JSON, while too few pairs are measured."""
+    """The bounds between which a ratio or a difference lies.
+
+    A ratio lies between 0 and infinity, null in JSON, while too few pairs are measured.
+    """
 
     low: float
     high: Annotated[float, BeforeValidator(_read_end), PlainSerializer(_write_end, float | None, when_used="json")]

@@ -31,7 +31,8 @@ class ChannelGates(Section):
     min_top1_agreement: Share | None = None
     """Least share of samples whose largest output has the same index as the original's, of each target that was run."""
     max_metric_drop: NonNegativeFloat | None = None
-    """How far the task metric may lie below the current release's; the lowest of a release's targets counts."""
+    """How far the task metric may lie below the current release's; the lowest of a release's targets counts. For an
+    accuracy on the same data the verdict has the interval of the drop as well, which does not decide."""
     min_metric: float | None = None
     """The lowest task metric."""
 
