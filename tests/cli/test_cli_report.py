@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from support.processes import CommandResult
+from support.releases import make_release
 from tvmflow import settings as machine
+from tvmflow.release import Provenance
 from tvmflow.services import open_store
 
 Command = Callable[..., CommandResult]
@@ -18,8 +20,8 @@ def _releases(tvmflow: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "state"))
     with open_store(machine.load()) as store:
         for version, opset in (("1", 17), ("2", 18)):
-            document = {"name": "net", "version": version, "targets": [], "provenance": {"opset": opset}}
-            store.publish("net", version, document, ())
+            provenance = Provenance(onnx="sha256:" + "0" * 64, opset=opset)
+            store.publish(make_release("net", version, provenance=provenance), ())
 
 
 def _diff(tvmflow: Command, *options: object) -> CommandResult:
