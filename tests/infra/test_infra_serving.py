@@ -20,8 +20,9 @@ from tvmflow.serving.source import ServedModel
 
 FOLDER = Path(__file__).parents[2] / "infra/kubernetes/serving"
 VERSIONS = ("1.34", "1.37")
-# What KServe's predictor adds to a pod's specification.
-PREDICTOR = {"minReplicas", "maxReplicas", "scaleMetric", "scaleTarget", "timeout"}
+# What KServe's predictor adds to a pod's specification, with the types of V1beta1PredictorSpec in the package kserve
+# 0.21. That cannot be installed beside the project: it wants psutil below 6 and protobuf below 7, and brings no schema.
+PREDICTOR = {"minReplicas": int, "maxReplicas": int, "scaleMetric": str, "scaleTarget": int, "timeout": int}
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -65,6 +66,11 @@ def test_the_inference_service_says_what_kserve_reads() -> None:
     (document,) = read("inferenceservice.yaml")
     assert (document["apiVersion"], document["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
     assert set(document["spec"]) == {"predictor"}
+    named = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": document["metadata"]}
+    kubernetes_validate.validate(named, VERSIONS[-1], strict=True)
+    assert {key: type(value) for key, value in predictor().items() if key in PREDICTOR} == PREDICTOR
+    # The metrics that V1beta1 knows without an autoScaling section.
+    assert predictor()["scaleMetric"] in {"cpu", "memory", "concurrency", "rps"}
     # KServe's controller looks for the container by this name.
     assert [item["name"] for item in predictor()["containers"]] == ["kserve-container"]
     assert predictor()["minReplicas"] <= predictor()["maxReplicas"]
