@@ -180,7 +180,10 @@ def _error_artifact() -> Iterator[None]:
 
 
 class _ProgressKeeper(Reporter):
-    """A reporter that keeps the latest progress of the run, and passes all events on."""
+    """A reporter that keeps the latest progress of the run, and passes all events on.
+
+    `target` is None for steps of the release.
+    """
 
     def __init__(self, receiver: Reporter) -> None:
         self._receiver = receiver

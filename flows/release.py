@@ -93,8 +93,9 @@ def release(
     """Release the model of a release file, and promote it to the file's automatic channels.
 
     `targets`, `trials` and `runs` replace those of the file; `source`, the version of a registered PyTorch or ONNX
-    model as MODEL/3, replaces its model. A channel that refuses the release does not undo it. Returns a ReleaseSummary
-    as JSON. Raises VerdictError when a bundle is out of bounds or fails a gate: nothing is published then.
+    model as MODEL/3, replaces its model. None replaces nothing. A channel that refuses the release does not undo it.
+    Returns a ReleaseSummary as JSON. Raises VerdictError when a bundle is out of bounds or fails a gate: nothing is
+    published then.
     """
     spec = override(release_file.load(Path(file)), targets, trials, runs, source)
     settings = machine.load()
@@ -113,9 +114,10 @@ def release(
 def override(
     spec: Spec, targets: list[str] | None, trials: int | None, runs: int | None, source: str | None = None
 ) -> Spec:
-    """Return the release file with the changes of one run; `runs` is each runner's total number of timed runs.
+    """Return the release file with the changes of one run: other `targets`, `trials` of tuning, `runs` or `source`.
 
-    `source` is a version of a registered model, as MODEL/3. None changes nothing. Raises SpecError.
+    `runs` is each runner's total number of timed runs, `source` a version of a registered model, as MODEL/3. None
+    changes nothing. Raises SpecError for a value that no release file may have.
     """
     changes: dict[str, object] = {}
     if targets:

@@ -56,7 +56,7 @@ class InsightJob(Job):
     def of(
         cls, exported: ExportResult, reference: ReferenceResult | None, bundle: Artifact, target: Target
     ) -> "InsightJob":
-        """Return the job that looks into one bundle."""
+        """Return the job that looks into one bundle; `reference` is None without held-out data."""
         return cls(
             bundle=bundle,
             samples=exported.samples,

@@ -130,7 +130,7 @@ class StepRunner:
         return job.model_copy(update={"home": self.workspace.folder, "folder": self.folder})
 
     def log(self, part: str | None = None) -> Path:
-        """Return the path of this step's log file; `part` distinguishes the log files of several child processes."""
+        """Return the path of this step's log file; `part`, if any, tells the files of several child processes apart."""
         parts = (self.name, self.step, part, None if self.label is None else slug(self.label))
         return self.workspace.folder / "logs" / f"{'-'.join(filter(None, parts))}.log"
 

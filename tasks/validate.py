@@ -283,7 +283,10 @@ class ValidateJob(Job):
         reference: ReferenceResult | None,
         target: Target,
     ) -> "ValidateJob":
-        """Return the job that validates one bundle of a release file's model."""
+        """Return the job that validates one bundle of a release file's model.
+
+        `reference` is None without held-out data.
+        """
         return cls(
             exported=exported,
             packaged=packaged,

@@ -24,7 +24,10 @@ class Reporter(Protocol):
 
 
 class LogReporter:
-    """A reporter that writes the events to the log, for runs without a terminal."""
+    """A reporter that writes the events to the log, for runs without a terminal.
+
+    `target` is None for steps of the release.
+    """
 
     def started(self, step: str, target: str | None) -> None:
         """Log that a step starts."""

@@ -257,7 +257,7 @@ def _forget_alias(services: Services, model: str, channel: str, number: str) -> 
 def roll_back(
     services: Services, name: str, channel: str, *, who: str, why: str, to: str | None = None
 ) -> tuple[Channel, Channel]:
-    """Move a channel back to the release before, or to the version `to`; return the channel before and after.
+    """Move a channel back to the version `to`, by default the one before; return the channel before and after.
 
     `who` moves it and `why` are kept in the channel's history. Every digest of that release is checked. No gates run,
     because the release has passed them. An open wish ends as superseded. Raises StoreError when the channel has never

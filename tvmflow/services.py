@@ -116,8 +116,8 @@ def _memory(settings: Settings) -> Path:
 def open_store(settings: Settings, section: Store | None = None) -> Iterator[ReleaseStore]:
     """Open the release store that the settings name, else the one in the release file's `section`.
 
-    When neither names a server, the store is in the state folder. Raises StoreError when that cannot be written,
-    SettingsError for an address or credentials that no S3 server accepts.
+    None is an empty section. When neither names a server, the store is in the state folder. Raises StoreError when that
+    cannot be written, SettingsError for an address or credentials that no S3 server accepts.
     """
     section = section or Store()
     endpoint = settings.s3_endpoint or section.endpoint

@@ -62,7 +62,7 @@ def imported_sources(folder: Path | None = None) -> Sources:
     """Return the user's modules that this process has imported, with their SHA-256.
 
     Modules of Python, of installed packages and of this project do not count. Paths in `folder` are relative to it, all
-    others absolute.
+    others absolute; without `folder` all are absolute.
     """
     project = str(Path(__file__).resolve().parent.parent)
     base = folder.resolve() if folder is not None else None

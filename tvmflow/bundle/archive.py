@@ -56,10 +56,11 @@ def pack(
 ) -> Manifest:
     """Write a bundle of `files` by member name, and return the manifest completed with their digests and sizes.
 
-    The same manifest, files and key give the same bytes. `key` is a file with the private key to sign with. With
-    `leave_weights_out`, the bundle lacks its weights: a reader takes them from a file beside the bundle whose name is
-    their digest. The file appears at `destination` complete or not at all. Raises BundleError for content that no
-    reader accepts, ValueError for a file name that no bundle has, SettingsError for a key that cannot be read.
+    The same manifest, files and key give the same bytes. `key` is a file with the private key to sign with, None for a
+    bundle without a signature. With `leave_weights_out`, the bundle lacks its weights: a reader takes them from a file
+    beside the bundle whose name is their digest. The file appears at `destination` complete or not at all. Raises
+    BundleError for content that no reader accepts, ValueError for a file name that no bundle has, SettingsError for a
+    key that cannot be read.
     """
     unknown = set(files) - set(MEMBERS)
     if unknown:

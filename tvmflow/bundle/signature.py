@@ -83,7 +83,7 @@ def trusted_keys() -> tuple[Path, ...]:
 def check(manifest: bytes, signature: bytes | None, trusted: Sequence[Path], source: str) -> None:
     """Raise BundleError unless one of the `trusted` keys has signed the manifest; without trusted keys, do nothing.
 
-    `source` names the bundle in the message.
+    `signature` is None for a bundle that is not signed. `source` names the bundle in the message.
     """
     if not trusted:
         return

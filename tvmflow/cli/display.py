@@ -49,12 +49,15 @@ class RichReporter:
             yield
 
     def started(self, step: str, target: str | None) -> None:
-        """Show a spinner for the step."""
+        """Show a spinner for the step; `target` is None for steps of the release."""
         with self._lock:
             self._task_ids[step, target] = self._progress.add_task(_label(step, target), total=None, message="")
 
     def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
-        """Turn the spinner into a bar; show the first line of the message beside it, the others below all bars."""
+        """Turn the spinner into a bar; show the first line of the message beside it, the others below all bars.
+
+        `target` is None for steps of the release.
+        """
         first, _, more = message.partition("\n")
         with self._lock:
             task_id = self._task_ids.get((step, target))
@@ -62,7 +65,7 @@ class RichReporter:
                 self._progress.update(task_id, completed=done, total=total or None, message=first[:60], more=more)
 
     def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
-        """Replace the bar by a line with the step's status and time."""
+        """Replace the bar by a line with the step's status and time; `target` is None for steps of the release."""
         with self._lock:
             task_id = self._task_ids.pop((step, target), None)
             if task_id is not None:

@@ -80,7 +80,7 @@ def rank(
 
 
 def conflicts(row_bytes: int | None, machine: Machine) -> bool:
-    """Whether rows at this distance in bytes (None: unknown) share one set of the first-level cache."""
+    """Whether rows at a distance of `row_bytes` (None: unknown, so no) share one set of the first-level cache."""
     return row_bytes is not None and row_bytes % machine.first.span == 0
 
 

@@ -60,9 +60,10 @@ class Models(Runs):
     ) -> LoggedModelRef:
         """Log a model of flavor `tvm` as an output of the run; `bundles` holds a bundle for each target's name.
 
-        `metrics` are recorded on both the model and the run, `params` on the model; an `input_example` of more than
-        262144 values is left out. Returns the model's id and URI. Raises BundleError for a file that is not a bundle,
-        RegistryError when MLflow fails; a model that could not be stored completely stays in MLflow, marked as failed.
+        `metrics` are recorded on both the model and the run, `params` on the model; None means none. Without
+        `input_example`, or with one of more than 262144 values, the model has no example. Returns the model's id and
+        URI. Raises BundleError for a file that is not a bundle, RegistryError when MLflow fails; a model that could not
+        be stored completely stays in MLflow, marked as failed.
         """
         with self._explained(f"log the model {name!r}"):
             from mlflow.models import Model

@@ -32,8 +32,8 @@ class Runs(Connection):
     ) -> str:
         """Open a run in the configured experiment and return its id.
 
-        A run that a step opened under the same `key` before, and that is not deleted, is opened again. Raises
-        RegistryError.
+        A run that a step opened under the same `key` before, and that is not deleted, is opened again; with None the
+        run is new. Raises RegistryError.
         """
         with self._explained(f"open the run {name!r}"):
             from mlflow.entities import Param
@@ -99,7 +99,7 @@ class Runs(Connection):
         """Open the run of a promotion and return its id; nest it in the release's run where that still exists.
 
         A Prefect flow run, whose id is `flow_run`, gets the run that it opened before it was suspended, with `tags` set
-        on it. Raises RegistryError.
+        on it; with None the run is new. Raises RegistryError.
         """
         with self._explained(f"open the run {name!r}"):
             client = self._client()

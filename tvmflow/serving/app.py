@@ -66,7 +66,10 @@ class Service:
         return not self.is_draining and self.is_live
 
     def find(self, name: str, version: str | None = None) -> ServedModel:
-        """Return the served version of a model. Raises UnknownModelError when it is not `version`, or there is none."""
+        """Return the served version of a model, which must be `version` unless that is None.
+
+        Raises UnknownModelError when another version is served, or none.
+        """
         model = self.models.get(name)
         if model is None:
             served = ", ".join(map(repr, self.models))

@@ -37,14 +37,21 @@ class Converter:
         self._pool: ProcessPoolExecutor | None = None
 
     async def parse(self, body: bytes, header_length: str | None, outputs: Sequence[TensorSpec]) -> InferRequest:
-        """Do what `protocol.parse` does."""
+        """Parse the body of a request for a model with these outputs.
+
+        `header_length` is the number of bytes of JSON, None for a body without binary data. Raises InputError for a
+        body that breaks the protocol or names another output.
+        """
         size = len(body) if header_length is None else min(protocol.header_size(header_length), len(body))
         return await self._run(size, protocol.parse, body, header_length, outputs)
 
     async def render(
         self, request: InferRequest, name: str, version: str, results: "Mapping[str, Array]"
     ) -> InferResponse:
-        """Do what `protocol.render` does."""
+        """Render the response to a request: `results` are the outputs by name, `name` and `version` the model's.
+
+        Raises InputError for NaN or infinity in an output that the request wants as JSON.
+        """
         numbers = sum(results[output.name].size for output in request.outputs if not output.is_binary)
         # The inputs are needed no more, and would travel to the process.
         answered = InferRequest(request.id, {}, request.outputs)

@@ -451,7 +451,7 @@ def set_policy(store: ReleaseStore, name: str, channel: str, policy: Policy, *, 
 
 
 def make_policy_change(before: Policy | None, after: Policy, *, who: str, why: str) -> PolicyChange:
-    """Return the event of a change of policy that happens now."""
+    """Return the event of a change of policy that happens now; `before` is None where the channel had none."""
     return PolicyChange(who=who, when=_now(), why=why, id=secrets.token_hex(8), before=before, after=after)
 
 

@@ -34,7 +34,7 @@ class RecordObjects:
         return self._objects.uri(_FOLDER.rstrip("/"))
 
     def sizes(self, context: str | None = None) -> dict[str, int]:
-        """Return the sizes in bytes of all files, or of those of one context, by name. Raises StoreError."""
+        """Return the sizes in bytes of the files of one `context`, or of all (None), by name. Raises StoreError."""
         prefix = _FOLDER if context is None else f"{_FOLDER}{context}/"
         sizes = {
             entry.key.removeprefix(_FOLDER).replace("/", "-", 1): entry.size

@@ -231,7 +231,7 @@ class ReleaseStore:
         return sorted((version for _, version in self._list_published(f"releases/{name}/")), key=numeric_order)
 
     def iterate_releases(self, name: str | None = None) -> Iterator[Release]:
-        """Yield all releases, or of all versions of one name, in order of name and version.
+        """Yield the releases of `name`, or of all names (None), in order of name and version.
 
         Raises StoreError when one of them is damaged, or the server fails.
         """

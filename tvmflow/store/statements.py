@@ -100,7 +100,7 @@ def check(
     """Check that one of the `trusted` keys has signed an envelope; return its claim, and its subjects' SHA-256 by name.
 
     `topic` begins the messages and names what the claim is about, `remedy` says how it is signed. Raises
-    StatementError when there is no envelope, none of the keys has signed it, or it holds another kind of claim.
+    StatementError when there is no envelope (None), none of the keys has signed it, or it holds another kind of claim.
     """
     require_library("securesystemslib")
     from securesystemslib.dsse import Envelope as Dsse

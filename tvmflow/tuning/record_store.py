@@ -133,7 +133,7 @@ class RecordStore:
         return sorted({context_of(entry) for entry in self.entries()}, key=astuple)
 
     def entries(self, context: Context | None = None) -> Iterator[Entry]:
-        """Yield all entries, or those of one context; an entry in two files comes once."""
+        """Yield the entries of `context`, or of all contexts (None); an entry in two files comes once."""
         files = self._load(None if context is None else context.digest)
         yield from (entry for entry in _union(files) if context is None or context_of(entry) == context)
 
@@ -263,8 +263,8 @@ class _Writer:
 def write_entries(path: Path, entries: Iterable[Entry], replaces: Mapping[str, int] | None = None) -> None:
     """Write a whole file of entries, which appears, or replaces an older one, in one step.
 
-    `replaces` gives the files that it replaces in the store, by name, each with the size in bytes up to which it does.
-    Raises OSError when it cannot be written.
+    `replaces` gives the files that it replaces in the store, by name, each with the size in bytes up to which it does;
+    None means no files. Raises OSError when it cannot be written.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     with partial.open("wb") as file:

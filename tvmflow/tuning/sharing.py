@@ -20,7 +20,7 @@ class SharedRecords(Protocol):
     """
 
     def sizes(self, context: str | None = None) -> dict[str, int]:
-        """Return the sizes in bytes of all files, or of those of one context (`Context.digest`), by name."""
+        """Return the sizes in bytes of the files of one `context` (`Context.digest`), or of all (None), by name."""
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a file, None where there is none of that name."""
@@ -44,7 +44,7 @@ class Sharing:
         self._shared = shared
 
     def fetch(self, context: str | None = None) -> int:
-        """Fetch the files, of one context or all, that are new or have grown, and return their number.
+        """Fetch the files of one `context`, or of all (None), that are new or have grown; return their number.
 
         Raises StoreError when the shared place fails.
         """

@@ -384,7 +384,7 @@ class _GridSearch(_BeyondRules):
         return proposals
 
     def tell(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
-        """Learn nothing: the grid does not depend on measurements."""
+        """Ignore `proposals` and their `seconds` (None where one failed): the grid does not depend on measurements."""
 
     def start_from(self, trace: str, seconds: float) -> None:
         """Do nothing: the grid has no parents."""

@@ -44,7 +44,10 @@ class _Operations:
         self._preparation: tuple[dict[str, Any], _Preparation] | None = None
 
     def build(self, func: str, trace: str | None, target: str, library: str, cross_compiler: str | None) -> None:
-        """Replay `trace` on `func` (JSON both), compile for `target` (JSON) and link to `library`."""
+        """Replay `trace` on `func` (JSON both), compile for `target` (JSON) and link to `library`.
+
+        `func` stays as it is where `trace` is None. `cross_compiler` links for another architecture, None for this one.
+        """
         import tvm
 
         from tvmflow.tuning.traces import replay

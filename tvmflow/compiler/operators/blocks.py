@@ -349,7 +349,10 @@ class _Costs:
         return -(-tasks // self._machine.cores)
 
     def whole(self, lines: int, first: tiles.Tile | None) -> float | None:
-        """The cycles of the block as one function, in strips of `lines`; None where a strip does not fit the cache."""
+        """The cycles of the block as one function, in strips of `lines`; None where a strip does not fit the cache.
+
+        `first` is the register tile of the first convolution, None where the block has none.
+        """
         block, machine = self._block, self._machine
         middle = block.middle
         required_lines = (lines - 1) * middle.strides[0] + middle.dilation[0] * (middle.kernel[0] - 1) + 1

@@ -309,8 +309,8 @@ def conv2d(
 ) -> te.Tensor:
     """Define a convolution of NHWC data with packed weights; groups must be whole vectors of output channels.
 
-    With `axes` the data has another layout, and its transpose by `axes` is NHWC. `padding` is top, left, bottom, right.
-    The result is NHWC with `channels` channels.
+    With `axes` the data has another layout, and its transpose by `axes` is NHWC; None means NHWC. `padding` is top,
+    left, bottom, right. The result is NHWC with `channels` channels.
     """
     if axes is not None:
         data = _Transposed(data, axes)

@@ -195,7 +195,7 @@ def dtype(expr: relax.Expr) -> str:
 
 
 def same_shape(a: Sequence[Any] | None, b: Sequence[Any] | None) -> bool:
-    """Whether two shapes are provably equal; false where one is None."""
+    """Whether two shapes `a` and `b` are provably equal; false where one is None (unknown)."""
     if a is None or b is None or len(a) != len(b):
         return False
     analyzer = tvm.sym.Analyzer()
