@@ -78,12 +78,13 @@ class Round(Turn):
 class Figures(Record):
     """The figures of a runner over all its rounds, in milliseconds per run.
 
-    `noise` is the range of the rounds' medians over their median. `failure` is one sentence that says why the runner
-    was not measured; the figures are None then.
+    `medians` are those of the rounds, `noise` is their range over their median. `failure` is one sentence that says why
+    the runner was not measured; the figures are None then.
     """
 
     p50: float | None = None
     min: float | None = None
+    medians: tuple[float, ...] = ()
     noise: float | None = None
     runs: int = 0
     error: float | None = None
@@ -113,10 +114,7 @@ class Turns:
 
     def call(self, job: Record, kind: type[T]) -> T:
         """Let the process run one job and return its result; other processes are stopped meanwhile."""
-        self._child.resume()
-        result = self._child.call(job, kind, timeout=_TIMEOUT)
-        self._child.pause()
-        return result
+        return self._child.take_turn(job, kind, timeout=_TIMEOUT)
 
     def __enter__(self) -> "Turns":
         return self
@@ -284,6 +282,7 @@ def _summary(rounds: Sequence[Round]) -> Figures:
     return Figures(
         p50=float(np.median(seconds)) * 1e3,
         min=min(seconds) * 1e3,
+        medians=tuple(value * 1e3 for value in medians),
         noise=(max(medians) - min(medians)) / float(np.median(medians)),
         runs=len(seconds),
         error=rounds[0].error,

@@ -1,18 +1,21 @@
 """Prints the latency of our builds beside ONNX Runtime, OpenVINO and PyTorch: `python benchmarks/speed.py [MODEL ...]`.
 
 Every runner has a process of its own and equal threads; they take turns of a fraction of a second, one at a time. A
-ratio is our latency over the peer's, of the medians (p50) and of the minima; below one we are faster. The goal stands
-beside it, an x marks a miss. Goals are for tuned builds; an untuned one may take a tenth longer. Noise is the range of
-the medians of our rounds; with --threads 1 --cpu-time, other work on the machine adds next to none. The error is the
-largest difference from ONNX Runtime's outputs over their largest value. Below the table stands, for each missed goal,
-the share of the machine's peak that it takes: operations per second, by the textbook's algorithms.
+ratio is our latency over the peer's, the median over the rounds (p50) and of the minima; below one we are faster. The
+goal stands beside it: x marks a miss with the whole interval of the ratio, ? one that may be chance. Goals are for
+tuned builds; an untuned one may take a tenth longer. Noise is the range of the medians of our rounds; with
+--threads 1 --cpu-time, other work on the machine adds next to none. The error is the largest difference from ONNX
+Runtime's outputs over their largest value. Below the table stands, for each missed goal, the share of the machine's
+peak that it takes: operations per second, by the textbook's algorithms.
 """
 
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import peaks
 import prepare
 import runners
@@ -24,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from runners import RUNNERS, Figures, Runner, RunnerJob
 
+from tvmflow.comparison import Interval, Plan
 from tvmflow.errors import TvmflowError
 from tvmflow.target import processor
 from tvmflow.workspace import Record
@@ -35,18 +39,25 @@ _TITLES: dict[Runner, str] = {
     "pytorch": "PyTorch eager",
 }
 _UNTUNED = 1.1
+Outcome = Literal["kept", "unclear", "missed"]
+_MARKS: Mapping[Outcome, str] = {"kept": " ", "unclear": "?", "missed": "x"}
 # Beyond this relative error the outputs are wrong, and a ratio means nothing. Random weights amplify rounding:
 # OpenVINO's bf16 has an error of 0.36 on ResNet-50. The gate of a release is far stricter.
 _LARGEST_ERROR = {"fp32": 1e-3, "bf16": 0.5}
 
 
 class Ratio(Record):
-    """Our latency over a peer's, of the medians and of the minima, and whether it misses the goal, if there is one."""
+    """Our latency over a peer's, of the medians and of the minima, and what it says of the goal, if there is one.
+
+    `p50` is the median of the rounds' ratios, and `interval` its interval, which is unknown for fewer than eight. A
+    goal is "missed" where the whole interval is above it, "unclear" where only `p50` is.
+    """
 
     p50: float
     min: float
+    interval: Interval
     goal: float | None
-    missed: bool
+    outcome: Outcome
 
 
 class Row(Record):
@@ -122,12 +133,15 @@ def _ratios(model: Model, figures: Mapping[Runner, Figures], trials: int) -> dic
     ours = figures["tvmflow"]
     ratios: dict[Runner, Ratio] = {}
     for name, peer in figures.items():
-        if name == "tvmflow" or not ours.p50 or not ours.min or not peer.p50 or not peer.min:
+        if name == "tvmflow" or not ours.min or not peer.min:
             continue
         goal = model.goals.get(name)
-        limit = None if goal is None else goal * (1.0 if trials else _UNTUNED)
-        p50 = ours.p50 / peer.p50
-        ratios[name] = Ratio(p50=p50, min=ours.min / peer.min, goal=goal, missed=limit is not None and p50 > limit)
+        rounds = [one / other for one, other in zip(ours.medians, peer.medians, strict=True)]
+        p50, interval = float(np.median(rounds)), Plan(looks=(len(rounds),)).interval(rounds)
+        outcome: Outcome = "kept"
+        if goal is not None and p50 > (limit := goal * (1.0 if trials else _UNTUNED)):
+            outcome = "missed" if interval.judge(limit) == "fail" else "unclear"
+        ratios[name] = Ratio(p50=p50, min=ours.min / peer.min, interval=interval, goal=goal, outcome=outcome)
     return ratios
 
 
@@ -161,8 +175,8 @@ def _ratio(ratio: Ratio | None) -> str:
     if ratio is None:
         return "-" + " " * 17
     goal = "" if ratio.goal is None else f"{ratio.goal:.2f}"
-    text = f"{ratio.p50:5.2f} {ratio.min:5.2f}  {goal:4} {'x' if ratio.missed else ' '}"
-    return f"[red]{text}[/red]" if ratio.missed else text
+    text = f"{ratio.p50:5.2f} {ratio.min:5.2f}  {goal:4} {_MARKS[ratio.outcome]}"
+    return f"[red]{text}[/red]" if ratio.outcome == "missed" else text
 
 
 def _remarks(document: Document) -> list[str]:
@@ -187,7 +201,7 @@ def _misses(document: Document) -> list[str]:
         ours = row.runners["tvmflow"]
         for peer, ratio in row.ratios.items():
             theirs = row.runners[peer].p50
-            if not ratio.missed or ratio.goal is None or not row.gflop or not theirs or not ours.p50:
+            if ratio.outcome == "kept" or ratio.goal is None or not row.gflop or not theirs or not ours.p50:
                 continue
             goal_share, own_share, peer_share = (
                 row.gflop / milliseconds * 1e3 / document.peak
@@ -208,7 +222,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=0, help="tuning trials before the build (0)")
     parser.add_argument("--precision", choices=list(_LARGEST_ERROR), default="fp32", help="of our build (fp32)")
     parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, not wall time; with --threads 1")
-    parser.add_argument("--rounds", type=positive, default=7, help="turns of each runner (7)")
+    parser.add_argument("--rounds", type=positive, default=8, help="turns of each runner (8)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timed runs in a turn, at least three runs (0.5)")
     parser.add_argument(
         "--peers",
@@ -251,7 +265,7 @@ def main() -> int:
     print(
         f"{document.cpu}; {document.precision}, batch {document.batch}, threads {document.threads}, {clock} time, "
         f"{document.trials or 'no'} tuning trials, {document.rounds} rounds, load {load:.1f} before; "
-        f"peak {document.peak:.0f} GFLOP/s; x: the goal is missed"
+        f"peak {document.peak:.0f} GFLOP/s; x: the goal is missed, ?: perhaps"
     )
     for line in (*_misses(document), *_remarks(document)):
         print(line)
