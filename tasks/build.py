@@ -73,6 +73,7 @@ class BuildResult(StepResult):
     describes those with fewer multiplications by name. `inspected` is a JSON file with the parts that the job's
     `inspect` asks for: `passes`, a list of when, name and text, and `code`, texts by their form. Its `decisions` are
     those that the cost model takes by cycles: kind, subject, the estimated cycles by option, and the choice.
+    `fresh_outputs` is as the bundle's manifest says it.
     """
 
     library: Artifact
@@ -85,6 +86,7 @@ class BuildResult(StepResult):
     algorithms: dict[str, Algorithm]
     llvm: str
     inspected: Artifact
+    fresh_outputs: bool
 
 
 def work(job: BuildJob, emit: Emit) -> BuildResult:
@@ -134,6 +136,7 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
             },
             llvm=str(get_global_func("target.llvm_version_major")()),
             inspected=workspace.keep(folder / "inspected.json"),
+            fresh_outputs=built.fresh_outputs,
         )
 
 

@@ -77,6 +77,7 @@ class PackageJob(Job):
             weights=spec.build.weights,
             variants=tuple(Variant(function, sizes) for function, sizes in sorted(built.variants.items())),
             versions=installed_versions(built.llvm),
+            fresh_outputs=built.fresh_outputs,
             provenance={
                 "onnx": exported.onnx.sha256,
                 "relax": imported.ir.sha256,

@@ -89,6 +89,11 @@ const std::string& Field::Word(std::initializer_list<const char*> words) const {
   return text;
 }
 
+bool Field::Flag() const {
+  if (!value_->is_boolean()) Refuse("true or false");
+  return value_->get<bool>();
+}
+
 int64_t Field::Count(int64_t minimum) const {
   constexpr auto kMaximum = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
   const bool is_count = value_->is_number_unsigned() && value_->get<uint64_t>() <= kMaximum &&

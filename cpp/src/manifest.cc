@@ -91,6 +91,7 @@ Manifest ReadManifest(const Field& document) {
   manifest.max_threads = manifest.threads;
   for (const auto& [key, value] : document.Members()) {
     if (key == "max_threads") manifest.max_threads = value.IsNull() ? std::nullopt : std::optional(value.Count(1));
+    if (key == "fresh_outputs") manifest.fresh_outputs = value.Flag();
   }
   manifest.inputs = ReadTensors(document.At("inputs"));
   manifest.outputs = ReadTensors(document.At("outputs"));

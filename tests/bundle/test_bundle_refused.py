@@ -300,6 +300,7 @@ WRONG: Sequence[tuple[Sequence[str | int], Sequence[object]]] = [
     (("tvm_target",), [None, "llvm", [["kind", "llvm"]]]),
     (("threads",), [None, "2", 2.0, -1, 0, True, 1 << 63]),
     (("max_threads",), ["2", 2.0, -1, 0, True, 1 << 63]),
+    (("fresh_outputs",), [None, 0, 1, "true", []]),
     (("versions", "tvm"), [None, 27]),
     (("format",), [None, "1", 1.0, True, [1]]),
     (("weights",), ["outside"]),

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from onnx import helper
 
+from support.models import save_model
+from support.steps import compile_by_steps
 from tvmflow import runtime
 from tvmflow.errors import InputError
 from tvmflow.runtime import CompiledModel
@@ -57,6 +60,38 @@ def test_outputs_stay_as_they_are_when_the_model_is_called_again(model: Compiled
     copies = {name: array.copy() for name, array in first.items()}
     model(**{name: array + 1 for name, array in inputs(2).items()})
     assert_same(first, copies)
+
+
+def test_large_outputs_are_the_memory_that_the_model_wrote(
+    model: CompiledModel, inputs: MakeInputs, request: pytest.FixtureRequest
+) -> None:
+    is_large = request.node.callspec.params["model"] == 0
+    assert [array.flags.owndata for array in model(**inputs(2)).values()] == [not is_large] * 2
+
+
+def test_outputs_that_are_inputs_constants_or_each_other_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"same": "x", "constant": "c", "relu": "r", "again": "r", "view": "flat"}
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"]),
+        helper.make_node("Reshape", ["x", "shape"], ["flat"]),
+        *(helper.make_node("Identity", [value], [name]) for name, value in names.items()),
+    ]
+    weights = {"c": np.arange(4, dtype=np.float32), "shape": np.array([-1], np.int64)}
+    outputs = [(name, [4] if name == "constant" else [8] if name == "view" else [2, 4]) for name in names]
+    save_model(tmp_path / "model.onnx", nodes, [("x", [2, 4])], outputs, weights)
+    bundle = compile_by_steps({"name": "shared", "model": {"onnx": "model.onnx"}}, tmp_path, tmp_path / "state")
+    monkeypatch.setattr("tvmflow.runtime.model._LARGEST_COPY", 0)
+    x = np.arange(-4, 4, dtype=np.float32).reshape(2, 4)
+    with runtime.load(bundle) as model:
+        first = model(x)
+        expected = {name: array.copy() for name, array in first.items()}
+        for array in first.values():
+            array += 1
+        assert_same(first, {name: array + 1 for name, array in expected.items()})
+        np.testing.assert_array_equal(x, np.arange(-4, 4).reshape(2, 4))
+        assert_same(model(x), expected)
 
 
 def test_calls_of_many_shapes_in_turn_give_each_its_own_result(

@@ -65,8 +65,9 @@ class Manifest:
     `dimensions` holds the smallest and the largest size of each symbolic dimension; a largest size of None means no
     limit. `weights` says whether they are inside the library or in a file apart. `threads` is the number of
     threads that the code was chosen for, and `max_threads` the most to run on; None: as many as there are cores.
-    `provenance` maps the inputs of the build to their SHA-256, and `options` and `code` to the options and the
-    digest of tvmflow's code.
+    `fresh_outputs` is true where every call writes all outputs to memory that nothing else uses, so that a caller may
+    keep them without a copy. `provenance` maps the inputs of the build to their SHA-256, and `options` and `code` to
+    the options and the digest of tvmflow's code.
     """
 
     name: str
@@ -84,16 +85,20 @@ class Manifest:
     provenance: dict[str, str] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     max_threads: int | None = None
+    fresh_outputs: bool = False
     format: int = FORMAT
 
     def to_json(self) -> bytes:
         """Return canonical JSON: equal manifests give equal bytes. Raises ValueError for NaN or infinity.
 
-        A limit that equals `threads` is left out, as older manifests are read.
+        A limit that equals `threads` is left out, and so is `fresh_outputs` where it is false, as older manifests are
+        read.
         """
         document = asdict(self)
         if self.max_threads == self.threads:
             del document["max_threads"]
+        if not self.fresh_outputs:
+            del document["fresh_outputs"]
         return _canonical(document)
 
     @classmethod
@@ -205,6 +210,7 @@ def _read_1(document: dict[str, Any]) -> Manifest:
         cpu_features=tuple(_text(item) for item in _list(document["cpu_features"])),
         threads=_count(document["threads"], least=1),
         max_threads=_limit(document),
+        fresh_outputs=_flag(document.get("fresh_outputs", False)),
         inputs=inputs,
         outputs=tuple(_tensor(item) for item in _list(document["outputs"])),
         dimensions={_text(name): _range(item) for name, item in _mapping(document["dimensions"]).items()},
@@ -255,6 +261,12 @@ def _text(value: object) -> str:
 def _count(value: object, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST_SIZE:
         raise TypeError(f"{value!r} is not a count")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
     return value
 
 

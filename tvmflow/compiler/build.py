@@ -19,6 +19,7 @@ import tvm_ffi
 from tvm.support import cc
 from tvm.tirx import PrimFunc
 
+from tvmflow.compiler import outputs
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.codegen import compile_module
 from tvmflow.compiler.graph import hoist_weights, lower_module, variant_name
@@ -81,7 +82,8 @@ class CompiledModel:
     function beside `main`, the sizes of symbolic dimensions that it is compiled for. `algorithms` are the algorithms of
     fewer multiplications that the library uses, by name. `threads` is the number of worker threads that the schedules
     assume. `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected`
-    are the parts of the build that the Inspection asked for.
+    are the parts of the build that the Inspection asked for. `fresh_outputs` is true where every call writes all
+    outputs to memory that nothing else uses.
     """
 
     executable: Any
@@ -95,6 +97,7 @@ class CompiledModel:
     threads: int
     cross_compiler: str | None
     inspected: Inspected
+    fresh_outputs: bool
 
     def export(self, path: Path) -> None:
         """Link the shared library and write it to `path`. Equal models, targets and options give equal bytes.
@@ -240,6 +243,7 @@ def build(
         threads=target.threads,
         cross_compiler=target.cross_compiler,
         inspected=inspected,
+        fresh_outputs=outputs.are_fresh(lowered),
     )
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 # Bytes; TVM's kAllocAlignment.
 _ALIGNMENT = 64
-# Bytes; up to this size, copying an input into a tensor that exists is quicker than making a tensor of its memory.
+# Bytes; up to this size, an input is copied into a tensor that exists, which is quicker than making a tensor of its
+# memory, and an output is copied, so that a small array does not hold a whole page of TVM's memory.
 _LARGEST_COPY = 1 << 14
 # DLPack's kDLCPU, kDLCUDAHost and kDLCUDAManaged: the memory that NumPy can read.
 _HOST_MEMORY = (1, 3, 13)
@@ -218,6 +219,9 @@ class CompiledModel:
     def __call__(self, /, *args: "npt.ArrayLike", **kwargs: "npt.ArrayLike") -> "dict[str, Array]":
         """Run the model once and return its outputs by name, as new arrays.
 
+        A large array is the very memory that the model wrote, where the bundle's `fresh_outputs` allows it. When the
+        array is gone, later calls use that memory again; it is not given back to the system.
+
         Takes every input, in order or by name. Raises InputError for an input that is missing, unknown, or of the wrong
         shape or dtype, and ValueError when the model is closed.
         """
@@ -320,8 +324,14 @@ class CompiledModel:
             raise BundleError(f"bundle {self.manifest.name!r}: {error}; build it again") from error
 
     def _to_array(self, tensor: Any) -> "Array":
-        # A copy: an output may be memory of an input or a constant of the library.
-        return np.from_dlpack(tensor).copy() if self._on_cpu else tensor.numpy()
+        if not self._on_cpu:
+            array: Array = tensor.numpy()
+            return array
+        array = np.from_dlpack(tensor)
+        # Without `fresh_outputs` an output may be memory of an input or a constant of the library. Versions of NumPy
+        # differ in whether they may write to memory of others.
+        is_own = self.manifest.fresh_outputs and array.nbytes > _LARGEST_COPY and array.flags.writeable
+        return array if is_own else array.copy()
 
     def check_inputs(self, inputs: "Mapping[str, npt.ArrayLike]") -> "dict[str, Array]":
         """Return inputs by name as C-contiguous arrays, in the model's order.

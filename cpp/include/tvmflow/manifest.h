@@ -44,6 +44,8 @@ struct Manifest {
   // The threads that the code was chosen for, and the most to run on; none: as many as there are cores.
   int64_t threads;
   std::optional<int64_t> max_threads;
+  // Whether every call writes all outputs to memory that nothing else uses; else one may be an input or a constant.
+  bool fresh_outputs = false;
   std::vector<TensorSpec> inputs;
   std::vector<TensorSpec> outputs;
   // The smallest and the largest size of each symbolic dimension; without a largest, any size from the smallest.
