@@ -33,7 +33,7 @@ Build = tuple[TuneResult, Outcome[BuildResult]]
 
 
 def tunings_to_build(workspace: Workspace, tuned: TuneResult) -> tuple[TuneResult, ...]:
-    """Return the tunings to build with: `tuned`, then one without records; only the latter where both are equal."""
+    """Return the tunings to build with: `tuned`, unless it has no records, then one without records."""
     nothing = untuned(workspace)
     return (nothing,) if tuned.records.sha256 == nothing.records.sha256 else (tuned, nothing)
 

@@ -219,12 +219,12 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return has_converter(node) or operator_name(node) in self._own
 
     def input_variables(self) -> tuple[relax.Var, ...]:
-        """The graph's inputs, without its weights."""
+        """Return the variables of the graph's inputs, without its weights."""
         weights = {tensor.name for tensor in self.graph.initializer}
         return tuple(value for name, value in self._inputs.items() if name not in weights)
 
     def params(self) -> Mapping[str, tuple[relax.Var, Any]]:
-        """The weights: the variable and the value of each, by name."""
+        """Return the variable and the value of each weight, by name."""
         return dict(self._params)
 
     def convert_alone(

@@ -10,7 +10,7 @@ Array = npt.NDArray[Any]
 
 
 def source_places(size: int, result: int, scale: float, mode: str, region: tuple[float, float]) -> Array:
-    """The position in an axis of `size` of each of the `result` elements, by the ONNX specification of Resize.
+    """Return the position in an axis of `size` of each of the `result` elements, by the ONNX specification of Resize.
 
     Raises ValueError for a coordinate transformation that the specification does not have.
     """

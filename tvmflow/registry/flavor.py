@@ -285,8 +285,8 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> "T
 
     Of several bundles it takes the most demanding: CUDA before CPU, more CPU features before fewer.
     `model_config={"target": NAME}` chooses another; its keys `threads` and `spin` are arguments of
-    `tvmflow.runtime.load`. None means no configuration.
-    Raises BundleError when no bundle runs here, or a file differs from the one that was logged.
+    `tvmflow.runtime.load`. None means no configuration. Raises BundleError when no bundle runs here, or a file differs
+    from the one that was logged.
     """
     config = model_config or {}
     unknown_keys = sorted(set(config) - set(_CONFIG))

@@ -71,11 +71,10 @@ class Runs(Connection):
         return datetime.datetime.fromtimestamp(milliseconds / 1000, datetime.UTC)
 
     def end_abandoned_runs(self, tags: Mapping[str, str]) -> list[str]:
-        """End the experiment's open runs that have all of these tags and that nobody goes on with, as KILLED.
+        """End as KILLED the experiment's open runs of steps and verdicts with all of these tags, and return their ids.
 
-        They are runs of steps, with the runs nested in them, and verdicts, but not of promotions that wait for a
-        person. Returns the ids of the former two. Call this while no such step runs; the run of a verdict that is being
-        written ends as its writer says. Raises RegistryError.
+        The runs nested in them end too; runs of promotions that wait for a person stay open. Call this while no such
+        step runs; the run of a verdict that is being written ends as its writer says. Raises RegistryError.
         """
         with self._explained("end runs that nobody works on"):
             client, experiment = self._client(), self._experiment()

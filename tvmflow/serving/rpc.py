@@ -58,7 +58,7 @@ class _Endpoints:
         self._service = service
 
     def methods(self) -> dict[str, Callable[[Any, Context], Awaitable[Any]]]:
-        """The protocol's methods by name."""
+        """Return the protocol's methods by name."""
         return {
             "ServerLive": self.server_live,
             "ServerReady": self.server_ready,

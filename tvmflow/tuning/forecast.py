@@ -21,9 +21,8 @@ class Forecast:
 
     `gain` is the part of the workload's time, 0 to 1, that the next round is expected to save: one half before the
     first round, then the mean of two parts, the one that the last round was expected to save and the one that it saved.
-    `stale` counts the
-    trials since the last one that was faster than all before it. `trials` counts the timed trials, which took `seconds`
-    in all.
+    `stale` counts the trials since the last one that was faster than all before it. `trials` counts the timed trials,
+    which took `seconds` in all.
     """
 
     gain: float = _HALF

@@ -177,7 +177,7 @@ class Lowering:
         self._lowered: dict[frozenset[tuple[str, str]], tuple[IRModule, compiler.Choices]] = {}
 
     def lower(self, options: Mapping[str, str]) -> "tuple[IRModule, compiler.Choices]":
-        """The lowered module with these options by their decisions' keys, and the decisions that it met; cached."""
+        """Return the module as lowered with `options`, by their decisions' keys, and the decisions met; cached."""
         key = frozenset(options.items())
         if key not in self._lowered:
             choices = compiler.Choices(options)
@@ -186,20 +186,20 @@ class Lowering:
         return self._lowered[key]
 
     def schedule(self, func: "PrimFunc") -> "PrimFunc":
-        """A function as the compiler's rules schedule it; cached."""
+        """Return a function as the compiler's rules schedule it; cached."""
         key = workload_key(func)
         if key not in self._scheduled:
             self._scheduled[key] = schedule(func, self._machine)[0]
         return self._scheduled[key]
 
     def variants(self, func: "PrimFunc") -> Variants:
-        """The other schedules that the compiler's rules can make of a function."""
+        """Return the other schedules that the compiler's rules can make of a function."""
         if self._target.arch == "cuda":
             return Variants(())
         return Variants(variants(func, self._machine)[1:], only=is_of_stages(func))
 
     def functions(self, options: Mapping[str, str]) -> tuple[Mapping[str, Site], Sequence[Function]]:
-        """What `decide` measures: the decisions that the model met, and its functions of static shape."""
+        """Return the decisions that the model meets when lowered with `options`, and its functions of static shape."""
         module, choices = self.lower(options)
         functions = [
             Function(item.name, item.func, self.schedule(item.func), subject(item.func), item.calls)

@@ -69,10 +69,10 @@ def tune(
 
     `on_progress`, if there is one, receives the progress after each trial. `threads` is the number that a candidate
     runs with (default: the target's, at most this machine's cores); the build or run of one candidate is killed after
-    `timeout` seconds. `measurer` builds and measures in place of processes here
-    or on `device`; it is not closed. Records are on disk at once, so that an interrupt loses nothing; a
-    KeyboardInterrupt propagates after the worker processes have ended. Functions that cannot be tuned (symbolic shapes,
-    a target that this machine cannot run) are reported as skipped.
+    `timeout` seconds. `measurer` builds and measures in place of processes here or on `device`; it is not closed.
+    Records are on disk at once, so that an interrupt loses nothing; a KeyboardInterrupt propagates after the worker
+    processes have ended. Functions that cannot be tuned (symbolic shapes, a target that this machine cannot run) are
+    reported as skipped.
 
     Raises TuneError for an unknown tuner, when nothing can be measured, and when all devices are lost; RemoteError when
     there are no devices at first.

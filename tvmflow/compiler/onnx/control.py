@@ -469,7 +469,7 @@ class _Type:
         return relax.TensorType(list(self.dims), self.dtype)
 
     def with_symbols(self, importer: Importer) -> relax.TensorType:
-        """The type with a symbol for each dimension that only a run knows."""
+        """Return the type with a new symbol for each dimension that is known only when the model runs."""
         return relax.TensorType(_with_symbols(importer, self.dims), self.dtype)
 
 
@@ -487,7 +487,7 @@ class _Function:
     results: tuple[_Type, ...]
 
     def call(self, arguments: Sequence[relax.Expr]) -> relax.Call:
-        """The call with these arguments for its own parameters."""
+        """Return a call of the function with these arguments for its own parameters."""
         sizes = [relax.ShapeExpr(self.symbols)] if self.symbols else []
         return relax.Call(self.variable, [*sizes, *arguments, *self.captured])
 

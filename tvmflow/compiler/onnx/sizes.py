@@ -50,7 +50,7 @@ class Sizes:
 
     @classmethod
     def of(cls, array: Array) -> "Sizes":
-        """The value of a constant."""
+        """Return a constant array as a value."""
         return cls(_objects(array.reshape(-1).tolist(), array.shape), str(array.dtype))
 
     @property
@@ -59,7 +59,7 @@ class Sizes:
         return not any(_is_symbolic(item) for item in self.elements.reshape(-1))
 
     def constant(self) -> Array:
-        """The elements as numbers. Raises NotEvaluatedError where one is symbolic."""
+        """Return the elements as numbers. Raises NotEvaluatedError where one is symbolic."""
         if not self.is_constant:
             raise NotEvaluatedError
         return np.array(self.elements.tolist(), self.dtype).reshape(self.elements.shape)
@@ -171,7 +171,10 @@ class SizeEvaluator:
         return self._simple(size)
 
     def quotient(self, dims: Sequence[Any], parts: Sequence[Any]) -> Any:
-        """The product of `dims` over that of `parts`, which divides it; factors that both have cancel out."""
+        """Return the product of `dims` divided by the product of `parts`; factors that both have cancel out.
+
+        The division must leave no remainder.
+        """
         numerator, denominator = list(dims), []
         for part in parts:
             same = next((index for index, dim in enumerate(numerator) if self.are_equal(dim, part)), None)
@@ -186,7 +189,7 @@ class SizeEvaluator:
         return self._simple(tirx.floordiv(_size(above), _size(below)))
 
     def evaluate(self, node: onnx.NodeProto, operands: Sequence[Sizes | None], opset: int) -> list[Sizes]:
-        """The results of a node whose operands are `operands`, None where one is absent.
+        """Return the results of a node whose operands are `operands`, None where one is absent.
 
         Raises NotEvaluatedError for an operator, or operands, whose results are not known.
         """
@@ -288,7 +291,7 @@ class SizeEvaluator:
         return Sizes(_objects([result], (1,) if attributes.get("keepdims", 1) else ()), data.dtype)
 
     def add(self, a: Any, b: Any) -> Any:
-        """The sum of two elements, each a number, a symbolic size or a quotient."""
+        """Return the sum of two elements, each a number, a symbolic size or a quotient."""
         if isinstance(a, float) and isinstance(b, float):
             return a + b
         if isinstance(a, Quotient | float) or isinstance(b, Quotient | float):
@@ -301,11 +304,11 @@ class SizeEvaluator:
         return self._simple(a + b) if _is_symbolic(a) or _is_symbolic(b) else a + b
 
     def negate(self, a: Any) -> Any:
-        """The element with the other sign."""
+        """Return the element with the other sign."""
         return self.multiply(a, -1.0 if isinstance(a, Quotient | float) else -1)
 
     def multiply(self, a: Any, b: Any) -> Any:
-        """The product of two elements."""
+        """Return the product of two elements."""
         if not isinstance(a, Quotient | float) and not isinstance(b, Quotient | float):
             return self._simple(a * b) if _is_symbolic(a) or _is_symbolic(b) else a * b
         if isinstance(a, float) and isinstance(b, float):
@@ -314,7 +317,7 @@ class SizeEvaluator:
         return Quotient(self._simple(_size(a.size) * b.size), _exact(a.factor * b.factor))
 
     def divide(self, a: Any, b: Any) -> Any:
-        """The quotient of two elements; that of whole numbers is rounded towards zero.
+        """Return the quotient of two elements; that of whole numbers is rounded towards zero.
 
         Raises NotEvaluatedError for a divisor of zero, and for a quotient that is not exact or whose signs are unknown.
         """
@@ -350,7 +353,7 @@ class SizeEvaluator:
         raise NotEvaluatedError
 
     def remainder(self, a: Any, b: Any) -> Any:
-        """The remainder of two whole numbers or symbolic sizes, zero or more.
+        """Return the remainder of two whole numbers or symbolic sizes, zero or more.
 
         Raises NotEvaluatedError for floating-point elements, and for a divisor that may be zero or less.
         """
@@ -359,11 +362,11 @@ class SizeEvaluator:
         return self._simple(tirx.floormod(_size(a), _size(b)))
 
     def least(self, a: Any, b: Any) -> Any:
-        """The smaller of two whole numbers or symbolic sizes. Raises NotEvaluatedError for floating-point elements."""
+        """Return the smaller of two whole numbers or symbolic sizes. Raises NotEvaluatedError for other elements."""
         return self._either(a, b, tirx.min)
 
     def greatest(self, a: Any, b: Any) -> Any:
-        """The larger of two whole numbers or symbolic sizes. Raises NotEvaluatedError for floating-point elements."""
+        """Return the larger of two whole numbers or symbolic sizes. Raises NotEvaluatedError for other elements."""
         return self._either(a, b, tirx.max)
 
     def _either(self, a: Any, b: Any, choose: Callable[[Any, Any], Any]) -> Any:
@@ -375,7 +378,7 @@ class SizeEvaluator:
         return self._simple(choose(_size(a), _size(b)))
 
     def round(self, a: Any, rounding: Callable[[Any, int], Any]) -> Any:
-        """An element rounded to a whole number, which keeps its floating-point type."""
+        """Round an element to a whole number, which keeps its floating-point type."""
         if isinstance(a, Quotient):
             return Quotient(self._whole(a, rounding), Fraction(1))
         return a if isinstance(a, int) else float(rounding(*Fraction(a).as_integer_ratio()))

@@ -349,7 +349,7 @@ class _Costs:
         return -(-tasks // self._machine.cores)
 
     def whole(self, lines: int, first: tiles.Tile | None) -> float | None:
-        """The cycles of the block as one function, in strips of `lines`; None where a strip does not fit the cache.
+        """Return the cycles of the block as one function, in strips of `lines`; None where a strip exceeds the cache.
 
         `first` is the register tile of the first convolution, None where the block has none.
         """
@@ -377,7 +377,7 @@ class _Costs:
         return self._share(self._batch * self._out_h // lines) * cycles
 
     def apart(self) -> float:
-        """The cycles of the block's convolutions as separate functions."""
+        """Return the cycles of the block's convolutions as separate functions."""
         block, batch, cores, machine = self._block, self._batch, self._machine.cores, self._machine
         first, middle, last = block.first, block.middle, block.last
         high, wide, depth = block.inner

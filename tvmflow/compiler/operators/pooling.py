@@ -73,7 +73,7 @@ class _Window:
         self.taps, self.stride, self.before, self.after = taps, stride, before, after
 
     def taps_of(self, index: Any, size: Any) -> list[_Tap]:
-        """The taps of the window at `index` of an image of `size` elements."""
+        """Return the taps of the window at `index` of an image of `size` elements."""
         taps = []
         for tap in range(self.taps):
             place = index * self.stride + (tap - self.before)
@@ -86,7 +86,7 @@ class _Window:
         return taps
 
     def count(self, index: Any, size: Any, count_padding: bool) -> Any:
-        """The number of taps that an average of the window at `index` divides by."""
+        """Return the number of taps that an average of the window at `index` divides by."""
         start = index * self.stride - self.before
         if count_padding:
             return tirx.min(start + self.taps, size + self.after) - start

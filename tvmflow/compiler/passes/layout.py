@@ -89,7 +89,7 @@ class _Layout(PyExprMutator):  # type: ignore[misc]
         return relax.Tuple([self._plain(field) for field in fields])
 
     def visit_dataflow_var_(self, op: relax.DataflowVar) -> relax.Expr:
-        """The variable in the model's own order."""
+        """Return the value of a variable with its axes in the model's own order."""
         value = self._tuples.get(op) or self._values.get(op)
         if value is None:
             return super().visit_dataflow_var_(op)
