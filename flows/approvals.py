@@ -1,35 +1,47 @@
 """Promotions that wait for a person: a list of them, and the answer to one."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flows.runs import connect
 from tvmflow.errors import PrefectError
+from tvmflow.workspace import Record
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
 
-def list_waiting() -> list[dict[str, Any]]:
-    """List the promotions that wait for approval, the oldest first.
+class WaitingPromotion(Record):
+    """A promotion that waits for approval: the flow run's id, the promotion, who asked for it and why.
 
-    Each has `run`, the flow run's id; `name`, `version` and `channel`; `who` asked for it and `why`; `since` (UTC, ISO
-    8601); and `report`, the outcome of the checks, in Markdown. Raises PrefectError when the server fails.
+    It waits `since` that time (UTC, ISO 8601). `report` is the outcome of the checks, in Markdown.
     """
+
+    run: str
+    name: str
+    version: str
+    channel: str
+    who: str
+    why: str
+    since: str
+    report: str
+
+
+def list_waiting() -> list[WaitingPromotion]:
+    """List the promotions that wait for approval, the oldest first. Raises PrefectError when the server fails."""
     with connect("look for promotions that wait") as client:
         return [_describe(client, run) for run in _suspended_runs(client)]
 
 
 def answer(
-    run: str, *, approve: bool, who: str, why: str, check: Callable[[dict[str, Any]], None] = lambda promotion: None
-) -> dict[str, Any]:
+    run: str, *, approve: bool, who: str, why: str, check: Callable[[WaitingPromotion], None] = lambda promotion: None
+) -> WaitingPromotion:
     """Approve or reject the promotion that waits in the flow run `run`, an id or the beginning of one.
 
     The run goes on: it moves the channel, or records that `who` rejected the release and `why`. Returns the promotion
-    at once, without waiting for the run, with the keys that `list_waiting` describes. `check` gets the promotion before
-    it is answered, and raises to prevent that. Raises PrefectError when none or several runs match, the run no longer
-    waits, or the server fails.
+    at once, without waiting for the run. `check` gets the promotion before it is answered, and raises to prevent that.
+    Raises PrefectError when none or several runs match, the run no longer waits, or the server fails.
     """
     with connect("answer the promotion") as client:
         runs = _suspended_runs(client)
@@ -68,7 +80,7 @@ def _suspended_runs(client: "SyncPrefectClient") -> "list[FlowRun]":
     )
 
 
-def _describe(client: "SyncPrefectClient", run: "FlowRun") -> dict[str, Any]:
+def _describe(client: "SyncPrefectClient", run: "FlowRun") -> WaitingPromotion:
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
     from prefect.client.schemas.sorting import ArtifactSort
 
@@ -77,4 +89,5 @@ def _describe(client: "SyncPrefectClient", run: "FlowRun") -> dict[str, Any]:
     )
     parameters = {key: str(run.parameters.get(key, "")) for key in ("name", "version", "channel", "who", "why")}
     since = run.state.timestamp.isoformat(timespec="seconds") if run.state is not None else ""
-    return {"run": str(run.id), **parameters, "since": since, "report": str(reports[0].data) if reports else ""}
+    report = str(reports[0].data) if reports else ""
+    return WaitingPromotion(run=str(run.id), **parameters, since=since, report=report)

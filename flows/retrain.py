@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
+from pydantic import JsonValue
 
 from flows.context import RunContext, patience
 from flows.logs import keeping_logs
@@ -24,6 +25,14 @@ from tvmflow.process import shared_imports
 from tvmflow.services import open_services, open_workspace, record_sections
 from tvmflow.spec import Retrain, Spec
 from tvmflow.workspace import Record
+
+
+class RetrainVerdict(Evaluation):
+    """The verdict on a retrained model as MLflow keeps it: who retrained it and why, with these arguments."""
+
+    why: str
+    who: str
+    arguments: dict[str, JsonValue]
 
 
 class RetrainSummary(Record):
@@ -118,7 +127,8 @@ def _keep_verdict(context: RunContext, evaluation: Evaluation, why: str, who: st
         context.spec,
         "retrain",
         "passed" if evaluation.passed else "refused",
-        {**evaluation.model_dump(mode="json", exclude={"sources"}), "why": why, "who": who, "arguments": arguments},
+        evaluation.reason,
+        RetrainVerdict(**dict(evaluation), why=why, who=who, arguments=arguments),
         metrics,
         {f"train.{name}": value for name, value in arguments.items()} | {"held_out_sha256": evaluation.held_out},
     )

@@ -41,6 +41,17 @@ class RetunedTarget(Record):
     gain: Gain
 
 
+class RetuneVerdict(Record):
+    """The verdict on a retuning of the `version` that `channel` held, which took `minutes`, as MLflow keeps it."""
+
+    verdict: Literal["better", "no gain"]
+    reason: str
+    channel: str
+    version: str
+    minutes: float
+    targets: tuple[RetunedTarget, ...]
+
+
 class RetuneSummary(Record):
     """The outcome of a retuning, which `tvmflow retune --json` prints.
 
@@ -184,20 +195,17 @@ def _log_verdict(
     context: RunContext,
     channel: str,
     version: str,
-    verdict: str,
+    verdict: Literal["better", "no gain"],
     reason: str,
     minutes: float,
     targets: tuple[RetunedTarget, ...],
 ) -> str:
-    document = {
-        "verdict": verdict,
-        "reason": reason,
-        "channel": channel,
-        "version": version,
-        "minutes": minutes,
-        "targets": [item.model_dump(mode="json") for item in targets],
-    }
+    document = RetuneVerdict(
+        verdict=verdict, reason=reason, channel=channel, version=version, minutes=minutes, targets=targets
+    )
     metrics: dict[str, float] = {"trials": sum(item.trials for item in targets)}
     metrics |= {f"{item.target}.ratio": item.gain.ratio for item in targets}
     params = {"minutes": minutes, "compared": version}
-    return keep_verdict(context.registry, context.workspace, context.spec, "retune", verdict, document, metrics, params)
+    return keep_verdict(
+        context.registry, context.workspace, context.spec, "retune", verdict, reason, document, metrics, params
+    )

@@ -1,7 +1,6 @@
 """Evaluate: compare a retrained model, the challenger, with the release that a channel holds, the champion."""
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from tvmflow.samples import Array, NamedArrays
 from tvmflow.spec import Retrain, Spec, TaskMetric
 from tvmflow.store import ReleaseStore, channels, resolve
 from tvmflow.usercode import imported_sources
-from tvmflow.workspace import StepResult, Workspace
+from tvmflow.workspace import Record, StepResult, Workspace
 
 # Two decimal fractions may differ by less than either has digits.
 _ROUNDING = 1e-9
@@ -144,14 +143,15 @@ def keep_verdict(
     spec: Spec,
     kind: Literal["retrain", "retune"],
     verdict: str,
-    document: Mapping[str, Any],
+    reason: str,
+    document: Record,
     metrics: Mapping[str, float],
     params: Mapping[str, object],
 ) -> str:
     """Write a verdict into a new MLflow run, as its artifact `verdict.json`, and return the run's id.
 
-    `verdict` is the verdict in words; `document` holds all of it, and must have a `reason`. Metrics that are not finite
-    are left out. Raises RegistryError when the registry fails.
+    `verdict` is the verdict in words, and `document` holds all of it. Metrics that are not finite are left out. Raises
+    RegistryError when the registry fails.
     """
     name = spec.name
     tags = {
@@ -159,14 +159,14 @@ def keep_verdict(
         "tvmflow.kind": kind,
         "tvmflow.name": name,
         "tvmflow.verdict": verdict,
-        "tvmflow.reason": str(document["reason"]),
+        "tvmflow.reason": reason,
     }
     run_id = registry.start_run(f"{kind} {name}", params, tags)
     finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
     registry.log_metrics(run_id, finite)
     with workspace.scratch() as folder:
         path = folder / "verdict.json"
-        path.write_text(json.dumps(document, indent=2))
+        path.write_text(document.model_dump_json(exclude={"sources"}, indent=2))
         registry.log_artifacts(run_id, {"verdict.json": path})
     registry.finish_run(run_id, "FINISHED")
     return run_id

@@ -46,11 +46,11 @@ def encode(document: Document) -> bytes:
         raise StoreError(f"The {document.label} cannot be written as JSON: {error}.") from error
 
 
-def decode(kind: type[D], content: bytes, place: str) -> D:
+def decode(kind: type[D], content: bytes, place: str, remedy: str = "restore it from a backup") -> D:
     """Read a document of any format that was ever written; `place` names the file in errors.
 
-    A document without a format is one of the first. Raises StoreError for a document that is damaged, with the field,
-    and for one of a format that this tvmflow does not know yet.
+    A document without a format is one of the first. Raises StoreError for a document that is damaged, with the field
+    and the `remedy`, and for one of a newer format or with a field that this tvmflow does not know.
     """
     newest = kind.model_fields["format"].default
     try:
@@ -69,9 +69,13 @@ def decode(kind: type[D], content: bytes, place: str) -> D:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ascii(".".join(map(str, problem["loc"])))[1:-1]
-        raise StoreError(f"{place} is damaged ({field}: {problem['msg']}): restore it from a backup.") from error
+        if problem["type"] == "extra_forbidden":
+            raise StoreError(
+                f"{place} has a field that this tvmflow does not know, {field}: upgrade tvmflow."
+            ) from error
+        raise StoreError(f"{place} is damaged ({field}: {problem['msg']}): {remedy}.") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise StoreError(f"{place} is damaged ({str(error)!a}): restore it from a backup.") from error
+        raise StoreError(f"{place} is damaged ({str(error)!a}): {remedy}.") from error
 
 
 R = TypeVar("R", bound=Record)

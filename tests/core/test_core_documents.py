@@ -78,6 +78,15 @@ def test_an_interval_without_an_upper_end_is_null_and_was_infinity() -> None:
         decode(Verdict, json.dumps(document).encode(), "a place")
 
 
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [("stars", {"stars": 3}), ("channels.staging.moon", {"channels": {"staging": {"moon": "full"}}})],
+)
+def test_a_field_that_only_a_newer_tvmflow_can_know_asks_for_an_upgrade(field: str, changes: dict[str, Any]) -> None:
+    told = f"{PLACE} has a field that this tvmflow does not know, {field}: upgrade tvmflow."
+    assert _refusal(_content(**changes)) == told
+
+
 def _leaves(part: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
     """Every value of a document with the keys that lead to it."""
     items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else None
@@ -138,12 +147,10 @@ def test_what_is_no_json_object_is_damage(content: bytes) -> None:
     [
         ("targets", {"targets": 3}),
         ("targets", {"targets": [3]}),
-        ("stars", {"stars": 3}),
         ("name", {"name": 3}),
         ("model", {"model": "models:/digits@production"}),
         ("model", {"model": "models:/digits/0"}),
         ("model", {"model": "models:/digits/1x"}),
-        ("channels.staging.moon", {"channels": {"staging": {"moon": "full"}}}),
         ("channels", {"channels": ["staging"]}),
         ("report.sha256", {"report": {"sha256": "abc", "size": 3}}),
         ("report.size", {"report": {"sha256": "a" * 64, "size": "3"}}),

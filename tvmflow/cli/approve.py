@@ -2,11 +2,12 @@
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
+    from flows.approvals import WaitingPromotion
     from tvmflow.settings import Settings
 
 
@@ -33,7 +34,7 @@ def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> N
         if run is None:
             promotions = list_waiting()
             if as_json:
-                click.echo(json.dumps(promotions))
+                click.echo(json.dumps([item.model_dump(mode="json") for item in promotions]))
             else:
                 _show(promotions, settings)
             return
@@ -45,33 +46,31 @@ def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> N
             why=why,
             check=lambda item: None if reject else _check(settings, item, who),
         )
-    document = {**answered, "approved": not reject}
+    document = {**answered.model_dump(mode="json"), "approved": not reject}
     if as_json:
         click.echo(json.dumps(document))
     else:
         outcome = "rejected" if reject else "approved"
-        click.echo(
-            f"{outcome}: {answered['name']} {answered['version']} to {answered['channel']}, run {answered['run']}"
-        )
+        click.echo(f"{outcome}: {answered.name} {answered.version} to {answered.channel}, run {answered.run}")
 
 
-def _check(settings: "Settings", item: dict[str, Any], who: str) -> None:
+def _check(settings: "Settings", item: "WaitingPromotion", who: str) -> None:
     """Raise VerdictError where the channel wants another person's approval than that of the one who asked."""
     from tvmflow import promotion
     from tvmflow.errors import VerdictError
     from tvmflow.services import open_store_of
     from tvmflow.store import channels
 
-    with open_store_of(settings, item["name"]) as store:
-        document = channels.find(store, item["name"], item["channel"])
+    with open_store_of(settings, item.name) as store:
+        document = channels.find(store, item.name, item.channel)
     is_own = document.wish is not None and promotion.is_same_person(document.wish.who, who)
     if is_own and document.policy is not None and document.policy.approval == "another":
         raise VerdictError(
-            f"{who} asked for {item['version']} on {item['name']}@{item['channel']}, which another person must approve"
+            f"{who} asked for {item.version} on {item.name}@{item.channel}, which another person must approve"
         )
 
 
-def _show(promotions: list[dict[str, Any]], settings: "Settings") -> None:
+def _show(promotions: list["WaitingPromotion"], settings: "Settings") -> None:
     from rich import box
     from rich.console import Console
     from rich.markdown import Markdown
@@ -82,12 +81,12 @@ def _show(promotions: list[dict[str, Any]], settings: "Settings") -> None:
         console.print(f"nothing waits for approval at {settings.prefect_api_url}", highlight=False, soft_wrap=True)
         return
     for item in promotions:
-        if item["report"]:
-            console.print(Markdown(item["report"]))
+        if item.report:
+            console.print(Markdown(item.report))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("run", "name", "version", "channel", "asked by", "since (UTC)"):
         table.add_column(column, no_wrap=True)
     for item in promotions:
-        since = item["since"][:19].replace("T", " ")
-        table.add_row(item["run"][:8], item["name"], item["version"], item["channel"], item["who"], since)
+        since = item.since[:19].replace("T", " ")
+        table.add_row(item.run[:8], item.name, item.version, item.channel, item.who, since)
     console.print(table)

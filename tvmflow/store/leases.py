@@ -20,12 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
+from tvmflow.documents import Document, decode, encode
 from tvmflow.errors import StoreError
 from tvmflow.store.keys import require_name
 from tvmflow.store.releases import ReleaseStore
-from tvmflow.workspace import Record
 
 SECONDS = 60.0
 """How long a lease lasts without being renewed."""
@@ -36,7 +34,7 @@ _LONGEST_PID = 10
 _FOLDER, _WORK, _SWEEP = "leases/", "leases/work/", "sweep.json"
 
 
-class Lease(Record):
+class Lease(Document):
     """A lease on the releases of a model; `number` grows with every holder, `beat` with every renewal.
 
     `holder` is a name for people, `process` identifies the holder's process, `seconds` is the lease's duration.
@@ -50,6 +48,11 @@ class Lease(Record):
     process: str
     seconds: float
     is_held: bool
+
+    @property
+    def label(self) -> str:
+        """The document in words, as "lease digits"."""
+        return f"lease {self.name}"
 
 
 class HeldLease:
@@ -93,9 +96,9 @@ class HeldLease:
     def _write(self, *, is_held: bool) -> None:
         with self._writing:
             after = self._lease.model_copy(update={"beat": self._lease.beat + 1, "is_held": is_held})
-            if self._store.objects.replace(self._key, _encode(after), self._tag):
+            if self._store.objects.replace(self._key, encode(after), self._tag):
                 found = self._store.objects.read(self._key)
-                if found is not None and found.content == _encode(after):
+                if found is not None and found.content == encode(after):
                     self._lease, self._tag = after, found.tag
 
 
@@ -218,7 +221,7 @@ def _acquire(store: ReleaseStore, key: str, subject: str, who: str, seconds: flo
             seconds=seconds,
             is_held=True,
         )
-        content = _encode(own)
+        content = encode(own)
         if watch.tag is None:
             has_written = store.objects.create(key, content)
         else:
@@ -233,20 +236,13 @@ def _model_key(name: str) -> str:
     return f"{_FOLDER}{name}.json"
 
 
-def _encode(lease: Lease) -> bytes:
-    return f"{lease.model_dump_json(indent=2)}\n".encode()
-
-
 def _read(store: ReleaseStore, key: str) -> tuple[Lease, str] | None:
     """The lease and the tag of its object, None if there is none. Raises StoreError for a damaged one."""
     found = store.objects.read(key)
     if found is None:
         return None
-    try:
-        return Lease.model_validate_json(found.content, strict=True), found.tag
-    except ValidationError as error:
-        uri = store.objects.uri(key)
-        raise StoreError(f"{uri} is damaged ({error.errors()[0]['msg']}): remove it when no release runs.") from error
+    uri = store.objects.uri(key)
+    return decode(Lease, found.content, uri, "remove it when no release runs"), found.tag
 
 
 def _describe_process(pid: int) -> str:
