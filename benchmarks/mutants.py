@@ -66,6 +66,9 @@ SUITES: dict[str, Suite] = {
         ("numpy", "onnx", "cryptography.hazmat.primitives.asymmetric.ed25519"),
     ),
     "tvmflow/store": Suite(("tests/store", "tests/runtime/test_runtime_uri.py"), _STORE),
+    "tvmflow/documents.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
+    "tvmflow/release.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
+    "tvmflow/verdict.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
     "tvmflow/promotion.py": Suite(("tests/core/test_core_promotion.py",), ("mlflow", *_STORE)),
     "tvmflow/spec": Suite(("tests/core/test_core_spec.py",), ("pydantic", "yaml")),
     "tvmflow/target.py": Suite(

@@ -42,7 +42,7 @@ def encode(document: Document) -> bytes:
         content = document.model_dump(mode="json")
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, indent=2, allow_nan=False)
         return f"{text}\n".encode()
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise StoreError(f"The {document.label} cannot be written as JSON: {error}.") from error
 
 
@@ -67,7 +67,7 @@ def decode(kind: type[D], content: bytes, place: str, remedy: str = "restore it 
         current = json.dumps({**document, "format": newest}, allow_nan=False)
         return kind.model_validate_json(current, strict=True)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
+        problem = error.errors()[0]
         field = ascii(".".join(map(str, problem["loc"])))[1:-1]
         if problem["type"] == "extra_forbidden":
             raise StoreError(

@@ -1,12 +1,14 @@
 """Documents: one spelling, a format number, readers of every number ever written, and refusals by file and field."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from pydantic import JsonValue
 
-from tvmflow.documents import Document, decode, encode
+from tvmflow.documents import Document, Reader, decode, encode
 from tvmflow.errors import StoreError
 from tvmflow.release import Release
 from tvmflow.store.channels import Channel
@@ -46,6 +48,8 @@ def test_a_release_of_an_older_tvmflow_is_read_without_loss(path: Path) -> None:
         measurements.typical.bundle.latency_ms.p50
         == old["targets"][0]["measurements"]["points"][0]["runners"]["tvm"]["latency_ms"]["p50"]
     )
+    assert target.p50 == measurements.typical.bundle.latency_ms.p50
+    assert target.model_copy(update={"measurements": None}).p50 is None
     assert release.registered_version == (old["name"], old["version"])
     assert release.blobs == {
         blob["sha256"]: {blob["size"]} for blob in (target.bundle.model_dump(), old.get("report")) if blob is not None
@@ -177,15 +181,57 @@ def test_a_point_without_the_bundle_is_damage() -> None:
     assert "points.0.runners: Value error, the bundle, tvm, is not among them" in _refusal(document)
 
 
-def test_a_value_that_json_cannot_hold_is_refused_with_the_document() -> None:
-    class Measured(Document):
-        format: int = 1
-        seconds: float
+def test_of_several_faults_the_first_is_named() -> None:
+    assert "damaged (name: " in _refusal(_content(name=3, version=3))
 
-        @property
-        def label(self) -> str:
-            return "clock 7"
 
-    for seconds in (float("nan"), float("inf")):
-        with pytest.raises(StoreError, match=r"^The clock 7 cannot be written as JSON: .*\.$"):
-            encode(Measured(seconds=seconds))
+def _read_key(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"value": document["former"]}
+
+
+def _read_number(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"value": document["value"] + 1}
+
+
+def _read_text(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"value": document["value"].strip()}
+
+
+class Clock(Document):
+    """A document of three formats, whose readers expect what a damaged one lacks."""
+
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_key, 2: _read_number, 3: _read_text}
+
+    format: int = 4
+    value: JsonValue
+
+    @property
+    def label(self) -> str:
+        return "clock 7"
+
+
+def test_formats_are_read_one_after_the_other() -> None:
+    assert decode(Clock, b'{"format": 3, "value": " 1 "}', "").value == "1"
+    assert decode(Clock, b'{"format": 4, "value": 1}', "").value == 1
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_what_an_older_reader_does_not_expect_is_damage(number: int) -> None:
+    content = json.dumps({"format": number, "value": None}).encode()
+    with pytest.raises(StoreError, match=r"^clock\.json is damaged \(.*\): buy another\.$"):
+        decode(Clock, content, "clock.json", "buy another")
+
+
+def _nest(depth: int) -> JsonValue:
+    value: JsonValue = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), "\ud800", _nest(100_000)], ids=["nan", "inf", "text", "deep"]
+)
+def test_a_value_that_json_cannot_hold_is_refused_with_the_document(value: JsonValue) -> None:
+    with pytest.raises(StoreError, match=r"^The clock 7 cannot be written as JSON: .*\.$"):
+        encode(Clock.model_construct(format=4, value=value))
