@@ -170,11 +170,11 @@ class Round:
     reference: Sequence[float]
 
     def seconds(self, point: int, name: Runner) -> list[float]:
-        """Return the seconds of all runs of a runner at a point."""
+        """Return the seconds of all runs of a runner at the point with the index `point`."""
         return [value for turn in self.turns[point, name] for value in turn.seconds]
 
     def pair(self, point: int, peer: Runner) -> Pair:
-        """Return the bundle beside a peer at a point."""
+        """Return the figures of the bundle beside a peer, turn by turn, at the point with the index `point`."""
         candidate, baseline = ([turn.seconds for turn in self.turns[point, name]] for name in ("tvm", peer))
         return Pair.of_turns(candidate, baseline, self.reference)
 

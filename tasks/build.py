@@ -90,9 +90,10 @@ class BuildResult(StepResult):
 
 
 def work(job: BuildJob, emit: Emit) -> BuildResult:
-    """Build the model for a target in a child process.
+    """Build the model for a target.
 
-    Raises TargetError when this machine cannot build for the target, BuildError when the build fails.
+    The step calls this in a child process. Raises TargetError when this machine cannot build for the target, BuildError
+    when the build fails.
     """
     from tvm_ffi import get_global_func
 

@@ -142,7 +142,10 @@ def observe_conditions(threads: tuple[int, int], load: float) -> Conditions:
 
 
 def work(job: PairJob, emit: Emit) -> PairSamples:
-    """Run two bundles in turn in a child process; return the seconds of their runs and of the reference kernel."""
+    """Run two bundles in turn; return the seconds of their runs and of the reference kernel.
+
+    `compare_latency` calls this in a new child process for each pair.
+    """
     arrays = npz.read(job.sample)
     inputs = {key.removeprefix("input:"): value for key, value in arrays.items() if key.startswith("input:")}
     random = np.random.default_rng(job.seed)

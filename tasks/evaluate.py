@@ -88,9 +88,10 @@ class Evaluation(StepResult):
 
 
 def scores_work(job: EvaluateJob, emit: Emit) -> Scores:
-    """Run the champion's bundle on the held-out data in a child process; return its metric, None without a champion.
+    """Run the champion's bundle on the held-out data; return its metric, None without a champion.
 
-    Raises BundleError when the bundle does not run here, InputError when it takes other inputs than the data has.
+    The step calls this in a child process. Raises BundleError when the bundle does not run here, InputError when it
+    takes other inputs than the data has.
     """
     workspace, reference = job.workspace, job.reference
     held_out = [sample for sample, _ in samples.load(workspace.path(reference.original))]

@@ -112,10 +112,10 @@ class ExportResult(StepResult):
 
 
 def work(job: ExportJob, emit: Emit) -> ExportResult:
-    """Export the original to ONNX, or take the original's own ONNX file; call this in a child process.
+    """Export the original to ONNX, or take the original's own ONNX file.
 
-    Raises ExportError when the model cannot be loaded, exported or read, or when ONNX Runtime's outputs on the samples
-    differ from PyTorch's beyond the release file's tolerance.
+    The step calls this in a child process. Raises ExportError when the model cannot be loaded, exported or read, or
+    when ONNX Runtime's outputs on the samples differ from PyTorch's beyond the release file's tolerance.
     """
     workspace, source = job.workspace, job.original.source
     label = source.model.label

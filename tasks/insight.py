@@ -73,9 +73,10 @@ class Insight(report.Insight, StepResult):
 
 
 def work(job: InsightJob, emit: Emit) -> Insight:
-    """Profile a bundle and run it on the held-out data, else on the samples, in a child process.
+    """Profile a bundle and run it on the held-out data, else on the samples.
 
-    Samples are run for a minute at most. Raises BundleError when the bundle does not run here.
+    The step calls this in a child process. Samples are run for a minute at most. Raises BundleError when the bundle
+    does not run here.
     """
     from tvmflow import runtime
     from tvmflow.runtime.profile import measure_functions, schedule_rules

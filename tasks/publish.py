@@ -115,7 +115,7 @@ publish = Step("publish", PublishResult, work, is_current=_is_there)
 
 
 def blobs_of(result: TargetResult) -> dict[str, Artifact]:
-    """Return the blobs that the store keeps of a target: `bundle`; or the bundle without weights, and `weights`."""
+    """Return, by name, the blobs that the store keeps of a target: `bundle`, and `weights` where these lie apart."""
     apart = result.packaged.apart
     return {"bundle": result.bundle} if apart is None else {"bundle": apart.bundle, "weights": apart.weights}
 

@@ -49,10 +49,10 @@ class ImportResult(StepResult):
 
 
 def work(job: ImportJob, emit: Emit) -> ImportResult:
-    """Import the exported model into Relax in a child process.
+    """Import the exported model into Relax.
 
-    Raises UnsupportedOperatorError, which names operator and node, for an operator that TVM lacks; ModelImportError for
-    other models that cannot be imported.
+    The step calls this in a child process. Raises UnsupportedOperatorError, which names operator and node, for an
+    operator that TVM lacks; ModelImportError for other models that cannot be imported.
     """
     from tvmflow import compiler
 

@@ -78,9 +78,9 @@ class ProfileJob(Job):
 
 
 def profile_work(job: ProfileJob, emit: Emit) -> Profile:
-    """Time each compiled function on the golden sample in a child process.
+    """Time each compiled function on the golden sample.
 
-    Raises BundleError where the bundle does not run.
+    The step calls this in a child process. Raises BundleError where the bundle does not run.
     """
     from tvmflow import runtime
     from tvmflow.runtime.profile import MACHINE, measure_functions, schedule_rules

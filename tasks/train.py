@@ -47,7 +47,10 @@ class TrainResult(StepResult):
 
 
 def work(job: TrainJob, emit: Emit) -> TrainResult:
-    """Call the training function in a child process. Raises TrainError when it fails or writes no file."""
+    """Call the training function and return its weights.
+
+    The step calls this in a child process. Raises TrainError when the function fails or writes no file.
+    """
     workspace = job.workspace
     with workspace.scratch() as folder:
         output = folder / "weights.pt"

@@ -148,7 +148,10 @@ class TuneResult(StepResult):
 
 
 def work(job: TuneJob, emit: Emit) -> TuneResult:
-    """Tune the model in a child process, or look up its best records where the job has no budget. Raises TuneError."""
+    """Tune the model, or look up its best records where the job has no budget.
+
+    The step calls this in a child process. Raises TuneError when tuning fails as a whole.
+    """
     from tvmflow import tuning
     from tvmflow.tuning.model import tune_model
 

@@ -122,9 +122,10 @@ class Verdict(Validation, StepResult):
 
 
 def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
-    """Run the originals on the held-out data in a child process and score the task metric.
+    """Run the originals on the held-out data and score the task metric.
 
-    Raises ExportError when the dataset or the metric fails, or the dataset does not fit the model.
+    The step calls this in a child process. Raises ExportError when the dataset or the metric fails, or the dataset does
+    not fit the model.
     """
     workspace = job.workspace
     value = usercode.call(job.task.dataset, "dataset", ExportError, **job.task.arguments)
@@ -167,7 +168,7 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
 def device_work(job: DeviceJob, emit: Emit) -> DeviceResult:
     """Run the bundle on the samples and the held-out data by the runtime alone, as a device would; return its outputs.
 
-    The step calls this in a child process of its own. Raises BundleError when the bundle does not run.
+    The step calls this in a child process. Raises BundleError when the bundle does not run.
     """
     from tvmflow import runtime
 
@@ -190,9 +191,9 @@ def device_work(job: DeviceJob, emit: Emit) -> DeviceResult:
 
 
 def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
-    """Compare the bundle's outputs with the originals' and score the task metric, in a child process.
+    """Compare the bundle's outputs with the originals' and score the task metric.
 
-    Raises ExportError when the user's own metric fails.
+    The step calls this in a child process. Raises ExportError when the user's own metric fails.
     """
     workspace, bounds, reference = job.workspace, job.bounds, job.reference
     task = bounds.task

@@ -101,7 +101,7 @@ def apply_shapes(
 def expand_functions(label: str, model: onnx.ModelProto, own: Collection[str]) -> onnx.ModelProto:
     """Inline the model's functions but for `own`, and ONNX's function bodies of operators that have no converter.
 
-    Attention is one: TVM's importer has a converter for another operator of that name.
+    Attention is such an operator: TVM's importer has a converter for another operator of that name.
     """
     try:
         if model.functions:

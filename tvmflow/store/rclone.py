@@ -26,7 +26,7 @@ def server_command(data: Path, address: str) -> list[str]:
 
 
 def server_environment(access_key: str, secret_key: str) -> dict[str, str]:
-    """Return the whole environment of that server, which accepts only these credentials."""
+    """Return the whole environment of rclone's server, which accepts only these credentials."""
     # Nothing but this: the user's RCLONE_* variables would change the server. A secret in the environment is readable
     # by this user alone, one on the command line by everybody. The inner quotes are rclone's CSV: one pair, not two.
     return {"RCLONE_AUTH_KEY": f'"{access_key},{secret_key}"'}

@@ -80,7 +80,11 @@ class Importer(Protocol):
 
 
 def convert_if(importer: Importer, node: onnx.NodeProto) -> bool:
-    """Import If; return whether its nodes were imported in place."""
+    """Import If; return whether the nodes of one branch took its place, so that the model has no choice left to make.
+
+    Otherwise each branch becomes a function, and the model calls one of them. Raises FreeSizeError or
+    UnsupportedFormError for branches whose results differ in their numbers of dimensions or in their types.
+    """
     then_graph, else_graph = (_graph(node, name) for name in ("then_branch", "else_branch"))
     condition = importer.value(node.input[0])
     elements = importer.elements(condition)

@@ -101,7 +101,10 @@ def _pad_by_sizes(node: Node) -> relax.Expr:
 
 
 def pad_axis(node: Node, data: relax.Expr, axis: int, widths: Sequence[Any], fill: relax.Expr) -> relax.Expr:
-    """Return the data with so many elements `fill` before and after it along an axis; the widths may be symbolic."""
+    """Return the data with elements `fill` along an axis: `widths[0]` before it and `widths[1]` after it.
+
+    A width may be symbolic. Raises FreeSizeError for one that may be negative.
+    """
     dims = dims_of(data) or []
     if not all(node.evaluator.holds(width >= 0) for width in widths):
         raise FreeSizeError("a symbolic width that may be negative")

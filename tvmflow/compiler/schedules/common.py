@@ -301,7 +301,11 @@ def vectorize_padded(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 
 
 def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:
-    """Split output channels into tiles, vectors and lanes, so that no store needs a mask, and return these loops."""
+    """Split output channels into tiles, vectors and lanes, so that no store needs a mask, and return these loops.
+
+    A tile has `count` vectors of `lanes` channels; where the channels are no multiple of `lanes`, more and smaller
+    ones.
+    """
     channels = extent(sch, channel)
     store = lanes if channels is None else math.gcd(channels, lanes)
     outer, pieces, lane = sch.split(channel, [None, count * lanes // store, store])
