@@ -150,7 +150,7 @@ def test_the_trained_model_is_registered_and_loads_without_its_code(story: Story
 
 def test_a_retrained_model_costs_no_new_trials(story: Story) -> None:
     first, second = (release["targets"][0]["tuning"] for release in story.machine.releases("points"))
-    assert first["trials"] > 0
+    assert (first["trials"] > 0) == scale.is_long()
     assert second == {**first, "trials": 0}
 
 
