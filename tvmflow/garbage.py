@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tvmflow.errors import StepError
+from tvmflow.store.folder import PARTIAL
 
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
 
@@ -64,6 +65,12 @@ def find_garbage(state: Path, bundles: Path, days: float) -> list[Piece]:
     for kind, pattern in (("downloaded models", "sources/*/*"), ("compiled code", "code/*"), ("logs", "logs/*")):
         pieces += [_piece(kind, path) for path in sorted(state.glob(pattern)) if _used_at(path) < before]
     pieces += [_piece("files of killed runs", path) for path in _entries(state / "tmp")]
+    # Commands that are no runs write to the store in the folder too, but not for a day.
+    pieces += [
+        _piece("files of killed runs", path)
+        for path in sorted((state / "s3").glob(f"{PARTIAL}*"))
+        if _used_at(path) < time.time() - 86400
+    ]
     pieces += [
         _piece("fetched bundles", path)
         for path in _entries(bundles)

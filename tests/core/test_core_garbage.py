@@ -79,20 +79,23 @@ def test_downloads_logs_and_files_of_killed_runs_go(state: Path) -> None:
     (state / "s3" / "tvmflow").mkdir(parents=True)
     (state / "s3" / "tvmflow" / "release.json").write_text("{}")
     age(state, 40)
+    (state / "s3" / ".partial-killed").write_text("half a bund")
+    age(state / "s3", 2)
+    (state / "s3" / ".partial-written-now").write_text("half a doc")
     (state / "tmp" / "killed").mkdir()
     (state / "bundles" / "digits-1-native.tar.gz").symlink_to("../artifacts/gone")
     assert garbage(state) == {
         "downloaded models": 1,
         "compiled code": 1,
         "logs": 1,
-        "files of killed runs": 1,
+        "files of killed runs": 2,
         "fetched bundles": 1,
         "links to bundles": 1,
     }
     remove(find_garbage(state, state / "bundles", 30))
     assert garbage(state) == {}
     left = {str(path.relative_to(state)) for path in state.rglob("*") if path.is_file()}
-    assert left == {"records/r.jsonl", "s3/tvmflow/release.json"}
+    assert left == {"records/r.jsonl", "s3/tvmflow/release.json", "s3/.partial-written-now"}
 
 
 def test_nothing_is_removed_while_a_run_has_the_folder(state: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
@@ -22,6 +23,7 @@ from prefect.runtime import task_run
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 from flows.logs import keeping_logs
+from flows.make import _make
 from flows.release import _make_all
 from flows.runs import connect
 from mlflow import MlflowClient
@@ -43,9 +45,10 @@ from tvmflow.errors import (
 )
 from tvmflow.registry import Registry, embedded_registry
 from tvmflow.settings import Settings
+from tvmflow.spec import Store
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.target import Target, resolve
-from tvmflow.workspace import Record, StepResult, Workspace
+from tvmflow.workspace import Artifact, Record, StepResult, Workspace
 
 SLEEPER = """
 import signal
@@ -186,6 +189,33 @@ def test_a_release_lives_through_a_restart_of_its_servers(
         assert [version.version for version in served.versions("restarted")] == ["1"]
         runs = served.mlflow.search_runs([served.mlflow.get_experiment_by_name("tvmflow").experiment_id])
         assert {run.info.status for run in runs} == {"FINISHED"}
+
+
+def test_a_worker_that_begins_while_s3_is_away_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "s3").mkdir()
+    away = StoreConfig(
+        "models", endpoint=f"http://127.0.0.1:{free_port()}", access_key="testing", secret_key="testing-secret"
+    )
+    settings = {
+        "HOME": str(tmp_path / "state"),
+        "S3_ENDPOINT": away.endpoint or "",
+        "S3_BUCKET": away.bucket,
+        "S3_ACCESS_KEY": away.access_key or "",
+        "S3_SECRET_KEY": away.secret_key or "",
+        "S3_SINGLE_WRITER": "true",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"TVMFLOW_{name}", value)
+    job = Artifact(sha256="0" * 64, size=1, name="job.json")
+    with ThreadPoolExecutor(1) as pool:
+        with listening(away.endpoint or "") as is_asked:
+            making = pool.submit(_make, "key", job, Store())
+            wait_until(is_asked, 60, message="S3 is asked")
+        with (
+            rclone_s3(tmp_path / "s3", bucket="models", before=away),
+            pytest.raises(StoreError, match="what the release made is not in s3://models/work"),
+        ):
+            making.result()
 
 
 def test_the_first_failure_of_a_target_ends_the_others_at_once(tmp_path: Path) -> None:

@@ -12,6 +12,9 @@ from tvmflow.errors import StoreError
 from tvmflow.store.config import StoreConfig
 from tvmflow.store.objects import CHUNK_BYTES, Object, ObjectEntry, ObjectStore, locked
 
+PARTIAL = ".partial-"
+"""The beginning of the names of unfinished files, which lie beside the bucket."""
+
 
 class FolderObjects(ObjectStore):
     """The objects in `folder`, which is the bucket. All writers are processes of this machine.
@@ -117,7 +120,7 @@ class FolderObjects(ObjectStore):
         path = self._path(key)
         with self._explained(action):
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, partial = tempfile.mkstemp(dir=self._folder.parent, prefix=".partial-")
+            descriptor, partial = tempfile.mkstemp(dir=self._folder.parent, prefix=PARTIAL)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 for part in parts:
