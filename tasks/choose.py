@@ -149,8 +149,7 @@ def choose_work(job: ChooseJob, runner: StepRunner) -> Choice:
 
     The tuned build is shipped when the interval of its latency over the untuned one's is below 0.99. It is shipped as
     well where this machine cannot run the two, because each of its records was measured to be faster. A build that
-    failed validation is not shipped if the other passed. Raises BundleError
-    for a bundle that does not run here.
+    failed validation is not shipped if the other passed. Raises BundleError for a bundle that does not run here.
     """
     tuned, plain = job.candidate.verdict.reasons, job.baseline.verdict.reasons
     if tuned and not plain:
@@ -175,9 +174,10 @@ def choose_work(job: ChooseJob, runner: StepRunner) -> Choice:
 
 
 def threads_work(job: ThreadsJob, runner: StepRunner) -> FewerThreads:
-    """Measure a build on fewer threads in turn with the same build on more, by the rule of `choose_work`.
+    """Measure a build on fewer threads in turn with the same build on more threads.
 
-    Raises BundleError for a bundle that does not run here.
+    It is faster on fewer when the interval of its latency there, over its latency on more, is below 0.99. Raises
+    BundleError for a bundle that does not run here.
     """
     comparison = job.compare(runner)
     noun = "thread" if job.threads == 1 else "threads"

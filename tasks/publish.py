@@ -46,8 +46,8 @@ class PublishJob(Job):
     ) -> "PublishJob":
         """Return the job that publishes a release, which has passed and has a version.
 
-        `endpoint` is the address of the S3 server, None for the embedded one. `document` is what `release_document`
-        returns; release.json names the report as well.
+        `endpoint` is the address of the S3 server, None for the embedded one. `document` is the release without its
+        report, which release.json names as well.
         """
         return cls(
             tracked=tracked,

@@ -81,7 +81,10 @@ class Plan(Record):
         return self.looks[-1]
 
     def interval(self, ratios: Sequence[float]) -> Interval:
-        """Return the interval at the last look that the pairs with these `ratios` have reached."""
+        """Return the interval of the median ratio at the last look that the pairs with these `ratios` have reached.
+
+        It is 0 to infinity where there are too few pairs for one.
+        """
         reached = [look for look in self.looks if look <= len(ratios)]
         rank = ranks(self.looks, self.error)[len(reached) - 1] if reached else 0
         if not rank:

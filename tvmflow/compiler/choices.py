@@ -92,5 +92,8 @@ class Decisions:
         parts: tuple[str, ...] = (),
         cycles: Mapping[str, float] = MappingProxyType({}),
     ) -> T:
-        """Return the value of one of `options` for this subject, by the rules of `Choices.choose`."""
+        """Return the value of one of `options` for this subject: the first, unless `choices.made` names another one.
+
+        Adds the decision, with its `parts` and the estimated `cycles` of each option, to `choices.met`.
+        """
         return self.choices.choose(kind, self.subject, options, parts, cycles)

@@ -30,7 +30,7 @@ class Machine:
 
     @property
     def lanes(self) -> int:
-        """The numbers of a vector."""
+        """How many numbers a vector holds."""
         return self.vectors.bits // (8 * self.number)
 
     @property

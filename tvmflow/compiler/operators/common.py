@@ -76,7 +76,8 @@ def padded_input(
 ) -> te.Tensor:
     """Pad a convolution's NHWC input with `value` to `height` by `width` pixels and `channels`.
 
-    `padding` is top, left, bottom, right. An input of that size is returned unchanged.
+    `padding` is top, left, bottom, right; `channels` None means those of the input. An input of that size is returned
+    unchanged.
     """
     *_, in_w, in_c = data.shape
     wide = channels is not None and channels != int(in_c)
