@@ -168,8 +168,8 @@ def work(job: PairJob, emit: Emit) -> PairSamples:
 def _measure_load(job: PairJob, inputs: NamedArrays, random: np.random.Generator) -> tuple[list[float], list[float]]:
     """Load both bundles in random order and run them in turn; return the seconds of each one's runs.
 
-    The turns alternate strictly. A run that follows one of its own bundle finds more of its data in the caches: in a
-    random order the times have two peaks, and which one holds the median is left to chance.
+    The turns alternate strictly. A run that follows several of its own bundle finds more of its data in the caches: in
+    a random order the ratios have two peaks, and which one holds the median is left to chance.
     """
     from tvmflow import runtime
 

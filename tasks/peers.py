@@ -17,7 +17,6 @@ from tasks.comparison import measure_reference, observe_conditions
 from tvmflow import npz
 from tvmflow.bundle import read_manifest
 from tvmflow.comparison import Comparison, Pair, Plan, find_steady, percentile, runs_needed
-from tvmflow.comparison.pairs import Samples
 from tvmflow.errors import InputError
 from tvmflow.process import Child, Emit
 from tvmflow.samples import NamedArrays
@@ -186,17 +185,13 @@ class _Round:
 
     def pair(self, peer: Peer) -> Pair:
         """Return the bundle beside a peer, by the medians of their turns: those with the same number are neighbours."""
-        candidate, baseline = (
-            tuple(float(np.median(turn.seconds)) for turn in self.turns[name][1:]) for name in ("tvmflow", peer)
-        )
-        return Pair.of(Samples(candidate=candidate, baseline=baseline, reference=tuple(self.reference)))
+        candidate, baseline = ([turn.seconds for turn in self.turns[name][1:]] for name in ("tvmflow", peer))
+        return Pair.of_turns(candidate, baseline, self.reference)
 
     def _take(self, child: Child, job: TurnJob, timeout: float, counted: bool) -> None:
-        child.resume()
         before = read_energy()
-        turn = child.call(job, Turn, timeout=timeout)
+        turn = child.take_turn(job, Turn, timeout=timeout)
         after = read_energy()
-        child.pause()
         self.turns.setdefault(job.runner, []).append(turn)
         if counted and before is not None and after is not None and after > before:
             self.joules[job.runner] = (after - before) / len(turn.seconds)

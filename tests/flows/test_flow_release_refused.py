@@ -1,6 +1,7 @@
 """A release that is out of bounds: measured, kept in MLflow with its verdict, and not published."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,18 @@ def test_a_gate_that_is_not_kept_refuses_the_release(digits: Any) -> None:
     sentence, verdict, _ = _refuse(digits, digits.derived("small", gates={"max_bundle_mb": 0.001}))
     assert [name for name in ("'native'", "max_bundle_mb") if name not in sentence] == []
     assert "max_bundle_mb" in verdict["reasons"][0]
+
+
+def test_a_gate_on_a_ratio_is_decided_by_as_many_rounds_as_it_takes(digits: Any) -> None:
+    sections = {
+        "benchmark": {"repeats": 5, "rounds": 1, "peers": ["onnxruntime"]},
+        "gates": {"max_ratio_onnxruntime": 1e-6},
+    }
+    sentence, verdict, _ = _refuse(digits, digits.derived("slow", **sections))
+    assert "gate max_ratio_onnxruntime allows 1e-06" in sentence
+    (pairs,) = re.findall(r"(\d+) pairs", verdict["reasons"][0])
+    assert int(pairs) >= 9
+    assert "undecided" not in sentence
 
 
 def test_outputs_beyond_the_tolerance_refuse_the_release(digits: Any) -> None:

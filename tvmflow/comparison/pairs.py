@@ -53,8 +53,7 @@ class Pair(Record):
 
         Turns with the same number are neighbours.
         """
-        medians = (tuple(float(np.median(turn)) for turn in turns) for turns in (candidate, baseline))
-        first, second = medians
+        first, second = (tuple(float(np.median(turn)) for turn in turns) for turns in (candidate, baseline))
         return cls.of(Samples(candidate=first, baseline=second, reference=tuple(reference)))
 
     @classmethod
