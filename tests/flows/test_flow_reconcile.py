@@ -1,5 +1,6 @@
 """Reconciling without a deployment or a webhook: what the aliases ask for is done in the command itself."""
 
+import datetime
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tvmflow.bundle import keygen
 from tvmflow.services import open_store
 from tvmflow.settings import Settings
 from tvmflow.store import channels
@@ -129,3 +131,19 @@ def test_an_asking_alias_is_granted_without_the_channels_own_moving_before(house
     assert house.channel() == "1"
     aliases = {alias: str(version) for alias, version in client.get_registered_model("reconciled").aliases.items()}
     assert aliases == {"staging": "1"}
+
+
+def test_the_statement_on_a_channel_is_renewed_in_time(house: House, found: list[Findings], tmp_path: Path) -> None:
+    keygen(tmp_path / "key")
+    signing = Settings(home=house.machine.home, signing_key=tmp_path / "key", statement_days=10)
+    with open_store(signing) as store:
+        before = channels.sign_channel(store, "reconciled", "staging")
+    key = {"TVMFLOW_SIGNING_KEY": str(tmp_path / "key")}
+    renewing = replace(house, machine=replace(house.machine, settings={**house.machine.settings, **key}))
+    assert renewing.reconcile() == []
+    with open_store(signing) as store:
+        after = channels.find(store, "reconciled", "staging")
+        assert (after.number, after.version) == (before.number + 1, before.version)
+        claim = channels.check_statement(store, after, [tmp_path / "key.pub"])
+    assert claim is not None
+    assert datetime.datetime.fromisoformat(claim.expires) > datetime.datetime.now(datetime.UTC) + datetime.timedelta(29)

@@ -349,6 +349,18 @@ def test_a_statement_is_renewed_when_half_of_its_time_is_over(host: ReleaseStore
     assert not channels.renew_statement(host, "resnet", "production")
 
 
+def test_a_machine_that_trusts_nobody_renews_its_own_statement_on_an_unsigned_release(
+    local: StoreConfig, key: Path, other_key: Path, release: Release
+) -> None:
+    release(ReleaseStore(local), "1")
+    move_channel(ReleaseStore(local), "resnet", "production", "1")
+    own = ReleaseStore(replace(local, signing_key=key))
+    channels.sign_channel(ReleaseStore(replace(own.config, statement_days=14.0)), "resnet", "production")
+    assert channels.renew_statement(own, "resnet", "production")
+    with pytest.raises(StatementError, match=f"signed with the key {public_key(key)[:16]}, which is not trusted here"):
+        channels.renew_statement(ReleaseStore(replace(local, signing_key=other_key)), "resnet", "production")
+
+
 def test_nothing_is_renewed_without_a_key_or_a_statement(
     host: ReleaseStore, held: Channel, local: StoreConfig, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,11 +408,27 @@ def test_a_damaged_number_is_not_taken_for_none(host: ReleaseStore, held: Channe
         read_version(host)
 
 
+def test_a_number_that_cannot_be_kept_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot be"):
+        Highest(tmp_path / "file" / "production").raise_to(1)
+    (tmp_path / "production").mkdir()
+    with pytest.raises(StatementError, match="does not hold the number of a channel"):
+        Highest(tmp_path / "production").raise_to(1)
+
+
+def test_a_host_without_a_memory_has_seen_nothing() -> None:
+    nothing = Highest(None)
+    nothing.raise_to(7)
+    assert nothing.number == 0
+
+
 def test_two_stores_of_one_name_have_numbers_of_their_own(local: StoreConfig, tmp_path: Path) -> None:
     memory = replace(local, memory=tmp_path / "seen")
     Highest.of(memory, "resnet", "production").raise_to(9)
     assert Highest.of(memory, "resnet", "production").number == 9
-    assert Highest.of(replace(memory, prefix="other"), "resnet", "production").number == 0
+    for other in ({"prefix": "other"}, {"folder": tmp_path / "other"}, {"endpoint": "https://elsewhere"}):
+        assert Highest.of(replace(memory, **other), "resnet", "production").number == 0
     assert Highest.of(memory, "resnet", "staging").number == 0
 
 

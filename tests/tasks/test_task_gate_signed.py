@@ -94,8 +94,10 @@ def test_the_release_that_the_channel_holds_must_be_signed_too(
     publish(store, "2", signed)
     place = release_key("tiny", "1")
     store.objects.put(place, (store.objects.get(place) or b"") + b"\n", "planting a release")
-    changed = "The release tiny 1 was changed after it was signed: do not trust it"
-    assert reasons(store, workspace, tmp_path, "2") == (changed, changed)
+    assert reasons(store, workspace, tmp_path, "2") == (
+        "The channel tiny@production holds 1, which was changed since: do not trust it",
+        "The release tiny 1 was changed after it was signed: do not trust it",
+    )
 
 
 def test_a_channel_whose_policy_was_changed_without_a_key_takes_nothing(

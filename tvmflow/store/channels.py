@@ -237,8 +237,8 @@ def check_statement(store: ReleaseStore, document: Channel, trusted: Sequence[Pa
     """Check that a trusted key has signed the statement on a channel, and that it holds; return its claim.
 
     A channel that was never used needs no statement: the result is None. `trusted` are files with public keys. Raises
-    StatementError for a channel that is not signed, was changed since, is another one, has expired, or is older than
-    one that this host has seen; also when the statement on the release that the channel holds does not hold.
+    StatementError for a channel that is not signed, was changed since, is another one, has expired, is older than one
+    that this host has seen, or holds a release that was changed since. Whether the release is signed is not checked.
     """
     highest = Highest.of(store.config, document.name, document.channel)
     if document.signed_content == Channel(name="", channel="").signed_content and document.statement is None:
@@ -263,7 +263,7 @@ def check_statement(store: ReleaseStore, document: Channel, trusted: Sequence[Pa
             f"The {document.label} has number {claim.number}, and this host has seen number {highest.number}: somebody "
             "has put an older one in its place."
         )
-    if digests != _list_digests(store, document, trusted):
+    if digests != _list_digests(store, document, ()):
         raise StatementError(f"The {document.label} holds {claim.version}, which was changed since: do not trust it.")
     highest.raise_to(claim.number)
     return claim
@@ -555,7 +555,7 @@ def _sign(store: ReleaseStore, before: Channel, after: Channel) -> Channel:
 def _list_digests(store: ReleaseStore, channel: Channel, trusted: Sequence[Path]) -> dict[str, str]:
     """The SHA-256 of what a statement on a channel is about, by name: the release and its blobs, or the empty channel.
 
-    Raises StatementError when the release needs a statement and that does not hold.
+    Raises StatementError when none of the keys in the files `trusted`, if there are any, has signed the release.
     """
     subjects: tuple[Subject, ...] = (Subject.of(channel_key(channel.name, channel.channel), b""),)
     if channel.version is not None:

@@ -26,7 +26,7 @@ class Highest:
         require_name("channel", channel)
         if config.memory is None:
             return cls(None)
-        store = hashlib.sha256(f"{config.endpoint or config.folder}\n{config.uri}".encode()).hexdigest()[:16]
+        store = hashlib.sha256(f"{config.endpoint or config.folder}\n{config.uri}".encode()).hexdigest()
         return cls(config.memory / store / name / channel)
 
     @property
@@ -45,7 +45,7 @@ class Highest:
 
     def raise_to(self, number: int) -> None:
         """Keep a number unless a higher one is kept. Raises StoreError when the file cannot be written."""
-        if self.path is None or number <= self.number:
+        if self.path is None:
             return
         with locked(self.path.with_name(f".{self.path.name}.lock")):
             if number <= self.number:

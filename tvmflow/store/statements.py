@@ -1,7 +1,6 @@
 """Signed statements: in-toto Statements in DSSE envelopes, about what the release store and the registry hold."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
@@ -53,7 +52,8 @@ class Envelope(Record):
     @property
     def signer(self) -> str:
         """The public key, in hexadecimal, that the envelope names; whether it has signed it is not checked."""
-        return self.signatures[0].keyid
+        (signature,) = self.signatures
+        return signature.keyid
 
     def to_bytes(self) -> bytes:
         """Return the envelope as JSON."""
@@ -70,7 +70,7 @@ class Envelope(Record):
 
 class _Statement(Record):
     type: Literal["https://in-toto.io/Statement/v1"] = Field(default="https://in-toto.io/Statement/v1", alias="_type")
-    subject: tuple[Subject, ...] = Field(min_length=1)
+    subject: tuple[Subject, ...]
     predicate_type: str = Field(alias="predicateType")
     predicate: dict[str, Any]
 
@@ -86,7 +86,7 @@ def sign(claim: Claim, subjects: Iterable[Subject], key: Path) -> Envelope:
 
     predicate = claim.model_dump(mode="json")
     statement = _Statement(subject=tuple(subjects), predicateType=claim.predicate_type, predicate=predicate)
-    payload = json.dumps(statement.model_dump(mode="json"), sort_keys=True).encode()
+    payload = statement.model_dump_json().encode()
     private = load_private(key)
     public = private.public_key()
     envelope = Dsse(payload, _PAYLOAD_TYPE, {})
