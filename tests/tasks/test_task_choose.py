@@ -55,6 +55,7 @@ def _built(library: str) -> Outcome[BuildResult]:
         schedules={},
         variants={},
         algorithms={},
+        fresh_outputs=True,
         llvm="20",
         inspected=artifact,
     )
