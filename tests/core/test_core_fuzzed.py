@@ -285,7 +285,7 @@ def test_a_target_is_resolved_or_refused(text: Any) -> None:
         mentions(error, "target")
         checked(error)
     else:
-        assert resolve(target.tvm).canonical == target.canonical
+        assert resolve(target.canonical).canonical == target.canonical
         assert target.threads >= 1
         assert set(target.features) == set(map(str, target.features))
 
