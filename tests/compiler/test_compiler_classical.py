@@ -105,6 +105,37 @@ def test_support_vector_regression_equals_onnx_runtime(assert_all_same: Check) -
     assert_all_same([*cases, regression("RBF", one_class=1)])
 
 
+def test_support_vector_classification_equals_onnx_runtime(assert_all_same: Check) -> None:
+    def classification(classes: int, has_probabilities: bool, kind: str, post: str) -> Any:
+        rng = np.random.default_rng(classes)
+        counts = rng.integers(1, 4, classes).tolist()
+        vectors, pairs = sum(counts), classes * (classes - 1) // 2
+        probabilities = {"prob_a": (-1 - rng.random(pairs)).tolist(), "prob_b": rng.normal(size=pairs).tolist()}
+        return _case(
+            "SVMClassifier",
+            _X,
+            outputs=[_INT64, _FLOAT],
+            kernel_type=kind,
+            kernel_params=[0.3, 0.5, 3.0],
+            support_vectors=rng.normal(size=vectors * 4).tolist(),
+            vectors_per_class=counts,
+            coefficients=rng.normal(size=(classes - 1) * vectors).tolist(),
+            rho=rng.normal(size=pairs).tolist(),
+            classlabels_ints=list(range(5, 5 + classes)),
+            post_transform=post,
+            **(probabilities if has_probabilities else {}),
+        )
+
+    assert_all_same(
+        [
+            *(classification(2, False, "RBF", post) for post in ("NONE", "LOGISTIC", "SOFTMAX")),
+            classification(2, True, "LINEAR", "NONE"),
+            classification(5, False, "POLY", "LOGISTIC"),
+            classification(4, True, "SIGMOID", "SOFTMAX_ZERO"),
+        ]
+    )
+
+
 def test_an_output_that_is_a_dictionary_becomes_its_scores(tmp_path: Path, target: Target) -> None:
     nodes = [
         classifier([4, 7, 9], [0, 1, 2], per_leaf=3),

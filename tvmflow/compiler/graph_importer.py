@@ -20,6 +20,7 @@ from tvmflow.compiler.onnx import (
     CONTROL,
     CONVERTERS,
     TAKES_SIZES,
+    WINDOWED,
     Converter,
     FreeSizeError,
     Node,
@@ -62,11 +63,17 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     `sizes` are the new sizes or names of symbols that the shapes recorded in the graph still mention. A node that
     cannot be imported is reported in `refusals`, with `advice`, and the import goes on with placeholders for its
-    results. `own` are the caller's converters, by operator.
+    results. `own` are the caller's converters, by operator. `smallest` are sizes that the model needs at least, by the
+    name of a free dimension.
     """
 
     def __init__(
-        self, model: onnx.ModelProto, sizes: Mapping[str, int | str], advice: str, own: Mapping[str, Converter]
+        self,
+        model: onnx.ModelProto,
+        sizes: Mapping[str, int | str],
+        advice: str,
+        own: Mapping[str, Converter],
+        smallest: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__({}, None, keep_params_in_input=True)
         self._own = own
@@ -79,7 +86,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._unexamined: set[str] = set()
         self._inferred: dict[str, onnx.TypeProto.Tensor] | None = None
         self._model = model
-        self.evaluator = SizeEvaluator()
+        self.evaluator = SizeEvaluator(smallest)
         self._control_nodes = 0
         self._functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
         # Pairs of sizes by the value that says whether they are equal.
@@ -281,6 +288,9 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         finally:
             # Another node may take the sizes for what they are.
             self._nodes.update(operands)
+        if operator_name(node) in WINDOWED:
+            for size in (dims_of(self._nodes[node.output[0]]) or ())[2:]:
+                self.evaluator.require(size)
         return False
 
     def _convert_node(self, node: onnx.NodeProto) -> None:

@@ -104,16 +104,24 @@ def survey_onnx(
     inputs = graph_inputs(graph)
     sizes = apply_shapes(label, graph, inputs, shapes or {})
     opset = standard_opset(model) or 1
-    importer = GraphImporter(model, sizes, advise(inputs), own)
-    importer.refusals.extend(type_refusals(graph))
-    output = io.StringIO()
-    mod: tvm.IRModule | None = None
-    try:
-        constants_to_initializers(graph)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(output):
-            warnings.simplefilter("ignore")
-            mod = importer.import_model(opset)
-    except Exception as error:  # TVM raises every kind of exception for graphs that it does not expect.
+    of_types = type_refusals(graph)
+
+    def attempt(smallest: Mapping[str, int]) -> tuple[GraphImporter, tvm.IRModule | None, Exception | None]:
+        importer = GraphImporter(model, sizes, advise(inputs), own, smallest)
+        importer.refusals.extend(of_types)
+        try:
+            constants_to_initializers(graph)
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+                warnings.simplefilter("ignore")
+                return importer, importer.import_model(opset), None
+        except Exception as error:  # TVM raises every kind of exception for graphs that it does not expect.
+            return importer, None, error
+
+    importer, mod, error = attempt({})
+    if importer.evaluator.lacks_bounds and importer.evaluator.smallest:
+        # Nodes that compute shapes stand before those that say how large the inputs are at least.
+        importer, mod, error = attempt(importer.evaluator.smallest)
+    if error is not None:
         if not importer.records:
             # The inputs already are in the way; the nodes are none the less looked through.
             importer.refusals.extend(missing_converter(node) for node in nodes_of(graph) if not importer.takes(node))

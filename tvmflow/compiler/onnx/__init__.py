@@ -22,6 +22,7 @@ from tvmflow.compiler.onnx import (
     recurrence,
     resize,
     signals,
+    support_vectors,
     trees,
     vision,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "CONTROL",
     "CONVERTERS",
     "TAKES_SIZES",
+    "WINDOWED",
     "Converter",
     "FreeSizeError",
     "Node",
@@ -115,7 +117,8 @@ _CLASSICAL: dict[str, Converter] = {
     "Normalizer": classical.convert_normalizer,
     "OneHotEncoder": classical.convert_one_hot_encoder,
     "Scaler": classical.convert_scaler,
-    "SVMRegressor": classical.convert_svm_regressor,
+    "SVMClassifier": support_vectors.convert_svm_classifier,
+    "SVMRegressor": support_vectors.convert_svm_regressor,
     "TreeEnsemble": trees.convert_ensemble,
     "TreeEnsembleClassifier": trees.convert_classifier,
     "TreeEnsembleRegressor": trees.convert_regressor,
@@ -198,6 +201,8 @@ BROADCASTING = {
     *("Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual"),
     *("Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor"),
 }
+# Operators that move a window over data, which must be as large as the window.
+WINDOWED = {"AveragePool", "Conv", "ConvInteger", "LpPool", "MaxPool", "QLinearConv"}
 # The operators of the standard that TVM's importer takes. It does not look at domains.
 _OF_TVM = onnx_frontend._get_convert_map().keys() - _NOT_STANDARD | {"Constant"}
 

@@ -20,7 +20,7 @@ def _floats(node: Node, position: int = 0) -> relax.Expr:
     return value if dtype_of(value) == "float32" else node.emit(relax.op.astype(value, "float32"))
 
 
-def _rows(node: Node) -> tuple[relax.Expr, int]:
+def rows_of(node: Node) -> tuple[relax.Expr, int]:
     """The operand as float32, of two dimensions, and the number of its columns."""
     dims = dims_of(node.inputs[0])
     if dims is None or len(dims) != 2 or not isinstance(dims[1], int):
@@ -179,7 +179,7 @@ def convert_linear_regressor(node: Node) -> relax.Expr:
 def convert_linear_classifier(node: Node) -> relax.Expr:
     """Write LinearClassifier as a dense layer; its results are labels and scores."""
     labels, post = class_labels(node, "classlabels_ints"), node.text("post_transform", "NONE")
-    _, features = _rows(node)
+    _, features = rows_of(node)
     count = len(node.attrs["coefficients"]) // features
     scores = _linear(node, count)
     if count > 1:
@@ -195,7 +195,7 @@ def convert_linear_classifier(node: Node) -> relax.Expr:
 
 
 def _linear(node: Node, targets: int) -> relax.Expr:
-    x, features = _rows(node)
+    x, features = rows_of(node)
     coefficients = np.asarray(node.attrs.get("coefficients", ()), "float32")
     if coefficients.size != targets * features:
         raise UnsupportedFormError(f"{coefficients.size} coefficients for {targets} targets of {features} features")
@@ -203,47 +203,3 @@ def _linear(node: Node, targets: int) -> relax.Expr:
     scores = node.emit(relax.op.matmul(x, const(weights)))
     intercepts = np.asarray(node.attrs.get("intercepts", ()), "float32")
     return node.emit(relax.op.add(scores, const(intercepts))) if intercepts.size else scores
-
-
-def convert_svm_regressor(node: Node) -> relax.Expr:
-    """Write SVMRegressor: the kernel of the rows with each support vector, then a sum."""
-    x, features = _rows(node)
-    coefficients = np.asarray(node.attrs.get("coefficients", ()), "float32")
-    rho = np.asarray(node.attrs.get("rho", (0.0,)), "float32")
-    if int(node.attrs.get("n_supports", 0)):
-        vectors = np.asarray(node.attrs["support_vectors"], "float32").reshape(-1, features)
-        kernel = _kernel(node, x, vectors, node.text("kernel_type", "LINEAR"))
-    else:
-        kernel = x
-    scores = node.emit(relax.op.matmul(kernel, const(np.ascontiguousarray(coefficients.reshape(-1, 1)))))
-    scores = node.emit(relax.op.add(scores, const(rho[:1])))
-    if int(node.attrs.get("one_class", 0)):
-        is_inside = node.emit(relax.op.greater(scores, const(0.0, "float32")))
-        return relax.op.where(is_inside, const(1.0, "float32"), const(-1.0, "float32"))
-    return transform(node, scores, node.text("post_transform", "NONE"))
-
-
-def _kernel(node: Node, x: relax.Expr, vectors: Array, kind: str) -> relax.Expr:
-    """The kernel function of each row and each vector [vectors, features]."""
-    emit = node.emit
-    gamma, shift, degree = (*(float(value) for value in node.attrs.get("kernel_params", ())), 0.0, 0.0, 0.0)[:3]
-    if kind == "RBF":
-        # Differences are squared one by one: squares apart would cancel each other.
-        count, features = vectors.shape
-        apart = emit(relax.op.subtract(emit(relax.op.expand_dims(x, 1)), const(vectors.reshape(1, count, features))))
-        square = emit(relax.op.sum(emit(relax.op.multiply(apart, apart)), 2))
-        return emit(relax.op.exp(emit(relax.op.multiply(square, const(-gamma, "float32")))))
-    product = emit(relax.op.matmul(x, const(np.ascontiguousarray(vectors.T))))
-    if kind == "LINEAR":
-        return product
-    product = emit(relax.op.add(emit(relax.op.multiply(product, const(gamma, "float32"))), const(shift, "float32")))
-    if kind == "POLY":
-        if degree != int(degree) or degree < 1:
-            raise UnsupportedFormError(f"a polynomial kernel of degree {degree}")
-        power = product
-        for _ in range(int(degree) - 1):
-            power = emit(relax.op.multiply(power, product))
-        return power
-    if kind == "SIGMOID":
-        return emit(relax.op.tanh(product))
-    raise UnsupportedFormError(f"kernel {kind!r}")

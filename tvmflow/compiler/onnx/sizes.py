@@ -4,6 +4,7 @@ Exporters write a reshape or an expansion as a chain of operators on the shape o
 With symbols for the free sizes such a chain is a list of expressions, and nothing of it is computed at run time.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +25,8 @@ _LARGEST = 1024
 _LARGEST_DENOMINATOR = 1 << 12
 # No axis is longer; exporters write numbers from here on for its end.
 LARGEST_SIZE = 10**9
+# No model is known to need a larger size at least.
+_LARGEST_LEAST = 1 << 20
 
 
 class NotEvaluatedError(Exception):
@@ -114,9 +117,15 @@ def _objects(items: Iterable[Any], shape: Sequence[int]) -> Array:
 
 
 class SizeEvaluator:
-    """Evaluates operators on sizes; every free dimension of the model's inputs has from one to 10^9 elements."""
+    """Evaluates operators on sizes; every free dimension of the model's inputs has from one to 10^9 elements.
 
-    def __init__(self) -> None:
+    `smallest` are the sizes that the model needs at least, by the name of a free dimension, as far as they are known;
+    `require` adds to them. `lacks_bounds` says whether some operator was not evaluated because a size may be negative.
+    """
+
+    def __init__(self, smallest: Mapping[str, int] | None = None) -> None:
+        self.smallest = dict(smallest or {})
+        self.lacks_bounds = False
         self._analyzer = sym.Analyzer()
         self._expressions = sym.Analyzer()
         self._new_symbols = 0
@@ -129,7 +138,17 @@ class SizeEvaluator:
     def declare(self, symbols: Iterable[tirx.Var]) -> None:
         """Declare that each of these variables is a size of at least one."""
         for symbol in symbols:
-            self._declare(symbol, 1)
+            self._declare(symbol, self.smallest.get(symbol.name, 1))
+
+    def require(self, size: Any) -> None:
+        """Learn from a size that is at least one, and grows with the only symbol in it, how large that one must be."""
+        symbols = [] if is_static(size) else list(tirx.analysis.undefined_vars(size))
+        if len(symbols) != 1 or self.holds(size >= 1) or not _value(size, symbols[0], _LARGEST_LEAST) >= 1:
+            return
+        (symbol,) = symbols
+        values = range(1, _LARGEST_LEAST)
+        self.smallest[symbol.name] = values[bisect_left(values, 1, key=lambda value: _value(size, symbol, value))]
+        self._analyzer.update(symbol, sym.ConstIntBound(self.smallest[symbol.name], LARGEST_SIZE), True)
 
     def _declare(self, symbol: tirx.Var, least: int) -> None:
         self._symbols.append(symbol)
@@ -338,6 +357,7 @@ class SizeEvaluator:
         if not _is_symbolic(a) and not _is_symbolic(b):
             return int(a / b) if abs(a) < 1 << 52 else self._refuse()
         if not self.holds(_size(a) >= 0) or not self.holds(_size(b) > 0):
+            self.lacks_bounds = True
             raise NotEvaluatedError
         return self._simple(tirx.floordiv(_size(a), _size(b)))
 
@@ -400,6 +420,13 @@ class SizeEvaluator:
             if self.holds(condition):
                 return answer
         raise NotEvaluatedError
+
+
+def _value(size: Any, symbol: tirx.Var, value: int) -> int:
+    """A size where its only symbol has a value."""
+    analyzer = sym.Analyzer()
+    analyzer.bind(symbol, tirx.IntImm("int64", value))
+    return int(analyzer.simplify(size))
 
 
 def _size(item: Any) -> Any:

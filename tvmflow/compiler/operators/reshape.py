@@ -28,7 +28,10 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -
         return None
     groups = list(_groups(inputs, outputs))
 
-    def compute(data: te.Tensor) -> te.Tensor:
+    def compute(data: te.Tensor, sizes: Sequence[Any]) -> te.Tensor:
+        # The function has variables of its own for the sizes.
+        inputs, outputs = list(data.shape), list(sizes)
+
         def element(*index: Any) -> Any:
             source: list[Any] = [0] * len(inputs)
             for axes, places in groups:
@@ -44,7 +47,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -
 
         return te.compute(outputs, element, name="reshape")
 
-    return builder.call_te(compute, call.args[0], primfunc_name_hint="reshape")
+    return builder.call_te(compute, call.args[0], after, primfunc_name_hint="reshape")
 
 
 def _groups(inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[_Group]:

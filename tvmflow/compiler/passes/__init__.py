@@ -12,7 +12,7 @@ from tvmflow.compiler.passes import attention, dimensions, folding, patterns, si
 from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.blocks import FuseBlocks
 from tvmflow.compiler.passes.fp16 import HalveProducts
-from tvmflow.compiler.passes.fusion import MarkFollowers, SeparateRepeats
+from tvmflow.compiler.passes.fusion import MarkFollowers, SeparateRepeats, SeparateSizes
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
@@ -82,6 +82,7 @@ def pass_names() -> list[str]:
         "StrassenProducts",
         "MarkFollowers",
         "SeparateRepeats",
+        "SeparateSizes",
         "LowerAttention",
         "LowerRecurrence",
         "LowerTrees",
@@ -145,6 +146,7 @@ def lower_passes(
         NameSizes(),
         relax.transform.AnnotateTIROpPattern(),
         MarkFollowers(),
+        SeparateSizes(),
         SeparateRepeats(),
         relax.transform.FoldConstant(),
         relax.transform.DeadCodeElimination(),

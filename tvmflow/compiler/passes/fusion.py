@@ -3,13 +3,13 @@
 from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.operators.common import FOLLOWS, static
 
 # TVM's kinds of functions, values of the attribute `op_pattern`.
-_ELEMENT_WISE, _BROADCAST, _INJECTIVE, _KERNEL = 0, 1, 2, 4
+_ELEMENT_WISE, _BROADCAST, _INJECTIVE, _KERNEL, _OPAQUE = 0, 1, 2, 4, 8
 
 
 @tvm.transform.module_pass(opt_level=0, name="MarkFollowers")
@@ -21,6 +21,19 @@ class MarkFollowers:
         for variable, function in mod.functions_items():
             if FOLLOWS.keys() & dict(function.attrs or {}).keys():
                 mod.update_func(variable, function.with_attr("op_pattern", _ELEMENT_WISE))
+        return mod
+
+
+@tvm.transform.module_pass(opt_level=0, name="SeparateSizes")
+class SeparateSizes:
+    """Keeps a function that makes a tensor of nothing but sizes apart: TVM cannot fuse it with one of other sizes."""
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module with the attribute `op_pattern` of these functions set to that of an opaque function."""
+        for variable, function in mod.functions_items():
+            operands = function.params[:-1] if isinstance(function, PrimFunc) else ()
+            if operands and not any(tirx.is_buffer_var(param) for param in operands):
+                mod.update_func(variable, function.with_attr("op_pattern", _OPAQUE))
         return mod
 
 

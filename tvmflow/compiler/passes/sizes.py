@@ -143,6 +143,9 @@ def _rewritten(function: PrimFunc, call: relax.Call) -> _Callee:
             size = tirx.Var(f"size{next(numbers)}", dim.ty)
             table[_key(core)] = size if isinstance(number, int) else size - number
             table[_key(dim)] = size
+        elif isinstance(core, _OPAQUE) and _key(dim) not in table:
+            # By the variable of the other dimension it would get another expression in a function that is fused.
+            table[_key(dim)] = tirx.Var(f"size{next(numbers)}", dim.ty)
     for core in _opaque_parts(dims, table):
         size = tirx.Var(f"size{next(numbers)}", core.ty)
         table[_key(core)] = scalars[size] = size
@@ -156,6 +159,11 @@ def _rewritten(function: PrimFunc, call: relax.Call) -> _Callee:
             table[key] = _by_quotients(expr, quotients, table)
         return table.get(key, expr)
 
+    # One size has one expression, as TVM compares the buffers of functions that it fuses by structure.
+    analyzer = tvm.sym.Analyzer()
+    for dim in dims:
+        if _key(dim) not in table:
+            table[_key(dim)] = analyzer.simplify(tvm_ffi.structural_map(dim, [(_COMPOUND, replace)], order="pre"))
     mapped = tvm_ffi.structural_map(function, [(_COMPOUND, replace)], order="pre") if table else function
     tensors = [place for place, shape in enumerate(shapes[:arguments]) if shape is not None]
     params = list(mapped.params)
