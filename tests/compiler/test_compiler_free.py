@@ -89,6 +89,21 @@ _CASES: list[tuple[str, list[onnx.NodeProto], list[Any], list[tuple[int, ...]]]]
         [(2, 5, 4), (3, 8, 4)],
     ),
     (
+        "pad what was halved and doubled to the original's size",
+        [
+            _node("MaxPool", ["x"], ["small"], kernel_shape=[2], strides=[2]),
+            _node("Concat", ["small", "small"], ["large"], axis=2),
+            _node("Shape", ["x"], ["shape"], start=2, end=3),
+            _node("Shape", ["large"], ["own"], start=2, end=3),
+            _node("Sub", ["shape", "own"], ["missing"]),
+            _node("Concat", ["zero", "zero", "zero", "zero", "zero", "missing"], ["widths"], axis=0),
+            _node("Pad", ["large", "widths"], ["z"]),
+            _node("Add", ["x", "z"], ["y"]),
+        ],
+        ["n", 4, "t"],
+        [(2, 4, 5), (3, 4, 8)],
+    ),
+    (
         "remove a dimension that is one when the model runs",
         [_node("Squeeze", ["x", "one"], ["z"]), _node("Relu", ["z"], ["y"])],
         ["n", "t", 4],

@@ -8,6 +8,7 @@ import onnx
 import tvm
 from tvm import relax, te
 
+from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
@@ -103,19 +104,23 @@ def _pad_by_sizes(node: Node) -> relax.Expr:
 def pad_axis(node: Node, data: relax.Expr, axis: int, widths: Sequence[Any], fill: relax.Expr) -> relax.Expr:
     """Return the data with elements `fill` along an axis: `widths[0]` before it and `widths[1]` after it.
 
-    A width may be symbolic. Raises FreeSizeError for one that may be negative.
+    A width may be symbolic. One that may be negative is checked when the model runs.
     """
-    dims = dims_of(data) or []
-    if not all(node.evaluator.holds(width >= 0) for width in widths):
-        raise FreeSizeError("a symbolic width that may be negative")
+    dims, evaluator = dims_of(data) or [], node.evaluator
+    are_whole = all(evaluator.holds(width >= 0) for width in widths)
+    sizes = widths if are_whole else [evaluator.greatest(width, 0) for width in widths]
     edges = [
         None
-        if is_static(width) and not width
-        else node.emit(relax.op.broadcast_to(fill, relax.ShapeExpr([*dims[:axis], width, *dims[axis + 1 :]])))
-        for width in widths
+        if is_static(size) and not size
+        else node.emit(relax.op.broadcast_to(fill, relax.ShapeExpr([*dims[:axis], size, *dims[axis + 1 :]])))
+        for size in sizes
     ]
     parts = [part for part in (edges[0], data, edges[1]) if part is not None]
-    return data if len(parts) == 1 else node.emit(relax.op.concat(parts, axis))
+    padded = data if len(parts) == 1 else node.emit(relax.op.concat(parts, axis))
+    if are_whole:
+        return padded
+    whole = evaluator.add(evaluator.add(dims[axis], widths[0]), widths[1])
+    return cast_to(node.builder, padded, [*dims[:axis], whole, *dims[axis + 1 :]])
 
 
 def convert_space_to_depth(node: Node) -> relax.Expr | None:
