@@ -185,7 +185,7 @@ def test_a_release_lives_through_a_restart_of_its_servers(
         result = served.finish(process)
         assert result.code == 0, result.stderr
         store = ReleaseStore(s3)
-        assert store.verify_release("restarted", "1")["mlflow_run_id"] == result.document["mlflow_run_id"]
+        assert store.verify_release("restarted", "1").mlflow_run_id == result.document["mlflow_run_id"]
         assert [version.version for version in served.versions("restarted")] == ["1"]
         runs = served.mlflow.search_runs([served.mlflow.get_experiment_by_name("tvmflow").experiment_id])
         assert {run.info.status for run in runs} == {"FINISHED"}
