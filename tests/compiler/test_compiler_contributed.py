@@ -205,6 +205,23 @@ def _attention_cases() -> list[Case]:
     ]  # fmt: skip
 
 
+def _few_bits_cases() -> list[Case]:
+    def product(bits: int, depth: int, block: int, **more: Any) -> Case:
+        rng, blocks = np.random.default_rng(bits), -(-depth // block)
+        packed = rng.integers(0, 256, (24, blocks, block * bits // 8)).astype("uint8")
+        operands = {"x": normal(2, 5, depth), "W": packed, "S": np.abs(normal(24, blocks)) / 8, **more}
+        return _case("MatMulNBits", operands, K=depth, N=24, bits=bits, block_size=block)
+
+    points = np.random.default_rng(0).integers(0, 256, (24, 2)).astype("uint8")
+    return [
+        product(4, 64, 16),
+        product(4, 50, 16, Z=points),
+        product(4, 64, 32, Z=None, g=None, B=normal(24)),
+        product(8, 64, 32),
+        product(8, 64, 32, Z=points),
+    ]
+
+
 def _other_cases() -> list[Case]:
     x, gamma, beta = normal(2, 5, 16), normal(16), normal(16, seed=1)
     ids, words = _ids(2, 5, below=20), {"W": normal(20, 16), "P": normal(9, 16), "S": normal(2, 16)}
@@ -234,7 +251,9 @@ def _other_cases() -> list[Case]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cases", [_attention_cases, _other_cases], ids=["attention", "others"])
+@pytest.mark.parametrize(
+    "cases", [_attention_cases, _few_bits_cases, _other_cases], ids=["attention", "bits", "others"]
+)
 def test_operators_of_the_optimizer_equal_onnx_runtime(
     cases: Callable[[], list[Case]], assert_all_same: Callable[..., CompiledModel]
 ) -> None:

@@ -159,3 +159,55 @@ def convert_col2im(node: Node) -> relax.Expr:
         return te.compute(shape, element, name="fold")
 
     return node.builder.call_te(fold, node.inputs[0], primfunc_name_hint="col2im")
+
+
+def convert_deform_conv(node: Node) -> relax.Expr:
+    """Write DeformConv as samples of the image at moved places, then a product with the weights of each group."""
+    data, weight, offset = node.inputs[:3]
+    dims, kernel, places = (dims_of(value) for value in (data, weight, offset))
+    if dims is None or kernel is None or places is None or len(dims) != 4:
+        raise UnsupportedFormError("an image of other than two known dimensions")
+    if not all(isinstance(size, int) for size in (dims[1], *kernel)):
+        raise FreeSizeError("a symbolic number of channels")
+    emit, (batch, channels), (height, width) = node.emit, dims[:2], places[2:]
+    groups, moves = (int(node.attrs.get(name, 1)) for name in ("group", "offset_group"))
+    outputs, _, *taps = kernel
+    count = taps[0] * taps[1]
+
+    def sample(image: te.Tensor, offset: te.Tensor, *mask: te.Tensor) -> te.Tensor:
+        lines, columns = image.shape[2:]
+        strides, dilations = (node.attrs.get(name, [1, 1]) for name in ("strides", "dilations"))
+        pads = node.attrs.get("pads", [0] * 4)
+
+        def element(n: Any, c: Any, tap: Any, y: Any, x: Any) -> Any:
+            move = te.indexdiv(c, channels // moves) * count + tap
+            steps = (te.indexdiv(tap, taps[1]), te.indexmod(tap, taps[1]))
+            where = [
+                (place * strides[axis] - pads[axis] + steps[axis] * dilations[axis]).astype(offset.dtype)
+                + offset[n, 2 * move + axis, y, x]
+                for axis, place in enumerate((y, x))
+            ]
+            first = [te.floor(place) for place in where]
+            total: Any = tirx.const(0, image.dtype)
+            for corner in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                line, column = (first[axis].astype("int64") + corner[axis] for axis in (0, 1))
+                shares = [
+                    1 - te.abs(where[axis] - first[axis] - tirx.const(corner[axis], offset.dtype)) for axis in (0, 1)
+                ]
+                is_inside = te.all(line >= 0, line < lines, column >= 0, column < columns)
+                pixel = te.if_then_else(is_inside, image[n, c, line, column], tirx.const(0, image.dtype))
+                total = total + pixel * shares[0] * shares[1]
+            return total * mask[0][n, move, y, x] if mask else total
+
+        return te.compute((image.shape[0], channels, count, *offset.shape[2:]), element, name="sample")
+
+    masks = [] if node.input(4) is None else [node.inputs[4]]
+    samples = emit(node.builder.call_te(sample, data, offset, *masks, primfunc_name_hint="deform"))
+    pixels = node.evaluator.multiply(height, width)
+    samples = emit(relax.op.reshape(samples, [batch, groups, channels // groups * count, pixels]))
+    matrix = emit(relax.op.reshape(weight, [groups, outputs // groups, channels // groups * count]))
+    result = emit(relax.op.matmul(matrix, samples))
+    result = emit(relax.op.reshape(result, [batch, outputs, height, width]))
+    if node.input(3) is None:
+        return result
+    return relax.op.add(result, emit(relax.op.reshape(node.inputs[3], [1, outputs, 1, 1])))
