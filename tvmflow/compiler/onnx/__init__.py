@@ -104,6 +104,7 @@ _STANDARD: dict[str, Converter] = {
     "ThresholdedRelu": elementwise.convert_thresholded_relu,
     "Tile": movement.convert_tile,
     "TopK": indexing.convert_top_k,
+    "Upsample": resize.convert_upsample,
 }
 
 # Operators of the domain ai.onnx.ml.

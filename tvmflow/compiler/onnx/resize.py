@@ -82,6 +82,13 @@ def convert_resize(node: Node) -> relax.Expr | None:
     return result
 
 
+def convert_upsample(node: Node) -> relax.Expr:
+    """Write Upsample as the Resize that replaced it."""
+    scales = node.input(1) if node.opset >= 9 else const(np.asarray(node.attrs["scales"], "float32"))
+    attributes: dict[str, Any] = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    return node.apply("Resize", node.inputs[0], None, scales, mode=node.text("mode", "nearest"), **attributes)
+
+
 _COORDINATES_OF_TVM = {
     *("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel", "tf_half_pixel_for_nn"),
     "tf_crop_and_resize",

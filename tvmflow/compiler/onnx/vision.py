@@ -11,6 +11,9 @@ from tvmflow.compiler.onnx.indexing import pad_axis
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
+# The opset in which the regions of RoiAlign got their offset.
+_HALF_PIXELS = 16
+
 
 def convert_padding(operator: str) -> Converter:
     """Return a converter that pads the data of a convolution or pooling where auto_pad depends on symbolic sizes.
@@ -117,14 +120,18 @@ def convert_non_max_suppression(node: Node) -> relax.Expr | None:
     return None
 
 
-def convert_roi_align(node: Node) -> relax.Expr | None:
-    """Refuse RoiAlign of mode max, which TVM computes otherwise than ONNX: raise UnsupportedFormError.
+def convert_roi_align(node: Node) -> None:
+    """Move the regions of RoiAlign by half a pixel of the features, where TVM's converter takes half one of the image.
 
-    Returns None for mode avg, which leaves the node to TVM's converter.
+    Raises UnsupportedFormError for mode max, which TVM computes otherwise than ONNX.
     """
     if node.text("mode", "avg") != "avg":
         raise UnsupportedFormError("mode 'max'")
-    return None
+    default = "half_pixel" if node.opset >= _HALF_PIXELS else "output_half_pixel"
+    scale = float(node.attrs.get("spatial_scale", 1.0))
+    if node.text("coordinate_transformation_mode", default) == "half_pixel" and scale != 1.0:
+        rois = node.inputs[1]
+        node.inputs[1] = node.emit(relax.op.add(rois, const(0.5 - 0.5 / scale, dtype_of(rois))))
 
 
 def convert_col2im(node: Node) -> relax.Expr:
