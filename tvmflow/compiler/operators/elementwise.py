@@ -56,15 +56,15 @@ def legalize_extreme(
     first, second = sorted(call.args, key=_is_free_of_nan, reverse=True)
     may_be_nan = not _is_free_of_nan(first)
     limit = None if may_be_nan or first.ty.ndim else tirx.const(first.value.numpy().item(), dtype)
-    name = "maximum" if largest else "minimum"
+    name, shape = "maximum" if largest else "minimum", list(call.ty.shape.values)
 
     def compute(*tensors: te.Tensor) -> te.Tensor:
         def element(*index: Any) -> Any:
-            *others, b = (_element(tensor, index) for tensor in tensors)
+            *others, b = (_element(tensor, index, shape) for tensor in tensors)
             a = others[0] if others else limit
             return tirx.Select(vectormath.is_nan(a, dtype), a, extreme(a, b)) if may_be_nan else extreme(a, b)
 
-        return te.compute(list(call.ty.shape.values), element, name=name)
+        return te.compute(shape, element, name=name)
 
     operands = [first, second] if limit is None else [second]
     return builder.call_te(compute, *operands, primfunc_name_hint=name)
@@ -74,7 +74,15 @@ def _is_free_of_nan(tensor: relax.Expr) -> bool:
     return isinstance(tensor, tvm.ir.GenericConst) and not np.isnan(tensor.value.numpy()).any()
 
 
-def _element(tensor: te.Tensor, index: Sequence[Any]) -> Any:
-    """The element of a tensor at an index of the shape to which it is broadcast."""
-    own = index[len(index) - len(tensor.shape) :]
-    return tensor(*(0 if static(size) == 1 else place for place, size in zip(own, tensor.shape, strict=True)))
+def _element(tensor: te.Tensor, index: Sequence[Any], shape: Sequence[Any]) -> Any:
+    """The element of a tensor at an index of the `shape` to which it is broadcast.
+
+    A dimension of 1 that stays 1 keeps its index: TVM fuses what reads at the same place as it writes.
+    """
+    first = len(index) - len(tensor.shape)
+    return tensor(
+        *(
+            0 if static(own) == 1 and static(size) != 1 else place
+            for place, own, size in zip(index[first:], tensor.shape, shape[first:], strict=True)
+        )
+    )
