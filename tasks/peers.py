@@ -68,7 +68,8 @@ class Figures(Record):
     """The figures of one runner over all rounds.
 
     `percentiles_ms` are None where the `runs` are too few. `load_ms`, `first_ms` and `peak_memory`, in bytes, are
-    medians over the rounds' processes. `joules` is the energy of the processor per run, None where it is not told.
+    medians over the rounds' processes. `joules` is the energy of the processor per run, None where the machine does not
+    report it.
     """
 
     runs: int

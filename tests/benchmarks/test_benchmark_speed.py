@@ -85,6 +85,7 @@ def test_a_runner_that_fails_leaves_the_others_measured(module: Import, state: P
     assert measured["onnxruntime"].runs >= 6
 
 
+@pytest.mark.long
 def test_a_process_is_stopped_while_it_is_not_its_turn(module: Import, state: Path, tmp_path: Path) -> None:
     prepare, runners = module("prepare"), module("runners")
     model = module("catalogue").MODELS["digits"]

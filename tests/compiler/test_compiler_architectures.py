@@ -154,6 +154,7 @@ class _FirstResult(torch.nn.Module):
         return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", scale.choose(normal=["regnet"], long=list(_ARCHITECTURES)))
 def test_architectures_equal_onnx_runtime(
     name: str, tmp_path: Path, assert_same_as_onnxruntime: Callable[..., CompiledModel]

@@ -35,7 +35,7 @@ RunBuilt = Callable[..., list[Array]]
 MakeModel = Callable[..., Path]
 
 
-@pytest.fixture(params=["bf16", "int8"])
+@pytest.fixture(params=scale.choose(normal=["int8"], long=["bf16", "int8"]))
 def reduced_precision(request: pytest.FixtureRequest) -> tuple[Precision, Target]:
     """A reduced precision, and the target that has its dot products."""
     return request.param, request.getfixturevalue(request.param)

@@ -119,6 +119,7 @@ def test_cores_that_share_the_units_of_each_step_equal_onnx_runtime(assert_all_s
     assert_all_same(cases)
 
 
+@pytest.mark.long
 def test_sequences_before_steps_equal_those_after(tmp_path: Path, target: Target) -> None:
     for place, case in enumerate(
         [
@@ -179,6 +180,7 @@ def test_the_sums_of_a_tile_fit_into_the_registers(kind: str, batch: int) -> Non
 _TANH, _SIGMOID = ("Tanh", 0.0, 0.0), ("Sigmoid", 0.0, 0.0)
 
 
+@pytest.mark.long
 def test_recurrences_stay_within_their_buffers() -> None:
     target = resolve("".join(runnable_levels()[-1:]) or "native")
     functions = {}

@@ -19,6 +19,9 @@ Compile = Callable[..., Path]
 MakeInputs = Callable[[int], Arrays]
 InPython = Callable[[Path, Arrays], Arrays]
 
+# The cross build and the emulation take a fortieth of all tests.
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("target", "weights"),

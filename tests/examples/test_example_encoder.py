@@ -80,6 +80,7 @@ def test_the_sample_mask_of_a_single_token_keeps_it(example: dict[str, ModuleTyp
     np.testing.assert_array_equal(example["data"].mask((3, 1), seed=0), np.ones((3, 1)))
 
 
+@pytest.mark.long
 def test_the_compiled_encoder_of_any_batch_and_length_equals_onnx_runtime(
     example: dict[str, ModuleType], tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_the_state_dict_has_torchvisions_names_shapes_and_dtypes(shapes: dict[st
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == STATE_DICTS[name]
 
 
+@pytest.mark.long
 # Without calibration the activations of the first vanish and those of the third grow.
 @pytest.mark.parametrize("name", scale.choose(normal=NETWORKS[:1], long=NETWORKS))
 def test_the_top_class_of_an_untrained_network_depends_on_the_picture(

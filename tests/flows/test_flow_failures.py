@@ -150,6 +150,7 @@ def listening(address: str) -> Iterator[Callable[[], bool]]:
             thread.join()
 
 
+@pytest.mark.long
 def test_a_release_lives_through_a_restart_of_its_servers(
     machine: Any, databases: Databases, make: Any, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def _machine(fresh_machine: Any, api: str, login: str | None) -> Any:
     return replace(fresh_machine, settings={"TVMFLOW_PREFECT_API_URL": api, **entries})
 
 
+@pytest.mark.long
 def test_commands_log_in_with_the_login_of_their_environment(fresh_machine: Any, guarded: str, file: Path) -> None:
     assert requests.post(f"{guarded}/deployments/filter", json={}, timeout=30).status_code == 401
     machine = _machine(fresh_machine, guarded, f"{USER}:{PASSWORD}")

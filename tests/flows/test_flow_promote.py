@@ -167,6 +167,7 @@ def test_a_release_is_promoted_to_its_automatic_channels(shipped: Shipped) -> No
     assert shipped.held("empty") == (None, None)
 
 
+@pytest.mark.long
 def test_the_list_shows_which_channels_hold_a_release(shipped: Shipped) -> None:
     shipped.promoted("1", "any")
     holding = {release["version"]: release["held_by"] for release in shipped.machine.run("list", "--json").document}

@@ -96,6 +96,7 @@ def test_an_approved_promotion_goes_on_and_moves_the_channel(released: Any) -> N
     assert "no promotion" in again.sentence
 
 
+@pytest.mark.long
 def test_a_rejected_promotion_leaves_the_channel_and_puts_the_alias_back(released: Any) -> None:
     waits = _ask(released, "no")
     rejected = released.run("approve", waits["run"], "--reject", "--why", "not on a Friday", "--json")

@@ -97,6 +97,7 @@ def test_a_release_says_which_source_version_it_is_of(house: House, found: list[
     assert [run.data.tags["tvmflow.verdict"] for run in runs] == ["passed"]
 
 
+@pytest.mark.long
 def test_aliases_that_cannot_be_followed_are_put_back(house: House, found: list[Findings]) -> None:
     client = house.machine.mlflow
     client.delete_registered_model_alias("reconciled", "staging")

@@ -124,6 +124,7 @@ def test_an_interrupt_ends_targets_that_are_made_side_by_side(served: Any, folde
     assert not [child.cmdline() for child in alive]
 
 
+@pytest.mark.long
 def test_a_release_that_died_before_it_noted_its_version_goes_on_with_that(
     served: Any, make: Any, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_gate_that_is_not_kept_refuses_the_release(digits: Any) -> None:
     assert "max_bundle_mb" in verdict["reasons"][0]
 
 
+@pytest.mark.long
 def test_a_gate_on_a_ratio_is_decided_by_as_many_rounds_as_it_takes(digits: Any) -> None:
     sections = {
         "benchmark": {"repeats": 5, "rounds": 1, "peers": ["onnxruntime"]},

@@ -96,7 +96,7 @@ def _run(folder: Path, program: str, environment: dict[str, str]) -> None:
     ("name", "model"),
     [
         ("factory", {"factory": "network:create", "arguments": {"width": 6}, "weights": "weights.pt"}),
-        ("exported", {"pt2": "network.pt2"}),
+        pytest.param("exported", {"pt2": "network.pt2"}, marks=pytest.mark.long),
     ],
 )
 def test_a_pytorch_model_is_released(machine: Any, folder: Path, make: Any, name: str, model: dict[str, Any]) -> None:

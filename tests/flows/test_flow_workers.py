@@ -159,6 +159,7 @@ def second(cluster: Cluster) -> Iterator["subprocess.Popen[str]"]:
         yield worker
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("first", "second")
 def test_a_release_is_fanned_out_over_two_workers_and_found_by_every_machine(
     cluster: Cluster, make: Any, tmp_path: Path

@@ -8,6 +8,7 @@ from typing import Any
 import click
 import pytest
 
+from support import scale
 from tvmflow import __version__
 
 SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|ACCESS_KEY|AUTH_STRING|ENCRYPTION_KEY")
@@ -58,7 +59,13 @@ def test_the_commands_of_tvmflow_exist(containers: list[Any]) -> None:
         command.make_context(name, list(arguments))
 
 
-@pytest.mark.parametrize("words", [("server", "start"), ("worker", "start"), ("work-pool", "create")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    scale.choose(
+        normal=[("server", "start")], long=[("server", "start"), ("worker", "start"), ("work-pool", "create")]
+    ),
+    ids=" ".join,
+)
 def test_the_commands_of_prefect_exist(containers: list[Any], words: tuple[str, str]) -> None:
     lines = [container.command for container in containers if container.command[:3] == ["prefect", *words]]
     assert lines

@@ -91,6 +91,7 @@ def test_a_file_that_is_no_database_is_refused_at_once(tmp_path: Path) -> None:
         Registry(embedded_registry(tmp_path)).check()
 
 
+@pytest.mark.long
 def test_two_processes_that_open_a_new_registry_share_it(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from tvmflow.registry import Registry, embedded_registry\n"

@@ -91,6 +91,7 @@ def test_a_server_that_does_not_start_is_named_and_the_others_are_ended(
     assert machine.processes() == []
 
 
+@pytest.mark.long
 def test_an_interrupt_leaves_nothing_and_two_do_not_start_one_stack(machine: Any) -> None:
     with machine.start("up", *(f"--{name}-port={port}" for name, port in machine.ports.items())) as starting:
         assert "S3" in starting.stderr.readline()

@@ -74,6 +74,7 @@ def test_the_deployments_of_the_release_files_and_mlflows_webhook_are_registered
     assert webhook.url == f"{stack.address('receiver')}/webhooks/mlflow"
 
 
+@pytest.mark.long
 def test_what_died_is_started_again_and_what_runs_is_left_alone(stack: Any) -> None:
     run = stack.start_endless_run()
     before = stack.status()[1]

@@ -32,6 +32,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Spec:
     return release_file.parse(document, folder)
 
 
+@pytest.mark.long
 def test_a_cached_step_is_looked_up_anew_when_the_store_has_a_better_record(spec: Spec, native: Target) -> None:
     def emit(done: float, total: float, message: str) -> None:
         """Nobody watches."""

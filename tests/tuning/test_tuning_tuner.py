@@ -151,6 +151,7 @@ def test_a_baseline_that_hangs_does_not_end_the_run(
     assert report.tasks[0].best_seconds is not None
 
 
+@pytest.mark.long
 def test_workers_killed_in_mid_run_do_not_end_it(conv: PrimFunc, native: Target, store: RecordStore) -> None:
     others = set(psutil.Process().children())
 
