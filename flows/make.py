@@ -96,9 +96,9 @@ def _make(key: str, artifact: Artifact, section: Store) -> None:
         workspace = open_workspace(settings, releases, section)
 
         def fetch(*artifacts: Artifact) -> None:
-            outlast(lambda: _fetch(workspace, artifacts, releases.config.uri), outage, threading.Event())
+            outlast(lambda: _fetch(workspace, artifacts, releases.config.uri), outage)
 
-        outlast(releases.check, outage, threading.Event())
+        outlast(releases.check, outage)
         fetch(artifact)
         job = MakeJob.model_validate_json(workspace.path(artifact).read_bytes())
         if MAKE.key(workspace_runner(workspace, settings, job), job) != key:

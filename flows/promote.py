@@ -2,18 +2,17 @@
 
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any, Literal
 
 from prefect import flow
 from prefect.input import RunInput
-from pydantic import AliasChoices, Field
 
 from flows.context import RunContext, patience
 from tasks.gate import GateJob, gate, integrity
 from tasks.step import StepRunner
 from tvmflow import promotion
 from tvmflow import settings as machine
+from tvmflow.documents import Message
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
 from tvmflow.outages import outlast
@@ -48,7 +47,7 @@ class PromotionSummary(Record):
     channel: str
     from_version: str | None
     status: Literal["moved", "unchanged", "waiting", "superseded", "refused", "left"]
-    message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
+    message: Message
     who: str
     when: str | None = None
     why: str = ""
@@ -102,7 +101,7 @@ def promote(
                 flow_run_id=run_id,
             )
 
-        return outlast(promote_once, outage, Event()).model_dump(mode="json")
+        return outlast(promote_once, outage).model_dump(mode="json")
 
 
 def promote_release(

@@ -65,15 +65,15 @@ def compare_latency(
 ) -> Comparison:
     """Measure two bundles in turn, each on the number of threads that it would use here.
 
-    They run on `inputs`, arrays by name, by default on the golden sample of `candidate`. They take turns run by run, in
-    random order, so that other load on the machine slows both. Each pair runs in a new process, because the placement
-    of memory makes a bundle faster or slower by several per cent throughout a process. Processes print to `log` and are
-    killed after `timeout` seconds; `progress` gets the number of pairs done and the budget. The comparison ends when
-    the ratio of the latencies is clearly above or below each of the `bounds`, or after as many pairs as fit into
-    `seconds`, 12 to 150 of them: the duration of the first pair tells how many, before any ratio is looked at. A
-    `slowdown` above 0 makes each run of the candidate longer by that share of its time, to try the comparison. The
-    times of all runs are written to the file `samples`, where one is given. Raises BundleError for a bundle that does
-    not run here, InputError where `baseline` takes other inputs.
+    They run on `inputs`, arrays by name, by default on the golden sample of `candidate`. They take turns run by run, so
+    that other load on the machine slows both; which is loaded first, and which runs first, is random. Each pair runs in
+    a new process, because the placement of memory makes a bundle faster or slower by several per cent throughout a
+    process. Processes print to `log` and are killed after `timeout` seconds; `progress` gets the number of pairs done
+    and the budget. The comparison ends when the ratio of the latencies is clearly above or below each of the `bounds`,
+    or after as many pairs as fit into `seconds`, 12 to 150 of them: the duration of the first pair tells how many,
+    before any ratio is looked at. A `slowdown` above 0 makes each run of the candidate longer by that share of its
+    time, to try the comparison. The times of all runs are written to the file `samples`, where one is given. Raises
+    BundleError for a bundle that does not run here, InputError where `baseline` takes other inputs.
     """
     limits = read_manifest(candidate).max_threads, read_manifest(baseline).max_threads
     threads = min(host().cores, limits[0] or host().cores), min(host().cores, limits[1] or host().cores)

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import AliasChoices, Field
-
 from tasks.build import BuildResult
 from tasks.choose import tuned_sample
 from tasks.comparison import compare_latency
@@ -17,6 +15,7 @@ from tasks.step import ChildStep, Job, Step, StepRunner
 from tasks.tune import TuneJob, TuneResult, run_job, shared_records
 from tvmflow.bundle import read_manifest
 from tvmflow.comparison import Interval
+from tvmflow.documents import Message
 from tvmflow.process import Emit
 from tvmflow.spec import Spec, Tune
 from tvmflow.target import Target
@@ -59,7 +58,7 @@ class Gain(StepResult):
     target: str
     better: bool
     worse: bool
-    message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
+    message: Message
     ratio: float
     ratios: tuple[float, ...]
     interval: Interval | None = None

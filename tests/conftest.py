@@ -15,6 +15,7 @@ from support import durations, scale, servers, skips
 from support.command_server import CommandServer, command_server
 from support.databases import Databases
 from support.processes import clean_environment
+from tvmflow.bundle import keygen
 
 # A shell starts what runs in the background with SIGINT ignored, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -110,6 +111,13 @@ class _ByUnit(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
     """Give each process one unit of tests after the other."""
     return _ByUnit(config, log)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    """A new private key; the public one lies beside it, in `key.pub`."""
+    keygen(tmp_path / "key")
+    return tmp_path / "key"
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,26 @@
 """Documents that outlive the tvmflow that wrote them: their bytes, and readers of every format ever written."""
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import ValidationError
+from pydantic import AliasChoices, Field, ValidationError
 
 from tvmflow.errors import StoreError
+from tvmflow.spec.messages import printable
 from tvmflow.workspace import Record
 
 Reader = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Turns the JSON of one format into that of the next; may raise whatever a damaged document leads to."""
+
+
+Message = Annotated[str, Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")]
+"""A sentence about a value, for people; its key in JSON is `told`, as ever."""
+
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class Document(Record):
@@ -64,18 +74,46 @@ def decode(kind: type[D], content: bytes, place: str, remedy: str = "restore it 
             raise StoreError(f"{place} has format {number}, this tvmflow reads up to {newest}; upgrade tvmflow.")
         for step in range(number, newest):
             document = kind.older[step](document)
-        current = json.dumps({**document, "format": newest}, allow_nan=False)
+        if fault := _find_fault(document):
+            raise StoreError(f"{place} is damaged ({printable(fault)}): {remedy}.")
+        current = json.dumps({**document, "format": newest})
         return kind.model_validate_json(current, strict=True)
     except ValidationError as error:
         problem = error.errors()[0]
-        field = ascii(".".join(map(str, problem["loc"])))[1:-1]
+        field = _join(problem["loc"])
         if problem["type"] == "extra_forbidden":
             raise StoreError(
-                f"{place} has a field that this tvmflow does not know, {field}: upgrade tvmflow."
+                f"{place} has a field that this tvmflow does not know, {printable(field)}: upgrade tvmflow."
             ) from error
-        raise StoreError(f"{place} is damaged ({field}: {problem['msg']}): {remedy}.") from error
+        fault = printable(f"{field}: {problem['msg']}")
+        raise StoreError(f"{place} is damaged ({fault}): {remedy}.") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise StoreError(f"{place} is damaged ({str(error)!a}): {remedy}.") from error
+        raise StoreError(f"{place} is damaged ({printable(str(error))}): {remedy}.") from error
+
+
+def _find_fault(value: Any, *keys: str) -> str | None:
+    """The first value or key of a document that cannot be written as JSON again: the keys to it, and its fault."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        path = (*keys, str(key))
+        if problem := _describe_fault(key) or _describe_fault(item):
+            return f"{_join(path)}: {problem}"
+        if fault := _find_fault(item, *path):
+            return fault
+    return None
+
+
+def _join(keys: Sequence[int | str]) -> str:
+    """The keys that lead to a value of a document, as one text; an empty key as two quotes."""
+    return ".".join(str(key) or "''" for key in keys)
+
+
+def _describe_fault(value: Any) -> str | None:
+    if isinstance(value, str) and _HALF_PAIR.search(value):
+        return "it has half of a surrogate pair"
+    if isinstance(value, float | int) and not abs(value) <= sys.float_info.max:
+        return "it is not a finite number"
+    return None
 
 
 R = TypeVar("R", bound=Record)

@@ -31,11 +31,12 @@ def delays(outage: float) -> list[float]:
     raise AssertionError("the pauses never end")
 
 
-def outlast(function: Callable[[], T], outage: float, stop: Event) -> T:
+def outlast(function: Callable[[], T], outage: float, stop: Event | None = None) -> T:
     """Call a function, again after each UnavailableError for `outage` seconds, and return its result.
 
-    Raises the last error; at once when `stop` is set.
+    Raises the last error; at once when `stop` is set. With None nobody stops the waiting.
     """
+    stop = stop or Event()
     for pause in delays(outage):
         try:
             return function()

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AliasChoices, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from tvmflow.bundle.manifest import TensorSpec
 from tvmflow.comparison import Interval
-from tvmflow.documents import Document, Reader
+from tvmflow.documents import Document, Message, Reader
 from tvmflow.figures import Measurements, Point, Validation
 from tvmflow.spec import Policy
 from tvmflow.workspace import Record
@@ -48,7 +48,7 @@ class Choice(Record):
     """
 
     shipped: Literal["tuned", "untuned"]
-    message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
+    message: Message
     ratio: float | None = None
     interval: Interval | None = None
     part: Literal["all", "records", "decisions"] = "all"

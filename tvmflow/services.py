@@ -1,18 +1,17 @@
 """The release store and the registry: servers where settings name them, otherwise in the state folder."""
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event
 from typing import TypedDict
 
 from pydantic import SecretStr, ValidationError
 
 from tvmflow import spec as release_file
 from tvmflow.errors import SettingsError, StoreError
+from tvmflow.files import write_whole
 from tvmflow.outages import outlast
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
 from tvmflow.settings import Settings
@@ -52,9 +51,7 @@ def record_sections(settings: Settings, spec: Spec) -> None:
         if sections == Sections() and not place.exists():
             return
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, prefix=".", delete=False) as file:
-            file.write(sections.model_dump_json(indent=1))
-        Path(file.name).replace(place)
+        write_whole(place, sections.model_dump_json(indent=1))
     except OSError as error:
         raise StoreError(f"{place} cannot be written: {error.strerror or error}.") from error
 
@@ -186,8 +183,8 @@ def open_services(
     """
     services_registry = open_registry(settings, registry)
     with open_store(settings, store) as services_store:
-        outlast(services_store.check, outage, Event())
-        outlast(services_registry.check, outage, Event())
+        outlast(services_store.check, outage)
+        outlast(services_registry.check, outage)
         yield Services(services_store, services_registry)
 
 

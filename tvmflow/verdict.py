@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from tvmflow.comparison import Comparison, Interval
-from tvmflow.documents import Document, Reader
+from tvmflow.documents import Document, Message, Reader
 from tvmflow.spec import Policy
 from tvmflow.workspace import Artifact, Record
 
@@ -20,7 +20,7 @@ class Check(Record):
     """
 
     name: str
-    message: str = Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")
+    message: Message
     passed: bool
     value: float | None = None
     bound: float | None = None

@@ -25,12 +25,6 @@ def nobody_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> Path:
-    keygen(tmp_path / "key")
-    return tmp_path / "key"
-
-
-@pytest.fixture
 def public(key: Path) -> Path:
     return key.with_name("key.pub")
 

@@ -158,7 +158,11 @@ def test_what_is_no_json_object_is_damage(content: bytes) -> None:
         ("channels", {"channels": ["staging"]}),
         ("report.sha256", {"report": {"sha256": "abc", "size": 3}}),
         ("report.size", {"report": {"sha256": "a" * 64, "size": "3"}}),
-        ("not JSON compliant", {"created_at": float("nan")}),
+        ("created_at: it is not a finite number", {"created_at": float("nan")}),
+        ("report.size: it is not a finite number", {"report": {"size": 10**400}}),
+        ("name: it has half of a surrogate pair", {"name": "\ud800"}),
+        ("channels.0: it has half of a surrogate pair", {"channels": ["\ud800"]}),
+        ("\\ud800: it has half of a surrogate pair", {"\ud800": "key"}),
     ],
 )
 def test_a_fault_is_named_with_its_field(field: str, changes: dict[str, Any]) -> None:

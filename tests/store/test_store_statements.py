@@ -26,12 +26,6 @@ Trust = Callable[..., None]
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> Path:
-    keygen(tmp_path / "key")
-    return tmp_path / "key"
-
-
-@pytest.fixture
 def other_key(tmp_path: Path) -> Path:
     keygen(tmp_path / "other")
     return tmp_path / "other"

@@ -10,17 +10,11 @@ from support.mutants import ORIGINAL_FILE
 from support.releases import describe_bundle, make_release
 from tasks.gate import GateJob, integrity_work
 from tasks.step import StepRunner
-from tvmflow.bundle import keygen, sha256_file, sign
+from tvmflow.bundle import sha256_file, sign
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
 from tvmflow.store.keys import channel_key, release_key
 from tvmflow.workspace import Workspace
-
-
-@pytest.fixture
-def key(tmp_path: Path) -> Path:
-    keygen(tmp_path / "key")
-    return tmp_path / "key"
 
 
 @pytest.fixture

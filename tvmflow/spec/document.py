@@ -90,10 +90,10 @@ class Spec(Section):
     def _has_distinct_inputs_and_outputs(self) -> Self:
         if not self.inputs and self.model.onnx is None and self.model.mlflow is None:
             raise ValueError("inputs are needed: name, shape and dtype of each")
-        for kind, names in (("input", [item.name for item in self.inputs]), ("output", list(self.outputs))):
+        for key, names in (("inputs", [item.name for item in self.inputs]), ("outputs", list(self.outputs))):
             for name in names:
                 if names.count(name) > 1:
-                    raise ValueError(f"{kind} {name!r} is given twice")
+                    raise ValueError(f"{key}: {name!r} is given twice")
         return self
 
     @model_validator(mode="after")

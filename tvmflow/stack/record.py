@@ -3,9 +3,7 @@
 import contextlib
 import fcntl
 import json
-import os
 import secrets
-import tempfile
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmflow.errors import SettingsError
+from tvmflow.files import write_whole
 
 _RECORD = "stack.json"
 _SECRETS = "secrets.json"
@@ -178,14 +177,4 @@ def _read_secrets(path: Path) -> Secrets | None:
 
 def _write(path: Path, document: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # A temporary file is its owner's alone, mode 0600, and keeps that under its new name.
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(document, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(partial).replace(path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(document, indent=1))

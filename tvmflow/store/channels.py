@@ -284,18 +284,18 @@ def renew_statement(store: ReleaseStore, name: str, channel: str) -> bool:
     Without a signing key, or a statement, nothing happens. Raises StatementError for a statement that does not hold.
     """
     key = store.config.signing_key
-    if key is None or find(store, name, channel).statement is None:
+    before = find(store, name, channel)
+    if key is None or before.statement is None:
         return False
     trusted = trusted_keys() or (key,)
 
-    def change(before: Channel) -> Channel:
-        claim = check_statement(store, before, trusted)
+    def change(current: Channel) -> Channel:
+        claim = check_statement(store, current, trusted)
         rest = datetime.timedelta(days=store.config.statement_days / 2)
         if claim is None or _parse_time(claim.expires) - datetime.datetime.now(datetime.UTC) > rest:
-            return before
-        return _sign(store, before, before)
+            return current
+        return _sign(store, current, current)
 
-    before = find(store, name, channel)
     return _update(store, name, channel, change).number > before.number
 
 
@@ -378,16 +378,7 @@ def grant(
             raise StoreError(
                 f"The policy of {name}@{channel} has changed while {granted.version} was checked: promote it again."
             )
-        move = Move.model_validate(
-            {
-                "who": granted.who,
-                "when": _now(),
-                "why": why,
-                "id": granted.id,
-                "from": before.version,
-                "to": granted.version,
-            }
-        )
+        move = _move(before, granted.version, who=granted.who, why=why, id=granted.id)
         adopted = () if adoption is None or before.policy is not None else (adoption,)
         return _with(
             before,
@@ -421,21 +412,17 @@ def _move_back(store: ReleaseStore, before: Channel, version: str, *, who: str, 
             raise StoreError(describe_move(current, before.version))
         if current.version == version:
             return current
-        move = Move.model_validate(
-            {
-                "who": who,
-                "when": _now(),
-                "why": why,
-                "id": secrets.token_hex(8),
-                "from": current.version,
-                "to": version,
-                "rollback": True,
-            }
-        )
+        move = _move(current, version, who=who, why=why, id=secrets.token_hex(8), rollback=True)
         after = _supersede(current, who, f"superseded by the rollback to {version} of {who}")
         return _with(after, version=version, history=(*after.history, move))
 
     return _update(store, before.name, before.channel, change)
+
+
+def _move(before: Channel, version: str, *, who: str, why: str, id: str, rollback: bool = False) -> Move:
+    """The move of a channel to a version that happens now."""
+    fields = {"who": who, "when": _now(), "why": why, "id": id, "rollback": rollback}
+    return Move.model_validate({**fields, "from": before.version, "to": version})
 
 
 def set_policy(store: ReleaseStore, name: str, channel: str, policy: Policy, *, who: str, why: str) -> Channel:

@@ -1,13 +1,12 @@
 """The highest number of each channel that this host has seen: an older channel cannot be put in its place."""
 
 import hashlib
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from tvmflow.errors import StatementError, StoreError
+from tvmflow.files import write_whole
 from tvmflow.store.config import StoreConfig
 from tvmflow.store.keys import require_name
 from tvmflow.store.objects import locked
@@ -51,11 +50,6 @@ class Highest:
             if number <= self.number:
                 return
             try:
-                descriptor, partial = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-                with os.fdopen(descriptor, "w") as file:
-                    file.write(f"{number}\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                Path(partial).replace(self.path)
+                write_whole(self.path, f"{number}\n")
             except OSError as error:
                 raise StoreError(f"{self.path} cannot be written: {error.strerror or error}.") from error

@@ -141,10 +141,7 @@ class ReleaseStore:
         not checked. Raises StoreError for a version that is not published, with the versions that are;
         for a document that is damaged, of another release or of a newer format; and when the server fails.
         """
-        content = self._read(name, version)
-        if trusted:
-            self._check_statement(name, version, content, trusted)
-        return self._decode(name, version, content)
+        return self._decode(name, version, self._read_checked(name, version, trusted))
 
     def list_subjects(self, name: str, version: str, trusted: Sequence[Path]) -> tuple[Subject, ...]:
         """Return the subjects of a statement on a release: its document and its blobs.
@@ -152,10 +149,15 @@ class ReleaseStore:
         Raises StatementError when none of the keys in the files `trusted` has signed the statement on the release;
         without such keys it is not checked. Raises StoreError for a damaged document.
         """
+        content = self._read_checked(name, version, trusted)
+        return _list_subjects(self._decode(name, version, content), content)
+
+    def _read_checked(self, name: str, version: str, trusted: Sequence[Path]) -> bytes:
+        """The bytes of a release's document, on which a trusted key has signed a statement if there are such keys."""
         content = self._read(name, version)
         if trusted:
             self._check_statement(name, version, content, trusted)
-        return _list_subjects(self._decode(name, version, content), content)
+        return content
 
     def _read(self, name: str, version: str) -> bytes:
         """The bytes of a release's document. Raises StoreError for a version that is not published."""

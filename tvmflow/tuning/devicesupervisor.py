@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 
 from tvmflow.errors import RemoteError
+from tvmflow.files import write_whole
 from tvmflow.runtime.tracker import Address, Tracker, is_answering
 from tvmflow.stack.record import birth
 from tvmflow.supervisor import ChildProcess, describe_exit, visible_environment
@@ -277,11 +277,7 @@ class _Supervisor:
         if current == self._last_status:
             return
         self._last_status = current
-        path = status_file(self._state)
-        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(current), file, indent=1)
-        Path(partial).replace(path)
+        write_whole(status_file(self._state), json.dumps(asdict(current), indent=1))
 
 
 def _free_port(host: str, first: int) -> int:
