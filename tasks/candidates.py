@@ -76,10 +76,10 @@ class TargetBuilder:
     def best(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Outcome[Choice] | None]:
         """Return the candidate to ship, and the choice that says why; None where nothing was to choose.
 
-        Of two candidates, the tuned one must come first; both are measured on this machine. Where the tuned build is
-        not faster, builds with a part of the tuning are tried. Where the release has a budget for tuning, the build is
-        also tried on half as many threads, and halved again as long as it gets faster; the choice then says on how many
-        threads it runs.
+        There are one or two `candidates`. Of two, the tuned one comes first, and both are measured on this machine.
+        Where the tuned build is not faster, builds with a part of the tuning are tried. Where the release has a budget
+        for tuning, the build is also tried on half as many threads, and halved again as long as it gets faster; the
+        choice then says on how many threads it runs. Raises BuildError, BundleError for a build that does not run here, and StepError.
         """
         best, choice = candidates[-1], None
         if len(candidates) > 1:

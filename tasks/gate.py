@@ -100,9 +100,12 @@ class GateResult(StepResult):
 
 
 def integrity_work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> GateResult:
-    """Read every blob of the release and compare its digest; check the order of channels, names and signatures.
+    """Check that a release is whole, may come to this channel now, and is signed as the policy demands.
 
-    Bundles are fetched into the folder `cache`. Raises StoreError when the store fails.
+    The checks: every blob has the digest that the release names; the channel that the policy names in `after` has held
+    the release; statements and bundles are signed; every bundle is one of the release's model. What is wrong is a check
+    that has not passed. `runner` reports the progress. Bundles are fetched into the folder `cache`. Raises StoreError
+    when the store fails.
     """
     checks = [_digests(job, runner, store), *_order(job, store), *_statements(job, store)]
     if all(check.passed for check in checks):

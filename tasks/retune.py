@@ -151,10 +151,12 @@ class CompareJob(Job):
 
 
 def compare_work(job: CompareJob, runner: StepRunner) -> Gain:
-    """Measure a new build in turn with the bundle in production; the same library is not measured.
+    """Measure a new build in turn with the bundle in production.
 
     The new build is better when the interval of its latency over the other's is below 0.98, and worse when the interval
-    is above 1 / 0.98. Raises BundleError for a bundle that does not run here.
+    is above 1 / 0.98. A library that is the one in production is not measured: it is neither, with a ratio of 1 and no
+    interval. `runner` has the workspace and the log, and reports the progress. Raises BundleError for a bundle that
+    does not run here.
     """
     name, workspace = job.target.name, runner.workspace
     if read_manifest(job.production).files["mod.so"].sha256 == job.built.library.sha256:

@@ -22,10 +22,11 @@ _RELEASE = re.compile(r"release://(?P<name>[^/@]+)(?:@(?P<channel>[^/@]+)|/(?P<v
 
 
 def bundles(uri: str) -> Iterator[Path]:
-    """Yield the paths of the bundles of a `release://` URI, the best for this machine first, or of an `s3://` URI.
+    """Yield the paths of bundles, each fetched when the caller asks for it.
 
-    Each is fetched when the caller asks for it. Raises StoreError when the store cannot be read or has no such bundle,
-    and BundleError when this machine can run none of a release's bundles.
+    A URI `release://NAME@CHANNEL` or `release://NAME/VERSION` has the bundles that this machine can run, the best
+    first; `s3://BUCKET/KEY` is one bundle. Raises StoreError for another text, and when the store cannot be read or has
+    no such bundle; raises BundleError when this machine can run none of a release's bundles.
     """
     configuration = settings.load()
     yield from _of_release(configuration, uri) if uri.startswith("release://") else _of_object(configuration, uri)

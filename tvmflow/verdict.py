@@ -30,7 +30,7 @@ class Check(Record):
 
     @property
     def samples_file(self) -> str:
-        """The path of the samples beside the verdict in MLflow."""
+        """The path within the MLflow run to which `samples` is logged; a check without samples has no file there."""
         return f"samples/{self.name}.npz"
 
 

@@ -200,8 +200,8 @@ class Workspace:
     ) -> None:
         """Record the result of a step, which took `seconds`, under its cache key, and send it to the shared workspace.
 
-        `progress`, if there is one, gets the bytes that are sent. Raises StoreError when the shared workspace fails;
-        the local record has been written by then.
+        `progress` is called with the bytes sent so far, all bytes, and the word `sharing`; None where nobody wants to
+        know. Raises StoreError when the shared workspace fails; the local record has been written by then.
         """
         document = {"step": step, "seconds": seconds, "result": result.model_dump(mode="json")}
         record = json.dumps(document).encode()

@@ -68,7 +68,11 @@ class Plan(Record):
 
     @classmethod
     def up_to(cls, pairs: int, error: float = 0.01) -> "Plan":
-        """Return the plan with a budget of `pairs`; the first look is the first that could decide anything."""
+        """Return the plan with a budget of `pairs`, at least 1: its last look is after all of them.
+
+        Each look comes after 1.25 times the pairs of the look before. The first is after so many that an interval
+        narrower than 0 to infinity is possible; with a budget below that, no interval is narrower.
+        """
         looks = [pairs]
         # With this probability all pairs lie on one side of the median; so much of the error may be spent by then.
         while (look := math.floor(looks[0] / _GROWTH)) and 0.5**look <= look / pairs * error / 2:

@@ -20,9 +20,9 @@ from tvmflow.onnx_outputs import drop_zip_maps
 
 
 def load_model(path: Path, label: str) -> onnx.ModelProto:
-    """Read an ONNX file, which messages call `label`.
+    """Read an ONNX file, which messages call `label`, with the weights that it keeps in files beside it.
 
-    Raises ModelImportError for a file that is damaged and for a model without outputs.
+    Raises ModelImportError for a file that is missing or damaged, also one beside it, and for a model without outputs.
     """
     try:
         model = with_own_domain(onnx.load(path))

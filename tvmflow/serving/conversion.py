@@ -58,7 +58,10 @@ class Converter:
         return await self._run(numbers * _BYTES_PER_NUMBER, protocol.render, answered, name, version, results)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and wait for what it is converting.
+
+        Those who wait for their turn get `CancelledError`. The converter cannot be used afterwards.
+        """
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 

@@ -28,7 +28,7 @@ _THREADS = "threads of the model"
 
 
 def best_lines(records: Iterable[Record], decisions: Iterable[Decision]) -> list[str]:
-    """Return the lines of a file with these records and decisions: the sorted records, then the sorted decisions."""
+    """Return the lines of a file, without line breaks: those of the records, sorted, then those of the decisions."""
     return [*sorted(map(_line, records)), *sorted(map(_line, decisions))]
 
 

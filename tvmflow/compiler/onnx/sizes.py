@@ -69,7 +69,10 @@ class Sizes:
 
 
 def materialise(builder: relax.BlockBuilder, sizes: Sizes, shape: tuple[int, ...] | None = None) -> relax.Expr:
-    """Return a tensor of these sizes, computed at run time, of `shape` or, if that is None, of the shape of `sizes`."""
+    """Return a tensor whose elements are these values, computed at run time; its element type is `sizes.dtype`.
+
+    Its shape is `shape` or, if that is None, that of `sizes.elements`.
+    """
     items = [item if isinstance(item, Quotient) else _as_quotient(item) for item in sizes.elements.reshape(-1)]
     value = builder.emit(relax.op.shape_to_tensor(relax.ShapeExpr([_size(item.size) for item in items])))
     if sizes.dtype != "int64":
