@@ -79,7 +79,8 @@ class TargetBuilder:
         There are one or two `candidates`. Of two, the tuned one comes first, and both are measured on this machine.
         Where the tuned build is not faster, builds with a part of the tuning are tried. Where the release has a budget
         for tuning, the build is also tried on half as many threads, and halved again as long as it gets faster; the
-        choice then says on how many threads it runs. Raises BuildError, BundleError for a build that does not run here, and StepError.
+        choice then says on how many threads it runs. Raises BuildError, BundleError for a build that does not run here,
+        and StepError.
         """
         best, choice = candidates[-1], None
         if len(candidates) > 1:

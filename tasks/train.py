@@ -49,8 +49,8 @@ class TrainResult(StepResult):
 def work(job: TrainJob, emit: Emit) -> TrainResult:
     """Call the training function and return its weights.
 
-    The step calls this in a child process. Nothing is reported by `emit`: a training function prints its own progress. Raises
-    TrainError when the function fails or writes no file.
+    The step calls this in a child process. Nothing is reported by `emit`: a training function prints its own progress.
+    Raises TrainError when the function fails or writes no file.
     """
     workspace = job.workspace
     with workspace.scratch() as folder:
