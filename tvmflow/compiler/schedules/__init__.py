@@ -179,7 +179,7 @@ def _with_blocks(func: PrimFunc) -> Schedule | None:
 
 
 def subject(func: PrimFunc) -> str:
-    """Return the subject of the decisions about a fused function, as `choices` defines it; empty where there are none."""
+    """Return the subject of the decisions about a fused function, as in `choices`; empty where there are none."""
     sch = _with_blocks(func)
     subjects = [] if sch is None else [common.subject_of(sch, block) for block in common.blocks(sch)]
     return next(filter(None, subjects), "")
