@@ -74,13 +74,14 @@ class TargetBuilder:
         return tuple(self._candidate(*item) for item in distinct_builds([self._build(tuned) for tuned in tunings]))
 
     def best(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Outcome[Choice] | None]:
-        """Return the candidate to ship, and the choice that says why; None where nothing was to choose.
+        """Return the candidate to ship, which may be a new one, and the choice that says why; None for no choice.
 
         There are one or two `candidates`. Of two, the tuned one comes first, and both are measured on this machine.
-        Where the tuned build is not faster, builds with a part of the tuning are tried. Where the release has a budget
-        for tuning, the build is also tried on half as many threads, and halved again as long as it gets faster; the
-        choice then says on how many threads it runs. Raises BuildError, BundleError for a build that does not run here,
-        and StepError.
+        Where the tuned one is not faster, new candidates with a part of the tuning are built and tried. Where the
+        release has a budget for tuning, the best one, also a single one, is tried on half as many threads, and halved
+        again as long as it gets faster; the choice then says on how many threads it runs. Raises BuildError, raises
+        BundleError for a build that does not run here, and StepError for a process that is killed, crashes or takes too
+        long.
         """
         best, choice = candidates[-1], None
         if len(candidates) > 1:

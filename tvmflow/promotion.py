@@ -240,8 +240,9 @@ def grant(services: Services, name: str, channel: str, wish: str, *, why: str, p
 def refuse(services: Services, release: Release, channel: str, wish: str, *, who: str, reason: str) -> None:
     """End the wish with this id as refused, tag the registered version with the reason, and delete the asking alias.
 
-    The channel's history keeps the `reason` and `who` refused. A wish that is no longer open stays as it ended. Raises
-    StoreError or RegistryError when the store or MLflow does not answer or refuses.
+    The channel's history keeps the `reason` and `who` refused. A wish with another id, or one that has ended, stays as
+    it is, while tag and alias change all the same. Raises StoreError or RegistryError when the store or MLflow does not
+    answer or refuses.
     """
     model, number = release.registered_version
     services.registry.set_version_tag(model, number, format_refusal_tag(channel), reason[:_LONGEST_TAG])

@@ -50,7 +50,8 @@ def keygen(path: Path) -> Path:
 def sign(manifest: bytes, key: Path) -> bytes:
     """Sign a manifest's bytes with the private key in a PEM file; return the content of `bundle.sig`.
 
-    Equal bytes and keys give equal signatures. Raises SettingsError for a file without an Ed25519 private key.
+    Equal bytes and keys give equal signatures. Raises SettingsError for a file that cannot be read, or has
+    no Ed25519 private key without a password.
     """
     private = load_private(key)
     return f"ed25519 {_raw(private.public_key()).hex()} {private.sign(manifest).hex()}\n".encode()

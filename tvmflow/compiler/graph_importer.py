@@ -206,7 +206,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return forget
 
     def add_function(self, variable: tvm.ir.GlobalVar, function: relax.Function) -> None:
-        """Add a function to the module that `import_model` returns."""
+        """Add a function to the module that `import_model` returns, in the place of one with that variable."""
         self._functions[variable] = function
 
     def unique_name(self, name: str) -> str:

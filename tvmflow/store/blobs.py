@@ -22,7 +22,7 @@ class BlobStore:
         self._objects = objects
 
     def put(self, path: Path, sha256: str, on_progress: Progress | None = None) -> str:
-        """Send a file whose SHA-256 is `sha256`, unless the store has it already; return its `s3://` address.
+        """Send a file whose SHA-256 is `sha256`, unless the store has it undamaged; return its `s3://` address.
 
         The file is hashed while it is sent, and no blob appears when its digest differs. The blob is then read back and
         hashed too. A damaged blob in the store is replaced. `on_progress` gets the number of bytes sent since its last

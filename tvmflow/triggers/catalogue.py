@@ -119,7 +119,8 @@ def load(files: Iterable[Path]) -> Catalogue:
     """Read the release files and return the catalogue of them.
 
     Raises SpecError for a file that is missing or wrong. Raises SettingsError, which names both files, when two of them
-    have the same name, registered model or source, or when one releases the releases of another.
+    have the same name, registered model or source, or when the model that one releases is the
+    registered model to which another adds its releases.
     """
     entries = tuple(ManagedModel(file.absolute(), release_file.load(file)) for file in dict.fromkeys(files))
     owners: dict[tuple[str, str], ManagedModel] = {}

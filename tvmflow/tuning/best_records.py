@@ -28,7 +28,7 @@ _THREADS = "threads of the model"
 
 
 def best_lines(records: Iterable[Record], decisions: Iterable[Decision]) -> list[str]:
-    """Return the lines of a file, without line breaks: those of the records, sorted, then those of the decisions."""
+    """Return a line of JSON, without a line break, for each record, sorted, and then for each decision, sorted too."""
     return [*sorted(map(_line, records)), *sorted(map(_line, decisions))]
 
 
@@ -86,7 +86,11 @@ def read_schedules(path: Path) -> "Callable[[PrimFunc], PrimFunc | None]":
 
 
 def best_digest(store: RecordStore, target: Target, keys: Sequence[str]) -> str:
-    """Return the SHA-256 (hex) of the best record of each workload, and each decision, whose key is among `keys`."""
+    """Return the SHA-256 (hex) of what the store knows about these keys for a target.
+
+    That is the best record of each workload, and each decision, whose key is among `keys`; a key that the store does
+    not have adds nothing. The order of the keys does not matter, nor does a key that occurs twice.
+    """
     key_set, traces = set(keys), {}
     for record in sorted(store.records(target), key=lambda record: (-record.seconds, record.trace)):
         if record.key in key_set:

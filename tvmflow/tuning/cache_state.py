@@ -22,7 +22,8 @@ _MOST_MOVED_BYTES = 32 << 20
 def weight_bytes(calls: Sequence[tuple[Sequence[Argument], int]]) -> int:
     """Return the bytes of a model's weights, from the arguments of each of its functions and its number of calls.
 
-    All arguments but the `warm_arguments` count as weights, once for each call.
+    An argument counts as a weight, once for each call, unless it is the first one, the last one, or has the shape and
+    type of the last one (see `warm_arguments`).
     """
     total = 0
     for arguments, count in calls:

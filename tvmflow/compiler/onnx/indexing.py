@@ -64,10 +64,11 @@ def convert_gather(node: Node) -> relax.Expr | None:
 def convert_pad(node: Node) -> relax.Expr | None:
     """Write padding by a constant as an operator, which folds into convolutions; TVM's converter emits a function.
 
-    Returns None, which leaves the node to TVM's converter, for other modes, for types other than float32, for data of
-    unknown shape, for negative widths, and for widths, values or axes that are computed. A symbolic width becomes a
-    concatenation. Raises FreeSizeError for a symbolic width that may be negative, of data of unknown shape, in another
-    mode, or with a computed value or computed axes.
+    Constant widths become that operator; they must not be negative, and the data float32. Widths made of the model's
+    free sizes (symbolic ones) become a concatenation, for data of every type. Returns None, which leaves the node to
+    TVM's converter, for constant widths in another case: another mode, data of unknown shape, a value or axes that the
+    model computes; and for widths that it computes from data. Raises FreeSizeError for symbolic widths in such a case;
+    one that may be negative is checked when the model runs.
     """
     data, widths = node.inputs[0], node.constant(1) if node.opset >= 11 else np.asarray(node.attrs.get("pads", ()))
     if isinstance(node.input(1), relax.ShapeExpr):

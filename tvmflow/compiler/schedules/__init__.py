@@ -179,7 +179,11 @@ def _with_blocks(func: PrimFunc) -> Schedule | None:
 
 
 def subject(func: PrimFunc) -> str:
-    """Return the subject of the decisions about a fused function, as in `choices`; empty where there are none."""
+    """Return what the compiler's decisions about a fused function are about, such as a convolution's shapes as text.
+
+    Tuning records a decision under this text, which equal functions share (see the module `choices`). It is empty for
+    a function about which nothing is decided.
+    """
     sch = _with_blocks(func)
     subjects = [] if sch is None else [common.subject_of(sch, block) for block in common.blocks(sch)]
     return next(filter(None, subjects), "")
