@@ -238,8 +238,9 @@ def grant(services: Services, name: str, channel: str, wish: str, *, why: str, p
 
 
 def refuse(services: Services, release: Release, channel: str, wish: str, *, who: str, reason: str) -> None:
-    """End the wish with this id as refused, tag the registered version with the reason, and delete the asking alias.
+    """End the wish with this id as refused, and tag the registered version with the reason.
 
+    The alias `CHANNEL-wanted` of the registered model, which asked for the version, is deleted.
     The channel's history keeps the `reason` and `who` refused. A wish with another id, or one that has ended, stays as
     it is, while tag and alias change all the same. Raises StoreError or RegistryError when the store or MLflow does not
     answer or refuses.

@@ -249,7 +249,10 @@ def cycles(func: tirx.PrimFunc, machine: Machine) -> float:
 
 
 def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Vectorise a block's innermost loop by `machine.lanes` elements, which lie side by side; a rest one by one."""
+    """Vectorise a block's innermost loop by `machine.lanes` elements; the rest runs one by one.
+
+    The caller makes sure that this loop runs over elements that lie side by side in memory.
+    """
     inner = sch.get_loops(block)[-1]
     size = extent(sch, inner)
     if size is not None and size <= machine.lanes:
