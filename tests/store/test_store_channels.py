@@ -98,6 +98,14 @@ def test_a_wish_for_the_same_version_is_joined_and_keeps_its_person(store: Relea
     assert first.number == _find(store).number
 
 
+def test_the_person_of_an_open_wish_gives_it_a_reason_by_asking_again(store: ReleaseStore) -> None:
+    first = _wish(store, "1", "ann", why="")
+    assert first.wish is not None
+    for who, why, kept in (("bert", "urgent", ""), ("ann", "faster", "faster"), ("ann", "", "faster")):
+        assert _wish(store, "1", who, why).wish == first.wish.model_copy(update={"why": kept})
+    assert _grant(store, _find(store)).moves[-1].why == "faster"
+
+
 def test_a_wish_for_what_the_channel_holds_ends_an_open_one(store: ReleaseStore) -> None:
     _move(store, "1")
     before = _find(store)

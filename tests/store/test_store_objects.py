@@ -274,6 +274,14 @@ def test_step_records_and_artifacts_are_shared_below_work(
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([path.name, "copy"])
 
 
+def test_a_fetch_leaves_a_file_alone_that_it_did_not_write(local: StoreConfig, tmp_path: Path) -> None:
+    place = tmp_path / "of somebody else"
+    place.write_bytes(b"theirs")
+    with pytest.raises(FileExistsError):
+        WorkStore(ReleaseStore(local)).fetch("0" * 64, place)
+    assert place.read_bytes() == b"theirs"
+
+
 def test_an_artifact_that_cannot_be_fetched_leaves_no_file(moto_server: StoreConfig, tmp_path: Path) -> None:
     away = WorkStore(ReleaseStore(replace(moto_server, endpoint="http://127.0.0.1:1", attempts=1)))
     assert away.uri == f"s3://{moto_server.bucket}/work"

@@ -309,8 +309,8 @@ def wish(
 ) -> Channel:
     """Ask for a published version; return the channel.
 
-    The newest wish wins: an open one for another version ends as superseded, and one for this version stays as it is,
-    with the person who made it. A wish for what the channel holds ends an open one and is not kept. A call with the
+    The newest wish wins: an open one for another version ends as superseded, and one for this version stays, with the
+    person who made it, who can give it a reason, or another one, by asking again. A wish for what the channel holds ends an open one and is not kept. A call with the
     `id` of an earlier wish, open or ended, changes nothing; by default the id is random. Raises StoreError for a
     version that is not published, or whose release is removed at this moment, and when the server fails.
     """
@@ -318,8 +318,11 @@ def wish(
     number = id or secrets.token_hex(8)
 
     def change(before: Channel) -> Channel:
-        if before.find_end(number) is not None or (before.wish is not None and before.wish.version == version):
+        if before.find_end(number) is not None:
             return before
+        if before.wish is not None and before.wish.version == version:
+            has_reason = why != "" and who == before.wish.who and why != before.wish.why
+            return _with(before, wish=before.wish.model_copy(update={"why": why})) if has_reason else before
         after = _supersede(before, who, f"superseded by the wish for {version} of {who}")
         if version == before.version:
             return after

@@ -4,7 +4,6 @@ work/blobs/sha256/<digest>      artifacts, by content
 work/steps/<step>/<key>.json    the record of a step, written after its artifacts
 """
 
-import contextlib
 import datetime
 import socket
 import threading
@@ -80,18 +79,16 @@ class WorkStore:
     def fetch(self, sha256: str, place: Path) -> bool:
         """Write an artifact into the new file `place`; return False, without a file, when it is missing or damaged.
 
-        Raises StoreError when the server fails.
+        Raises StoreError when the server fails, FileExistsError for a file that exists, which stays as it is.
         """
         self._join()
-        try:
-            with place.open("xb") as file:
+        is_whole = False
+        with place.open("xb") as file:
+            try:
                 is_whole = self.objects.stream(blob_key(sha256), file.write) == sha256
-        except BaseException:
-            with contextlib.suppress(OSError):
-                place.unlink(missing_ok=True)
-            raise
-        if not is_whole:
-            place.unlink()
+            finally:
+                if not is_whole:
+                    place.unlink(missing_ok=True)
         return is_whole
 
     def send(self, path: Path, sha256: str, on_progress: Callable[[int], None]) -> None:
