@@ -9,9 +9,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow
+from pydantic import PlainSerializer
 
 from flows.context import RunContext
 from flows.local import ModelSteps, build_here, measure_here, refuse_unverifiable
@@ -31,7 +32,7 @@ from tvmflow.process import shared_imports
 from tvmflow.progress import Reporter, Status, reporter, reporting_to
 from tvmflow.services import Services, open_registry, open_store, open_workspace
 from tvmflow.settings import Settings
-from tvmflow.spec import Store
+from tvmflow.spec import Spec, Store
 from tvmflow.workspace import Artifact, Workspace
 
 STEP = "make"
@@ -45,13 +46,14 @@ _log = logging.getLogger(__name__)
 class MakeJob(Job):
     """One target of a release, and all inputs that a worker needs to make it.
 
-    `document` is the release file's, with this one target; `files` are the files in its folder that the release reads,
-    by their paths in it. `signer` is the public key that belongs to the bundles' signing key, None without signatures.
+    `spec` is the release file with this one target; `files` are the files in its folder that the release reads, by
+    their paths in it. `signer` is the public key that belongs to the bundles' signing key, None without signatures.
     `records` are the sizes in bytes of the shared files of tuning records for the target, by file name, for a release
     that has no budget for tuning and so depends on them.
     """
 
-    document: dict[str, Any]
+    # The worker validates it again, and knows which keys the file sets.
+    spec: Annotated[Spec, PlainSerializer(release_file.to_document)]
     files: dict[str, Artifact]
     target: str
     pool: str
@@ -78,7 +80,7 @@ class MakeJob(Job):
 
 
 @flow(name="make", flow_run_name="make {name} for {target}", validate_parameters=True)
-def make(name: str, target: str, store: dict[str, Any], key: str, job: dict[str, Any]) -> None:
+def make(name: str, target: str, store: Store, key: str, job: Artifact) -> None:
     """Make one target of a release; the release finds the result in the shared workspace.
 
     `store` is the section of that name of the release file, `job` the artifact of a MakeJob in the shared workspace,
@@ -86,7 +88,7 @@ def make(name: str, target: str, store: dict[str, Any], key: str, job: dict[str,
     when this worker has other versions or another signing key than the machine that releases, and what the steps raise.
     """
     with _error_artifact(), _heartbeats() as heartbeats, reporting_to(heartbeats):
-        _make(key, Artifact.model_validate(job), Store.model_validate(store))
+        _make(key, job, store)
 
 
 def _make(key: str, artifact: Artifact, section: Store) -> None:
@@ -115,7 +117,7 @@ def _make(key: str, artifact: Artifact, section: Store) -> None:
         with workspace.scratch() as folder:
             for path, item in job.files.items():
                 _place_file(workspace.path(item), folder, path)
-            spec = release_file.parse(job.document, folder)
+            spec = release_file.parse(release_file.to_document(job.spec), folder)
             services = Services(releases, open_registry(settings, spec.registry))
             context = RunContext(spec, settings, workspace, services)
             with keeping_logs(context):
@@ -135,7 +137,7 @@ MAKE = Step(STEP, TargetResult, _work)
 
 def workspace_runner(workspace: Workspace, settings: Settings, job: MakeJob) -> StepRunner:
     """Return the runner of the step `make` itself; the steps within it have the release file's runner."""
-    return StepRunner.with_settings(workspace, str(job.document["name"]), Path(), settings)
+    return StepRunner.with_settings(workspace, job.spec.name, Path(), settings)
 
 
 def signer_of(settings: Settings) -> str | None:

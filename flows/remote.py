@@ -129,7 +129,7 @@ def _make_job(context: RunContext, pool: str, model: ModelSteps, weights: Artifa
     if not spec.tune.has_budget and context.shared_records is not None:
         records = send_records(workspace, target, context.shared_records)
     return MakeJob(
-        document=release_file.to_document(release_file.amend(spec, changes)),
+        spec=release_file.amend(spec, changes),
         files=_files(context, [item for item in (model.exported, model.reference) if item is not None]),
         target=target.name,
         pool=pool,

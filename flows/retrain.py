@@ -6,7 +6,6 @@ from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
-from pydantic import JsonValue
 
 from flows.context import RunContext, patience
 from flows.logs import keeping_logs
@@ -19,20 +18,15 @@ from tasks.train import TrainJob, train
 from tasks.validate import ReferenceJob, reference
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
+from tvmflow import verdict
+from tvmflow.documents import narrow
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
 from tvmflow.process import shared_imports
 from tvmflow.services import open_services, open_workspace, record_sections
 from tvmflow.spec import Retrain, Spec
+from tvmflow.verdict import RetrainVerdict, finite_json
 from tvmflow.workspace import Record
-
-
-class RetrainVerdict(Evaluation):
-    """The verdict on a retrained model as MLflow keeps it: who retrained it and why, with these arguments."""
-
-    why: str
-    who: str
-    arguments: dict[str, JsonValue]
 
 
 class RetrainSummary(Record):
@@ -121,6 +115,7 @@ def _keep_verdict(context: RunContext, evaluation: Evaluation, why: str, who: st
     metrics = {"challenger": evaluation.challenger}
     if evaluation.champion_metric is not None:
         metrics["champion"] = evaluation.champion_metric
+    figures = dict(narrow(verdict.Evaluation, evaluation))
     return keep_verdict(
         context.registry,
         context.workspace,
@@ -128,7 +123,7 @@ def _keep_verdict(context: RunContext, evaluation: Evaluation, why: str, who: st
         "retrain",
         "passed" if evaluation.passed else "refused",
         evaluation.reason,
-        RetrainVerdict(**dict(evaluation), why=why, who=who, arguments=arguments),
+        RetrainVerdict(**figures, why=why, who=who, arguments=finite_json(arguments)),
         metrics,
         {f"train.{name}": value for name, value in arguments.items()} | {"held_out_sha256": evaluation.held_out},
     )

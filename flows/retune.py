@@ -12,7 +12,7 @@ from flows.runs import one_at_a_time
 from tasks.evaluate import keep_verdict
 from tasks.export import ExportJob, export
 from tasks.relax_import import ImportJob, relax_import
-from tasks.retune import CompareJob, Gain, ProfileJob, compare, profile, tune_costliest
+from tasks.retune import CompareJob, ProfileJob, compare, profile, tune_costliest
 from tasks.track import WEIGHTS
 from tasks.train import TrainJob, TrainResult, train
 from tasks.tune import TuneJob
@@ -20,6 +20,7 @@ from tasks.validate import why_not_here
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.bundle.signature import trusted_keys
+from tvmflow.documents import narrow
 from tvmflow.errors import StoreError, TargetError, TuneError
 from tvmflow.fetch import cache_folder
 from tvmflow.process import shared_imports
@@ -29,27 +30,8 @@ from tvmflow.services import open_services, open_workspace
 from tvmflow.store import channels
 from tvmflow.store.resolve import TargetEntry, fetch_target
 from tvmflow.target import Target
+from tvmflow.verdict import Gain, RetunedTarget, RetuneVerdict
 from tvmflow.workspace import Outcome, Record, Workspace
-
-
-class RetunedTarget(Record):
-    """One target: the functions that were tuned, the costliest first, the trials, and the gain of the new build."""
-
-    target: str
-    functions: tuple[str, ...]
-    trials: int
-    gain: Gain
-
-
-class RetuneVerdict(Record):
-    """The verdict on a retuning of the `version` that `channel` held, which took `minutes`, as MLflow keeps it."""
-
-    verdict: Literal["better", "no gain"]
-    reason: str
-    channel: str
-    version: str
-    minutes: float
-    targets: tuple[RetunedTarget, ...]
 
 
 class RetuneSummary(Record):
@@ -187,7 +169,7 @@ def _retune_target(
     # The build that a release would ship; a release of it then finds these steps in the cache.
     result = choose_here(build_here(context, model, target))
     comparing = CompareJob.of(spec, model.exported, bundle, result.built, result.packaged, target)
-    gain = compare(runner, comparing).result
+    gain = narrow(Gain, compare(runner, comparing).result)
     return RetunedTarget(target=target.name, functions=costliest, trials=tuned.trials, gain=gain)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from tasks.step import Job, Step, StepRunner
 from tasks.validate import ReferenceResult, join, score, split
-from tvmflow import samples
+from tvmflow import samples, verdict
+from tvmflow.documents import Document, encode
 from tvmflow.errors import BundleError, InputError
 from tvmflow.process import Emit
 from tvmflow.registry import Registry
@@ -18,7 +19,7 @@ from tvmflow.samples import Array, NamedArrays
 from tvmflow.spec import Retrain, Spec, TaskMetric
 from tvmflow.store import ReleaseStore, channels, resolve
 from tvmflow.usercode import imported_sources
-from tvmflow.workspace import Record, StepResult, Workspace
+from tvmflow.workspace import StepResult, Workspace
 
 # Two decimal fractions may differ by less than either has digits.
 _ROUNDING = 1e-9
@@ -68,23 +69,8 @@ class Scores(StepResult):
     held_out: str
 
 
-class Evaluation(StepResult):
-    """The verdict on a retrained model: the metric of both sides on `samples` held-out samples, and the reason.
-
-    `champion` is the version that `channel` holds; it and `champion_metric` are None where the channel holds nothing.
-    `held_out` is the SHA-256 of the held-out data, inputs and labels.
-    """
-
-    passed: bool
-    reason: str
-    metric: str
-    challenger: float
-    champion_metric: float | None
-    champion: str | None
-    channel: str
-    min_gain: float
-    samples: int
-    held_out: str
+class Evaluation(verdict.Evaluation, StepResult):
+    """The verdict on a retrained model."""
 
 
 def scores_work(job: EvaluateJob, emit: Emit) -> Scores:
@@ -143,23 +129,23 @@ def keep_verdict(
     workspace: Workspace,
     spec: Spec,
     kind: Literal["retrain", "retune"],
-    verdict: str,
+    outcome: str,
     reason: str,
-    document: Record,
+    document: Document,
     metrics: Mapping[str, float],
     params: Mapping[str, object],
 ) -> str:
     """Write a verdict into a new MLflow run, as its artifact `verdict.json`, and return the run's id.
 
-    `verdict` is the verdict in words, and `document` holds all of it. Metrics that are not finite are left out. Raises
-    RegistryError when the registry fails.
+    `outcome` is the verdict in a word or two, and `document` holds all of it. Metrics that are not finite are left out.
+    Raises RegistryError when the registry fails.
     """
     name = spec.name
     tags = {
         **spec.registry.tags,
         "tvmflow.kind": kind,
         "tvmflow.name": name,
-        "tvmflow.verdict": verdict,
+        "tvmflow.verdict": outcome,
         "tvmflow.reason": reason,
     }
     run_id = registry.start_run(f"{kind} {name}", params, tags)
@@ -167,7 +153,7 @@ def keep_verdict(
     registry.log_metrics(run_id, finite)
     with workspace.scratch() as folder:
         path = folder / "verdict.json"
-        path.write_text(document.model_dump_json(exclude={"sources"}, indent=2))
+        path.write_bytes(encode(document))
         registry.log_artifacts(run_id, {"verdict.json": path})
     registry.finish_run(run_id, "FINISHED")
     return run_id

@@ -13,9 +13,8 @@ from tasks.options import variants
 from tasks.package import PackageResult
 from tasks.step import ChildStep, Job, Step, StepRunner
 from tasks.tune import TuneJob, TuneResult, run_job, shared_records
+from tvmflow import verdict
 from tvmflow.bundle import read_manifest
-from tvmflow.comparison import Interval
-from tvmflow.documents import Message
 from tvmflow.process import Emit
 from tvmflow.spec import Spec, Tune
 from tvmflow.target import Target
@@ -47,21 +46,8 @@ class Profile(StepResult):
         return tuple(names)
 
 
-class Gain(StepResult):
-    """A comparison of a new build with the bundle in production, on one target; `message` gives it in one sentence.
-
-    `ratios` are the new build's latency over the other's in each pair, empty where both have the same library; `ratio`
-    is their median, 1 without any, and `interval` the median's interval. `better` and `worse` say which of the two is
-    faster; both may be False.
-    """
-
-    target: str
-    better: bool
-    worse: bool
-    message: Message
-    ratio: float
-    ratios: tuple[float, ...]
-    interval: Interval | None = None
+class Gain(verdict.Gain, StepResult):
+    """A comparison of a new build with the bundle in production, on one target."""
 
 
 class ProfileJob(Job):

@@ -1,10 +1,11 @@
-"""The verdict on a promotion, verdict.json of its run in MLflow: its checks, the policy, and what a person answered."""
+"""Verdicts, each verdict.json of its run in MLflow: on a promotion, on a retrained model, and on a retuning."""
 
+import json
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, BeforeValidator, Field, JsonValue, PlainSerializer
 
 from tvmflow.comparison import Comparison, Interval
 from tvmflow.documents import Document, Message, Reader
@@ -90,3 +91,115 @@ class Verdict(Document):
     def label(self) -> str:
         """The document in words, as "verdict on digits 3 for production"."""
         return f"verdict on {self.name} {self.version} for {self.channel}"
+
+
+def _read_metric(value: object) -> object:
+    return math.nan if value is None else value
+
+
+def _write_metric(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+class Evaluation(Record):
+    """The comparison of a retrained model, the challenger, with the champion on `samples` held-out samples.
+
+    `champion` is the version that `channel` holds; it and `champion_metric` are None where the channel holds nothing. A
+    metric that is no number is null in JSON. `held_out` is the SHA-256 of the held-out data, inputs and labels.
+    """
+
+    passed: bool
+    reason: str
+    metric: str
+    challenger: Annotated[
+        float, BeforeValidator(_read_metric), PlainSerializer(_write_metric, float | None, when_used="json")
+    ]
+    champion_metric: Annotated[float | None, PlainSerializer(_write_metric, float | None, when_used="json")]
+    champion: str | None
+    channel: str
+    min_gain: float
+    samples: int
+    held_out: str
+
+
+def _read_first_retraining(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 1, in which a number may be `NaN` or `Infinity`, which are no JSON."""
+    metrics = {key: _write_metric(document[key]) for key in ("challenger", "champion_metric")}
+    return {**document, **metrics, "arguments": finite_json(document["arguments"])}
+
+
+def finite_json(value: JsonValue) -> Any:
+    """Return a JSON value with the words `NaN`, `Infinity` and `-Infinity` in the place of the numbers."""
+    return json.loads(json.dumps(value), parse_constant=str)
+
+
+class RetrainVerdict(Evaluation, Document):
+    """The verdict on a retrained model: who retrained it and why, with these `arguments`.
+
+    The arguments are those of the training; one that is no finite number is a word, see `finite_json`.
+    """
+
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_first_retraining}
+
+    format: Literal[2] = 2
+    why: str
+    who: str
+    arguments: dict[str, JsonValue]
+
+    @property
+    def label(self) -> str:
+        """The document in words, as "verdict on a retrained model for production"."""
+        return f"verdict on a retrained model for {self.channel}"
+
+
+class Gain(Record):
+    """A comparison of a new build with the bundle in production, on one target; `message` gives it in one sentence.
+
+    `ratios` are the new build's latency over the other's in each pair, empty where both have the same library; `ratio`
+    is their median, 1 without any, and `interval` the median's interval. `better` and `worse` say which of the two is
+    faster; both may be False.
+    """
+
+    target: str
+    better: bool
+    worse: bool
+    message: Message
+    ratio: float
+    ratios: tuple[float, ...]
+    interval: Interval | None = None
+
+
+class RetunedTarget(Record):
+    """One target: the functions that were tuned, the costliest first, the trials, and the gain of the new build."""
+
+    target: str
+    functions: tuple[str, ...]
+    trials: int
+    gain: Gain
+
+
+def _read_first_retuning(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 1. A gain had `sources` too, and an interval without an upper end `Infinity`."""
+    targets = [{**item, "gain": _read_first_check(item["gain"])} for item in document["targets"]]
+    for item in targets:
+        item["gain"].pop("sources", None)
+    return {**document, "targets": targets}
+
+
+class RetuneVerdict(Document):
+    """The verdict on a retuning of the `version` that `channel` held, which took `minutes`."""
+
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_first_retuning}
+
+    format: Literal[2] = 2
+    verdict: Literal["better", "no gain"]
+    reason: str
+    channel: str
+    version: str
+    minutes: float
+    targets: tuple[RetunedTarget, ...]
+
+    @property
+    def label(self) -> str:
+        """The document in words, as "verdict on the retuning of 3 for production"."""
+        return f"verdict on the retuning of {self.version} for {self.channel}"

@@ -1,6 +1,7 @@
 """Documents: one spelling, a format number, readers of every number ever written, and refusals by file and field."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from tvmflow.documents import Document, Reader, decode, encode
 from tvmflow.errors import StoreError
 from tvmflow.release import Release
 from tvmflow.store.channels import Channel
-from tvmflow.verdict import Verdict
+from tvmflow.verdict import RetrainVerdict, RetuneVerdict, Verdict, finite_json
 
 FORMATS = Path(__file__).parents[1] / "store" / "formats"
 OLD = sorted(FORMATS.glob("release-*.json"))
@@ -29,7 +30,7 @@ def _refusal(document: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [Release, Verdict, Channel])
+@pytest.mark.parametrize("kind", [Release, Verdict, Channel, RetrainVerdict, RetuneVerdict])
 def test_there_is_a_file_of_every_older_format(kind: type[Document]) -> None:
     files = [json.loads(path.read_text()) for path in FORMATS.glob(f"{kind.__name__.lower()}-*.json")]
     assert {document.get("format", 1) for document in files} == set(kind.older)
@@ -65,6 +66,27 @@ def test_a_verdict_of_an_older_tvmflow_is_read_without_loss(path: Path) -> None:
     assert (verdict.from_version, verdict.verdict) == (old["from"], "refused")
     assert [check.message for check in verdict.checks] == [check["told"] for check in old["checks"]]
     assert decode(Verdict, encode(verdict), "") == verdict
+
+
+def test_a_retraining_of_an_older_tvmflow_is_read_and_its_numbers_become_json() -> None:
+    content = (FORMATS / "retrainverdict-1.json").read_bytes()
+    verdict = decode(RetrainVerdict, content, "verdict.json of MLflow run 1")
+    assert math.isnan(verdict.challenger)
+    written = json.loads(encode(verdict), parse_constant=pytest.fail)
+    clip = {**json.loads(content)["arguments"], "clip": "Infinity"}
+    assert written == {**json.loads(content), "format": 2, "challenger": None, "arguments": clip}
+    assert encode(decode(RetrainVerdict, encode(verdict), "")) == encode(verdict)
+    assert finite_json([{"rate": float("-inf")}, 1.5]) == [{"rate": "-Infinity"}, 1.5]
+
+
+def test_a_retuning_of_an_older_tvmflow_is_read_without_loss() -> None:
+    old = json.loads((FORMATS / "retuneverdict-1.json").read_text())
+    old["targets"][1]["gain"]["interval"] = {"low": 0.0, "high": float("inf")}
+    verdict = decode(RetuneVerdict, json.dumps(old).encode(), "verdict.json of MLflow run 1")
+    lost = set(_leaves(old)) - set(_leaves(json.loads(encode(verdict), parse_constant=pytest.fail)))
+    assert lost == {(("targets", 1, "gain", "interval", "high"), float("inf"))}
+    assert verdict.targets[0].gain.message == old["targets"][0]["gain"]["told"]
+    assert decode(RetuneVerdict, encode(verdict), "") == verdict
 
 
 def test_an_interval_without_an_upper_end_is_null_and_was_infinity() -> None:

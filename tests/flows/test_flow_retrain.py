@@ -10,10 +10,12 @@ import pytest
 
 from support import scale
 from tvmflow import runtime
+from tvmflow.documents import decode
 from tvmflow.registry import RegistryConfig
 from tvmflow.registry.client import Registry
 from tvmflow.source import Source, load_module
 from tvmflow.spec import Model
+from tvmflow.verdict import RetrainVerdict
 
 # Three classes of points, told apart by a small network; the held-out points are no training points.
 _NETWORK = """
@@ -161,11 +163,12 @@ def test_a_worse_model_leaves_production_alone_and_says_why(story: Story) -> Non
     client = story.machine.mlflow
     experiment = client.get_experiment_by_name("tvmflow").experiment_id
     (run,) = client.search_runs([experiment], "tags.`tvmflow.kind` = 'retrain' and tags.`tvmflow.verdict` = 'refused'")
-    verdict = json.loads(Path(client.download_artifacts(run.info.run_id, "verdict.json")).read_text())
+    content = Path(client.download_artifacts(run.info.run_id, "verdict.json")).read_bytes()
+    verdict = decode(RetrainVerdict, content, "verdict.json")
     champion, challenger = run.data.metrics["champion"], run.data.metrics["challenger"]
     assert champion == story.better.document["evaluation"]["challenger"] > challenger
-    assert (verdict["champion"], verdict["champion_metric"], verdict["challenger"]) == ("2", champion, challenger)
-    assert (verdict["why"], verdict["arguments"]) == ("bad labels", {"steps": 200, "noise": 1.0})
+    assert (verdict.champion, verdict.champion_metric, verdict.challenger) == ("2", champion, challenger)
+    assert (verdict.why, verdict.arguments) == ("bad labels", {"steps": 200, "noise": 1.0})
     for told in (f"{champion:.4f}", f"{challenger:.4f}", "points 2", "production", run.info.run_id):
         assert told in story.worse.sentence
     assert run.data.tags["tvmflow.reason"] in story.worse.sentence

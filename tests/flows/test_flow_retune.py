@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from tvmflow.documents import decode
+from tvmflow.verdict import RetuneVerdict
+
 # tests/flows/test_flow_release_tuned.py compares builds, and tests/tuning tunes.
 pytestmark = pytest.mark.long
 
@@ -52,10 +55,11 @@ def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     return Story(machine, folder, *runs)
 
 
-def _verdict(story: Story, ended: Any) -> tuple[Any, dict[str, Any]]:
+def _verdict(story: Story, ended: Any) -> tuple[Any, RetuneVerdict]:
     client = story.machine.mlflow
     run = client.get_run(ended.document["mlflow_run_id"])
-    return run.data, json.loads(Path(client.download_artifacts(run.info.run_id, "verdict.json")).read_text())
+    content = Path(client.download_artifacts(run.info.run_id, "verdict.json")).read_bytes()
+    return run.data, decode(RetuneVerdict, content, "verdict.json")
 
 
 def test_a_build_that_is_measured_faster_becomes_a_release(story: Story) -> None:
@@ -69,7 +73,7 @@ def test_a_build_that_is_measured_faster_becomes_a_release(story: Story) -> None
     data, verdict = _verdict(story, story.first)
     assert (data.tags["tvmflow.kind"], data.tags["tvmflow.verdict"]) == ("retune", "better")
     assert data.metrics["native.ratio"] == gain["ratio"]
-    assert verdict["targets"][0]["gain"]["ratios"] == gain["ratios"]
+    assert list(verdict.targets[0].gain.ratios) == gain["ratios"]
 
 
 def test_a_build_that_is_no_faster_is_no_release(story: Story) -> None:
@@ -78,7 +82,7 @@ def test_a_build_that_is_no_faster_is_no_release(story: Story) -> None:
     assert [release["version"] for release in story.machine.releases("convolutions")] == ["1", "2"]
     data, verdict = _verdict(story, story.second)
     assert (data.tags["tvmflow.kind"], data.tags["tvmflow.verdict"]) == ("retune", "no gain")
-    assert "no gain" in verdict["reason"]
+    assert "no gain" in verdict.reason
 
 
 def test_the_time_goes_to_what_costs_most_in_production(story: Story) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -27,15 +28,17 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.automations import register_automations
 from flows.deployments import register
 from flows.remote import pools_of
-from flows.runs import start
+from flows.runs import connect, limit_name, start
+from mlflow import MlflowClient
 from support import scale
 from support.databases import Databases
-from support.servers import free_port, prefect_server
+from support.rclone import rclone_s3
+from support.servers import free_port, mlflow_server, prefect_server
 from support.waits import wait_until
 from tvmflow.errors import SettingsError
 from tvmflow.services import open_workspace
 from tvmflow.settings import Settings
-from tvmflow.store import ReleaseStore
+from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.target import resolve
 
 
@@ -290,7 +293,8 @@ def test_a_run_whose_worker_died_is_ended_and_reported(cluster: Cluster) -> None
         with pytest.raises(SettingsError, match="'slack-webhook/nobody'"):
             register_automations("slack-webhook/nobody")
         # No worker of this pool is up.
-        run = start("make/idle", {"name": "x", "target": "y", "store": {}, "key": "", "job": {}}, tags=["lost"])
+        job = {"sha256": "0" * 64, "size": 0, "name": "job.json"}
+        run = start("make/idle", {"name": "x", "target": "y", "store": {}, "key": "", "job": job}, tags=["lost"])
         cluster.ask(f"/flow_runs/{run}/set_state", state={"type": "RUNNING"}, force=True)
         (tags,) = (each["tags"] for each in cluster.runs("lost"))
         heartbeat = {
@@ -327,6 +331,56 @@ def test_a_release_lives_through_a_restart_of_prefect(
         stack.enter_context(prefect_server(folder, services=True, port=port))
         result = machine.finish(process)
     assert result.code == 0, result.stderr
+
+
+@pytest.mark.long
+def test_a_release_on_a_pool_lives_through_two_minutes_without_any_server(
+    machine: Any, databases: Databases, make: Any, tmp_path: Path
+) -> None:
+    """S3, MLflow and Prefect go while the worker scores the bundle, which ends while they are away."""
+    data, folder, models = tmp_path / "s3", tmp_path / "servers", tmp_path / "model"
+    for path in (data, folder, models):
+        path.mkdir()
+    databases.mlflow(folder / "mlflow.db")
+    databases.prefect(folder / "prefect.db")
+    prefect_port, mlflow_port = free_port(), free_port()
+    file = make.waiting(models, "two-minutes")
+
+    def start_servers(stack: ExitStack, before: StoreConfig | None = None) -> StoreConfig:
+        stack.enter_context(prefect_server(folder, services=True, port=prefect_port))
+        stack.enter_context(mlflow_server(folder, port=mlflow_port))
+        return stack.enter_context(rclone_s3(data, bucket="models", before=before))
+
+    api = f"http://127.0.0.1:{prefect_port}/api"
+    with ExitStack() as stack, temporary_settings({PREFECT_API_URL: api}):
+        with ExitStack() as servers:
+            config = start_servers(servers)
+            settings = {
+                **shared_settings(api, ReleaseStore(config), folder),
+                "TVMFLOW_MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
+            }
+            store = ReleaseStore(replace(config, prefix="workers"))
+            cluster = Cluster(api, store, folder, replace(machine, home=folder, settings=settings))
+            cluster.ask("/work_pools/", name="only", type="process")
+            register([], "only", ["only"])
+            with connect("limit the runs of the model") as client:
+                client.upsert_global_concurrency_limit_by_name(limit_name("two-minutes"), 1)
+            worker = stack.enter_context(working(cluster, "only", "worker"))
+            process = cluster.releasing({"native": "only"}).start("release", file, "--json")
+            wait_until((models / "reached").exists, message="the worker scores the bundle", process=process)
+        (models / "go").touch()
+        ends_at = time.monotonic() + 120
+        wait_until(lambda: time.monotonic() > ends_at, 180, message="two minutes are over", process=process)
+        assert worker.poll() is None
+        start_servers(stack, config)
+        result = cluster.machine.finish(process)
+        assert result.code == 0, result.stderr
+        assert store.verify_release("two-minutes", "1").mlflow_run_id == result.document["mlflow_run_id"]
+        mlflow = MlflowClient(settings["TVMFLOW_MLFLOW_TRACKING_URI"])
+        assert [item.version for item in mlflow.search_model_versions("name = 'two-minutes'")] == ["1"]
+        runs = mlflow.search_runs([mlflow.get_experiment_by_name("tvmflow").experiment_id])
+        assert {run.info.status for run in runs} == {"FINISHED"}
+        assert [run["state_type"] for run in cluster.runs("two-minutes")] == ["COMPLETED"]
 
 
 def test_a_pool_without_workers_is_reported_before_any_work(cluster: Cluster, make: Any, tmp_path: Path) -> None:

@@ -355,6 +355,51 @@ def test_a_machine_that_trusts_nobody_renews_its_own_statement_on_an_unsigned_re
         channels.renew_statement(ReleaseStore(replace(local, signing_key=other_key)), "resnet", "production")
 
 
+@pytest.fixture
+def signed(host: ReleaseStore, release: Release) -> Channel:
+    """A channel of a machine that signs and trusts nobody, which was not signed before."""
+    unsigned = ReleaseStore(replace(host.config, signing_key=None))
+    for version in ("1", "2"):
+        release(unsigned, version)
+    assert move_channel(unsigned, "resnet", "production", "1").statement is None
+    return move_channel(host, "resnet", "production", "2")
+
+
+def test_a_machine_that_trusts_nobody_signs_a_channel_that_was_never_signed(
+    host: ReleaseStore, signed: Channel, key: Path
+) -> None:
+    assert channels.check_statement(host, signed, [Path(f"{key}.pub")]) is not None
+    assert move_channel(host, "resnet", "production", "1").number > signed.number
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy": Policy(by_hand="refuse").model_dump(mode="json")}, "was changed after it was signed"),
+        ({"policy": Policy(by_hand="refuse").model_dump(mode="json"), "statement": None}, "is not signed"),
+    ],
+)
+def test_a_machine_that_trusts_nobody_does_not_sign_what_others_have_made_of_its_channel(
+    host: ReleaseStore, signed: Channel, changes: dict[str, object], message: str
+) -> None:
+    plant(host, **changes)
+    before = channels.find(host, "resnet", "production")
+    with pytest.raises(StatementError, match=rf"^The channel resnet@production {message}"):
+        move_channel(host, "resnet", "production", "1")
+    assert channels.find(host, "resnet", "production").statement == before.statement
+
+
+def test_a_machine_that_trusts_nobody_does_not_sign_the_channel_of_another_key(
+    host: ReleaseStore, signed: Channel, other_key: Path
+) -> None:
+    other = ReleaseStore(replace(host.config, signing_key=other_key, memory=None))
+    with pytest.raises(StatementError, match="which is not trusted here"):
+        channels.set_policy(other, "resnet", "production", Policy(keep=1), who="ann", why="test")
+    # Who looks and signs it says so.
+    channels.sign_channel(other, "resnet", "production")
+    assert channels.set_policy(other, "resnet", "production", Policy(keep=1), who="ann", why="test").policy is not None
+
+
 def test_nothing_is_renewed_without_a_key_or_a_statement(
     host: ReleaseStore, held: Channel, local: StoreConfig, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -310,9 +310,10 @@ def wish(
     """Ask for a published version; return the channel.
 
     The newest wish wins: an open one for another version ends as superseded, and one for this version stays, with the
-    person who made it, who can give it a reason, or another one, by asking again. A wish for what the channel holds ends an open one and is not kept. A call with the
-    `id` of an earlier wish, open or ended, changes nothing; by default the id is random. Raises StoreError for a
-    version that is not published, or whose release is removed at this moment, and when the server fails.
+    person who made it, who can give it a reason, or another one, by asking again. A wish for what the channel holds
+    ends an open one and is not kept. A call with the `id` of an earlier wish, open or ended, changes nothing; by
+    default the id is random. Raises StoreError for a version that is not published, or whose release is removed at this
+    moment, and when the server fails.
     """
     _require_release(store, name, version)
     number = id or secrets.token_hex(8)
@@ -501,24 +502,31 @@ def _update(store: ReleaseStore, name: str, channel: str, change: Callable[[Chan
         after = after.model_copy(update={"number": before.number + 1})
         content = encode(after)
         if store.objects.create(key, content) if tag is None else store.objects.replace(key, content, tag):
+            if after.statement != before.statement:
+                Highest.of(store.config, name, channel).raise_to(after.number)
             return after
     raise StoreError(f"{store.objects.uri(key)} is written by others all the time: try again later.")
 
 
 def _sign_change(store: ReleaseStore, before: Channel, after: Channel) -> Channel:
-    """The changed channel with a statement, where a key signs or signatures are demanded."""
-    trusted = trusted_keys()
-    if store.config.signing_key is not None:
-        if trusted:
-            # What nobody has signed must not get a signature by the next change.
-            check_statement(store, before, trusted)
-        return _sign(store, before, after)
-    if before.statement is not None or trusted:
-        raise StatementError(
-            f"The {before.label} needs a signature, and this machine has no key to sign its change: set "
-            "TVMFLOW_SIGNING_KEY, or change it where the key is."
-        )
-    return after
+    """The changed channel with a statement, where a key signs or signatures are demanded.
+
+    What nobody has signed, or another key, must not get a signature by the next change. So the statement on the channel
+    before must hold: by a trusted key, or by the key that signs where none is trusted. In that case a channel without
+    a statement is signed as it is, unless this host has seen it with one.
+    """
+    key, trusted = store.config.signing_key, trusted_keys()
+    if key is None:
+        if before.statement is not None or trusted:
+            raise StatementError(
+                f"The {before.label} needs a signature, and this machine has no key to sign its change: set "
+                "TVMFLOW_SIGNING_KEY, or change it where the key is."
+            )
+        return after
+    was_signed = before.statement is not None or Highest.of(store.config, before.name, before.channel).number > 0
+    if trusted or was_signed:
+        check_statement(store, before, trusted or (key,))
+    return _sign(store, before, after)
 
 
 def _sign(store: ReleaseStore, before: Channel, after: Channel) -> Channel:
